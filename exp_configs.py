@@ -410,9 +410,9 @@ EXP_GROUPS: dict[str, list[Values]] = {
 
 def experiments_of(group: str, path: Path | None, steps: int | None) -> list[Values]:
     """The dictionaries of one group, with `steps` written in where it is given; see
-    groups.chosen.
+    groups.experiments_of_group.
     """
-    return groups.chosen(read_groups(path), group, steps)
+    return groups.experiments_of_group(read_groups(path), group, steps)
 
 
 def read_groups(path: Path | None) -> dict[str, list[Values]]:

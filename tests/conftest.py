@@ -147,7 +147,7 @@ def steps_are_measured_without_importing_again() -> Iterator[None]:
         return Measurer(said)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.plan.memory.measure._started", started)
+        patch.setattr("trainer.plan.memory.measure._start", started)
         yield
 
 

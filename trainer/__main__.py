@@ -1,4 +1,4 @@
-"""What is done besides training: `python -m trainer COMMAND`. Imports no torch until a command
+"""Evaluate, export, plan and prepare: `python -m trainer COMMAND`. Imports no torch until a command
 really runs.
 """
 
@@ -34,7 +34,7 @@ app = typer.Typer(
 
 @app.callback()
 def _about(version: Version = False) -> None:
-    """What is done with models besides training them."""
+    """Evaluate, export, plan and prepare."""
     atexit.register(gc.freeze)  # Python's last look through all that was imported takes .8 s
 
 

@@ -24,7 +24,7 @@ from jobs.record.state_table import End, end_of
 from jobs.record.times import now, seconds_since
 from jobs.record.verdict import AttemptFiles, Verdict, judge
 from jobs.record.wandb_key import sync_hint
-from trainer.config.differences import told_apart
+from trainer.config.differences import names_by_difference
 from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import read_json
 from trainer.files.survival_events import read as recoveries
@@ -132,7 +132,7 @@ def _names(cases: Collection[_Case]) -> dict[str, str]:
         groups.setdefault(case.job.group, []).append(case.folder)
     names: dict[str, str] = {}
     for folders in groups.values():
-        apart = told_apart([read_json(folder.exp_dict) or {} for folder in folders])
+        apart = names_by_difference([read_json(folder.exp_dict) or {} for folder in folders])
         names |= {folder.path.name: name for folder, name in zip(folders, apart, strict=True)}
     return names
 

@@ -18,7 +18,7 @@ from jobs.record.metrics import last_metrics, numbers, numbers_in
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import starts_of
 from jobs.report.text import number_text, visible
-from trainer.config.differences import differing, flattened, short_names, written
+from trainer.config.differences import differing, flatten, short_names, written
 from trainer.files.atomic import read_json
 
 # Metrics with one of these words in their name are better when smaller. For the metric that an
@@ -113,7 +113,7 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
     return ExperimentScores(
         folder.path.name,
         job.group if job else "",
-        flattened(values),
+        flatten(values),
         best_scores(folder, values),
         int(step) if step is not None else (read_json(folder.status) or {}).get("step"),
         math.fsum(start.hours for start in starts) * 3600 if starts else None,

@@ -23,9 +23,9 @@ from trainer.plan.memory.measure import (
     MeasureRequest,
     MeasuringError,
     Moment,
-    changed,
     measure,
     measuring,
+    with_value,
 )
 from trainer.plan.memory.planned_rows import binding_limit
 from trainer.plan.memory.subject import Subject, subject_of
@@ -68,7 +68,7 @@ def test_a_made_up_row_is_as_long_as_any_and_shorter_under_a_lower_limit(
     assert task.length(specimen) >= max(task.length(row) for row in encoded(task, "train"))
     assert specimen.keys() >= encoded(task, "train")[0].keys() - {"other", "other_lengths"}
     key, limit = binding_limit(task) or ("", 0)
-    lower = load(changed(values, key, limit // 2), folder)
+    lower = load(with_value(values, key, limit // 2), folder)
     assert lower.length(lower.encode(lower.specimen())) < task.length(specimen)
 
 
@@ -91,7 +91,7 @@ def test_a_described_batch_says_what_was_read(name: str, folder: Path) -> None:
 def test_the_ledger_sees_a_cut_wherever_encoding_says_so(name: str, folder: Path) -> None:
     values = experiment(name, folder)
     for key in load(values, folder).limits():
-        values = changed(values, key, 12)
+        values = with_value(values, key, 12)
     task = load(values, folder)
     if not isinstance(task, ShowsCuts):
         pytest.skip("an optional ability")

@@ -35,7 +35,7 @@ def _planned_and_ran(task_name: str, folder: Path, count: int) -> tuple[Any, Any
     task = tasks.load(tasks.parse(values), places)
     rows = Specimens(task).encoded([0, 0], is_drawn=True)
     request = MeasureRequest(values, "train", rows, accumulates=True, device="cpu")
-    step = fake_step._measured(request, places)
+    step = fake_step._measure(request, places)
     planned: Counter[Any] = Counter()
     for operators, times in (
         (step.operators, count - 1),

@@ -112,8 +112,8 @@ def _by_choice(folder: Path, task: str, choices: tuple[Any, ...]) -> dict[Any, l
 
 def _in_full(folder: Path, task: str, choices: tuple[Any, ...]) -> dict[Any, list[Any]]:
     """The same, every block run."""
-    by = fake_step._stepped_by
-    fake_step._stepped_by = lambda request, places, _: by(request, places, lambda _: whole())
+    by = fake_step._run_blocks
+    fake_step._run_blocks = lambda request, places, _: by(request, places, lambda _: whole())
     return _by_choice(folder, task, choices)
 
 
@@ -194,7 +194,7 @@ def test_a_choice_that_nothing_can_be_planned_for_is_refused(tmp_path: Path) -> 
     values = deep(write_facts(tmp_path), gradient_checkpointing="auto")
     subject = subject_for(values, options(tmp_path), 1)
     with pytest.raises(ConfigError, match=r"needs to know the device.* or say true, false or a"):
-        advice.settled(subject, None)
+        advice.choose_recomputation(subject, None)
 
 
 def test_more_blocks_than_there_are_is_refused_before_anything_is_read(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def _operators(folder: Path) -> list[list[Any]]:
     task: Any = tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
     row = {name: list(map(int, ids)) for name, ids in task.encode(task.specimen()).items()}
     rows = [row | {DRAW: [5], EPOCH: [0]}] * 2
-    return fake_step._measured(MeasureRequest(values, "train", rows), task.places).operators
+    return fake_step._measure(MeasureRequest(values, "train", rows), task.places).operators
 
 
 @pytest.mark.skipif(not stock._KNOWS_GROUPS, reason="torch 2.11 knows no groups of heads there")

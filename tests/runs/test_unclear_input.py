@@ -326,9 +326,9 @@ def test_a_status_of_another_shape_is_not_that_of_a_finished_run(
 def test_an_id_in_place_of_a_group_is_told_from_a_misspelt_one() -> None:
     (values,) = EXP_GROUPS["crossattn_tiny"]
     with pytest.raises(ConfigError, match=f"-e crossattn_tiny --exp_id {exp_id(values)}"):
-        groups.chosen(EXP_GROUPS, exp_id(values), None)
+        groups.experiments_of_group(EXP_GROUPS, exp_id(values), None)
     with pytest.raises(ConfigError, match="a group's name is wanted") as refusal:
-        groups.chosen(EXP_GROUPS, "0" * 32, None)
+        groups.experiments_of_group(EXP_GROUPS, "0" * 32, None)
     assert len(str(refusal.value)) < 300, "no list of a hundred groups"
 
 

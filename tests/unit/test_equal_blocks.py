@@ -18,7 +18,7 @@ from trainer.plan.memory.fake_device import equal_chunks_once, fake_device
 from trainer.plan.memory.measure import Measured, MeasureRequest
 from trainer.plan.memory.planned_rows import Specimens
 from trainer.plan.memory.tracker import PLAIN, TRACKED, forwards_in
-from trainer.plan.time.blocks import Stacks, UnequalBlocksError, shortened, whole
+from trainer.plan.time.blocks import Stacks, UnequalBlocksError, shorten, whole
 from trainer.plan.time.calibration import Listing
 from trainer.protocol.task import Places
 
@@ -57,7 +57,7 @@ def counted(model: nn.Module, stacks: Stacks | None = None) -> tuple[Any, dict[A
     """Moments, and how often every operator runs, of a step."""
     with fake_device("cpu") as device:
         device.place(model)
-        stacks = shortened(model, 4) if stacks is None else stacks
+        stacks = shorten(model, 4) if stacks is None else stacks
         device.tracker.watch(model, stacks)
         device.tracker.restart()
         model(torch.empty(3, 4)).sum().backward()
@@ -183,7 +183,7 @@ def test_weights_of_blocks_that_are_not_shown_are_still_held() -> None:
     with fake_device("cpu") as device:
         device.place(model)
         held = device.tracker.live["weights"]
-        stacks = shortened(model, 4)
+        stacks = shorten(model, 4)
         assert device.tracker.live["weights"] == held
     assert stacks.missing == {"blocks": DEPTH - 4}
 
@@ -199,7 +199,7 @@ def test_blocks_that_do_different_things_are_not_taken_for_equal() -> None:
 def test_blocks_that_look_different_are_all_run() -> None:
     model = Deep()
     model.blocks[3].inner = nn.Linear(8, 8, bias=False)
-    assert shortened(model, 4).missing == {}
+    assert shorten(model, 4).missing == {}
     assert len(model.blocks) == DEPTH
 
 
@@ -235,8 +235,8 @@ def test_a_deep_decoder_of_a_task_is_counted_whole(
     rows = Specimens(task).encoded([0, 0], is_drawn=True)
     request = MeasureRequest(values, "train", rows, device="cpu")
     short, full = (
-        fake_step._stepped(request, places),
-        fake_step._stepped_by(request, places, lambda _: whole()),
+        fake_step._run_step(request, places),
+        fake_step._run_blocks(request, places, lambda _: whole()),
     )
     assert short.moments == full.moments
     assert _runs(short) == _runs(full)

@@ -38,7 +38,7 @@ from trainer.plan.memory.deepspeed_terms import (
     inference,
     training,
 )
-from trainer.plan.memory.measure import ROOT, Measured, Moment, changed, scaled
+from trainer.plan.memory.measure import ROOT, Measured, Moment, scale_to_rows, with_value
 from trainer.plan.memory.plan import MemoryPlan, Phase
 from trainer.plan.memory.planned_rows import heaviest
 from trainer.plan.memory.subject import published_shape
@@ -106,9 +106,9 @@ def test_several_ranks_leave_less_for_tensors() -> None:
 def test_two_numbers_of_rows_give_every_other_one_at_the_same_gradients() -> None:
     few = measured([Moment(8, 0, 0), Moment(0, 10, 1)])
     some = measured([Moment(8, 0, 0), Moment(4, 19, 2), Moment(0, 20, 2)])
-    grown = scaled((2, few), (4, some), 8)
+    grown = scale_to_rows((2, few), (4, some), 8)
     assert grown.moments == [Moment(8, 0, 0), Moment(4, 57, 6), Moment(0, 40, 4)]
-    assert scaled((2, few), (4, some), 4).moments == some.moments
+    assert scale_to_rows((2, few), (4, some), 4).moments == some.moments
 
 
 def test_the_largest_that_fits_is_exact() -> None:
@@ -373,7 +373,7 @@ def test_other_bases_have_no_shape_here() -> None:
 
 def test_a_change_leaves_the_experiment_as_it_was() -> None:
     values = {"data": {"source_tokens": 512}}
-    assert changed(values, "data.source_tokens", 64) == {"data": {"source_tokens": 64}}
+    assert with_value(values, "data.source_tokens", 64) == {"data": {"source_tokens": 64}}
     assert values == {"data": {"source_tokens": 512}}
 
 
@@ -446,7 +446,7 @@ def test_an_out_of_memory_error_names_the_largest_batch_that_was_being_run() -> 
 
 def test_planned_and_measured_are_compared_in_percent() -> None:
     assert (
-        plan_text.compared(int(21.9 * GIB), int(22.4 * GIB))
+        plan_text.comparison(int(21.9 * GIB), int(22.4 * GIB))
         == "memory: planned 21.90, measured 22.40 GiB (-2.2%)"
     )
 

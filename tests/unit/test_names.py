@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.config.differences import told_apart
+from trainer.config.differences import names_by_difference
 from trainer.config.groups import cartesian_exp_group, names, vary
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
@@ -24,21 +24,21 @@ def test_siblings_are_told_apart_by_what_differs_alone() -> None:
         for lr in (1e-3, 3e-4)
         for seed in (1, 2)
     ]
-    assert told_apart(experiments) == [
+    assert names_by_difference(experiments) == [
         "seed=1 lr=0.001",
         "seed=2 lr=0.001",
         "seed=1 lr=0.0003",
         "seed=2 lr=0.0003",
     ]
-    assert told_apart([PLAIN]) == [""]
+    assert names_by_difference([PLAIN]) == [""]
 
 
 def test_a_key_that_one_has_alone_is_named_where_it_is_and_much_is_not_listed() -> None:
-    assert told_apart([PLAIN, {**PLAIN, "lora": True}]) == ["", "lora=true"]
+    assert names_by_difference([PLAIN, {**PLAIN, "lora": True}]) == ["", "lora=true"]
     many = {f"key{number}": number for number in range(5)}
-    assert told_apart([PLAIN, {**PLAIN, **many}]) == ["", ""]
+    assert names_by_difference([PLAIN, {**PLAIN, **many}]) == ["", ""]
     long = {**PLAIN, "base": "/a/very/long/path/of/a/model/on/some/disk"}
-    assert told_apart([PLAIN, long])[1] == "base=/a/very/long/path/of/a/…"
+    assert names_by_difference([PLAIN, long])[1] == "base=/a/very/long/path/of/a/…"
 
 
 def test_names_say_group_and_place_and_are_what_wandb_shows(tmp_path: Path) -> None:

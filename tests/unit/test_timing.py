@@ -31,7 +31,7 @@ from trainer.plan.time.step_time import (
     Work,
     between,
     computing,
-    overlapped,
+    hide_launches,
     step_time,
 )
 from trainer.plan.time.target import Target, target_of
@@ -106,9 +106,9 @@ def test_operators_of_a_processor_take_longer_in_a_step_than_by_themselves() -> 
 
 def test_a_gpu_hides_launches_behind_computing() -> None:
     gpu = replace(PLAIN, overlaps_launches=True)
-    assert overlapped(StepTime(matmul=1.0, launches=3.0), gpu).launches == 2.0
-    assert overlapped(StepTime(matmul=4.0, launches=3.0), gpu).launches == 0.0
-    assert overlapped(StepTime(matmul=4.0, launches=3.0), PLAIN).launches == 3.0
+    assert hide_launches(StepTime(matmul=1.0, launches=3.0), gpu).launches == 2.0
+    assert hide_launches(StepTime(matmul=4.0, launches=3.0), gpu).launches == 0.0
+    assert hide_launches(StepTime(matmul=4.0, launches=3.0), PLAIN).launches == 3.0
 
 
 def test_other_numbers_of_rows_follow_from_two() -> None:
@@ -257,7 +257,7 @@ def calibrate(folder: str) -> dict[str, Any]:
     for name in ("_SENT_NUMBERS", "_FRESH_NUMBERS", "_DISK_BYTES"):
         setattr(calibration, name, 1 << 20)
     calibration._CPU_NUMBERS = (1 << 12,)
-    return rates.plain(calibration.calibrated(Path(folder)))
+    return rates.plain(calibration.calibrate(Path(folder)))
 
 
 def test_what_was_quickest_in_any_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:

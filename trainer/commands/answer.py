@@ -91,8 +91,8 @@ def answers(opened_run: Opened, questions: list[dict[str, Any]]) -> Iterator[dic
         except LatheError as error:
             yield {"of": number, "error": str(error)}
     for group in _alike(questions, others):
-        found = _answered(opened_run, [questions[number] for number in group])
-        yield from ({"of": number, **one} for number, one in zip(group, found, strict=True))
+        answers = _answer(opened_run, [questions[number] for number in group])
+        yield from ({"of": number, **one} for number, one in zip(group, answers, strict=True))
     numbers = list(texts)
     if texts:
         for row, piece in grown(task, model.base, list(texts.values())):
@@ -111,14 +111,14 @@ def _alike(questions: list[dict[str, Any]], numbers: list[int]) -> Iterable[list
     return alike.values()
 
 
-def _answered(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _answer(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The answers to questions that are alike; where one of them cannot be answered, each alone."""
     try:
         return _of_kind(opened_run, group)
     except LatheError as error:
         if len(group) == 1:
             return [{"error": str(error)}]
-        return [answer for one in group for answer in _answered(opened_run, [one])]
+        return [answer for one in group for answer in _answer(opened_run, [one])]
 
 
 def _of_kind(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,17 +159,17 @@ def _read(task: Any, model: Any, group: list[dict[str, Any]]) -> list[dict[str, 
     most = min(first["max_tokens"], task.answer_tokens())
     questions = [{"question": one["question"], "answers": []} for one in group]
     texts = task.answers(model, rows, questions, search=search, max_tokens=most).predictions
-    found: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     for one, text, row in zip(group, texts, encoded, strict=True):
         text = cut_at(text, one["stop"]) if one["stop"] else text
         tokens = len(task.tokenizer(text, add_special_tokens=False)["input_ids"])
-        found.append({"text": text, "prompt_tokens": task.length(row), "tokens": tokens})
-    return found
+        answers.append({"text": text, "prompt_tokens": task.length(row), "tokens": tokens})
+    return answers
 
 
-def _row(task: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def _row(task: Any, request: dict[str, Any]) -> dict[str, Any]:
     """A question as a raw row of its task. ConfigError for contexts that it cannot read."""
-    question, contexts = asked["question"], asked["contexts"]
+    question, contexts = request["question"], request["contexts"]
     if not question.strip():
         raise ConfigError("there is no question: the last message of the user is empty")
     if task.cfg.task == "summariser":

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainer.commands.options import ExpConfigs, guarded, id_of
+from trainer.commands.options import ExpConfigs, guard, id_of
 from trainer.config import reference
 from trainer.config.mistakes import other_place
 from trainer.config.synonyms import SYNONYMS
@@ -20,7 +20,7 @@ Experiments = list[dict[str, Any]]
 WIDTH = 100  # columns
 
 
-@guarded
+@guard
 def keys(
     task: Annotated[str, typer.Argument(help="Name of a task, such as causal_lm.")],
     key: Annotated[
@@ -39,7 +39,7 @@ def keys(
             raise ConfigError(f"--json_schema is of the whole dictionary: leave {key!r} out.")
         typer.echo(json.dumps(reference.json_schema(config), indent=2))
         return
-    for one in _chosen(reference.keys(config), key):
+    for one in _matches(reference.keys(config), key):
         typer.echo(text_of(one))
 
 
@@ -51,23 +51,23 @@ def text_of(key: reference.Key) -> str:
     return "\n".join(lines)
 
 
-def _chosen(all_keys: list[reference.Key], key: str | None) -> list[reference.Key]:
+def _matches(all_keys: list[reference.Key], key: str | None) -> list[reference.Key]:
     """The key of this path and those below it; without a path all."""
     if key is None:
         return all_keys
-    chosen = [one for one in all_keys if one.path == key or one.path.startswith(f"{key}.")]
-    if not chosen:
+    matches = [one for one in all_keys if one.path == key or one.path.startswith(f"{key}.")]
+    if not matches:
         legal = [one.path for one in all_keys]
         elsewhere = other_place(key, legal, SYNONYMS)
         raise ConfigError(f"{key}: no such key. {elsewhere or nearest(key, legal)}")
-    return chosen
+    return matches
 
 
 # Groups
 # --------------------------------------------------------------------------------------------------
 
 
-@guarded
+@guard
 def groups(
     name: Annotated[
         str | None, typer.Argument(help="A group, shown whole; or a part of the names to list.")
@@ -77,16 +77,16 @@ def groups(
     """The groups that -e takes: their tasks and steps, or one of them as dictionaries."""
     from exp_configs import read_groups
 
-    known = read_groups(exp_configs)
-    if name in known:
-        typer.echo(whole(known[name]))
+    all_groups = read_groups(exp_configs)
+    if name in all_groups:
+        typer.echo(whole(all_groups[name]))
         return
-    chosen = [group for group in known if name is None or name in group]
-    if not chosen:
-        raise ConfigError(f"{name}: no such group. {nearest(str(name), sorted(known))}")
-    width = max(map(len, chosen))
-    for group in sorted(chosen):
-        typer.echo(f"{group:{width}}  {summary(known[group])}")
+    matches = [group for group in all_groups if name is None or name in group]
+    if not matches:
+        raise ConfigError(f"{name}: no such group. {nearest(str(name), sorted(all_groups))}")
+    width = max(map(len, matches))
+    for group in sorted(matches):
+        typer.echo(f"{group:{width}}  {summary(all_groups[group])}")
 
 
 def summary(experiments: Experiments) -> str:

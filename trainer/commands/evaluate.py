@@ -53,7 +53,7 @@ BertscoreModel = Annotated[
 ]
 
 
-@options.guarded
+@options.guard
 def evaluate(
     which: options.ExperimentOptions,
     model: options.Model = "best",

@@ -37,7 +37,7 @@ Merge = Annotated[
 ]
 
 
-@options.guarded
+@options.guard
 def import_(
     task: TaskName,
     source: Annotated[
@@ -49,11 +49,11 @@ def import_(
     tokenizer: TokenizerName = None,
 ) -> None:
     """Read a published model and write a folder that experiments take as their base."""
-    given = {"compat_cross_bias": compat_cross_bias or None, "tokenizer": tokenizer}
-    _interchange(task, "import_model", given)(source, out=out)
+    options = {"compat_cross_bias": compat_cross_bias or None, "tokenizer": tokenizer}
+    _interchange(task, "import_model", options)(source, out=out)
 
 
-@options.guarded
+@options.guard
 def export(
     task: TaskName,
     folder: Annotated[
@@ -67,9 +67,9 @@ def export(
     merge: Merge = False,
 ) -> None:
     """Read a trained model and write it as other programs read it."""
-    given = {"layout": layout, "merge": merge or None}
+    options = {"layout": layout, "merge": merge or None}
     _refuse_what_is_ready(task, folder)
-    write = _interchange(task, "export_model", given)
+    write = _interchange(task, "export_model", options)
     if task != "cross_attention":  # whose own folders hold adapters beside the added layers
         from trainer.models import adapters
 
@@ -82,13 +82,13 @@ def _describe(source: Path, out: Path) -> None:
     """Write the record and the card of what was exported, where its source has a record."""
     from trainer.exports import card, record
 
-    said = record.read(source)
-    if said is None:
+    source_record = record.read(source)
+    if source_record is None:
         return
     with refusals(out):
-        made = said.model_copy(update={"files": record.digests(out)})
-        record.write(out, made)
-        card.write(out, made)
+        own = source_record.model_copy(update={"files": record.digests(out)})
+        record.write(out, own)
+        card.write(out, own)
 
 
 def _refuse_what_is_ready(task: str, folder: Path) -> None:
@@ -103,27 +103,27 @@ def _refuse_what_is_ready(task: str, folder: Path) -> None:
         )
 
 
-def _interchange(task: str, function: str, given: dict[str, Any]) -> Callable[..., None]:
+def _interchange(task: str, function: str, options: dict[str, Any]) -> Callable[..., None]:
     """A function of trainer/tasks/<task>/interchange.py with those options that are not None."""
     from trainer import tasks
 
-    known = sorted(
+    names = sorted(
         file.parent.name for file in Path(tasks.__file__).parent.glob("*/interchange.py")
     )
-    if task not in known:
+    if task not in names:
         raise ConfigError(
-            f"task {task!r} has no models to import or export. Those that have: {', '.join(known)}."
+            f"task {task!r} has no models to import or export. Those that have: {', '.join(names)}."
         )
-    chosen = getattr(importlib.import_module(f"trainer.tasks.{task}.interchange"), function, None)
-    if chosen is None:
+    code = getattr(importlib.import_module(f"trainer.tasks.{task}.interchange"), function, None)
+    if code is None:
         raise ConfigError(
             f"task {task!r} has no {function}. Give a published folder to an experiment's "
             "init_from."
         )
-    options = {name: value for name, value in given.items() if value is not None}
-    foreign = sorted(options.keys() - inspect.signature(chosen).parameters.keys())
+    options = {name: value for name, value in options.items() if value is not None}
+    foreign = sorted(options.keys() - inspect.signature(code).parameters.keys())
     if foreign:
         raise ConfigError(
             f"{task} knows no {', '.join(f'--{name}' for name in foreign)}. Leave it out."
         )
-    return lambda path, **always: chosen(path, **always, **options)
+    return lambda path, **always: code(path, **always, **options)

@@ -152,20 +152,21 @@ def experiment(
                 "from a copy."
             )
         return values
-    found = {id_of(values): values for values in experiments_of(group, file, steps)}
-    if exp_id is None and len(found) > 1:
+    of_group = {id_of(values): values for values in experiments_of(group, file, steps)}
+    if exp_id is None and len(of_group) > 1:
         raise ConfigError(
-            f"-e {group} has {len(found)} experiments. Say which by --exp_id: {', '.join(found)}."
+            f"-e {group} has {len(of_group)} experiments. Say which by --exp_id: "
+            f"{', '.join(of_group)}."
         )
-    if exp_id is not None and exp_id not in found:
+    if exp_id is not None and exp_id not in of_group:
         raise ConfigError(
-            f"--exp_id {exp_id} is not in -e {group}, which has {', '.join(found)}. (--steps "
+            f"--exp_id {exp_id} is not in -e {group}, which has {', '.join(of_group)}. (--steps "
             "changes it.)"
         )
-    return found[exp_id or next(iter(found))]
+    return of_group[exp_id or next(iter(of_group))]
 
 
-def guarded(function: Callable[..., None]) -> Callable[..., None]:
+def guard(function: Callable[..., None]) -> Callable[..., None]:
     """The command as typer reads it (spread), which ends as trainval.py does: an error of ours is
     one message on stderr, and its own exit code.
     """

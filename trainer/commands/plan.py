@@ -44,7 +44,7 @@ Change = Annotated[
 ]
 
 
-@options.guarded
+@options.guard
 def plan(
     which: options.UntrainedOptions,
     device: DeviceName = None,
@@ -67,7 +67,7 @@ def plan(
 
     values = which.values()
     for text in change or []:
-        values = _changed(values, text)
+        values = _with_change(values, text)
     target = target_of(device, world=world, nodes=nodes)
     run_options = which.run_options(deepspeed=deepspeed)
     subject = subject_for(values, run_options, target.cluster.world)
@@ -90,7 +90,7 @@ def _import_models_without_scipy() -> None:
 
 def _show_plan(subject: Subject, target: Target, *, as_json: bool) -> None:
     from trainer.plan.memory import plan_text
-    from trainer.plan.memory.advice import advise, settled
+    from trainer.plan.memory.advice import advise, choose_recomputation
     from trainer.plan.memory.fake_step import answer_all
     from trainer.plan.memory.measure import measuring
     from trainer.plan.memory.plan import make
@@ -99,18 +99,18 @@ def _show_plan(subject: Subject, target: Target, *, as_json: bool) -> None:
 
     cublas = 0 if target.device is None else target.device.cublas_nbytes
     with measuring(answer_all):
-        subject = settled(subject, target.device)
-        made = make(subject, cublas=cublas)
-        advice = advise(subject, made, target.device, cublas=cublas)
+        subject = choose_recomputation(subject, target.device)
+        memory = make(subject, cublas=cublas)
+        advice = advise(subject, memory, target.device, cublas=cublas)
         rates = target.rates
         time = None if rates is None else run_time(subject, rates, target.cluster)
     if as_json:
-        found = {"plan": made.plan.plain(), "advice": advice.plain()}
-        found |= {} if time is None else {"time": time.plain()}
-        typer.echo(json.dumps(found, indent=1))
+        content = {"plan": memory.plan.plain(), "advice": advice.plain()}
+        content |= {} if time is None else {"time": time.plain()}
+        typer.echo(json.dumps(content, indent=1))
         return
-    typer.echo(plan_text.shown(made.plan, advice, target.device, world=target.cluster.world))
-    typer.echo(target.no_time if time is None else text.shown(time))
+    typer.echo(plan_text.page(memory.plan, advice, target.device, world=target.cluster.world))
+    typer.echo(target.no_time if time is None else text.page(time))
 
 
 def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_json: bool) -> None:
@@ -123,57 +123,57 @@ def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_j
         raise ConfigError(f"--fastest: {target.no_time}")
     world = target.cluster.world
     with measuring(answer_all):
-        found = ways(
+        all_ways = ways(
             subject,
             target.rates,
             target.cluster,
             usable=target.device.usable(world),
         )
-    if not found:
+    if not all_ways:
         raise DoesNotFitError(
             f"--fastest: no way to train fits into {target.device.name}, not even one row at a "
             "time with recomputation and offload. Give more or larger devices, or shorter rows."
         )
-    best = found[0].changes(subject.values)
+    best = all_ways[0].changes(subject.values)
     if as_json:
-        ten = [asdict(way) | {"step_s": way.time.total} for way in found[:10]]
+        ten = [asdict(way) | {"step_s": way.time.total} for way in all_ways[:10]]
         typer.echo(json.dumps({"ways": ten, "values": best}, indent=1))
         return
     steps = subject.cfg.train.steps
-    reason = why(found[0], found[1:])
-    typer.echo(text.fastest(found, reason, steps=steps, world=world, price=price, values=best))
+    reason = why(all_ways[0], all_ways[1:])
+    typer.echo(text.fastest(all_ways, reason, steps=steps, world=world, price=price, values=best))
 
 
-def subject_for(values: dict[str, Any], given: Options, world: int) -> Subject:
+def subject_for(values: dict[str, Any], run_options: Options, world: int) -> Subject:
     """What is planned for, with the rows that a run would read."""
     from trainer.data.token_store import store_of
     from trainer.plan.memory.subject import subject_of
     from trainer.training import run_plan
 
-    checked = run_plan.plan(values, given, world=world, rank=0)
+    checked = run_plan.plan(values, run_options, world=world, rank=0)
     return subject_of(
         values,
         ds=checked.ds,
         sharding=checked.sharding,
-        places=given.places,
-        store_of=lambda task, split: store_of(task, split, given.cache_dir),
-        answers=bool(checked.cfg.train.answers or given.extra_evals),
+        places=run_options.places,
+        store_of=lambda task, split: store_of(task, split, run_options.cache_dir),
+        answers=bool(checked.cfg.train.answers or run_options.extra_evals),
     )
 
 
-def _changed(values: dict[str, Any], text: str) -> dict[str, Any]:
-    from trainer.plan.memory.measure import changed
+def _with_change(values: dict[str, Any], text: str) -> dict[str, Any]:
+    from trainer.plan.memory.measure import with_value
 
     key, separator, value = text.partition("=")
     if not separator:
         raise ConfigError(f"--set {text}: want KEY=VALUE, such as data.source_tokens=512.")
     try:
-        return changed(values, key.strip(), json.loads(value))
+        return with_value(values, key.strip(), json.loads(value))
     except json.JSONDecodeError:
-        return changed(values, key.strip(), value)
+        return with_value(values, key.strip(), value)
 
 
-@options.guarded
+@options.guard
 def calibrate_device(
     out: Annotated[
         Path, typer.Option("--out", help="JSON to write; `plan --device FILE` reads it.")
@@ -183,7 +183,7 @@ def calibrate_device(
     between all ranks.
     """
     from trainer.files.atomic import write_json
-    from trainer.plan.time.calibration import calibrated
+    from trainer.plan.time.calibration import calibrate
     from trainer.plan.time.rates import plain
     from trainer.runtime import distributed
 
@@ -192,7 +192,7 @@ def calibrate_device(
             f"--out {out}: there is no folder {out.parent}. Make it, or give another."
         )
     distributed.init()
-    rates = calibrated(out.absolute().parent)
+    rates = calibrate(out.absolute().parent)
     if distributed.is_main():
         write_json(out, plain(rates))
         products = max(rate for _, rate in rates.matmul["float32"])

@@ -30,7 +30,7 @@ MaxTokens = Annotated[
 ]
 
 
-@options.guarded
+@options.guard
 def predict(
     model: Trained,
     data_path: Rows,
@@ -56,8 +56,8 @@ def predict(
             f"more answers. Use --num_beams {num_answers} or more, or --temperature."
         )
     how = Prediction(Search(num_beams, num_answers, temperature, top_p, seed), max_tokens)
-    asked = prediction.RowsToPredict(model, data_path, out, how, batch=batch, cache_dir=cache_dir)
-    typer.echo(f"{prediction.predict(asked)} rows in {out}")
+    request = prediction.RowsToPredict(model, data_path, out, how, batch=batch, cache_dir=cache_dir)
+    typer.echo(f"{prediction.predict(request)} rows in {out}")
 
 
 Contexts = Annotated[
@@ -70,7 +70,7 @@ Questions = Annotated[
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")]
 
 
-@options.guarded
+@options.guard
 def read(
     model: Trained,
     context: Contexts,
@@ -95,8 +95,8 @@ def read(
     values, folder = export_of(model)
     reader = options.module_of(values["task"], "reader", "read texts with")
     reading = reader.Reader(folder, device=device, cache_dir=cache_dir).read(texts)
-    for asked in question or (line.strip() for line in sys.stdin):
-        if asked:
-            for piece in reading.stream(asked):
+    for text in question or (line.strip() for line in sys.stdin):
+        if text:
+            for piece in reading.stream(text):
                 typer.echo(piece, nl=False)
             typer.echo()

@@ -34,7 +34,7 @@ ShardTokens = Annotated[
 ]
 
 
-@options.guarded
+@options.guard
 def prepare(
     out: Out,
     which: options.UntrainedOptions,
@@ -63,17 +63,17 @@ def prepare(
     if which.data_path is not None and out.resolve() == which.data_path.resolve():
         raise ConfigError(f"--out {out}: is --data_path itself. Name another folder.")
     distributed.init()
-    wanted = module.Wanted(out, _by_name(source), hotpotqa_shuffles, batch_tokens, shard_tokens)
+    request = module.Wanted(out, _by_name(source), hotpotqa_shuffles, batch_tokens, shard_tokens)
     cfg = tasks.parse(values)
     lock = FileLock(out.with_name(f".{out.name}.lock"), timeout=0)  # a killed process lets go of it
     on_main(lambda: _claim(out, lock))
-    on_main(lambda: module.write_rows(cfg, places, wanted))
-    made = module.write_states(cfg, places, wanted)
+    on_main(lambda: module.write_rows(cfg, places, request))
+    content = module.write_states(cfg, places, request)
     if distributed.is_main():
-        size, plan = made.bytes_on_disk, made.plan
-        rows = ", ".join(f"{count} {split}" for split, count in made.rows.items())
+        size, plan = content.bytes_on_disk, content.plan
+        rows = ", ".join(f"{count} {split}" for split, count in content.rows.items())
         typer.echo(
-            f"{made.folder}: {plan.count} distinct contexts of {made.met} in {rows} rows, "
+            f"{content.folder}: {plan.count} distinct contexts of {content.met} in {rows} rows, "
             f"{plan.tokens} tokens, "
             f"{gib(size)}, {size / (plan.tokens * plan.width):.4f} bytes per element"
         )
@@ -92,8 +92,8 @@ def _claim(out: Path, lock: FileLock) -> None:
         ) from None
 
 
-def _by_name(given: list[str] | None) -> dict[str, str]:
-    pairs = [text.partition("=") for text in given or ()]
+def _by_name(texts: list[str] | None) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts or ()]
     wrong = [name for name, _, place in pairs if not place]
     if wrong:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _by_name(given: list[str] | None) -> dict[str, str]:
     return {name: place for name, _, place in pairs}
 
 
-@options.guarded
+@options.guard
 def fetch(
     name: Annotated[
         str | None,
@@ -139,8 +139,8 @@ def _fetch(name: str, out: Path, mirror: str | None) -> None:
         hub.use_cache_where_unreachable()
         missing = fetching.fetch_tokenizers(out)
         if missing:
-            told = "; ".join(f"{each} ({why})" for each, why in missing.items())
-            raise LatheError(f"not had: {told}. Put such a folder at {out} by hand.")
+            names = "; ".join(f"{each} ({why})" for each, why in missing.items())
+            raise LatheError(f"not had: {names}. Put such a folder at {out} by hand.")
         return
     public = fetching.known(name)
     refuse_existing(out)

@@ -1,4 +1,4 @@
-"""What is checked rather than believed: a run (verify), and the engine itself (doctor)."""
+"""Commands that check a run (verify) and the engine (doctor)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Start = Annotated[
 _NAMED = ("loss", "grad_norm", "lr")  # what is shown of a step that differs
 
 
-@options.guarded
+@options.guard
 def verify(
     run: Run,
     replay: Steps = None,
@@ -53,8 +53,8 @@ def verify(
     for first, last, ranks in module.worlds(proofs):
         _say(f"steps {first} to {last}: {ranks} rank(s)")
     if replay is not None or start is not None:
-        given = Options(run.resolve().parent, data_path=data_path, cache_dir=cache_dir)
-        _replay(run.resolve(), recorded, given, steps=replay or 1, start=start)
+        run_options = Options(run.resolve().parent, data_path=data_path, cache_dir=cache_dir)
+        _replay(run.resolve(), recorded, run_options, steps=replay or 1, start=start)
     if recorded.problems:
         raise ProofError(
             f"{run / 'metrics.jsonl'} is not as the run wrote it: "
@@ -64,7 +64,9 @@ def verify(
     _say("every line is as the run wrote it, behind those that it was written behind")
 
 
-def _replay(folder: Path, recorded: Any, given: Options, *, steps: int, start: int | None) -> None:
+def _replay(
+    folder: Path, recorded: Any, run_options: Options, *, steps: int, start: int | None
+) -> None:
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
     from trainer.training.run_plan import plan
@@ -90,13 +92,15 @@ def _replay(folder: Path, recorded: Any, given: Options, *, steps: int, start: i
         )
     begin = max(possible) if start is None else start
     end = max(last for first, last in stretches if first <= begin + 1)
-    planned = replay.as_it_ran(plan(values, given, world=world, rank=distributed.rank()))
+    run_plan = replay.as_it_ran(plan(values, run_options, world=world, rank=distributed.rank()))
     with tempfile.TemporaryDirectory(prefix="verify-") as own:
         scratch = Path(on_main(functools.partial(str, own)))
-        found = replay.replay(planned, given, scratch, start=begin, stop=min(begin + steps, end))
+        result = replay.replay(
+            run_plan, run_options, scratch, start=begin, stop=min(begin + steps, end)
+        )
         with suppress(RuntimeError):
             distributed.barrier()  # before rank 0 removes it
-    _tell(folder, found)
+    _tell(folder, result)
 
 
 def _replays() -> Any:
@@ -104,38 +108,38 @@ def _replays() -> Any:
     return importlib.import_module("trainer.proof.replay")
 
 
-def _tell(folder: Path, found: Any) -> None:
+def _tell(folder: Path, result: Any) -> None:
     """What a replay showed. ProofError when a step came out otherwise."""
-    _say(f"replayed steps {found.start + 1} to {found.stop}: {len(found.agreed)} proof(s) agree")
-    if not found.differing:
-        if not found.agreed:
+    _say(f"replayed steps {result.start + 1} to {result.stop}: {len(result.agreed)} proof(s) agree")
+    if not result.differing:
+        if not result.agreed:
             _say("no line of these steps has a proof: give a larger --replay")
         return
-    step, theirs, ours = found.differing[0]
-    before = max((at for at in found.agreed if at < step), default=found.start)
+    step, theirs, ours = result.differing[0]
+    before = max((at for at in result.agreed if at < step), default=result.start)
     numbers = [
         f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
         for key in _NAMED
         if theirs.get(key) != ours.get(key)
     ]
     changed = [
-        f"{key} was {found.then[key]}, is {found.now.get(key)}"
-        for key in found.then
-        if found.then[key] != found.now.get(key)
+        f"{key} was {result.then[key]}, is {result.now.get(key)}"
+        for key in result.then
+        if result.then[key] != result.now.get(key)
     ]
-    known = "; ".join(changed) or (
+    circumstances = "; ".join(changed) or (
         "versions and device are those of the checkpoint"
-        if found.then
+        if result.then
         else "what it was made with is not known, for no checkpoint is at the start"
     )
     raise ProofError(
         f"{folder}: step {step} comes out otherwise ({before} is the last that does not). "
         f"{'; '.join(numbers) or 'The numbers shown agree: its rows or random state do not'}.\n"
-        f"Known: {known}. On a GPU, kernels that add in any order differ in the last bits."
+        f"Known: {circumstances}. On a GPU, kernels that add in any order differ in the last bits."
     )
 
 
-@options.guarded
+@options.guard
 def doctor(
     savedir_base: Annotated[
         Path, typer.Option("--savedir_base", "-sb", help="Folder whose disk is examined.")
@@ -151,16 +155,16 @@ def doctor(
 
     distributed.init()
     place, module = (importlib.import_module(f"trainer.proof.{n}") for n in ("place", "doctor"))
-    facts, found = list(place.examine(savedir_base)), list(module.examine())
+    facts, results = list(place.examine(savedir_base)), list(module.examine())
     if distributed.is_main():
         lines = [f"{fact.name:24}{fact.text}{'' if fact.is_sound else ': WRONG'}" for fact in facts]
-        typer.echo("\n".join([*lines, *module.table(found)]))
+        typer.echo("\n".join([*lines, *module.table(results)]))
     unfit = [f"{fact.name} {fact.text}" for fact in facts if not fact.is_sound]
     if unfit:
         raise ProofError(
             f"{savedir_base}: {'; '.join(unfit)}: not so. Save on another disk, or mend its clock."
         )
-    wrong = module.named(found)
+    wrong = module.named(results)
     if wrong:
         raise ProofError(
             f"DeepSpeed {module.version('deepspeed')} does not do what plain torch does: {wrong}.\n"

@@ -42,7 +42,7 @@ At = Annotated[
 ]
 
 
-@options.guarded
+@options.guard
 def encode(
     which: options.ExperimentOptions,
     source: Annotated[
@@ -83,7 +83,7 @@ def encode(
     texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
     rows = shard_rows or embeddings.shard_rows(count, distributed.world())
     plan: dict[str, Any] = {"side": side, "dtype": dtype, "count": count, "shard_rows": rows}
-    done = embeddings.write(
+    vectors = embeddings.write(
         out,
         lambda: _rows(source, side, split),
         embeddings.encoder_of(
@@ -97,7 +97,8 @@ def encode(
     )
     if distributed.is_main():
         typer.echo(
-            f"{out}: {done.plan.count} vectors of {done.dim} numbers, {len(done.shards)} shard(s)"
+            f"{out}: {vectors.plan.count} vectors of {vectors.dim} numbers, "
+            f"{len(vectors.shards)} shard(s)"
         )
 
 
@@ -121,7 +122,7 @@ def _check_words(side: str, dtype: str, precision: str) -> None:
             raise ConfigError(f"--{name} {value}: want {' or '.join(legal)}.")
 
 
-@options.guarded
+@options.guard
 def search(
     queries: Annotated[
         Path, typer.Option("--queries", help="A folder of vectors that encode wrote.")
@@ -153,29 +154,31 @@ def search(
 
     _check_run(run_format, out)
     distributed.init()
-    asked, corpora = embeddings.read(queries), [embeddings.read(folder) for folder in passages]
-    _check_vectors(asked, corpora)
-    for found in (asked, *corpora) if verify else ():
-        embeddings.verify(found)
-    query_vectors = np.concatenate([np.asarray(shard, dtype=np.float32) for shard in asked.vectors])
+    questions, corpora = embeddings.read(queries), [embeddings.read(folder) for folder in passages]
+    _check_vectors(questions, corpora)
+    for vectors in (questions, *corpora) if verify else ():
+        embeddings.verify(vectors)
+    query_vectors = np.concatenate(
+        [np.asarray(shard, dtype=np.float32) for shard in questions.vectors]
+    )
     shards = [shard for corpus in corpora for shard in corpus.vectors]
-    wanted = depth + remove_query
+    num_hits = depth + remove_query
     if faiss is None:
-        hits = searching.search(query_vectors, shards, depth=wanted)
+        hits = searching.search(query_vectors, shards, depth=num_hits)
     else:
         if distributed.world() > 1:
             raise ConfigError(
                 "--faiss searches on one device: start it with python, not with torchrun."
             )
-        hits = searching.faiss_search(query_vectors, shards, depth=wanted, index=faiss)
+        hits = searching.faiss_search(query_vectors, shards, depth=num_hits, index=faiss)
     if distributed.is_main():
         ids = [name for corpus in corpora for name in corpus.ids]
         cut = {"is_without_query": remove_query, "depth": depth}
-        found = rankings.of_search(asked.ids, ids, rows=hits.rows, scores=hits.scores, **cut)
-        _write_run(out, found, run_format, tag)
+        of_run = rankings.of_search(questions.ids, ids, rows=hits.rows, scores=hits.scores, **cut)
+        _write_run(out, of_run, run_format, tag)
 
 
-@options.guarded
+@options.guard
 def bm25(
     queries: QueriesFile,
     passages: PassagesFile,
@@ -192,16 +195,16 @@ def bm25(
     from trainer.retrieval import negatives
 
     _check_run(run_format, out)
-    asked = list(read_queries(queries, split))
+    questions = list(read_queries(queries, split))
     _write_run(
         out,
-        negatives.bm25(asked, corpora.passages(passages), depth=depth),
+        negatives.bm25(questions, corpora.passages(passages), depth=depth),
         run_format,
         "bm25",
     )
 
 
-@options.guarded
+@options.guard
 def judge(
     run: Annotated[Path | None, typer.Option("--run", help="The run file; see mine.")] = None,
     qrels: QrelsFile = None,
@@ -239,21 +242,21 @@ def judge(
     if (run is None) == (scored is None):
         raise ConfigError("give --run or --scored, one of them.")
     if run is None:
-        found = _agreement(scored or Path(), at or [1, 2, 5])
+        measures = _agreement(scored or Path(), at or [1, 2, 5])
     else:
-        asked = _queries(queries, split)
-        kept = set(only.read_text(encoding="utf-8").split()) if only is not None else None
+        questions = _queries(queries, split)
+        only_ids = set(only.read_text(encoding="utf-8").split()) if only is not None else None
         read = read_run(run)
         if remove_query:
             read = rankings.without_query(read)
-        found = run_measures(
-            read, asked, qrels, passages=passages, only=kept, at=at or [1, 5, 10, 20, 100]
+        measures = run_measures(
+            read, questions, qrels, passages=passages, only=only_ids, at=at or [1, 5, 10, 20, 100]
         )
-    for name, value in found.items():
+    for name, value in measures.items():
         typer.echo(f"{name} {value:.6f}")
 
 
-@options.guarded
+@options.guard
 def mine(
     run: RunFile,
     queries: QueriesFile,
@@ -284,15 +287,17 @@ def mine(
     from trainer.retrieval import negatives
 
     window = negatives.RankRange(count, first, last, seed, keep_answers)
-    asked, found = list(read_queries(queries, split)), read_run(run)
-    positives = negatives.positives_of(asked, None if qrels is None else read_qrels(qrels))
-    needed = {hit.passage for query in asked for hit in found.get(query.id, [])[first - 1 : last]}
+    questions, of_run = list(read_queries(queries, split)), read_run(run)
+    positives = negatives.positives_of(questions, None if qrels is None else read_qrels(qrels))
+    needed = {
+        hit.passage for query in questions for hit in of_run.get(query.id, [])[first - 1 : last]
+    }
     texts = corpora.passages_with_ids(passages, needed.union(*positives.values()))
-    rows = negatives.training_rows(found, asked, texts, positives=positives, window=window)
-    typer.echo(f"{out}: {negatives.write_rows(out, rows)} of {len(asked)} questions")
+    rows = negatives.training_rows(of_run, questions, texts, positives=positives, window=window)
+    typer.echo(f"{out}: {negatives.write_rows(out, rows)} of {len(questions)} questions")
 
 
-@options.guarded
+@options.guard
 def contexts(
     run: RunFile,
     queries: QueriesFile,
@@ -312,10 +317,10 @@ def contexts(
     from trainer.data.readers.rankings import read_run
     from trainer.retrieval import negatives
 
-    asked, found = list(read_queries(queries, split)), read_run(run)
-    needed = {hit.passage for query in asked for hit in found.get(query.id, [])[:depth]}
+    questions, of_run = list(read_queries(queries, split)), read_run(run)
+    needed = {hit.passage for query in questions for hit in of_run.get(query.id, [])[:depth]}
     texts = corpora.passages_with_ids(passages, needed)
-    count = negatives.write_rows(out, negatives.reader_rows(found, asked, texts, depth=depth))
+    count = negatives.write_rows(out, negatives.reader_rows(of_run, questions, texts, depth=depth))
     typer.echo(f"{out}: {count} questions")
 
 
@@ -342,22 +347,23 @@ def _check_run(run_format: str, out: Path) -> None:
         raise ConfigError(f"{out}: its folder does not exist. Make it, or write elsewhere.")
 
 
-def _write_run(out: Path, found: Rankings, run_format: Any, tag: str) -> None:
+def _write_run(out: Path, of_run: Rankings, run_format: Any, tag: str) -> None:
     from trainer.retrieval import rankings
 
-    rankings.write_run(out, found, format=run_format, tag=tag)
-    typer.echo(f"{out}: {len(found)} questions, {sum(map(len, found.values()))} hits")
+    rankings.write_run(out, of_run, format=run_format, tag=tag)
+    typer.echo(f"{out}: {len(of_run)} questions, {sum(map(len, of_run.values()))} hits")
 
 
 def _check_vectors(queries: Embeddings, corpora: list[Embeddings]) -> None:
-    for found, side in ((queries, "query"), *((corpus, "passage") for corpus in corpora)):
-        if found.plan.side != side:
+    for vectors, side in ((queries, "query"), *((corpus, "passage") for corpus in corpora)):
+        if vectors.plan.side != side:
             raise ConfigError(
-                f"{found.folder} holds vectors of side {found.plan.side}, want {side}."
+                f"{vectors.folder} holds vectors of side {vectors.plan.side}, want {side}."
             )
-        if found.plan.model != queries.plan.model:
+        if vectors.plan.model != queries.plan.model:
             raise ConfigError(
-                f"{found.folder} and {queries.folder} are of different models: encode both by one."
+                f"{vectors.folder} and {queries.folder} are of different models: encode both by "
+                "one."
             )
 
 

@@ -18,7 +18,7 @@ Splits = Annotated[
 ]
 
 
-@options.guarded
+@options.guard
 def stats(
     which: options.UntrainedOptions,
     splits: Splits = "train,valid",
@@ -36,14 +36,14 @@ def stats(
     cfg = tasks.parse(values)
     task = tasks.load(cfg, which.run_options().places)
     names = [name.strip() for name in splits.split(",") if name.strip()]
-    found = {
+    statistics = {
         "experiment": options.id_of(values),
         **report(cfg, task, names, cache_dir=which.cache_dir),
     }
     folder = out or which.cache_dir / "stats" / options.id_of(values)
     with refusals(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "stats.json", found, is_durable=False)
-    picture.draw(folder / "stats.png", found)
-    typer.echo(table.text(found, is_coloured=sys.stdout.isatty()))
+    write_json(folder / "stats.json", statistics, is_durable=False)
+    picture.draw(folder / "stats.png", statistics)
+    typer.echo(table.text(statistics, is_coloured=sys.stdout.isatty()))
     typer.echo(f"wrote {folder / 'stats.json'} and {folder / 'stats.png'}")

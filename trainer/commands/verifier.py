@@ -23,7 +23,7 @@ Variant = Annotated[
 ]
 
 
-@options.guarded
+@options.guard
 def convert(
     dataset: Annotated[
         str, typer.Argument(metavar="DATASET", help="copa, qasc, ...; unifiedqa: its TSV files.")
@@ -63,7 +63,7 @@ def convert(
         from trainer.recipes.vera.neural import QuestionConverter
 
         model = QuestionConverter(converter, cache_dir=cache_dir, batch=batch)
-    asked = conversion.Conversion(
+    request = conversion.Conversion(
         dataset,
         raw,
         out,
@@ -73,11 +73,11 @@ def convert(
         declarer=conversion.known_declarer(declarer),
         is_strict=strict,
     )
-    for report in conversion.convert(asked, model):
+    for report in conversion.convert(request, model):
         typer.echo("\n".join(report.lines()))
 
 
-@options.guarded
+@options.guard
 def calibrate(
     which: options.ExperimentOptions,
     model: options.Model = "best",
@@ -113,7 +113,7 @@ def calibrate(
             typer.echo(f"{name} {value:.6f}" if isinstance(value, float) else f"{name} {value}")
 
 
-@options.guarded
+@options.guard
 def score(
     which: options.ExperimentOptions,
     model: options.Model = "best",

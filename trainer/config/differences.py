@@ -10,11 +10,11 @@ MOST_DIFFERENCES = 4  # in the name of an experiment
 _LONGEST_VALUE = 24  # characters
 
 
-def told_apart(experiments: Sequence[Mapping[str, Any]]) -> list[str]:
+def names_by_difference(experiments: Sequence[Mapping[str, Any]]) -> list[str]:
     """What tells each of these experiments from the others: "lr=0.0003 seed=2"; "" where nothing
     does, or much does.
     """
-    flat = [flattened(values) for values in experiments]
+    flat = [flatten(values) for values in experiments]
     keys = differing(flat)
     if len(keys) > MOST_DIFFERENCES:
         return [""] * len(flat)
@@ -33,15 +33,15 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
 
 
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested dictionary as one of dotted keys; lists and empty dictionaries stay values."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            found |= flattened(cast("dict[str, Any]", value), f"{prefix}{key}.")
+            flat |= flatten(cast("dict[str, Any]", value), f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def differing(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainer.config import userfile
-from trainer.config.differences import told_apart
+from trainer.config.differences import names_by_difference
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError, nearest
 
@@ -59,14 +59,16 @@ def cartesian_exp_group(form: Values, remove_none: bool = False) -> list[Values]
     ]
 
 
-def chosen(known: dict[str, list[Values]], group: str, steps: int | None) -> list[Values]:
+def experiments_of_group(
+    groups: dict[str, list[Values]], group: str, steps: int | None
+) -> list[Values]:
     """The experiments of one group, with `steps` written in where it is given.
 
     ConfigError for an unknown group, and for two experiments that are the same.
     """
-    if group not in known:
-        raise ConfigError(_no_such(group, known))
-    experiments = with_steps(known[group], steps)
+    if group not in groups:
+        raise ConfigError(_no_such(group, groups))
+    experiments = with_steps(groups[group], steps)
     ids = [exp_id(values) for values in experiments]
     if len(set(ids)) < len(ids):
         twice = sorted({name for name in ids if ids.count(name) > 1})
@@ -77,19 +79,19 @@ def chosen(known: dict[str, list[Values]], group: str, steps: int | None) -> lis
     return experiments
 
 
-def _no_such(name: str, known: dict[str, list[Values]]) -> str:
+def _no_such(name: str, groups: dict[str, list[Values]]) -> str:
     """Which name was meant instead; of an id the group that holds it, where one does."""
     if not _ID.fullmatch(name):
-        return f"-e {name}: no such group. {nearest(name, sorted(known))}"
+        return f"-e {name}: no such group. {nearest(name, sorted(groups))}"
     holding = [
         group
-        for group, experiments in known.items()
+        for group, experiments in groups.items()
         if any(_id_or_none(values) == name for values in experiments)
     ]
-    said = f"--exp_id {name} goes on with a run, whose dictionary is in its folder"
+    advice = f"--exp_id {name} goes on with a run, whose dictionary is in its folder"
     if holding:
-        said = f"It is one of {', '.join(holding)}: -e {holding[0]} --exp_id {name}"
-    return f"-e {name}: this is the id of an experiment, and a group's name is wanted. {said}."
+        advice = f"It is one of {', '.join(holding)}: -e {holding[0]} --exp_id {name}"
+    return f"-e {name}: this is the id of an experiment, and a group's name is wanted. {advice}."
 
 
 def _id_or_none(values: Values) -> str | None:
@@ -103,7 +105,7 @@ def names(group: str, experiments: list[Values]) -> dict[str, str]:
     """By id what people call each experiment of a group: its place in it, and what tells it from
     its siblings: "sweep 2/6 lr=0.0003 seed=2".
     """
-    apart = told_apart(experiments)
+    apart = names_by_difference(experiments)
     return {
         exp_id(values): f"{group} {place}/{len(apart)} {difference}".strip()
         for place, (values, difference) in enumerate(zip(experiments, apart, strict=True), start=1)
@@ -115,7 +117,7 @@ def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
     if steps is None:
         return experiments
     changed: dict[str, Values] = {}  # by the id that each had before
-    found: list[Values] = []
+    changed_experiments: list[Values] = []
     for values in experiments:
         name, base = exp_id(values), values.get("base")
         if isinstance(values.get("train"), dict):
@@ -125,8 +127,8 @@ def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
             first = changed.get(exp_id(before), before)
             values = {**values, "base": {**base, "experiment": first}}
         changed[name] = values
-        found.append(values)
-    return found
+        changed_experiments.append(values)
+    return changed_experiments
 
 
 def read(path: Path) -> dict[str, list[Values]]:
@@ -144,10 +146,10 @@ def read(path: Path) -> dict[str, list[Values]]:
         )
     read: dict[Any, Any] = {}
     mistakes: list[str] = []
-    for group, given in cast(dict[Any, Any], groups).items():
+    for group, form in cast(dict[Any, Any], groups).items():
         try:
             read[group] = (
-                cartesian_exp_group(cast(Values, given)) if isinstance(given, dict) else given
+                cartesian_exp_group(cast(Values, form)) if isinstance(form, dict) else form
             )
         except ConfigError as error:
             mistakes.append(f"  EXP_GROUPS[{group!r}] {error}")

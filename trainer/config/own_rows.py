@@ -139,10 +139,10 @@ class OwnRows(Strict):
             raise ValueError(f"source={source!r} names no files: leave them out")
         if self.layout() is not None:
             return self
-        given = [name for name in ("dataset", "columns", "valid_share") if getattr(self, name)]
-        if given:
+        own_keys = [name for name in ("dataset", "columns", "valid_share") if getattr(self, name)]
+        if own_keys:
             raise ValueError(
-                f"source={source!r} reads no rows of your own: leave out {' and '.join(given)}"
+                f"source={source!r} reads no rows of your own: leave out {' and '.join(own_keys)}"
             )
         return self
 

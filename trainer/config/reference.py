@@ -63,15 +63,11 @@ def _keys_of(block: Node, blocks: Mapping[str, Node], above: str) -> Iterator[Ke
         yield Key(
             path,
             _kind(node, blocks),
-            _shown(_REQUIRED if default is _REQUIRED else {} if is_whole_block else default),
+            None if default is _REQUIRED else json.dumps({} if is_whole_block else default),
             " ".join(node.get("description", "").split()),
         )
         for each in inner:
             yield from _keys_of(each, blocks, f"{path}.")
-
-
-def _shown(default: Any) -> str | None:
-    return None if default is _REQUIRED else json.dumps(default)
 
 
 def _blocks_in(node: Node, blocks: Mapping[str, Node]) -> Iterator[Node]:

@@ -252,14 +252,14 @@ class Train(Strict):
 
     @model_validator(mode="after")
     def _limits_of_bad_steps_fit_what_is_done(self) -> Train:
-        given = self.model_fields_set
-        counted = [key for key in ("bad_steps_allowed", "bad_steps_among") if key in given]
+        fields_set = self.model_fields_set
+        counted = [key for key in ("bad_steps_allowed", "bad_steps_among") if key in fields_set]
         if self.on_bad_step == "stop" and counted:
             raise ValueError(
                 f'{", ".join(counted)} with on_bad_step="stop", which stops at the first: leave '
                 'it out, or on_bad_step="skip" or "rollback"'
             )
-        if self.spike_z is None and "spike_window" in given:
+        if self.spike_z is None and "spike_window" in fields_set:
             raise ValueError("spike_window without spike_z: leave it out, or give spike_z, say 10")
         if self.spike_z is not None and self.spike_window >= self.steps:
             raise ValueError(

@@ -19,8 +19,8 @@ from trainer.plan.memory.advice import (
     largest_divisor,
     largest_rows,
     least_recomputed,
+    recomputation_line,
     recomputing,
-    told_recomputed,
 )
 from trainer.plan.memory.measure import MeasuringError
 from trainer.plan.memory.plan import make
@@ -199,16 +199,16 @@ def recomputation(run: PreparedRun, *, name: str | None, recorded: bool | int | 
     if recorded is not None and (
         device is None or fits_recomputed(run.subject(), recorded, device)
     ):
-        logger.info("memory: %s computed again, as this run began", told_recomputed(recorded))
+        logger.info("memory: %s computed again, as this run began", recomputation_line(recorded))
         return recorded
     how = least_recomputed(run.subject(), device)
-    logger.info("memory: %s computed again (%s is auto)", told_recomputed(how), RECOMPUTED)
+    logger.info("memory: %s computed again (%s is auto)", recomputation_line(how), RECOMPUTED)
     if device is not None and recorded not in (None, how):
         logger.warning(
             "%s: with %s computed again, as this run began, a step does not fit into %s; from here "
             "on its losses may differ in the last bits",
             RECOMPUTED,
-            told_recomputed(recorded),
+            recomputation_line(recorded),
             device.name,
         )
     return how

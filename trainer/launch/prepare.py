@@ -17,7 +17,7 @@ from trainer.data.token_store import TokenStore, store_of
 from trainer.launch import preflight
 from trainer.launch.run_folder import check_hub, check_identity
 from trainer.plan.memory.advice import RECOMPUTED
-from trainer.plan.memory.measure import changed
+from trainer.plan.memory.measure import with_value
 from trainer.plan.memory.planned_rows import StoredRows
 from trainer.plan.memory.subject import Subject
 from trainer.runtime import distributed, rng
@@ -60,7 +60,7 @@ class PreparedRun:
         plan = self.plan
         rows = {split: StoredRows(store, self.task, split) for split, store in self.stores.items()}
         return Subject(
-            changed(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing),
+            with_value(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing),
             plan.cfg,
             plan.ds,
             plan.sharding,

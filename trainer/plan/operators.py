@@ -64,9 +64,9 @@ def operator_of(
     if space not in ("aten", "torch_attn") or func.is_view or name in _FREE:
         return None
     if name in _LOOKING_UP:
-        nbytes = 2 * sum(map(_touched, outputs))
+        nbytes = 2 * sum(map(_nbytes, outputs))
     else:
-        nbytes = sum(map(_touched, inputs)) + sum(map(_touched, outputs))
+        nbytes = sum(map(_nbytes, inputs)) + sum(map(_nbytes, outputs))
     dtype = str((outputs or inputs)[0].dtype)[6:]
     if name in _PRODUCTS:
         sides = _sides(*(args[place].shape for place in _PRODUCTS[name]))
@@ -75,14 +75,14 @@ def operator_of(
     return Operator(name, _flops(func, name, args, kwargs, out), nbytes, heads, dtype)
 
 
-def _touched(tensor: Tensor) -> int:
+def _nbytes(tensor: Tensor) -> int:
     """Bytes of it in memory: an expanded axis lies there once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _sides(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
-    batch = left[0] if len(left) == 3 else 1
-    return (batch, left[-2], right[-1], left[-1])
+def _sides(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    batch = first[0] if len(first) == 3 else 1
+    return (batch, first[-2], second[-1], first[-1])
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:

@@ -1,1 +1,1 @@
-"""What is believed only once it was seen: a run replayed, an engine examined."""
+"""Checks of a run by replaying it, and of the engine against plain torch."""

@@ -58,9 +58,9 @@ def _semantics(place: Path) -> Iterator[Fact]:
         replace_file(path, b"new")
         lock.acquire()
     distributed.barrier()
-    seen = distributed.gather(path.read_bytes().decode())
-    yield Fact("rename", "is seen whole by every rank", is_sound=set(seen) == {"new"})
-    yield Fact("locks", "exclude other ranks", is_sound=not any(_held_elsewhere(lock)))
+    contents = distributed.gather(path.read_bytes().decode())
+    yield Fact("rename", "is seen whole by every rank", is_sound=set(contents) == {"new"})
+    yield Fact("locks", "exclude other ranks", is_sound=not any(_excluded_ranks(lock)))
     distributed.barrier()
     lock.release(force=True)
     if distributed.is_main():
@@ -69,7 +69,7 @@ def _semantics(place: Path) -> Iterator[Fact]:
     yield Fact("fsync and second names", "of files and folders work")
 
 
-def _held_elsewhere(lock: FileLock) -> list[bool]:
+def _excluded_ranks(lock: FileLock) -> list[bool]:
     """By rank: whether it got the lock that rank 0 holds."""
     is_got = False
     if not distributed.is_main():

@@ -85,12 +85,12 @@ class Replay:
 
 def starts(folder: Path, *, world: int) -> list[int]:
     """The steps that a replay on `world` ranks may begin behind: the start, and its checkpoints."""
-    found = [
+    steps = [
         step
         for step, path in checkpoint.candidates(folder / "checkpoints")
         if checkpoint.saved_world(path) == world
     ]
-    return [0, *found]
+    return [0, *steps]
 
 
 def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: int) -> Replay:
@@ -100,12 +100,12 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
     """
     recorded = read(plan.folder)
     on_main(lambda: _lay_out(plan.folder, scratch, start))
-    settled = replace(plan, folder=scratch)
+    of_scratch = replace(plan, folder=scratch)
     record = RunRecord(scratch, total=plan.cfg.train.steps)
     lock, preemption = HeldLock(scratch / ".lock", what=str(scratch)), Preemption()
     on_main(lock.acquire)
     try:
-        prepared = prepare(Chosen(settled), options, record.startup.lap)
+        prepared = prepare(Chosen(of_scratch), options, record.startup.lap)
         memory_plan = memory.plan_before_start(prepared, options)
         doctor.before_first_use(prepared.zero_stage, options.cache_dir)
         again = start_run(prepared, options, record, preemption, lock, memory_plan)
@@ -116,7 +116,7 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
             export_best=lambda: None,
             questions=(),
         )
-        then = _made_with(scratch, start)
+        then = _origin(scratch, start)
         try:
             with memory.enforced(memory_plan, session, prepared):
                 fit(session, again.progress, until=stop)
@@ -126,11 +126,11 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
         record.close()
         preemption.close()
         lock.release()
-    steps, differing = on_main(lambda: _compared(recorded, scratch, start, stop))
+    steps, differing = on_main(lambda: _comparison(recorded, scratch, start, stop))
     return Replay(start, stop, steps, differing, then, checkpoint.made_with())
 
 
-def _compared(recorded: RecordedRun, scratch: Path, start: int, stop: int) -> list[Any]:
+def _comparison(recorded: RecordedRun, scratch: Path, start: int, stop: int) -> list[Any]:
     """Steps whose proofs agree, and [step, the run's line, this one's] of the others."""
     ours, theirs = (
         {line["step"]: line for line in record.lines if PROOF in line}
@@ -163,7 +163,7 @@ def _evaluations(plan: RunPlan, recorded: RecordedRun) -> int:
     return plan.cfg.train.eval_every or min(evaluated, default=NEVER)
 
 
-def _made_with(scratch: Path, start: int) -> dict[str, str]:
+def _origin(scratch: Path, start: int) -> dict[str, str]:
     if not start:
         return {}
     return checkpoint.read_json(scratch / "checkpoints" / f"step-{start}").get("made_with", {})

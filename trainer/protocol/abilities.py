@@ -254,16 +254,6 @@ class Prediction:
     max_tokens: int | None = None  # of a text; None: what the experiment says
 
 
-def predict_texts(task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction) -> Any:
-    """`predict` of a task that answers: {"prediction"}, and "n_best" where several are wanted."""
-    encoded = [task.encode(row) for row in rows]
-    raw = [{"question": "", "answers": []}] * len(rows)
-    answers = task.answers(model, encoded, raw, search=how.search, max_tokens=how.max_tokens)
-    if answers.n_best is None:
-        return [{"prediction": text} for text in answers.predictions]
-    return [{"prediction": texts[0], "n_best": texts} for texts in answers.n_best]
-
-
 @dataclass(frozen=True)
 class Usage:
     """How others load what a task exports, for its model card."""

@@ -91,24 +91,24 @@ class Embeddings:
         """(rows, D) of every shard, memory-mapped; DataError when a file is not what meta.json
         says.
         """
-        return [self._mapped(number, record) for number, record in enumerate(self.shards)]
+        return [self._map(number, record) for number, record in enumerate(self.shards)]
 
-    def _mapped(self, number: int, record: WrittenFile) -> np.ndarray:
+    def _map(self, number: int, record: WrittenFile) -> np.ndarray:
         path, shape = self.folder / record.name, (len(self.plan.rows(number)), self.dim)
         try:
-            found = np.load(
+            vectors = np.load(
                 path, mmap_mode="c", allow_pickle=False
             )  # torch takes no read-only memory
         except (OSError, ValueError, EOFError) as error:
             raise DataError(
                 f"{path} cannot be read ({error}). Delete {path.parent} and encode anew."
             ) from error
-        if found.shape != shape or found.dtype != np.dtype(self.plan.dtype):
+        if vectors.shape != shape or vectors.dtype != np.dtype(self.plan.dtype):
             raise DataError(
-                f"{path} holds {found.shape} {found.dtype}, want {shape} {self.plan.dtype}. "
+                f"{path} holds {vectors.shape} {vectors.dtype}, want {shape} {self.plan.dtype}. "
                 "Encode anew."
             )
-        return found
+        return vectors
 
 
 def read(folder: Path) -> Embeddings:
@@ -134,14 +134,16 @@ def read(folder: Path) -> Embeddings:
         ) from error
 
 
-def verify(found: Embeddings) -> None:
+def verify(embeddings: Embeddings) -> None:
     """DataError when a shard's bytes are not those that were written."""
     problems = [
-        problem for record in found.shards if (problem := checksum_problem(found.folder, record))
+        problem
+        for record in embeddings.shards
+        if (problem := checksum_problem(embeddings.folder, record))
     ]
     if problems:
         raise DataError(
-            f"{found.folder}: {'; '.join(problems)}. Delete these shards' .npy and .json and "
+            f"{embeddings.folder}: {'; '.join(problems)}. Delete these shards' .npy and .json and "
             "encode again."
         )
 
@@ -185,21 +187,21 @@ def encoder_of(
 
     @torch.no_grad()
     def encode(rows: Sequence[Row]) -> Tensor:
-        kept = ("title", "text") if side == "passage" else ("text",)
+        names = ("title", "text") if side == "passage" else ("text",)
         ids = task.ids(
-            [{name: row[name] for name in kept if name in row} for row in rows], side=side
+            [{name: row[name] for name in names if name in row} for row in rows], side=side
         )
         order = sorted(
             range(len(ids)), key=lambda row: len(ids[row]), reverse=True
         )  # what needs most memory first
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for start in range(0, len(order), batch):
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                 vectors = task.embed(
                     model, [ids[row] for row in order[start : start + batch]], side=side
                 )
-            found.append(vectors.float().cpu())
-        vectors = torch.cat(found)
+            parts.append(vectors.float().cpu())
+        vectors = torch.cat(parts)
         return vectors.new_empty(vectors.shape).index_copy_(0, torch.tensor(order), vectors)
 
     return encode
@@ -222,8 +224,8 @@ def write(
     """
     plan = _begun(folder, plan)
     if not (folder / _META).is_file():
-        wanted = range(plan.num_shards)[distributed.rank() :: distributed.world()]
-        missing = {shard for shard in wanted if _record(folder, shard) is None}
+        own_shards = range(plan.num_shards)[distributed.rank() :: distributed.world()]
+        missing = {shard for shard in own_shards if _record(folder, shard) is None}
         for shard, of_shard in _of_shards(rows(), plan, missing):
             _write_shard(folder, shard, encoder(of_shard), plan)
         distributed.barrier()
@@ -255,15 +257,17 @@ def _begun(folder: Path, plan: EmbeddingsPlan) -> EmbeddingsPlan:
     outcome = distributed.broadcast(outcome)
     if "error" in outcome:
         raise ConfigError(outcome["error"])
-    begun, asked = outcome["plan"], asdict(plan)
-    differing = [name for name in asked if name != "shard_rows" and begun.get(name) != asked[name]]
+    begun, expected = outcome["plan"], asdict(plan)
+    differing = [
+        name for name in expected if name != "shard_rows" and begun.get(name) != expected[name]
+    ]
     if differing:
-        said = "; ".join(
-            f"{name} was {begun.get(name)!r}, is {asked[name]!r}" for name in differing
+        differences = "; ".join(
+            f"{name} was {begun.get(name)!r}, is {expected[name]!r}" for name in differing
         )
         raise ConfigError(
-            f"{folder} was begun with something else ({said}). Name a new folder, or delete this "
-            "one."
+            f"{folder} was begun with something else ({differences}). Name a new folder, or delete "
+            "this one."
         )
     return EmbeddingsPlan(**begun)
 
@@ -274,18 +278,18 @@ def _refuse_strangers(folder: Path) -> None:
 
 
 def _of_shards(
-    rows: Iterable[Row], plan: EmbeddingsPlan, wanted: set[int]
+    rows: Iterable[Row], plan: EmbeddingsPlan, shards: set[int]
 ) -> Iterator[tuple[int, list[Row]]]:
     """(shard, its rows) of the wanted shards, one in memory at a time."""
-    kept: list[Row] = []
+    rows_of_shard: list[Row] = []
     for index, row in enumerate(rows):
         shard, place = divmod(index, plan.shard_rows)
-        if shard not in wanted:
+        if shard not in shards:
             continue
-        kept.append(row)
+        rows_of_shard.append(row)
         if place + 1 == len(plan.rows(shard)):
-            yield shard, kept
-            kept = []
+            yield shard, rows_of_shard
+            rows_of_shard = []
 
 
 def _write_shard(folder: Path, shard: int, vectors: Tensor, plan: EmbeddingsPlan) -> None:
@@ -318,21 +322,21 @@ def _as(vectors: Tensor, plan: EmbeddingsPlan, shard: int) -> np.ndarray:
             f"shard {shard}: a vector holds NaN or infinity. Use another model, or fp32."
         )
     with np.errstate(over="ignore"):
-        stored = array.astype(plan.dtype)
-    if not np.isfinite(stored).all():
+        numbers = array.astype(plan.dtype)
+    if not np.isfinite(numbers).all():
         raise ConfigError(
             f"--dtype float16: a vector reaches {np.abs(array).max():.3g}, float16 65504. Use "
             "float32."
         )
-    return stored
+    return numbers
 
 
 def _record(folder: Path, shard: int) -> dict[str, Any] | None:
     """What a finished shard's record says; None when it is not whole."""
     path = folder / f"vectors-{shard:05d}.npy"
     try:
-        said = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return said if path.stat().st_size == said["size"] else None
+        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return record if path.stat().st_size == record["size"] else None
     except (OSError, ValueError, KeyError):
         return None
 
@@ -342,8 +346,8 @@ def _finish(folder: Path, rows: Iterable[Row], plan: EmbeddingsPlan) -> None:
     lost = [shard for shard, record in enumerate(records) if record is None]
     if lost:
         raise LatheError(f"{folder}: shards {lost} are not whole. Run the same command again.")
-    found = [record for record in records if record is not None]
-    dims = {record["dim"] for record in found}
+    whole = [record for record in records if record is not None]
+    dims = {record["dim"] for record in whole}
     if len(dims) != 1:
         raise LatheError(
             f"{folder}: shards hold vectors of {sorted(dims)} numbers. Delete it and encode anew."
@@ -351,7 +355,7 @@ def _finish(folder: Path, rows: Iterable[Row], plan: EmbeddingsPlan) -> None:
     for torn in folder.glob(".*.tmp"):  # of processes that were killed
         torn.unlink(missing_ok=True)
     replace_file(folder / _IDS, "".join(f"{row['id']}\n" for row in rows).encode())
-    shards = [{name: record[name] for name in ("name", "size", "sha256")} for record in found]
+    shards = [{name: record[name] for name in ("name", "size", "sha256")} for record in whole]
     write_json(
         folder / _META, {"format": FORMAT, **asdict(plan), "dim": dims.pop(), "shards": shards}
     )

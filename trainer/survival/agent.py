@@ -1,7 +1,7 @@
 """The parent process of `--survive`: it starts the ranks, keeps the memory files that they resume
 from, and replaces a rank that dies or hangs. Imports no torch.
 
-A process is in one of the states of `Member`; the run is in one of the phases of `AgentPhase`. One
+A process is in one of the states of `Member`; the run is in one of the phases of `RunPhase`. One
 generation is one process group. When a rank is lost, the other ranks abandon their group, and the
 next generation begins: with the same world if there is a spare, else with a smaller one. Ranks
 resume from memory files that this process holds open, so they outlive any rank
@@ -56,7 +56,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger(__name__)
 
 
-class AgentPhase(Enum):
+class RunPhase(Enum):
     """What the run is doing; it decides what the agent looks for."""
 
     GATHERING = "no process is a rank: the next generation begins when enough are ready"
@@ -66,7 +66,7 @@ class AgentPhase(Enum):
 
 
 @dataclass
-class RunEnding:
+class RunEnd:
     """The end of the run: the exit code, and when the first rank left."""
 
     code: int
@@ -94,7 +94,7 @@ class Agent:
         self._members: list[Member] = []
         self._generation, self._world = 0, survival.ranks
         self._break: Break | None = None  # from the loss of a rank to the next new step
-        self._ending: RunEnding | None = None
+        self._ending: RunEnd | None = None
         self._stops = 0  # signals that ask the run to stop
         # in a row: generations without a new step, processes that ended while they imported
         self._idle_generations = self._failed_imports = 0
@@ -133,26 +133,26 @@ class Agent:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _phase(self) -> AgentPhase:
+    def _phase(self) -> RunPhase:
         if self._ending is not None:
-            return AgentPhase.ENDING
+            return RunPhase.ENDING
         if not any(member.state == "running" for member in self._members):
-            return AgentPhase.GATHERING
+            return RunPhase.GATHERING
         if self._break is not None and self._break.generation == self._generation:
-            return AgentPhase.BROKEN
-        return AgentPhase.RUNNING
+            return RunPhase.BROKEN
+        return RunPhase.RUNNING
 
     def _act(self) -> None:
         """One look at all processes: do what the phase of the run calls for."""
         now = time.monotonic()
         if self._stops and self._ending is None and not self._ranks():
-            self._ending = RunEnding(EXIT_PREEMPTED, now)
+            self._ending = RunEnd(EXIT_PREEMPTED, now)
         phase = self._phase()
-        if phase is AgentPhase.ENDING:
+        if phase is RunPhase.ENDING:
             self._send_the_rest_away(now)
             return
         self._end_slow_imports(now)
-        if phase is AgentPhase.GATHERING:
+        if phase is RunPhase.GATHERING:
             self._begin_when_ready(now)
         else:
             self._replace_hung(now, phase)
@@ -271,7 +271,7 @@ class Agent:
         os.close(member.stacks)
         if self._has_left(member):
             if self._ending is None or self._ending.code == EXIT_OK:
-                self._ending = RunEnding(member.exit_code or EXIT_OK, time.monotonic())
+                self._ending = RunEnd(member.exit_code or EXIT_OK, time.monotonic())
                 if self._ending.code == EXIT_OK:
                     self._close_break()  # a generation that had no step left to do
             return
@@ -320,13 +320,13 @@ class Agent:
                 member.process.kill()
                 member.began_at = now
 
-    def _replace_hung(self, now: float, phase: AgentPhase) -> None:
+    def _replace_hung(self, now: float, phase: RunPhase) -> None:
         ranks = [member for member in self._members if member.state == "running"]
         patience_s = self._patience_s()
         silent = hangs.silent(ranks, now, patience_s)
         if silent:
             self._replace(silent, f"has given no sign of life for {patience_s:.0f} s")
-        elif phase is AgentPhase.BROKEN:
+        elif phase is RunPhase.BROKEN:
             assert self._break is not None, "the phase is BROKEN"
             holders = hangs.holders(ranks, now - self._break.ended_at, patience_s)
             for member in holders:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.differences import flattened
+from trainer.config.differences import flatten
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, nearest
 from trainer.files.packages import require
 
@@ -137,7 +137,7 @@ class MlflowRun(TrackedRun):
         else:
             tags = {_ID_TAG: self._exp_id}
             self._run_id = client.create_run(experiment, run_name=self._name, tags=tags).info.run_id
-            pairs = flattened(self._values).items()
+            pairs = flatten(self._values).items()
             params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in pairs]
             client.log_batch(self._run_id, params=params)
         self._client = client

@@ -15,7 +15,7 @@ from jobs.serve.lathe_routes import find_run
 from jobs.serve.live.series import answers_of, curves_of, place_of
 from jobs.serve.live.stream import Watch
 from jobs.serve.requests import Refusal, client_of, keeper_of, quote
-from trainer.config.differences import differing, flattened, short_names, written
+from trainer.config.differences import differing, flatten, short_names, written
 
 FOLDER = Path(__file__).with_name("page")
 SHARED = (ASSETS / "chart.js", ASSETS / "dom.js")  # with the report of `lathe-jobs results --html`
@@ -111,7 +111,7 @@ def show_differences(request: Request) -> Response:
     if not 1 <= len(names) <= MOST_RUNS:
         raise Refusal(400, f"runs: want 1 to {MOST_RUNS} ids.", param="runs")
     index = keeper_of(request).index
-    flat = [flattened(index.experiment(find_run(request, name).path.name)) for name in names]
+    flat = [flatten(index.experiment(find_run(request, name).path.name)) for name in names]
     keys = differing(flat)
     rows = [
         {

@@ -12,7 +12,7 @@ from jobs.job_state import ACTIVE
 from jobs.record.status import survey
 from jobs.report.table import as_json
 from jobs.serve.live.cards import run_card
-from trainer.config.differences import told_apart
+from trainer.config.differences import names_by_difference
 from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _tell_apart(index: Index, groups: Collection[str]) -> None:
     """Name every run of these groups after the values that distinguish it from the others."""
     for group in groups:
         experiments = index.experiments_of(group)
-        names = told_apart([json.loads(text) for text in experiments.values()])
+        names = names_by_difference([json.loads(text) for text in experiments.values()])
         index.write_names(dict(zip(experiments, names, strict=True)))
 
 

@@ -212,7 +212,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/proof/place.py",
-        "is_sound=not any(_held_elsewhere(lock))",
+        "is_sound=not any(_excluded_ranks(lock))",
         "is_sound=bool(_held_elsewhere(lock))",
         why="a disk whose locks exclude nobody is called sound",
         tests="tests/runs/test_doctor.py -k disk_whose",

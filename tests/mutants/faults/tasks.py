@@ -578,7 +578,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/plan/memory/deepspeed_terms.py",
-        "held = replace(held, weights=held.weights - freed)",
+        "resident = replace(resident, weights=resident.weights - freed)",
         "pass",
         why="ZeRO-3 is planned with all weights whole when it reduces, and refused where it fits",
         tests=f"{MEMORY} -k parts_again",
@@ -592,8 +592,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/plan/memory/planned_rows.py",
-        "weights_R, kind = (lengths_RN**power).sum(axis=1), (place == 0, power)",
-        "weights_R, kind = (lengths_RN**power).sum(axis=1), (True, power)",
+        "sums_R, kind = (lengths_RN**power).sum(axis=1), (is_first, power)",
+        "sums_R, kind = (lengths_RN**power).sum(axis=1), (True, power)",
         why="no micro-batch is planned behind the gradients of another",
         tests=f"{MEMORY} -k 'heaviest_micro_batch or one_length'",
     ),

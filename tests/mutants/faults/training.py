@@ -373,15 +373,15 @@ FAULTS = [
     ),
     Fault(
         "trainer/plan/memory/deepspeed_terms.py",
-        "(master + 4 * step.states) // w",
-        "(master + 4 * step.states)",
+        "return total // zero.world if zero.stage else total",
+        "return total",
         why="the plan refuses runs on many GPUs that would fit",
         tests=MEMORY,
     ),
     Fault(
         "trainer/plan/memory/deepspeed_terms.py",
-        "master = 4 * P if e < 4 or zero.stage > 0 else 0",
-        "master = 4 * P if e < 4 else 0",
+        "has_masters = zero.width < 4 or zero.stage > 0",
+        "has_masters = zero.width < 4",
         why="the plan forgets the copy of the weights that ZeRO makes in fp32",
         tests=REAL_MEMORY,
     ),
@@ -594,7 +594,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/plan/time/step_time.py",
-        " + kept * gather.latency_s",
+        " + num_small * gather.latency_s",
         "",
         why="a small weight that every rank keeps at stage 3 is predicted to be there by itself",
         tests=TIMING,
@@ -622,7 +622,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/plan/memory/planned_rows.py",
-        "rank = int(weights_R.argmax())",
+        "rank = int(sums_R.argmax())",
         "rank = 0",
         why="a plan takes the first rank's micro-batch for the heaviest",
         tests=MEMORY + " -k heaviest",

@@ -70,10 +70,10 @@ def _settle(config: Config, path: str, value: Any, origin: str) -> list[str]:
     block = config
     for name in blocks:
         block = block.setdefault(name, {})
-    given = block.get(key, AUTO)
-    if given not in (AUTO, value):
+    stated = block.get(key, AUTO)
+    if stated not in (AUTO, value):
         return [
-            f"{path}={json.dumps(given)} in the file, but {origin}. Change one of them, or write "
+            f"{path}={json.dumps(stated)} in the file, but {origin}. Change one of them, or write "
             '"auto" there.'
         ]
     block[key] = value
@@ -154,12 +154,12 @@ def _optimizer(config: Config, optim: Optim) -> list[str]:
             "optimizer.params.adam_w_mode=false is Adam with L2 decay, but the engine makes "
             "AdamW. Delete the key."
         ]
-    wanted: Config = {**optim.model_dump(include=set(OPTIM_KEYS)), "betas": list(optim.betas)}
+    ours: Config = {**optim.model_dump(include=set(OPTIM_KEYS)), "betas": list(optim.betas)}
     return [
         problem
         for key in OPTIM_KEYS
         for problem in _settle(
-            config, f"optimizer.params.{key}", wanted[key], f"optim.{key}={wanted[key]}"
+            config, f"optimizer.params.{key}", ours[key], f"optim.{key}={ours[key]}"
         )
     ]
 

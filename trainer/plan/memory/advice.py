@@ -23,14 +23,14 @@ from trainer.plan.memory.measure import (
     Measured,
     MeasureRequest,
     MeasuringError,
-    changed,
     measure,
-    scaled,
+    scale_to_rows,
+    with_value,
 )
 from trainer.plan.memory.planned_rows import Specimens, binding_limit, training_batches
 
 if TYPE_CHECKING:
-    from trainer.plan.memory.plan import Made, MemoryPlan
+    from trainer.plan.memory.plan import Basis, MemoryPlan
     from trainer.plan.memory.subject import Subject
     from trainer.runtime.gpus import Device
 
@@ -95,10 +95,10 @@ def largest_fitting(peak_at: Callable[[int], int], nbytes: int) -> int:
     return low
 
 
-def stages(subject: Subject, made: Made, *, cublas: int) -> list[Stage]:
+def stages(subject: Subject, basis: Basis, *, cublas: int) -> list[Stage]:
     """The training step under each file of ds_configs/ that the experiment goes with."""
-    step = made.worst
-    found: list[Stage] = []
+    step = basis.worst
+    possible: list[Stage] = []
     for preset in STAGES:
         if not (PRESETS / f"{preset}.json").is_file():
             continue
@@ -106,60 +106,64 @@ def stages(subject: Subject, made: Made, *, cublas: int) -> list[Stage]:
             zero = subject.zero_of(subject.with_deepspeed(preset))
         except ConfigError:  # Adafactor above stage 0, fp16 at it: nothing to choose
             continue
-        peak = training(step, zero, cublas=cublas, is_first=made.is_first)
-        found.append(Stage(preset, peak, host(step, zero)))
-    return found
+        peak = training(step, zero, cublas=cublas, is_first=basis.is_first)
+        possible.append(Stage(preset, peak, host(step, zero)))
+    return possible
 
 
-def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) -> Advice:
+def advise(subject: Subject, basis: Basis, device: Device | None, *, cublas: int) -> Advice:
     """Every change worth knowing, with its predicted peak.
 
     device: the one that the run should fit; None: no limit is known.
     """
-    step, now = made.worst, made.total
+    step, now = basis.worst, basis.total
     usable = device.usable(subject.sharding.world) if device is not None else None
-    longest_rows = [(f"rows {rows}", _of_longest(subject, rows)) for rows in _counts(subject, made)]
-    other_ways = [*_recomputed(subject, made), *_other_attention(subject, made)]
-    is_too_large = usable is not None and made.total > usable
-    shorter = _shorter(subject, made, shortest_only=not is_too_large)
-    asked = [*longest_rows, *other_ways, *shorter]
-    found = dict(
+    longest_rows = [
+        (f"rows {rows}", _of_longest(subject, rows)) for rows in _counts(subject, basis)
+    ]
+    other_ways = [*_all_recomputation(subject, basis), *_other_attention(subject, basis)]
+    is_too_large = usable is not None and basis.total > usable
+    shorter = _shorter(subject, basis, shortest_only=not is_too_large)
+    requests = [*longest_rows, *other_ways, *shorter]
+    steps = dict(
         zip(
-            [name for name, _ in asked], measure([r for _, r in asked], subject.places), strict=True
+            [name for name, _ in requests],
+            measure([r for _, r in requests], subject.places),
+            strict=True,
         )
     )
 
     def peak(measured: Measured) -> int:
         zero = subject.zero
-        return training(measured, zero, cublas=cublas, is_first=made.is_first).total
+        return training(measured, zero, cublas=cublas, is_first=basis.is_first).total
 
-    points = [(rows, found[f"rows {rows}"]) for rows in _counts(subject, made)]
-    points += [(len(made.numbers), step)] if len(points) == 1 else []
+    points = [(rows, steps[f"rows {rows}"]) for rows in _counts(subject, basis)]
+    points += [(len(basis.numbers), step)] if len(points) == 1 else []
 
     def peak_at(rows: int) -> int:
-        return peak(scaled(points[0], points[1], rows))
+        return peak(scale_to_rows(points[0], points[1], rows))
 
-    found_stages = stages(subject, made, cublas=cublas)
+    found_stages = stages(subject, basis, cublas=cublas)
     changes = [
-        *[(name, peak(found[name])) for name, _ in other_ways],
-        *_limit_change(subject, made, {name: peak(found[name]) for name, _ in shorter}, usable),
+        *[(name, peak(steps[name])) for name, _ in other_ways],
+        *_limit_change(subject, basis, {name: peak(steps[name]) for name, _ in shorter}, usable),
         *_fewer_rows(subject, peak_at, usable),
         *[(f"--deepspeed {stage.preset}", stage.peak.total) for stage in found_stages],
     ]
     fixes = [Fix(what, total, now - total) for what, total in changes if total < now]
-    fixes += fewer_evaluated(made.plan, usable)
+    fixes += fewer_evaluated(basis.plan, usable)
     longest = int(subject.train.lengths.max())
     rows = 0 if usable is None else largest_fitting(peak_at, usable)
-    seconds = sum(measured.seconds for measured in found.values())
+    seconds = sum(measured.seconds for measured in steps.values())
     return Advice(
         found_stages, sorted(fixes, key=lambda fix: -fix.saving), rows, rows * longest, seconds
     )
 
 
-def _counts(subject: Subject, made: Made) -> tuple[int, ...]:
+def _counts(subject: Subject, basis: Basis) -> tuple[int, ...]:
     """How many of the longest rows are measured: once, where the plan itself is a second point."""
-    lengths, rows = subject.train.lengths, len(made.numbers)
-    if rows >= _SOME and bool((lengths[made.numbers] == lengths.max()).all()):
+    lengths, rows = subject.train.lengths, len(basis.numbers)
+    if rows >= _SOME and bool((lengths[basis.numbers] == lengths.max()).all()):
         return (rows // 2,)
     return _FEW, _SOME
 
@@ -169,21 +173,21 @@ def _of_longest(subject: Subject, rows: int) -> MeasureRequest:
     return subject.training_request(np.resize(order, rows))
 
 
-def _recomputed(subject: Subject, made: Made) -> list[tuple[str, MeasureRequest]]:
+def _all_recomputation(subject: Subject, basis: Basis) -> list[tuple[str, MeasureRequest]]:
     now = subject.cfg.train.gradient_checkpointing
     if now == 1:
         return []
     return [
         (
             f"{RECOMPUTED} {json.dumps(now)} -> true",
-            subject.training_request(made.numbers, changed(subject.values, RECOMPUTED, True)),
+            subject.training_request(basis.numbers, with_value(subject.values, RECOMPUTED, True)),
         )
     ]
 
 
-def _other_attention(subject: Subject, made: Made) -> list[tuple[str, MeasureRequest]]:
+def _other_attention(subject: Subject, basis: Basis) -> list[tuple[str, MeasureRequest]]:
     """Other values of a key named attention, where a task has one; flex runs on CUDA only."""
-    found: list[tuple[str, MeasureRequest]] = []
+    requests: list[tuple[str, MeasureRequest]] = []
     for block in type(subject.cfg).model_fields:
         schema = getattr(type(getattr(subject.cfg, block, None)), "model_fields", {}).get(
             "attention"
@@ -193,18 +197,18 @@ def _other_attention(subject: Subject, made: Made) -> list[tuple[str, MeasureReq
         now = getattr(subject.cfg, block).attention
         for other in get_args(schema.annotation):
             if other not in (now, "flex"):
-                values = changed(subject.values, f"{block}.attention", other)
-                found.append(
+                values = with_value(subject.values, f"{block}.attention", other)
+                requests.append(
                     (
                         f"{block}.attention {now} -> {other}",
-                        subject.training_request(made.numbers, values),
+                        subject.training_request(basis.numbers, values),
                     )
                 )
-    return found
+    return requests
 
 
 def _shorter(
-    subject: Subject, made: Made, *, shortest_only: bool
+    subject: Subject, basis: Basis, *, shortest_only: bool
 ) -> list[tuple[str, MeasureRequest]]:
     """The worst micro-batch under shorter limits, encoded anew.
 
@@ -215,25 +219,25 @@ def _shorter(
         return []
     key, value = limit
     limits = [value // part for part in _SHORTER if value // part >= _SHORTEST]
-    found: list[tuple[str, MeasureRequest]] = []
+    requests: list[tuple[str, MeasureRequest]] = []
     for shorter in limits[-1:] if shortest_only else limits:
-        values = changed(subject.values, key, shorter)
-        rows = _encoded_anew(subject, made, values)
+        values = with_value(subject.values, key, shorter)
+        rows = _encoded_anew(subject, basis, values)
         request = MeasureRequest(values, "train", rows, accumulates=subject.zero.accumulates)
-        found.append((f"{key} {shorter}", request))
-    return found
+        requests.append((f"{key} {shorter}", request))
+    return requests
 
 
 def _encoded_anew(
-    subject: Subject, made: Made, values: dict[str, Any]
+    subject: Subject, basis: Basis, values: dict[str, Any]
 ) -> list[dict[str, list[int]]]:
     cfg = tasks.parse(values)
     task = tasks.load(cfg, subject.places)
-    raw = subject.train.raw(made.numbers)
+    raw = subject.train.raw(basis.numbers)
     different = {id(row): row for row in raw}  # those that are made up are all the same one
     encoded = {number: Specimens(task, row) for number, row in different.items()}
     specimens = [encoded[id(row)] for row in raw]
-    count = len(made.numbers)
+    count = len(basis.numbers)
     if cfg.train.micro_tokens is not None:
         longest = max(int(specimen.lengths[0]) for specimen in specimens)
         count = max(1, min(cfg.train.micro_batch, cfg.train.micro_tokens // longest))
@@ -243,7 +247,7 @@ def _encoded_anew(
 
 
 def _limit_change(
-    subject: Subject, made: Made, peaks: dict[str, int], usable: int | None
+    subject: Subject, basis: Basis, peaks: dict[str, int], usable: int | None
 ) -> list[tuple[str, int]]:
     """The shortest limit tried; and where the run does not fit, the longest that does."""
     if not peaks:
@@ -253,7 +257,7 @@ def _limit_change(
     fitting = [
         (limit, total)
         for limit, total in tried
-        if usable is not None and total <= usable < made.total
+        if usable is not None and total <= usable < basis.total
     ]
     return [
         (f"max_length: {key} {value} -> {limit}", total)
@@ -305,23 +309,23 @@ def largest_rows(
     """How many of the longest rows fit into a micro-batch, under each of these DeepSpeed files."""
     counts = (_FEW, _SOME)
     few, some = measure([_of_longest(subject, rows) for rows in counts], subject.places)
-    found: dict[str, int] = {}
+    most_rows: dict[str, int] = {}
     for preset in presets:
         zero = subject.zero_of(subject.with_deepspeed(preset))
         points = (counts[0], few), (counts[1], some)
 
         def peak_at(rows: int, zero: Zero = zero, points: Any = points) -> int:
-            return training(scaled(points[0], points[1], rows), zero, cublas=cublas).total
+            return training(scale_to_rows(points[0], points[1], rows), zero, cublas=cublas).total
 
-        found[preset] = largest_fitting(peak_at, usable)
-    return found
+        most_rows[preset] = largest_fitting(peak_at, usable)
+    return most_rows
 
 
 # Blocks computed again
 # --------------------------------------------------------------------------------------------------
 
 
-def told_recomputed(how: bool | int) -> str:
+def recomputation_line(how: bool | int) -> str:
     """Which blocks are computed again, as text."""
     if how is False:
         return "none"
@@ -330,24 +334,24 @@ def told_recomputed(how: bool | int) -> str:
 
 def recomputing(subject: Subject, how: bool | int) -> Subject:
     """The subject with that choice in place of its own."""
-    values = changed(subject.values, RECOMPUTED, how)
+    values = with_value(subject.values, RECOMPUTED, how)
     return replace(subject, values=values, cfg=with_recomputation(subject.cfg, how))
 
 
-def settled(subject: Subject, device: Device | None) -> Subject:
+def choose_recomputation(subject: Subject, device: Device | None) -> Subject:
     """The subject with what "auto" becomes on a device, and a note of it. ConfigError without one,
-    or where no plan can be made.
+    or where no plan can be basis.
     """
     if subject.cfg.train.gradient_checkpointing != AUTO:
         return subject
     how = least_recomputed(subject, device)
-    note = f'{RECOMPUTED} "auto": {told_recomputed(how)} computed again'
+    note = f'{RECOMPUTED} "auto": {recomputation_line(how)} computed again'
     return replace(recomputing(subject, how), notes=[*subject.notes, note])
 
 
 def least_recomputed(subject: Subject, device: Device | None) -> bool | int:
     """The least that fits: none, else every k-th block of the largest k that does, else every one.
-    ConfigError without a device, or where no plan can be made.
+    ConfigError without a device, or where no plan can be basis.
     """
     if device is None:
         raise ConfigError(
@@ -359,12 +363,12 @@ def least_recomputed(subject: Subject, device: Device | None) -> bool | int:
         return room.least()
     except MeasuringError as error:
         raise ConfigError(
-            f'{RECOMPUTED}="auto": no plan can be made. Say true, false or a number.\n{error}'
+            f'{RECOMPUTED}="auto": no plan can be basis. Say true, false or a number.\n{error}'
         ) from error
 
 
 def fits_recomputed(subject: Subject, how: bool | int, device: Device) -> bool:
-    """Whether a training step with that choice does. True where no plan can be made."""
+    """Whether a training step with that choice does. True where no plan can be basis."""
     room = Room(subject, device)
     try:
         return room.has(how)
@@ -398,7 +402,7 @@ class Room:
     def _heaviest(self, how: bool | int) -> tuple[int, Measured]:
         """The peak of the micro-batch with the highest, and its step."""
         subject = self._subject
-        values: dict[str, Any] = changed(subject.values, RECOMPUTED, how)
+        values: dict[str, Any] = with_value(subject.values, RECOMPUTED, how)
         requests = [subject.training_request(batch.numbers, values) for batch in self._batches]
         steps = measure(requests, subject.places)
         peaks = [

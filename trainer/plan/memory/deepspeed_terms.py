@@ -119,9 +119,9 @@ class Zero:
 
 
 def training(step: Measured, zero: Zero, *, cublas: int, is_first: bool = False) -> Breakdown:
-    """The moment of a training step at which most is alive, from the second step on.
+    """The memory peak of a training step, from the second step on.
 
-    is_first: of its first micro-batch, before which there is no gradient.
+    is_first: of the first micro-batch of a step, when no gradients are in memory yet.
     """
     # where micro-batches wait for each other, the first one is the last to go back
     is_alone = not zero.accumulates or (is_first and not step.waits)
@@ -135,8 +135,10 @@ def inference(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
     The optimizer stays where it is.
     """
     most = step.peak
-    held = _held_between_steps(step, zero)
-    return _sum(held, Breakdown(activations=most.activations, logits=most.logits, workspace=cublas))
+    resident = _between_steps(step, zero)
+    return _sum(
+        resident, Breakdown(activations=most.activations, logits=most.logits, workspace=cublas)
+    )
 
 
 def host(step: Measured, zero: Zero) -> int:
@@ -171,36 +173,48 @@ def _sum(*parts: Breakdown) -> Breakdown:
     return Breakdown(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
-def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
-    """Weights, optimizer, buffers, and those gradients that are never freed."""
-    P, w, e = step.trainable, zero.world, zero.width
+def _between_steps(step: Measured, zero: Zero) -> Breakdown:
+    """What stays on the device between steps: weights, optimizer, buffers, and those gradients that
+    are never freed.
+    """
+    P, w = step.trainable, zero.world
     weights, gradients = step.weights, 0
     if zero.stage == 3:
-        weights = (0 if zero.offloads_weights else step.weights // w) + _gathered(step, zero)
+        share = 0 if zero.offloads_weights else step.weights // w
+        weights = share + _whole_weights(step, zero)
         gradients = 0 if zero.offloads_optimizer else 4 * P // w
     elif zero.stage == 1 and zero.is_bf16 and not zero.offloads_optimizer:
         gradients = 4 * P
-    master = 4 * P if e < 4 or zero.stage > 0 else 0
-    optimizer = (
-        0
-        if zero.offloads_optimizer
-        else (master + 4 * step.states) // w
-        if zero.stage
-        else master + 4 * step.states
-    )
-    buckets = (
-        (2 if zero.overlaps and zero.stage < 3 else 1) * zero.reduce_bucket * e
-        if zero.copies_into_buckets
-        else 0
-    )
-    if zero.offloads_optimizer and zero.stage == 2:
-        buckets += e * step.largest  # through which a gradient goes
     return Breakdown(
-        weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.buffers + buckets
+        weights=weights,
+        gradients=gradients,
+        optimizer=_optimizer_states(step, zero),
+        buffers=step.buffers + _reduce_buckets(step, zero),
     )
 
 
-def _gathered(step: Measured, zero: Zero) -> int:
+def _optimizer_states(step: Measured, zero: Zero) -> int:
+    """This rank's part of the optimizer's states and of the fp32 master weights."""
+    if zero.offloads_optimizer:
+        return 0
+    has_masters = zero.width < 4 or zero.stage > 0
+    masters = 4 * step.trainable if has_masters else 0
+    total = masters + 4 * step.states
+    return total // zero.world if zero.stage else total
+
+
+def _reduce_buckets(step: Measured, zero: Zero) -> int:
+    """The buffers through which gradients are reduced, two where that overlaps with backward."""
+    nbytes = 0
+    if zero.copies_into_buckets:
+        count = 2 if zero.overlaps and zero.stage < 3 else 1
+        nbytes = count * zero.reduce_bucket * zero.width
+    if zero.offloads_optimizer and zero.stage == 2:
+        nbytes += zero.width * step.largest  # one gradient on its way to the host
+    return nbytes
+
+
+def _whole_weights(step: Measured, zero: Zero) -> int:
     """Whole weights at stage 3, beside this rank's part of them, while they are used."""
     if not zero.gathers:
         return 0
@@ -210,17 +224,17 @@ def _gathered(step: Measured, zero: Zero) -> int:
     return min(zero.width * (step.trainable + step.frozen), most)
 
 
-def _left_whole(step: Measured, zero: Zero) -> int:
-    """What is left of these behind the backward pass, in which every weight is freed at its last
-    use: the small ones, the one that was last, and frozen ones that are kept.
+def _whole_after_backward(step: Measured, zero: Zero) -> int:
+    """Bytes of the weights that are still whole after the backward pass: the small ones, the one
+    that was used last, and frozen ones that every rank keeps. Each other one was freed after use.
     """
     small = sum(size * count for size, count in step.sizes if size <= zero.persisted)
-    kept = step.frozen if zero.keeps_frozen else 0
-    return min(_gathered(step, zero), zero.width * (small + step.largest + kept))
+    frozen = step.frozen if zero.keeps_frozen else 0
+    return min(_whole_weights(step, zero), zero.width * (small + step.largest + frozen))
 
 
 def _moments(step: Measured, zero: Zero, cublas: int, *, is_alone: bool) -> Iterator[Breakdown]:
-    held = _held_between_steps(step, zero)
+    resident = _between_steps(step, zero)
     if zero.stage == 3 and zero.gathers:
         reading = Breakdown(
             activations=step.reading.activations,
@@ -228,28 +242,29 @@ def _moments(step: Measured, zero: Zero, cublas: int, *, is_alone: bool) -> Iter
             buffers=_gathered_ahead(step, zero),
             workspace=cublas + step.scratch,
         )
-        yield _sum(held, reading)
+        yield _sum(resident, reading)
     for moment in step.moments_at(zero.stage):
         rest = Breakdown(
             activations=moment.activations, logits=moment.logits, workspace=cublas + step.scratch
         )
         gradients = _in_backward(moment.gradients, step, zero, is_alone=is_alone)
-        yield _sum(held, Breakdown(gradients=gradients), rest)
+        yield _sum(resident, Breakdown(gradients=gradients), rest)
     if zero.stage == 3:
-        freed = _gathered(step, zero) - _left_whole(step, zero)
-        held = replace(held, weights=held.weights - freed)
+        freed = _whole_weights(step, zero) - _whole_after_backward(step, zero)
+        resident = replace(resident, weights=resident.weights - freed)
     reduced = Breakdown(
-        gradients=_reduced(step, zero), workspace=cublas + _reduction_copies(step, zero)
+        gradients=_at_reduction(step, zero), workspace=cublas + _reduction_copies(step, zero)
     )
-    yield _sum(held, reduced)
+    yield _sum(resident, reduced)
     yield _sum(
-        held, Breakdown(gradients=_at_step(step, zero), workspace=cublas + _step_copies(step, zero))
+        resident,
+        Breakdown(gradients=_at_step(step, zero), workspace=cublas + _step_copies(step, zero)),
     )
 
 
 def _gathered_ahead(step: Measured, zero: Zero) -> int:
-    """What came in one exchange, while weights are copied out of it (AllGatherCoalescedHandle): it
-    is there until the last of them is used.
+    """The buffer of one all-gather of several weights (AllGatherCoalescedHandle), which is freed
+    when the last of these weights is used.
     """
     if zero.world == 1:
         return 0  # there is no exchange
@@ -259,9 +274,9 @@ def _gathered_ahead(step: Measured, zero: Zero) -> int:
     return zero.width * min(large, zero.prefetch_bucket)
 
 
-def _accumulated(step: Measured, zero: Zero) -> int:
-    """What stage 2 keeps of the gradients of earlier micro-batches: this rank's part, in fp32
-    (fp16: as it is).
+def _gradient_sums(step: Measured, zero: Zero) -> int:
+    """Bytes in which stage 2 sums the gradients of a step's micro-batches: this rank's part, in
+    fp32 (in fp16 where the model is).
     """
     if zero.stage != 2 or zero.offloads_optimizer:
         return 0
@@ -269,7 +284,7 @@ def _accumulated(step: Measured, zero: Zero) -> int:
 
 
 def _sum_width(zero: Zero) -> int:
-    """Bytes of a gradient that is added up (fp16: as it is)."""
+    """Bytes of a number in these sums."""
     return 4 if zero.is_bf16 else zero.width
 
 
@@ -292,7 +307,7 @@ def _in_backward(gradients: int, step: Measured, zero: Zero, *, is_alone: bool) 
     if not is_alone and zero.stage < 2:
         # those of the micro-batches before
         gradients = max(moment.gradients for moment in step.moments_at(zero.stage))
-    accumulated = _accumulated(step, zero)
+    accumulated = _gradient_sums(step, zero)
     if is_alone:
         accumulated = (
             0
@@ -302,12 +317,12 @@ def _in_backward(gradients: int, step: Measured, zero: Zero, *, is_alone: bool) 
     return _in_flight(gradients, step, zero) + accumulated
 
 
-def _reduced(step: Measured, zero: Zero) -> int:
-    """Gradients at the end of a micro-batch, while they are reduced and put away."""
+def _at_reduction(step: Measured, zero: Zero) -> int:
+    """Bytes of gradients at the end of a micro-batch, while they are reduced."""
     # not copied once more
     is_moved = zero.width == 4 and not zero.accumulates and not zero.copies_into_buckets
     return _in_flight(zero.width * step.trainable, step, zero) + (
-        0 if is_moved else _accumulated(step, zero)
+        0 if is_moved else _gradient_sums(step, zero)
     )
 
 
@@ -326,7 +341,7 @@ def _reduction_copies(step: Measured, zero: Zero) -> int:
 def _at_step(step: Measured, zero: Zero) -> int:
     """Gradients, besides those that are never freed, when the optimizer steps."""
     if zero.stage == 2:
-        return _accumulated(step, zero)
+        return _gradient_sums(step, zero)
     return zero.width * step.trainable if zero.stage < 2 else 0
 
 

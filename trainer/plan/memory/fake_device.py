@@ -146,10 +146,10 @@ def _attention(
     return efficient(query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale)[0]
 
 
-def _attention_of_rows(query: Tensor, *given: Any, **how: Any) -> Tensor:
+def _attention_of_rows(query: Tensor, *rest: Any, **how: Any) -> Tensor:
     """torch's attention for rows where they lie, with the sums that its backward takes."""
     _scratch.append(4 * query.numel())
-    return _torch_attention_of_rows(query, *given, **how)
+    return _torch_attention_of_rows(query, *rest, **how)
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -213,8 +213,8 @@ class FakeDevice:
         placed: dict[int, Any] = {}
         with _disable_current_modes():  # an operation for each weight would take as long as a step
             for module in model.modules():
-                held = ((module._parameters, "weights"), (module._buffers, "buffers"))
-                for table, category in held:
+                tables = ((module._parameters, "weights"), (module._buffers, "buffers"))
+                for table, category in tables:
                     for name, tensor in table.items():
                         if tensor is None:
                             continue

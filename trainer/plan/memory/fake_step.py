@@ -36,7 +36,7 @@ def main() -> None:
     os._exit(0)
 
 
-def answer_all(asked: TextIO, answers: TextIO) -> None:
+def answer_all(requests: TextIO, answers: TextIO) -> None:
     """Answer requests, a line each, until they end."""
     import torch
 
@@ -45,52 +45,56 @@ def answer_all(asked: TextIO, answers: TextIO) -> None:
     # In a fork torch makes its pool of threads anew when it is first asked for it. Where two
     # threads of a backward pass ask at once, one finds none, and the process is aborted.
     torch.set_num_threads(1)  # fake tensors compute nothing
-    for line in asked:
+    for line in requests:
         job = json.loads(line)
-        given = {name: None if path is None else Path(path) for name, path in job["places"].items()}
-        places = Places(**cast("dict[str, Any]", given))
-        found = [_measured(MeasureRequest(**one), places).plain() for one in job["requests"]]
-        answers.write(json.dumps(found) + "\n")
+        folders = {
+            name: None if path is None else Path(path) for name, path in job["places"].items()
+        }
+        places = Places(**cast("dict[str, Any]", folders))
+        answers_of_line = [
+            _measure(MeasureRequest(**one), places).plain() for one in job["requests"]
+        ]
+        answers.write(json.dumps(answers_of_line) + "\n")
         answers.flush()
 
 
-def _measured(request: MeasureRequest, places: Places) -> Measured:
+def _measure(request: MeasureRequest, places: Places) -> Measured:
     from trainer.plan.memory.fake_device import linear_of_partitioned
 
-    step = _stepped(request, places)
+    step = _run_step(request, places)
     if request.kind != "train" or not step.frozen:
         return step
     with linear_of_partitioned():  # frozen weights are where it needs more
-        partitioned = _stepped(request, places)
+        partitioned = _run_step(request, places)
     seconds = step.seconds + partitioned.seconds
     return replace(
         step, partitioned=partitioned.moments, reading=partitioned.reading, seconds=seconds
     )
 
 
-def _stepped(request: MeasureRequest, places: Places) -> Measured:
+def _run_step(request: MeasureRequest, places: Places) -> Measured:
     """One step, by a few of its model's blocks; by all of them where those do not tell enough."""
     from trainer import tasks
     from trainer.plan.time.blocks import (
         SHOWN,
         SHOWN_RECOMPUTED,
         UnequalBlocksError,
-        shortened,
+        shorten,
         whole,
     )
 
     every = tasks.parse(request.experiment).train.recompute_every or 0
     if every > 1:  # blocks do different things in turn
-        return _stepped_by(request, places, lambda _: whole())
-    shown = SHOWN_RECOMPUTED if every else SHOWN
+        return _run_blocks(request, places, lambda _: whole())
+    num_blocks = SHOWN_RECOMPUTED if every else SHOWN
     try:
-        return _stepped_by(request, places, lambda model: shortened(model, shown))
+        return _run_blocks(request, places, lambda model: shorten(model, num_blocks))
     except UnequalBlocksError as error:
         logger.info("all blocks are run: %s", error)
-        return _stepped_by(request, places, lambda _: whole())
+        return _run_blocks(request, places, lambda _: whole())
 
 
-def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measured:
+def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measured:
     import numpy as np
 
     from trainer import tasks

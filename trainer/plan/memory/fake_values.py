@@ -1,10 +1,10 @@
-"""Integers of fake tensors keep their true values, for they steer a model: masks, lengths and
-places decide on shapes.
+"""Fake tensors that know their values, where the shapes of a model depend on them: masks, lengths
+and positions.
 
-A fake tensor that was computed from known values only has a `twin`: a real tensor on the CPU,
-computed beside it. An operation whose result's shape depends on values (nonzero, a boolean index,
-item) is answered from twins. Nothing that depends on weights has one: asked for such a number, it
-is 0; of such a choice, it is CHOSEN.
+A fake tensor has a shape and no values. One that is computed from known values alone gets a `twin`,
+a real tensor on the CPU, which is computed beside it. An operation whose result has a shape that
+depends on values (nonzero, a boolean index, item) reads the twins. A tensor that depends on weights
+has no twin: reading a number of it gives 0, and an argmax gives token CHOSEN.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _CHOOSING = {aten.argmax.default, aten.argmin.default, aten.topk.default, aten.m
 
 
 class UnknownShapeError(Exception):
-    """A shape depends on what a weight is worth, which nobody knows before the run."""
+    """A shape depends on the value of a weight, which is not known before the run."""
 
 
 def run_with_twins(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` gives, fake, with twins where they can be known."""
+    """Run an operation on fake tensors. Its results get twins where all arguments are known."""
     if func is aten._local_scalar_dense.default:
         return _number(args[0])
     if func is aten.equal.default:
@@ -62,27 +62,34 @@ def run_with_twins(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _SHAPED_BY_VALUES:
         return _shaped_by_values(func, args, kwargs)
     out = func(*args, **kwargs)
-    if func in _CHOOSING:
-        _choose(out)
-    elif (func._schema.is_mutable or _is_small(out)) and _are_known(func, args, kwargs):
-        # one that writes into its arguments writes into their twins
-        _attach(out, _on_twins(func, args, kwargs))
-    elif func._schema.is_mutable:
-        _forget(out)
+    _give_twins(out, func, args, kwargs)
     return out
 
 
+def _give_twins(out: Any, func: Any, args: Any, kwargs: Any) -> None:
+    """Give twins to the results of an operation, or take them away where it made them unknown."""
+    writes = func._schema.is_mutable
+    if func in _CHOOSING:
+        _choose(out)
+    elif (writes or _is_small(out)) and _are_known(func, args, kwargs):
+        # an operation that writes into its arguments writes into their twins, too
+        _attach(out, _on_twins(func, args, kwargs))
+    elif writes:
+        for fake in tensors_in(out):
+            fake.twin = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _is_small(out: Any) -> bool:
-    """Whether the results may have twins: integers and booleans of some size, and a few numbers."""
-    found = list(tensors_in(out))
-    return bool(found) and all(
+    """Whether the results are small enough for twins; floats must be smaller than integers."""
+    tensors = list(tensors_in(out))
+    return bool(tensors) and all(
         tensor.numel() <= (LARGEST_FLOAT if tensor.is_floating_point() else LARGEST)
-        for tensor in found
+        for tensor in tensors
     )
 
 
 def _is_real_array(value: Any) -> bool:
-    """Whether it is a real tensor, and no number that torch wraps (those decide no type)."""
+    """Whether it is a real tensor with axes. (torch wraps numbers as tensors without axes.)"""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.ndim > 0
 
 
@@ -148,13 +155,8 @@ def _attach(out: Any, twins: Any) -> None:
         fake.twin = twin if isinstance(fake, FakeTensor) else None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _forget(out: Any) -> None:
-    for fake in tensors_in(out):
-        fake.twin = None  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def _choose(out: Any) -> None:
-    """Twins for the places among a result: which token a fake model picks is ours to say."""
+    """Give the indices among a result (of argmax, topk) a twin that is CHOSEN everywhere."""
     for fake in tensors_in(out):
         if not fake.is_floating_point() and fake.numel() <= LARGEST:
             with _disable_current_modes():
@@ -162,7 +164,7 @@ def _choose(out: Any) -> None:
 
 
 def _without_masks(indices: Any) -> list[Any]:
-    """Boolean indices as the places that they mean, one index for each axis of the mask."""
+    """Boolean indices as integer indices, one for each axis of the mask."""
     places: list[Any] = []
     for index in indices:
         if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -173,11 +175,11 @@ def _without_masks(indices: Any) -> list[Any]:
 
 
 def _shaped_by_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation whose result is as large as the values say, such as nonzero. UnknownShapeError
-    without them.
+    """The result of an operation whose shape depends on values, such as nonzero. UnknownShapeError
+    where the values are not known.
     """
-    known = [tensor for tensor in tensors_in(args, kwargs) if not tensor.is_floating_point()]
-    if not known or not all(map(_is_known, known)):
+    deciding = [tensor for tensor in tensors_in(args, kwargs) if not tensor.is_floating_point()]
+    if not deciding or not all(map(_is_known, deciding)):
         raise UnknownShapeError(
             f"{func}: the shape of its result depends on values that are not known beforehand"
         )

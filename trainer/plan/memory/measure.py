@@ -1,5 +1,5 @@
-"""What a step of a model needs: it runs under fake tensors, in a process of its own, which
-`measure()` starts. Imports no torch.
+"""The memory and the operators of one step: it runs under fake tensors, in a process of its own,
+which `measure()` starts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class MeasureRequest:
 class Moment:
     """What is alive besides weights and buffers at one moment of a step.
 
-    A step keeps the moments that may be its peak: no other one has both more gradients that are
-    complete and more of everything else.
+    A step keeps the Pareto front of finished gradients against all other memory: any of these
+    moments may be the peak, depending on what a gradient costs at a stage of ZeRO.
     """
 
     gradients: int  # bytes, of gradients that are complete
@@ -138,7 +138,7 @@ class Measured:
 _MOMENTS = ("moments", "partitioned")
 
 
-def scaled(few: tuple[int, Measured], some: tuple[int, Measured], rows: int) -> Measured:
+def scale_to_rows(few: tuple[int, Measured], some: tuple[int, Measured], rows: int) -> Measured:
     """The step of `rows` rows, from those of two other numbers of them: at the same bytes of
     complete gradients, everything else that is alive grows by as much with every row.
     """
@@ -152,15 +152,15 @@ def scaled(few: tuple[int, Measured], some: tuple[int, Measured], rows: int) -> 
 
 
 def _between(less: list[Moment], more: list[Moment], part: float) -> list[Moment]:
-    found: list[Moment] = []
+    moments: list[Moment] = []
     for gradients in sorted({moment.gradients for moment in [*less, *more]}, reverse=True):
         low, high = _highest(less, gradients), _highest(more, gradients)
         if low is None or high is None:
             continue
         activations = low.activations + part * (high.activations - low.activations)
         logits = low.logits + part * (high.logits - low.logits)
-        found.append(Moment(gradients, max(0, round(activations)), max(0, round(logits))))
-    return found
+        moments.append(Moment(gradients, max(0, round(activations)), max(0, round(logits))))
+    return moments
 
 
 def _highest(moments: list[Moment], gradients: int) -> Moment | None:
@@ -171,7 +171,7 @@ def _highest(moments: list[Moment], gradients: int) -> Moment | None:
     return moments[place - 1] if place else None
 
 
-def changed(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+def with_value(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     """The experiment with one key of a block set, such as data.source_tokens."""
     copied = copy.deepcopy(dict(values))
     *blocks, key = path.split(".")
@@ -186,26 +186,26 @@ class MeasuringError(LatheError):
     """The step could not be run under fake tensors."""
 
 
-_kept: ContextVar[_Measurer | None] = ContextVar("_kept", default=None)
+_measurer: ContextVar[_Measurer | None] = ContextVar("_measurer", default=None)
 
 
 @contextmanager
 def measuring(forked: Callable[[TextIO, TextIO], None] | None = None) -> Iterator[None]:
-    """Inside, every measure() asks one and the same process, which takes seconds to start and half
-    a GiB of the host until the end. Outside, each starts its own.
+    """Inside, all calls of measure() share one process, which takes seconds to start and half a GiB
+    of host memory. Outside, each call starts its own.
 
     forked: fake_step.answer_all, of a command that has neither threads nor a GPU: the process is a
     fork of this one, with all that has been imported here.
     """
-    if _kept.get() is not None:
+    if _measurer.get() is not None:
         yield
         return
     measurer = _Measurer(forked)
-    token = _kept.set(measurer)
+    token = _measurer.set(measurer)
     try:
         yield
     finally:
-        _kept.reset(token)
+        _measurer.reset(token)
         measurer.close()
 
 
@@ -215,12 +215,12 @@ def measure(requests: Sequence[MeasureRequest], places: Places) -> list[Measured
     MeasuringError, with the process's own words, when a step cannot be run.
     """
     with measuring():
-        measurer = _kept.get()
+        measurer = _measurer.get()
         assert measurer is not None
-        return _remembered(measurer, requests, places)
+        return _recall_or_measure(measurer, requests, places)
 
 
-def _remembered(
+def _recall_or_measure(
     measurer: _Measurer, requests: Sequence[MeasureRequest], places: Places
 ) -> list[Measured]:
     """Steps that were measured before are read from the cache: they depend on nothing but shapes
@@ -228,22 +228,22 @@ def _remembered(
     """
     program = _program()
     paths = [places.cache_dir / "steps" / f"{_key(one, program)}.json" for one in requests]
-    found = {path: _read(path) for path in dict.fromkeys(paths)}
-    missing = {path: one for path, one in zip(paths, requests, strict=True) if not found[path]}
+    steps = {path: _read(path) for path in dict.fromkeys(paths)}
+    missing = {path: one for path, one in zip(paths, requests, strict=True) if not steps[path]}
     if missing:
         answers = measurer.answer(list(missing.values()), places)
         for path, step in zip(missing, answers, strict=True):
-            found[path] = step
+            steps[path] = step
             with contextlib.suppress(StorageError, OSError):  # a plan needs no disk
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, replace(step, seconds=0.0).plain(), is_durable=False)
-    return [cast("Measured", found[path]) for path in paths]
+    return [cast("Measured", steps[path]) for path in paths]
 
 
 def _read(path: Path) -> Measured | None:
     try:
-        stored = read_json(path)
-        return None if stored is None else Measured.of(stored)
+        values = read_json(path)
+        return None if values is None else Measured.of(values)
     except (TypeError, ValueError, KeyError):  # torn, or of another program: measured again
         return None
 
@@ -261,8 +261,8 @@ def _key(request: MeasureRequest, program: str) -> str:
 def _program() -> str:
     """Names this program and what it stands on."""
     files = sorted((ROOT / "trainer").rglob("*.py"))
-    seen = [[str(f.relative_to(ROOT)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    return digest({"files": seen, "torch": version("torch"), "with": version("transformers")})
+    versions = [[str(f.relative_to(ROOT)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    return digest({"files": versions, "torch": version("torch"), "with": version("transformers")})
 
 
 class _Measurer:
@@ -296,7 +296,7 @@ class _Measurer:
             timer.cancel()
         if line:
             return [Measured.of(values) for values in json.loads(line)]
-        raise self._failed(process, is_late=is_late.is_set())
+        raise self._failure(process, is_late=is_late.is_set())
 
     def close(self) -> None:
         """End the process."""
@@ -318,10 +318,10 @@ class _Measurer:
             if self._forked is not None:
                 self._process = _Fork(self._said, self._forked)
             else:
-                self._process = _started(self._said)
+                self._process = _start(self._said)
         return self._process
 
-    def _failed(self, process: subprocess.Popen[str] | _Fork, *, is_late: bool) -> MeasuringError:
+    def _failure(self, process: subprocess.Popen[str] | _Fork, *, is_late: bool) -> MeasuringError:
         code = process.wait()
         assert self._said is not None
         self._said.seek(0)
@@ -334,13 +334,13 @@ class _Measurer:
         return MeasuringError(f"memory could not be measured (exit code {code}):\n{words}")
 
 
-def _started(said: Any) -> subprocess.Popen[str]:
+def _start(errors: Any) -> subprocess.Popen[str]:
     """A new process; `said` is the file that takes its standard error."""
     return subprocess.Popen(
         [sys.executable, "-m", "trainer.plan.memory.fake_step"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=said,
+        stderr=errors,
         text=True,
         env=_environment(),
     )
@@ -349,9 +349,9 @@ def _started(said: Any) -> subprocess.Popen[str]:
 class _Fork:
     """A copy of this process that answers requests, looked at as a Popen is."""
 
-    def __init__(self, said: Any, answer: Callable[[TextIO, TextIO], None]) -> None:
+    def __init__(self, errors: Any, answer: Callable[[TextIO, TextIO], None]) -> None:
         """said: the file that takes its standard error."""
-        asked, ours = os.pipe()
+        requests, ours = os.pipe()
         theirs, answers = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -360,9 +360,9 @@ class _Fork:
         if self._pid == 0:
             os.close(ours)
             os.close(theirs)
-            os.dup2(said.fileno(), 2)
-            _answer_until_the_end(answer, asked, answers)
-        os.close(asked)
+            os.dup2(errors.fileno(), 2)
+            _answer_until_the_end(answer, requests, answers)
+        os.close(requests)
         os.close(answers)
         self.stdin, self.stdout = open(ours, "w"), open(theirs)  # noqa: SIM115 (close)
 
@@ -377,13 +377,13 @@ class _Fork:
 
 
 def _answer_until_the_end(
-    answer: Callable[[TextIO, TextIO], None], asked: int, answers: int
+    answer: Callable[[TextIO, TextIO], None], requests: int, answers: int
 ) -> NoReturn:
     """What the fork does; it never comes back to what its parent was doing."""
     code = 1
     try:
         sys.stdout = sys.stderr  # whoever prints must not spoil the answer
-        answer(open(asked), open(answers, "w"))  # noqa: SIM115 (until the end)
+        answer(open(requests), open(answers, "w"))  # noqa: SIM115 (until the end)
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -1,5 +1,5 @@
-"""Peak memory of a run by category, on the device and off it, from steps that really run, under
-fake tensors.
+"""Peak memory of a run by category, on the device, on the host and on the disk: its steps run
+under fake tensors, which compute nothing.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A plan with what it was made from."""
+class Basis:
+    """A plan, and the measured step that it rests on."""
 
     plan: MemoryPlan
     worst: Measured  # of the training step
@@ -108,7 +108,7 @@ class Made:
         return self.plan.phases[0].peak.total
 
 
-def make(subject: Subject, *, cublas: int) -> Made:
+def make(subject: Subject, *, cublas: int) -> Basis:
     """The plan of one run. MeasuringError when its step cannot be run under fake tensors;
     ConfigError for more blocks in train.gradient_checkpointing than the model has.
     """
@@ -117,12 +117,12 @@ def make(subject: Subject, *, cublas: int) -> Made:
     requests = [subject.training_request(batch.numbers) for batch in batches]
     requests.append(request_of(subject, "evaluate", subject.valid, rows[EVALUATION]))
     requests += answer_requests(subject, rows[EVALUATION])
-    found = measure(requests, subject.places)
-    check(subject.cfg.train.recompute_every, found[0].blocks)
+    steps_of_requests = measure(requests, subject.places)
+    check(subject.cfg.train.recompute_every, steps_of_requests[0].blocks)
     steps, evaluated, answered = (
-        found[: len(batches)],
-        found[len(batches)],
-        found[len(batches) + 1 :],
+        steps_of_requests[: len(batches)],
+        steps_of_requests[len(batches)],
+        steps_of_requests[len(batches) + 1 :],
     )
     peaks = [
         training(step, subject.zero, cublas=cublas, is_first=batch.is_first)
@@ -151,10 +151,10 @@ def make(subject: Subject, *, cublas: int) -> Made:
         download=_to_download(steps[worst], subject),
         heaviest=[int(number) for number in numbers],
         heaviest_evaluated=[int(number) for number in rows[EVALUATION]],
-        seconds=sum(step.seconds for step in found),
+        seconds=sum(step.seconds for step in steps_of_requests),
         notes=subject.notes,
     )
-    return Made(plan, steps[worst], plan.heaviest, batches[worst].is_first)
+    return Basis(plan, steps[worst], plan.heaviest, batches[worst].is_first)
 
 
 def phase(name: str, peak: Breakdown, step: Measured, rows: RowsByNumber, numbers: Any) -> Phase:
@@ -164,7 +164,7 @@ def phase(name: str, peak: Breakdown, step: Measured, rows: RowsByNumber, number
 
 
 def _grown(answered: Sequence[Measured], tokens: int) -> Measured:
-    """What generating `tokens` tokens needs, from what two fewer numbers of them did."""
+    """What generating `tokens` tokens needs, extrapolated from two shorter runs."""
     few, more = answered
     a_token = max(0, more.peak.total - few.peak.total) // (SHORT_ANSWERS[1] - SHORT_ANSWERS[0])
     further = a_token * max(0, tokens - SHORT_ANSWERS[1])
@@ -210,8 +210,8 @@ def _gathered_to_save(step: Measured, subject: Subject) -> int:
 def _on_disk(step: Measured, subject: Subject) -> int:
     """Checkpoints kept, the best one, the one being written, and the exports best/ and final/."""
     zero = subject.zero
-    kept = subject.cfg.train.keep_last + 1 + (subject.cfg.train.best is not None)
-    return kept * _saved_numbers(step, zero) + 2 * zero.width * step.trainable
+    checkpoints = subject.cfg.train.keep_last + 1 + (subject.cfg.train.best is not None)
+    return checkpoints * _saved_numbers(step, zero) + 2 * zero.width * step.trainable
 
 
 def _to_download(step: Measured, subject: Subject) -> int:

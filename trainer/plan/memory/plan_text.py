@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _SHOWN_FIXES = 8
 
 
-def shown(plan: MemoryPlan, advice: Advice, device: Device | None, *, world: int) -> str:
+def page(plan: MemoryPlan, advice: Advice, device: Device | None, *, world: int) -> str:
     """The whole plan: a table of phases and categories, what is needed besides, and what fits."""
     lines = [*_phases(plan), "", *_besides(plan), "", *_verdict(plan, device, world), ""]
     lines += [
@@ -56,11 +56,10 @@ def summary(plan: MemoryPlan, device: Device | None) -> str:
     return f"memory: {_gib(peak.peak.total)} GiB{of} in the {peak.name}: {parts}"
 
 
-def compared(planned: int, measured: int) -> str:
+def comparison(plan: int, measured: int) -> str:
     """How right the plan was, once the run is over."""
     return (
-        f"memory: planned {_gib(planned)}, measured {_gib(measured)} GiB "
-        f"({planned / measured - 1:+.1%})"
+        f"memory: planned {_gib(plan)}, measured {_gib(measured)} GiB ({plan / measured - 1:+.1%})"
     )
 
 
@@ -79,22 +78,24 @@ def out_of_memory(
     plan: MemoryPlan | None,
     actual: Mapping[str, int],
     batch: Mapping[str, Sequence[int]],
-    said: str,
+    message: str,
 ) -> str:
     """The page of an OutOfMemoryError.
 
     Predicted against actual bytes by category, the batch, and the largest tensors.
     """
     lines = ["out of memory", "", f"{'GiB':14s}{'planned':>10s}{'actual':>10s}"]
-    planned = plan.phases[0].peak.parts() if plan is not None else {}
+    plan_parts = plan.phases[0].peak.parts() if plan is not None else {}
     rest = {"activations", "logits", "workspace"}
     if "rest" in actual:
-        planned = {
-            **{k: v for k, v in planned.items() if k not in rest},
-            "rest": sum(planned.get(k, 0) for k in rest),
+        plan_parts = {
+            **{k: v for k, v in plan_parts.items() if k not in rest},
+            "rest": sum(plan_parts.get(k, 0) for k in rest),
         }
-    for name in dict.fromkeys([*actual, *planned]):
-        lines.append(f"{name:14s}{_gib(planned.get(name, 0)):>10s}{_gib(actual.get(name, 0)):>10s}")
+    for name in dict.fromkeys([*actual, *plan_parts]):
+        lines.append(
+            f"{name:14s}{_gib(plan_parts.get(name, 0)):>10s}{_gib(actual.get(name, 0)):>10s}"
+        )
     lines += ["", f"the batch: {_shapes(batch) or 'not known'}"]
     if plan is not None:
         lines += [
@@ -104,7 +105,7 @@ def out_of_memory(
         lines += [f"  {name}  {_gib(size)} GiB" for name, size in plan.phases[0].tensors]
     lines += [
         "",
-        said.strip().splitlines()[0],
+        message.strip().splitlines()[0],
         "`python -m trainer plan -e GROUP` names what would fit.",
     ]
     return "\n".join(lines)

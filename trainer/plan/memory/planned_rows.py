@@ -1,8 +1,8 @@
-"""The rows that a plan is made for: those of the data, or else rows that fill every limit."""
+"""The rows that a plan looks at: those of the data; without data, rows that fill every limit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -62,14 +62,14 @@ class StoredRows:
 
     def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
         """The rows as text, in the order of `numbers`."""
-        wanted = [int(number) for number in numbers]
-        numbered = enumerate(islice(self._task.rows(self._split), max(wanted) + 1))
-        found = {number: row for number, row in numbered if number in set(wanted)}
-        return [found[number] for number in wanted]
+        order = [int(number) for number in numbers]
+        numbered = enumerate(islice(self._task.rows(self._split), max(order) + 1))
+        rows = {number: row for number, row in numbered if number in set(order)}
+        return [rows[number] for number in order]
 
 
 class Specimens:
-    """One row as often as one likes: for a plan without data, one that fills every limit."""
+    """One row, repeated: without data, a plan looks at a row that fills every limit."""
 
     def __init__(self, task: Task, row: dict[str, Any] | None = None) -> None:
         """row: the raw row to take; None: one that the task makes up."""
@@ -92,14 +92,14 @@ def _plain(row: Mapping[str, Any], is_drawn: bool) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Heavy:
-    """A micro-batch that may need most."""
+    """A micro-batch that may need the most memory."""
 
     numbers: np.ndarray  # (rows,)
-    is_first: bool  # of its step: no gradient of another lies beside it
+    is_first: bool  # of its step: no gradients of earlier micro-batches are in memory
 
 
 def training_batches(subject: Subject) -> list[Heavy]:
-    """The micro-batches that may need most."""
+    """The micro-batches of this run that may need the most memory."""
     train = subject.cfg.train
     seed = train.seed if train.order == "shuffled" else None
     return heaviest(subject.train, subject.sharding, seed=seed, steps=train.steps)
@@ -108,34 +108,45 @@ def training_batches(subject: Subject) -> list[Heavy]:
 def heaviest(
     rows: RowsByNumber, sharding: Sharding, *, seed: int | None, steps: int
 ) -> list[Heavy]:
-    """The micro-batches of a run that may need most: of the most tokens, pads included, and of the
-    most pairs of them, among those that begin a step and among those that follow.
+    """Candidates for the memory peak: the micro-batches with the most tokens (pads included) and
+    with the most pairs of tokens, the first of a step and later ones apart.
 
-    Of all ranks, in the first MOST_STEPS steps.
+    They are looked for on all ranks, in the first MOST_STEPS steps.
     """
     is_packed = isinstance(rows.sizes, Sizes) and rows.sizes.is_packed
-    found: dict[tuple[bool, int], tuple[float, np.ndarray]] = {}
+    # by (is_first, power of the lengths): the largest sum, and its rows
+    largest: dict[tuple[bool, int], tuple[float, np.ndarray]] = {}
+    for is_first, rows_RN in _micro_batches(rows, sharding, seed=seed, steps=steps):
+        lengths_RN = rows.lengths[rows_RN].astype(np.float64)
+        if not is_packed:
+            lengths_RN[:] = lengths_RN.max(axis=1, keepdims=True)
+        for power in (1, 2):
+            sums_R, kind = (lengths_RN**power).sum(axis=1), (is_first, power)
+            rank = int(sums_R.argmax())
+            if kind not in largest or sums_R[rank] > largest[kind][0]:
+                largest[kind] = (float(sums_R[rank]), rows_RN[rank])
+    candidates: dict[tuple[bool, bytes], Heavy] = {}
+    for (is_first, power), (total, numbers) in largest.items():
+        # a later micro-batch of the same size also has the gradients of those before it
+        if not is_first or total > largest.get((False, power), (0.0,))[0]:
+            candidates[is_first, numbers.tobytes()] = Heavy(numbers, is_first)
+    return list(candidates.values())
+
+
+def _micro_batches(
+    rows: RowsByNumber, sharding: Sharding, *, seed: int | None, steps: int
+) -> Iterator[tuple[bool, np.ndarray]]:
+    """(whether it is the first of its step, row numbers (ranks, rows)) of each micro-batch. Ranks
+    with different numbers of rows (micro_tokens) come one after the other.
+    """
     are_alike = rows.lengths.min() == rows.lengths.max()
     for step in range(1 if are_alike else min(steps, MOST_STEPS)):
         window = windows_of_ranks(step, lengths=rows.sizes, sharding=sharding, seed=seed)
         for place, of_ranks in enumerate(window):
-            # with micro_tokens, ranks have different numbers of rows
-            groups = [of_ranks] if isinstance(of_ranks, np.ndarray) else [r[None] for r in of_ranks]
-            for rows_RN in groups:
-                lengths_RN = rows.lengths[rows_RN].astype(np.float64)
-                if not is_packed:
-                    lengths_RN[:] = lengths_RN.max(axis=1, keepdims=True)
-                for power in (1, 2):
-                    weights_R, kind = (lengths_RN**power).sum(axis=1), (place == 0, power)
-                    rank = int(weights_R.argmax())
-                    if kind not in found or weights_R[rank] > found[kind][0]:
-                        found[kind] = (float(weights_R[rank]), rows_RN[rank])
-    kept: dict[tuple[bool, bytes], Heavy] = {}
-    for (is_first, power), (weight, numbers) in found.items():
-        # a follower that is as heavy has the gradients of the others besides
-        if not is_first or weight > found.get((False, power), (0.0,))[0]:
-            kept[is_first, numbers.tobytes()] = Heavy(numbers, is_first)
-    return list(kept.values())
+            if isinstance(of_ranks, np.ndarray):
+                yield place == 0, of_ranks
+            else:
+                yield from ((place == 0, of_rank[None]) for of_rank in of_ranks)
 
 
 def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:
@@ -154,10 +165,10 @@ def request_of(subject: Subject, kind: Kind, rows: RowsByNumber, numbers: Any) -
 
 
 def answer_requests(subject: Subject, numbers: Any) -> list[MeasureRequest]:
-    """Generation of two short lengths, from which any other follows."""
+    """Generation of two short lengths; memory at other lengths is extrapolated from them."""
     if not subject.answers or not isinstance(subject.task, Answers):
         return []
-    # judging answers is none of the device's work: they are compared with nothing
+    # scoring answers needs no device memory, so there are no references
     raw = [{**question_of(subject.task, row), "answers": []} for row in subject.valid.raw(numbers)]
     request = replace(request_of(subject, "answer", subject.valid, numbers), raw=raw)
     return [replace(request, answer_tokens=tokens) for tokens in SHORT_ANSWERS]

@@ -15,7 +15,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.files import hub
 from trainer.models import base_source
 from trainer.plan.memory.deepspeed_terms import Zero
-from trainer.plan.memory.measure import MeasureRequest, changed
+from trainer.plan.memory.measure import MeasureRequest, with_value
 from trainer.plan.memory.planned_rows import RowsByNumber, Specimens, StoredRows
 
 if TYPE_CHECKING:
@@ -127,9 +127,9 @@ def reachable(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], l
     except ConfigError:
         notes = [f"the Hub is out of reach: {cfg.base} is planned for by its published shape"]
     if cfg.tokenizer is not None:
-        return changed(values, "base", {"config": shape}), notes
-    values = changed(values, "base", {"config": shape | _STAND_IN})
-    values = changed(values, "tokenizer", str(byte_level_tokenizer(places.cache_dir)))
+        return with_value(values, "base", {"config": shape}), notes
+    values = with_value(values, "base", {"config": shape | _STAND_IN})
+    values = with_value(values, "tokenizer", str(byte_level_tokenizer(places.cache_dir)))
     return values, [*notes, "the tokenizer of the base is out of reach"]
 
 

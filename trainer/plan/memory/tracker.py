@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainer.plan.memory.fake_values import tensors_in
 from trainer.plan.memory.measure import Moment
 from trainer.plan.operators import Operator, operator_of
-from trainer.plan.time.blocks import Part, Stacks, repeated, storage_of, whole
+from trainer.plan.time.blocks import Part, Stacks, parts_of_whole, storage_of, whole
 
 BLOCK = 512
 LARGEST = 3  # tensors that are named
@@ -54,9 +54,9 @@ class _Weights(dict[str, Any]):
     it, for which ZeRO-3 gathers it too (deepspeed's ZeROOrderedDict).
     """
 
-    def __init__(self, weights: Mapping[str, Any], asked: Callable[[Any], None]) -> None:
+    def __init__(self, weights: Mapping[str, Any], note: Callable[[Any], None]) -> None:
         super().__init__(weights)
-        self._asked = asked
+        self._asked = note
 
     def __getitem__(self, name: str) -> Any:
         weight = super().__getitem__(name)
@@ -159,7 +159,7 @@ class Tracker:
 
         UnequalBlocksError when the blocks shown do not tell what the others do.
         """
-        return repeated(self._events, self._stacks)
+        return parts_of_whole(self._events, self._stacks)
 
     @property
     def moments(self) -> list[Moment]:
@@ -248,8 +248,8 @@ class Tracker:
 
     def name_largest(self) -> None:
         """Remember the largest tensors that are alive now, but for weights and gradients."""
-        found = [s for s in self._storages.values() if s.category in ("activations", "logits")]
-        top = sorted(found, key=lambda s: -s.nbytes)[:LARGEST]
+        storages = [s for s in self._storages.values() if s.category in ("activations", "logits")]
+        top = sorted(storages, key=lambda s: -s.nbytes)[:LARGEST]
         self.largest = [(storage.name, storage.nbytes) for storage in top]
 
 
@@ -257,18 +257,18 @@ def forwards_in(parts: Sequence[Part]) -> list[Ran]:
     """What the whole model runs before it is run as a whole for the first time, and in each such
     run up to the next one.
     """
-    found, times = [Ran()], 1
+    runs, times = [Ran()], 1
     for part in parts:
         for event in part.events:
             if isinstance(event, Forward):
-                found.append(Ran(calls=Counter({RUN: 1})))
+                runs.append(Ran(calls=Counter({RUN: 1})))
             elif isinstance(event, _Times):
                 times = event.count
             elif isinstance(event, Operator):
-                found[-1].operators[event] += times * part.times
+                runs[-1].operators[event] += times * part.times
             elif isinstance(event, str):
-                found[-1].calls[event] += times * part.times
-    return found
+                runs[-1].calls[event] += times * part.times
+    return runs
 
 
 def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> tuple[list[Moment], Moment]:
@@ -284,8 +284,8 @@ def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> tuple[list[M
     def note() -> None:
         nonlocal of_run
         now = Moment(live["gradients"], live["activations"], live["logits"])
-        known = highest.get(now.gradients)
-        if known is None or now.total > known.total:
+        highest_so_far = highest.get(now.gradients)
+        if highest_so_far is None or now.total > highest_so_far.total:
             highest[now.gradients] = now
         of_run = max(of_run, now, key=_besides_gradients)
 
@@ -304,11 +304,11 @@ def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> tuple[list[M
                 live[change.category] += change.nbytes
                 if change.nbytes > 0:
                     note()
-    kept: list[Moment] = []
+    front: list[Moment] = []
     for moment in sorted(highest.values(), key=lambda m: -m.gradients):
-        if not kept or _besides_gradients(moment) > _besides_gradients(kept[-1]):
-            kept.append(moment)
-    return kept, reading
+        if not front or _besides_gradients(moment) > _besides_gradients(front[-1]):
+            front.append(moment)
+    return front, reading
 
 
 def _besides_gradients(moment: Moment) -> int:

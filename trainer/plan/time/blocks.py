@@ -1,10 +1,9 @@
-"""A deep model counted by a few of its blocks: equal blocks do equal work, and here that is shown,
-not taken for granted.
+"""A deep model counted by a few of its blocks, because equal blocks do equal work.
 
-`shortened` leaves a few blocks of every stack whose blocks are alike but for the first. A step of
-that model is recorded as events; `repeated` finds what it did between entering one block and the
-next, compares two blocks in the middle, event by event, and counts as many more of them as were
-taken away. Where they differ it says so, and the step is run in full.
+`shorten` leaves a few blocks of every stack whose blocks are alike (the first may differ). A step
+of the short model is recorded as events. `parts_of_whole` compares two blocks in the middle, event
+by event, and counts one of them as often as the whole model has such blocks. Where the two differ
+it raises UnequalBlocksError, and the step is run with all blocks.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class UnequalBlocksError(Exception):
 class Stacks:
     """The stacks of a model that were shortened."""
 
-    shown: int  # blocks that are left of each
+    num_left: int  # blocks that are left of each
     missing: dict[str, int]  # blocks that were taken away, by the name of their stack
     place_of: dict[int, Entered]  # by storage of a weight (Tensor.untyped_storage()._cdata)
-    taken: list[nn.Module]  # what was taken away: its weights are still the model's
+    removed: list[nn.Module]  # the blocks that were taken away: their weights are still the model's
 
 
 def whole() -> Stacks:
@@ -57,29 +56,29 @@ def whole() -> Stacks:
     return Stacks(0, {}, {}, [])
 
 
-def shortened(model: nn.Module, shown: int) -> Stacks:
-    """The stacks of `model`, cut down in place to `shown` blocks each; none of a model that says
+def shorten(model: nn.Module, num_left: int) -> Stacks:
+    """The stacks of `model`, cut down in place to `num_left` blocks each; none of a model that says
     `knows_blocks_by_number`.
     """
     if getattr(model, "knows_blocks_by_number", False):
         return whole()
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     missing: dict[str, int] = {}
-    taken: list[nn.Module] = []
+    removed: list[nn.Module] = []
     place_of: dict[int, Entered] = {}
     for name, blocks in lists:
         is_inside = any(name.startswith(f"{stack}.") for stack in missing)
-        if is_inside or len(blocks) <= shown or not _are_alike(list(blocks)[1:]):
+        if is_inside or len(blocks) <= num_left or not _are_alike(list(blocks)[1:]):
             continue
-        missing[name] = len(blocks) - shown
-        taken += list(blocks)[shown:]
-        del blocks[shown:]
+        missing[name] = len(blocks) - num_left
+        removed += list(blocks)[num_left:]
+        del blocks[num_left:]
         for index, block in enumerate(blocks):
             for weight in block.parameters():
                 place_of[storage_of(weight)] = Entered(name, index)
     for weight in model.parameters() if missing else ():
         place_of.setdefault(storage_of(weight), Entered(""))
-    return Stacks(shown, missing, place_of, taken)
+    return Stacks(num_left, missing, place_of, removed)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -94,7 +93,7 @@ def _are_alike(blocks: Sequence[nn.Module]) -> bool:
 
 def _look(block: nn.Module) -> list[Any]:
     """Everything by which a block may choose what it does."""
-    seen: list[Any] = []
+    facts: list[Any] = []
     for name, module in block.named_modules():
         plain = {
             key: value
@@ -105,11 +104,11 @@ def _look(block: nn.Module) -> list[Any]:
             (key, tuple(weight.shape), weight.dtype, weight.requires_grad)
             for key, weight in module.named_parameters(recurse=False)
         ]
-        seen.append((name, type(module), plain, weights))
-    return seen
+        facts.append((name, type(module), plain, weights))
+    return facts
 
 
-def repeated(events: Sequence[Any], stacks: Stacks) -> list[Part]:
+def parts_of_whole(events: Sequence[Any], stacks: Stacks) -> list[Part]:
     """The events of the whole model: those recorded, a middle block's as often as it has blocks.
 
     UnequalBlocksError when the two blocks in the middle did different things.
@@ -117,8 +116,8 @@ def repeated(events: Sequence[Any], stacks: Stacks) -> list[Part]:
     if not stacks.missing:
         return [Part(events)]
     parts: list[Part] = []
-    upward = list(range(stacks.shown))
-    for visits in _passes(list(_visits(events)), stacks.shown):
+    upward = list(range(stacks.num_left))
+    for visits in _passes(list(_visits(events)), stacks.num_left):
         stack = visits[0][0].stack
         if not stack:
             parts += [Part(work) for _, work in visits]
@@ -147,13 +146,13 @@ def _visits(events: Sequence[Any]) -> Iterator[tuple[Entered, list[Any]]]:
 
 
 def _passes(
-    visits: Sequence[tuple[Entered, list[Any]]], shown: int
+    visits: Sequence[tuple[Entered, list[Any]]], num_left: int
 ) -> Iterator[list[tuple[Entered, list[Any]]]]:
     """Visits of one stack that go through it once, up or down; else of no stack."""
     current = [visits[0]]
     for (before, _), visit in pairwise(visits):
         place = visit[0]
-        is_next = place.stack and place.stack == before.stack and len(current) < shown
+        is_next = place.stack and place.stack == before.stack and len(current) < num_left
         if is_next:
             current.append(visit)
         else:

@@ -38,19 +38,19 @@ _FRESH_NUMBERS = 16 << 20  # more than malloc keeps for the next one (host_memor
 _GUESSED = Link(1e9, 2e-4)  # of ranks on one processor, where there is one to measure
 
 
-def calibrated(folder: Path) -> Rates:
+def calibrate(folder: Path) -> Rates:
     """The rates of this process's device, with those of the links between all ranks. A collective.
 
     folder: on the disk that checkpoints are written to.
     """
     watch = Stopwatch(distributed.device())
     for _ in range(_PASSES - 1):
-        _measured(watch, folder)
-    return _measured(watch, folder)
+        _measure(watch, folder)
+    return _measure(watch, folder)
 
 
-def _measured(watch: Stopwatch, folder: Path) -> Rates:
-    """Of all passes so far, with one more."""
+def _measure(watch: Stopwatch, folder: Path) -> Rates:
+    """Measure everything once more; the rates are the fastest of all passes so far."""
     dtypes = (torch.float32, torch.bfloat16)
     operators = _moving(watch)
     links, (tracked, plain) = _links(watch), _launches(watch)
@@ -77,7 +77,7 @@ def _measured(watch: Stopwatch, folder: Path) -> Rates:
 
 
 def machine() -> dict[str, Any]:
-    """What the rates are those of."""
+    """The machine and versions that the rates were measured with."""
     return {
         "host": platform.node(),
         "device": _name(),
@@ -106,7 +106,7 @@ def _memory(device: torch.device) -> int:
 
 
 def _bare(watch: Stopwatch) -> float:
-    """A processor's seconds for a call that computes nothing: they are counted by themselves."""
+    """Seconds that a call takes on a processor without computing anything; 0 for a GPU."""
     if watch.device.type == "cuda":
         return 0.0
     tiny = torch.zeros(1)
@@ -114,7 +114,7 @@ def _bare(watch: Stopwatch) -> float:
 
 
 def _working(took: float, calls: int, bare: float) -> float:
-    """Seconds without the calls themselves."""
+    """Seconds of the computation alone, without the overhead of the calls."""
     return max(took - calls * bare, 0.2 * took)
 
 
@@ -159,7 +159,7 @@ def _attention(watch: Stopwatch) -> dict[str, list[list[float]]]:
     """FLOP/s of the fused kernel, forward and backward, by FLOPs of one head of one row."""
     device = watch.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found: dict[str, list[list[float]]] = {"forward": [], "backward": []}
+    curves: dict[str, list[list[float]]] = {"forward": [], "backward": []}
     for length in _GPU_LENGTHS if device.type == "cuda" else _CPU_LENGTHS:
         shape = (4, 8, length, 64)
         query, key, value = (
@@ -178,9 +178,9 @@ def _attention(watch: Stopwatch) -> dict[str, list[list[float]]]:
         product, heads = 2.0 * length**2 * shape[3], shape[0] * shape[1]
         back = max(whole - ahead, ahead)
         size = product * (heads if device.type == "cuda" else 1)
-        found["forward"].append([2 * size, 2 * product * heads / ahead])
-        found["backward"].append([5 * size, 5 * product * heads / back])
-    return found
+        curves["forward"].append([2 * size, 2 * product * heads / ahead])
+        curves["backward"].append([5 * size, 5 * product * heads / back])
+    return curves
 
 
 class Listing(TorchDispatchMode):
@@ -194,8 +194,8 @@ class Listing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         inputs, outputs = list(tensors_in(args, kwargs or {})), list(tensors_in(out))
-        found = operator_of(func, args, kwargs or {}, out, inputs=inputs, outputs=outputs)
-        self.operators += [] if found is None else [found]
+        operator = operator_of(func, args, kwargs or {}, out, inputs=inputs, outputs=outputs)
+        self.operators += [] if operator is None else [operator]
         self.calls += 1
         return out
 
@@ -209,7 +209,7 @@ def operators_of(run: Callable[[], Any]) -> list[Operator]:
 
 def _moving(watch: Stopwatch) -> dict[str, list[list[float]]]:
     """bytes/s of operators that move memory, by bytes, each as it is counted in a step."""
-    found: dict[str, dict[float, float]] = {}
+    rates: dict[str, dict[float, float]] = {}
     device, bare = watch.device, _bare(watch)
     for numbers in _GPU_NUMBERS if device.type == "cuda" else _CPU_NUMBERS:
         count = max(_FEWEST, min(_MOST, _ROTATED // numbers))
@@ -219,17 +219,17 @@ def _moving(watch: Stopwatch) -> dict[str, list[list[float]]]:
             def run(place: int = place, sets: list[_Moved] = sets) -> list[Any]:
                 return [one.runs[place]() for one in sets]  # as in a step, results are kept
 
-            moved = operators_of(sets[0].runs[place])
-            nbytes = sum(operator.nbytes for operator in moved)
+            operators = operators_of(sets[0].runs[place])
+            nbytes = sum(operator.nbytes for operator in operators)
             took = watch.seconds(f"moving {numbers} {place}", run)
-            rate = nbytes * count / _working(took, count * len(moved), bare)
-            found.setdefault(moved[-1].name.rstrip("_"), {})[float(nbytes)] = rate
-    curves = {name: [[size, rate] for size, rate in by.items()] for name, by in found.items()}
+            rate = nbytes * count / _working(took, count * len(operators), bare)
+            rates.setdefault(operators[-1].name.rstrip("_"), {})[float(nbytes)] = rate
+    curves = {name: [[size, rate] for size, rate in by.items()] for name, by in rates.items()}
     return {**curves, "": curves["add"]}
 
 
 class _Moved:
-    """Tensors of one size, and what is done with them."""
+    """Tensors of one size, and the operators that are timed on them."""
 
     def __init__(self, numbers: int, device: torch.device) -> None:
         x_ND = torch.randn(numbers // 512, 512, device=device)
@@ -297,13 +297,13 @@ class _Block(nn.Module):
         self.layers = nn.ModuleDict({name: nn.Linear(width, width, bias=False) for name in names})
 
     def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
-        normed_BLD = self._normed(x_BLD, 0)
+        normed_BLD = self._norm(x_BLD, 0)
         query, key, value = (self._heads(name, normed_BLD) for name in ("query", "key", "value"))
-        query, key = (_rotated(side, cos_LK, sin_LK) for side in (query, key))
+        query, key = (_rotate(side, cos_LK, sin_LK) for side in (query, key))
         mixed_BHLK = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         mixed_BLD = mixed_BHLK.transpose(1, 2).reshape(x_BLD.shape)
         x_BLD = x_BLD + self.layers["mixed"](mixed_BLD)
-        normed_BLD = self._normed(x_BLD, 1)
+        normed_BLD = self._norm(x_BLD, 1)
         gate_BLD = F.silu(self.layers["gate"](normed_BLD))
         return x_BLD + self.layers["down"](gate_BLD * self.layers["up"](normed_BLD))
 
@@ -311,12 +311,12 @@ class _Block(nn.Module):
         rows, length, _ = x_BLD.shape
         return self.layers[name](x_BLD).view(rows, length, self.heads, -1).transpose(1, 2)
 
-    def _normed(self, x_BLD: Tensor, place: int) -> Tensor:
+    def _norm(self, x_BLD: Tensor, place: int) -> Tensor:
         variance_BL1 = x_BLD.pow(2).mean(-1, keepdim=True)
         return self.norms[place] * (x_BLD * torch.rsqrt(variance_BL1 + 1e-6))
 
 
-def _rotated(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
+def _rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
     low, high = x_BHLK.chunk(2, dim=-1)
     return x_BHLK * cos_LK + torch.cat((-high, low), dim=-1) * sin_LK
 
@@ -392,32 +392,32 @@ def _links(watch: Stopwatch) -> dict[str, Link]:
         return {"within": _GUESSED}
     group, device = torch.distributed, watch.device
 
-    def reduced(numbers: int) -> Callable[[], Any]:
+    def reduce(numbers: int) -> Callable[[], Any]:
         tensor = torch.zeros(numbers, device=device)
         return lambda: group.all_reduce(tensor)
 
-    def gathered(numbers: int) -> Callable[[], Any]:
+    def gather(numbers: int) -> Callable[[], Any]:
         own = torch.zeros(numbers // world, device=device)
         # as stage 3 does, into memory that is taken for it
         return lambda: group.all_gather_into_tensor(own.new_empty(world * len(own)), own)
 
-    def scattered(numbers: int) -> Callable[[], Any]:
+    def scatter(numbers: int) -> Callable[[], Any]:
         whole = torch.zeros(numbers // world * world, device=device)
         own = torch.empty(numbers // world, device=device)
         return lambda: group.reduce_scatter_tensor(own, whole)
 
     share = (world - 1) / world
     return {
-        "within": _link(watch, "reducing", reduced, 2 * share),  # it goes both ways
-        "gathering": _link(watch, "gathering", gathered, share),
-        "scattering": _link(watch, "scattering", scattered, share),
+        "within": _link(watch, "reducing", reduce, 2 * share),  # it goes both ways
+        "gathering": _link(watch, "gathering", gather, share),
+        "scattering": _link(watch, "scattering", scatter, share),
     }
 
 
 def _link(
-    watch: Stopwatch, name: str, made: Callable[[int], Callable[[], Any]], share: float
+    watch: Stopwatch, name: str, collective_of: Callable[[int], Callable[[], Any]], share: float
 ) -> Link:
-    """Of a collective over so many numbers, of whose bytes `share` is sent."""
-    latency = watch.together(f"{name}, few", made(distributed.world()))
-    took = watch.together(f"{name}, many", made(_SENT_NUMBERS))
+    """Bandwidth and latency of a collective. share: of the bytes, how many are sent."""
+    latency = watch.together(f"{name}, few", collective_of(distributed.world()))
+    took = watch.together(f"{name}, many", collective_of(_SENT_NUMBERS))
     return Link(share * 4 * _SENT_NUMBERS / max(1e-9, took - latency), latency)

@@ -13,7 +13,7 @@ import numpy as np
 from trainer.errors import ConfigError
 from trainer.plan.memory.advice import STAGES, largest_fitting
 from trainer.plan.memory.deepspeed_terms import Zero, host, training
-from trainer.plan.memory.measure import Measured, changed, measure, scaled
+from trainer.plan.memory.measure import Measured, measure, scale_to_rows, with_value
 from trainer.plan.time.step_time import Batches, Cluster, StepTime, between, step_time
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ class Way:
 
     def changes(self, values: dict[str, Any]) -> dict[str, Any]:
         """The experiment that trains so."""
-        found = changed(values, "train.micro_batch", self.micro_batch)
+        changed = with_value(values, "train.micro_batch", self.micro_batch)
         every = self.recompute_every
-        return changed(found, _CHECKPOINTING, every if every and every > 1 else bool(every))
+        return with_value(changed, _CHECKPOINTING, every if every and every > 1 else bool(every))
 
     @property
     def text(self) -> str:
@@ -65,11 +65,11 @@ class _Points:
         (few, less), (some, more) = self.typical
         of_one = between((few, less.of_one), (some, more.of_one), rows)
         of_last = between((few, less.of_last), (some, more.of_last), rows)
-        return Batches(of_one, of_last).counted(count)
+        return Batches(of_one, of_last).of_step(count)
 
     def memory(self, rows: int) -> Measured:
         if rows not in self.by_rows:
-            self.by_rows[rows] = scaled(self.longest[0], self.longest[1], rows)
+            self.by_rows[rows] = scale_to_rows(self.longest[0], self.longest[1], rows)
         return self.by_rows[rows]
 
 
@@ -91,8 +91,8 @@ def ways(
     share = subject.cfg.train.global_batch // cluster.world
     sizes = micro_batches or [n for n in range(1, share + 1) if share % n == 0]
     zeros = _zeros(subject, presets)
-    found: list[Way] = []
-    for every, points in _measured(subject, rates, recomputed).items():
+    all_ways: list[Way] = []
+    for every, points in _measure(subject, rates, recomputed).items():
         for preset, zero in zeros.items():
             most = largest_fitting(
                 lambda rows, zero=zero, points=points: _peak(points, zero, rows, share), usable
@@ -105,8 +105,8 @@ def ways(
                 time = step_time(batches, points.longest[0][1], now, rates, cluster)
                 peak = _peak(points, zero, rows, share)
                 beside = host(points.longest[0][1], now)
-                found.append(Way(preset, rows, every, share // rows, time, peak, beside))
-    return sorted(found, key=lambda way: (way.time.total, way.peak))
+                all_ways.append(Way(preset, rows, every, share // rows, time, peak, beside))
+    return sorted(all_ways, key=lambda way: (way.time.total, way.peak))
 
 
 def why(best: Way, others: Sequence[Way]) -> str:
@@ -133,16 +133,16 @@ def _peak(points: _Points, zero: Zero, rows: int, share: int) -> int:
 
 
 def _zeros(subject: Subject, presets: Sequence[str]) -> dict[str, Zero]:
-    found: dict[str, Zero] = {}
+    zeros: dict[str, Zero] = {}
     for preset in presets:
         try:
-            found[preset] = subject.zero_of(subject.with_deepspeed(preset))
+            zeros[preset] = subject.zero_of(subject.with_deepspeed(preset))
         except ConfigError:  # Adafactor above stage 0: nothing to choose
             continue
-    return found
+    return zeros
 
 
-def _measured(
+def _measure(
     subject: Subject, rates: Rates, recomputed: Sequence[int | None] | None
 ) -> dict[int | None, _Points]:
     """Steps of few and of some rows, by how much is computed again."""
@@ -152,17 +152,17 @@ def _measured(
     kernels = "fakegpu" if rates.overlaps_launches else "cpu"
     typical: list[MeasureRequest] = []
     heavy: list[MeasureRequest] = []
-    measured = (None, 1) if recomputed is None else recomputed
-    for every in measured:
-        values = changed(subject.values, _CHECKPOINTING, every or False)
+    every_so_many = (None, 1) if recomputed is None else recomputed
+    for every in every_so_many:
+        values = with_value(subject.values, _CHECKPOINTING, every or False)
         for rows in (_FEW, _SOME):
             step = subject.training_request(np.resize(longest, rows), values)
             heavy.append(replace(step, accumulates=True))
             step = subject.training_request(np.resize(middle, rows), values)
             how = {"device": kernels, "groups_rows": True}
             typical.append(replace(step, accumulates=True, **how))
-    found = measure([*heavy, *typical], subject.places)
-    long, short = found[: len(heavy)], found[len(heavy) :]
+    steps = measure([*heavy, *typical], subject.places)
+    long, short = steps[: len(heavy)], steps[len(heavy) :]
     points = {
         every: _Points(
             [
@@ -171,7 +171,7 @@ def _measured(
             ],
             list(zip((_FEW, _SOME), long[start : start + 2], strict=True)),
         )
-        for start, every in zip(range(0, len(found), 2), measured, strict=False)
+        for start, every in zip(range(0, len(steps), 2), every_so_many, strict=False)
     }
     return points if recomputed is not None else points | _of_some_blocks(points[None], points[1])
 
@@ -180,7 +180,7 @@ def _of_some_blocks(none: _Points, all_: _Points) -> dict[int | None, _Points]:
     """Steps that compute every second, fourth, eighth, ... block again: every block that they do
     adds as much time and takes away as many bytes.
     """
-    found: dict[int | None, _Points] = {}
+    points_of: dict[int | None, _Points] = {}
     blocks, every = none.longest[0][1].blocks, 2
     while every <= blocks:
         again = len(range(0, blocks, every))
@@ -196,9 +196,9 @@ def _of_some_blocks(none: _Points, all_: _Points) -> dict[int | None, _Points]:
             (rows, some_again(low, high, again, blocks))
             for (rows, low), (_, high) in zip(none.longest, all_.longest, strict=True)
         ]
-        found[every] = _Points(typical, longest)
+        points_of[every] = _Points(typical, longest)
         every *= 2
-    return found
+    return points_of
 
 
 def some_again(none: Measured, all_: Measured, again: int, blocks: int) -> Measured:
@@ -207,4 +207,4 @@ def some_again(none: Measured, all_: Measured, again: int, blocks: int) -> Measu
         name: round(none.calls.get(name, 0) + (most - none.calls.get(name, 0)) * again / blocks)
         for name, most in all_.calls.items()
     }
-    return replace(scaled((0, none), (blocks, all_), again), calls=calls)
+    return replace(scale_to_rows((0, none), (blocks, all_), again), calls=calls)

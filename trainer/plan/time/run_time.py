@@ -20,7 +20,7 @@ from trainer.plan.time.step_time import (
     Work,
     computing,
     flops_of,
-    overlapped,
+    hide_launches,
     step_time,
 )
 from trainer.protocol.abilities import Answers
@@ -77,15 +77,15 @@ def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
     )
     requests += answer_requests(subject, evaluated)
     how = {"device": kernels, "groups_rows": True}
-    found = measure([replace(request, **how) for request in requests], subject.places)
+    steps_of_requests = measure([replace(request, **how) for request in requests], subject.places)
     steps, evaluation, answers = (
-        found[: len(batches)],
-        found[len(batches)],
-        found[len(batches) + 1 :],
+        steps_of_requests[: len(batches)],
+        steps_of_requests[len(batches)],
+        steps_of_requests[len(batches) + 1 :],
     )
     share = 1 / len(steps)
     times = [
-        batch for step in steps for batch in Batches.of(step, rates).counted(per_step, share=share)
+        batch for step in steps for batch in Batches.of(step, rates).of_step(per_step, share=share)
     ]
     time = step_time(times, steps[0], subject.zero, rates, cluster)
     flops = share * sum(flops_of(step, per_step) for step in steps)
@@ -110,13 +110,13 @@ def typical_batches(subject: Subject) -> tuple[list[Any], float]:
     lengths = subject.train.lengths
     are_alike = lengths.min() == lengths.max()
     steps = 1 if are_alike else min(train.steps, _SAMPLED_STEPS)
-    found: list[Any] = []
+    batches: list[Any] = []
     for step in range(steps):
-        found += window_rows(step, lengths=sizes, sharding=subject.sharding, seed=seed)
-    found.sort(key=lambda numbers: int(lengths[numbers].sum()))
-    count = 1 if are_alike else min(_TYPICAL, len(found))
-    places = [(2 * number + 1) * len(found) // (2 * count) for number in range(count)]
-    return [found[place] for place in places], len(found) / steps
+        batches += window_rows(step, lengths=sizes, sharding=subject.sharding, seed=seed)
+    batches.sort(key=lambda numbers: int(lengths[numbers].sum()))
+    count = 1 if are_alike else min(_TYPICAL, len(batches))
+    places = [(2 * number + 1) * len(batches) // (2 * count) for number in range(count)]
+    return [batches[place] for place in places], len(batches) / steps
 
 
 def _middle(lengths: np.ndarray, rows: int) -> np.ndarray:
@@ -178,7 +178,7 @@ def _around(
 
 
 def _total(step: Measured, rates: Rates) -> float:
-    return overlapped(computing(Work.of(step), rates), rates).total
+    return hide_launches(computing(Work.of(step), rates), rates).total
 
 
 def _answering(
@@ -190,6 +190,6 @@ def _answering(
     few, more = (_total(answer, rates) for answer in answers)
     a_token = (more - few) / (SHORT_ANSWERS[1] - SHORT_ANSWERS[0])
     batch = more + a_token * max(0, subject.task.answer_tokens() - SHORT_ANSWERS[1])
-    given, most = subject.cfg.train.answers, len(subject.valid.lengths)
-    rows = min(given, most) if isinstance(given, int) and given else most
+    wish, most = subject.cfg.train.answers, len(subject.valid.lengths)
+    rows = min(wish, most) if isinstance(wish, int) and wish else most
     return batch * -(-rows // (_eval_rows(subject) * cluster.world))

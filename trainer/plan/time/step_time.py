@@ -60,13 +60,13 @@ class StepTime:
         return {name: value / self.total for name, value in asdict(self).items()}
 
     def times(self, factor: float) -> StepTime:
-        """The same, so often."""
+        """Every part scaled by a factor."""
         return StepTime(**{name: factor * value for name, value in asdict(self).items()})
 
     def plus(self, other: StepTime) -> StepTime:
-        """One behind the other."""
-        mine = asdict(other)
-        return StepTime(**{name: value + mine[name] for name, value in asdict(self).items()})
+        """The sum of both, part by part."""
+        theirs = asdict(other)
+        return StepTime(**{name: value + theirs[name] for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Batches:
         one = computing(Work.of(step), rates)
         return cls(one, computing(Work.of_last(step), rates))
 
-    def counted(self, count: float, *, share: float = 1.0) -> list[tuple[StepTime, float]]:
+    def of_step(self, count: float, *, share: float = 1.0) -> list[tuple[StepTime, float]]:
         """computing() of `share` of a step of `count` micro-batches, and how many of each."""
         return [(self.of_one, share * max(0.0, count - 1)), (self.of_last, share * min(1.0, count))]
 
@@ -146,7 +146,7 @@ def between(few: tuple[int, StepTime], some: tuple[int, StepTime], rows: int) ->
     )
 
 
-def overlapped(time: StepTime, rates: Rates) -> StepTime:
+def hide_launches(time: StepTime, rates: Rates) -> StepTime:
     """A GPU waits for its host only as far as launching takes longer than computing."""
     if not rates.overlaps_launches:
         return time
@@ -196,7 +196,7 @@ def step_time(
     """
     together = StepTime()
     for time, count in batches:
-        together = together.plus(overlapped(time, rates).times(count))
+        together = together.plus(hide_launches(time, rates).times(count))
     count = sum(number for _, number in batches)
     update = _updating(step, zero, rates)
     copied = _copying(step, zero, rates, count)
@@ -204,12 +204,12 @@ def step_time(
     host = rates.launch_s * _host_operators(step, zero, count)
     if rates.overlaps_launches:
         host = max(0.0, host - 0.5 * together.total)  # most of it runs ahead of the device
-    sent = _sending(step, zero, cluster, rates, count)
+    sending = _sending(step, zero, cluster, rates, count)
     computed = together.matmul + together.attention + together.memory
     hideable = 0.6 * computed if zero.overlaps or zero.stage == 3 else 0.0
     if not rates.overlaps_launches:  # a processor sends by itself what it computed
         hideable = 0.0
-    visible = max(sent - _HIDDEN * hideable, (1 - _HIDDEN) * sent)
+    visible = max(sending - _HIDDEN * hideable, (1 - _HIDDEN) * sending)
     return together.plus(StepTime(launches=host, communication=visible))
 
 
@@ -223,8 +223,8 @@ def _host_operators(step: Measured, zero: Zero, batches: float) -> float:
 def _updating(step: Measured, zero: Zero, rates: Rates) -> float:
     own = step.trainable / (zero.world if zero.stage else 1)
     if zero.offloads_optimizer:
-        moved = (4 + zero.width) * own / rates.host_bytes_per_s  # gradients down, weights up
-        return own * rates.host_update_s + moved
+        transfer_s = (4 + zero.width) * own / rates.host_bytes_per_s  # gradients down, weights up
+        return own * rates.host_update_s + transfer_s
     return own * rates.update_s + 4 * _PASSES[zero.stage] * own / rates.memory_bytes_per_s
 
 
@@ -234,14 +234,14 @@ def _reductions(zero: Zero, batches: float) -> float:
 
 
 def _copying(step: Measured, zero: Zero, rates: Rates, batches: float) -> float:
-    """Seconds of gradients that are added up, and on their way to be reduced and back."""
+    """Seconds of copying gradients: into their sums, into reduction buffers, and back."""
     nbytes = zero.width * step.trainable
     is_alone = zero.world == 1
     flattened = (_FLATTENED_ALONE if is_alone else _FLATTENED)[zero.stage]
     copied = (_COPIED_ALONE if is_alone else _COPIED)[zero.stage]
-    moved = copied * _reductions(zero, batches) + _ADDED * max(0.0, batches - 1)
-    taken = flattened * _reductions(zero, batches)
-    return nbytes * (taken / _fresh(rates) + moved / rates.memory_bytes_per_s)
+    passes = copied * _reductions(zero, batches) + _ADDED * max(0.0, batches - 1)
+    fresh_passes = flattened * _reductions(zero, batches)
+    return nbytes * (fresh_passes / _fresh(rates) + passes / rates.memory_bytes_per_s)
 
 
 def _fresh(rates: Rates) -> float:
@@ -249,7 +249,7 @@ def _fresh(rates: Rates) -> float:
 
 
 def _sending(step: Measured, zero: Zero, cluster: Cluster, rates: Rates, batches: float) -> float:
-    """Seconds of everything that is sent in a step."""
+    """Seconds of all communication in a step."""
     if zero.world == 1:
         return 0.0
     link, share = cluster.link(rates), (zero.world - 1) / zero.world
@@ -259,9 +259,10 @@ def _sending(step: Measured, zero: Zero, cluster: Cluster, rates: Rates, batches
     if zero.stage == 3:
         scattered = share * trained / scatter.bytes_per_s + buckets * scatter.latency_s
         # weights that every rank keeps are gathered one by one behind the update (_post_step)
-        kept = sum(count for size, count in step.sizes if size <= zero.persisted)
+        num_small = sum(count for size, count in step.sizes if size <= zero.persisted)
         return (
-            batches * (_gathering(step, zero, rates, gather) + scattered) + kept * gather.latency_s
+            batches * (_gathering(step, zero, rates, gather) + scattered)
+            + num_small * gather.latency_s
         )
     # Stages 1 and 2 reduce every bucket on all ranks too, each of which then takes its own part
     # (allreduce_and_scatter: use_multi_rank_bucket_allreduce).
@@ -279,6 +280,6 @@ def _gathering(step: Measured, zero: Zero, rates: Rates, link: Link) -> float:
     times = 1 + again * step.calls.get("runs", 1)
     whole = zero.width * numbers
     share, collectives = (zero.world - 1) / zero.world, 1 + numbers / zero.prefetch_bucket
-    sent = share * whole / link.bytes_per_s + collectives * link.latency_s
+    exchange_s = share * whole / link.bytes_per_s + collectives * link.latency_s
     offloaded = whole / zero.world / rates.host_bytes_per_s if zero.offloads_weights else 0.0
-    return times * (sent + _PUT_TOGETHER * whole / _fresh(rates) + offloaded)
+    return times * (exchange_s + _PUT_TOGETHER * whole / _fresh(rates) + offloaded)

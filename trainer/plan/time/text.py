@@ -17,7 +17,7 @@ _SHOWN_WAYS = 10
 _LEAST = 0.005  # of a step: smaller parts are not named
 
 
-def shown(time: RunTime) -> str:
+def page(time: RunTime) -> str:
     """What a run takes: a step and its parts, the run and its."""
     source = "measured rates" if time.is_measured else "rates of its data sheet, not measured"
     mfu = "" if time.mfu is None else f", MFU {time.mfu:.1%}"
@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def fastest(
-    found: Sequence[Way],
+    ways: Sequence[Way],
     reason: str,
     *,
     steps: int,
@@ -67,14 +67,14 @@ def fastest(
     """The best ways with time, memory and money, why the first wins, and how to run it."""
     money = "" if price is None else f"{'money':>10s}"
     lines = [f"{'a step':>10s}{'hours':>9s}{money}{'GiB':>8s}{'host':>8s}  way"]
-    for way in found[:_SHOWN_WAYS]:
+    for way in ways[:_SHOWN_WAYS]:
         hours = steps * way.time.total / 3600
         cost = "" if price is None else f"{hours * world * price:>10.2f}"
         lines.append(
             f"{duration(way.time.total):>10s}{hours:>9.3g}{cost}{way.peak / GIB:>8.2f}"
             f"{way.host / GIB:>8.2f}  {way.text}"
         )
-    best = found[0]
+    best = ways[0]
     lines += [
         f"the first wins: {reason}",
         f"its step: {shares(best.time)}",

@@ -17,13 +17,14 @@ from trainer.protocol.abilities import Prediction, Usage, by_row
 from trainer.runtime import distributed
 from trainer.tasks.causal_lm.chat_rows import opened
 from trainer.tasks.causal_lm.config import Config
+from trainer.tasks.generated import predictions, text_of
 
 if TYPE_CHECKING:
     from torch import nn
 
     from trainer.protocol.task import Row
 
-_MAX_TOKENS = 256  # of what is written, unless it is said
+_MAX_TOKENS = 256  # of a prediction, without --max_tokens
 
 _START = """\
 import torch
@@ -70,9 +71,7 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
 def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
-    """{"prediction"}, and "n_best" where several are wanted. Of a prompt that is too long for the
-    model the end is read.
-    """
+    """As generated.predictions. Of a prompt that is too long for the model only the end is read."""
     base: Any = model.base
     search, most = how.search, how.max_tokens or _MAX_TOKENS
     ids = task.tokenizer([row["text"] for row in rows], add_special_tokens=False)["input_ids"]
@@ -85,11 +84,11 @@ def predict(
     reversed_ids, mask = pad_right([row[-room:][::-1] for row in ids], task.pad)
     device = distributed.device()
     prompts, mask = reversed_ids.flip(1).to(device), mask.flip(1).to(device)
-    drawn = {"temperature": search.temperature, "top_p": search.top_p, "top_k": 0}
+    sampling = {"temperature": search.temperature, "top_p": search.top_p, "top_k": 0}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         digest = hashlib.sha256(f"{search.seed}:{ids}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        made = base.generate(
+        tokens = base.generate(
             prompts,
             attention_mask=mask,
             max_new_tokens=most,
@@ -98,17 +97,9 @@ def predict(
             do_sample=search.temperature is not None,
             eos_token_id=[task.turn_end, task.end],
             pad_token_id=task.pad,
-            **(drawn if search.temperature is not None else {}),
+            **(sampling if search.temperature is not None else {}),
         )
-    texts = by_row([_text(task, row) for row in made[:, prompts.shape[1] :].tolist()], search)
-    if search.num_answers == 1:
-        return [{"prediction": best} for best, *_ in texts]
-    return [{"prediction": n_best[0], "n_best": n_best} for n_best in texts]
-
-
-def _text(task: Any, tokens: list[int]) -> str:
-    ends = [tokens.index(end) for end in (task.turn_end, task.end) if end in tokens]
-    kept = tokens[: min(ends, default=len(tokens))]
-    return str(
-        task.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
+    written = tokens[:, prompts.shape[1] :].tolist()
+    ends = (task.turn_end, task.end)
+    texts = [text_of(task.tokenizer, row, ends=ends) for row in written]
+    return predictions(by_row(texts, search))

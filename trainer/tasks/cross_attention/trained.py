@@ -1,4 +1,4 @@
-"""A trained model of this task: how others load it, and what it answers to rows of no answer."""
+"""A trained model of this task: how others load it, and its predictions for unlabelled rows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from trainer.protocol.abilities import Prediction, Usage
 from trainer.runtime import distributed
 from trainer.tasks.cross_attention.config import Config
 from trainer.tasks.cross_attention.text.prompts import Prompts
+from trainer.tasks.generated import predictions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,20 +61,17 @@ def usage(cfg: Config, folder: Path) -> Usage:
 
 def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     """question, with context, contexts or ctxs."""
-    given = {name: value for name, value in raw.items() if name not in ("answer", "answers")}
-    return {**question_row({**given, "answers": ["?"]}, place), "answers": [""]}
+    own = {name: value for name, value in raw.items() if name not in ("answer", "answers")}
+    return {**question_row({**own, "answers": ["?"]}, place), "answers": [""]}
 
 
 def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
-    """{"prediction"}, and "n_best" where several are wanted. Contexts are encoded here, whatever
-    the experiment prepared: these are others.
+    """As generated.predictions. Contexts are encoded here: the states that the experiment prepared
+    are those of other contexts.
     """
     prompts = Prompts(task.tokenizer, task.cfg.data)
     encoded = [prompts.encode(row) for row in rows]
     options: dict[str, Any] = {"max_tokens": how.max_tokens, "device": distributed.device()}
-    found = prompts.answers(model, encoded, search=how.search, **options)
-    if how.search.num_answers == 1:
-        return [{"prediction": texts[0]} for texts in found]
-    return [{"prediction": texts[0], "n_best": texts} for texts in found]
+    return predictions(prompts.answers(model, encoded, search=how.search, **options))

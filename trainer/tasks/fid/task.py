@@ -37,6 +37,7 @@ from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.tokens import Prompts, drawn_target
 from trainer.tasks.fid.weights import add_cross_bias
+from trainer.tasks.generated import refuse_sampling
 from trainer.tasks.token_task import TokenTask
 
 _MADE_UP = "is_made_up"  # marks the raw row of specimen()
@@ -292,8 +293,7 @@ class Task(TokenTask[Config]):
         """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of
         the best ones.
         """
-        if search.temperature is not None:
-            raise ConfigError("task 'fid' draws no answers. Leave out --temperature.")
+        refuse_sampling(search, task="fid", texts="answers")
         how = Generation(
             max_tokens or self.answer_tokens(),
             num_beams=search.num_beams,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.data.padding import unflat
 from trainer.data.vocabulary import eos_id
 from trainer.protocol.task import DRAW, Row
+from trainer.tasks.generated import text_of
 
 if TYPE_CHECKING:
     from trainer.tasks.fid.config import Data
@@ -71,15 +72,8 @@ class Prompts:
 
     def answer(self, tokens: Sequence[int]) -> str:
         """The text of generated tokens: up to the end, without special tokens."""
-        kept = list(tokens)
-        kept = kept[: kept.index(self.end)] if self.end in kept else kept
-        return str(
-            self.tokenizer.decode(
-                kept,
-                skip_special_tokens=True,
-                clean_up_tokenization_spaces=self.data.clean_up_spaces,
-            )
-        )
+        cleans_up = self.data.clean_up_spaces
+        return text_of(self.tokenizer, tokens, ends=(self.end,), cleans_up_spaces=cleans_up)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []

@@ -1,4 +1,4 @@
-"""A trained reader: how others load it, and what it answers to rows of no answer."""
+"""A trained reader: how others load it, and its predictions for unlabelled rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.readers import retrieved
 from trainer.models.adapters import loading
-from trainer.protocol.abilities import Usage, predict_texts
+from trainer.protocol.abilities import Usage
 from trainer.tasks.fid.config import Config
+from trainer.tasks.generated import predict as predict
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
-
-predict = predict_texts
 
 _FUSE = """\
 import torch
@@ -75,5 +74,6 @@ def usage(cfg: Config, folder: Path) -> Usage:
 def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     """question, with ctxs or contexts."""
     data = task.cfg.data
-    wanted: dict[str, Any] = {"contexts": data.contexts, "sort_by_score": data.sort_by_score}
-    return retrieved.question_with_passages(raw, place, **wanted)
+    return retrieved.question_with_passages(
+        raw, place, contexts=data.contexts, sort_by_score=data.sort_by_score
+    )

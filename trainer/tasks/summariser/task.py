@@ -23,6 +23,7 @@ from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, 
 from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
+from trainer.tasks.generated import refuse_sampling, text_of
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments
@@ -215,8 +216,7 @@ class Task(TokenTask[Config]):
 
         One beam, the default of `search`, stands for generation.num_beams of the experiment.
         """
-        if search.temperature is not None:
-            raise ConfigError("task 'summariser' draws no summaries. Leave out --temperature.")
+        refuse_sampling(search, task="summariser", texts="summaries")
         how = self.cfg.generation
         if max_tokens is not None:
             how = how.model_copy(update={"max_tokens": max_tokens, "min_tokens": 0})
@@ -224,7 +224,7 @@ class Task(TokenTask[Config]):
         is_synced = distributed.must_keep_step(model)
         told = arguments(how, num_beams=beams, num_answers=search.num_answers, is_synced=is_synced)
         tokens = model(**to_device(self.collate(rows)), generation=told)["tokens"][:, 1:]
-        texts = [self._text(ids) for ids in tokens.tolist()]
+        texts = [text_of(self.tokenizer, row, ends=(self.end,)).strip() for row in tokens.tolist()]
         return scored_answers(by_row(texts, search), raw, search, self._rouge)
 
     def _rouge(
@@ -232,14 +232,6 @@ class Task(TokenTask[Config]):
     ) -> dict[str, Ratio]:
         judged = [self.answer_scores(*pair) for pair in zip(predictions, references, strict=True)]
         return {kind: Ratio.of([of_row[kind] for of_row in judged]) for kind in rouge.KINDS}
-
-    def _text(self, tokens: list[int]) -> str:
-        kept = tokens[: tokens.index(self.end)] if self.end in tokens else tokens
-        return str(
-            self.tokenizer.decode(
-                kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        ).strip()
 
 
 def _aligned(ids: Tensor, pad: int) -> Tensor:

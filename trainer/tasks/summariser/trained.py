@@ -1,4 +1,4 @@
-"""A trained summariser: how others load it, and what it makes of documents of no summary."""
+"""A trained summariser: how others load it, and its predictions for documents without summary."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.models.adapters import loading
-from trainer.protocol.abilities import Usage, predict_texts
+from trainer.protocol.abilities import Usage
+from trainer.tasks.generated import predict as predict
 from trainer.tasks.summariser import data as documents
 from trainer.tasks.summariser.config import Config
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
-
-predict = predict_texts
 
 _WRITE = """\
 import torch

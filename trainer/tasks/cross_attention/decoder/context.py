@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,13 +34,41 @@ class Context(NamedTuple):
             )
         if times == 1:
             return self
-        known: dict[int, KeysValues] = {}
+        repeated: dict[int, KeysValues] = {}
         for pair in self.keys_values:  # a shared layer's stand here several times
-            known.setdefault(
+            repeated.setdefault(
                 id(pair), KeysValues(*(tensor.repeat_interleave(times, dim=0) for tensor in pair))
             )
         kept_BL = None if self.kept_BL is None else self.kept_BL.repeat_interleave(times, dim=0)
-        return Context(tuple(known[id(pair)] for pair in self.keys_values), kept_BL)
+        return Context(tuple(repeated[id(pair)] for pair in self.keys_values), kept_BL)
+
+
+@dataclass(frozen=True)
+class ContextInputs:
+    """Where a forward takes its context from: exactly one of tokens, states and an earlier forward.
+
+    The names are those of a batch.
+    """
+
+    # (B, L) token ids, or (B, N, L) in chunks, and their mask of the same shape.
+    context_input_ids: Tensor | None = None
+    context_attention_mask: Tensor | None = None
+    # (B, L, D) states, or one such tensor for each added layer from the bottom up, and their mask
+    # (B, L).
+    encoder_hidden_states: Tensor | Sequence[Tensor] | None = None
+    encoder_attention_mask: Tensor | None = None
+    # (B, L) positions of either; None: what the mask says.
+    context_position_ids: Tensor | None = None
+    # What an earlier forward with use_cache returned.
+    past: Past | None = None
+
+    def __post_init__(self) -> None:
+        sources = (self.context_input_ids, self.encoder_hidden_states, self.past)
+        count = sum(source is not None for source in sources)
+        if count != 1:
+            raise ConfigError(
+                f"got {count} contexts, want one of context_input_ids, encoder_hidden_states, past."
+            )
 
 
 class Past(NamedTuple):

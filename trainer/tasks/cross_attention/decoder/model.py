@@ -30,7 +30,7 @@ from trainer.tasks.cross_attention.decoder.attention import (
     key_mask,
     positions,
 )
-from trainer.tasks.cross_attention.decoder.context import Context, Past
+from trainer.tasks.cross_attention.decoder.context import Context, ContextInputs, Past
 from trainer.tasks.cross_attention.decoder.layer import AddedLayer, Record, added_layers
 from trainer.tasks.cross_attention.decoder.rotary import frequencies
 from trainer.tasks.cross_attention.decoder.shape import added_indices, layer_shape
@@ -40,13 +40,6 @@ if TYPE_CHECKING:
 
 # B batch, T decoder tokens, S tokens so far (T + cached), N context chunks, L context tokens, D
 # width, V vocabulary
-
-
-class _Source(NamedTuple):
-    """Where a context may come from: tokens or states, and their mask."""
-
-    values: Any  # None: not from here
-    mask: Tensor | None
 
 
 class Output(NamedTuple):
@@ -136,8 +129,8 @@ class CrossAttentionModel(nn.Module):
     def check_lengths(self, decoder_tokens: int, context_tokens: int) -> None:
         """ConfigError when sequences or context chunks are longer than the base's positions."""
         limit = self.backbone.max_positions
-        named = {"decoder_tokens": decoder_tokens, "context_tokens": context_tokens}
-        wrong = [f"{name}={length}" for name, length in named.items() if length > limit]
+        lengths = {"decoder_tokens": decoder_tokens, "context_tokens": context_tokens}
+        wrong = [f"{name}={length}" for name, length in lengths.items() if length > limit]
         if wrong:
             raise ConfigError(
                 f"{' and '.join(wrong)}: the base has {limit} positions, want at most {limit}. "
@@ -170,7 +163,7 @@ class CrossAttentionModel(nn.Module):
         places = positions(flat_mask)
         hidden = self.backbone.embed(flat_ids, places)
         surroundings = self.backbone.surroundings(hidden, flat_mask, places, None)
-        states = self._encoded(hidden, surroundings)
+        states = self._run_base(hidden, surroundings)
         return states.reshape(len(ids), -1, states.shape[-1]), mask.flatten(1).bool()
 
     def context(
@@ -221,17 +214,17 @@ class CrossAttentionModel(nn.Module):
         """The keys that each added layer sees: no pads, and in training none that its own draw
         hides.
         """
-        drawn = self._drawn(context, injected)
-        if drawn is None:
+        draws = self._draw(context, injected)
+        if draws is None:
             return dict.fromkeys(
                 self.indices, None if context.kept_BL is None else key_mask(context.kept_BL)
             )
         kept = context.kept_BL
         return {
-            index: key_mask(x_BL if kept is None else x_BL & kept) for index, x_BL in drawn.items()
+            index: key_mask(x_BL if kept is None else x_BL & kept) for index, x_BL in draws.items()
         }
 
-    def _drawn(
+    def _draw(
         self, context: Context, injected: Mapping[int, Tensor] | None
     ) -> Mapping[int, Tensor] | None:
         """(B, L) bool for each added layer, False for keys hidden from it; None when none are."""
@@ -257,49 +250,39 @@ class CrossAttentionModel(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         packed: Mapping[str, Tensor] | None = None,
-        context_input_ids: Tensor | None = None,
-        context_attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | Sequence[Tensor] | None = None,
-        encoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         scored_flat: Tensor | None = None,
         key_masks: Mapping[int, Tensor] | None = None,
         record: Record | None = None,
         position_ids: Tensor | None = None,
-        context_position_ids: Tensor | None = None,
-        past: Past | None = None,
         use_cache: bool = False,
         last_logits_only: bool = False,
+        **context: Any,
     ) -> Output:
         """(B, T) tokens and their mask, with a context, -> the summed loss over `labels`, or logits
         without them.
 
-        The context is exactly one of: context_input_ids, (B, L) or in chunks (B, N, L), with a mask
-        of that shape; encoder_hidden_states, (B, L, D) or one such tensor for each added layer
-        bottom-up, with a mask (B, L); past, from an earlier forward with use_cache, and then
-        attention_mask is (B, S) over all tokens so far. With fewer contexts than rows, each serves
-        as many rows, which follow one another. position_ids (B, T), context_position_ids (B, L):
-        None: what the masks say, see `positions`; the published Llama and Mistral count pads as
-        well in training. labels: (B, T), -100 where nothing is scored; shifted in here.
-        scored_flat: losses.scored_before(labels). key_masks: block index -> (B, L), True for keys
-        to use, in place of the random draw. record: receives `block_out.<i>`, `cross_attn_out.<i>`
-        and `cross_block_out.<i>`. Raises ConfigError for a sequence longer than the base's
-        positions. packed: all of this as streams (packed_batch.py); then only key_masks, (1, K).
+        context: the fields of ContextInputs by their names. With fewer contexts than rows, each
+        context serves equally many rows, which follow one another. With `past`, attention_mask is
+        (B, S) over all tokens so far.
+
+        packed: all tensors as streams (packed_batch.py); the only other argument then is key_masks,
+        (1, K). labels: (B, T), -100 where nothing is scored; they are shifted in here. scored_flat:
+        losses.scored_before(labels). key_masks: block index -> (B, L), True for keys to use,
+        instead of a random draw. record: receives `block_out.<i>`, `cross_attn_out.<i>` and
+        `cross_block_out.<i>`. position_ids: (B, T); None: what the mask says, see `positions`; the
+        published Llama and Mistral count pads in training, too. ConfigError for a sequence longer
+        than the base's positions.
         """
         if packed is not None:
             return Output(loss=self._packed_loss(packed, key_masks), logits=None)
         assert input_ids is not None
         assert attention_mask is not None, "the decoder's tokens are given with their mask"
         self.check_lengths(attention_mask.shape[1], 0)
+        inputs = ContextInputs(**context)
         fresh = DynamicCache(config=self.backbone.config) if use_cache else None
-        cache = fresh if past is None else past.cache
-        context = self._context_of(
-            past,
-            _Source(context_input_ids, context_attention_mask),
-            _Source(encoder_hidden_states, encoder_attention_mask),
-            context_position_ids,
-        )
-        context = context.repeated(len(input_ids))
+        cache = fresh if inputs.past is None else inputs.past.cache
+        projected = self._project(inputs).repeated(len(input_ids))
         if position_ids is None:
             position_ids = positions(attention_mask)[:, -input_ids.shape[1] :]
         with torch.no_grad():  # below the first added layer nothing needs a gradient
@@ -308,41 +291,30 @@ class CrossAttentionModel(nn.Module):
                 surroundings=self.backbone.surroundings(
                     embedded_BTD, attention_mask, position_ids, cache
                 ),
-                keys_values=dict(zip(self.indices, context.keys_values, strict=True)),
-                key_masks=self._key_masks(context, key_masks),
+                keys_values=dict(zip(self.indices, projected.keys_values, strict=True)),
+                key_masks=self._key_masks(projected, key_masks),
                 query_rotation=self._rotation(position_ids),
                 record=record,
             )
         hidden_BTD = self._decode(embedded_BTD, this, is_cached=cache is not None)
         if labels is not None:
-            given = hidden_BTD, labels, self.backbone.loss
-            return Output(loss=next_token_loss(*given, scored_N=scored_flat), logits=None)
+            loss = next_token_loss(hidden_BTD, labels, self.backbone.loss, scored_N=scored_flat)
+            return Output(loss=loss, logits=None)
         logits = self.backbone.head(hidden_BTD[:, -1:] if last_logits_only else hidden_BTD)
         return Output(
-            loss=None, logits=logits, past=None if cache is None else Past(cache, context)
+            loss=None, logits=logits, past=None if cache is None else Past(cache, projected)
         )
 
-    def _context_of(
-        self,
-        past: Past | None,
-        tokens: _Source,
-        states: _Source,
-        positions_BL: Tensor | None,
-    ) -> Context:
-        """The one context that a forward was given, projected. ConfigError unless it is one."""
-        sources = [source is not None for source in (tokens.values, states.values, past)]
-        if sum(sources) != 1:
-            raise ConfigError(
-                f"got {sum(sources)} contexts, want one of context_input_ids, "
-                "encoder_hidden_states, past."
-            )
-        if past is not None:
-            return past.context
-        if tokens.values is not None:
-            hidden, kept = self.encode(tokens.values, tokens.mask)
-            return self.context(hidden, kept, positions_BL=positions_BL)
-        kept = None if states.mask is None else states.mask.bool()
-        return self.context(states.values, kept, positions_BL=positions_BL)
+    def _project(self, inputs: ContextInputs) -> Context:
+        """The context of a forward, projected for every added layer."""
+        if inputs.past is not None:
+            return inputs.past.context
+        states, mask = inputs.encoder_hidden_states, inputs.encoder_attention_mask
+        if inputs.context_input_ids is not None:
+            states, mask = self.encode(inputs.context_input_ids, inputs.context_attention_mask)
+        assert states is not None
+        is_real_BL = None if mask is None else mask.bool()
+        return self.context(states, is_real_BL, positions_BL=inputs.context_position_ids)
 
     def _packed_loss(
         self, batch: Mapping[str, Tensor], key_masks: Mapping[int, Tensor] | None
@@ -359,14 +331,14 @@ class CrossAttentionModel(nn.Module):
         with torch.no_grad():
             embedded_1MD = self.backbone.embed(batch["tokens"][None], positions_1M)
             rows, pairs = Rows.of(batch), Pairs.of(batch)
-            drawn = self._drawn(context, key_masks) or {}
-            seen: dict[int, Seen] = {
-                i: pairs.showing(drawn[i][0]) if i in drawn else pairs for i in self.indices
+            draws = self._draw(context, key_masks) or {}
+            visible: dict[int, Seen] = {
+                i: pairs.showing(draws[i][0]) if i in draws else pairs for i in self.indices
             }
             this = _Pass(
                 surroundings=self.backbone.surroundings(embedded_1MD, rows, positions_1M, None),
                 keys_values=dict(zip(self.indices, context.keys_values, strict=True)),
-                key_masks=seen,
+                key_masks=visible,
                 query_rotation=self._rotation(positions_1M),
                 record=None,
             )
@@ -381,9 +353,9 @@ class CrossAttentionModel(nn.Module):
         places = batch["context_position"][None]
         hidden = self.backbone.embed(batch["context_input_ids"][None], places)
         rows = Rows.of(batch, "context_")
-        return self._encoded(hidden, self.backbone.surroundings(hidden, rows, places, None))
+        return self._run_base(hidden, self.backbone.surroundings(hidden, rows, places, None))
 
-    def _encoded(self, hidden: Tensor, surroundings: dict[str, Any]) -> Tensor:
+    def _run_base(self, hidden: Tensor, surroundings: dict[str, Any]) -> Tensor:
         """Embedded contexts -> their states, by the base without adapters."""
         with adapters.switched_off(self._adapted):
             for index in range(len(self.backbone.blocks)):
@@ -397,19 +369,21 @@ class CrossAttentionModel(nn.Module):
             for index in range(self.num_blocks_below):
                 hidden = self._block(index, hidden, this)
         if self.num_blocks_below > self.indices[0]:  # the layer behind the last of them
-            hidden = self._added(self.indices[0], hidden, this)
+            hidden = self._layer(self.indices[0], hidden, this)
         every = self.recompute_every if torch.is_grad_enabled() and not is_cached else None
         for index in range(self.num_blocks_below, len(self.backbone.blocks)):
-            given, number = (index, hidden, this), index - self.num_blocks_below
-            hidden = recomputation.run(self._block_and_added, *given, number=number, every=every)
+            number = index - self.num_blocks_below
+            hidden = recomputation.run(
+                self._block_and_layer, index, hidden, this, number=number, every=every
+            )
         return hidden
 
-    def _block_and_added(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
+    def _block_and_layer(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
         if index not in this.keys_values:
             return self._block(index, hidden, this)
         if self.layers.after:
-            return self._added(index, self._block(index, hidden, this), this)
-        return self._block(index, self._added(index, hidden, this), this)
+            return self._layer(index, self._block(index, hidden, this), this)
+        return self._block(index, self._layer(index, hidden, this), this)
 
     def _block(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
         hidden = self.backbone.block(index, hidden, this.surroundings)
@@ -417,14 +391,11 @@ class CrossAttentionModel(nn.Module):
             this.record[f"block_out.{index}"] = hidden
         return hidden
 
-    def _added(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
-        seen: Record | None = None if this.record is None else {}
-        layer, keys_values, mask = (
-            self.added_layer(index),
-            this.keys_values[index],
-            this.key_masks[index],
-        )
-        hidden = layer(hidden, keys_values, mask, seen, rotation=this.query_rotation)
-        if this.record is not None and seen is not None:
-            this.record.update({f"{name}.{index}": tensor for name, tensor in seen.items()})
+    def _layer(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
+        record: Record | None = None if this.record is None else {}
+        layer, keys_values = self.added_layer(index), this.keys_values[index]
+        mask = this.key_masks[index]
+        hidden = layer(hidden, keys_values, mask, record, rotation=this.query_rotation)
+        if this.record is not None and record is not None:
+            this.record.update({f"{name}.{index}": tensor for name, tensor in record.items()})
         return hidden

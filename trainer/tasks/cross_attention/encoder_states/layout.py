@@ -121,8 +121,8 @@ def record_of(folder: Path, number: int) -> WrittenFile | None:
     """What a shard's record says; None when the shard is not whole."""
     path = folder / shard_name(number)
     try:
-        said = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return WrittenFile(**said) if path.stat().st_size == said["size"] else None
+        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return WrittenFile(**record) if path.stat().st_size == record["size"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -130,14 +130,14 @@ def record_of(folder: Path, number: int) -> WrittenFile | None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a folder of states; DataError when it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found.pop("format") != FORMAT:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DataError(
             f"{path} cannot be read ({error}). Delete {path.parent} and prepare anew."
         ) from error
-    return found
+    return values
 
 
 # int8

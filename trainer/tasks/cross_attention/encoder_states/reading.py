@@ -110,16 +110,16 @@ def open_states(root: Path, identity: Identity) -> StateCache:
         )
     others = [read_json(path)["identity"] for path in sorted(root.glob(f"*/{PLAN}"))]
     differing = [_differences(other, identity) for other in others]
-    found = f"It holds states with {' | '.join(differing)}." if others else "It holds none."
+    present = f"It holds states with {' | '.join(differing)}." if others else "It holds none."
     raise ConfigError(
-        f"{root}: holds no states for this experiment. {found} Run `python -m trainer prepare` "
+        f"{root}: holds no states for this experiment. {present} Run `python -m trainer prepare` "
         "with this group and give its --out as --data_path, or set data.encode='online'."
     )
 
 
-def _differences(other: Identity, wanted: Identity) -> str:
-    names = [name for name in wanted if other.get(name) != wanted[name]]
-    return ", ".join(f"{name}={other.get(name)!r} (want {wanted[name]!r})" for name in names)
+def _differences(other: Identity, expected: Identity) -> str:
+    names = [name for name in expected if other.get(name) != expected[name]]
+    return ", ".join(f"{name}={other.get(name)!r} (want {expected[name]!r})" for name in names)
 
 
 def pad_states(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ def distinct(
 
     Their ids are not kept, but read again where they stand.
     """
-    seen: set[bytes] = set()
+    visited: set[bytes] = set()
     keys: list[bytes] = []
     lengths: list[int] = []
     places: list[Place] = []
@@ -81,8 +81,8 @@ def distinct(
     for place, ids in met:
         count += 1
         key = key_of(ids)
-        if key not in seen:
-            seen.add(key)
+        if key not in visited:
+            visited.add(key)
             keys.append(key)
             lengths.append(len(ids))
             places.append(place)
@@ -139,16 +139,17 @@ def begun(folder: Path, plan: StatesPlan) -> StatesPlan:
     outcome = distributed.broadcast(outcome)
     if "error" in outcome:
         raise StorageError(outcome["error"])
-    there, asked = outcome["plan"], json.loads(json.dumps(asdict(plan)))
+    there, expected = outcome["plan"], json.loads(json.dumps(asdict(plan)))
     differing = [
-        name for name in asked if name != "shard_tokens" and there.get(name) != asked[name]
+        name for name in expected if name != "shard_tokens" and there.get(name) != expected[name]
     ]
     if differing:
-        said = "; ".join(
-            f"{name} was {there.get(name)!r}, is {asked[name]!r}" for name in differing
+        differences = "; ".join(
+            f"{name} was {there.get(name)!r}, is {expected[name]!r}" for name in differing
         )
         raise ConfigError(
-            f"{folder} was begun with other data ({said}). Name a new --out, or delete this folder."
+            f"{folder} was begun with other data ({differences}). Name a new --out, or delete this "
+            "folder."
         )
     return StatesPlan(**there)
 
@@ -193,23 +194,23 @@ def _encode_shard(
     """(L, D) states of the contexts of one shard, in their order, on the CPU. Batches never cross
     shards.
     """
-    found: dict[int, Tensor] = {}
+    states: dict[int, Tensor] = {}
     for batch in _batches(entries, contexts.lengths, batch_tokens):
         for entry, states_LD in zip(
             batch, encode([contexts.ids(entry) for entry in batch]), strict=True
         ):
-            wanted = (int(contexts.lengths[entry]), plan.width)
-            assert tuple(states_LD.shape) == wanted, (
-                f"states of {tuple(states_LD.shape)}, want {wanted}"
+            shape = (int(contexts.lengths[entry]), plan.width)
+            assert tuple(states_LD.shape) == shape, (
+                f"states of {tuple(states_LD.shape)}, want {shape}"
             )
             if not torch.isfinite(states_LD).all():
                 raise DivergedError(
                     "a state holds NaN or infinity. Use train.precision='bf16' or 'fp32', or "
                     "another base."
                 )
-            found[entry] = states_LD
+            states[entry] = states_LD
         tell(len(batch))
-    return [found[entry] for entry in entries]
+    return [states[entry] for entry in entries]
 
 
 def _batches(entries: range, lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ from trainer.tasks.cross_attention.decoder.context import Past
 from trainer.tasks.cross_attention.decoder.generation import greedy, most_prompt_tokens, searched
 from trainer.tasks.cross_attention.text import questions, templates
 from trainer.tasks.cross_attention.text.contexts import state_batch, token_batch
+from trainer.tasks.generated import text_of
 
 if TYPE_CHECKING:
     from trainer.tasks.cross_attention.config import Data
@@ -191,12 +192,8 @@ class Prompts:
 
     def text(self, tokens: list[int]) -> str:
         """The answer that generated tokens are, up to their end."""
-        end = tokens.index(self.eos) if self.eos in tokens else len(tokens)
-        kept = tokens[:end]
-        text = self.tokenizer.decode(
-            kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return templates.answered(str(text), self.data.template)
+        text = text_of(self.tokenizer, tokens, ends=(self.eos,))
+        return templates.answered(text, self.data.template)
 
 
 def _seed(seed: int, ids_BT: Tensor) -> int:
