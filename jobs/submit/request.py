@@ -1,4 +1,4 @@
-"""What is to be sent, where and how; and the checked specs that it makes."""
+"""A request to send a group, and the checked specs of its experiments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Request:
-    """What to send, where and how."""
+    """A group of experiments with the backend, the job dictionary and the flags to send it."""
 
     base: BaseFolder
     group: str
@@ -93,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ActionResult:
-    """What is (or would be) done with one experiment."""
+    """The action that was (or would be) taken for one experiment."""
 
     exp_id: str
     action: str  # send, settle, skip, wait, failed

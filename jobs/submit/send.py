@@ -1,11 +1,12 @@
-"""Sending one attempt so that it starts exactly once, whoever dies in between.
+"""Sending one attempt so that it starts exactly once, even if the submitting process is killed.
 
     intent on the disk -> sent under a name that only this attempt has -> the scheduler's id on the
     disk
 
-Whoever finds an intent without an id asks the scheduler for the name first, and adopts what it
-finds; only a name that the scheduler does not know is sent again, and again under that name. Should
-two copies meet all the same, the wrapper lets only the first one start (jobs/node/wrapper.py).
+The next submission that finds an intent without an id asks the scheduler for the name first, and
+records the id of the job that has it. Only a name that the scheduler does not know is sent again,
+under the same name. Should two copies run all the same, the wrapper lets only the first one start
+(jobs/node/wrapper.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an attempt to send one."""
+    """The result of sending one attempt."""
 
     is_sent: bool
     text: str
