@@ -26,7 +26,7 @@ from jobs.submit.policy import Decision, Limits, decide
 from jobs.submit.request import (
     LOCK_WAIT_S,
     ActionResult,
-    Draft,
+    AttemptDraft,
     Request,
     check_dictionary,
 )
@@ -223,7 +223,7 @@ def _inline_result(folder: RunFolder, spec: JobSpec) -> ActionResult:
     return ActionResult(spec.exp_id, "send", text, state, is_bad=end != "succeeded")
 
 
-def _begin(request: Request, folder: RunFolder, draft: Draft) -> Job:
+def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
     """The record of an experiment, begun if need be; its dictionary is written first.
 
     The caller holds the lock, so nobody else writes a dictionary after it has been checked here.

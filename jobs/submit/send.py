@@ -30,7 +30,7 @@ from trainer.files.atomic import read_json, refusals, replace_file, write_json
 
 if TYPE_CHECKING:
     from jobs.record.events import Job, Sent
-    from jobs.submit.request import Draft
+    from jobs.submit.request import AttemptDraft
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def ids_of(sent: Sent, backend: Backend) -> list[str]:
 
 
 def send(
-    folder: RunFolder, spec: JobSpec, backend: Backend, *, draft: Draft | None = None
+    folder: RunFolder, spec: JobSpec, backend: Backend, *, draft: AttemptDraft | None = None
 ) -> Outcome:
     """Send a new attempt. The caller holds the lock and knows that no other attempt runs.
 
