@@ -30,7 +30,7 @@ class Inline:
     validation: ClassVar[str] = "run for real by the tests"
 
     def check(self) -> list[Finding]:
-        """Nothing is needed."""
+        """One good finding: this backend needs nothing."""
         return [
             Finding("inline", True, "runs here, one after the other; a debugger has the terminal")
         ]
@@ -48,7 +48,7 @@ class Inline:
         )
 
     def rehearse(self, rendered: Rendered) -> str | None:
-        """Nothing to ask."""
+        """None: there is no scheduler to ask."""
         return None
 
     def submit(self, rendered: Rendered) -> str:
@@ -59,16 +59,16 @@ class Inline:
         return job_id
 
     def find(self, token: str) -> list[str]:
-        """Nothing is kept: the exit file and the heartbeat say all."""
+        """No ids: there is no list of jobs; the exit file and the heartbeat are enough."""
         return []
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """Nothing is kept."""
+        """Nothing: this backend keeps no list of jobs."""
         return {}
 
     def cancel(self, job_id: str) -> None:
-        """Nothing to do here: whoever runs it has its terminal, and Ctrl-C."""
+        """Does nothing: the person who runs it stops it with Ctrl-C."""
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
-        """Nothing is kept: it was on the terminal."""
+        """No lines: the output went to the terminal."""
         return iter(())

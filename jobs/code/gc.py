@@ -1,4 +1,4 @@
-"""What lies in a savedir_base and serves nobody: found by `plan_gc`, deleted by `collect`."""
+"""Garbage of a savedir_base: `plan_gc` lists it, `collect` deletes it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Garbage:
 
 
 def plan_gc(base: BaseFolder, *, older_than_days: float) -> list[Garbage]:
-    """What may be deleted in a savedir_base, by path; deletes nothing.
+    """The garbage of a savedir_base, by path; deletes nothing.
 
     Code snapshots that no run folder uses (backups and deleted/ included) and leftovers of killed
     ones, both untouched for an hour; index files of arrays whose jobs have all ended; and what
@@ -60,8 +60,8 @@ def plan_gc(base: BaseFolder, *, older_than_days: float) -> list[Garbage]:
 
 
 def collect(garbage: Iterable[Garbage]) -> int:
-    """Delete what was planned, and say how many of them. What was touched since it was planned
-    stays.
+    """Delete this garbage, and return how many items were deleted. An item that was touched since
+    it was listed stays.
 
     StorageError when the disk refuses. May be killed and run again.
     """

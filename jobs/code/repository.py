@@ -68,7 +68,7 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a job gets of a project."""
+    """The files of a project that a job gets."""
 
     paths: list[str]  # sorted
     left_out: dict[str, str]  # path -> why, for what somebody could miss
@@ -250,7 +250,8 @@ def select(source: SourceFiles, savedir_base: Path) -> Selection:
     sizes: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for path in sorted(source.tracked | source.untracked | set(source.changed)):
-        if path in source.untracked and _is_litter(path):
+        is_litter = not LITTER.isdisjoint(path.split("/")) or path.endswith(".pyc")
+        if path in source.untracked and is_litter:
             continue
         status = _status_of(source.top / path)
         is_result = f"{path}/".startswith(f"{savedir}/")
@@ -264,10 +265,6 @@ def select(source: SourceFiles, savedir_base: Path) -> Selection:
     dirty = {path: letters for path, letters in source.changed.items() if path not in left_out}
     dirty |= {path: "??" for path in sizes if path in source.untracked}
     return Selection(list(sizes), left_out, dirty)
-
-
-def _is_litter(path: str) -> bool:
-    return not LITTER.isdisjoint(path.split("/")) or path.endswith(".pyc")
 
 
 def _status_of(path: Path) -> os.stat_result | None:

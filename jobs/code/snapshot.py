@@ -363,7 +363,9 @@ def _add(archive: tarfile.TarFile, entry: SnapshotEntry, content: bytes) -> None
 
 
 def _patch(source: SourceFiles, dirty: Mapping[str, str]) -> tuple[bytes, str | None]:
-    """What `git apply` needs to get from the commit to the tracked files; or nothing, and why."""
+    """The patch from the commit to the tracked files, for `git apply`; or b"" and the reason why
+    there is none.
+    """
     changed = [path for path, letters in dirty.items() if letters != "??"]
     if source.commit is None or not changed:
         return b"", None

@@ -17,7 +17,7 @@ from trainer.runtime.process import life
 def still_running(status: Mapping[str, Any], age_s: float) -> tuple[JobState, str | None]:
     """The state of a training whose status.json says "running", and why; age_s: of that file.
 
-    Its process is looked for where it can be seen. Elsewhere the file's age is told, and no more.
+    On its own machine its process is looked up. Elsewhere the reason names the file's age.
     """
     process = cast("dict[str, Any]", status.get("process") or {})
     name = f"its process, {process.get('pid')} on {process.get('host')},"
@@ -37,10 +37,10 @@ def still_running(status: Mapping[str, Any], age_s: float) -> tuple[JobState, st
 
 
 def training_now(folder: RunFolder, *, was_sent: bool) -> str | None:
-    """What shows that a training of this experiment runs now, whoever started it; None for nothing.
+    """The evidence that a training of this experiment runs now, in a sentence; None without any.
 
-    was_sent: its scheduler and its wrapper are known to say that it has ended. Then only a process
-    that can be seen counts, for a job that was killed leaves a recent status.json too.
+    was_sent: it was submitted, and its scheduler and wrapper say that it has ended. Then only a
+    process that can be seen counts, because a job that was killed leaves a recent status.json too.
     """
     status = read_json(folder.status) or {}
     if status.get("state") != "running":

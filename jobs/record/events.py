@@ -60,7 +60,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Job:
-    """What job.jsonl adds up to."""
+    """The state that the events of job.jsonl add up to."""
 
     exp_id: str
     digest: str
@@ -130,7 +130,7 @@ def intent(
 
 
 def read(folder: RunFolder) -> Job | None:
-    """What the record adds up to; None when there is none. LatheError when it was altered."""
+    """The job of a record; None when there is no record. LatheError when it was altered."""
     try:
         content = folder.record.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -152,7 +152,7 @@ def _whole(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def fold(events: Iterable[dict[str, Any]]) -> Job | None:
-    """What a sequence of events adds up to; None when it does not begin with `created`."""
+    """The job that a sequence of events makes; None when it does not begin with `created`."""
     job: Job | None = None
     for event in events:
         kind = event.get("event")

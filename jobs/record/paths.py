@@ -70,7 +70,7 @@ class Attempt:
 
     @property
     def given_up(self) -> Path:
-        """There when nobody waits for this attempt any more: it must not start."""
+        """This file forbids the attempt to start: another attempt has been sent in its place."""
         return self.folder / "given-up"
 
     @property

@@ -1,4 +1,4 @@
-"""A scheduler that does not answer is not waited for: what it said last counts meanwhile."""
+"""Queries that never wait long: while a scheduler does not answer, its last answer counts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Question:
 
 
 class _Patient:
-    """A backend whose `query` returns or raises within WAIT_S; all else is its own."""
+    """A backend whose `query` returns or raises within WAIT_S; everything else is unchanged."""
 
     def __init__(self, name: str, backend: Backend) -> None:
         self._name, self._backend = name, backend
@@ -85,7 +85,7 @@ class _Patient:
 
 
 class PatientBackends:
-    """Backends by their names, for whoever must not stand still while a scheduler does."""
+    """Backends by their names, for a caller that must not block while a scheduler does."""
 
     def __init__(self, backend_of: Callable[[str], Backend]) -> None:
         self._backend_of = backend_of

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed
 from jobs.record import events as record
 from jobs.record.by_hand import still_running
-from jobs.record.events import Job, Sent
+from jobs.record.events import Job
 from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
-from jobs.record.row import Row, Start, starts_of
+from jobs.record.row import Row, starts_of
 from jobs.record.state_table import End, end_of
 from jobs.record.times import now, seconds_since
 from jobs.record.verdict import AttemptFiles, Verdict, judge
@@ -68,7 +68,7 @@ class _Case:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What one scheduler answered, or why it did not."""
+    """The answer of one scheduler, or the reason why there is none."""
 
     observed: Mapping[str, Observed]
     problem: str | None = None
@@ -91,7 +91,8 @@ def survey(
     """
     rows: list[Row] = []
     cases: list[_Case] = []
-    for folder in _run_folders(base, only):
+    folders = base.recorded() if only is None else [base.run(name) for name in sorted(set(only))]
+    for folder in folders:
         try:
             job = record.read(folder)
             if job is not None:
@@ -126,7 +127,7 @@ def record_state(folder: RunFolder, job: Job, row: Row) -> Job:
 
 
 def _names(cases: Collection[_Case]) -> dict[str, str]:
-    """By id what tells each experiment from the others of its group in this folder."""
+    """A name for each id: the values in which it differs from the others of its group here."""
     groups: dict[str, list[RunFolder]] = {}
     for case in cases:
         groups.setdefault(case.job.group, []).append(case.folder)
@@ -135,12 +136,6 @@ def _names(cases: Collection[_Case]) -> dict[str, str]:
         apart = names_by_difference([read_json(folder.exp_dict) or {} for folder in folders])
         names |= {folder.path.name: name for folder, name in zip(folders, apart, strict=True)}
     return names
-
-
-def _run_folders(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
-    if only is None:
-        return base.recorded()
-    return [folder for name in sorted(set(only)) if (folder := base.run(name)).record.exists()]
 
 
 def _folders_by_hand(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
@@ -200,7 +195,8 @@ def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
 def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
     """Add what changed to the record.
 
-    Nothing when somebody else holds the lock, or has written since: they know better.
+    Nothing is written when another process holds the lock or has written since our look: what it
+    saw is newer.
     """
     events = _news(case.job, verdict, sight)
     if not events:
@@ -260,18 +256,18 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         *job.attempts[:-1],
         replace(last, state=verdict.state, reason=verdict.reason, host=verdict.host),
     )
+    # a scheduler that preempts a job may start the same attempt again by itself
+    reruns = len(starts) - len({start.attempt for start in starts})
     has_ended, is_unseen = verdict.state in ENDED, sight is not None and sight.problem is not None
     row = replace(
         row,
         host=verdict.host,
         backend=last.backend,
-        job_id=last.id
-        or (case.files.exit or {}).get(
-            "id"
-        ),  # the reply was lost, and it ended before it was found
+        # the scheduler's reply may be lost: then the job itself has written its id
+        job_id=last.id or (case.files.exit or {}).get("id"),
         attempt=last.number,
         attempts=len(history),
-        preemptions=_preemptions(history, starts),
+        preemptions=reruns + sum(attempt.state == "preempted" for attempt in history),
         gpu_hours=math.fsum(start.hours * start.gpus for start in starts),
         submitted_at=last.submitted_at,
         started_at=own[0].began_at if own else None,
@@ -287,13 +283,8 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
 
 
 def _finite(age_s: float) -> float | None:
-    """None where it started after its heartbeat was looked for: JSON has no word for infinity."""
+    """The age, or None for an infinite one (no heartbeat yet): JSON cannot write infinity."""
     return age_s if math.isfinite(age_s) else None
-
-
-def _preemptions(history: tuple[Sent, ...], starts: tuple[Start, ...]) -> int:
-    reruns = len(starts) - len({start.attempt for start in starts})
-    return reruns + sum(sent.state == "preempted" for sent in history)
 
 
 def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Row:

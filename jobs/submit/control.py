@@ -1,7 +1,4 @@
-"""What a person (or a watchdog) does to experiments that were sent.
-
-Cancel, retry, reset, reconcile.
-"""
+"""Cancel, retry, reset and reconcile experiments that were sent."""
 
 from __future__ import annotations
 
@@ -103,8 +100,8 @@ def again(request: Again, rows: Sequence[Row]) -> list[ActionResult]:
 def _each_again(
     request: Again, targets: Sequence[Row], everything: Sequence[Row]
 ) -> list[ActionResult]:
-    """What was done with each of `wanted`. everything: how all experiments of the folder stand, by
-    which a group's max_parallel is counted; what is sent here counts for those that follow.
+    """Send each of `targets` once more. everything: the rows of all experiments of the folder; the
+    live ones count for a group's max_parallel, and so does each that is sent here.
     """
     rows = list(everything)
     results: list[ActionResult] = []
@@ -215,8 +212,8 @@ def reset(
 
 
 def reconcile(request: Again) -> list[ActionResult]:
-    """What was done in one look at everything: adopted or sent again what was never answered, run
-    again what was preempted or may be retried, sent what waited for its turn.
+    """Look at everything once: adopt or send again each submission without an answer, run again
+    each job that was preempted or may be retried, send each that waited for its turn.
     """
     rows = survey(request.base, backend_of=request.backend_of)
     open_ones = [

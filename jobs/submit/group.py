@@ -1,7 +1,6 @@
-"""A group of experiments goes out: every dictionary is checked first, then each is sent at most
-once.
+"""Submit a group of experiments: each is sent at most once.
 
-Nothing is sent before every dictionary, flag and job dictionary of the group has been checked.
+Every dictionary, flag and job dictionary of the group is checked before the first is sent.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from jobs.submit.policy import Decision, Limits, decide
 from jobs.submit.request import (
     LOCK_WAIT_S,
     ActionResult,
-    Draft,
+    AttemptDraft,
     Request,
     check_dictionary,
 )
@@ -47,8 +46,8 @@ log = logging.getLogger(__name__)
 
 
 def preview(request: Request) -> list[ActionResult]:
-    """What `submit` would do with each experiment, and why; the scheduler is asked, nothing is
-    written or sent.
+    """The action that `submit` would take for each experiment, and why. The scheduler is asked;
+    nothing is written or sent.
     """
     trials = request.trials
     rows = _rows(request, record_changes=False)
@@ -71,10 +70,11 @@ def preview(request: Request) -> list[ActionResult]:
 
 
 def submit(request: Request) -> list[ActionResult]:
-    """Send every experiment that is neither done nor alive. Each is in its own result; nothing
-    stops the others.
+    """Send every experiment that is neither done nor alive. An error of one is in its result and
+    does not stop the others.
 
-    Whoever died before the answer came is waited for and then taken over.
+    A submission that was killed before the scheduler answered is resolved here: its job is adopted,
+    or sent again after `resend_s`.
     """
     drafts = request.drafts
     rows, budget = _survey(request)
@@ -105,15 +105,12 @@ def submit(request: Request) -> list[ActionResult]:
 
 
 def specs(request: Request) -> list[JobSpec]:
-    """What would be sent first for each experiment, checked.
-
-    It is numbered attempt 0, and no record stands behind it.
-    """
+    """The checked spec of each experiment, numbered attempt 0; it stands in no record."""
     return [trial.spec for trial in request.trials.values()]
 
 
 def scheduler_texts(request: Request) -> list[str]:
-    """The texts that the scheduler would get."""
+    """The text that the scheduler would get for each experiment."""
     return [trial.rendered.text for trial in request.trials.values()]
 
 
@@ -217,7 +214,7 @@ def _under_lock(
 
 
 def _inline_result(folder: RunFolder, spec: JobSpec) -> ActionResult:
-    """What became of an experiment that ran here, now."""
+    """The result of an experiment that ran in this process, from its exit file."""
     exit_file = read_json(folder.attempt(spec.attempt).exit) or {}
     kind = str(exit_file.get("kind", "lost"))
     text = f"{kind}: {exit_file['reason']}" if exit_file.get("reason") else kind
@@ -226,7 +223,7 @@ def _inline_result(folder: RunFolder, spec: JobSpec) -> ActionResult:
     return ActionResult(spec.exp_id, "send", text, state, is_bad=end != "succeeded")
 
 
-def _begin(request: Request, folder: RunFolder, draft: Draft) -> Job:
+def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
     """The record of an experiment, begun if need be; its dictionary is written first.
 
     The caller holds the lock, so nobody else writes a dictionary after it has been checked here.
@@ -259,7 +256,7 @@ def _begin(request: Request, folder: RunFolder, draft: Draft) -> Job:
 
 
 def _waiting_spec(folder: RunFolder, job: Job) -> Path:
-    """Where the spec of an experiment that waits for its turn is kept, until it is sent."""
+    """The file that keeps the spec of an experiment until its turn comes; its folder is made."""
     path = folder.attempt(len(job.attempts) + 1).spec
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

@@ -1,4 +1,4 @@
-"""What is to be sent, where and how; and the checked specs that it makes."""
+"""A request to send a group, and the checked specs of its experiments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESEND_S = 10.0
 
 
 @dataclass(frozen=True)
-class Draft:
+class AttemptDraft:
     """An attempt and the text that its scheduler gets."""
 
     spec: JobSpec
@@ -41,7 +41,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Request:
-    """What to send, where and how."""
+    """A group of experiments with the backend, the job dictionary and the flags to send it."""
 
     base: BaseFolder
     group: str
@@ -67,17 +67,17 @@ class Request:
         return _templates(self)
 
     @functools.cached_property
-    def trials(self) -> dict[str, Draft]:
+    def trials(self) -> dict[str, AttemptDraft]:
         """Each template as an attempt 0, which no record stands behind and which is never sent."""
         nonce = "000000"
-        trials: dict[str, Draft] = {}
+        trials: dict[str, AttemptDraft] = {}
         for name, template in self.templates.items():
             spec = template.model_copy(update={"token": token_of(template.exp_id, nonce, 0)})
-            trials[name] = Draft(spec, self.backend.render(spec), nonce)
+            trials[name] = AttemptDraft(spec, self.backend.render(spec), nonce)
         return trials
 
     @functools.cached_property
-    def drafts(self) -> dict[str, Draft]:
+    def drafts(self) -> dict[str, AttemptDraft]:
         """Each template as the attempt that is sent if its record does not change meanwhile.
 
         ConfigError for a value that the backend cannot express: it stops the group before anything
@@ -93,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ActionResult:
-    """What is (or would be) done with one experiment."""
+    """The action that was (or would be) taken for one experiment."""
 
     exp_id: str
     action: str  # send, settle, skip, wait, failed
@@ -155,7 +155,7 @@ def as_attempt(template: JobSpec, number: int, nonce: str, *, folder: RunFolder)
     return template.model_copy(update=changes)
 
 
-def _draft(request: Request, template: JobSpec) -> Draft:
+def _draft(request: Request, template: JobSpec) -> AttemptDraft:
     folder = request.base.run(template.exp_id)
     try:
         job = record.read(folder)
@@ -164,7 +164,7 @@ def _draft(request: Request, template: JobSpec) -> Draft:
     nonce = record.new_nonce() if job is None else job.nonce
     number = 1 if job is None else len(job.attempts) + 1
     spec = as_attempt(template, number, nonce, folder=folder)
-    return Draft(spec, request.backend.render(spec), nonce)
+    return AttemptDraft(spec, request.backend.render(spec), nonce)
 
 
 def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:

@@ -1,11 +1,12 @@
-"""Sending one attempt so that it starts exactly once, whoever dies in between.
+"""Sending one attempt so that it starts exactly once, even if the submitting process is killed.
 
     intent on the disk -> sent under a name that only this attempt has -> the scheduler's id on the
     disk
 
-Whoever finds an intent without an id asks the scheduler for the name first, and adopts what it
-finds; only a name that the scheduler does not know is sent again, and again under that name. Should
-two copies meet all the same, the wrapper lets only the first one start (jobs/node/wrapper.py).
+The next submission that finds an intent without an id asks the scheduler for the name first, and
+records the id of the job that has it. Only a name that the scheduler does not know is sent again,
+under the same name. Should two copies run all the same, the wrapper lets only the first one start
+(jobs/node/wrapper.py).
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from trainer.files.atomic import read_json, refusals, replace_file, write_json
 
 if TYPE_CHECKING:
     from jobs.record.events import Job, Sent
-    from jobs.submit.request import Draft
+    from jobs.submit.request import AttemptDraft
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an attempt to send one."""
+    """The result of sending one attempt."""
 
     is_sent: bool
     text: str
@@ -76,7 +77,7 @@ def ids_of(sent: Sent, backend: Backend) -> list[str]:
 
 
 def send(
-    folder: RunFolder, spec: JobSpec, backend: Backend, *, draft: Draft | None = None
+    folder: RunFolder, spec: JobSpec, backend: Backend, *, draft: AttemptDraft | None = None
 ) -> Outcome:
     """Send a new attempt. The caller holds the lock and knows that no other attempt runs.
 

@@ -1,5 +1,4 @@
-"""Processes of this machine: a queue bounded by its cores and GPUs, which survives whoever
-submitted.
+"""Processes of this machine: a queue bounded by its cores and GPUs, which outlives the submitter.
 
 Ids are `<host>:<queue>:<token>`, with the random id of the queue's folder
 (jobs/backends/local/queue.py): another LATHE_QUEUE, home or machine neither finds such a job nor

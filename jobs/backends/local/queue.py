@@ -189,7 +189,7 @@ class Queue:
             (self.entry(token).folder / "cancel").touch()
 
     def has_runner(self) -> bool:
-        """Whether a runner holds the queue now. Looking disturbs nobody else who looks."""
+        """Whether a runner holds the queue now. Several processes may ask at the same time."""
         with runner_lock(self.folder, fcntl.LOCK_SH) as is_free:
             return not is_free
 

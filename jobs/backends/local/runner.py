@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the jobs of one machine share."""
+    """The cores and GPUs that the jobs of one machine share."""
 
     cpus: int
     gpus: tuple[str, ...]
@@ -127,7 +127,9 @@ class Runner:
         for live in self.live.values():
             self._stop_if_asked(live)
         if time.monotonic() - self.looked_at > LOOK_S:
-            self._end_what_cannot_start()
+            self.looked_at = time.monotonic()
+            for token, facts in list(self.waiting.items()):
+                self._end_if_unwanted(token, facts)
         self._start_what_fits()
         self._tell()
 
@@ -176,11 +178,6 @@ class Runner:
             _signal(live, signal.SIGTERM)
         elif moment - live.asked_at > live.facts["grace_s"] + KILL_AFTER_S:
             _signal(live, signal.SIGKILL)
-
-    def _end_what_cannot_start(self) -> None:
-        self.looked_at = time.monotonic()
-        for token, facts in list(self.waiting.items()):
-            self._end_if_unwanted(token, facts)
 
     def _end_if_unwanted(self, token: str, facts: dict[str, Any]) -> bool:
         """End a waiting job that was cancelled, or whose predecessor did not succeed.

@@ -164,12 +164,14 @@ class Slurm:
 
         Refused when it is not ours, Unreachable when the scheduler cannot be seen.
         """
-        reply = call(["scancel", _checked_id(job_id)], timeout_s=ASK_S)
+        if not ID.match(job_id):
+            raise Refused(f"{job_id!r} is not the id of a Slurm job")
+        reply = call(["scancel", job_id], timeout_s=ASK_S)
         if reply.code != 0 and not ENDED.search(reply.err):
             raise rejection(reply, f"cancel {job_id}")
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
-        """Lines of slurm-<id>.txt: what Slurm, and anything before the wrapper, said."""
+        """Lines of slurm-<id>.txt: messages of Slurm, and output from before the wrapper."""
         folder = _folder_of(job_id) if ID.match(job_id) else None
         if folder is None:
             return
@@ -242,7 +244,7 @@ def _sbatch(options: Sequence[str]) -> tuple[str, ...]:
 
 
 def _options(spec: JobSpec, token: str) -> list[str]:
-    """What the job asks for, an argument each."""
+    """The options of sbatch for this job, one argument each."""
     job = spec.job
     job.refuse_foreign("slurm", OWN)
     _refuse_unusable(spec, token)
@@ -331,12 +333,6 @@ def _script(argv: Sequence[str], spec: JobSpec, wrapper: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _checked_id(job_id: str) -> str:
-    if not ID.match(job_id):
-        raise Refused(f"{job_id!r} is not the id of a Slurm job")
-    return job_id
-
-
 def _folder_of(job_id: str) -> Path | None:
     """The folder that a job was sent from, where its text lies; None when Slurm forgot the job."""
     lines = list_lines([job_id], "--format=%Z") or history(f"--jobs={job_id}", "--format=WorkDir")
@@ -344,7 +340,7 @@ def _folder_of(job_id: str) -> Path | None:
 
 
 def _content(path: Path, at: int) -> bytes:
-    """What a file holds from a position on; nothing while it is not there."""
+    """The content of a file from a position on; empty while the file does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(at)
@@ -354,7 +350,7 @@ def _content(path: Path, at: int) -> bytes:
 
 
 def _examine() -> Iterator[Finding]:
-    """What a working controller tells of itself. Unreachable."""
+    """Findings about a controller that answers. Unreachable."""
     # others try for 9 s before they say so
     if "UP" not in (ping := "; ".join(ask("scontrol", "ping")).strip()):
         raise Unreachable(ping)

@@ -52,7 +52,9 @@ class HavenJob(dict[str, Any]):
 
     @classmethod
     def of(cls, job: EaiJob) -> HavenJob:
-        """Of a Toolkit job. What may still run is never in a state that haven would send again."""
+        """haven's view of a Toolkit job. A job that may still run never gets a state in which haven
+        would send it again.
+        """
         state = job.state if job.state in KNOWN else "RUNNING" if job.runs else "QUEUED"
         return cls(
             id=job.id,
@@ -111,7 +113,7 @@ def result_manager(savedir_base: str | Path, **options: Any) -> Any:
 
 
 def get_api(**_: Any) -> Toolkit:
-    """What haven hands to the other functions."""
+    """The object that haven passes to the other functions."""
     return Toolkit()
 
 
