@@ -174,7 +174,7 @@ def compare(plan: MemoryPlan, folder: Path) -> None:
     if not torch.cuda.is_available():
         return
     planned, measured = plan.peak.peak.total, torch.cuda.max_memory_allocated()
-    logger.info("%s", plan_text.compared(planned, measured))
+    logger.info("%s", plan_text.comparison(planned, measured))
     if distributed.is_main() and (path := folder / FILE).is_file():
         write_json(path, json.loads(path.read_text()) | {"measured": measured})
 
