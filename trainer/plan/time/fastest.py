@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
 from trainer.plan.memory.advice import STAGES, largest_fitting
 from trainer.plan.memory.deepspeed_terms import Zero, host, training
 from trainer.plan.memory.measure import Measured, measure, scale_to_rows, with_value
-from trainer.plan.time.step_time import Batches, Cluster, StepTime, between, step_time
+from trainer.plan.time.step_time import Cluster, MicroBatches, StepTime, between, step_time
 
 if TYPE_CHECKING:
     from trainer.plan.memory.measure import MeasureRequest
@@ -56,7 +56,7 @@ class Way:
 class _Points:
     """Steps of two numbers of rows, from which those of any other follow."""
 
-    typical: list[tuple[int, Batches]]  # of rows of the middle length
+    typical: list[tuple[int, MicroBatches]]  # of rows of the middle length
     longest: list[tuple[int, Measured]]
     by_rows: dict[int, Measured] = field(default_factory=dict[int, Measured])
 
@@ -65,7 +65,7 @@ class _Points:
         (few, less), (some, more) = self.typical
         of_one = between((few, less.of_one), (some, more.of_one), rows)
         of_last = between((few, less.of_last), (some, more.of_last), rows)
-        return Batches(of_one, of_last).of_step(count)
+        return MicroBatches(of_one, of_last).of_step(count)
 
     def memory(self, rows: int) -> Measured:
         if rows not in self.by_rows:
@@ -166,7 +166,7 @@ def _measure(
     points = {
         every: _Points(
             [
-                (rows, Batches.of(step, rates))
+                (rows, MicroBatches.of(step, rates))
                 for rows, step in zip((_FEW, _SOME), short[start : start + 2], strict=True)
             ],
             list(zip((_FEW, _SOME), long[start : start + 2], strict=True)),
@@ -189,7 +189,7 @@ def _of_some_blocks(none: _Points, all_: _Points) -> dict[int | None, _Points]:
             return between((0, low), (blocks, high), again)
 
         typical = [
-            (rows, Batches(part(low.of_one, high.of_one), part(low.of_last, high.of_last)))
+            (rows, MicroBatches(part(low.of_one, high.of_one), part(low.of_last, high.of_last)))
             for (rows, low), (_, high) in zip(none.typical, all_.typical, strict=True)
         ]
         longest = [

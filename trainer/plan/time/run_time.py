@@ -14,8 +14,8 @@ from trainer.data.order import window_rows
 from trainer.plan.memory.measure import Measured, MeasureRequest, measure
 from trainer.plan.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests
 from trainer.plan.time.step_time import (
-    Batches,
     Cluster,
+    MicroBatches,
     StepTime,
     Work,
     computing,
@@ -85,7 +85,9 @@ def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
     )
     share = 1 / len(steps)
     times = [
-        batch for step in steps for batch in Batches.of(step, rates).of_step(per_step, share=share)
+        batch
+        for step in steps
+        for batch in MicroBatches.of(step, rates).of_step(per_step, share=share)
     ]
     time = step_time(times, steps[0], subject.zero, rates, cluster)
     flops = share * sum(flops_of(step, per_step) for step in steps)

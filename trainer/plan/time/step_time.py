@@ -108,14 +108,14 @@ def flops_of(step: Measured, count: float) -> float:
 
 
 @dataclass(frozen=True)
-class Batches:
+class MicroBatches:
     """The micro-batches of one step: so many like each other, but for the last."""
 
     of_one: StepTime
     of_last: StepTime
 
     @classmethod
-    def of(cls, step: Measured, rates: Rates) -> Batches:
+    def of(cls, step: Measured, rates: Rates) -> MicroBatches:
         """Those of a step that was measured, by computing()."""
         one = computing(Work.of(step), rates)
         return cls(one, computing(Work.of_last(step), rates))
