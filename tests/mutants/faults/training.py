@@ -373,8 +373,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/plan/memory/deepspeed_terms.py",
-        "return total // zero.world if zero.stage else total",
-        "return total",
+        "optimizer = total // w if zero.stage else total",
+        "optimizer = total",
         why="the plan refuses runs on many GPUs that would fit",
         tests=MEMORY,
     ),

@@ -1,14 +1,14 @@
-"""What DeepSpeed 0.19.8 holds besides the model's own tensors, as our engine drives it. Imports no
-torch.
+"""The memory of DeepSpeed 0.19.8 besides the model's own tensors, as our engine drives it. This
+module imports no torch.
 
-Every formula was held against the CPU allocator's record of a real engine, stages 0 to 3 in fp32
-and bf16, at one and two ranks (tests/numerics/test_memory_plan.py does it again for one rank). P
-trainable and F frozen numbers, e bytes each in the model's dtype, w ranks, b numbers in a bucket.
+Every formula was compared with the CPU allocator's record of a real engine: stages 0 to 3, fp32 and
+bf16, one and two ranks (tests/numerics/test_memory_plan.py repeats it for one rank). In formulas, P
+is the number of trainable parameters, F of frozen ones, e the bytes of each in the model's dtype,
+w the number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Zero:
-    """How DeepSpeed was told to divide a model."""
+    """How DeepSpeed divides a model: the settings that the formulas need."""
 
     stage: int
     world: int
@@ -58,7 +58,7 @@ class Zero:
     prefetch_bucket: int = 50_000_000
     max_live: int = 1_000_000_000
     max_reuse: int = 1_000_000_000
-    persisted: int = 100_000  # numbers of a weight that stage 3 leaves whole
+    persisted: int = 100_000  # stage 3 leaves weights of at most so many numbers whole
     sub_group: int = 1_000_000_000
     overlaps: bool = False
     keeps_frozen: bool = False  # whole on every rank at stage 3, beside its part of them
@@ -123,16 +123,40 @@ def training(step: Measured, zero: Zero, *, cublas: int, is_first: bool = False)
 
     is_first: of the first micro-batch of a step, when no gradients are in memory yet.
     """
-    # where micro-batches wait for each other, the first one is the last to go back
+    resident = _between_steps(step, zero)
+    moments: list[Breakdown] = []
+    if zero.stage == 3 and zero.gathers:
+        reading = Breakdown(
+            activations=step.reading.activations,
+            logits=step.reading.logits,
+            buffers=_gathered_ahead(step, zero),
+            workspace=cublas + step.scratch,
+        )
+        moments.append(_sum(resident, reading))
+    # where micro-batches wait for each other, the backward pass of the first one comes last
     is_alone = not zero.accumulates or (is_first and not step.waits)
-    moments = _moments(step, zero, cublas, is_alone=is_alone)
+    for moment in step.moments_at(zero.stage):
+        rest = Breakdown(
+            activations=moment.activations, logits=moment.logits, workspace=cublas + step.scratch
+        )
+        gradients = _in_backward(moment.gradients, step, zero, is_alone=is_alone)
+        moments.append(_sum(resident, Breakdown(gradients=gradients), rest))
+    if zero.stage == 3:
+        # After backward only these weights are still whole: the small ones, the one that was used
+        # last, and frozen ones that every rank keeps. Each other one was freed after its use.
+        small = sum(size * count for size, count in step.sizes if size <= zero.persisted)
+        frozen = step.frozen if zero.keeps_frozen else 0
+        whole = _whole_weights(step, zero)
+        freed = whole - min(whole, zero.width * (small + step.largest + frozen))
+        resident = replace(resident, weights=resident.weights - freed)
+    moments.append(_sum(resident, _at_reduction(step, zero), Breakdown(workspace=cublas)))
+    moments.append(_sum(resident, _at_step(step, zero), Breakdown(workspace=cublas)))
     return max(moments, key=lambda breakdown: breakdown.total)
 
 
 def inference(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
-    """The same of an evaluation or a generation between training steps.
-
-    The optimizer stays where it is.
+    """The memory peak of an evaluation or a generation between training steps. The states of the
+    optimizer stay on the device meanwhile.
     """
     most = step.peak
     resident = _between_steps(step, zero)
@@ -142,13 +166,13 @@ def inference(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
 
 
 def host(step: Measured, zero: Zero) -> int:
-    """Bytes that a rank keeps in the machine's memory because they were offloaded."""
+    """Bytes of host memory that a rank needs because of offloading."""
     P, F, w = step.trainable, step.frozen, zero.world
     weights = zero.width * (P + F) // w if zero.offloads_weights else 0
     if not zero.offloads_optimizer:
         return weights
-    # fp32 weights, AdamW's two numbers, gradients; beside them the weights as they go back, and one
-    # gradient on its way; at stage 3 the sums of the gradients
+    # fp32 weights, AdamW's two states and the gradients. At stages 1 and 2 also the weights that
+    # go back to the device and one gradient on its way here; at stage 3 the sums of the gradients.
     optimizer = (4 + 8 + 4) * P
     if zero.stage == 3:
         return weights + (optimizer + _sum_width(zero) * P) // w
@@ -156,11 +180,11 @@ def host(step: Measured, zero: Zero) -> int:
 
 
 def host_to_read(step: Measured, zero: Zero, *, is_random: bool) -> int:
-    """Bytes of the machine's memory that a rank takes while the base is read.
+    """Bytes of host memory that a rank needs while it reads the base.
 
-    All weights, which the engine then takes to the device. Under ZeRO-3 one after the other, of
-    which each rank's share goes to the device at once, or stays when it is offloaded; but random
-    ones are drawn whole.
+    Below ZeRO-3, and for a random base, these are all weights; the engine then moves them to the
+    device. Under ZeRO-3 the weights of a checkpoint are read one after the other. This rank's share
+    of each goes to the device at once, or stays in host memory where weights are offloaded.
     """
     if zero.stage < 3 or is_random:
         return step.weights
@@ -174,8 +198,8 @@ def _sum(*parts: Breakdown) -> Breakdown:
 
 
 def _between_steps(step: Measured, zero: Zero) -> Breakdown:
-    """What stays on the device between steps: weights, optimizer, buffers, and those gradients that
-    are never freed.
+    """The memory that stays on the device between steps: weights, optimizer states, buffers, and
+    the gradients that DeepSpeed never frees.
     """
     P, w = step.trainable, zero.world
     weights, gradients = step.weights, 0
@@ -185,81 +209,30 @@ def _between_steps(step: Measured, zero: Zero) -> Breakdown:
         gradients = 0 if zero.offloads_optimizer else 4 * P // w
     elif zero.stage == 1 and zero.is_bf16 and not zero.offloads_optimizer:
         gradients = 4 * P
-    return Breakdown(
-        weights=weights,
-        gradients=gradients,
-        optimizer=_optimizer_states(step, zero),
-        buffers=step.buffers + _reduce_buckets(step, zero),
-    )
-
-
-def _optimizer_states(step: Measured, zero: Zero) -> int:
-    """This rank's part of the optimizer's states and of the fp32 master weights."""
-    if zero.offloads_optimizer:
-        return 0
-    has_masters = zero.width < 4 or zero.stage > 0
-    masters = 4 * step.trainable if has_masters else 0
-    total = masters + 4 * step.states
-    return total // zero.world if zero.stage else total
-
-
-def _reduce_buckets(step: Measured, zero: Zero) -> int:
-    """The buffers through which gradients are reduced, two where that overlaps with backward."""
-    nbytes = 0
+    # this rank's part of the optimizer's states and of the fp32 master weights
+    optimizer = 0
+    if not zero.offloads_optimizer:
+        has_masters = zero.width < 4 or zero.stage > 0
+        total = (4 * P if has_masters else 0) + 4 * step.states
+        optimizer = total // w if zero.stage else total
+    # gradients are reduced through one buffer, or through two where that overlaps with backward
+    buffers = step.buffers
     if zero.copies_into_buckets:
         count = 2 if zero.overlaps and zero.stage < 3 else 1
-        nbytes = count * zero.reduce_bucket * zero.width
+        buffers += count * zero.reduce_bucket * zero.width
     if zero.offloads_optimizer and zero.stage == 2:
-        nbytes += zero.width * step.largest  # one gradient on its way to the host
-    return nbytes
+        buffers += zero.width * step.largest  # one gradient on its way to the host
+    return Breakdown(weights=weights, gradients=gradients, optimizer=optimizer, buffers=buffers)
 
 
 def _whole_weights(step: Measured, zero: Zero) -> int:
-    """Whole weights at stage 3, beside this rank's part of them, while they are used."""
+    """Bytes of the weights that stage 3 has gathered for use, beside this rank's part of them."""
     if not zero.gathers:
         return 0
     most = zero.width * (zero.max_live + zero.prefetch_bucket)
     if zero.keeps_frozen:
         return zero.width * step.frozen + min(zero.width * step.trainable, most)
     return min(zero.width * (step.trainable + step.frozen), most)
-
-
-def _whole_after_backward(step: Measured, zero: Zero) -> int:
-    """Bytes of the weights that are still whole after the backward pass: the small ones, the one
-    that was used last, and frozen ones that every rank keeps. Each other one was freed after use.
-    """
-    small = sum(size * count for size, count in step.sizes if size <= zero.persisted)
-    frozen = step.frozen if zero.keeps_frozen else 0
-    return min(_whole_weights(step, zero), zero.width * (small + step.largest + frozen))
-
-
-def _moments(step: Measured, zero: Zero, cublas: int, *, is_alone: bool) -> Iterator[Breakdown]:
-    resident = _between_steps(step, zero)
-    if zero.stage == 3 and zero.gathers:
-        reading = Breakdown(
-            activations=step.reading.activations,
-            logits=step.reading.logits,
-            buffers=_gathered_ahead(step, zero),
-            workspace=cublas + step.scratch,
-        )
-        yield _sum(resident, reading)
-    for moment in step.moments_at(zero.stage):
-        rest = Breakdown(
-            activations=moment.activations, logits=moment.logits, workspace=cublas + step.scratch
-        )
-        gradients = _in_backward(moment.gradients, step, zero, is_alone=is_alone)
-        yield _sum(resident, Breakdown(gradients=gradients), rest)
-    if zero.stage == 3:
-        freed = _whole_weights(step, zero) - _whole_after_backward(step, zero)
-        resident = replace(resident, weights=resident.weights - freed)
-    reduced = Breakdown(
-        gradients=_at_reduction(step, zero), workspace=cublas + _reduction_copies(step, zero)
-    )
-    yield _sum(resident, reduced)
-    yield _sum(
-        resident,
-        Breakdown(gradients=_at_step(step, zero), workspace=cublas + _step_copies(step, zero)),
-    )
 
 
 def _gathered_ahead(step: Measured, zero: Zero) -> int:
@@ -275,8 +248,8 @@ def _gathered_ahead(step: Measured, zero: Zero) -> int:
 
 
 def _gradient_sums(step: Measured, zero: Zero) -> int:
-    """Bytes in which stage 2 sums the gradients of a step's micro-batches: this rank's part, in
-    fp32 (in fp16 where the model is).
+    """Bytes of the sums of gradients over micro-batches that stage 2 keeps: this rank's part, in
+    fp32 (in fp16 for a model in fp16).
     """
     if zero.stage != 2 or zero.offloads_optimizer:
         return 0
@@ -284,14 +257,13 @@ def _gradient_sums(step: Measured, zero: Zero) -> int:
 
 
 def _sum_width(zero: Zero) -> int:
-    """Bytes of a number in these sums."""
+    """Bytes of one number in the sums of gradients."""
     return 4 if zero.is_bf16 else zero.width
 
 
 def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
-    """Bytes of complete gradients, in the model's dtype, that are still there.
-
-    From stage 2 on, buckets carry them away.
+    """Bytes of complete gradients, in the model's dtype, that are still in memory. From stage 2 on,
+    gradients are freed once they are copied into a bucket.
     """
     if zero.stage == 3:
         return 0
@@ -308,55 +280,52 @@ def _in_backward(gradients: int, step: Measured, zero: Zero, *, is_alone: bool) 
         # those of the micro-batches before
         gradients = max(moment.gradients for moment in step.moments_at(zero.stage))
     accumulated = _gradient_sums(step, zero)
-    if is_alone:
-        accumulated = (
-            0
-            if not zero.copies_into_buckets
-            else accumulated * gradients // (zero.width * step.trainable)
-        )
+    if is_alone and zero.copies_into_buckets:
+        accumulated = accumulated * gradients // (zero.width * step.trainable)
+    elif is_alone:
+        accumulated = 0
     return _in_flight(gradients, step, zero) + accumulated
 
 
-def _at_reduction(step: Measured, zero: Zero) -> int:
-    """Bytes of gradients at the end of a micro-batch, while they are reduced."""
-    # not copied once more
-    is_moved = zero.width == 4 and not zero.accumulates and not zero.copies_into_buckets
-    return _in_flight(zero.width * step.trainable, step, zero) + (
-        0 if is_moved else _gradient_sums(step, zero)
-    )
-
-
-def _reduction_copies(step: Measured, zero: Zero) -> int:
+def _at_reduction(step: Measured, zero: Zero) -> Breakdown:
+    """The gradients at the end of a micro-batch, while they are reduced, and the copies that this
+    takes.
+    """
     P, e = step.trainable, zero.width
+    gradients, copies = _in_flight(e * P, step, zero), 0
+    # in fp32 a gradient may become the sum itself, without a copy
+    is_sum = e == 4 and not zero.accumulates and not zero.copies_into_buckets
+    if not is_sum:
+        gradients += _gradient_sums(step, zero)
     if zero.stage == 3:
-        # one behind the other, then gloo's own copy, or this rank's part of the sum in fp32
+        # one flat tensor, then gloo's own copy, or this rank's part of the sum in fp32
         part = 4 // zero.world if e < 4 else 0
-        return (e + max(e, part)) * max(step.largest, min(P, zero.reduce_bucket))
-    if zero.stage == 2:
+        copies = (e + max(e, part)) * max(step.largest, min(P, zero.reduce_bucket))
+    elif zero.stage == 2:
         flat = 0 if zero.copies_into_buckets else e * (P if e == 4 else min(P, zero.reduce_bucket))
-        return flat + (4 * step.largest if e < 4 else 0)
-    return 4 * step.largest if zero.stage == 1 and e < 4 else 0
+        copies = flat + (4 * step.largest if e < 4 else 0)
+    elif zero.stage == 1 and e < 4:
+        copies = 4 * step.largest
+    return Breakdown(gradients=gradients, workspace=copies)
 
 
-def _at_step(step: Measured, zero: Zero) -> int:
-    """Gradients, besides those that are never freed, when the optimizer steps."""
-    if zero.stage == 2:
-        return _gradient_sums(step, zero)
-    return zero.width * step.trainable if zero.stage < 2 else 0
-
-
-def _step_copies(step: Measured, zero: Zero) -> int:
-    """What DeepSpeed and the optimizer copy while they step."""
+def _at_step(step: Measured, zero: Zero) -> Breakdown:
+    """The gradients when the optimizer steps (without those that are never freed), and what
+    DeepSpeed and the optimizer copy meanwhile.
+    """
     P, w, e = step.trainable, zero.world, zero.width
-    own = _ADAFACTOR_COPIES * 4 * step.largest if zero.is_adafactor else 0
+    gradients = e * P if zero.stage < 2 else _gradient_sums(step, zero)
     if zero.offloads_optimizer:
-        return 4 * step.largest
-    if zero.stage == 0:
-        return own + (4 * P if e < 4 else 0)  # fp32 copies of all gradients
-    if zero.stage == 1 and zero.is_bf16:
-        # small groups are flattened in fp32 and cast to what is sent; a group of more elements
-        # than a bucket is one tensor, which is neither flattened nor split
-        return (4 + 2) * P if P <= _REDUCED_AT_ONCE else 2 * P
-    if zero.stage == 3:
-        return 4 * min(P // w, zero.sub_group)
-    return 4 * P // w if e == 4 or zero.stage == 1 else 8 * step.largest
+        copies = 4 * step.largest
+    elif zero.stage == 0:
+        own = _ADAFACTOR_COPIES * 4 * step.largest if zero.is_adafactor else 0
+        copies = own + (4 * P if e < 4 else 0)  # fp32 copies of all gradients
+    elif zero.stage == 1 and zero.is_bf16:
+        # Small groups are flattened in fp32 and cast to the dtype that is sent. A group of more
+        # elements than a bucket is one tensor, which is neither flattened nor split.
+        copies = (4 + 2) * P if P <= _REDUCED_AT_ONCE else 2 * P
+    elif zero.stage == 3:
+        copies = 4 * min(P // w, zero.sub_group)
+    else:
+        copies = 4 * P // w if e == 4 or zero.stage == 1 else 8 * step.largest
+    return Breakdown(gradients=gradients, workspace=copies)

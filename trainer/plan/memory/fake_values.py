@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 aten = torch.ops.aten
 
 CHOSEN = 3  # the token that a fake model generates: ids below it are ends and pads
-# elements of a twin: larger ones, such as masks of all scores, steer nothing and cost time
+# Most elements of a twin. Larger ones, such as masks of all scores, decide no shape and cost time.
 LARGEST = 1 << 21
 LARGEST_FLOAT = 1 << 12
 _SHAPED_BY_VALUES = {
@@ -69,23 +69,22 @@ def run_with_twins(func: Any, args: Any, kwargs: Any) -> Any:
 def _give_twins(out: Any, func: Any, args: Any, kwargs: Any) -> None:
     """Give twins to the results of an operation, or take them away where it made them unknown."""
     writes = func._schema.is_mutable
-    if func in _CHOOSING:
-        _choose(out)
-    elif (writes or _is_small(out)) and _are_known(func, args, kwargs):
-        # an operation that writes into its arguments writes into their twins, too
-        _attach(out, _on_twins(func, args, kwargs))
-    elif writes:
-        for fake in tensors_in(out):
-            fake.twin = None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _is_small(out: Any) -> bool:
-    """Whether the results are small enough for twins; floats must be smaller than integers."""
     tensors = list(tensors_in(out))
-    return bool(tensors) and all(
+    is_small = bool(tensors) and all(
         tensor.numel() <= (LARGEST_FLOAT if tensor.is_floating_point() else LARGEST)
         for tensor in tensors
     )
+    # a twin is computed from twins alone, or from no tensor at all (arange, full)
+    is_random = func in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags
+    are_known = not is_random and all(map(_is_known, tensors_in(args, kwargs)))
+    if func in _CHOOSING:
+        _choose(out)
+    elif (writes or is_small) and are_known:
+        # an operation that writes into its arguments writes into their twins, too
+        _attach(out, _on_twins(func, args, kwargs))
+    elif writes:
+        for fake in tensors:
+            fake.twin = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_real_array(value: Any) -> bool:
@@ -94,10 +93,9 @@ def _is_real_array(value: Any) -> bool:
 
 
 def _constant(real: Tensor) -> Tensor:
-    """A fake of torch.tensor's result, or of what a skeleton keeps besides its weights and buffers
-    (the frequencies of a decoder's rotations, on the meta device), whose values nobody knows.
-
-    torch's own would be computed with for real, on a device that cannot compute.
+    """A fake tensor for a real one: the result of torch.tensor, with its values, or a tensor on the
+    meta device that a skeleton keeps besides weights and buffers (the frequencies of rotary
+    positions), without values. torch would compute with the real tensor, on a device that cannot.
     """
     fake: Any = torch.empty(real.shape, dtype=real.dtype, device=real.device)
     fake.twin = None if real.is_meta else real
@@ -113,7 +111,7 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """The tensors among values, lists and dictionaries; torch's own walk takes five times as
+    """The tensors among values, lists and dictionaries. torch's own pytree takes five times as
     long.
     """
     for value in values:
@@ -130,16 +128,6 @@ def _number(tensor: Tensor) -> Any:
         with _disable_current_modes():
             return _real(tensor).item()
     return 0.0 if tensor.is_floating_point() else False if tensor.dtype == torch.bool else 0
-
-
-def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a twin of the result can be computed.
-
-    It can from twins alone, or from no tensor at all (arange, full).
-    """
-    if func in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
-        return False
-    return all(map(_is_known, tensors_in(args, kwargs)))
 
 
 def _on_twins(func: Any, args: Any, kwargs: Any) -> Any:

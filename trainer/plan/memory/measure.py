@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIME_LIMIT_S = 600.0
-_SHOWN_LINES = 12  # of what a failed process said
+_SHOWN_LINES = 12  # of the error output of a failed process
 TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"  # phases of a run
 Kind = Literal["train", "evaluate", "answer"]
 
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """One thing to run under fake tensors."""
+    """One step to run under fake tensors."""
 
     experiment: dict[str, Any]
     kind: Kind
@@ -49,13 +49,14 @@ class MeasureRequest:
     answer_tokens: int | None = None  # of an answer; None: as many as the experiment allows
     accumulates: bool = False  # a second micro-batch of the same rows follows
     device: Literal["fakegpu", "cpu"] = "fakegpu"  # whose kernels are taken
-    # for time: rows of like length stand for each other where a processor takes them one by one
+    # for predictions of time: where a processor takes rows one by one, one row stands for a group
+    # of rows of similar length
     groups_rows: bool = False
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive besides weights and buffers at one moment of a step.
+    """Bytes that are allocated besides weights and buffers at one moment of a step.
 
     A step keeps the Pareto front of finished gradients against all other memory: any of these
     moments may be the peak, depending on what a gradient costs at a stage of ZeRO.
@@ -80,25 +81,29 @@ class Measured:
     trainable: int  # numbers, not bytes
     frozen: int
     largest: int  # numbers of the largest trainable weight
-    states: int  # numbers that the optimizer remembers of all weights
+    states: int  # numbers in the optimizer's states
     moments: list[Moment]
     scratch: int  # of attention kernels
     shapes: dict[str, list[int]]  # of the batch
     tensors: list[tuple[str, int]]  # the largest at the end of the forward
     seconds: float
-    # the moments of a step at ZeRO-3, where they are others: its linear layers keep their inputs
+    # the moments of a step at ZeRO-3 where they differ, as its linear layers keep their inputs
     partitioned: list[Moment] = field(default_factory=list)
-    # the highest moment before the last large weight is asked for, of a step at ZeRO-3
+    # the highest moment of a step at ZeRO-3 before the last large weight is read
     reading: Moment = field(default_factory=lambda: Moment(0, 0, 0))
-    # of one micro-batch: the values of an Operator, and how often it runs
+    # of one micro-batch: the fields of each Operator, then how often it runs
     operators: list[list[Any]] = field(default_factory=list)
-    calls: dict[str, int] = field(default_factory=dict)  # of the host, by their kind: tracker.py
-    # the same of a step's last micro-batch, where it does less than the others (GradCache)
+    calls: dict[str, int] = field(
+        default_factory=dict
+    )  # how often the host calls, by kind: tracker.py
+    # the same for a step's last micro-batch, where it computes less than the others (GradCache)
     operators_of_last: list[list[Any]] = field(default_factory=list)
     calls_of_last: dict[str, int] = field(default_factory=dict)
-    units: int = 0  # that the loss of the batch is summed over
-    sizes: list[list[int]] = field(default_factory=list)  # numbers of a weight, how many have them
-    blocks: int = 0  # of the longest stack
+    units: int = 0  # over which the loss of the batch is summed
+    sizes: list[list[int]] = field(
+        default_factory=list
+    )  # [numbers of a weight, how many weights have this size]
+    blocks: int = 0  # in the longest stack
 
     @property
     def num_weights(self) -> int:
@@ -106,7 +111,7 @@ class Measured:
 
     @property
     def waits(self) -> bool:
-        """Whether every micro-batch of a step runs before the first one goes back."""
+        """Whether every micro-batch of a step runs forward before the first one runs backward."""
         return bool(self.operators_of_last)
 
     def moments_at(self, stage: int) -> list[Moment]:
@@ -139,8 +144,8 @@ _MOMENTS = ("moments", "partitioned")
 
 
 def scale_to_rows(few: tuple[int, Measured], some: tuple[int, Measured], rows: int) -> Measured:
-    """The step of `rows` rows, from those of two other numbers of them: at the same bytes of
-    complete gradients, everything else that is alive grows by as much with every row.
+    """The step of `rows` rows, extrapolated from steps of two other numbers of rows: at equal bytes
+    of complete gradients, all other memory is linear in the number of rows.
     """
     (few_rows, less), (some_rows, more) = few, some
     part = (rows - few_rows) / (some_rows - few_rows)
@@ -164,8 +169,8 @@ def _between(less: list[Moment], more: list[Moment], part: float) -> list[Moment
 
 
 def _highest(moments: list[Moment], gradients: int) -> Moment | None:
-    """The one of most besides gradients among those with at least as many gradients: the last of
-    them, for with fewer gradients there is always more of the rest.
+    """The highest of the moments with at least so many bytes of gradients. This is the last of
+    them, because all other memory grows along the front.
     """
     place = bisect_right([-moment.gradients for moment in moments], -gradients)
     return moments[place - 1] if place else None
@@ -210,28 +215,20 @@ def measuring(forked: Callable[[TextIO, TextIO], None] | None = None) -> Iterato
 
 
 def measure(requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
-    """What each request needs.
+    """The measured step of each request. Steps that were measured before are read from the cache,
+    for they depend on nothing but shapes and this program.
 
-    MeasuringError, with the process's own words, when a step cannot be run.
-    """
-    with measuring():
-        measurer = _measurer.get()
-        assert measurer is not None
-        return _recall_or_measure(measurer, requests, places)
-
-
-def _recall_or_measure(
-    measurer: _Measurer, requests: Sequence[MeasureRequest], places: Places
-) -> list[Measured]:
-    """Steps that were measured before are read from the cache: they depend on nothing but shapes
-    and this program.
+    MeasuringError, with the error output of the process, when a step cannot be run.
     """
     program = _program()
     paths = [places.cache_dir / "steps" / f"{_key(one, program)}.json" for one in requests]
     steps = {path: _read(path) for path in dict.fromkeys(paths)}
     missing = {path: one for path, one in zip(paths, requests, strict=True) if not steps[path]}
     if missing:
-        answers = measurer.answer(list(missing.values()), places)
+        with measuring():
+            measurer = _measurer.get()
+            assert measurer is not None
+            answers = measurer.answer(list(missing.values()), places)
         for path, step in zip(missing, answers, strict=True):
             steps[path] = step
             with contextlib.suppress(StorageError, OSError):  # a plan needs no disk
@@ -244,12 +241,12 @@ def _read(path: Path) -> Measured | None:
     try:
         values = read_json(path)
         return None if values is None else Measured.of(values)
-    except (TypeError, ValueError, KeyError):  # torn, or of another program: measured again
+    except (TypeError, ValueError, KeyError):  # half written, or by another version of Measured
         return None
 
 
 def _key(request: MeasureRequest, program: str) -> str:
-    """Names everything that a step's bytes and operators depend on."""
+    """A digest of everything that a step's bytes and operators depend on."""
     base = request.experiment.get("base")
     folder = Path(base) if isinstance(base, str) else None
     config = folder / "config.json" if folder is not None else None
@@ -259,7 +256,7 @@ def _key(request: MeasureRequest, program: str) -> str:
 
 @cache
 def _program() -> str:
-    """Names this program and what it stands on."""
+    """A digest of this program's files and the versions of its libraries."""
     files = sorted((ROOT / "trainer").rglob("*.py"))
     versions = [[str(f.relative_to(ROOT)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     return digest({"files": versions, "torch": version("torch"), "with": version("transformers")})
@@ -271,7 +268,7 @@ class _Measurer:
     def __init__(self, forked: Callable[[TextIO, TextIO], None] | None) -> None:
         self._forked = forked
         self._process: subprocess.Popen[str] | _Fork | None = None
-        self._said = None  # what it writes to standard error
+        self._errors = None  # what it writes to standard error
 
     def answer(self, requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
         job = {
@@ -280,7 +277,13 @@ class _Measurer:
                 name: None if path is None else str(path) for name, path in asdict(places).items()
             },
         }
-        process = self._running()
+        if self._process is None:
+            self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (close)
+            if self._forked is not None:
+                self._process = _Fork(self._errors, self._forked)
+            else:
+                self._process = _start(self._errors)
+        process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         is_late = threading.Event()
@@ -308,24 +311,15 @@ class _Measurer:
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        if self._said is not None:
-            self._said.close()
-        self._process = self._said = None
-
-    def _running(self) -> subprocess.Popen[str] | _Fork:
-        if self._process is None:
-            self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (close)
-            if self._forked is not None:
-                self._process = _Fork(self._said, self._forked)
-            else:
-                self._process = _start(self._said)
-        return self._process
+        if self._errors is not None:
+            self._errors.close()
+        self._process = self._errors = None
 
     def _failure(self, process: subprocess.Popen[str] | _Fork, *, is_late: bool) -> MeasuringError:
         code = process.wait()
-        assert self._said is not None
-        self._said.seek(0)
-        words = "\n".join(self._said.read().strip().splitlines()[-_SHOWN_LINES:])
+        assert self._errors is not None
+        self._errors.seek(0)
+        words = "\n".join(self._errors.read().strip().splitlines()[-_SHOWN_LINES:])
         self.close()  # the next one gets a new process
         if is_late:
             return MeasuringError(
@@ -335,7 +329,7 @@ class _Measurer:
 
 
 def _start(errors: Any) -> subprocess.Popen[str]:
-    """A new process; `said` is the file that takes its standard error."""
+    """Start a new process. errors: the file that takes its standard error."""
     return subprocess.Popen(
         [sys.executable, "-m", "trainer.plan.memory.fake_step"],
         stdin=subprocess.PIPE,
@@ -347,10 +341,10 @@ def _start(errors: Any) -> subprocess.Popen[str]:
 
 
 class _Fork:
-    """A copy of this process that answers requests, looked at as a Popen is."""
+    """A copy of this process that answers requests, with the methods of a Popen that we use."""
 
     def __init__(self, errors: Any, answer: Callable[[TextIO, TextIO], None]) -> None:
-        """said: the file that takes its standard error."""
+        """errors: the file that takes its standard error."""
         requests, ours = os.pipe()
         theirs, answers = os.pipe()
         sys.stdout.flush()
@@ -379,10 +373,10 @@ class _Fork:
 def _answer_until_the_end(
     answer: Callable[[TextIO, TextIO], None], requests: int, answers: int
 ) -> NoReturn:
-    """What the fork does; it never comes back to what its parent was doing."""
+    """Answer requests in the forked process, then exit: the fork never returns to the caller."""
     code = 1
     try:
-        sys.stdout = sys.stderr  # whoever prints must not spoil the answer
+        sys.stdout = sys.stderr  # a print must not get among the answers
         answer(open(requests), open(answers, "w"))  # noqa: SIM115 (until the end)
         code = 0
     except BaseException:
