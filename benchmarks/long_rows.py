@@ -73,9 +73,9 @@ def planned(row: LongRow) -> dict[str, float]:
         fake.place(model)
         resident = sum(fake.tracker.live.values())
         training = Training(row, model, FAKE_GPU)
-        training.step(fake.put(row.of(SHORT)))
+        training.step(fake.copy_of(row.of(SHORT)))
         fake.tracker.restart()
-        training.step(fake.put(row.rows()))
+        training.step(fake.copy_of(row.rows()))
         return {"bytes": resident + max(moment.total for moment in fake.tracker.moments)}
 
 

@@ -232,7 +232,7 @@ def predicted_bytes(case: Step, device: Literal["fakegpu", "cpu"] = "cpu") -> in
         fake.place(model)
         resident = sum(fake.tracker.live.values())
         fake.tracker.restart()
-        batch, training = fake.put(rows), Training(case, model, device)
+        batch, training = fake.copy_of(rows), Training(case, model, device)
         for _ in range(STEPS):
             training.step(batch)
         return resident + max(moment.total for moment in fake.tracker.moments)
@@ -248,7 +248,7 @@ def seconds_of_a_plan(model: str) -> dict[str, float]:
     with fake_device(FAKE_GPU) as fake:
         fake.place(skeleton)
         fake.tracker.watch(skeleton)
-        skeleton(**fake.put(rows)).loss.backward()
+        skeleton(**fake.copy_of(rows)).loss.backward()
     return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
 
 

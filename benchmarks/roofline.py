@@ -120,7 +120,7 @@ def counted(name: str, micro_batch: int | None, counting: Counting | None = None
     counting.prepare(model)
     with fake_device(FAKE_GPU) as device:
         device.place(model)
-        window = [device.put(batch)]
+        window = [device.copy_of(batch)]
         with counting:
             for loss in task.losses(model, window):
                 loss.backward()

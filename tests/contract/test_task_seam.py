@@ -127,14 +127,14 @@ def test_every_task_is_planned_for_without_data(folder: Path, tmp_path: Path) ->
     for name in TASKS:
         subject = planned_without_data(name, folder, tmp_path)
         assert "every row is taken to fill its limits" in subject.notes[-1], name
-        rows = subject.train.encoded([0, 1], is_drawn=True)
+        rows = subject.train.encoded_rows([0, 1], is_drawn=True)
         requests += [
             MeasureRequest(subject.values, "train", rows),
             MeasureRequest(subject.values, "evaluate", rows),
         ]
         if isinstance(subject.task, Answers):
             raw = [question_of(subject.task, row) for row in subject.valid.raw([0, 1])]
-            rows = subject.valid.encoded([0, 1], is_drawn=False)
+            rows = subject.valid.encoded_rows([0, 1], is_drawn=False)
             requests += [
                 MeasureRequest(subject.values, "answer", rows, raw, answer_tokens=tokens)
                 for tokens in (4, 8)

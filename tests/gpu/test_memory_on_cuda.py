@@ -98,7 +98,7 @@ with fake_device("fakegpu") as device:
     device.place(model)
     device.tracker.watch(model)
     device.tracker.restart()
-    model(**device.put(rows)).loss.backward()
+    model(**device.copy_of(rows)).loss.backward()
     tracker = device.tracker
     peak = max(moment.total for moment in tracker.moments) + device.scratch
     print(tracker.live["weights"] + tracker.live["buffers"] + peak)

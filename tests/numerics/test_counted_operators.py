@@ -33,7 +33,7 @@ def _planned_and_ran(task_name: str, folder: Path, count: int) -> tuple[Any, Any
     values: Any = experiment(task_name, folder)
     places = Places(folder, folder / "cache", folder)
     task = tasks.load(tasks.parse(values), places)
-    rows = Specimens(task).encoded([0, 0], is_drawn=True)
+    rows = Specimens(task).encoded_rows([0, 0], is_drawn=True)
     request = MeasureRequest(values, "train", rows, accumulates=True, device="cpu")
     step = fake_step._measure(request, places)
     planned: Counter[Any] = Counter()

@@ -232,7 +232,7 @@ def test_a_deep_decoder_of_a_task_is_counted_whole(
     values["tokenizer"] |= {"corpus": "lookup"}
     places = Places(tmp_path, tmp_path, tmp_path)
     task = tasks.load(tasks.parse(values), places)
-    rows = Specimens(task).encoded([0, 0], is_drawn=True)
+    rows = Specimens(task).encoded_rows([0, 0], is_drawn=True)
     request = MeasureRequest(values, "train", rows, device="cpu")
     short, full = (
         fake_step._run_step(request, places),

@@ -294,10 +294,10 @@ class Lengths:
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = self.sizes = np.array(lengths)
 
-    def encoded(self, *_: object, **__: object) -> list[dict[str, list[int]]]:
+    def encoded_rows(self, *_: object, **__: object) -> list[dict[str, list[int]]]:
         raise AssertionError("not asked for")
 
-    raw = encoded
+    raw = encoded_rows
 
 
 def test_the_heaviest_micro_batch_is_one_that_the_run_makes() -> None:

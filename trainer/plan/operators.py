@@ -1,4 +1,4 @@
-"""What one operator of a step computes and moves: FLOPs, bytes, and the sides of a product."""
+"""The cost of one operator of a step: FLOPs, bytes that it moves, and the sides of a product."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
-# Operators that only name memory, or hand it out without touching it.
+# Operators that only make a view, or allocate memory without writing to it.
 _FREE = frozenset(
     ("detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view")
 )
@@ -25,7 +25,7 @@ _OF_ATTENTION = ("bmm", "baddbmm", "_softmax", "_softmax_backward_data")
 
 
 class Operator(NamedTuple):
-    """One run of an operator. Two of the same are equal."""
+    """One run of an operator. Runs of equal cost are equal."""
 
     name: str
     flops: float
@@ -36,12 +36,12 @@ class Operator(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """Whether it is an attention kernel, which does everything at once."""
+        """Whether it is a fused attention kernel."""
         return _ATTENTION in self.name or "varlen" in self.name
 
     @property
     def kind(self) -> str:
-        """The part of a step that it belongs to."""
+        """The part of a step's time that it counts to: attention, matmul or memory."""
         if self.is_fused or self.name in _OF_ATTENTION:
             return "attention"
         return "matmul" if self.flops else "memory"
@@ -56,9 +56,9 @@ def operator_of(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> Operator | None:
-    """What a call of `func` does; None of one that only names memory.
+    """The cost of one call of `func`; None for a view or an allocation.
 
-    inputs, outputs: the tensors on the device among arguments and results.
+    inputs, outputs: the tensors on the device among its arguments and results.
     """
     space, _, name = func._schema.name.partition("::")
     if space not in ("aten", "torch_attn") or func.is_view or name in _FREE:
@@ -69,31 +69,24 @@ def operator_of(
         nbytes = sum(map(_nbytes, inputs)) + sum(map(_nbytes, outputs))
     dtype = str((outputs or inputs)[0].dtype)[6:]
     if name in _PRODUCTS:
-        sides = _sides(*(args[place].shape for place in _PRODUCTS[name]))
+        first, second = (args[place].shape for place in _PRODUCTS[name])
+        sides = (first[0] if len(first) == 3 else 1, first[-2], second[-1], first[-1])
         return Operator(name, 2.0 * math.prod(sides), nbytes, sides, dtype)
-    heads = (math.prod(outputs[0].shape[:2]),) if _ATTENTION in name else ()
-    return Operator(name, _flops(func, name, args, kwargs, out), nbytes, heads, dtype)
+    if _ATTENTION in name:
+        heads = (math.prod(outputs[0].shape[:2]),)
+        return Operator(name, _attention_flops(name, args), nbytes, heads, dtype)
+    count = flop_registry.get(func._overloadpacket)
+    flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+    return Operator(name, flops, nbytes, (), dtype)
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of it in memory: an expanded axis lies there once."""
+    """Bytes of a tensor in memory, where an expanded axis is stored once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _sides(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
-    batch = first[0] if len(first) == 3 else 1
-    return (batch, first[-2], second[-1], first[-1])
-
-
-def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
-    if _ATTENTION in name:
-        return _of_attention(name, args)
-    count = flop_registry.get(func._overloadpacket)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
-
-
-def _of_attention(name: str, args: Any) -> float:
-    """Two products forward, five backward (it computes the scores again)."""
+def _attention_flops(name: str, args: Any) -> float:
+    """FLOPs of fused attention: two products forward, five backward (scores are recomputed)."""
     is_backward = name.endswith("backward")
     query, key = args[1 if is_backward else 0], args[2 if is_backward else 1]
     product = 2.0 * query.numel() * key.shape[-2]

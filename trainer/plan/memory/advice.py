@@ -242,7 +242,8 @@ def _encoded_anew(
         longest = max(int(specimen.lengths[0]) for specimen in specimens)
         count = max(1, min(cfg.train.micro_batch, cfg.train.micro_tokens // longest))
     return [
-        specimens[number % len(specimens)].encoded([0], is_drawn=True)[0] for number in range(count)
+        specimens[number % len(specimens)].encoded_rows([0], is_drawn=True)[0]
+        for number in range(count)
     ]
 
 

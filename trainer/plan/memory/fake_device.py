@@ -1,16 +1,17 @@
-"""A device that computes nothing and counts every byte: CUDA's allocations without a GPU.
+"""A device that computes nothing and counts every byte that CUDA would allocate, without a GPU.
 
-Tensors are fake (shapes only) and lie on a Python backend of torch, which takes CUDA's path where a
-kernel chooses by device: dropout keeps a mask of one byte, AdamW may be fused. Fake "cuda" tensors
-cannot be used: without CUDA, torch 2.13 aborts the process in autograd (SIGABRT in
-getDeviceGuardImpl). The backend is registered for the whole process and functions of torch are
-replaced, so this belongs into a process of its own (trainer.plan.memory.measure).
+Its tensors are fake (they have only shapes). The device is a Python backend of torch, so that torch
+takes CUDA's path where a kernel depends on the device: dropout keeps a mask of one byte, AdamW may
+be fused. Fake "cuda" tensors cannot be used: without CUDA, torch 2.13 aborts the process in
+autograd (SIGABRT in getDeviceGuardImpl). The backend is registered for the whole process, and
+functions of torch are replaced, so a fake device needs a process of its own
+(trainer.plan.memory.measure).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ from trainer.plan.memory.tracker import Tracker
 T = TypeVar("T")
 
 FAKE_GPU = "fakegpu"
-# cpu: what the CPU's own kernels allocate, to be held against real runs
+# cpu: what the CPU's kernels allocate, to compare with real runs
 DeviceName = Literal["fakegpu", "cpu"]
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_WIDTH = 256  # widest head that the flash kernel takes
@@ -40,7 +41,7 @@ _MASK_ALIGNMENT = 8
 
 
 class _Module:
-    """What torch asks a device's module: one device, no random state of its own."""
+    """The module of a torch device: one device, without a random state of its own."""
 
     def is_initialized(self) -> bool:
         return True
@@ -96,7 +97,7 @@ def register() -> None:
     _is_registered = True
 
 
-# bytes of fp32 sums that the backward of each attention takes for its queries
+# for each call of attention: bytes of fp32 sums that its backward allocates for the queries
 _scratch: list[int] = []
 _torch_tensor = torch.tensor
 _torch_attention = F.scaled_dot_product_attention
@@ -106,9 +107,8 @@ _torch_attention_of_rows: Any = varlen.varlen_attn
 def _tensor(
     data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **more: Any
 ) -> Tensor:
-    """torch.tensor, which hides from dispatch modes.
-
-    Left alone, it would ask the fake GPU for real memory.
+    """torch.tensor for the fake GPU. Dispatch modes do not see torch's own, which would allocate
+    real memory there.
     """
     if device is None or torch.device(device).type != FAKE_GPU:
         return _torch_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **more)
@@ -125,11 +125,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by the kernel that CUDA would take: flash without a mask, memory-efficient with one
-    or in fp32.
+    """Attention with the kernel that CUDA would use: flash without a mask, memory-efficient with a
+    mask or in fp32.
 
-    A TorchFunctionMode would not do: it is off inside backward(), so that a checkpointed block
-    recomputes by another kernel, which aborts on a Python backend.
+    A TorchFunctionMode cannot replace it: it is off inside backward(), so that a recomputed block
+    would use another kernel, which aborts on a Python backend.
     """
     if query.device.type != FAKE_GPU:
         how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
@@ -138,7 +138,7 @@ def _attention(
     if attn_mask is None and query.dtype in _FLASH_DTYPES and query.shape[-1] <= _FLASH_WIDTH:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if key.shape[1] != query.shape[1]:  # the efficient kernel knows no grouped queries
+    if key.shape[1] != query.shape[1]:  # the efficient kernel has no grouped queries
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -147,13 +147,15 @@ def _attention(
 
 
 def _attention_of_rows(query: Tensor, *rest: Any, **how: Any) -> Tensor:
-    """torch's attention for rows where they lie, with the sums that its backward takes."""
+    """torch's padding-free attention. Counts the sums that its backward allocates."""
     _scratch.append(4 * query.numel())
     return _torch_attention_of_rows(query, *rest, **how)
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """(B, H, Q, K) as the efficient kernel reads it: numbers, aligned, expanded without a copy."""
+    """The mask (B, H, Q, K) as the efficient kernel reads it: floats, aligned, expanded without a
+    copy.
+    """
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
             mask.logical_not(), float("-inf")
@@ -165,8 +167,8 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _safe_softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """The softmax of unfused attention with its mask of one byte a score, of which torch's own
-    (2.13) fake one makes none; the CPU's allocator recorded it.
+    """The softmax of unfused attention with its mask of one byte per score. The CPU's allocator
+    recorded this mask, but torch's fake softmax (2.13) does not make it.
     """
     shares = torch.softmax(scores, dim, dtype)
     is_hidden = scores.eq(-torch.inf)
@@ -174,19 +176,19 @@ def _safe_softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) ->
 
 
 def _where(tensor: FakeTensor) -> torch.device:
-    """What torch's own fake tensor answers (2.13), without the way there."""
+    """The device of a fake tensor, as torch (2.13) finds it, without its overhead."""
     return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
 class _Counted(TorchDispatchMode):
-    """Shows every operation's result to the tracker, and lets integers keep their true values."""
+    """Reports every operation to the tracker, and computes known values beside fake ones."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
         self._tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # half of all calls: torch asks where a tensor is
+        if func is torch.ops.prim.device.default:  # half of all calls ask for the device
             return _where(args[0])
         if func is torch.ops.aten._safe_softmax.default:
             with self:
@@ -197,7 +199,7 @@ class _Counted(TorchDispatchMode):
 
 
 class FakeDevice:
-    """A device inside `fake_device()`: models and batches are put on it, its tracker counts."""
+    """The device inside `fake_device()`: it takes models and batches, and its tracker counts."""
 
     def __init__(self, name: DeviceName, mode: FakeTensorMode) -> None:
         self.device, self._mode = torch.device(name), mode
@@ -205,13 +207,15 @@ class FakeDevice:
 
     @property
     def scratch(self) -> int:
-        """The most that one attention kernel takes in backward, which fake tensors do not show."""
+        """The most bytes that one attention kernel allocates in backward; fake tensors do not show
+        them.
+        """
         return max(_scratch, default=0)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """The model's parameters and buffers as fake ones on this device; tied ones stay tied."""
+        """Replace parameters and buffers by fake ones on this device; tied ones stay tied."""
         placed: dict[int, Any] = {}
-        with _disable_current_modes():  # an operation for each weight would take as long as a step
+        with _disable_current_modes():  # operations on each weight would take as long as a step
             for module in model.modules():
                 tables = ((module._parameters, "weights"), (module._buffers, "buffers"))
                 for table, category in tables:
@@ -229,11 +233,11 @@ class FakeDevice:
             tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
         )
         fake = FakeTensor(self._mode, shape, self.device)
-        fake._is_param = isinstance(tensor, nn.Parameter)  # as torch's own marks a Parameter
+        fake._is_param = isinstance(tensor, nn.Parameter)  # as torch marks a Parameter
         return fake
 
-    def put(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A real batch on this device; its values stay known (integers.py)."""
+    def copy_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A fake copy of a real batch on this device; its values stay known (fake_values.py)."""
         placed: dict[str, Any] = {}
         for name, tensor in batch.items():
             placed[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -243,13 +247,15 @@ class FakeDevice:
 
 @contextmanager
 def fake_device(name: DeviceName) -> Iterator[FakeDevice]:
-    """Inside, nothing is computed, and what is made on the device is counted.
-
-    Only in a process of its own.
+    """Inside, operators compute nothing, and allocations on the device are counted. Use it only in
+    a process of its own.
     """
     if name == FAKE_GPU:
         register()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _values_are_known():
+    # transformers (5.23) reads the values of masks, to leave out masks that hide nothing; fake ones
+    # have twins that answer
+    values_are_known = replaced(import_utils, "is_fake_tensor", lambda x: False)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, values_are_known:
         _scratch.clear()
         device = FakeDevice(name, mode)
         with _Counted(device.tracker):
@@ -257,8 +263,8 @@ def fake_device(name: DeviceName) -> Iterator[FakeDevice]:
 
 
 class _LinearOfPartitioned(torch.autograd.Function):
-    """A linear layer as DeepSpeed 0.19.8 computes it at ZeRO-3 (runtime/zero/linear.py): it keeps
-    what goes in for the backward pass, also where the weight is frozen and torch's would not.
+    """A linear layer as DeepSpeed 0.19.8 computes it at ZeRO-3 (runtime/zero/linear.py): it saves
+    its input for the backward pass even where the weight is frozen, and torch would not.
     """
 
     @staticmethod
@@ -285,7 +291,7 @@ class _LinearOfPartitioned(torch.autograd.Function):
 
 @contextmanager
 def linear_of_partitioned() -> Iterator[None]:
-    """Inside, linear layers are ZeRO-3's."""
+    """Inside, linear layers compute as they do at ZeRO-3."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return _LinearOfPartitioned.apply(input, weight, bias)
@@ -294,13 +300,13 @@ def linear_of_partitioned() -> Iterator[None]:
         yield
 
 
-_GROUPS = 4  # of rows by length, each counted by its middle one
+_GROUPS = 4  # of rows of similar length; the middle row of each is measured
 
 
 @contextmanager
 def rows_in_groups(tracker: Tracker) -> Iterator[None]:
-    """Inside, attention that a processor computes row by row (packed/stream_attention.py) does so
-    for a row of each group of like lengths, which counts as often as the group has rows.
+    """Inside, attention that a processor computes row by row (packed/stream_attention.py) computes
+    one row of each group of rows of similar length, and counts it once for each row of the group.
     """
     from trainer.models.packed import stream_attention
 
@@ -320,8 +326,8 @@ def rows_in_groups(tracker: Tracker) -> Iterator[None]:
 
 @contextmanager
 def equal_chunks_once(tracker: Tracker) -> Iterator[None]:
-    """Inside, the chunks of an output layer (models/losses.py) between the first and the last one
-    are one, which stands for all of them.
+    """Inside, of the chunks of an output layer (models/losses.py) between the first and the last,
+    one is computed and counted for all of them.
     """
     from trainer.models import losses
 
@@ -341,18 +347,10 @@ def equal_chunks_once(tracker: Tracker) -> Iterator[None]:
 
 
 def for_real(function: Callable[..., T]) -> Callable[..., T]:
-    """The same function, run as if outside of `fake_device()`: for what makes real batches."""
+    """The function, run as outside of `fake_device()`: for functions that make real batches."""
 
     def run(*args: Any, **kwargs: Any) -> T:
         with _disable_current_modes():
             return function(*args, **kwargs)
 
     return run
-
-
-def _values_are_known() -> AbstractContextManager[None]:
-    """Inside, transformers (5.23) can look into masks: twins of the fake values answer.
-
-    It looks there to leave out masks that hide nothing.
-    """
-    return replaced(import_utils, "is_fake_tensor", lambda x: False)

@@ -1,7 +1,7 @@
-"""Steps run under fake tensors, in a process of their own: `measure()` of measure.py starts it.
+"""Runs steps under fake tensors. measure() of measure.py starts this as a process of its own.
 
-It reads requests, a line of JSON at a time, from standard input, and writes what was measured to
-standard output, until the input ends.
+Until the input ends, it reads requests from standard input, one line of JSON each, and writes the
+measured steps to standard output.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Answer the requests on standard input."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # whoever prints must not spoil the answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # a print must not get among the answers
     answer_all(sys.stdin, answers)
-    # torch's threads hold Python objects of the fake device, which the interpreter's own way out
-    # would meet half freed
+    # A normal exit of the interpreter frees Python objects of the fake device that torch's threads
+    # still use.
     os._exit(0)
 
 
@@ -42,8 +42,8 @@ def answer_all(requests: TextIO, answers: TextIO) -> None:
 
     from trainer.protocol.task import Places
 
-    # In a fork torch makes its pool of threads anew when it is first asked for it. Where two
-    # threads of a backward pass ask at once, one finds none, and the process is aborted.
+    # In a fork torch creates its pool of threads again at the first use. When two threads of a
+    # backward pass use it first at the same time, one finds none, and the process is aborted.
     torch.set_num_threads(1)  # fake tensors compute nothing
     for line in requests:
         job = json.loads(line)
@@ -64,7 +64,7 @@ def _measure(request: MeasureRequest, places: Places) -> Measured:
     step = _run_step(request, places)
     if request.kind != "train" or not step.frozen:
         return step
-    with linear_of_partitioned():  # frozen weights are where it needs more
+    with linear_of_partitioned():  # it keeps more only where weights are frozen
         partitioned = _run_step(request, places)
     seconds = step.seconds + partitioned.seconds
     return replace(
@@ -73,7 +73,7 @@ def _measure(request: MeasureRequest, places: Places) -> Measured:
 
 
 def _run_step(request: MeasureRequest, places: Places) -> Measured:
-    """One step, by a few of its model's blocks; by all of them where those do not tell enough."""
+    """One step, with a few of the model's blocks, or with all of them where blocks differ."""
     from trainer import tasks
     from trainer.plan.time.blocks import (
         SHOWN,
@@ -84,7 +84,7 @@ def _run_step(request: MeasureRequest, places: Places) -> Measured:
     )
 
     every = tasks.parse(request.experiment).train.recompute_every or 0
-    if every > 1:  # blocks do different things in turn
+    if every > 1:  # blocks differ: only every so many is recomputed
         return _run_blocks(request, places, lambda _: whole())
     num_blocks = SHOWN_RECOMPUTED if every else SHOWN
     try:
@@ -154,11 +154,11 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
 
 
 def _micro_batches(request: MeasureRequest, forwards: list[Ran]) -> tuple[Ran, Ran]:
-    """What one micro-batch runs, and a step's last one where that is another.
+    """What one micro-batch runs, and what a step's last one runs where that is less.
 
-    forwards: those of every run of the model, as `_run` lets it run. Where micro-batches wait for
-    each other (models/gradcache.py), the first of two runs, the last runs and goes back, and the
-    first runs again.
+    forwards: what each forward pass of the model in `_run` ran. Where micro-batches wait for each
+    other (models/gradcache.py), there are three for two micro-batches: the first runs, the last
+    runs forward and backward, and the first runs again.
     """
     from trainer.plan.memory.tracker import Ran
 
@@ -179,7 +179,7 @@ def _run(
 
     if request.kind == "train":
         model.train()
-        window = [device.put(batch) for _ in range(1 + request.accumulates)]
+        window = [device.copy_of(batch) for _ in range(1 + request.accumulates)]
         forwards: list[None] = []
 
         def begin(*_: Any) -> None:
@@ -192,15 +192,15 @@ def _run(
             (loss / 1.0).backward()
             del loss
             if len(forwards) == 1:
-                # micro-batches do not know of each other: the next one would be the same again
+                # micro-batches are independent: the next one would run the same again
                 break
         return
     model.eval()
     with torch.no_grad():
         if request.kind == "evaluate":
-            task.scores(model, device.put(batch))
+            task.scores(model, device.copy_of(batch))
             return
-        distributed.device = lambda: device.device  # answers() itself puts its batch there
+        distributed.device = lambda: device.device  # answers() moves its batch there
         task.collate = for_real(task.collate)
         assert isinstance(task, Answers)
         task.answers(model, rows, request.raw, max_tokens=request.answer_tokens)

@@ -1,5 +1,5 @@
-"""Peak memory of a run by category, on the device, on the host and on the disk: its steps run
-under fake tensors, which compute nothing.
+"""The peak memory of a run by category, on the device, on the host and on the disk. A step of the
+run is executed with fake tensors, which have shapes but compute nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PROCESS = 2 * 2**30
 
 @dataclass(frozen=True)
 class Phase:
-    """The highest moment of one kind of work."""
+    """The memory peak of training, evaluation or generation."""
 
     name: str
     peak: Breakdown
@@ -58,15 +58,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run will need."""
+    """The memory that a run needs."""
 
     phases: list[Phase]
-    host: int  # of this rank
-    checkpoints: int  # on disk, of the whole run
+    host: int  # bytes of host memory, for this rank
+    checkpoints: int  # bytes on disk, for the whole run
     download: int
     heaviest: list[int]  # the rows of the micro-batch with the highest peak
     heaviest_evaluated: list[int]
-    seconds: float  # of the processor, that measuring took
+    seconds: float  # of CPU time, that measuring took
     notes: list[str]
 
     @property
@@ -96,12 +96,12 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Basis:
-    """A plan, and the measured step that it rests on."""
+    """A plan, and the measured step from which it was made."""
 
     plan: MemoryPlan
     worst: Measured  # of the training step
     numbers: list[int]  # its rows
-    is_first: bool  # whether they begin a step
+    is_first: bool  # whether this micro-batch is the first one of a step
 
     @property
     def total(self) -> int:
@@ -109,14 +109,15 @@ class Basis:
 
 
 def make(subject: Subject, *, cublas: int) -> Basis:
-    """The plan of one run. MeasuringError when its step cannot be run under fake tensors;
-    ConfigError for more blocks in train.gradient_checkpointing than the model has.
+    """Make the plan of one run. MeasuringError when its step cannot run under fake tensors;
+    ConfigError when train.gradient_checkpointing names more blocks than the model has.
     """
     batches = training_batches(subject)
-    rows = {EVALUATION: first_evaluated(subject.valid.lengths, batch=_eval_batch(subject))}
+    eval_batch = subject.cfg.train.eval_batch or subject.cfg.train.micro_batch
+    eval_rows = first_evaluated(subject.valid.lengths, batch=eval_batch)
     requests = [subject.training_request(batch.numbers) for batch in batches]
-    requests.append(request_of(subject, "evaluate", subject.valid, rows[EVALUATION]))
-    requests += answer_requests(subject, rows[EVALUATION])
+    requests.append(request_of(subject, "evaluate", subject.valid, eval_rows))
+    requests += answer_requests(subject, eval_rows)
     steps_of_requests = measure(requests, subject.places)
     check(subject.cfg.train.recompute_every, steps_of_requests[0].blocks)
     steps, evaluated, answered = (
@@ -137,20 +138,20 @@ def make(subject: Subject, *, cublas: int) -> Basis:
             inference(evaluated, subject.zero, cublas=cublas),
             evaluated,
             subject.valid,
-            rows[EVALUATION],
+            eval_rows,
         ),
     ]
     if answered and isinstance(subject.task, Answers):
         grown = _grown(answered, subject.task.answer_tokens())
         peak = inference(grown, subject.zero, cublas=cublas)
-        phases.append(phase(GENERATION, peak, grown, subject.valid, rows[EVALUATION]))
+        phases.append(phase(GENERATION, peak, grown, subject.valid, eval_rows))
     plan = MemoryPlan(
         phases=phases,
         host=_on_host(steps[worst], subject),
         checkpoints=_on_disk(steps[worst], subject),
         download=_to_download(steps[worst], subject),
         heaviest=[int(number) for number in numbers],
-        heaviest_evaluated=[int(number) for number in rows[EVALUATION]],
+        heaviest_evaluated=[int(number) for number in eval_rows],
         seconds=sum(step.seconds for step in steps_of_requests),
         notes=subject.notes,
     )
@@ -171,21 +172,20 @@ def _grown(answered: Sequence[Measured], tokens: int) -> Measured:
     return replace(more, moments=[replace(more.peak, activations=more.peak.activations + further)])
 
 
-def _eval_batch(subject: Subject) -> int:
-    return subject.cfg.train.eval_batch or subject.cfg.train.micro_batch
-
-
 # Besides the device
 # -----------------------------------------------------------------------------------------------
 
 
 def _on_host(step: Measured, subject: Subject) -> int:
-    """Bytes of the machine's memory that a rank takes at most: when the base is read, or when a
-    checkpoint is written.
+    """The host memory that a rank needs at most: while it reads the base, or while it writes a
+    checkpoint.
     """
-    later = host(step, subject.zero) + _gathered_to_save(step, subject)
+    zero = subject.zero
+    # while it writes, a rank holds its share of a checkpoint; rank 0 has all weights to export
+    share = max(_saved_numbers(step, zero) // zero.world, zero.width * step.trainable)
+    later = host(step, zero) + share
     is_random = isinstance(subject.cfg.base, RandomBase)
-    return _PROCESS + max(host_to_read(step, subject.zero, is_random=is_random), later)
+    return _PROCESS + max(host_to_read(step, zero, is_random=is_random), later)
 
 
 def _saved_numbers(step: Measured, zero: Zero) -> int:
@@ -199,14 +199,6 @@ def _saved_numbers(step: Measured, zero: Zero) -> int:
     )
 
 
-def _gathered_to_save(step: Measured, subject: Subject) -> int:
-    """This rank's share of a checkpoint, which it holds while it writes; rank 0 has all weights for
-    an export.
-    """
-    zero = subject.zero
-    return max(_saved_numbers(step, zero) // zero.world, zero.width * step.trainable)
-
-
 def _on_disk(step: Measured, subject: Subject) -> int:
     """Checkpoints kept, the best one, the one being written, and the exports best/ and final/."""
     zero = subject.zero
@@ -215,9 +207,8 @@ def _on_disk(step: Measured, subject: Subject) -> int:
 
 
 def _to_download(step: Measured, subject: Subject) -> int:
-    """Bytes of a base on the Hub that are not in the cache, taken for fp32.
-
-    0 for folders and random bases.
+    """Bytes of a base on the Hub that is not in the cache, assuming fp32. 0 for folders and random
+    bases.
     """
     base = subject.cfg.base
     if not isinstance(base, str) or Path(base).is_dir():

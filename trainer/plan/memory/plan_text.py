@@ -17,8 +17,19 @@ _SHOWN_FIXES = 8
 
 
 def page(plan: MemoryPlan, advice: Advice, device: Device | None, *, world: int) -> str:
-    """The whole plan: a table of phases and categories, what is needed besides, and what fits."""
-    lines = [*_phases(plan), "", *_besides(plan), "", *_verdict(plan, device, world), ""]
+    """The whole plan as text: a table of phases and categories, host memory and disk, and what
+    fits.
+    """
+    lines = [
+        *_phases(plan),
+        "",
+        f"host memory of a rank  {_gib(plan.host)} GiB",
+        f"checkpoints on disk    {_gib(plan.checkpoints)} GiB",
+        f"to download            {_gib(plan.download)} GiB",
+        "",
+        *_verdict(plan, device, world),
+        "",
+    ]
     lines += [
         f"under other DeepSpeed files ({world} device(s)), GiB per device in the training step:"
     ]
@@ -28,8 +39,15 @@ def page(plan: MemoryPlan, advice: Advice, device: Device | None, *, world: int)
             f"  {stage.preset:14s} "
             f"{_gib(stage.peak.total):>8s}{_mark(stage.peak, device, world)}{beside}"
         )
-    if device is not None:
-        lines += ["", *_largest(advice, plan)]
+    if device is not None and advice.largest_rows == 0:
+        lines += ["", "largest micro-batch: not even one row of the longest kind fits"]
+    elif device is not None:
+        longest = plan.phases[0].longest
+        lines += [
+            "",
+            f"largest micro-batch: {advice.largest_rows} rows of the longest kind ({longest}), "
+            f"{advice.largest_rows * longest} padded tokens",
+        ]
     if advice.fixes:
         lines += ["", "what saves most:"]
         lines += [
@@ -38,14 +56,13 @@ def page(plan: MemoryPlan, advice: Advice, device: Device | None, *, world: int)
         ]
     lines += [f"note: {note}" for note in plan.notes]
     lines.append(
-        f"planned in {plan.seconds:.1f} s of the processor, what would fit in "
-        f"{advice.seconds:.1f} s"
+        f"CPU time: {plan.seconds:.1f} s for the plan, {advice.seconds:.1f} s for what would fit"
     )
     return "\n".join(lines)
 
 
 def summary(plan: MemoryPlan, device: Device | None) -> str:
-    """One line."""
+    """The peak and its largest categories, in one line."""
     peak = plan.peak
     of = f" of {_gib(device.nbytes)} ({device.name})" if device is not None else ""
     parts = ", ".join(
@@ -57,14 +74,14 @@ def summary(plan: MemoryPlan, device: Device | None) -> str:
 
 
 def comparison(plan: int, measured: int) -> str:
-    """How right the plan was, once the run is over."""
+    """Planned against measured memory, at the end of a run."""
     return (
         f"memory: planned {_gib(plan)}, measured {_gib(measured)} GiB ({plan / measured - 1:+.1%})"
     )
 
 
 def refusal(plan: MemoryPlan, advice: Advice, device: Device, *, world: int) -> str:
-    """Why a run is not launched, and what would fit."""
+    """The message when a run is not launched: why it does not fit, and what would."""
     lines = [
         f"this run needs {_gib(plan.peak.peak.total)} GiB per device in the {plan.peak.name}, and "
         f"{device.name} has {_gib(device.usable(world))} GiB to give.",
@@ -80,9 +97,8 @@ def out_of_memory(
     batch: Mapping[str, Sequence[int]],
     message: str,
 ) -> str:
-    """The page of an OutOfMemoryError.
-
-    Predicted against actual bytes by category, the batch, and the largest tensors.
+    """The report of an OutOfMemoryError: planned against actual bytes by category, the batch, and
+    the largest tensors.
     """
     lines = ["out of memory", "", f"{'GiB':14s}{'planned':>10s}{'actual':>10s}"]
     plan_parts = plan.phases[0].peak.parts() if plan is not None else {}
@@ -153,14 +169,6 @@ def _phases(plan: MemoryPlan) -> list[str]:
     return lines
 
 
-def _besides(plan: MemoryPlan) -> list[str]:
-    return [
-        f"host memory of a rank  {_gib(plan.host)} GiB",
-        f"checkpoints on disk    {_gib(plan.checkpoints)} GiB",
-        f"to download            {_gib(plan.download)} GiB",
-    ]
-
-
 def _verdict(plan: MemoryPlan, device: Device | None, world: int) -> list[str]:
     if device is None:
         return ["no device is known: give --device, such as 24GiB or h200, to see whether it fits"]
@@ -169,16 +177,6 @@ def _verdict(plan: MemoryPlan, device: Device | None, world: int) -> list[str]:
     return [
         f"{word}: {_gib(total)} of {_gib(usable)} GiB that {device.name} gives to tensors "
         f"({total / usable:.0%})"
-    ]
-
-
-def _largest(advice: Advice, plan: MemoryPlan) -> list[str]:
-    if advice.largest_rows == 0:
-        return ["largest micro-batch: not even one row of the longest kind fits"]
-    longest = max(phase.longest for phase in plan.phases[:1])
-    return [
-        f"largest micro-batch: {advice.largest_rows} rows of the longest kind ({longest}), "
-        f"{advice.largest_rows * longest} padded tokens"
     ]
 
 

@@ -1,4 +1,4 @@
-"""The rows that a plan looks at: those of the data; without data, rows that fill every limit."""
+"""The rows that a plan measures: rows of the data, or without data rows that fill every limit."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
     from trainer.plan.memory.subject import Subject
 
-SHORT_ANSWERS = (
-    4,
-    8,
-)  # tokens that are generated to be measured; memory grows by as much with each further one
-MOST_STEPS = 2000  # whose micro-batches are compared
+# Answers of so many tokens are generated and measured; memory is linear in the number of tokens.
+SHORT_ANSWERS = (4, 8)
+MOST_STEPS = 2000  # steps whose micro-batches are compared
 _SPECIMENS = 8192
 _DRAWN = 5
 
@@ -37,14 +35,16 @@ _DRAWN = 5
 class RowsByNumber(Protocol):
     """Rows of a split by number."""
 
-    lengths: np.ndarray  # (rows,) for the device
+    lengths: np.ndarray  # (rows,) tokens on the device
 
     @property
     def sizes(self) -> Lengths:
-        """The same, or by axis and kind."""
+        """The lengths, or lengths by axis and kind."""
         ...
 
-    def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]: ...
+    def encoded_rows(
+        self, numbers: Iterable[int], *, is_drawn: bool
+    ) -> list[dict[str, list[int]]]: ...
 
     def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]: ...
 
@@ -56,8 +56,8 @@ class StoredRows:
         self.lengths, self.sizes = np.asarray(store.lengths), sizes_of(store, task)
         self._store, self._task, self._split = store, task, split
 
-    def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
-        """Token ids of the rows. is_drawn: as in training, with a random number each."""
+    def encoded_rows(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
+        """Token ids of the rows. is_drawn: each with a random number, as in training."""
         return [_plain(self._store[int(number)], is_drawn) for number in numbers]
 
     def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
@@ -69,16 +69,16 @@ class StoredRows:
 
 
 class Specimens:
-    """One row, repeated: without data, a plan looks at a row that fills every limit."""
+    """One row, repeated: without data, a plan measures a row that fills every limit."""
 
     def __init__(self, task: Task, row: dict[str, Any] | None = None) -> None:
-        """row: the raw row to take; None: one that the task makes up."""
+        """row: the raw row; None: one that the task makes up."""
         self._row = task.specimen() if row is None else row
         self._encoded = task.encode(self._row)
         self.lengths = self.sizes = np.full(_SPECIMENS, task.length(self._encoded))
 
-    def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
-        """The same row again and again."""
+    def encoded_rows(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
+        """The one row, once for each number."""
         return [_plain(self._encoded, is_drawn) for _ in numbers]
 
     def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
@@ -111,10 +111,10 @@ def heaviest(
     """Candidates for the memory peak: the micro-batches with the most tokens (pads included) and
     with the most pairs of tokens, the first of a step and later ones apart.
 
-    They are looked for on all ranks, in the first MOST_STEPS steps.
+    All ranks are searched, in the first MOST_STEPS steps.
     """
     is_packed = isinstance(rows.sizes, Sizes) and rows.sizes.is_packed
-    # by (is_first, power of the lengths): the largest sum, and its rows
+    # by (is_first, power of the lengths): the largest sum, and the rows that it belongs to
     largest: dict[tuple[bool, int], tuple[float, np.ndarray]] = {}
     for is_first, rows_RN in _micro_batches(rows, sharding, seed=seed, steps=steps):
         lengths_RN = rows.lengths[rows_RN].astype(np.float64)
@@ -127,7 +127,7 @@ def heaviest(
                 largest[kind] = (float(sums_R[rank]), rows_RN[rank])
     candidates: dict[tuple[bool, bytes], Heavy] = {}
     for (is_first, power), (total, numbers) in largest.items():
-        # a later micro-batch of the same size also has the gradients of those before it
+        # beside a later micro-batch of the same size lie the gradients of those before it
         if not is_first or total > largest.get((False, power), (0.0,))[0]:
             candidates[is_first, numbers.tobytes()] = Heavy(numbers, is_first)
     return list(candidates.values())
@@ -136,8 +136,8 @@ def heaviest(
 def _micro_batches(
     rows: RowsByNumber, sharding: Sharding, *, seed: int | None, steps: int
 ) -> Iterator[tuple[bool, np.ndarray]]:
-    """(whether it is the first of its step, row numbers (ranks, rows)) of each micro-batch. Ranks
-    with different numbers of rows (micro_tokens) come one after the other.
+    """Each micro-batch as (whether it is the first of its step, row numbers (ranks, rows)). Where
+    ranks have different numbers of rows (micro_tokens), they are yielded one after the other.
     """
     are_alike = rows.lengths.min() == rows.lengths.max()
     for step in range(1 if are_alike else min(steps, MOST_STEPS)):
@@ -155,17 +155,17 @@ def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:
 
 
 def binding_limit(task: Task) -> tuple[str, int] | None:
-    """The dictionary's key that cuts the longest texts, with its value; None when no limit does."""
+    """The key of the largest limit of length, with its value; None when the task has no limits."""
     return max(task.limits().items(), key=lambda item: item[1], default=None)
 
 
 def request_of(subject: Subject, kind: Kind, rows: RowsByNumber, numbers: Any) -> MeasureRequest:
-    """These rows, evaluated or answered."""
-    return MeasureRequest(subject.values, kind, rows.encoded(numbers, is_drawn=False))
+    """The request to measure the evaluation of these rows, or the generation of their answers."""
+    return MeasureRequest(subject.values, kind, rows.encoded_rows(numbers, is_drawn=False))
 
 
 def answer_requests(subject: Subject, numbers: Any) -> list[MeasureRequest]:
-    """Generation of two short lengths; memory at other lengths is extrapolated from them."""
+    """Requests to generate answers of two short lengths; other lengths are extrapolated."""
     if not subject.answers or not isinstance(subject.task, Answers):
         return []
     # scoring answers needs no device memory, so there are no references

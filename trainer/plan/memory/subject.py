@@ -1,8 +1,9 @@
-"""What a memory plan is made for, also where the data or the base are out of reach."""
+"""The subject of a plan: an experiment with its task and rows, even without data or base."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
     from trainer.protocol.task import Places, Task
 
-# A tokenizer that stands in for a published one (byte_level_tokenizer): its ids of padding and end.
+# Ids of padding and end in byte_level_tokenizer, which replaces a published tokenizer here.
 _STAND_IN: dict[str, Any] = {"pad_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 0}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned for."""
+    """An experiment, as far as a plan needs it."""
 
-    values: dict[str, Any]  # the experiment, as measured
+    values: dict[str, Any]  # the dictionary of the experiment
     cfg: Experiment
     ds: dict[str, Any]  # complete (deepspeed_config.build)
     sharding: Sharding
@@ -40,7 +41,7 @@ class Subject:
     train: RowsByNumber
     valid: RowsByNumber
     answers: bool  # summaries or answers are generated in evaluation
-    notes: list[str] = field(default_factory=list)  # what the plan rests on
+    notes: list[str] = field(default_factory=list)  # assumptions of the plan
 
     @property
     def zero(self) -> Zero:
@@ -55,10 +56,19 @@ class Subject:
             keeps_frozen=self.cfg.train.frozen == "replicate",
         )
 
+    def zeros_of(self, presets: Iterable[str]) -> dict[str, Zero]:
+        """The settings of ZeRO under each of these DeepSpeed files that the experiment allows."""
+        zeros: dict[str, Zero] = {}
+        for preset in presets:
+            # not allowed are Adafactor above stage 0, and fp16 with it
+            with contextlib.suppress(ConfigError):
+                zeros[preset] = self.zero_of(self.with_deepspeed(preset))
+        return zeros
+
     def with_deepspeed(self, preset: str) -> dict[str, Any]:
         """The complete dictionary of another DeepSpeed file.
 
-        ConfigError when the experiment does not go with it.
+        ConfigError when the experiment cannot run with it.
         """
         return deepspeed_config.build(
             deepspeed_config.read(preset),
@@ -71,8 +81,10 @@ class Subject:
     def training_request(
         self, numbers: Any, values: dict[str, Any] | None = None
     ) -> MeasureRequest:
-        """A training step over these rows, of the experiment or of a changed one."""
-        rows = self.train.encoded(numbers, is_drawn=True)
+        """The request to measure a training step over these rows. values: another dictionary than
+        the subject's.
+        """
+        rows = self.train.encoded_rows(numbers, is_drawn=True)
         return MeasureRequest(
             values or self.values, "train", rows, accumulates=self.zero.accumulates
         )
@@ -87,9 +99,9 @@ def subject_of(
     store_of: Callable[[Task, str], TokenStore],
     answers: bool,
 ) -> Subject:
-    """What is planned for. store_of: the encoded rows of a split, as the run opens them.
+    """Make the subject of an experiment. store_of: opens the encoded rows of a split like a run.
 
-    ConfigError when the base is out of reach and no published shape that is known here.
+    ConfigError when the base is out of reach and its shape is not in T5_SHAPES.
     """
     values, notes = reachable(values, places)
     cfg = tasks.parse(values)
@@ -97,10 +109,9 @@ def subject_of(
     try:
         if len(notes) > 1:
             raise DataError(notes.pop())
-        opened = {
+        rows: dict[str, RowsByNumber] = {
             split: StoredRows(store_of(task, split), task, split) for split in ("train", "valid")
         }
-        rows: dict[str, RowsByNumber] = {**opened}
     except (DataError, ConfigError) as error:
         specimens = Specimens(task)
         rows = {"train": specimens, "valid": specimens}
@@ -114,7 +125,7 @@ def subject_of(
 
 
 def reachable(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], list[str]]:
-    """The experiment with a base that can be seen from here, and a note on each replacement."""
+    """The experiment with a base that can be read here, and a note on each replacement."""
     cfg = tasks.parse(values)
     shape = published_shape(cfg.base) if isinstance(cfg.base, str) else None
     if shape is None:

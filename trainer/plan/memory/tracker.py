@@ -1,9 +1,9 @@
-"""Every byte that is alive on a device, by category, the moments at which most of them are, and
-the operators that made them.
+"""Counts the bytes that are allocated on a device, by category, and the operators that run there.
+From these it finds the moments at which most memory is allocated.
 
-Storages are followed by weak references and counted in the blocks of 512 bytes that the CUDA
-allocator hands out. torch's MemTracker gives the same numbers, but looks at all modules again at
-every operation: 54 s where this takes 2.
+Weak references tell when a storage is freed. Sizes are counted in blocks of 512 bytes, as the CUDA
+allocator hands them out. torch's MemTracker gives the same numbers, but it walks through all
+modules at every operation and takes 54 s where this takes 2 s.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Change:
-    """The event of bytes that are there, or not any more."""
+    """The event of memory that is allocated (nbytes > 0) or freed (nbytes < 0)."""
 
     nbytes: int
     category: str
@@ -46,43 +46,43 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Read:
-    """The event of a large weight that is asked for, for the first time."""
+    """The event of the first read of a large weight in a run of the model."""
 
 
 class _Weights(dict[str, Any]):
-    """A module's weights, which say when one is asked for: by the module itself, or by one around
-    it, for which ZeRO-3 gathers it too (deepspeed's ZeROOrderedDict).
+    """The weights of a module. Calls `note` when one is read, by the module itself or by another
+    module, for which ZeRO-3 gathers it too (deepspeed's ZeROOrderedDict).
     """
 
     def __init__(self, weights: Mapping[str, Any], note: Callable[[Any], None]) -> None:
         super().__init__(weights)
-        self._asked = note
+        self._note = note
 
     def __getitem__(self, name: str) -> Any:
         weight = super().__getitem__(name)
-        self._asked(weight)
+        self._note(weight)
         return weight
 
 
 class Forward:
-    """The event of a model that begins to run."""
+    """The event of a forward pass of the whole model that begins."""
 
 
 @dataclass(frozen=True)
 class _Times:
-    """The event of work that stands for so many like it, until the next such event."""
+    """The event from which on all work counts `count` times, until the next such event."""
 
     count: int
 
 
-# Events of calls of the host: while a graph is recorded, and while none is; a module that runs, and
-# that goes back; the whole model that runs.
+# Events of calls of the host. An operator while autograd records a graph (TRACKED) or does not
+# (PLAIN); a module that runs forward or backward (VISIT); the whole model that runs (RUN).
 TRACKED, PLAIN, VISIT, RUN = "tracked", "plain", "visits", "runs"
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What ran, and how often."""
+    """Operators and calls of the host, each with how often it ran."""
 
     operators: Counter[Operator] = field(default_factory=Counter[Operator])
     calls: Counter[str] = field(default_factory=Counter[str])
@@ -92,15 +92,16 @@ class Ran:
 
 
 class Tracker:
-    """Counts what is made on one device, and what is done there."""
+    """Counts the memory and the operators of one device."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._storages: dict[int, _Storage] = {}
         self._vocabularies: set[int] = set()
-        self._begun: list[int] = []  # of every module that runs, how many events were before
+        # by module that is running, outermost first: the number of events before it began
+        self._starts: list[int] = []
         self._large: set[nn.Parameter] = set()  # weights that ZeRO-3 divides
-        self._unread: set[nn.Parameter] = set()  # of these, those that this run did not ask for yet
+        self._unread: set[nn.Parameter] = set()  # of these, those that this run has not read yet
         self.live: dict[str, int] = dict.fromkeys(
             ("weights", "buffers", "gradients", "activations", "logits"), 0
         )
@@ -108,18 +109,19 @@ class Tracker:
         self._events: list[Any] = []  # since restart()
         self._stacks = whole()
         self._place: Any = None
-        self.largest: list[tuple[str, int]] = []  # tensors alive when most was alive
+        self.largest: list[tuple[str, int]] = []  # tensors at the memory peak
 
     def hold(self, tensor: Tensor, category: str) -> None:
         """Count a tensor that no operation made."""
-        self._add(tensor, "held", category)
+        self._add(tensor, "placed", category)
 
     def watch(self, model: nn.Module, stacks: Stacks | None = None) -> None:
-        """Tell the gradients of the model's parameters and its logits from other activations.
+        """Count the gradients of the model's parameters and its logits apart from activations.
 
-        stacks: those of its stacks that show a few of their blocks only.
+        stacks: the stacks of the model that were shortened to a few blocks.
         """
-        # A layer as wide as a vocabulary is no sign: there may be as many positions as it is wide.
+        # Only output layers give logits: there may also be as many positions as tokens in the
+        # vocabulary.
         heads = [getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules()]
         self._vocabularies = {m.out_features for m in heads if isinstance(m, nn.Linear)}
         self._stacks = stacks or self._stacks
@@ -129,25 +131,25 @@ class Tracker:
         self._large = {weight for weight in model.parameters() if weight.numel() > SMALL}
         self._unread = set(self._large)
         for module in model.modules():
-            module.register_forward_pre_hook(lambda *_: self._begun.append(len(self._events)))
+            module.register_forward_pre_hook(lambda *_: self._starts.append(len(self._events)))
             module.register_forward_hook(self._visit)
             if not self._large.isdisjoint(module.parameters(recurse=False)):
                 module._parameters = _Weights(module._parameters, self._ask)
 
     def restart(self) -> None:
-        """Forget the moments seen so far; what is alive stays alive."""
+        """Forget the moments so far. Memory that is allocated stays counted."""
         self._events, self._before = [], dict(self.live)
 
     def begin_forward(self) -> None:
-        """Note that the model begins to run: see forwards_in(). It may have to gather its weights
-        anew.
+        """Note that the model begins to run (see forwards_in()). Under ZeRO-3 it may have to gather
+        its weights again.
         """
         self._events.append(Forward())
         self._unread = set(self._large)
 
     @contextmanager
     def standing_for(self, count: int) -> Iterator[None]:
-        """Inside, everything that runs counts so often."""
+        """Inside, everything that runs counts `count` times."""
         self._events.append(_Times(count))
         try:
             yield
@@ -155,34 +157,36 @@ class Tracker:
             self._events.append(_Times(1))
 
     def parts(self) -> list[Part]:
-        """What happened since restart(), with the blocks that were not shown.
+        """All events since restart(), completed by the blocks that were removed.
 
-        UnequalBlocksError when the blocks shown do not tell what the others do.
+        UnequalBlocksError when the blocks that ran do not tell what the others do.
         """
         return parts_of_whole(self._events, self._stacks)
 
     @property
     def moments(self) -> list[Moment]:
-        """The moments since restart() that may be the highest, whatever a gradient and an optimizer
-        cost.
+        """The moments since restart() that may be the memory peak: which one is, depends on what a
+        gradient and the optimizer cost.
         """
         return self.highest()[0]
 
     def highest(self) -> tuple[list[Moment], Moment]:
-        """The moments since restart() that may be the highest, and the highest of those of a run
-        before its last large weight is asked for: until then, ZeRO-3 holds what it has gathered
-        twice.
+        """The moments since restart() that may be the memory peak, and the highest moment of a run
+        before its last large weight is read: until then, ZeRO-3 holds gathered weights twice.
         """
         return moments_of(self.parts(), self._before)
 
     def see(self, out: Any, func: Any, args: Any = (), kwargs: Any = None) -> None:
-        """Count the storages of an operation's results that were not there before, and the
-        operation itself.
-        """
+        """Count an operation, and the storages that it allocated for its results."""
         kwargs = kwargs or {}
         inputs = [x for x in tensors_in(args, kwargs) if x.device.type == self._device]
         outputs = [x for x in tensors_in(out) if x.device.type == self._device]
-        self._enter(inputs)
+        for tensor in inputs if self._stacks.missing else ():
+            # note the block whose weights are read, when it is not the block before
+            place = self._stacks.place_of.get(storage_of(tensor))
+            if place is not None and place != self._place:
+                self._place = place
+                self._events.append(place)
         for tensor in outputs:
             self._add(tensor, func)
         if inputs or outputs:
@@ -192,25 +196,15 @@ class Tracker:
                 self._events.append(operator)
 
     def _visit(self, module: nn.Module, args: Any, out: Any) -> None:
-        self._begun.pop()
+        self._starts.pop()
         goes_back = any(tensor.requires_grad for tensor in tensors_in(out))
         self._events += [VISIT] * (1 + goes_back)
-
-    def _enter(self, inputs: list[Tensor]) -> None:
-        """Note the block whose weights are read, when it is another than before."""
-        if not self._stacks.missing:
-            return
-        for tensor in inputs:
-            place = self._stacks.place_of.get(storage_of(tensor))
-            if place is not None and place != self._place:
-                self._place = place
-                self._events.append(place)
 
     def _ask(self, weight: Any) -> None:
         if weight in self._unread:
             self._unread.remove(weight)
-            # it is gathered when the module begins that asks
-            self._events.insert(self._begun[-1] if self._begun else len(self._events), _Read())
+            # ZeRO-3 gathers it when the module that reads it begins
+            self._events.insert(self._starts[-1] if self._starts else len(self._events), _Read())
 
     def _add(self, tensor: Tensor, func: Any, category: str = "activations") -> None:
         storage = tensor.untyped_storage()
@@ -218,7 +212,8 @@ class Tracker:
         if key in self._storages:
             return
         nbytes = -(-storage.nbytes() // BLOCK) * BLOCK
-        if category == "activations" and tensor.ndim > 1 and self._is_logits(tensor):
+        is_as_wide = tensor.ndim > 1 and tensor.shape[-1] in self._vocabularies
+        if category == "activations" and is_as_wide and tensor.is_floating_point():
             category = "logits"
         shape = "x".join(map(str, tensor.shape))
         name = (
@@ -228,9 +223,6 @@ class Tracker:
             nbytes, category, name, weakref.ref(storage, lambda _: self._drop(key))
         )
         self._change(nbytes, category)
-
-    def _is_logits(self, tensor: Tensor) -> bool:
-        return tensor.shape[-1] in self._vocabularies and tensor.is_floating_point()
 
     def _drop(self, key: int) -> None:
         storage = self._storages.pop(key)
@@ -247,15 +239,15 @@ class Tracker:
         self._events.append(_Change(nbytes, category))
 
     def name_largest(self) -> None:
-        """Remember the largest tensors that are alive now, but for weights and gradients."""
+        """Remember the largest activations and logits that are allocated now."""
         storages = [s for s in self._storages.values() if s.category in ("activations", "logits")]
         top = sorted(storages, key=lambda s: -s.nbytes)[:LARGEST]
         self.largest = [(storage.name, storage.nbytes) for storage in top]
 
 
 def forwards_in(parts: Sequence[Part]) -> list[Ran]:
-    """What the whole model runs before it is run as a whole for the first time, and in each such
-    run up to the next one.
+    """What runs before the first forward pass of the whole model, then from each forward pass up to
+    the next one.
     """
     runs, times = [Ran()], 1
     for part in parts:
@@ -272,10 +264,10 @@ def forwards_in(parts: Sequence[Part]) -> list[Ran]:
 
 
 def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> tuple[list[Moment], Moment]:
-    """The moments that may be the highest, whatever a gradient and an optimizer cost; and the
-    highest of a run before its last large weight is asked for.
+    """The moments that may be the memory peak, whatever a gradient and the optimizer cost; and the
+    highest moment of a run before its last large weight is read.
 
-    before: bytes alive by category when the first part began.
+    before: allocated bytes by category when the first part began.
     """
     live, reading = dict(before), Moment(0, 0, 0)
     of_run = reading

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.data.order import window_rows
-from trainer.plan.memory.measure import Measured, MeasureRequest, measure
+from trainer.plan.memory.measure import Measured, measure
 from trainer.plan.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests
 from trainer.plan.time.step_time import (
     Cluster,
@@ -72,9 +72,7 @@ def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
     batches, per_step = typical_batches(subject)
     evaluated = _middle(subject.valid.lengths, _eval_rows(subject))
     requests = [subject.training_request(numbers) for numbers in batches]
-    requests.append(
-        MeasureRequest(subject.values, "evaluate", subject.valid.encoded(evaluated, is_drawn=False))
-    )
+    requests.append(request_of(subject, "evaluate", subject.valid, evaluated))
     requests += answer_requests(subject, evaluated)
     how = {"device": kernels, "groups_rows": True}
     steps_of_requests = measure([replace(request, **how) for request in requests], subject.places)
