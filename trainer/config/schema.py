@@ -333,13 +333,11 @@ class EmbeddedTokenizer(Strict):
     """What it is trained on. lookup: the made-up corpus, whose names are then few tokens."""
 
 
-def _kind_of_tokenizer(value: Any) -> str:
-    return "<embedded>" if isinstance(value, (dict, EmbeddedTokenizer)) else "<name>"
-
-
 Tokenizer = Annotated[
     Annotated[str, Tag("<name>")] | Annotated[EmbeddedTokenizer, Tag("<embedded>")],
-    Discriminator(_kind_of_tokenizer),
+    Discriminator(
+        lambda value: "<embedded>" if isinstance(value, (dict, EmbeddedTokenizer)) else "<name>"
+    ),
 ]
 
 

@@ -59,16 +59,16 @@ class QuestionConverter:
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(f"{path}.lock", timeout=0):
-                return self._converted(texts, path)
+                return self._convert(texts, path)
         except Timeout:
             raise ConfigError(
                 f"{path} is being written by another conversion. Wait for it, or use another "
                 "--cache_dir."
             ) from None
 
-    def _converted(self, texts: Sequence[str], path: Path) -> list[str]:
-        known = _read_cache(path)
-        missing = list(dict.fromkeys(text for text in texts if text not in known))
+    def _convert(self, texts: Sequence[str], path: Path) -> list[str]:
+        statements = _read_cache(path)
+        missing = list(dict.fromkeys(text for text in texts if text not in statements))
         log.info(
             "question converter: %d texts, %d of them in %s",
             len(texts),
@@ -78,13 +78,13 @@ class QuestionConverter:
         with refusals(path), path.open("a", encoding="utf-8") as cache:
             for number, batch in enumerate(self._batches(missing), start=1):
                 for text, statement in zip(batch, self._generate(batch), strict=True):
-                    known[text] = statement
+                    statements[text] = statement
                     cache.write(json.dumps([text, statement], ensure_ascii=False) + "\n")
                 cache.flush()
                 self.num_generated += len(batch)
                 if number % _LOG_EVERY == 0:
                     log.info("question converter: %d batches done", number)
-        return [known[text] for text in texts]
+        return [statements[text] for text in texts]
 
     def _load(self) -> None:
         if self._model is not None:
@@ -113,16 +113,15 @@ class QuestionConverter:
     @torch.inference_mode()
     def _generate(self, texts: list[str]) -> list[str]:
         encoded = self._tokenizer(texts, padding=True, return_tensors="pt").to(self.device)
-        found = self._model.generate(
+        ids = self._model.generate(
             input_ids=encoded["input_ids"],
             attention_mask=encoded["attention_mask"],
             max_length=_MAX_LENGTH,
             num_beams=1,
             do_sample=False,
         )
-        return [
-            text.strip() for text in self._tokenizer.batch_decode(found, skip_special_tokens=True)
-        ]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [text.strip() for text in texts]
 
 
 def _digest(model: Any, tokenizer: Any) -> str:

@@ -58,15 +58,15 @@ def _schemas(paths: Sequence[Path | None]) -> Iterator[Raw]:
     the collection.
     """
     collection, texts = paths
-    found = list(xml_items([collection], "schema"))[:_WSC273]
-    told = None if texts is None else _wsc_options(texts)
-    if told is not None and len(told) != len(found):
+    schemas = list(xml_items([collection], "schema"))[:_WSC273]
+    options = None if texts is None else _wsc_options(texts)
+    if options is not None and len(options) != len(schemas):
         raise DataError(
-            f"{texts} holds {len(told)} schemas, and {collection} {len(found)}. Take the "
+            f"{texts} holds {len(options)} schemas, and {collection} {len(schemas)}. Take the "
             "published files."
         )
-    for index, raw in enumerate(found):
-        yield raw._replace(value=(raw.value, None if told is None else told[index]))
+    for index, raw in enumerate(schemas):
+        yield raw._replace(value=(raw.value, None if options is None else options[index]))
 
 
 def _wsc_options(path: Path) -> list[tuple[str, str]]:
@@ -75,7 +75,7 @@ def _wsc_options(path: Path) -> list[tuple[str, str]]:
     A record: sentence, [MASK], options with a comma between, answer, blank.
     """
     lines = [text.strip() for _, text in jsonl.lines(path)]
-    found: list[tuple[str, str]] = []
+    records: list[tuple[str, str]] = []
     for start in range(0, len(lines) - 3, 5):
         options, right = (
             [option.strip() for option in lines[start + 2].split(",")],
@@ -87,26 +87,30 @@ def _wsc_options(path: Path) -> list[tuple[str, str]]:
                 "not fit"
             )
             raise jsonl.bad_line(path, start + 3, f"{problem}; take the published file")
-        found.append((right, options[1 - options.index(right)]))
-    return found
+        records.append((right, options[1 - options.index(right)]))
+    return records
 
 
 def _wsc(row: Any, variants: Variants) -> Problem:
-    schema, told = row
+    schema, options = row
     gold = index_of(_xml_text(schema, "correctAnswer").strip(" ."), ("A", "B"), "correctAnswer")
-    if told is None:
+    if options is None:
         choices = [
             " ".join((element.text or "").split()) for element in schema.findall("answers/answer")
         ]
     else:
-        choices = [told[0], told[1]] if gold == 0 else [told[1], told[0]]
+        right, wrong = options
+        choices = [right, wrong] if gold == 0 else [wrong, right]
     before, after = (schema.findtext(f"text/{name}") or "" for name in ("txt1", "txt2"))
     question = " ".join(f"{before} _ {after}".split())
     if variants["case"] == "fit":
         starts = question.startswith("_") or question[: question.index("_")].rstrip().endswith(
             (".", "!", "?")
         )
-        choices = [_capitalised(choice) if starts else _uncapitalised(choice) for choice in choices]
+        if starts:
+            choices = [choice[:1].upper() + choice[1:] for choice in choices]
+        else:
+            choices = [_lower_function_word(choice) for choice in choices]
     return multiple_choice(question, choices, gold)
 
 
@@ -140,9 +144,9 @@ def _copa(item: Any, variants: Variants) -> Problem:
         item.get("most-plausible-alternative"), ("1", "2"), "most-plausible-alternative"
     )
     if variants["connective"] == "because_so":
-        asked = index_of(item.get("asks-for"), ("cause", "effect"), "asks-for")
-        premise = f"{premise.strip().rstrip('.')} {('because', 'so')[asked]}"
-        choices = [_uncapitalised(choice.strip()) for choice in choices]
+        direction = index_of(item.get("asks-for"), ("cause", "effect"), "asks-for")
+        premise = f"{premise.strip().rstrip('.')} {('because', 'so')[direction]}"
+        choices = [_lower_function_word(choice.strip()) for choice in choices]
     return multiple_choice(premise, choices, gold)
 
 
@@ -178,11 +182,7 @@ def _xml_text(element: Element, name: str) -> str:
     return checked_text(element.findtext(name), name)
 
 
-def _capitalised(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _uncapitalised(text: str) -> str:
+def _lower_function_word(text: str) -> str:
     return text[:1].lower() + text[1:] if text.split(" ")[0].lower() in _FUNCTION_WORDS else text
 
 
