@@ -70,7 +70,7 @@ def prepare(
         )
     sources = {name: place for name, _, place in pairs}
     distributed.init()
-    request = module.Request(out, sources, hotpotqa_shuffles, batch_tokens, shard_tokens)
+    request = module.Preparation(out, sources, hotpotqa_shuffles, batch_tokens, shard_tokens)
     cfg = tasks.parse(values)
     lock = FileLock(out.with_name(f".{out.name}.lock"), timeout=0)  # a killed process lets go of it
     on_main(lambda: _claim(out, lock))

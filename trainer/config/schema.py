@@ -47,7 +47,7 @@ class Strict(BaseModel):
     not_encoded: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
-    def renewed(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def with_current_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """`values` with keys of earlier versions where they are now."""
         return values
 
@@ -437,7 +437,7 @@ def validate(schema: type[C], values: dict[str, Any], *, source: str = "experime
     legal key.
     """
     try:
-        return schema.model_validate_json(json.dumps(schema.renewed(values)), strict=True)
+        return schema.model_validate_json(json.dumps(schema.with_current_keys(values)), strict=True)
     except TypeError as error:
         raise ConfigError(
             f"{source}: {error}. Use strings, numbers, booleans, None, lists and dictionaries."

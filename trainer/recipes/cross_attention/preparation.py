@@ -48,7 +48,7 @@ Rows = Callable[[], Iterable[Row]]
 
 
 @dataclass(frozen=True)
-class Request:
+class Preparation:
     """What is prepared, and how."""
 
     out: Path
@@ -73,7 +73,7 @@ class Prepared:
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
 
-def write_rows(cfg: Config, places: Places, request: Request) -> None:
+def write_rows(cfg: Config, places: Places, request: Preparation) -> None:
     """Write the rows of every split. On one rank only; ConfigError when other rows stand there."""
     out, splits = request.out, _splits(cfg, places, request)
     with refusals(out):
@@ -108,7 +108,7 @@ def write_rows(cfg: Config, places: Places, request: Request) -> None:
         )
 
 
-def write_states(cfg: Config, places: Places, request: Request) -> Prepared:
+def write_states(cfg: Config, places: Places, request: Preparation) -> Prepared:
     """Write the states of the contexts of the rows; shards that are there already, whole, are kept.
     A collective.
 
@@ -142,7 +142,11 @@ def write_states(cfg: Config, places: Places, request: Request) -> Prepared:
 
 
 def _write_states(
-    task: Task, folder: Path, distinct: writing.Contexts, plan: layout.StatesPlan, request: Request
+    task: Task,
+    folder: Path,
+    distinct: writing.Contexts,
+    plan: layout.StatesPlan,
+    request: Preparation,
 ) -> None:
     lacking = writing.missing(folder, distinct, plan)
     logger.info(
@@ -203,7 +207,7 @@ def _chunk(stores: list[TokenStore], place: writing.Place) -> np.ndarray:
 # --------------------------------------------------------------------------------------------------
 
 
-def _splits(cfg: Config, places: Places, request: Request) -> dict[str, Rows]:
+def _splits(cfg: Config, places: Places, request: Preparation) -> dict[str, Rows]:
     """A reader of the raw rows of each split that there is."""
     source, data_path = cfg.data.source, places.data_path
     if request.sources and source not in questions.OWN:
@@ -211,7 +215,14 @@ def _splits(cfg: Config, places: Places, request: Request) -> dict[str, Rows]:
             f"--source: the group reads data.source={source!r}. Set data.source='jsonl' to "
             "prepare sets."
         )
-    if source in questions.OWN and (request.sources or not _has_rows(cfg, data_path)):
+    own = cfg.data
+    is_described = source == "files" or own.dataset or own.files != Splits() or own.valid_share
+    has_rows = is_described or (
+        data_path is not None
+        and any(first_split_file(data_path, split, ".jsonl") for split in SPLITS)
+    )
+    # a user's own rows are read, rather than sets as their publishers give them
+    if source in questions.OWN and (request.sources or not has_rows):
         sets = reading_sources.sources_in(data_path, request.sources)
         shuffles = request.hotpotqa_shuffles
         readers: dict[str, Rows] = {
@@ -225,24 +236,14 @@ def _splits(cfg: Config, places: Places, request: Request) -> dict[str, Rows]:
                 source,
                 split,
                 data_path,
-                facts=cfg.data.facts,
-                own=cfg.data,
+                facts=own.facts,
+                own=own,
                 cache_dir=places.cache_dir,
             )
             for split in SPLITS
         }
         has_test = _has_test(cfg, data_path)
     return readers if has_test else {split: readers[split] for split in SPLITS[:2]}
-
-
-def _has_rows(cfg: Config, data_path: Path | None) -> bool:
-    """Whether a user's own rows are to be read, rather than sets as their publishers give them."""
-    own = cfg.data
-    if own.source == "files" or own.dataset or own.files != Splits() or own.valid_share:
-        return True
-    return data_path is not None and any(
-        first_split_file(data_path, split, ".jsonl") for split in SPLITS
-    )
 
 
 def _has_test(cfg: Config, data_path: Path | None) -> bool:

@@ -67,7 +67,14 @@ class QuestionConverter:
             ) from None
 
     def _convert(self, texts: Sequence[str], path: Path) -> list[str]:
-        statements = _read_cache(path)
+        statements: dict[str, str] = {}  # by text
+        if path.is_file():
+            content = path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            if whole != content:  # a last line that was cut off is dropped, from the file too
+                with refusals(path):
+                    path.write_bytes(whole)
+            statements = dict(json.loads(line) for line in whole.decode().splitlines() if line)
         missing = list(dict.fromkeys(text for text in texts if text not in statements))
         log.info(
             "question converter: %d texts, %d of them in %s",
@@ -132,15 +139,3 @@ def _digest(model: Any, tokenizer: Any) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().cpu().numpy())
     return digest.hexdigest()
-
-
-def _read_cache(path: Path) -> dict[str, str]:
-    """What was converted before. A last line that was cut off is dropped, from the file too."""
-    if not path.is_file():
-        return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        with refusals(path):
-            path.write_bytes(whole)
-    return dict(json.loads(line) for line in whole.decode().splitlines() if line)

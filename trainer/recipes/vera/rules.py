@@ -73,7 +73,14 @@ def statement_by_rule(sentence: str, choice: str, before: str = "") -> str | Non
     if not words or _is_torn(before):
         return None
     if choice != YES:
-        return _complete(words, choice)
+        # rule 3: the choice goes to the end
+        lowered = [word.lower().strip(",") for word in words]
+        if len(words) < 2 or lowered[0] in _AUXILIARIES or _QUESTION_WORDS & set(lowered[:-1]):
+            return None
+        if lowered[-1] == "what":
+            return " ".join([*words[:-1], choice])
+        is_open = lowered[-1] in _OPEN_ENDS and not words[-1].endswith(",")
+        return " ".join([*words, choice]) if is_open else None
     first = words[0].lower().strip(",")
     if first in _AUXILIARIES:
         return _invert(first, words[1:])
@@ -141,13 +148,3 @@ def _subject_end(auxiliary: str, words: list[str]) -> int | None:
         if word in _CLAUSES:
             return None
     return None
-
-
-def _complete(words: list[str], choice: str) -> str | None:
-    lowered = [word.lower().strip(",") for word in words]
-    if len(words) < 2 or lowered[0] in _AUXILIARIES or _QUESTION_WORDS & set(lowered[:-1]):
-        return None
-    if lowered[-1] == "what":
-        return " ".join([*words[:-1], choice])
-    is_open = lowered[-1] in _OPEN_ENDS and not words[-1].endswith(",")
-    return " ".join([*words, choice]) if is_open else None

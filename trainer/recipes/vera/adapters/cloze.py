@@ -5,7 +5,7 @@ A blank: wsc273, numersense, winogrande_xl, alphanli. Endings: copa, codah, swag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -47,6 +47,22 @@ _FUNCTION_WORDS = _words(
     "a all an another both each every he her his it its many my no one our several she some "
     "someone something that the their there these they this those two we you your"
 )
+
+
+def _by_fields(
+    question: str, options: Sequence[str], label: str, legal: Sequence[str]
+) -> Callable[[Any, Variants], Problem]:
+    """The reader of rows whose question, options and label are fields of these names.
+
+    legal: the labels, in the order of the options.
+    """
+
+    def problem(row: Any, _: Variants) -> Problem:
+        choices = [text_of(row, name) for name in options]
+        gold = index_of(value_of(row, label), legal, label)
+        return multiple_choice(text_of(row, question), choices, gold)
+
+    return problem
 
 
 # Blanks
@@ -120,13 +136,6 @@ def _numersense(fields: Any, _: Variants) -> Problem:
     return multiple_choice(sentence.replace("<mask>", "_"), _NUMBERS, gold)
 
 
-def _winogrande(row: Any, _: Variants) -> Problem:
-    choices = [text_of(row, "option1"), text_of(row, "option2")]
-    return multiple_choice(
-        text_of(row, "sentence"), choices, index_of(value_of(row, "answer"), ("1", "2"), "answer")
-    )
-
-
 def _alphanli(row: Any, _: Variants) -> Problem:
     story, label = row
     choices = [text_of(story, "hyp1"), text_of(story, "hyp2")]
@@ -154,12 +163,6 @@ def _codah(fields: Any, _: Variants) -> Problem:
     choices = [column(fields, 2 + index, f"ending {index}") for index in range(4)]
     gold = index_of(column(fields, 6, "answer"), ("0", "1", "2", "3"), "answer")
     return multiple_choice(column(fields, 1, "prompt"), choices, gold)
-
-
-def _swag(row: Any, _: Variants) -> Problem:
-    choices = [text_of(row, f"ending{index}") for index in range(4)]
-    gold = index_of(value_of(row, "label"), ("0", "1", "2", "3"), "label")
-    return multiple_choice(text_of(row, "startphrase"), choices, gold)
 
 
 def _hellaswag(row: Any, _: Variants) -> Problem:
@@ -203,7 +206,7 @@ ADAPTERS = {
     "winogrande_xl": Adapter(
         {"train": ("train_xl.jsonl",), "dev": ("dev.jsonl",)},
         json_lines,
-        _winogrande,
+        _by_fields("sentence", ("option1", "option2"), "answer", ("1", "2")),
         is_cloze=True,
         line=write_padded_line,
     ),
@@ -222,7 +225,12 @@ ADAPTERS = {
     ),
     "codah": Adapter({"dev": ("full_data.tsv",)}, tab_lines, _codah, is_joined=True),
     "swag": Adapter(
-        {"train": ("train.csv",), "dev": ("val.csv",)}, csv_objects, _swag, is_joined=True
+        {"train": ("train.csv",), "dev": ("val.csv",)},
+        csv_objects,
+        _by_fields(
+            "startphrase", [f"ending{index}" for index in range(4)], "label", ("0", "1", "2", "3")
+        ),
+        is_joined=True,
     ),
     "hellaswag": Adapter(
         {"train": ("hellaswag_train.jsonl",), "dev": ("hellaswag_val.jsonl",)},
