@@ -6,7 +6,7 @@ import logging
 import os
 import stat
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -108,17 +108,12 @@ def patch(source: SourceFiles, paths: Iterable[str]) -> bytes:
         "--full-index",
     ]
     options += ["--src-prefix=a/", "--dst-prefix=b/", "--submodule=short"]
-    parts = [
-        _git(source.top, "--literal-pathspecs", "diff", "HEAD", *options, "--", *chunk)
-        for chunk in _chunks(sorted(paths))
-    ]
-    return b"".join(parts)
-
-
-def _chunks(paths: Sequence[str]) -> Iterator[list[str]]:
-    rest = iter(paths)
+    difference, rest = b"", iter(sorted(paths))
     while chunk := list(islice(rest, PATHS_A_CALL)):
-        yield chunk
+        difference += _git(
+            source.top, "--literal-pathspecs", "diff", "HEAD", *options, "--", *chunk
+        )
+    return difference
 
 
 def _top(project: Path) -> Path | None:
@@ -350,14 +345,11 @@ def why_dirty(source: SourceFiles, dirty: Mapping[str, str]) -> str:
         )
     texts = [f"{letters.strip()} {printable_path(path)}" for path, letters in dirty.items()]
     more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    commit = "the last commit (there is none yet)"
+    if source.commit:
+        commit = f"commit {source.commit[:12]}"
     return (
-        f"{source.top}: {len(texts)} file(s) differ from {_last_commit(source)}: "
+        f"{source.top}: {len(texts)} file(s) differ from {commit}: "
         f"{', '.join(texts[:SHOWN])}{more}. Commit them, or exclude them by .gitignore, or "
         "submit with --allow-dirty."
-    )
-
-
-def _last_commit(source: SourceFiles) -> str:
-    return (
-        f"commit {source.commit[:12]}" if source.commit else "the last commit (there is none yet)"
     )

@@ -50,6 +50,13 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
     now = datetime.now(timezone.utc)
     title = base.path.resolve().name
     facts = [str(base.path), f"{now:%Y-%m-%d %H:%M} UTC", *summary(rows).split("; ")[1:]]
+    omission_note = ""
+    if len(rows) > MOST_CARDS:
+        omission_note = (
+            f'<p class="soft">Curves of the first {MOST_CARDS} experiments; the other '
+            f"{len(rows) - MOST_CARDS} are in the "
+            "table above only. Make a report of one group to see them.</p>"
+        )
     body = [
         f"<header><h1>{_text(title)}</h1>",
         f'<p class="soft small">{" · ".join(map(_text, facts))}</p>',
@@ -57,7 +64,7 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
         '<noscript><p class="empty">The charts need JavaScript.</p></noscript>',
         "</header><main>",
         f"<h2>Results</h2>{_table(rows, scores, results)}",
-        f"<h2>Experiments</h2>{_omission_note(rows)}",
+        f"<h2>Experiments</h2>{omission_note}",
         '<div class="cards">',
         *(
             _card(row, scores.get(row.exp_id), results, now.isoformat())
@@ -84,16 +91,6 @@ def _states(rows: Sequence[Row]) -> str:
         for state in order
     )
     return f'<div class="states">{bars}</div><ul class="legend">{"".join(items)}</ul>'
-
-
-def _omission_note(rows: Sequence[Row]) -> str:
-    if len(rows) <= MOST_CARDS:
-        return ""
-    return (
-        f'<p class="soft">Curves of the first {MOST_CARDS} experiments; the other '
-        f"{len(rows) - MOST_CARDS} are in the "
-        "table above only. Make a report of one group to see them.</p>"
-    )
 
 
 def _table(rows: Sequence[Row], scores: dict[str, ExperimentScores], results: Results) -> str:

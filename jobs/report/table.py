@@ -80,7 +80,11 @@ def table(rows: Sequence[Row], *, width: int = 100) -> Table:
     """One line for each experiment, `width` columns wide. Long reasons are cut; `reasons` has them
     in full.
     """
-    metric = _main_metric(rows)
+    # "valid/loss", or else the evaluation metric that most rows have
+    names = Counter(name for row in rows for name in row.metrics if "/" in name)
+    metric = min(names, key=lambda name: (-names[name], name), default=None)
+    if "valid/loss" in names:
+        metric = "valid/loss"
     fits = [
         columns
         for layout in ((*NAMED, *LAYOUTS) if any(row.name for row in rows) else LAYOUTS)
@@ -252,14 +256,6 @@ def _most_urgent(rows: Sequence[Row], count: int) -> Sequence[Row]:
         return rows
     order = list(dict.fromkeys((*URGENT, *STATES)))
     return sorted(rows, key=lambda row: order.index(row.state))[:count]
-
-
-def _main_metric(rows: Sequence[Row]) -> str | None:
-    """ "valid/loss", or else the evaluation metric that most rows have."""
-    names = Counter(name for row in rows for name in row.metrics if "/" in name)
-    if "valid/loss" in names:
-        return "valid/loss"
-    return min(names, key=lambda name: (-names[name], name), default=None)
 
 
 def _state(row: Row) -> Text:

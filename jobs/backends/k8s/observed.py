@@ -36,16 +36,13 @@ def observe(item: Object, pods: Sequence[Object]) -> Observed:
     if item["metadata"].get("deletionTimestamp"):
         return Observed("running", "is being deleted", host=_host(newest), restarts=restarts)
     if item.get("spec", {}).get("suspend"):
-        return _suspension(item, restarts)
+        if "kueue.x-k8s.io/queue-name" in item["metadata"].get("labels", {}):
+            return Observed("queued", "waits for Kueue to admit it", restarts=restarts)
+        text = "suspended by somebody; set spec.suspend to false"
+        return Observed("held", text, restarts=restarts)
     if not newest:
         return Observed("queued", "no pod yet", restarts=restarts)
     return _living(newest[-1], restarts)
-
-
-def _suspension(item: Object, restarts: int) -> Observed:
-    if "kueue.x-k8s.io/queue-name" in item["metadata"].get("labels", {}):
-        return Observed("queued", "waits for Kueue to admit it", restarts=restarts)
-    return Observed("held", "suspended by somebody; set spec.suspend to false", restarts=restarts)
 
 
 def _failure(condition: Object, pods: Sequence[Object], restarts: int) -> Observed:
