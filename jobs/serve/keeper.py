@@ -187,28 +187,26 @@ class Keeper:
             rows = self.rows([name for name in exp_ids.values() if name is not None])
             for name, exp_id in exp_ids.items():
                 facts = self.facts(name, rows.get(exp_id or ""))
-                if facts is not None:
-                    by_id[name] = facts
-                    self._write_to_index(facts, marks[name])
+                if facts is None:
+                    continue
+                by_id[name] = facts
+                ticket, organization = facts.ticket, self.config.organization
+                before = self.index.metrics_place(ticket.id)
+                metrics, place = new_metric_events(ticket, self._run(ticket), before)
+                events = [*state_events(facts, organization), *metrics]
+                is_alive = facts.row is not None and facts.row.state in ACTIVE
+                self.index.write_job(
+                    job_object(facts, organization),
+                    created=seconds(ticket.created_at),
+                    model=ticket.tuned_model(organization),
+                    # a cancelled job may still be running
+                    is_open=is_alive or standing(facts).status not in FINAL,
+                    is_deleted=facts.is_deleted,
+                    facts=marks[name],
+                    place=place,
+                    events=sorted(events, key=lambda event: event.at),
+                )
         return by_id
-
-    def _write_to_index(self, facts: Facts, marks: str) -> None:
-        ticket, organization = facts.ticket, self.config.organization
-        before = self.index.metrics_place(ticket.id)
-        metrics, place = new_metric_events(ticket, self._run(ticket), before)
-        events = [*state_events(facts, organization), *metrics]
-        is_alive = facts.row is not None and facts.row.state in ACTIVE
-        self.index.write_job(
-            job_object(facts, organization),
-            created=seconds(ticket.created_at),
-            model=ticket.tuned_model(organization),
-            # a cancelled job may still be running
-            is_open=is_alive or standing(facts).status not in FINAL,
-            is_deleted=facts.is_deleted,
-            facts=marks,
-            place=place,
-            events=sorted(events, key=lambda event: event.at),
-        )
 
     def _exp_id(self, job_id: str) -> str | None:
         """The experiment of a ticket, which never changes; None while there is no ticket."""
