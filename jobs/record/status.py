@@ -189,7 +189,17 @@ def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
     Nothing is written when another process holds the lock or has written since our look: what it
     saw is newer.
     """
-    events = _news(case.job, verdict, sight)
+    job, last = case.job, case.job.last
+    events: list[dict[str, Any]] = []
+    if sight is not None and sight.problem is not None and job.unseen_since is None:
+        events.append({"event": "unseen", "reason": sight.problem})
+    if sight is not None and sight.problem is None and job.unseen_since is not None:
+        events.append({"event": "seen"})
+    if last is not None and (verdict.state, verdict.reason) != (last.state, last.reason):
+        is_still_waiting = (last.state, verdict.state) == ("submitted", "queued")
+        if not is_still_waiting:  # that is seen anew each time
+            changed = {"state": verdict.state, "reason": verdict.reason, "host": verdict.host}
+            events.append({"event": "observed", "attempt": last.number, **changed})
     if not events:
         return
     try:
@@ -204,27 +214,6 @@ def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
         OSError,
     ) as error:  # somebody else's folder, or a full disk: status still shows
         log.warning("%s: the state is not recorded: %s", case.folder.path.name, error)
-
-
-def _news(job: Job, verdict: Verdict, sight: _Sight | None) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    if sight is not None and sight.problem is not None and job.unseen_since is None:
-        events.append({"event": "unseen", "reason": sight.problem})
-    if sight is not None and sight.problem is None and job.unseen_since is not None:
-        events.append({"event": "seen"})
-    last = job.last
-    is_still_waiting = last is not None and (last.state, verdict.state) == (
-        "submitted",
-        "queued",
-    )  # seen anew each time
-    if (
-        last is not None
-        and not is_still_waiting
-        and (verdict.state, verdict.reason) != (last.state, last.reason)
-    ):
-        changed = {"state": verdict.state, "reason": verdict.reason, "host": verdict.host}
-        events.append({"event": "observed", "attempt": last.number, **changed})
-    return events
 
 
 def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:

@@ -28,8 +28,8 @@ from trainer.files.survival_events import recovery_sentence
 
 if TYPE_CHECKING:
     from jobs.record.events import Sent
-    from jobs.report.curves import Curves, Point
-    from jobs.report.scores import ExperimentScores, Results, Score
+    from jobs.report.curves import Curves
+    from jobs.report.scores import ExperimentScores, Results
 
 MOST_CARDS = 200  # experiments with curves: about 20 kB each
 MOST_SPARKS = 8
@@ -240,24 +240,24 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
     ]
     others = [name for name in curves.points if name.startswith("valid/") and name != "valid/loss"]
     scores = result.scores if result is not None else {}
-    sparks = "".join(
-        _spark(name, curves.points[name], scores.get(name)) for name in others[:MOST_SPARKS]
-    )
+    sparks = ""
+    for name in others[:MOST_SPARKS]:
+        points, score = curves.points[name], scores.get(name)
+        best = ""
+        if score is not None:
+            best = f"best {number_text(score.best)} at step {score.best_step}"
+        pairs = [[_short(b.step), _short(b.mean)] for b in thin(points, SPARK_POINTS)]
+        label = _text(name.partition("/")[2])
+        sparks += (
+            f'<div title="{best}"><span><em title="{_text(name)}">{label}</em>'
+            f"<b>{number_text(points[-1].value)}</b></span>"
+            f'<div data-title="{_text(name)}" data-spark="{_data(pairs)}"></div></div>'
+        )
     num_hidden = len(others) - MOST_SPARKS
     rest = f'<p class="soft small">and {num_hidden} more metrics</p>' if num_hidden > 0 else ""
     return (
         f'<div data-title="loss" data-lines="{_data(lines)}"><p class="readout soft small">'
         f'{"".join(last)}</p></div><div class="sparks">{sparks}</div>{rest}'
-    )
-
-
-def _spark(name: str, points: Sequence[Point], score: Score | None) -> str:
-    best = f"best {number_text(score.best)} at step {score.best_step}" if score is not None else ""
-    pairs = [[_short(b.step), _short(b.mean)] for b in thin(points, SPARK_POINTS)]
-    return (
-        f'<div title="{best}"><span><em title="{_text(name)}">{_text(name.partition("/")[2])}</em>'
-        f"<b>{number_text(points[-1].value)}</b></span>"
-        f'<div data-title="{_text(name)}" data-spark="{_data(pairs)}"></div></div>'
     )
 
 

@@ -126,13 +126,19 @@ def _columns(rows: Sequence[Row], layout: _Layout, metric: str | None) -> list[l
         [Text("loss"), *(_metric(row, "loss") for row in rows)],
     ]
     if layout.has_scores:
+        tries = [Text("try")]
+        for row in rows:
+            text = Text(str(row.attempts) if row.attempts else "")
+            if row.preemptions:
+                text.append(f" ↻{row.preemptions}", style="yellow")
+            tries.append(text)
         columns += [
             [_cut(metric or "valid"), *(_metric(row, metric) for row in rows)],
             [
                 Text("left"),
                 *(Text("" if row.eta_s is None else duration(row.eta_s)) for row in rows),
             ],
-            [Text("try"), *map(_tries, rows)],
+            tries,
         ]
     if layout.has_hours:
         columns.append(
@@ -281,11 +287,6 @@ def _progress(row: Row, layout: _Layout) -> Text:
 
 def _metric(row: Row, name: str | None) -> Text:
     return Text(number_text(row.metrics[name]) if name in row.metrics else "")
-
-
-def _tries(row: Row) -> Text:
-    text = Text(str(row.attempts) if row.attempts else "")
-    return text.append(f" ↻{row.preemptions}", style="yellow") if row.preemptions else text
 
 
 def _where(row: Row) -> Text:

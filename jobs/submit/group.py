@@ -76,7 +76,14 @@ def submit(request: Request) -> list[ActionResult]:
     or sent again after `resend_s`.
     """
     drafts = request.drafts
-    rows, budget = _survey(request)
+    backend_counts = request.use_array or request.backend.traits.keeps_queue
+    if request.max_parallel is None or backend_counts:
+        rows, budget = _rows(request, record_changes=True), _Budget()
+    else:  # all live jobs of the group count, also those no longer among its experiments
+        everybody = survey(request.base, backend_of=request.backend_of)
+        num_alive = sum(row.group == request.group and row.state in ACTIVE for row in everybody)
+        rows = {row.exp_id: row for row in everybody if row.exp_id in request.by_id}
+        budget = _Budget(request.max_parallel - num_alive)
     results: dict[str, ActionResult] = {}
     if request.use_array:
         results = _submit_arrays(request, rows)
@@ -143,19 +150,6 @@ class _Budget:
     def spend(self) -> None:
         if self.remaining is not None:
             self.remaining -= 1
-
-
-def _survey(request: Request) -> tuple[dict[str, Row], _Budget]:
-    """The rows of the request's experiments by id, and how many more may be alive.
-
-    All live jobs of the group count, also those that are no longer among its experiments.
-    """
-    if request.max_parallel is None or request.use_array or request.backend.traits.keeps_queue:
-        return _rows(request, record_changes=True), _Budget()
-    rows = survey(request.base, backend_of=request.backend_of)
-    num_alive = sum(row.group == request.group and row.state in ACTIVE for row in rows)
-    own = {row.exp_id: row for row in rows if row.exp_id in request.by_id}
-    return own, _Budget(request.max_parallel - num_alive)
 
 
 # One experiment
