@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.data.order import window_rows
 from trainer.plan.memory.measure import Measured, measure
-from trainer.plan.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests
+from trainer.plan.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests, request_of
 from trainer.plan.time.step_time import (
     Cluster,
     MicroBatches,
