@@ -13,7 +13,7 @@ whole git repository as they are in the working tree: tracked ones, and untracke
 .gitignore does not exclude. Left out, tracked or not:
 
 - .git, the savedir_base, and untracked litter (caches, virtual environments, results/, wandb/);
-- files that are called like a secret (`keys.is_secret_file`);
+- files that are called like a secret (`secret_keys.is_secret_file`);
 - checkpoints and weights (.safetensors, .pt, .pth, .bin, .ckpt, .gguf, .pkl) of more than 1 MiB;
 - links that are absolute or lead out of the project.
 
