@@ -56,10 +56,17 @@ def docstrings() -> tuple[Docstring, ...]:
     library is installed without sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
+    pairs: list[tuple[str, str]] = []
     with _without_garbage_collection():
-        pairs = sorted(
-            (doc.name, doc.text) for path in _sources(root) for doc in _docstrings_in(path, root)
-        )
+        for path in sorted(root.rglob("*.py")):
+            inside = path.relative_to(root)
+            if _SKIPPED & set(inside.parts):
+                continue
+            parts = inside.with_suffix("").parts
+            module = ".".join(part for part in parts if part != "__init__")
+            tree = ast.parse(path.read_bytes())
+            pairs += [(doc.name, doc.text) for doc in _walk(tree, module)]
+    pairs.sort()
     first_names: dict[str, str] = {}
     for name, text in pairs:
         first_names.setdefault(text, name)
@@ -109,18 +116,6 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _sources(root: Path) -> list[Path]:
-    return sorted(
-        path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts)
-    )
-
-
-def _docstrings_in(path: Path, root: Path) -> Iterator[Docstring]:
-    parts = path.relative_to(root).with_suffix("").parts
-    module = ".".join(part for part in parts if part != "__init__")
-    yield from _walk(ast.parse(path.read_bytes()), module)
 
 
 def _walk(

@@ -47,7 +47,10 @@ class OpenedFiles:
     def record(self, *, with_folders: bool) -> dict[str, Any] | None:
         """What tells later whether all this is as it was; None when nothing could."""
         facts = list(self.files.values())
-        if not self.is_whole or not facts or _newest(facts) > self.began - SETTLED_S:
+        if not self.is_whole or not facts:
+            return None
+        newest_ns = max(max(mtime, ctime) for _, mtime, ctime, _ in facts)
+        if newest_ns / 1e9 > self.began - SETTLED_S:
             return None
         try:
             if any(_facts(path) != was for path, was in self.files.items()):
@@ -65,7 +68,11 @@ def reading() -> Iterator[OpenedFiles]:
     """Inside, what Python opens to read in this thread is noted. What a library opens by itself is
     not: whoever calls one says unseen().
     """
-    _hook()
+    global _is_hooked
+    with _hook_lock:
+        if not _is_hooked:
+            sys.addaudithook(_note_opening)
+            _is_hooked = True
     outer: OpenedFiles | None = getattr(_local, "reading", None)
     _local.reading = noted = OpenedFiles()
     try:
@@ -104,11 +111,6 @@ def _facts(path: str) -> list[int]:
     return [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
 
 
-def _newest(facts: list[list[int]]) -> float:
-    """When the last of these files changed, as Unix time."""
-    return max(max(mtime, ctime) for _, mtime, ctime, _ in facts) / 1e9
-
-
 def _sample(path: str, size: int) -> str:
     """A digest of blocks spread evenly over a file; of the whole of a small one."""
     digest = hashlib.sha256()
@@ -123,14 +125,6 @@ def _names(folder: Path) -> str:
     """A digest of the names in a folder; hidden ones are somebody's temporary files."""
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     return hashlib.sha256("\0".join(names).encode(errors="surrogateescape")).hexdigest()[:32]
-
-
-def _hook() -> None:
-    global _is_hooked
-    with _hook_lock:
-        if not _is_hooked:
-            sys.addaudithook(_note_opening)
-            _is_hooked = True
 
 
 def _note_opening(event: str, arguments: tuple[Any, ...]) -> None:

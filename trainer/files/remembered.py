@@ -24,9 +24,11 @@ def recall(cache: Path, key: str, compute: Callable[[], Any], *, with_folders: b
     with_folders: False where no file that appears could change the value.
     """
     place = cache / FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    record = _valid_record(place)
-    if record is not None:
-        return record["value"]
+    record = read_json(place)
+    # a record that something else wrote may have any form
+    with suppress(OSError, KeyError, TypeError, ValueError, AttributeError, IndexError):
+        if record is not None and "value" in record and is_same(record):
+            return record["value"]
     # a cache on a disk that cannot be written serves what it holds, and remembers nothing
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)  # now: it may stand beside the data
@@ -58,12 +60,3 @@ def program() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _valid_record(place: Path) -> dict[str, Any] | None:
-    """The record at `place`, if all that its value was read out of is as it was."""
-    record = read_json(place)
-    try:
-        return record if record is not None and "value" in record and is_same(record) else None
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError):
-        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,8 @@ def count_rows(task: Task, rows: Iterable[Row], ledger: Ledger) -> Counts:
         identity = str(row.get("id", number))
         counts.add(row, identity)
         if isinstance(task, ShowsCuts):
-            ledger.add(identity, task.uncut_fields(row), answers=_answers(task, row))
+            answers = question_of(task, row).get("answers", ()) if isinstance(task, Answers) else ()
+            ledger.add(identity, task.uncut_fields(row), answers=answers)
     return counts
 
 
@@ -95,7 +96,3 @@ def _parts(row: Row) -> dict[str, Any]:
 
 def _digest(content: Any) -> bytes:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
-
-
-def _answers(task: Task, row: Row) -> Sequence[str]:
-    return question_of(task, row).get("answers", ()) if isinstance(task, Answers) else ()

@@ -55,17 +55,14 @@ def _segments(text: Text, decode: Decode) -> list[Segment]:
     segments: list[Segment] = []
     start = 0
     for stop in range(1, len(tokens) + 1):
-        if stop == len(tokens) or marks[stop] != marks[start]:
-            segments.append({"text": _shorten(tokens[start:stop], decode), "in_loss": marks[start]})
-            start = stop
+        if stop < len(tokens) and marks[stop] == marks[start]:
+            continue
+        run, half = tokens[start:stop], _MOST_TOKENS // 2
+        if len(run) <= _MOST_TOKENS:
+            content = decode(run)
+        else:
+            num_hidden = len(run) - 2 * half
+            content = f"{decode(run[:half])} [... {num_hidden} tokens ...] {decode(run[-half:])}"
+        segments.append({"text": content, "in_loss": marks[start]})
+        start = stop
     return segments
-
-
-def _shorten(tokens: list[int], decode: Decode) -> str:
-    if len(tokens) <= _MOST_TOKENS:
-        return decode(tokens)
-    half = _MOST_TOKENS // 2
-    return (
-        f"{decode(tokens[:half])} [... {len(tokens) - 2 * half} tokens ...] "
-        f"{decode(tokens[-half:])}"
-    )

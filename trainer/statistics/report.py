@@ -88,8 +88,12 @@ def _lengths(sizes: np.ndarray) -> dict[str, Any]:
     if not len(sizes):
         return {"texts": 0, "tokens": 0}
     percentiles = np.percentile(sizes, PERCENTILES, method="higher")
-    width = _bin_width(int(sizes.max()))
-    edges = np.arange(0, int(sizes.max()) + width + 1, width)
+    most = int(sizes.max())
+    # The width of a bin is 1, 2 or 5 times a power of ten, so that the histograms of several
+    # splits can be drawn over each other.
+    widths = (step * 10**power for power in range(10) for step in (1, 2, 5))
+    width = next(width for width in widths if most + 1 <= BINS * width)
+    edges = np.arange(0, most + width + 1, width)
     counts, _ = np.histogram(sizes, bins=edges)
     return {
         "texts": len(sizes),
@@ -97,22 +101,9 @@ def _lengths(sizes: np.ndarray) -> dict[str, Any]:
         "mean": float(sizes.mean()),
         "min": int(sizes.min()),
         **{f"p{p}": int(value) for p, value in zip(PERCENTILES, percentiles, strict=True)},
-        "max": int(sizes.max()),
+        "max": most,
         "histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
     }
-
-
-def _bin_width(most: int) -> int:
-    """1, 2 or 5 times a power of ten, so that there are at most BINS bins.
-
-    Splits can then be laid over each other.
-    """
-    return next(
-        step * 10**power
-        for power in range(10)
-        for step in (1, 2, 5)
-        if (most + 1) <= BINS * step * 10**power
-    )
 
 
 def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def in_our_names(
     for place, raw in rows:
         row = {name: value for name, value in raw.items() if name not in replaced}
         for name, column in columns.items():
-            value = _value_at(raw, column, place)
+            value = raw[column] if column in raw else _follow(raw, _parts(column), place, column)
             if value is not None:
                 _write(row, name, value, place)
         if are_cells:
@@ -75,15 +75,6 @@ def _parts(column: str) -> list[str]:
     return column.split(".")
 
 
-def _value_at(raw: Any, column: str, place: str) -> Any:
-    """What stands in a column: under this very name, or where its parts lead to; None when there is
-    nothing.
-    """
-    if isinstance(raw, dict) and column in raw:
-        return raw[column]
-    return _follow(raw, _parts(column), place, column)
-
-
 def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
     for number, part in enumerate(parts):
         name = part.removesuffix("[]")
@@ -96,19 +87,18 @@ def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
                 "an object there. Write [] behind the name of a list."
             )
         value = value.get(name)
-        if part.endswith("[]"):
-            return _of_each(_parse(value), parts[number + 1 :], place, column)
+        if not part.endswith("[]"):
+            continue
+        items, rest = _parse(value), parts[number + 1 :]
+        if items is not None and not isinstance(items, list):
+            raise DataError(
+                f"{place}: {column!r} of data.columns wants a list, got {preview(items)}. Leave "
+                "[] out."
+            )
+        if items is None or not rest:
+            return items
+        return [_follow(item, rest, place, column) for item in items]
     return value
-
-
-def _of_each(items: Any, rest: list[str], place: str, column: str) -> Any:
-    if items is None:
-        return None
-    if not isinstance(items, list):
-        raise DataError(
-            f"{place}: {column!r} of data.columns wants a list, got {preview(items)}. Leave [] out."
-        )
-    return [_follow(item, rest, place, column) for item in items] if rest else items
 
 
 def _write(row: Row, name: str, value: Any, place: str) -> None:

@@ -44,7 +44,9 @@ def nq_folder(folder: Path | None) -> Path:
     folder = required_folder(
         folder, f"{CORPUS} (id, text, title) and {QUERIES} (split, question, answers, gold)"
     )
-    return folder / "nq" if _is_below_nq(folder, CORPUS) else folder
+    below = folder / "nq"
+    is_below = not (folder / CORPUS).is_file() and (below / CORPUS).is_file()
+    return below if is_below else folder
 
 
 def corpus_file(folder: Path | None, name: str) -> Path:
@@ -112,10 +114,6 @@ def only_row_file(folder: Path, suffixes: Sequence[str]) -> Path:
         f"{folder} holds {there}. data.valid_share takes the validation rows from the file of "
         "training: name that in data.files.train, or leave valid_share out."
     )
-
-
-def _is_below_nq(folder: Path, name: str) -> bool:
-    return not (folder / name).is_file() and (folder / "nq" / name).is_file()
 
 
 def _present_of(folder: Path, stems: Sequence[str], suffixes: Sequence[str]) -> list[Path]:

@@ -75,7 +75,7 @@ def objects(path: Path) -> Iterator[tuple[str, Row]]:
     The first character decides, for lists are called .jsonl and lines .json more often than one
     would like.
     """
-    if not _is_list(path):
+    if not _beginning(path).startswith(b"["):
         for line, row in numbered_jsonl(path):
             yield f"{path}, line {line}", row
         return
@@ -127,10 +127,6 @@ def _object(value: Any, place: str) -> Row:
 def begins_as_json(path: Path) -> bool:
     """Whether the first character of a file is that of a JSON object or list."""
     return _beginning(path).startswith((b"{", b"["))
-
-
-def _is_list(path: Path) -> bool:
-    return _beginning(path).startswith(b"[")
 
 
 def _beginning(path: Path) -> bytes:

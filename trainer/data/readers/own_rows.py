@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config.identity import canonical_json
 from trainer.config.own_rows import Layout, OwnRows
@@ -48,7 +48,20 @@ def own_rows(
     is_shared = bool(own.valid_share) and split in ("train", "valid")
     of_split = "train" if is_shared else split
     if own.dataset is not None:
-        rows, are_cells = _of_data_set(own, of_split, folder, cache_dir), True
+        name = getattr(own.splits, of_split) or _OF_DATASETS[of_split]
+        raw_rows = data_set(
+            own.dataset,
+            name,
+            subset=own.subset,
+            revision=own.revision,
+            folder=folder,
+            cache_dir=cache_dir,
+        )
+        rows = (
+            (f"{own.dataset} ({name}), row {number}", row)
+            for number, row in enumerate(raw_rows, start=1)
+        )
+        are_cells = True
     else:
         path = None
         if first is not None and not is_shared and getattr(own.files, split) is None:
@@ -65,17 +78,6 @@ def _file(own: OwnRows, split: str, folder: Path | None, suffixes: Sequence[str]
     if own.valid_share and split == "train" and name is None:
         return only_row_file(required_folder(folder, "a file of rows"), suffixes)
     return split_file(folder, split, suffixes, name=name, key="data.files")
-
-
-def _of_data_set(
-    own: OwnRows, split: str, folder: Path | None, cache_dir: Path | None
-) -> Iterator[tuple[str, Row]]:
-    assert own.dataset is not None
-    name = getattr(own.splits, split) or _OF_DATASETS[split]
-    how: dict[str, Any] = {"subset": own.subset, "revision": own.revision}
-    rows = data_set(own.dataset, name, **how, folder=folder, cache_dir=cache_dir)
-    for number, row in enumerate(rows, start=1):
-        yield f"{own.dataset} ({name}), row {number}", row
 
 
 def _share(

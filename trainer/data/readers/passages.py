@@ -84,7 +84,17 @@ def tsv_passages(path: Path) -> Iterator[Row]:
     is_csv = _is_csv(path)
     is_empty = True
     for line, text in lines(path):
-        fields = _csv_fields(text, path, line) if is_csv else text.split("\t")
+        fields = text.split("\t")
+        try:
+            if is_csv:
+                fields = next(csv.reader([text], delimiter="\t", strict=True))
+        except csv.Error as error:
+            raise bad_line(
+                path,
+                line,
+                f"{error}, in a file whose fields are quoted as CSV; close the quotes, and double "
+                "those within",
+            ) from None
         if len(fields) != 3:
             raise bad_line(
                 path, line, f"{len(fields)} tab-separated field(s), want id, text and title"
@@ -138,15 +148,3 @@ def _is_csv(path: Path) -> bool:
             if line == 1 or '""' in inner:
                 return True
     return False
-
-
-def _csv_fields(text: str, path: Path, line: int) -> list[str]:
-    try:
-        return next(csv.reader([text], delimiter="\t", strict=True))
-    except csv.Error as error:
-        raise bad_line(
-            path,
-            line,
-            f"{error}, in a file whose fields are quoted as CSV; close the quotes, and double "
-            "those within",
-        ) from None

@@ -195,7 +195,15 @@ def question_row(raw: Row, place: str) -> Row:
     if raw.get("dataset") is not None:
         row["dataset"] = fields.text(raw["dataset"], place, "dataset")
     if raw.get("ctxs") is not None and not _present(raw, ("context", "contexts")):
-        return row | _of_passages(raw["ctxs"], place)
+        values = raw["ctxs"]
+        if not isinstance(values, list) or not values:
+            raise DataError(f"{place}: 'ctxs' is {preview(values)}, want a list that is not empty.")
+        passages = [fields.passage(one, place, f"ctxs[{n}]") for n, one in enumerate(values)]
+        row["contexts"] = fields.texts([one.get("text") for one in passages], place, "ctxs")
+        titles = [one["title"] for one in passages if one.get("title")]
+        if len(titles) == len(passages):
+            row["titles"] = titles
+        return row
     if _one_of(raw, ("context", "contexts"), place) == "context":
         row["context"] = fields.text(raw["context"], place, "context")
         if raw.get("title") is not None:
@@ -212,16 +220,6 @@ def question_row(raw: Row, place: str) -> Row:
                 f"{place}: 'useful_contexts' is {preview(useful)}, want a 0 or 1 for each context."
             )
     return row
-
-
-def _of_passages(values: Any, place: str) -> Row:
-    """contexts and, where all have one, titles of FiD's ctxs."""
-    if not isinstance(values, list) or not values:
-        raise DataError(f"{place}: 'ctxs' is {preview(values)}, want a list that is not empty.")
-    passages = [fields.passage(one, place, f"ctxs[{n}]") for n, one in enumerate(values)]
-    row: Row = {"contexts": fields.texts([one.get("text") for one in passages], place, "ctxs")}
-    titles = [one["title"] for one in passages if one.get("title")]
-    return row | ({"titles": titles} if len(titles) == len(passages) else {})
 
 
 def _required_answers(raw: Row, place: str) -> list[str]:

@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any
 
 from trainer.data.readers.jsonl import begins_as_json, objects, preview
 from trainer.errors import ConfigError, DataError
@@ -95,7 +95,8 @@ def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     number = 0
     try:
-        with _opened_text(path) as file:
+        open_text: Any = gzip.open if path.suffix == ".gz" else open
+        with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, delimiter=separator, strict=True)
             names = next(reader, [])
             _check_header(names, path, separator)
@@ -141,12 +142,6 @@ def _check_header(names: list[str], path: Path, separator: str) -> None:
             f"{path}: the header names {preview(twice[0])} twice. Give every column a name of its "
             "own."
         )
-
-
-def _opened_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return cast("IO[str]", gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
-    return path.open(encoding="utf-8-sig", newline="")
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
