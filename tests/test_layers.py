@@ -8,7 +8,7 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 5  launch/, survival/, evaluation/
 4  training/, plan/, retrieval/, statistics/, exports/
 3  tasks/<name>/
-2  models/, data/, telemetry/, tasks/token_task.py
+2  models/, data/, telemetry/, tasks/{token_task,generated}.py
 1  runtime/, files/, metrics/, protocol/
 0  config/, errors.py, files/{atomic,survive,survival_events}.py, runtime/process.py,
    tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
@@ -52,6 +52,7 @@ FLOORS = {
     "trainer.data": 2,
     "trainer.models": 2,
     "trainer.telemetry": 2,
+    "trainer.tasks.generated": 2,
     "trainer.tasks.token_task": 2,
     "trainer.exports": 4,
     "trainer.plan": 4,

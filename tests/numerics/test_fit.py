@@ -49,6 +49,8 @@ class Case:
     stop_rank: int | None = None  # the rank that is asked to stop, after the step below
     stop_after: int = 0
     train: dict[str, Any] = field(default_factory=dict)  # more keys of the experiment's block
+    unlabelled: int | None = None  # the step whose rows have no label
+    unlabelled_rank: int | None = None  # the only rank whose rows have none; None: all of them
     spoilt_rank: int | None = None  # the rank whose losses are spoilt; None: all of them
     resume_after: int | None = None  # once this step is saved, the run dies and goes on from there
     is_rehearsed: bool = (
@@ -100,7 +102,11 @@ class Regression:
         return {"row": torch.tensor([int(row["ids"][0]) for row in rows])}
 
     def units(self, batch: dict[str, Tensor]) -> Tensor:
-        return torch.tensor(len(batch["row"]))
+        from trainer.runtime import distributed
+
+        is_rank = self.case.unlabelled_rank in (None, distributed.rank())
+        is_step = int(batch["row"][0]) // GLOBAL_BATCH + 1 == self.case.unlabelled
+        return torch.tensor(0 if is_rank and is_step else len(batch["row"]))
 
     def losses(self, model: Any, window: Sequence[dict[str, Tensor]]) -> Iterator[Tensor]:
         self.modes.append(all(module.training for module in model.modules()))
@@ -332,8 +338,24 @@ def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
     for name, outcome in fit_all(cases)[0].items():
         assert "DivergedError" in outcome.result, name
         assert "at step 2 " in outcome.result, name
+        assert "rows of that window begin with 4, " in outcome.result, f"step 2's own rows: {name}"
         assert len(outcome.rates) <= 3, name
         assert outcome.saved == [], name
+
+
+def test_a_window_without_a_label_is_refused_by_name_and_no_learning_rate_is_blamed() -> None:
+    cases = {
+        "as it is": Case(unlabelled=2),
+        "judged": Case(unlabelled=2, train={"on_bad_step": "skip"}),
+    }
+    for name, outcome in fit_all(cases)[0].items():
+        assert outcome.result.startswith("DataError: step 2: no row of its global batch has"), name
+        assert "begin with 4, " in outcome.result, name
+        assert "learning" not in outcome.result, name
+        assert outcome.saved == [1], name
+        assert outcome.all_saved_are_finite, name
+    one_rank = fit_all({"one rank": Case(unlabelled=2, unlabelled_rank=1)}, world=2)
+    assert [outcomes["one rank"].result for outcomes in one_rank] == ["finished"] * 2
 
 
 def test_a_loss_that_is_not_finite_is_never_saved() -> None:

@@ -9,6 +9,20 @@ STEPS = "tests/contract/test_task_contract.py -k '(golden or stages_ranks) and c
 FAULTS = [
     Fault(
         FILE,
+        "was_unsound, previous = (~step.is_sound).long(), window",
+        "was_unsound, previous = (~step.is_sound).long(), previous",
+        why="a step whose gradient was not sound names no rows, or those of another step",
+        tests=f"{FIT} -k between_two_saves",
+    ),
+    Fault(
+        FILE,
+        "    if units == 0:",
+        "    if units < 0:",
+        why="a window without a label divides by zero, and the learning rate is blamed",
+        tests=f"{FIT} -k without_a_label",
+    ),
+    Fault(
+        FILE,
         "mean = summed / counts[0]",
         "mean = summed / window.units",
         why="each rank divides by its own units: the loss depends on how rows fall on ranks",
