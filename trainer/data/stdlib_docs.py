@@ -15,7 +15,6 @@ import inspect
 import re
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -57,7 +56,11 @@ def docstrings() -> tuple[Docstring, ...]:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     pairs: list[tuple[str, str]] = []
-    with _without_garbage_collection():
+    # Syntax trees are millions of objects without cycles. With torch loaded, collecting garbage
+    # takes half of the time.
+    collects_garbage = gc.isenabled()
+    gc.disable()
+    try:
         for path in sorted(root.rglob("*.py")):
             inside = path.relative_to(root)
             if _SKIPPED & set(inside.parts):
@@ -66,6 +69,9 @@ def docstrings() -> tuple[Docstring, ...]:
             module = ".".join(part for part in parts if part != "__init__")
             tree = ast.parse(path.read_bytes())
             pairs += [(doc.name, doc.text) for doc in _walk(tree, module)]
+    finally:
+        if collects_garbage:
+            gc.enable()
     pairs.sort()
     first_names: dict[str, str] = {}
     for name, text in pairs:
@@ -102,20 +108,6 @@ def qa_rows(split: str) -> list[Row]:
 def texts(split: str) -> list[Row]:
     """Rows {"text": name, newline, docstring} of "train" or "valid", for language modelling."""
     return [{"text": f"{doc.name}\n{doc.text}"} for doc in _split(split)]
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Syntax trees are millions of objects without cycles: with torch loaded, collecting takes half
-    of the time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _walk(

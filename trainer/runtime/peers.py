@@ -90,7 +90,7 @@ class Peer:
             self.failed_at, self.failure = now, message["text"]
 
     def delay(self, late_s: float) -> None:
-        """This process was paused for `seconds`: shift all timestamps."""
+        """This process was paused for `late_s`: shift all timestamps."""
         self.heard_at += late_s
         self.broke_at = None if self.broke_at is None else self.broke_at + late_s
         self.failed_at = None if self.failed_at is None else self.failed_at + late_s

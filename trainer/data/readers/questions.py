@@ -58,7 +58,13 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
         if name in ids:
             raise DataError(f"{place}: the id {name!r} stands twice; give every question its own.")
         ids.add(name)
-        yield Query(name, text, fields.answers(raw, place), _positives(raw, place))
+        key, value = first_given(raw, _POSITIVES)
+        values: list[Any] = value if isinstance(value, list) else [value]
+        positives: list[str] = []
+        for one in values if value is not None else ():
+            passage = first_given(one, fields.PASSAGE_IDS)[1] if isinstance(one, dict) else one
+            positives.append(fields.column_identity(passage, place, key))
+        yield Query(name, text, fields.answers(raw, place), positives)
     if not ids:
         of_split = f" whose split is {' or '.join(names)}" if names else ""
         raise DataError(
@@ -241,13 +247,3 @@ def _one_of(raw: Row, names: tuple[str, str], place: str) -> str:
             f"{fields.keys(raw)})."
         )
     return present[0]
-
-
-def _positives(raw: Row, place: str) -> list[str]:
-    name, value = first_given(raw, _POSITIVES)
-    values: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
-    ids: list[str] = []
-    for one in values:
-        number = first_given(one, fields.PASSAGE_IDS)[1] if isinstance(one, dict) else one
-        ids.append(fields.column_identity(number, place, name))
-    return ids
