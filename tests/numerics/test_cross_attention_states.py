@@ -22,7 +22,7 @@ from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, DataError, StorageError
 from trainer.protocol.task import Batch, Places
 from trainer.recipes.cross_attention import preparation
-from trainer.recipes.cross_attention.preparation import Prepared, Wanted
+from trainer.recipes.cross_attention.preparation import Preparation, Prepared
 from trainer.tasks.cross_attention.encoder_states import writing
 from trainer.tasks.cross_attention.encoder_states.reading import StateCache
 from trainer.tasks.cross_attention.task import Task
@@ -59,7 +59,7 @@ def values_of(folder: Path, **data: Any) -> Values:
 def prepare(values: Values, folder: Path | None, out: Path, **wanted: Any) -> Prepared:
     cfg: Any = tasks.parse(values)
     places = Places(folder, out.parent / "cache", out.parent)
-    asked = Wanted(out, **{"sources": {}, **wanted})
+    asked = Preparation(out, **{"sources": {}, **wanted})
     preparation.write_rows(cfg, places, asked)
     return preparation.write_states(cfg, places, asked)
 

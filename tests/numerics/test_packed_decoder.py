@@ -350,7 +350,7 @@ def test_a_packed_task_on_prepared_states_trains_as_the_padded_one_that_encodes(
     folder: Path, tmp_path: Path
 ) -> None:
     online = loaded(folder, VARIANTS["chunked"], packed=False)
-    wanted = preparation.Wanted(tmp_path / "out", {})
+    wanted = preparation.Preparation(tmp_path / "out", {})
     preparation.write_rows(online.cfg, online.places, wanted)
     preparation.write_states(online.cfg, online.places, wanted)
     cached = loaded(folder, VARIANTS["chunked"], data_path=tmp_path / "out", encode="cached")

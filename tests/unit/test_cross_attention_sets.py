@@ -15,7 +15,7 @@ import pytest
 from trainer.data.readers import questions
 from trainer.errors import ConfigError, DataError
 from trainer.protocol.task import Row
-from trainer.recipes.cross_attention.sets import Source, has_test, rows, sources_in
+from trainer.recipes.cross_attention.sets import PublishedSource, has_test, rows, sources_in
 
 
 def read(folder: Path, split: str = "train", **options: Any) -> list[Row]:
@@ -434,7 +434,7 @@ def test_sets_are_read_one_after_another_and_rows_are_what_the_task_reads(tmp_pa
     put(tmp_path / "prepared/train.jsonl", found, is_lines=True)
     assert list(questions.qa_rows(tmp_path / "prepared", "train")) == found
     assert has_test(sources_in(tmp_path, {}))
-    assert not has_test([Source("msmarco", tmp_path)])
+    assert not has_test([PublishedSource("msmarco", tmp_path)])
 
 
 def test_a_set_may_be_given_by_name_and_place(tmp_path: Path) -> None:
@@ -443,8 +443,8 @@ def test_a_set_may_be_given_by_name_and_place(tmp_path: Path) -> None:
         None, {"hotpotqa": str(tmp_path / "elsewhere/hotpotqa"), "squad_v2": "rajpurkar/squad_v2"}
     )
     assert found == [
-        Source("hotpotqa", tmp_path / "elsewhere/hotpotqa"),
-        Source("squad_v2", "rajpurkar/squad_v2"),
+        PublishedSource("hotpotqa", tmp_path / "elsewhere/hotpotqa"),
+        PublishedSource("squad_v2", "rajpurkar/squad_v2"),
     ]
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from trainer.__main__ import app
 from trainer.errors import ConfigError, DataError
-from trainer.recipes.vera.convert import Conversion, convert, known_declarer, named_values
+from trainer.recipes.vera.convert import Conversion, convert, declarer_of, values_by_name
 from trainer.recipes.vera.declare import Draft, draft, find_blanks
 from trainer.recipes.vera.problem import (
     BadRecord,
@@ -279,12 +279,12 @@ def test_a_folder_without_the_files_is_told_which(tmp_path: Path) -> None:
 
 
 def test_options_of_the_command_are_checked() -> None:
-    assert named_values(["case=fit", "a=b=c"]) == {"case": "fit", "a": "b=c"}
+    assert values_by_name(["case=fit", "a=b=c"]) == {"case": "fit", "a": "b=c"}
     with pytest.raises(ConfigError, match="want NAME=VALUE"):
-        named_values(["fit"])
-    assert known_declarer("rules") == "rules"
+        values_by_name(["fit"])
+    assert declarer_of("rules") == "rules"
     with pytest.raises(ConfigError, match="no such declarer"):
-        known_declarer("neural")
+        declarer_of("neural")
 
 
 def command(*arguments: object) -> Result:

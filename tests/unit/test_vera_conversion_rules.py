@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.recipes.vera.rules import declared
+from trainer.recipes.vera.rules import statement_by_rule
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from trainer.recipes.vera.rules import declared
 def test_a_question_whose_order_of_words_decides_becomes_a_statement(
     question: str, want: str
 ) -> None:
-    assert declared(question, "yes") == want
+    assert statement_by_rule(question, "yes") == want
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_a_question_whose_order_of_words_decides_becomes_a_statement(
     ],
 )
 def test_a_question_that_is_not_certain_is_left_to_a_converter(question: str) -> None:
-    assert declared(question, "yes") is None
+    assert statement_by_rule(question, "yes") is None
 
 
 def test_what_is_left_of_a_name_with_a_full_stop_is_no_sentence() -> None:
-    assert declared("Seuss a liar?", "yes", "Was Dr. ") is None
-    assert declared("Rowling is rich?", "yes", "J.K. ") is None
-    assert declared("It is cold.", "yes", "Ice is frozen water. ") == "It is cold."
+    assert statement_by_rule("Seuss a liar?", "yes", "Was Dr. ") is None
+    assert statement_by_rule("Rowling is rich?", "yes", "J.K. ") is None
+    assert statement_by_rule("It is cold.", "yes", "Ice is frozen water. ") == "It is cold."
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_what_is_left_of_a_name_with_a_full_stop_is_no_sentence() -> None:
 def test_a_choice_completes_a_stem_only_where_nothing_else_can(
     stem: str, choice: str, want: str | None
 ) -> None:
-    assert declared(stem, choice) == want
+    assert statement_by_rule(stem, choice) == want

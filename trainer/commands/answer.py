@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -86,29 +86,24 @@ def answers(opened_run: Opened, questions: list[dict[str, Any]]) -> Iterator[dic
             others.append(number)
             continue
         try:
-            prompt = one["prompt"] if "prompt" in one else _opened_chat(task, one["messages"])
+            prompt = one["prompt"] if "prompt" in one else _chat_prompt(task, one["messages"])
             texts[number] = begun(task, model.base, prompt, one)
         except LatheError as error:
             yield {"of": number, "error": str(error)}
-    for group in _alike(questions, others):
+    alike: dict[str, list[int]] = {}  # the numbers of questions that one forward answers
+    for number in others:
+        one = questions[number]
+        shape = [sorted(one), *(one.get(key) for key in ("side", "max_tokens", "temperature"))]
+        is_drawn = bool(one.get("temperature"))
+        key = json.dumps([*shape, one.get("seed") if is_drawn else None])
+        alike.setdefault(key, []).append(number)
+    for group in alike.values():
         answers = _answer(opened_run, [questions[number] for number in group])
         yield from ({"of": number, **one} for number, one in zip(group, answers, strict=True))
     numbers = list(texts)
     if texts:
         for row, piece in grown(task, model.base, list(texts.values())):
             yield {"of": numbers[row], **piece}
-
-
-def _alike(questions: list[dict[str, Any]], numbers: list[int]) -> Iterable[list[int]]:
-    """Numbers of questions, in groups that one forward answers."""
-    alike: dict[str, list[int]] = {}
-    for number in numbers:
-        one = questions[number]
-        shape = [sorted(one), *(one.get(key) for key in ("side", "max_tokens", "temperature"))]
-        is_drawn = bool(one.get("temperature"))
-        key = json.dumps([*shape, one.get("seed") if is_drawn else None])
-        alike.setdefault(key, []).append(number)
-    return alike.values()
 
 
 def _answer(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -183,7 +178,7 @@ def _row(task: Any, request: dict[str, Any]) -> dict[str, Any]:
     return {**row, "ctxs": passages}
 
 
-def _opened_chat(task: Any, messages: list[dict[str, Any]]) -> str:
+def _chat_prompt(task: Any, messages: list[dict[str, Any]]) -> str:
     """Messages as the task's template writes them, up to where the assistant speaks."""
     if task.cfg.data.source != "chat":
         raise ConfigError("it has not learnt from conversations: ask /v1/completions")

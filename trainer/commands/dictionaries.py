@@ -39,7 +39,14 @@ def keys(
             raise ConfigError(f"--json_schema is of the whole dictionary: leave {key!r} out.")
         typer.echo(json.dumps(reference.json_schema(config), indent=2))
         return
-    for one in _matches(reference.keys(config), key):
+    matches = all_keys = reference.keys(config)
+    if key is not None:
+        matches = [one for one in all_keys if one.path == key or one.path.startswith(f"{key}.")]
+        if not matches:
+            legal = [one.path for one in all_keys]
+            elsewhere = other_place(key, legal, SYNONYMS)
+            raise ConfigError(f"{key}: no such key. {elsewhere or nearest(key, legal)}")
+    for one in matches:
         typer.echo(text_of(one))
 
 
@@ -49,18 +56,6 @@ def text_of(key: reference.Key) -> str:
     lines = textwrap.wrap(f"{key.path}: {key.kind}; {default}", WIDTH, subsequent_indent="    ")
     lines += textwrap.wrap(key.description, WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
-
-
-def _matches(all_keys: list[reference.Key], key: str | None) -> list[reference.Key]:
-    """The key of this path and those below it; without a path all."""
-    if key is None:
-        return all_keys
-    matches = [one for one in all_keys if one.path == key or one.path.startswith(f"{key}.")]
-    if not matches:
-        legal = [one.path for one in all_keys]
-        elsewhere = other_place(key, legal, SYNONYMS)
-        raise ConfigError(f"{key}: no such key. {elsewhere or nearest(key, legal)}")
-    return matches
 
 
 # Groups

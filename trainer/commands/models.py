@@ -67,33 +67,8 @@ def export(
     merge: Merge = False,
 ) -> None:
     """Read a trained model and write it as other programs read it."""
-    options = {"layout": layout, "merge": merge or None}
-    _refuse_what_is_ready(task, folder)
-    write = _interchange(task, "export_model", options)
-    if task != "cross_attention":  # whose own folders hold adapters beside the added layers
-        from trainer.models import adapters
-
-        adapters.refuse(folder, because="which other programs do not read")
-    write(folder, out=out)
-    _describe(folder, out)
-
-
-def _describe(source: Path, out: Path) -> None:
-    """Write the record and the card of what was exported, where its source has a record."""
-    from trainer.exports import card, record
-
-    source_record = record.read(source)
-    if source_record is None:
-        return
-    with refusals(out):
-        own = source_record.model_copy(update={"files": record.digests(out)})
-        record.write(out, own)
-        card.write(out, own)
-
-
-def _refuse_what_is_ready(task: str, folder: Path) -> None:
-    """ConfigError for a task whose own folders are already as the Hub has them."""
     from trainer import tasks
+    from trainer.exports import card, record
 
     has_export = (Path(tasks.__file__).parent / task / "interchange.py").is_file()
     if task in tasks.names() and not has_export and (folder / "config.json").is_file():
@@ -101,6 +76,19 @@ def _refuse_what_is_ready(task: str, folder: Path) -> None:
             f"export {task} {folder}: this folder is already as the Hub has models; nothing is to "
             f"be done. Load it with AutoModel....from_pretrained({str(folder)!r}), or upload it."
         )
+    options = {"layout": layout, "merge": merge or None}
+    write = _interchange(task, "export_model", options)
+    if task != "cross_attention":  # whose own folders hold adapters beside the added layers
+        from trainer.models import adapters
+
+        adapters.refuse(folder, because="which other programs do not read")
+    write(folder, out=out)
+    source_record = record.read(folder)
+    if source_record is not None:
+        with refusals(out):
+            own = source_record.model_copy(update={"files": record.digests(out)})
+            record.write(out, own)
+            card.write(out, own)
 
 
 def _interchange(task: str, function: str, options: dict[str, Any]) -> Callable[..., None]:

@@ -249,17 +249,13 @@ def _parameters_of(table: Any) -> Iterator[inspect.Parameter]:
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         for declaration in get_args(annotation)[1:]:
             if isinstance(declaration, OnOff):
-                annotation, default = _on_off(declaration), str(default).lower()
+                option = typer.Option(
+                    declaration.name, metavar="BOOL", callback=on_or_off, help=declaration.help
+                )
+                annotation, default = Annotated[str, option], str(default).lower()
         yield inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
-
-
-def _on_off(declaration: OnOff) -> Any:
-    option = typer.Option(
-        declaration.name, metavar="BOOL", callback=on_or_off, help=declaration.help
-    )
-    return Annotated[str, option]
 
 
 def on_or_off(value: str) -> bool:

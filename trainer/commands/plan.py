@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,11 +64,17 @@ def plan(
     """
     gc.disable()  # what is imported stays: looking through it took a fifth of a plan's seconds
     _import_models_without_scipy()
+    from trainer.plan.memory.measure import with_value
     from trainer.plan.time.target import target_of
 
     values = which.values()
     for text in change or []:
-        values = _with_change(values, text)
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {text}: want KEY=VALUE, such as data.source_tokens=512.")
+        with suppress(json.JSONDecodeError):  # a text that is no JSON stands for itself
+            value = json.loads(value)
+        values = with_value(values, key.strip(), value)
     target = target_of(device, world=world, nodes=nodes)
     run_options = which.run_options(deepspeed=deepspeed)
     subject = subject_for(values, run_options, target.cluster.world)
@@ -159,18 +166,6 @@ def subject_for(values: dict[str, Any], run_options: Options, world: int) -> Sub
         store_of=lambda task, split: store_of(task, split, run_options.cache_dir),
         answers=bool(checked.cfg.train.answers or run_options.extra_evals),
     )
-
-
-def _with_change(values: dict[str, Any], text: str) -> dict[str, Any]:
-    from trainer.plan.memory.measure import with_value
-
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise ConfigError(f"--set {text}: want KEY=VALUE, such as data.source_tokens=512.")
-    try:
-        return with_value(values, key.strip(), json.loads(value))
-    except json.JSONDecodeError:
-        return with_value(values, key.strip(), value)
 
 
 @options.guard

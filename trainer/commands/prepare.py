@@ -62,8 +62,15 @@ def prepare(
     places = which.run_options(num_proc=num_proc).places
     if which.data_path is not None and out.resolve() == which.data_path.resolve():
         raise ConfigError(f"--out {out}: is --data_path itself. Name another folder.")
+    pairs = [text.partition("=") for text in source or ()]
+    wrong = [name for name, _, place in pairs if not place]
+    if wrong:
+        raise ConfigError(
+            f"--source {wrong[0]}: want NAME=FOLDER_OR_HUB_ID, such as squad_v2=rajpurkar/squad_v2."
+        )
+    sources = {name: place for name, _, place in pairs}
     distributed.init()
-    request = module.Wanted(out, _by_name(source), hotpotqa_shuffles, batch_tokens, shard_tokens)
+    request = module.Preparation(out, sources, hotpotqa_shuffles, batch_tokens, shard_tokens)
     cfg = tasks.parse(values)
     lock = FileLock(out.with_name(f".{out.name}.lock"), timeout=0)  # a killed process lets go of it
     on_main(lambda: _claim(out, lock))
@@ -92,16 +99,6 @@ def _claim(out: Path, lock: FileLock) -> None:
         ) from None
 
 
-def _by_name(texts: list[str] | None) -> dict[str, str]:
-    pairs = [text.partition("=") for text in texts or ()]
-    wrong = [name for name, _, place in pairs if not place]
-    if wrong:
-        raise ConfigError(
-            f"--source {wrong[0]}: want NAME=FOLDER_OR_HUB_ID, such as squad_v2=rajpurkar/squad_v2."
-        )
-    return {name: place for name, _, place in pairs}
-
-
 @options.guard
 def fetch(
     name: Annotated[
@@ -117,7 +114,9 @@ def fetch(
     ] = None,
 ) -> None:
     """Fetch a public set into the layout that the built-in groups read, checked by its digests."""
-    from trainer.recipes.public_sets import catalogue
+    from trainer.files import hub
+    from trainer.files.atomic import refuse_existing
+    from trainer.recipes.public_sets import catalogue, fetching
 
     if name is None:
         for each, public in catalogue.SETS.items():
@@ -127,14 +126,6 @@ def fetch(
         return
     if out is None:
         raise ConfigError("--out is missing: name the folder to write.")
-    _fetch(name, out, mirror)
-
-
-def _fetch(name: str, out: Path, mirror: str | None) -> None:
-    from trainer.files import hub
-    from trainer.files.atomic import refuse_existing
-    from trainer.recipes.public_sets import fetching
-
     if name == "tokenizers":
         hub.use_cache_where_unreachable()
         missing = fetching.fetch_tokenizers(out)
@@ -142,7 +133,7 @@ def _fetch(name: str, out: Path, mirror: str | None) -> None:
             names = "; ".join(f"{each} ({why})" for each, why in missing.items())
             raise LatheError(f"not had: {names}. Put such a folder at {out} by hand.")
         return
-    public = fetching.known(name)
+    public = fetching.set_of(name)
     refuse_existing(out)
     if mirror is not None and Path(mirror).is_dir():
         mirror = Path(mirror).resolve().as_uri()

@@ -73,12 +73,11 @@ def encode(
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
 
-    _check_words(side, dtype, precision)
+    _check_flags(side, dtype, precision, split)
     values = which.values()
     distributed.init()
     task, retriever, folder = open_model(Question(values, model=model), which.run_options())
     maker = _embeds(task, values)
-    _check_split(side, split)
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
     texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
     rows = shard_rows or embeddings.shard_rows(count, distributed.world())
@@ -112,7 +111,7 @@ def _embeds(task: object, values: dict[str, Any]) -> Embeds:
     return task
 
 
-def _check_words(side: str, dtype: str, precision: str) -> None:
+def _check_flags(side: str, dtype: str, precision: str, split: str | None) -> None:
     for name, value, legal in (
         ("side", side, ("query", "passage")),
         ("dtype", dtype, ("float16", "float32")),
@@ -120,6 +119,8 @@ def _check_words(side: str, dtype: str, precision: str) -> None:
     ):
         if value not in legal:
             raise ConfigError(f"--{name} {value}: want {' or '.join(legal)}.")
+    if side == "passage" and split is not None:
+        raise ConfigError("--split is for questions; a corpus is encoded whole. Leave it out.")
 
 
 @options.guard
@@ -322,11 +323,6 @@ def contexts(
     texts = corpora.passages_with_ids(passages, needed)
     count = negatives.write_rows(out, negatives.reader_rows(of_run, questions, texts, depth=depth))
     typer.echo(f"{out}: {count} questions")
-
-
-def _check_split(side: str, split: str | None) -> None:
-    if side == "passage" and split is not None:
-        raise ConfigError("--split is for questions; a corpus is encoded whole. Leave it out.")
 
 
 def _rows(source: Path, side: str, split: str | None) -> Any:

@@ -69,8 +69,8 @@ def convert(
         out,
         split=split,
         task=task,
-        variants=conversion.named_values(variant or []),
-        declarer=conversion.known_declarer(declarer),
+        variants=conversion.values_by_name(variant or []),
+        declarer=conversion.declarer_of(declarer),
         is_strict=strict,
     )
     for report in conversion.convert(request, model):

@@ -130,16 +130,16 @@ class RunFlags:
         return texts
 
 
-def _is_switch(kind: type, *declarations: Any) -> bool:
-    return kind is bool and not any(isinstance(one, OnOff) for one in declarations)
-
-
 _ANNOTATIONS = {
     name: get_args(annotation)
     for name, annotation in get_type_hints(RunFlags, include_extras=True).items()
 }
 RUN_FLAGS = tuple(_ANNOTATIONS)
-SWITCHES = tuple(name for name, parts in _ANNOTATIONS.items() if _is_switch(*parts))  # no value
+SWITCHES = tuple(  # flags without a value
+    name
+    for name, (kind, *declarations) in _ANNOTATIONS.items()
+    if kind is bool and not any(isinstance(one, OnOff) for one in declarations)
+)
 PATHS = tuple(  # a job runs in another folder
     name for name, (kind, *_) in _ANNOTATIONS.items() if kind is Path or Path in get_args(kind)
 )

@@ -67,7 +67,19 @@ def experiments_of_group(
     ConfigError for an unknown group, and for two experiments that are the same.
     """
     if group not in groups:
-        raise ConfigError(_no_such(group, groups))
+        if not _ID.fullmatch(group):
+            raise ConfigError(f"-e {group}: no such group. {nearest(group, sorted(groups))}")
+        holding = [
+            name
+            for name, experiments in groups.items()
+            if any(_id_or_none(values) == group for values in experiments)
+        ]
+        advice = f"--exp_id {group} goes on with a run, whose dictionary is in its folder"
+        if holding:
+            advice = f"It is one of {', '.join(holding)}: -e {holding[0]} --exp_id {group}"
+        raise ConfigError(
+            f"-e {group}: this is the id of an experiment, and a group's name is wanted. {advice}."
+        )
     experiments = with_steps(groups[group], steps)
     ids = [exp_id(values) for values in experiments]
     if len(set(ids)) < len(ids):
@@ -77,21 +89,6 @@ def experiments_of_group(
             "copies."
         )
     return experiments
-
-
-def _no_such(name: str, groups: dict[str, list[Values]]) -> str:
-    """Which name was meant instead; of an id the group that holds it, where one does."""
-    if not _ID.fullmatch(name):
-        return f"-e {name}: no such group. {nearest(name, sorted(groups))}"
-    holding = [
-        group
-        for group, experiments in groups.items()
-        if any(_id_or_none(values) == name for values in experiments)
-    ]
-    advice = f"--exp_id {name} goes on with a run, whose dictionary is in its folder"
-    if holding:
-        advice = f"It is one of {', '.join(holding)}: -e {holding[0]} --exp_id {name}"
-    return f"-e {name}: this is the id of an experiment, and a group's name is wanted. {advice}."
 
 
 def _id_or_none(values: Values) -> str | None:

@@ -25,7 +25,12 @@ def _line(schema: Block, item: dict[str, Any], synonyms: Synonyms) -> str:
     location: tuple[Any, ...] = item["loc"]
     path = ".".join(str(part) for part in location if not _is_union_tag(part)) or "(top level)"
     if item["type"] == "extra_forbidden":
-        legal = {name for block in _blocks_at(schema, location[:-1]) for name in block.model_fields}
+        blocks: list[Block] = [schema]  # that may stand where the key does
+        for part in location[:-1]:
+            if not _is_union_tag(part):
+                fields = [one.model_fields[part] for one in blocks if part in one.model_fields]
+                blocks = [block for field in fields for block in blocks_in(field.annotation)]
+        legal = {name for block in blocks for name in block.model_fields}
         elsewhere = other_place(path, list(paths(schema)), synonyms)
         return f"{path}: no such key. {elsewhere or nearest(str(location[-1]), sorted(legal))}"
     if item["type"] == "missing":
@@ -61,17 +66,6 @@ def paths(schema: Block, above: str = "") -> Iterator[str]:
         if str not in _types_in(field.annotation):
             for block in blocks_in(field.annotation):
                 yield from paths(block, f"{above}{name}.")
-
-
-def _blocks_at(schema: Block, location: tuple[Any, ...]) -> list[Block]:
-    """The blocks that may stand at `location`, through optional and tagged annotations."""
-    blocks: list[Block] = [schema]
-    for part in location:
-        if _is_union_tag(part):
-            continue
-        fields = [block.model_fields[part] for block in blocks if part in block.model_fields]
-        blocks = [block for field in fields for block in blocks_in(field.annotation)]
-    return blocks
 
 
 def blocks_in(annotation: Any) -> list[Block]:

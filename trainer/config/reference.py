@@ -91,14 +91,10 @@ def _kind(node: Node, blocks: Mapping[str, Node]) -> str:
         kinds = [_kind(choice, blocks) for choice in choices]
         return " | ".join(dict.fromkeys(kinds))
     if node.get("type") == "array":
-        return _kind_of_list(node, blocks)
+        if "prefixItems" in node:
+            kinds = [_kind(item, blocks) for item in node["prefixItems"]]
+            return f"list [{', '.join(kinds)}]"
+        least = " (not empty)" if node.get("minItems", 0) else ""
+        return f"list of {_kind(node.get('items', {}), blocks)}{least}"
     bounds = [f"{word} {node[bound]:g}" for bound, word in _BOUNDS if bound in node]
     return " ".join([_TYPES.get(node.get("type", ""), "any value"), " and ".join(bounds)]).strip()
-
-
-def _kind_of_list(node: Node, blocks: Mapping[str, Node]) -> str:
-    if "prefixItems" in node:
-        kinds = [_kind(item, blocks) for item in node["prefixItems"]]
-        return f"list [{', '.join(kinds)}]"
-    least = " (not empty)" if node.get("minItems", 0) else ""
-    return f"list of {_kind(node.get('items', {}), blocks)}{least}"

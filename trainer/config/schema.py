@@ -47,7 +47,7 @@ class Strict(BaseModel):
     not_encoded: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
-    def renewed(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def with_current_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """`values` with keys of earlier versions where they are now."""
         return values
 
@@ -333,13 +333,11 @@ class EmbeddedTokenizer(Strict):
     """What it is trained on. lookup: the made-up corpus, whose names are then few tokens."""
 
 
-def _kind_of_tokenizer(value: Any) -> str:
-    return "<embedded>" if isinstance(value, (dict, EmbeddedTokenizer)) else "<name>"
-
-
 Tokenizer = Annotated[
     Annotated[str, Tag("<name>")] | Annotated[EmbeddedTokenizer, Tag("<embedded>")],
-    Discriminator(_kind_of_tokenizer),
+    Discriminator(
+        lambda value: "<embedded>" if isinstance(value, (dict, EmbeddedTokenizer)) else "<name>"
+    ),
 ]
 
 
@@ -439,7 +437,7 @@ def validate(schema: type[C], values: dict[str, Any], *, source: str = "experime
     legal key.
     """
     try:
-        return schema.model_validate_json(json.dumps(schema.renewed(values)), strict=True)
+        return schema.model_validate_json(json.dumps(schema.with_current_keys(values)), strict=True)
     except TypeError as error:
         raise ConfigError(
             f"{source}: {error}. Use strings, numbers, booleans, None, lists and dictionaries."

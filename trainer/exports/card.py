@@ -18,8 +18,9 @@ import json
 
 EXP_GROUPS = {"this": [json.load(open("FOLDER/lathe.json"))["experiment"]]}
 """
-
-
+_OWN_PROGRAM = (
+    "In Lathe: `python -m trainer predict FOLDER --data_path ROWS.jsonl --out ANSWERS.jsonl`."
+)
 _NOT_MEASURED = (
     "Nothing was measured but what stands under Scores: not on other data, not for bias, not for "
     "safety."
@@ -34,13 +35,23 @@ def write(folder: Path, record: Record) -> None:
 def text(folder: Path, record: Record) -> str:
     """The card of the export in `folder`."""
     cfg = tasks.parse(record.experiment, source=str(folder / NAME))
-    use = _usage(cfg, folder)
+    use = Usage("lathe", [], ["How other programs load it is not known."])
+    if (Path(tasks.__file__).parent / cfg.task / "trained.py").is_file():
+        use = importlib.import_module(f"trainer.tasks.{cfg.task}.trained").usage(cfg, folder)
+    programs = [f"{heading}:\n\n```python\n{code}```" for heading, code in use.programs]
+    front_matter = ["---", f"library_name: {use.library}"]  # what the Hub reads of a card
+    if record.licence is not None:
+        front_matter.append(f"license: {record.licence}")
+    base = _base_name(record)
+    if base is not None and may_be_hub_id(base) and "/" in base:
+        front_matter.append(f"base_model: {base}")
+    front_matter += ["tags:", "- lathe", f"- {record.experiment['task']}", "---"]
     what = type(cfg).model_fields["task"].description
     parts = [
-        _front_matter(record, use),
+        "\n".join(front_matter),
         f"# {cfg.task} {record.exp_id[:8]}\n\n{what} Trained with Lathe {record.lathe}; this card "
         "was written by it, from what the run recorded. What it does not say is unknown to it.",
-        "## How to load it\n\n" + _programs(use),
+        "## How to load it\n\n" + "\n\n".join([*programs, _OWN_PROGRAM]),
         "## Limits\n\n" + "\n".join(f"- {limit}" for limit in [*use.limits, _NOT_MEASURED]),
         "## Base\n\n" + _base(record),
         "## Data\n\n" + _data(record),
@@ -50,31 +61,6 @@ def text(folder: Path, record: Record) -> str:
         + _table(["file", "sha256"], [[f"`{n}`", d] for n, d in record.files.items()]),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _usage(cfg: Any, folder: Path) -> Usage:
-    """What the task says of its exports; a task that says nothing has none but Lathe's commands."""
-    path = Path(tasks.__file__).parent / cfg.task / "trained.py"
-    if not path.is_file():
-        return Usage("lathe", [], ["How other programs load it is not known."])
-    return importlib.import_module(f"trainer.tasks.{cfg.task}.trained").usage(cfg, folder)
-
-
-def _front_matter(record: Record, use: Usage) -> str:
-    """What the Hub reads of a card."""
-    lines = ["---", f"library_name: {use.library}"]
-    if record.licence is not None:
-        lines.append(f"license: {record.licence}")
-    base = _base_name(record)
-    if base is not None and may_be_hub_id(base) and "/" in base:
-        lines.append(f"base_model: {base}")
-    return "\n".join([*lines, "tags:", "- lathe", f"- {record.experiment['task']}", "---"])
-
-
-def _programs(use: Usage) -> str:
-    own = "In Lathe: `python -m trainer predict FOLDER --data_path ROWS.jsonl --out ANSWERS.jsonl`."
-    programs = [f"{heading}:\n\n```python\n{code}```" for heading, code in use.programs]
-    return "\n\n".join([*programs, own])
 
 
 def _base_name(record: Record) -> str | None:

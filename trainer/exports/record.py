@@ -52,14 +52,18 @@ def of_run(folder: Path, *, values: dict[str, Any], task: Task, run_folder: Path
     """The record of an export that a run has just written into `folder`."""
     data = read_json(run_folder / "data.json") or {}
     identity, splits = data.get("identity", {}), data.get("splits", {})
-    scores = _last_scores(run_folder / "score_list.json")
+    try:
+        entries = json.loads((run_folder / "score_list.json").read_text())
+    except (OSError, ValueError):
+        entries = []
+    scores: dict[str, float] = entries[-1] if entries else {}
     return Record(
         lathe=lathe_version(),
         exp_id=exp_id(values),
         experiment=values,
         base_fingerprint=task.fingerprint(),
         data={name: {"digest": identity.get(name), **splits[name]} for name in sorted(splits)},
-        scores=scores,
+        scores=dict(sorted(scores.items())),
         licence=_licence(values["base"]),
         files=digests(folder),
     )
@@ -94,14 +98,6 @@ def read(folder: Path) -> Record | None:
             f"Lathe that wrote it ({values.get('lathe')}), or a newer one."
         )
     return validate(Record, values, source=str(path))
-
-
-def _last_scores(path: Path) -> dict[str, float]:
-    try:
-        entries: list[dict[str, float]] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return dict(sorted(entries[-1].items())) if entries else {}
 
 
 def _licence(base: Any) -> str | None:

@@ -109,9 +109,13 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
         memory_plan = memory.plan_before_start(prepared, options)
         doctor.before_first_use(prepared.zero_stage, options.cache_dir)
         again = start_run(prepared, options, record, preemption, lock, memory_plan)
+        eval_every = NEVER
+        if plan.cfg.schedule.shape == "reduce_on_plateau":  # evaluations change what is trained
+            evaluated = [line["step"] for line in recorded.lines if "valid/loss" in line]
+            eval_every = plan.cfg.train.eval_every or min(evaluated, default=NEVER)
         session = replace(
             again.session,
-            cadence=Cadence(log=1, evaluate=_evaluations(plan, recorded), save=NEVER),
+            cadence=Cadence(log=1, evaluate=eval_every, save=NEVER),
             save=lambda progress: None,
             export_best=lambda: None,
             questions=(),
@@ -153,14 +157,6 @@ def _lay_out(folder: Path, scratch: Path, start: int) -> None:
         wrong = checkpoint.problems(scratch / "checkpoints" / name)
         if wrong:
             raise CheckpointError(f"{folder / 'checkpoints' / name}: {'; '.join(wrong)}.")
-
-
-def _evaluations(plan: RunPlan, recorded: RecordedRun) -> int:
-    """Every how many steps the run was evaluated, where that changes what is trained."""
-    if plan.cfg.schedule.shape != "reduce_on_plateau":
-        return NEVER
-    evaluated = [line["step"] for line in recorded.lines if "valid/loss" in line]
-    return plan.cfg.train.eval_every or min(evaluated, default=NEVER)
 
 
 def _origin(scratch: Path, start: int) -> dict[str, str]:

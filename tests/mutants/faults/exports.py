@@ -37,8 +37,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/exports/record.py",
-        "entries[-1].items()",
-        "entries[0].items()",
+        "entries[-1] if entries",
+        "entries[0] if entries",
         why="a card tells the scores of another evaluation",
         tests=EXPORTS,
     ),

@@ -212,8 +212,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/proof/place.py",
-        "is_sound=not any(_excluded_ranks(lock))",
-        "is_sound=bool(_held_elsewhere(lock))",
+        "is_sound=not any(distributed.gather(has_lock))",
+        "is_sound=True",
         why="a disk whose locks exclude nobody is called sound",
         tests="tests/runs/test_doctor.py -k disk_whose",
     ),

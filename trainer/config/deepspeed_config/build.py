@@ -83,7 +83,16 @@ def _settle(config: Config, path: str, value: Any, origin: str) -> list[str]:
 def _batches(config: Config, train: Train, world: int) -> list[str]:
     rows = train.micro_batch * world
     if train.global_batch % rows:
-        return [_not_a_multiple(train, world)]
+        below = max(train.global_batch // rows, 1) * rows
+        fitting = [
+            size for size in range(1, train.micro_batch) if train.global_batch % (size * world) == 0
+        ]
+        other = f"micro_batch={fitting[-1]}" if fitting else "another number of devices"
+        return [
+            f"train.global_batch={train.global_batch} is not a multiple of "
+            f"micro_batch={train.micro_batch} x "
+            f"world={world} = {rows}. Use {below} or {below + rows}, or {other}."
+        ]
     accumulation = train.global_batch // rows
     product = (
         f"train.global_batch={train.global_batch} / (micro_batch={train.micro_batch} x "
@@ -103,20 +112,6 @@ def _batches(config: Config, train: Train, world: int) -> list[str]:
             config, "gradient_accumulation_steps", accumulation, f"{product} = {accumulation}"
         ),
     ]
-
-
-def _not_a_multiple(train: Train, world: int) -> str:
-    rows = train.micro_batch * world
-    below = max(train.global_batch // rows, 1) * rows
-    fitting = [
-        size for size in range(1, train.micro_batch) if train.global_batch % (size * world) == 0
-    ]
-    other = f"micro_batch={fitting[-1]}" if fitting else "another number of devices"
-    return (
-        f"train.global_batch={train.global_batch} is not a multiple of "
-        f"micro_batch={train.micro_batch} x "
-        f"world={world} = {rows}. Use {below} or {below + rows}, or {other}."
-    )
 
 
 def _precision(config: Config, train: Train) -> list[str]:

@@ -20,11 +20,29 @@ OFFLOADS: dict[Literal["offload_param", "offload_optimizer"], tuple[int, str]] =
 def refusals(config: Config, train: Train, optim: Optim, world: int) -> Iterator[str]:
     """A line for each thing that the stage of `config` cannot do. world: data-parallel devices."""
     yield from _stage(config)
-    yield from _packed_weights(config, train)
-    yield from _compiled(config, train)
+    stage = config["zero_optimization"]["stage"]
+    if train.base_bits is not None and stage >= 3:
+        # packed weights are buffers, which ZeRO-3 would neither share out nor gather
+        yield (
+            f"train.base_bits={train.base_bits} needs ZeRO stage 0, 1 or 2, got stage=3: every "
+            "device holds the packed base whole. Use --deepspeed zero2, or leave base_bits out."
+        )
+    if train.compile and stage >= 3:
+        # Hooks of ZeRO-3 gather the weights of every layer of a block as it is called, and a graph
+        # ends at each of them: nothing would be left to fuse.
+        yield (
+            "train.compile=true needs ZeRO stage 0, 1 or 2, got stage=3: it gathers weights within "
+            "the blocks that would be compiled. Use --deepspeed zero2, or leave train.compile out."
+        )
     yield from _secondary(config, world)
     yield from _whole_weights(config, optim)
-    yield from _grad_accum_dtype(config, train)
+    dtype = config.get("data_types", {}).get("grad_accum_dtype")
+    if stage == 0 and dtype not in (None, train.precision):
+        yield (
+            f"data_types.grad_accum_dtype={dtype!r} needs stage 1 or more when "
+            f"train.precision={train.precision!r}: "
+            "DeepSpeed accumulates in the dtype of the model at stage 0."
+        )
 
 
 def _stage(config: Config) -> list[str]:
@@ -48,16 +66,6 @@ def _stage(config: Config) -> list[str]:
     return problems
 
 
-def _packed_weights(config: Config, train: Train) -> list[str]:
-    """Packed weights are buffers, which ZeRO-3 would neither share out nor gather."""
-    if train.base_bits is None or config["zero_optimization"]["stage"] < 3:
-        return []
-    return [
-        f"train.base_bits={train.base_bits} needs ZeRO stage 0, 1 or 2, got stage=3: every device "
-        "holds the packed base whole. Use --deepspeed zero2, or leave base_bits out."
-    ]
-
-
 def _secondary(config: Config, world: int) -> list[str]:
     """A second copy of the weights within each group of ranks, which DeepSpeed cuts from all ranks
     without a look at whether they are so many, or ignores.
@@ -75,19 +83,6 @@ def _secondary(config: Config, world: int) -> list[str]:
             "whose weights are then gathered within it. Write that number, or use zero3."
         ]
     return []
-
-
-def _compiled(config: Config, train: Train) -> list[str]:
-    """Hooks of ZeRO-3 gather the weights of every layer of a block as it is called, and a graph
-    ends at each of them: nothing would be left to fuse.
-    """
-    stage = config["zero_optimization"]["stage"]
-    if not train.compile or stage < 3:
-        return []
-    return [
-        "train.compile=true needs ZeRO stage 0, 1 or 2, got stage=3: it gathers weights within the "
-        "blocks that would be compiled. Use --deepspeed zero2, or leave train.compile out."
-    ]
 
 
 def _whole_weights(config: Config, optim: Optim) -> list[str]:
@@ -126,14 +121,3 @@ def _offload(zero: Config, key: Literal["offload_param", "offload_optimizer"]) -
             f"{name}.nvme_path={path!r} is not a folder here. Name a folder on the local disk."
         )
     return problems
-
-
-def _grad_accum_dtype(config: Config, train: Train) -> list[str]:
-    dtype = config.get("data_types", {}).get("grad_accum_dtype")
-    if config["zero_optimization"]["stage"] > 0 or dtype in (None, train.precision):
-        return []
-    return [
-        f"data_types.grad_accum_dtype={dtype!r} needs stage 1 or more when "
-        f"train.precision={train.precision!r}: "
-        "DeepSpeed accumulates in the dtype of the model at stage 0."
-    ]

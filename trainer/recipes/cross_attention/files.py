@@ -87,32 +87,31 @@ def _files(folder: Path, part: Part, without: Sequence[str]) -> list[Path]:
         if path.is_file() and path.name.endswith(_SUFFIXES)
     ]
     fitting = [path for path in files if any(mark in path.name.lower() for mark in _MARKS[part])]
-    found = [path for path in fitting if not any(word in path.name.lower() for word in without)]
-    if not found:
+    of_part = [path for path in fitting if not any(word in path.name.lower() for word in without)]
+    if not of_part:
         marks = " or ".join(_MARKS[part])
         raise DataError(
             f"{folder}: holds no .json, .jsonl or .gz of these with {marks} in its name (it has "
             f"{', '.join(path.name for path in files) or 'none of any part'}). Put the "
             "publisher's file there."
         )
-    return found
+    return of_part
 
 
 def _of_file(path: Path) -> Iterator[PublishedRecord]:
     is_lines = path.name.removesuffix(".gz").endswith(".jsonl")
     try:
-        found = _lines(path) if is_lines else _document(path)
-        yield from found
+        yield from _lines(path) if is_lines else _document(path)
     except (OSError, EOFError, ijson.JSONError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Download it again.") from error
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open(path: Path) -> IO[bytes]:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # pyright: ignore[reportReturnType]
 
 
 def _lines(path: Path) -> Iterator[PublishedRecord]:
-    with _opened(path) as file:
+    with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -128,7 +127,7 @@ def _lines(path: Path) -> Iterator[PublishedRecord]:
 
 def _document(path: Path) -> Iterator[PublishedRecord]:
     """A list of records, or an object: SQuAD's with articles under "data", or one of columns."""
-    with _opened(path) as file:
+    with _open(path) as file:
         first = next(
             (event, value) for _, event, value in ijson.parse(file) if event != "start_map"
         )
@@ -142,7 +141,7 @@ def _document(path: Path) -> Iterator[PublishedRecord]:
 
 
 def _items(path: Path, prefix: str) -> Iterator[PublishedRecord]:
-    with _opened(path) as file:
+    with _open(path) as file:
         for number, values in enumerate(ijson.items(file, prefix, use_float=True), start=1):
             yield _record(values, f"{path}, item {number}")
 
@@ -156,12 +155,12 @@ def _record(values: Any, where: str) -> PublishedRecord:
 def _of_article(article: PublishedRecord) -> Iterator[PublishedRecord]:
     """SQuAD: the questions of an article's paragraphs, in the form that the Hub has them in."""
     for paragraph in article.values["paragraphs"]:
-        for asked in paragraph["qas"]:
-            answers = {"text": [answer["text"] for answer in asked["answers"]]}
+        for item in paragraph["qas"]:
+            answers = {"text": [answer["text"] for answer in item["answers"]]}
             values = {"title": article.values.get("title", ""), "context": paragraph["context"]}
             yield PublishedRecord(
-                {**values, "question": asked["question"], "answers": answers},
-                f"{article.place}, {asked['id']}",
+                {**values, "question": item["question"], "answers": answers},
+                f"{article.place}, {item['id']}",
             )
 
 
@@ -169,7 +168,7 @@ def _of_columns(path: Path) -> Iterator[PublishedRecord]:
     """Columns side by side, each from its own reading of the file: it does not fit into memory."""
     with ExitStack() as stack:
         columns: list[Any] = [
-            ijson.kvitems(stack.enter_context(_opened(path)), name, use_float=True)
+            ijson.kvitems(stack.enter_context(_open(path)), name, use_float=True)
             for name in _COLUMNS
         ]
         for pairs in zip(*columns, strict=True):
@@ -193,9 +192,9 @@ def _of_dataset(place: Path | str, part: Part, config: str | None) -> Iterator[P
         ) from None
     try:
         if isinstance(place, Path):
-            found: Any = datasets.load_from_disk(str(place))
+            splits: Any = datasets.load_from_disk(str(place))
         else:
-            found = datasets.load_dataset(place, config)
+            splits = datasets.load_dataset(place, config)
     except (
         OSError,
         ValueError,
@@ -205,15 +204,15 @@ def _of_dataset(place: Path | str, part: Part, config: str | None) -> Iterator[P
         raise ConfigError(
             f"{place}: neither a folder nor a data set that the Hub gives out ({reason})."
         ) from None
-    if not isinstance(found, Mapping):
+    if not isinstance(splits, Mapping):
         raise DataError(
             f"{place}: is a single split, want a dictionary of splits. Save a DatasetDict."
         )
-    names = [name for name in found if any(mark in name for mark in _MARKS[part])]
+    names = [name for name in splits if any(mark in name for mark in _MARKS[part])]
     if not names:
         raise DataError(
-            f"{place}: has the splits {', '.join(found)}, want one called "
+            f"{place}: has the splits {', '.join(splits)}, want one called "
             f"{' or '.join(_MARKS[part])}."
         )
-    for number, values in enumerate(found[names[0]]):
+    for number, values in enumerate(splits[names[0]]):
         yield PublishedRecord(values, f"{place}, {names[0]}[{number}]")

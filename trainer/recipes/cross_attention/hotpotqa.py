@@ -23,7 +23,11 @@ def rows(records: RecordsOf, split: str, shuffles: int) -> Iterator[Row]:
     if split == "test":
         of_split = records("dev")
     else:
-        valid_ids = _valid_ids(records)
+        # a hash chooses the questions of train that are the valid split, as many as dev has
+        count = sum(1 for _ in records("dev"))
+        ids = [_id(record) for record in records("train")]
+        order = sorted(ids, key=lambda name: _draw(f"valid:{name}"))
+        valid_ids = set(order[: min(count, len(ids) // 2)])
         of_split = (
             record
             for record in records("train")
@@ -52,15 +56,6 @@ def _row(record: PublishedRecord) -> Row | None:
 
 def _id(record: PublishedRecord) -> str:
     return record.text("_id" if "_id" in record.values else "id")
-
-
-def _valid_ids(records: RecordsOf) -> set[str]:
-    """The ids of the questions of train that are the valid split: a hash chooses as many as dev
-    has.
-    """
-    count = sum(1 for _ in records("dev"))
-    ids = [_id(record) for record in records("train")]
-    return set(sorted(ids, key=lambda name: _draw(f"valid:{name}"))[: min(count, len(ids) // 2)])
 
 
 def _shuffle(row: Row, name: str) -> Row:

@@ -72,11 +72,10 @@ def _nq_document(record: PublishedRecord) -> tuple[Callable[[int, int], str], st
             "long_answer_clean"
         )
     document = raw.get("document") or {}
-    title = (
-        raw.get("document_title")
-        or document.get("title")
-        or _title_of_url(raw.get("document_url", ""))
-    )
+    title = raw.get("document_title") or document.get("title")
+    if not title:
+        names = parse_qs(urlsplit(raw.get("document_url", "")).query).get("title")
+        title = names[0].replace("_", " ") if names else None
     question = raw["question_text"] if "question_text" in raw else raw["question"]["text"]
 
     def text(start: int, end: int) -> str:
@@ -93,30 +92,19 @@ def _nq_annotations(
     if isinstance(annotations, dict):  # the Hub's: a list for each field
         lists = zip(*annotations.values(), strict=True)
         annotations = [dict(zip(annotations, values, strict=True)) for values in lists]
-    return [
-        (
-            _span(one["long_answer"]),
-            [_span(short) for short in _spans(one["short_answers"])],
-            one["yes_no_answer"],
-        )
-        for one in annotations
-    ]
-
-
-def _spans(shorts: Any) -> list[dict[str, int]]:
-    if isinstance(shorts, dict):
-        pairs = zip(shorts["start_token"], shorts["end_token"], strict=True)
-        return [{"start_token": start, "end_token": end} for start, end in pairs]
-    return shorts
+    spans: list[tuple[tuple[int, int], list[tuple[int, int]], Any]] = []
+    for one in annotations:
+        long, shorts = _span(one["long_answer"]), one["short_answers"]
+        if isinstance(shorts, dict):
+            short_spans = list(zip(shorts["start_token"], shorts["end_token"], strict=True))
+        else:
+            short_spans = [_span(short) for short in shorts]
+        spans.append((long, short_spans, one["yes_no_answer"]))
+    return spans
 
 
 def _span(answer: dict[str, int]) -> tuple[int, int]:
     return answer["start_token"], answer["end_token"]
-
-
-def _title_of_url(url: str) -> str | None:
-    names = parse_qs(urlsplit(url).query).get("title")
-    return names[0].replace("_", " ") if names else None
 
 
 def with_questions_of(rows: Iterable[Row], place: Path | str) -> Iterator[Row]:

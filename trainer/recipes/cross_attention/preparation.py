@@ -48,7 +48,7 @@ Rows = Callable[[], Iterable[Row]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Preparation:
     """What is prepared, and how."""
 
     out: Path
@@ -73,163 +73,9 @@ class Prepared:
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
 
-def write_rows(cfg: Config, places: Places, wanted: Wanted) -> None:
+def write_rows(cfg: Config, places: Places, request: Preparation) -> None:
     """Write the rows of every split. On one rank only; ConfigError when other rows stand there."""
-    _write_rows(wanted.out, cfg, _splits(cfg, places, wanted))
-
-
-def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
-    """Write the states of the contexts of the rows; shards that are there already, whole, are kept.
-    A collective.
-
-    ConfigError when the folder holds others, StorageError when the disk has no room for them.
-    """
-    online = cfg.model_copy(update={"data": cfg.data.model_copy(update={"encode": "online"})})
-    task: Any = tasks.load(online, places)
-    # a tokenizer may lie below the old one
-    task.places = replace(places, data_path=wanted.out)
-    counts: dict[str, int] = questions.prepared(wanted.out)["rows"]
-    stores = [store_of(task, split, places.cache_dir, num_proc=places.num_proc) for split in counts]
-    found = writing.distinct(_met(stores), lambda place: _chunk(stores, place))
-    identity = contexts.identity(cfg, places, task.tokenizer)
-    width = base_source.config_of(cfg.base, places).hidden_size
-    asked = layout.plan_for(
-        identity,
-        found.keys,
-        found.lengths,
-        dtype=cfg.data.state_dtype,
-        width=width,
-        shard_tokens=wanted.shard_tokens,
-    )
-    folder = wanted.out / contexts.STATES / layout.folder_name(identity)
-    plan = writing.begun(folder, asked)
-    _write_states(task, folder, found, plan, wanted)
-    return Prepared(folder, counts, found.met, plan)
-
-
-# States
-# --------------------------------------------------------------------------------------------------
-
-
-def _write_states(
-    task: Task, folder: Path, found: writing.Contexts, plan: layout.StatesPlan, wanted: Wanted
-) -> None:
-    lacking = writing.missing(folder, found, plan)
-    logger.info(
-        "%d distinct contexts of %d, %d tokens of %d numbers in %s; %d contexts are still to be "
-        "encoded: %s of %s free",
-        *(
-            plan.count,
-            found.met,
-            plan.tokens,
-            plan.width,
-            plan.dtype,
-            lacking.contexts,
-            writing.gib(lacking.bytes),
-        ),
-        writing.gib(shutil.disk_usage(folder).free),
-    )
-    distributed.barrier()  # nobody writes before all have looked
-    if not lacking.shards:
-        # at most its last file is missing
-        writing.write(folder, found, lambda _: [], plan=plan, batch_tokens=1)
-        return
-    writing.refuse_small_disk(folder, lacking)
-    dtype = base_model.DTYPES[task.cfg.train.precision]
-    model = task.model().to(distributed.device(), dtype).eval()
-    progress = (
-        WorkProgress(-(-lacking.contexts // distributed.world()), "context")
-        if distributed.is_main()
-        else None
-    )
-    writing.write(
-        folder,
-        found,
-        lambda chunks: contexts.encoded_states(model, chunks, task.prompts.pad),
-        plan=plan,
-        batch_tokens=wanted.batch_tokens,
-        tell=progress.add if progress else lambda _: None,
-    )
-    if progress:
-        progress.close()
-
-
-def _met(stores: list[TokenStore]) -> Iterator[tuple[writing.Place, np.ndarray]]:
-    """Every context chunk of every row, with its place: store, row, field, chunk."""
-    for number, store in enumerate(stores):
-        for index in range(len(store)):
-            row = store[index]
-            for field, name in enumerate(contexts.FIELDS):
-                for chunk, ids in enumerate(unflat(row, name) if name in row else ()):
-                    yield (number, index, field, chunk), np.asarray(ids)
-
-
-def _chunk(stores: list[TokenStore], place: writing.Place) -> np.ndarray:
-    store, row, field, chunk = place
-    return np.asarray(unflat(stores[store][row], contexts.FIELDS[field])[chunk])
-
-
-# Rows
-# --------------------------------------------------------------------------------------------------
-
-
-def _splits(cfg: Config, places: Places, wanted: Wanted) -> dict[str, Rows]:
-    """A reader of the raw rows of each split that there is."""
-    source, data_path = cfg.data.source, places.data_path
-    if wanted.sources and source not in questions.OWN:
-        raise ConfigError(
-            f"--source: the group reads data.source={source!r}. Set data.source='jsonl' to "
-            "prepare sets."
-        )
-    if source in questions.OWN and (wanted.sources or not _has_rows(cfg, data_path)):
-        sets = reading_sources.sources_in(data_path, wanted.sources)
-        shuffles = wanted.hotpotqa_shuffles
-        found: dict[str, Rows] = {
-            split: lambda split=split: reading_sources.rows(sets, split, hotpotqa_shuffles=shuffles)
-            for split in SPLITS
-        }
-        has_test = reading_sources.has_test(sets)
-    else:
-        found = {
-            split: lambda split=split: questions.of_split(
-                source,
-                split,
-                data_path,
-                facts=cfg.data.facts,
-                own=cfg.data,
-                cache_dir=places.cache_dir,
-            )
-            for split in SPLITS
-        }
-        has_test = _has_test(cfg, data_path)
-    return found if has_test else {split: found[split] for split in SPLITS[:2]}
-
-
-def _has_rows(cfg: Config, data_path: Path | None) -> bool:
-    """Whether a user's own rows are to be read, rather than sets as their publishers give them."""
-    own = cfg.data
-    if own.source == "files" or own.dataset or own.files != Splits() or own.valid_share:
-        return True
-    return data_path is not None and any(
-        first_split_file(data_path, split, ".jsonl") for split in SPLITS
-    )
-
-
-def _has_test(cfg: Config, data_path: Path | None) -> bool:
-    source = cfg.data.source
-    if source in questions.OWN:
-        if cfg.data.dataset:
-            return cfg.data.splits.test is not None
-        is_named = cfg.data.files.test is not None
-        return is_named or any(first_split_file(data_path, "test", kind) for kind in SUFFIXES)
-    if source == "nq":
-        queries = read_jsonl(nq_folder(data_path) / QUERIES)
-        return any(row.get("split") in split_names("test") for row in queries)
-    return False
-
-
-def _write_rows(out: Path, cfg: Config, splits: dict[str, Rows]) -> None:
-    """The files of rows; ConfigError when other rows stand there already."""
+    out, splits = request.out, _splits(cfg, places, request)
     with refusals(out):
         out.mkdir(parents=True, exist_ok=True)
         is_ours = (out / questions.PREPARED).is_file()
@@ -260,6 +106,157 @@ def _write_rows(out: Path, cfg: Config, splits: dict[str, Rows]) -> None:
         write_json(
             out / questions.PREPARED, {"source": cfg.data.source, "rows": counts, "sha256": digests}
         )
+
+
+def write_states(cfg: Config, places: Places, request: Preparation) -> Prepared:
+    """Write the states of the contexts of the rows; shards that are there already, whole, are kept.
+    A collective.
+
+    ConfigError when the folder holds others, StorageError when the disk has no room for them.
+    """
+    online = cfg.model_copy(update={"data": cfg.data.model_copy(update={"encode": "online"})})
+    task: Any = tasks.load(online, places)
+    # a tokenizer may lie below the old one
+    task.places = replace(places, data_path=request.out)
+    counts: dict[str, int] = questions.prepared(request.out)["rows"]
+    stores = [store_of(task, split, places.cache_dir, num_proc=places.num_proc) for split in counts]
+    distinct = writing.distinct(_met(stores), lambda place: _chunk(stores, place))
+    identity = contexts.identity(cfg, places, task.tokenizer)
+    width = base_source.config_of(cfg.base, places).hidden_size
+    states_plan = layout.plan_for(
+        identity,
+        distinct.keys,
+        distinct.lengths,
+        dtype=cfg.data.state_dtype,
+        width=width,
+        shard_tokens=request.shard_tokens,
+    )
+    folder = request.out / contexts.STATES / layout.folder_name(identity)
+    plan = writing.begun(folder, states_plan)
+    _write_states(task, folder, distinct, plan, request)
+    return Prepared(folder, counts, distinct.met, plan)
+
+
+# States
+# --------------------------------------------------------------------------------------------------
+
+
+def _write_states(
+    task: Task,
+    folder: Path,
+    distinct: writing.Contexts,
+    plan: layout.StatesPlan,
+    request: Preparation,
+) -> None:
+    lacking = writing.missing(folder, distinct, plan)
+    logger.info(
+        "%d distinct contexts of %d, %d tokens of %d numbers in %s; %d contexts are still to be "
+        "encoded: %s of %s free",
+        *(
+            plan.count,
+            distinct.met,
+            plan.tokens,
+            plan.width,
+            plan.dtype,
+            lacking.contexts,
+            writing.gib(lacking.bytes),
+        ),
+        writing.gib(shutil.disk_usage(folder).free),
+    )
+    distributed.barrier()  # nobody writes before all have looked
+    if not lacking.shards:
+        # at most its last file is missing
+        writing.write(folder, distinct, lambda _: [], plan=plan, batch_tokens=1)
+        return
+    writing.refuse_small_disk(folder, lacking)
+    dtype = base_model.DTYPES[task.cfg.train.precision]
+    model = task.model().to(distributed.device(), dtype).eval()
+    progress = (
+        WorkProgress(-(-lacking.contexts // distributed.world()), "context")
+        if distributed.is_main()
+        else None
+    )
+    writing.write(
+        folder,
+        distinct,
+        lambda chunks: contexts.encoded_states(model, chunks, task.prompts.pad),
+        plan=plan,
+        batch_tokens=request.batch_tokens,
+        tell=progress.add if progress else lambda _: None,
+    )
+    if progress:
+        progress.close()
+
+
+def _met(stores: list[TokenStore]) -> Iterator[tuple[writing.Place, np.ndarray]]:
+    """Every context chunk of every row, with its place: store, row, field, chunk."""
+    for number, store in enumerate(stores):
+        for index in range(len(store)):
+            row = store[index]
+            for field, name in enumerate(contexts.FIELDS):
+                for chunk, ids in enumerate(unflat(row, name) if name in row else ()):
+                    yield (number, index, field, chunk), np.asarray(ids)
+
+
+def _chunk(stores: list[TokenStore], place: writing.Place) -> np.ndarray:
+    store, row, field, chunk = place
+    return np.asarray(unflat(stores[store][row], contexts.FIELDS[field])[chunk])
+
+
+# Rows
+# --------------------------------------------------------------------------------------------------
+
+
+def _splits(cfg: Config, places: Places, request: Preparation) -> dict[str, Rows]:
+    """A reader of the raw rows of each split that there is."""
+    source, data_path = cfg.data.source, places.data_path
+    if request.sources and source not in questions.OWN:
+        raise ConfigError(
+            f"--source: the group reads data.source={source!r}. Set data.source='jsonl' to "
+            "prepare sets."
+        )
+    own = cfg.data
+    is_described = source == "files" or own.dataset or own.files != Splits() or own.valid_share
+    has_rows = is_described or (
+        data_path is not None
+        and any(first_split_file(data_path, split, ".jsonl") for split in SPLITS)
+    )
+    # a user's own rows are read, rather than sets as their publishers give them
+    if source in questions.OWN and (request.sources or not has_rows):
+        sets = reading_sources.sources_in(data_path, request.sources)
+        shuffles = request.hotpotqa_shuffles
+        readers: dict[str, Rows] = {
+            split: lambda split=split: reading_sources.rows(sets, split, hotpotqa_shuffles=shuffles)
+            for split in SPLITS
+        }
+        has_test = reading_sources.has_test(sets)
+    else:
+        readers = {
+            split: lambda split=split: questions.of_split(
+                source,
+                split,
+                data_path,
+                facts=own.facts,
+                own=own,
+                cache_dir=places.cache_dir,
+            )
+            for split in SPLITS
+        }
+        has_test = _has_test(cfg, data_path)
+    return readers if has_test else {split: readers[split] for split in SPLITS[:2]}
+
+
+def _has_test(cfg: Config, data_path: Path | None) -> bool:
+    source = cfg.data.source
+    if source in questions.OWN:
+        if cfg.data.dataset:
+            return cfg.data.splits.test is not None
+        is_named = cfg.data.files.test is not None
+        return is_named or any(first_split_file(data_path, "test", kind) for kind in SUFFIXES)
+    if source == "nq":
+        queries = read_jsonl(nq_folder(data_path) / QUERIES)
+        return any(row.get("split") in split_names("test") for row in queries)
+    return False
 
 
 def _write_lines(path: Path, rows: Iterable[Row]) -> tuple[int, str]:

@@ -24,7 +24,7 @@ _TIMEOUT_S = 60.0
 log = logging.getLogger(__name__)
 
 
-def known(name: str) -> PublicSet:
+def set_of(name: str) -> PublicSet:
     """The set of this name; DataError when there is none."""
     if name not in SETS:
         raise DataError(f"set {name!r} does not exist. {nearest(name, list(SETS))}")
@@ -37,13 +37,20 @@ def fetch(name: str, out: Path, *, mirror: str | None = None) -> None:
     mirror: where to read <mirror>/<set>/<file> instead of the publishers' addresses. LatheError
     when a file cannot be had, DataError when it is not what was published; `out` is then not there.
     """
-    chosen = known(name)
+    public = set_of(name)
     with new_folder(out) as folder:
-        for file in chosen.files:
+        for file in public.files:
             url = file.url if mirror is None else f"{mirror.rstrip('/')}/{name}/{quote(file.name)}"
             _download(file, url, folder / file.name)
-        layouts.lay_out(chosen.layout, folder)
-        (folder / SOURCE_FILE).write_text(_about(name, chosen), encoding="utf-8")
+        layouts.lay_out(public.layout, folder)
+        files = "\n".join(
+            f"- {file.name}: {file.url}, sha256 {file.sha256}" for file in public.files
+        )
+        about = (
+            f"# {name}\n\n{public.about}.\n\nLicence: {public.licence}.\n\nFetched by "
+            f"`python -m trainer fetch {name}` from:\n\n{files}\n"
+        )
+        (folder / SOURCE_FILE).write_text(about, encoding="utf-8")
 
 
 def fetch_tokenizers(out: Path) -> dict[str, str]:
@@ -92,11 +99,3 @@ def _download(file: PublicFile, url: str, target: Path) -> None:
             f"{url}: got sha256 {digest} of {size_of(target.stat().st_size)}, want {file.sha256}: "
             "it was changed since, or on the way. Fetch it elsewhere and give it by --mirror."
         )
-
-
-def _about(name: str, chosen: PublicSet) -> str:
-    files = "\n".join(f"- {file.name}: {file.url}, sha256 {file.sha256}" for file in chosen.files)
-    return (
-        f"# {name}\n\n{chosen.about}.\n\nLicence: {chosen.licence}.\n\nFetched by "
-        f"`python -m trainer fetch {name}` from:\n\n{files}\n"
-    )

@@ -97,10 +97,14 @@ def _scifact(folder: Path) -> None:
     with (folder / "corpus.jsonl.gz").open("wb") as file, gzip.GzipFile("", "wb", 9, file, 0) as to:
         to.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in passages)
     (folder / "qrels").mkdir()
-    relevant = {}
+    # relevant documents by query, in the order of the table, which has a header
+    relevant: dict[str, dict[str, list[str]]] = {}
     for split, table in tables.items():
         (folder / "qrels" / f"{split}.tsv").write_text(table, encoding="utf-8")
-        relevant[split] = _judged(table)
+        relevant[split] = {}
+        for line in table.splitlines()[1:]:
+            query, document, _ = line.split("\t")
+            relevant[split].setdefault(query, []).append(document)
         _write_lines(
             folder / f"queries.{split}.jsonl",
             ({"query_id": query, "query": texts[query]} for query in relevant[split]),
@@ -108,8 +112,14 @@ def _scifact(folder: Path) -> None:
     _write_lines(
         folder / "train_tevatron_ids.jsonl", _training_rows(relevant["train"], texts, passages)
     )
-    seen = {document for documents in relevant["train"].values() for document in documents}
-    new = [query for query, documents in relevant["test"].items() if not seen & set(documents)]
+    train_documents = {
+        document for documents in relevant["train"].values() for document in documents
+    }
+    new = [
+        query
+        for query, documents in relevant["test"].items()
+        if not train_documents & set(documents)
+    ]
     (folder / "test_no_overlap.txt").write_text("".join(f"{query}\n" for query in new))
 
 
@@ -117,15 +127,6 @@ def _lines(packed: zipfile.ZipFile, name: str) -> Iterator[dict[str, Any]]:
     with packed.open(name) as file:
         for line in file:
             yield json.loads(line)
-
-
-def _judged(table: str) -> dict[str, list[str]]:
-    """Relevant documents by query, in the order of a table of qrels with a header."""
-    found: dict[str, list[str]] = {}
-    for line in table.splitlines()[1:]:
-        query, document, _ = line.split("\t")
-        found.setdefault(query, []).append(document)
-    return found
 
 
 def _training_rows(

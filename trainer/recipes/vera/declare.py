@@ -52,12 +52,14 @@ def draft(
     blanks = find_blanks(question)
     if len(blanks) == 1:
         start, end = blanks[0]
-        return Draft("blank", ended(f"{question[:start]}{choice}{question[end:]}"), context)
+        return Draft(
+            "blank", with_full_stop(f"{question[:start]}{choice}{question[end:]}"), context
+        )
     *earlier, last = question.split(_SENTENCE_END)
     before = "".join(f"{sentence}{_SENTENCE_END}" for sentence in earlier)
-    declared = declarer(last, choice, before) if declarer else None
-    if declared is not None:
-        return Draft("rules", ended(declared), context + before)
+    statement = declarer(last, choice, before) if declarer else None
+    if statement is not None:
+        return Draft("rules", with_full_stop(statement), context + before)
     return Draft("converter", f"{last} </s> {choice}", context + before)
 
 
@@ -67,20 +69,16 @@ def find_blanks(question: str) -> list[tuple[int, int]]:
     A blank is 1 to 20 underscores beside a space, or a single one that starts the text before a
     letter.
     """
-    return [
-        match.span()
-        for match in _UNDERSCORES.finditer(question)
-        if _is_blank(question, *match.span())
-    ]
+    blanks: list[tuple[int, int]] = []
+    for match in _UNDERSCORES.finditer(question):
+        start, end = match.span()
+        before, after = question[max(start - 1, 0) : start], question[end : end + 1]
+        starts_text = start == 0 and end == 1 and after.isalpha()
+        if end - start <= _LONGEST_BLANK and (starts_text or " " in (before, after)):
+            blanks.append((start, end))
+    return blanks
 
 
-def ended(text: str) -> str:
+def with_full_stop(text: str) -> str:
     """A statement with its full stop, without question marks; what ends in "." or "!" is kept."""
     return text if text.endswith((".", "!")) else f"{text.strip('?')}."
-
-
-def _is_blank(text: str, start: int, end: int) -> bool:
-    if end - start > _LONGEST_BLANK:
-        return False
-    glued = start == 0 and end == 1 and text[end : end + 1].isalpha()
-    return glued or text[max(start - 1, 0) : start] == " " or text[end : end + 1] == " "

@@ -59,16 +59,23 @@ class QuestionConverter:
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(f"{path}.lock", timeout=0):
-                return self._converted(texts, path)
+                return self._convert(texts, path)
         except Timeout:
             raise ConfigError(
                 f"{path} is being written by another conversion. Wait for it, or use another "
                 "--cache_dir."
             ) from None
 
-    def _converted(self, texts: Sequence[str], path: Path) -> list[str]:
-        known = _read_cache(path)
-        missing = list(dict.fromkeys(text for text in texts if text not in known))
+    def _convert(self, texts: Sequence[str], path: Path) -> list[str]:
+        statements: dict[str, str] = {}  # by text
+        if path.is_file():
+            content = path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            if whole != content:  # a last line that was cut off is dropped, from the file too
+                with refusals(path):
+                    path.write_bytes(whole)
+            statements = dict(json.loads(line) for line in whole.decode().splitlines() if line)
+        missing = list(dict.fromkeys(text for text in texts if text not in statements))
         log.info(
             "question converter: %d texts, %d of them in %s",
             len(texts),
@@ -78,13 +85,13 @@ class QuestionConverter:
         with refusals(path), path.open("a", encoding="utf-8") as cache:
             for number, batch in enumerate(self._batches(missing), start=1):
                 for text, statement in zip(batch, self._generate(batch), strict=True):
-                    known[text] = statement
+                    statements[text] = statement
                     cache.write(json.dumps([text, statement], ensure_ascii=False) + "\n")
                 cache.flush()
                 self.num_generated += len(batch)
                 if number % _LOG_EVERY == 0:
                     log.info("question converter: %d batches done", number)
-        return [known[text] for text in texts]
+        return [statements[text] for text in texts]
 
     def _load(self) -> None:
         if self._model is not None:
@@ -113,16 +120,15 @@ class QuestionConverter:
     @torch.inference_mode()
     def _generate(self, texts: list[str]) -> list[str]:
         encoded = self._tokenizer(texts, padding=True, return_tensors="pt").to(self.device)
-        found = self._model.generate(
+        ids = self._model.generate(
             input_ids=encoded["input_ids"],
             attention_mask=encoded["attention_mask"],
             max_length=_MAX_LENGTH,
             num_beams=1,
             do_sample=False,
         )
-        return [
-            text.strip() for text in self._tokenizer.batch_decode(found, skip_special_tokens=True)
-        ]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [text.strip() for text in texts]
 
 
 def _digest(model: Any, tokenizer: Any) -> str:
@@ -133,15 +139,3 @@ def _digest(model: Any, tokenizer: Any) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().cpu().numpy())
     return digest.hexdigest()
-
-
-def _read_cache(path: Path) -> dict[str, str]:
-    """What was converted before. A last line that was cut off is dropped, from the file too."""
-    if not path.is_file():
-        return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        with refusals(path):
-            path.write_bytes(whole)
-    return dict(json.loads(line) for line in whole.decode().splitlines() if line)

@@ -63,12 +63,12 @@ def write_line(problem: Problem) -> str:
     if problem.is_boolean:
         statement = problem.choices[0] if problem.question is None else problem.question
         return f"{statement}\t{_label(problem)}"
-    return f"{_asked(problem)}\t{_gold_text(problem)}"
+    return f"{_question_part(problem)}\t{_gold_text(problem)}"
 
 
 def write_padded_line(problem: Problem) -> str:
     """As write_line, with the spaces that UnifiedQA has round the tab of some of its sets."""
-    return f"{_asked(problem)} \t {_gold_text(problem)} "
+    return f"{_question_part(problem)} \t {_gold_text(problem)} "
 
 
 def read_line(line: str, *, is_statement: bool = False, keeps_blank: bool = False) -> Problem:
@@ -77,12 +77,16 @@ def read_line(line: str, *, is_statement: bool = False, keeps_blank: bool = Fals
     is_statement: what stands before yes or no is a statement, not a question. keeps_blank: a blank
     question is one.
     """
-    asked, tab, answer = line.rpartition("\t")
+    question, tab, answer = line.rpartition("\t")
     if not tab:
         raise BadRecord("no tab, want question, tab, answer")
-    parts, answer = [part.strip() for part in asked.split(_SEPARATOR)], answer.strip()
+    parts, answer = [part.strip() for part in question.split(_SEPARATOR)], answer.strip()
     if len(parts) == 1:
-        return _read_boolean(parts[0], answer, is_statement=is_statement, keeps_blank=keeps_blank)
+        if answer not in (YES, "no"):
+            raise BadRecord(f"no options, and the answer is {answer!r}, want yes or no")
+        if not parts[0] and not keeps_blank:
+            raise BadRecord("the question is blank")
+        return (statement if is_statement else yes_no)(parts[0], label=answer == YES)
     if len(parts) > 3:
         raise BadRecord(
             f"{len(parts)} parts with {_SEPARATOR} between, want question, choices and perhaps "
@@ -108,7 +112,7 @@ def one_line(text: str) -> str:
     )
 
 
-def _asked(problem: Problem) -> str:
+def _question_part(problem: Problem) -> str:
     if len(problem.choices) > len(ascii_uppercase):
         raise BadRecord(
             f"{len(problem.choices)} options, want {len(ascii_uppercase)} at most, one for each "
@@ -134,14 +138,6 @@ def _gold_text(problem: Problem) -> str:
     if problem.gold is None:
         raise BadRecord("no option is the answer")
     return problem.choices[problem.gold]
-
-
-def _read_boolean(text: str, answer: str, *, is_statement: bool, keeps_blank: bool) -> Problem:
-    if answer not in (YES, "no"):
-        raise BadRecord(f"no options, and the answer is {answer!r}, want yes or no")
-    if not text and not keeps_blank:
-        raise BadRecord("the question is blank")
-    return (statement if is_statement else yes_no)(text, label=answer == YES)
 
 
 def _read_choices(text: str) -> Iterator[str]:

@@ -63,7 +63,7 @@ class Report:
         self.groups, self.statements = len(groups), sum(sizes)
         self.gold_groups = sum(bool(group["golds"]) for group in groups)
         self.lost_distractors = sum(
-            size == 1 and not told for size, told in zip(sizes, is_boolean, strict=True)
+            size == 1 and not boolean for size, boolean in zip(sizes, is_boolean, strict=True)
         )
         texts = Counter((*group["golds"], None, *group["distractors"]) for group in groups)
         self.duplicates = len(groups) - len(texts)
@@ -84,7 +84,10 @@ class Report:
         """The report as it is printed."""
         settings = ", ".join(f"{name}={value}" for name, value in self.settings.items())
         by_rule = ", ".join(f"{rule} {count}" for rule, count in self.by_rule.most_common())
-        found = [
+        failures = [f"    {problem}" for problem in self.failures[:_SHOWN]]
+        if len(self.failures) > _SHOWN:
+            failures.append(f"    and {len(self.failures) - _SHOWN} more")
+        lines = [
             f"{self.task}/{self.split}: {self.rows} rows -> {self.groups} groups, "
             f"{self.statements} statements",
             f"  made with                {self.dataset}, {settings}",
@@ -92,7 +95,7 @@ class Report:
             f"  statements by rule       {by_rule or 'none'} (converter share "
             f"{self.converter_share:.1%})",
             f"  parse failures           {len(self.failures)}",
-            *_some(self.failures),
+            *failures,
             f"  left out, no converter   {len(self.unconverted)}",
             f"  identical options        {self.identical_options} (left with one statement: "
             f"{self.lost_distractors})",
@@ -106,25 +109,20 @@ class Report:
                 if self.settings.get("declarer") != "rules"
                 else ""
             )
-            found.append(f"  --converter FOLDER makes statements of what was left out{rules}")
-        return found
-
-
-def _some(problems: list[str]) -> list[str]:
-    shown = [f"    {problem}" for problem in problems[:_SHOWN]]
-    return [*shown, f"    and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else shown
+            lines.append(f"  --converter FOLDER makes statements of what was left out{rules}")
+        return lines
 
 
 def _reads_back(problem: Problem, line: str, *, is_statement: bool) -> bool:
     try:
-        found = read_line(line, is_statement=is_statement)
+        own = read_line(line, is_statement=is_statement)
     except BadRecord:
         return False
-    if "\n" in line or found.gold is None or problem.gold is None:
-        return "\n" not in line and found.gold == problem.gold
+    if "\n" in line or own.gold is None or problem.gold is None:
+        return "\n" not in line and own.gold == problem.gold
     return (
-        _texts(found) == _texts(problem)
-        and found.choices[found.gold] == problem.choices[problem.gold].strip()
+        _texts(own) == _texts(problem)
+        and own.choices[own.gold] == problem.choices[problem.gold].strip()
     )
 
 

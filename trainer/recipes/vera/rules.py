@@ -62,7 +62,7 @@ _OPEN_ENDS = _words(
 )
 
 
-def declared(sentence: str, choice: str, before: str = "") -> str | None:
+def statement_by_rule(sentence: str, choice: str, before: str = "") -> str | None:
     """The statement that a last sentence and its choice make, perhaps without its full stop; None:
     ask a converter.
 
@@ -73,10 +73,17 @@ def declared(sentence: str, choice: str, before: str = "") -> str | None:
     if not words or _is_torn(before):
         return None
     if choice != YES:
-        return _completed(words, choice)
+        # rule 3: the choice goes to the end
+        lowered = [word.lower().strip(",") for word in words]
+        if len(words) < 2 or lowered[0] in _AUXILIARIES or _QUESTION_WORDS & set(lowered[:-1]):
+            return None
+        if lowered[-1] == "what":
+            return " ".join([*words[:-1], choice])
+        is_open = lowered[-1] in _OPEN_ENDS and not words[-1].endswith(",")
+        return " ".join([*words, choice]) if is_open else None
     first = words[0].lower().strip(",")
     if first in _AUXILIARIES:
-        return _inverted(first, words[1:])
+        return _invert(first, words[1:])
     return " ".join(words) if sentence.endswith(".") or not _asks(words) else None
 
 
@@ -106,7 +113,7 @@ def _asks(words: list[str]) -> bool:
     )
 
 
-def _inverted(auxiliary: str, rest: list[str]) -> str | None:
+def _invert(auxiliary: str, rest: list[str]) -> str | None:
     lowered = [word.lower().strip(",") for word in rest]
     end = None if _ASKED_OF_NONE & set(lowered) else _subject_end(auxiliary, lowered)
     if end is None or lowered[end] in _AUXILIARIES - {"have", "do"}:
@@ -141,13 +148,3 @@ def _subject_end(auxiliary: str, words: list[str]) -> int | None:
         if word in _CLAUSES:
             return None
     return None
-
-
-def _completed(words: list[str], choice: str) -> str | None:
-    lowered = [word.lower().strip(",") for word in words]
-    if len(words) < 2 or lowered[0] in _AUXILIARIES or _QUESTION_WORDS & set(lowered[:-1]):
-        return None
-    if lowered[-1] == "what":
-        return " ".join([*words[:-1], choice])
-    is_open = lowered[-1] in _OPEN_ENDS and not words[-1].endswith(",")
-    return " ".join([*words, choice]) if is_open else None

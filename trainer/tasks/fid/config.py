@@ -117,14 +117,14 @@ class Config(Experiment):
     """What the model is, where it is not stock T5."""
 
     @classmethod
-    def renewed(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def with_current_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """reader.checkpoint_every counted where train.gradient_checkpointing was true."""
         reader, train = values.get("reader"), values.get("train")
         if not isinstance(reader, dict) or "checkpoint_every" not in reader:
             return values
         reader = {**cast("dict[str, Any]", reader)}
-        every, renewed = reader.pop("checkpoint_every"), {**values, "reader": reader}
+        every, current = reader.pop("checkpoint_every"), {**values, "reader": reader}
         settings = cast("dict[str, Any]", train if isinstance(train, dict) else {})
         if settings.get("gradient_checkpointing") is True:
-            renewed["train"] = {**settings, "gradient_checkpointing": every}
-        return renewed
+            current["train"] = {**settings, "gradient_checkpointing": every}
+        return current

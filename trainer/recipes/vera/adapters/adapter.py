@@ -57,14 +57,14 @@ class Adapter:
 
 def json_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """The objects of JSON-lines files, one file after the other."""
-    for path in _given(paths):
+    for path in _present(paths):
         for number, row in jsonl.numbered_jsonl(path):
             yield Raw(path, "line", number, row)
 
 
 def json_list(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """The objects of a file that is one JSON list."""
-    (path,) = _given(paths)
+    (path,) = _present(paths)
     rows = whole_json(path)
     if not isinstance(rows, list) or not rows:
         raise DataError(
@@ -76,15 +76,15 @@ def json_list(paths: Sequence[Path | None]) -> Iterator[Raw]:
 
 def labelled_json_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """(object, label) of a JSON-lines file and of the file whose lines are its labels."""
-    questions, labels = _given(paths)
-    told = [text.strip() for _, text in jsonl.lines(labels)]
+    questions, labels = _present(paths)
+    label_texts = [text.strip() for _, text in jsonl.lines(labels)]
     rows = list(jsonl.numbered_jsonl(questions))
-    if len(rows) != len(told):
+    if len(rows) != len(label_texts):
         raise DataError(
-            f"{labels} has {len(told)} lines for {len(rows)} of {questions.name}. Take both of "
-            "one release."
+            f"{labels} has {len(label_texts)} lines for {len(rows)} of {questions.name}. "
+            "Take both of one release."
         )
-    for (number, row), label in zip(rows, told, strict=True):
+    for (number, row), label in zip(rows, label_texts, strict=True):
         yield Raw(questions, "line", number, (row, label))
 
 
@@ -96,7 +96,7 @@ def tab_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
 
 def plain_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """The lines of a file, without their ends."""
-    (path,) = _given(paths)
+    (path,) = _present(paths)
     for number, text in jsonl.lines(path):
         yield Raw(path, "line", number, text)
 
@@ -119,7 +119,7 @@ def csv_rows(path: Path) -> Iterator[Raw]:
 
 def csv_objects(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """The rows of a CSV file as objects, by the names in its header."""
-    (path,) = _given(paths)
+    (path,) = _present(paths)
     rows = csv_rows(path)
     header = next(rows, None)
     if header is None:
@@ -130,14 +130,14 @@ def csv_objects(paths: Sequence[Path | None]) -> Iterator[Raw]:
 
 def xml_items(paths: Sequence[Path | None], tag: str) -> Iterator[Raw]:
     """The elements of a tag in an XML file."""
-    path = _given(paths)[0]
+    path = _present(paths)[0]
     try:
-        found = ElementTree.parse(path).getroot().iter(tag)
+        elements = ElementTree.parse(path).getroot().iter(tag)
     except (OSError, ElementTree.ParseError) as error:
         raise DataError(
             f"{path} cannot be read as XML ({error}). Take the publisher's file as it is."
         ) from None
-    for number, element in enumerate(found, start=1):
+    for number, element in enumerate(elements, start=1):
         yield Raw(path, "item", number, element)
 
 
@@ -150,7 +150,7 @@ def whole_json(path: Path) -> Any:
         ) from None
 
 
-def _given(paths: Sequence[Path | None]) -> list[Path]:
+def _present(paths: Sequence[Path | None]) -> list[Path]:
     return [path for path in paths if path is not None]
 
 

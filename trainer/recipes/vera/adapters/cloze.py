@@ -5,7 +5,7 @@ A blank: wsc273, numersense, winogrande_xl, alphanli. Endings: copa, codah, swag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -49,6 +49,22 @@ _FUNCTION_WORDS = _words(
 )
 
 
+def _by_fields(
+    question: str, options: Sequence[str], label: str, legal: Sequence[str]
+) -> Callable[[Any, Variants], Problem]:
+    """The reader of rows whose question, options and label are fields of these names.
+
+    legal: the labels, in the order of the options.
+    """
+
+    def problem(row: Any, _: Variants) -> Problem:
+        choices = [text_of(row, name) for name in options]
+        gold = index_of(value_of(row, label), legal, label)
+        return multiple_choice(text_of(row, question), choices, gold)
+
+    return problem
+
+
 # Blanks
 # --------------------------------------------------------------------------------------------------
 
@@ -58,15 +74,15 @@ def _schemas(paths: Sequence[Path | None]) -> Iterator[Raw]:
     the collection.
     """
     collection, texts = paths
-    found = list(xml_items([collection], "schema"))[:_WSC273]
-    told = None if texts is None else _wsc_options(texts)
-    if told is not None and len(told) != len(found):
+    schemas = list(xml_items([collection], "schema"))[:_WSC273]
+    options = None if texts is None else _wsc_options(texts)
+    if options is not None and len(options) != len(schemas):
         raise DataError(
-            f"{texts} holds {len(told)} schemas, and {collection} {len(found)}. Take the "
+            f"{texts} holds {len(options)} schemas, and {collection} {len(schemas)}. Take the "
             "published files."
         )
-    for index, raw in enumerate(found):
-        yield raw._replace(value=(raw.value, None if told is None else told[index]))
+    for index, raw in enumerate(schemas):
+        yield raw._replace(value=(raw.value, None if options is None else options[index]))
 
 
 def _wsc_options(path: Path) -> list[tuple[str, str]]:
@@ -75,7 +91,7 @@ def _wsc_options(path: Path) -> list[tuple[str, str]]:
     A record: sentence, [MASK], options with a comma between, answer, blank.
     """
     lines = [text.strip() for _, text in jsonl.lines(path)]
-    found: list[tuple[str, str]] = []
+    records: list[tuple[str, str]] = []
     for start in range(0, len(lines) - 3, 5):
         options, right = (
             [option.strip() for option in lines[start + 2].split(",")],
@@ -87,26 +103,30 @@ def _wsc_options(path: Path) -> list[tuple[str, str]]:
                 "not fit"
             )
             raise jsonl.bad_line(path, start + 3, f"{problem}; take the published file")
-        found.append((right, options[1 - options.index(right)]))
-    return found
+        records.append((right, options[1 - options.index(right)]))
+    return records
 
 
 def _wsc(row: Any, variants: Variants) -> Problem:
-    schema, told = row
+    schema, options = row
     gold = index_of(_xml_text(schema, "correctAnswer").strip(" ."), ("A", "B"), "correctAnswer")
-    if told is None:
+    if options is None:
         choices = [
             " ".join((element.text or "").split()) for element in schema.findall("answers/answer")
         ]
     else:
-        choices = [told[0], told[1]] if gold == 0 else [told[1], told[0]]
+        right, wrong = options
+        choices = [right, wrong] if gold == 0 else [wrong, right]
     before, after = (schema.findtext(f"text/{name}") or "" for name in ("txt1", "txt2"))
     question = " ".join(f"{before} _ {after}".split())
     if variants["case"] == "fit":
         starts = question.startswith("_") or question[: question.index("_")].rstrip().endswith(
             (".", "!", "?")
         )
-        choices = [_capitalised(choice) if starts else _uncapitalised(choice) for choice in choices]
+        if starts:
+            choices = [choice[:1].upper() + choice[1:] for choice in choices]
+        else:
+            choices = [_lower_function_word(choice) for choice in choices]
     return multiple_choice(question, choices, gold)
 
 
@@ -114,13 +134,6 @@ def _numersense(fields: Any, _: Variants) -> Problem:
     sentence, answer = column(fields, 0, "sentence"), column(fields, 1, "answer").strip()
     gold = index_of("no" if answer == "zero" else answer, _NUMBERS, "answer")
     return multiple_choice(sentence.replace("<mask>", "_"), _NUMBERS, gold)
-
-
-def _winogrande(row: Any, _: Variants) -> Problem:
-    choices = [text_of(row, "option1"), text_of(row, "option2")]
-    return multiple_choice(
-        text_of(row, "sentence"), choices, index_of(value_of(row, "answer"), ("1", "2"), "answer")
-    )
 
 
 def _alphanli(row: Any, _: Variants) -> Problem:
@@ -140,9 +153,9 @@ def _copa(item: Any, variants: Variants) -> Problem:
         item.get("most-plausible-alternative"), ("1", "2"), "most-plausible-alternative"
     )
     if variants["connective"] == "because_so":
-        asked = index_of(item.get("asks-for"), ("cause", "effect"), "asks-for")
-        premise = f"{premise.strip().rstrip('.')} {('because', 'so')[asked]}"
-        choices = [_uncapitalised(choice.strip()) for choice in choices]
+        direction = index_of(item.get("asks-for"), ("cause", "effect"), "asks-for")
+        premise = f"{premise.strip().rstrip('.')} {('because', 'so')[direction]}"
+        choices = [_lower_function_word(choice.strip()) for choice in choices]
     return multiple_choice(premise, choices, gold)
 
 
@@ -150,12 +163,6 @@ def _codah(fields: Any, _: Variants) -> Problem:
     choices = [column(fields, 2 + index, f"ending {index}") for index in range(4)]
     gold = index_of(column(fields, 6, "answer"), ("0", "1", "2", "3"), "answer")
     return multiple_choice(column(fields, 1, "prompt"), choices, gold)
-
-
-def _swag(row: Any, _: Variants) -> Problem:
-    choices = [text_of(row, f"ending{index}") for index in range(4)]
-    gold = index_of(value_of(row, "label"), ("0", "1", "2", "3"), "label")
-    return multiple_choice(text_of(row, "startphrase"), choices, gold)
 
 
 def _hellaswag(row: Any, _: Variants) -> Problem:
@@ -178,11 +185,7 @@ def _xml_text(element: Element, name: str) -> str:
     return checked_text(element.findtext(name), name)
 
 
-def _capitalised(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _uncapitalised(text: str) -> str:
+def _lower_function_word(text: str) -> str:
     return text[:1].lower() + text[1:] if text.split(" ")[0].lower() in _FUNCTION_WORDS else text
 
 
@@ -203,7 +206,7 @@ ADAPTERS = {
     "winogrande_xl": Adapter(
         {"train": ("train_xl.jsonl",), "dev": ("dev.jsonl",)},
         json_lines,
-        _winogrande,
+        _by_fields("sentence", ("option1", "option2"), "answer", ("1", "2")),
         is_cloze=True,
         line=write_padded_line,
     ),
@@ -222,7 +225,12 @@ ADAPTERS = {
     ),
     "codah": Adapter({"dev": ("full_data.tsv",)}, tab_lines, _codah, is_joined=True),
     "swag": Adapter(
-        {"train": ("train.csv",), "dev": ("val.csv",)}, csv_objects, _swag, is_joined=True
+        {"train": ("train.csv",), "dev": ("val.csv",)},
+        csv_objects,
+        _by_fields(
+            "startphrase", [f"ending{index}" for index in range(4)], "label", ("0", "1", "2", "3")
+        ),
+        is_joined=True,
     ),
     "hellaswag": Adapter(
         {"train": ("hellaswag_train.jsonl",), "dev": ("hellaswag_val.jsonl",)},

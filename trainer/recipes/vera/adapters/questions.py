@@ -88,10 +88,12 @@ def _cycic_rows(paths: Sequence[Path | None]) -> Iterator[Raw]:
     is left alone.
     """
     questions, labels = (path for path in paths if path is not None)
-    told = {str(row.get("run_id")): row.get("correct_answer") for row in jsonl.read_jsonl(labels)}
+    label_of = {
+        str(row.get("run_id")): row.get("correct_answer") for row in jsonl.read_jsonl(labels)
+    }
     for raw in json_lines([questions]):
         if raw.value.get("questionType") != "true/false":
-            yield raw._replace(value=(raw.value, told.get(str(raw.value.get("run_id")))))
+            yield raw._replace(value=(raw.value, label_of.get(str(raw.value.get("run_id")))))
 
 
 def _cycic(row: Any, _: Variants) -> Problem:
@@ -113,14 +115,6 @@ def _prost(row: Any, variants: Variants) -> Problem:
     return multiple_choice(question, choices, gold, text_of(row, "context"))
 
 
-def _unified(line: Any, variants: Variants) -> Problem:
-    return read_line(
-        line,
-        is_statement=variants["boolean"] == "statement",
-        keeps_blank=variants["blank"] == "keep",
-    )
-
-
 def unified_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """The lines of a UnifiedQA file; an empty one is refused, as every other format is."""
     is_empty = True
@@ -133,47 +127,47 @@ def unified_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
         )
 
 
-def _named(
+def _files_by_split(
     pattern: str, *, train: str = "train", dev: str = "dev", test: str = "test"
 ) -> dict[str, tuple[str, ...]]:
     names = {"train": train, "dev": dev, "test": test}
     return {split: (pattern.format(name),) for split, name in names.items()}
 
 
-def _labelled(dev: str) -> dict[str, tuple[str, ...]]:
+def _files_with_labels(dev: str) -> dict[str, tuple[str, ...]]:
     names = {"train": "train", "dev": dev}
     labels = {
-        split: "|".join(f"{name}-labels.lst" for name in given.split("|"))
-        for split, given in names.items()
+        split: "|".join(f"{name}-labels.lst" for name in alternatives.split("|"))
+        for split, alternatives in names.items()
     }
     rows = {
-        split: "|".join(f"{name}.jsonl" for name in given.split("|"))
-        for split, given in names.items()
+        split: "|".join(f"{name}.jsonl" for name in alternatives.split("|"))
+        for split, alternatives in names.items()
     }
     return {split: (rows[split], labels[split]) for split in names}
 
 
-_CAPITALISED = {"train": "Train", "dev": "Dev", "test": "Test"}
+_CAPITALS = {"train": "Train", "dev": "Dev", "test": "Test"}
 
 ADAPTERS = {
     "commonsenseqa": Adapter(
         {split: (f"{split}_rand_split.jsonl",) for split in ("train", "dev")}, json_lines, _stem
     ),
     "qasc": Adapter({split: (f"{split}.jsonl",) for split in ("train", "dev")}, json_lines, _stem),
-    "openbookqa": Adapter(_named("{}.jsonl"), json_lines, _stem),
-    "arc_easy": Adapter(_named("ARC-Easy-{}.jsonl", **_CAPITALISED), json_lines, _stem),
-    "arc_hard": Adapter(_named("ARC-Challenge-{}.jsonl", **_CAPITALISED), json_lines, _stem),
+    "openbookqa": Adapter(_files_by_split("{}.jsonl"), json_lines, _stem),
+    "arc_easy": Adapter(_files_by_split("ARC-Easy-{}.jsonl", **_CAPITALS), json_lines, _stem),
+    "arc_hard": Adapter(_files_by_split("ARC-Challenge-{}.jsonl", **_CAPITALS), json_lines, _stem),
     "ai2_science_elementary": Adapter(
-        _named("Elementary-NDMC-{}.jsonl", **_CAPITALISED), json_lines, _stem
+        _files_by_split("Elementary-NDMC-{}.jsonl", **_CAPITALS), json_lines, _stem
     ),
     "ai2_science_middle": Adapter(
-        _named("Middle-NDMC-{}.jsonl", **_CAPITALISED), json_lines, _stem
+        _files_by_split("Middle-NDMC-{}.jsonl", **_CAPITALS), json_lines, _stem
     ),
-    "physical_iqa": Adapter(_labelled("valid|dev"), labelled_json_lines, _piqa),
-    "social_iqa": Adapter(_labelled("dev"), labelled_json_lines, _siqa),
-    "sciq": Adapter(_named("{}.json", dev="valid"), json_list, _sciq),
-    "quarel": Adapter(_named("quarel-v1-{}.jsonl"), json_lines, _quarel),
-    "quartz": Adapter(_named("{}.jsonl"), json_lines, _stem),
+    "physical_iqa": Adapter(_files_with_labels("valid|dev"), labelled_json_lines, _piqa),
+    "social_iqa": Adapter(_files_with_labels("dev"), labelled_json_lines, _siqa),
+    "sciq": Adapter(_files_by_split("{}.json", dev="valid"), json_list, _sciq),
+    "quarel": Adapter(_files_by_split("quarel-v1-{}.jsonl"), json_lines, _quarel),
+    "quartz": Adapter(_files_by_split("{}.jsonl"), json_lines, _stem),
     "cycic_mc": Adapter(
         {
             "train": tuple(
@@ -194,9 +188,13 @@ ADAPTERS = {
         variants={"question": ("ex_question", "masked")},
     ),
     "unifiedqa": Adapter(
-        _named("{}.tsv"),
+        _files_by_split("{}.tsv"),
         unified_lines,
-        _unified,
+        lambda line, variants: read_line(
+            line,
+            is_statement=variants["boolean"] == "statement",
+            keeps_blank=variants["blank"] == "keep",
+        ),
         variants={"boolean": ("question", "statement"), "blank": ("refuse", "keep")},
     ),
 }

@@ -34,15 +34,15 @@ from trainer.recipes.vera.problem import (
 _FALSE_TRUE, _NO_YES = ("false", "true"), ("no", "yes")
 
 
-def _creak(row: Any, _: Variants) -> Problem:
-    label = index_of(value_of(row, "label"), _FALSE_TRUE, "label")
-    return statement(text_of(row, "sentence"), label=bool(label))
+def _truth(row: Any, name: str, words: tuple[str, str]) -> bool:
+    """Whether a field holds the second of two words, such as true or yes."""
+    return bool(index_of(value_of(row, name), words, name))
 
 
 def _csqa2(row: Any, variants: Variants) -> Problem:
     question, raw = text_of(row, "question"), value_of(row, "question")
-    label = index_of(value_of(row, "answer"), _NO_YES, "answer")
-    return yes_no(raw if variants["newlines"] == "keep" else question, label=bool(label))
+    label = _truth(row, "answer", _NO_YES)
+    return yes_no(raw if variants["newlines"] == "keep" else question, label=label)
 
 
 def _strategyqa(row: Any, _: Variants) -> Problem:
@@ -50,11 +50,6 @@ def _strategyqa(row: Any, _: Variants) -> Problem:
     if not isinstance(answer, bool):
         raise BadRecord(f"'answer' is {answer!r}, want true or false")
     return yes_no(text_of(row, "question"), label=answer)
-
-
-def _spatial(row: Any, _: Variants) -> Problem:
-    label = index_of(value_of(row, "label"), ("0", "1"), "label")
-    return yes_no(text_of(row, "question"), label=bool(label))
 
 
 def _com2sense_pairs(paths: Sequence[Path | None]) -> Iterator[Raw]:
@@ -70,10 +65,10 @@ def _com2sense_pairs(paths: Sequence[Path | None]) -> Iterator[Raw]:
     pair_of = whole_json(pairs)
     if not isinstance(pair_of, dict):
         raise DataError(f"{pairs} is no JSON object of ids. Take the publisher's file as it is.")
-    done: set[str] = set()
+    visited: set[str] = set()
     for number, (first, second) in enumerate(pair_of.items(), start=1):
-        if first not in done:
-            done |= {first, str(second)}
+        if first not in visited:
+            visited |= {first, str(second)}
             yield Raw(
                 pairs,
                 "item",
@@ -113,7 +108,7 @@ ADAPTERS = {
     "creak": Adapter(
         {"train": ("train.json",), "dev": ("dev.json",), "contrast": ("contrast_set.json",)},
         json_lines,
-        _creak,
+        lambda row, _: statement(text_of(row, "sentence"), label=_truth(row, "label", _FALSE_TRUE)),
         is_statement=True,
     ),
     "csqa2": Adapter(
@@ -128,7 +123,7 @@ ADAPTERS = {
     "spatial_cs": Adapter(
         {"dev": ("height/data.json", "posrel/data_qa.json", "size/data.json")},
         json_lines,
-        _spatial,
+        lambda row, _: yes_no(text_of(row, "question"), label=_truth(row, "label", ("0", "1"))),
     ),
     "com2sense_paired": Adapter(
         {split: (f"{split}.json", f"pair_id_{split}.json") for split in ("train", "dev", "test")},
