@@ -1,4 +1,4 @@
-"""Rows of foreign columns in our names."""
+"""Renames the columns of a user's rows to our names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from trainer.config.own_rows import Layout
     from trainer.protocol.task import Row
 
-_LOOKED_AT = 100  # rows in which a column must be seen: JSON lines leave out what they lack
-_LISTS = ("[", "{")  # what JSON lists and objects begin with
-_SURE_LISTS = ('["', "['", "[{", '{"', "{'")  # what no text that is meant as such begins with
+_LOOKED_AT = 100  # a column must occur in so many first rows; JSON lines may leave columns out
+_LISTS = ("[", "{")  # the first characters of JSON lists and objects
+_SURE_LISTS = ('["', "['", "[{", '{"', "{'")  # beginnings that no ordinary text has
 
 Placed = Iterator[tuple[str, "Row"]]
 
@@ -25,11 +25,11 @@ Placed = Iterator[tuple[str, "Row"]]
 def in_our_names(
     rows: Iterable[tuple[str, Row]], columns: Mapping[str, str], layout: Layout, *, are_cells: bool
 ) -> Placed:
-    """The same rows with what `columns` (ours -> theirs) renames, and lists out of cells.
+    """The same rows with columns renamed by `columns` (our name -> their name), and cells parsed.
 
-    A mapped name takes the place of every other name for the same thing. are_cells: the rows are a
-    table's, whose cells may hold a list as JSON; of a name that wants a list, any other text is a
-    list of one. ConfigError for a column that none of the first rows has.
+    A mapped name replaces every other name for the same thing. are_cells: the rows are those of a
+    table, whose cells may hold a list as JSON; for a name that needs a list, any other text becomes
+    a list of one. ConfigError for a column that none of the first rows has.
     """
     rows = iter(rows)
     if columns:
@@ -50,7 +50,7 @@ def in_our_names(
 
 
 def _check_columns(rows: list[tuple[str, Row]], columns: Mapping[str, str]) -> None:
-    """ConfigError for a column whose first part no row has, naming those that there are."""
+    """ConfigError for a column whose first part no row has; it names the existing columns."""
     present = list(dict.fromkeys(str(name) for _, row in rows for name in row))
     missing = [
         column
@@ -102,7 +102,7 @@ def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
 
 
 def _write(row: Row, name: str, value: Any, place: str) -> None:
-    """Write a value under our name; of "ctxs[].text" into the objects of a list."""
+    """Write a value under our name. A name like "ctxs[].text" writes into the objects of a list."""
     outer, brackets, inner = name.partition("[].")
     if not brackets:
         row[name] = value
@@ -126,7 +126,7 @@ def _write(row: Row, name: str, value: Any, place: str) -> None:
 
 
 def _list_of_cell(value: Any, place: str, name: str) -> Any:
-    """The list that a cell holds; any other text is a list of one, and what is no text stays."""
+    """The list in a cell. Any other text becomes a list of one; a value that is no text stays."""
     if not isinstance(value, str):
         return value
     parsed = _parse(value)
@@ -141,7 +141,9 @@ def _list_of_cell(value: Any, place: str, name: str) -> Any:
 
 
 def _parse(value: Any) -> Any:
-    """A text that is a JSON list or object, or a list as Python prints it, as what it says."""
+    """The value of a text that is a JSON list or object, or a list as Python prints it; any other
+    value unchanged.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith(_LISTS):
         return value
     for read in (json.loads, ast.literal_eval):  # pandas writes lists into CSV as Python does
