@@ -37,7 +37,7 @@ class Meter:
         # seconds of all steps but the first, as the host sees them; a GPU may still compute
         self.parts = dict.fromkeys(("input", "forward and backward", "update"), 0.0)
         self.timed_steps = 0
-        self.prediction: Mapping[str, Any] | None = None  # of this run (timing/late.py)
+        self.prediction: Mapping[str, Any] | None = None  # of this run (launch/late.py)
         self._ended: float | None = None  # when the last step ended
 
     @contextmanager
