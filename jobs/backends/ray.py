@@ -40,6 +40,7 @@ OVERRIDES = (
     "RAY_API_SERVER_ADDRESS",
     "RAY_ADDRESS",
 )  # these win over an address that is given to Ray's client
+ADDRESS = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+(/[A-Za-z0-9._/-]*)?")
 STATUS = re.compile(r"status code (\d{3})\b")
 STATES: dict[str, JobState] = {
     "PENDING": "queued",
@@ -92,7 +93,13 @@ class Ray:
     def render(self, spec: JobSpec) -> Rendered:
         """The submission as JSON. ConfigError names what Ray cannot do."""
         refuse_foreign(spec, (*FOREIGN, *K8S_ONLY), backend="ray")
-        faults = [*text_faults(spec), *_address_faults(spec.job.address)]
+        faults = [*text_faults(spec)]
+        address = spec.job.address
+        # Ray's client imports a module for some other schemes, and starts nothing for these two
+        if address is not None and not ADDRESS.fullmatch(address):
+            faults.append(
+                f'address: {address!r}, want the dashboard\'s, for example "http://head:8265".'
+            )
         if spec.job.nodes > 1:
             faults.append(
                 f"nodes: {spec.job.nodes}, but a Ray job's entry point has one node. Use slurm "
@@ -103,9 +110,27 @@ class Ray:
                 f"job for ray: {len(faults)} mistake(s)\n"
                 + "\n".join(f"  {fault}" for fault in faults)
             )
-        return Rendered(
-            spec.token, "rendered.ray.json", json.dumps(_submission(spec), indent=2) + "\n"
-        )
+        job = spec.job
+        # Read by Ray's supervisor, which runs in the job's environment: its own default is 3 s.
+        wait_s = str(job.grace_s + GRACE_MARGIN_S)
+        variables = {
+            "LATHE_JOB_ID": _id(job.address, spec.token),
+            "RAY_JOB_STOP_WAIT_TIME_S": wait_s,
+        }
+        # Ray hands the entry point to a shell, so it is joined of words that are each quoted. It
+        # runs in a folder of Ray's; env -C enters the snapshot, with neither a shell's `cd` nor an
+        # upload of it (the file system is shared).
+        submission = {
+            "submission_id": spec.token,
+            "entrypoint": shlex.join(["env", "-C", spec.workdir, *spec.wrapper]),
+            "entrypoint_num_cpus": job.resources.cpu,
+            "entrypoint_num_gpus": job.resources.gpu,
+            "entrypoint_memory": job.resources.mem * 2**30,
+            "runtime_env": {"env_vars": variables},
+            "metadata": {"exp_id": spec.exp_id, "group": spec.group, "attempt": str(spec.attempt)},
+        }
+        values = {"address": job.address, "submission": submission}
+        return Rendered(spec.token, "rendered.ray.json", json.dumps(values, indent=2) + "\n")
 
     def rehearse(self, rendered: Rendered) -> str | None:
         """Ray has no dry run."""
@@ -213,38 +238,6 @@ def observe(details: Any) -> Observed:
     reason = None if state in ("running", "succeeded") else message[:500] or None
     host = urlsplit(details.driver_agent_http_address or "").hostname
     return Observed(state, reason, host=host, exit_code=getattr(details, "driver_exit_code", None))
-
-
-def _submission(spec: JobSpec) -> dict[str, Any]:
-    """Arguments of submit_job, and where to.
-
-    Ray hands the entry point to a shell, so it is joined of words that are each quoted. It runs in
-    a folder of Ray's; env -C enters the snapshot, with neither a shell's `cd` nor an upload of it
-    (the file system is shared).
-    """
-    job = spec.job
-    job_id = _id(job.address, spec.token)
-    # Read by Ray's supervisor, which runs in the job's environment: its own default is 3 s.
-    wait_s = str(job.grace_s + GRACE_MARGIN_S)
-    submission = {
-        "submission_id": spec.token,
-        "entrypoint": shlex.join(["env", "-C", spec.workdir, *spec.wrapper]),
-        "entrypoint_num_cpus": job.resources.cpu,
-        "entrypoint_num_gpus": job.resources.gpu,
-        "entrypoint_memory": job.resources.mem * 2**30,
-        "runtime_env": {"env_vars": {"LATHE_JOB_ID": job_id, "RAY_JOB_STOP_WAIT_TIME_S": wait_s}},
-        "metadata": {"exp_id": spec.exp_id, "group": spec.group, "attempt": str(spec.attempt)},
-    }
-    return {"address": job.address, "submission": submission}
-
-
-def _address_faults(address: str | None) -> list[str]:
-    """Ray's client imports a module for some other schemes, and starts nothing for these two."""
-    if address is None or re.fullmatch(
-        r"https?://[A-Za-z0-9.\[\]:-]+(/[A-Za-z0-9._/-]*)?", address
-    ):
-        return []
-    return [f'address: {address!r}, want the dashboard\'s, for example "http://head:8265".']
 
 
 def _id(address: str | None, token: str) -> str:

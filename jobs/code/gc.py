@@ -145,7 +145,7 @@ def _snapshots(base: BaseFolder) -> Iterator[tuple[Path, str]]:
 def _digests_in_use(base: BaseFolder) -> set[str]:
     """Digests that a code link or a spec.json names, in any run folder, backup or deleted one."""
     used: set[str] = set()
-    for folder in (*_children(base.path), *_children(base.deleted)):
+    for folder in (*_children(base.path), *_children(base.deleted_folder)):
         if (folder / CODE).is_symlink():
             used |= set(os.readlink(folder / CODE).split("/"))
         for attempt in _children(folder / "attempts"):
@@ -167,17 +167,18 @@ def _arrays(base: BaseFolder) -> Iterator[tuple[Path, str]]:
             folders = [Path(folder) for folder, _ in table.values()]
         except (TypeError, ValueError):
             continue  # not an index of ours
-        if all(_has_ended(RunFolder(base.path / folder.name)) for folder in folders):
+        final = (None, "succeeded", *ENDED_BADLY)  # no scheduler starts such a job again
+        if all(_state(RunFolder(base.path / folder.name)) in final for folder in folders):
             yield path, "all jobs of this array have ended"
 
 
 def _set_aside(base: BaseFolder, older_than_days: float) -> Iterator[tuple[Path, str]]:
-    for path in (*_children(base.path), *_children(base.deleted)):
+    for path in (*_children(base.path), *_children(base.deleted_folder)):
         if path.name.startswith(ASIDE) and _age_s(path) >= FRESH_S:
             yield path, "left by a collection that was killed"
             continue
         is_old = _age_s(path) >= older_than_days * DAY_S
-        is_aside = path.parent == base.deleted or (
+        is_aside = path.parent == base.deleted_folder or (
             is_exp_id(path.name[:32]) and path.name[32:].startswith(".bak-")
         )
         if not (is_aside and is_old) or _may_run(RunFolder(path)):
@@ -191,11 +192,6 @@ def _may_run(folder: RunFolder) -> bool:
     """Whether the job of a run folder is active, or its record does not tell."""
     state = _state(folder)
     return state is not None and (state == "unknown" or state in ACTIVE)
-
-
-def _has_ended(folder: RunFolder) -> bool:
-    """Whether no scheduler will start the job of a run folder again by itself."""
-    return _state(folder) in (None, "succeeded", *ENDED_BADLY)
 
 
 def _state(folder: RunFolder) -> JobState | Literal["unknown"] | None:

@@ -6,7 +6,7 @@ import logging
 import os
 import stat
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -108,17 +108,12 @@ def patch(source: SourceFiles, paths: Iterable[str]) -> bytes:
         "--full-index",
     ]
     options += ["--src-prefix=a/", "--dst-prefix=b/", "--submodule=short"]
-    parts = [
-        _git(source.top, "--literal-pathspecs", "diff", "HEAD", *options, "--", *chunk)
-        for chunk in _chunks(sorted(paths))
-    ]
-    return b"".join(parts)
-
-
-def _chunks(paths: Sequence[str]) -> Iterator[list[str]]:
-    rest = iter(paths)
+    difference, rest = b"", iter(sorted(paths))
     while chunk := list(islice(rest, PATHS_A_CALL)):
-        yield chunk
+        difference += _git(
+            source.top, "--literal-pathspecs", "diff", "HEAD", *options, "--", *chunk
+        )
+    return difference
 
 
 def _top(project: Path) -> Path | None:
@@ -253,7 +248,14 @@ def select(source: SourceFiles, savedir_base: Path) -> Selection:
         is_litter = not LITTER.isdisjoint(path.split("/")) or path.endswith(".pyc")
         if path in source.untracked and is_litter:
             continue
-        status = _status_of(source.top / path)
+        try:
+            status = os.lstat(source.top / path)
+        except (FileNotFoundError, NotADirectoryError):
+            status = None  # deleted
+        except OSError as error:
+            raise ConfigError(
+                f"{source.top / path}: {error.strerror}. Make the project readable for this user."
+            ) from None
         is_result = f"{path}/".startswith(f"{savedir}/")
         why = "below the savedir_base" if is_result else _why_not(source.top, path, status)
         if why is not None:
@@ -267,39 +269,22 @@ def select(source: SourceFiles, savedir_base: Path) -> Selection:
     return Selection(list(sizes), left_out, dirty)
 
 
-def _status_of(path: Path) -> os.stat_result | None:
-    try:
-        return os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None  # deleted
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}. Make the project readable for this user."
-        ) from None
-
-
 def _why_not(top: Path, path: str, status: os.stat_result | None) -> str | None:
     if secret_keys.is_secret_file(path):
         return "may hold a secret"
     if status is None:
         return None
-    if stat.S_ISLNK(status.st_mode) and not _stays_inside(top, path):
-        return "a link out of the project"
+    if stat.S_ISLNK(status.st_mode):
+        # It means the same in the copy when it is relative, and neither its text nor its end leaves
+        # the project.
+        target = os.readlink(top / path)
+        lexical = os.path.normpath(os.path.join(os.path.dirname(path), target))
+        is_outside = os.path.isabs(target) or lexical.split("/")[0] == ".."
+        if is_outside or not Path(os.path.realpath(top / path)).is_relative_to(top):
+            return "a link out of the project"
     if path.lower().endswith(WEIGHTS) and status.st_size > MAX_WEIGHTS:
         return "weights"
     return None
-
-
-def _stays_inside(top: Path, path: str) -> bool:
-    """Whether a link means the same in the copy.
-
-    It does when it is relative, and neither its text nor its end leaves the project.
-    """
-    target = os.readlink(top / path)
-    lexical = os.path.normpath(os.path.join(os.path.dirname(path), target))
-    if os.path.isabs(target) or lexical.split("/")[0] == "..":
-        return False
-    return Path(os.path.realpath(top / path)).is_relative_to(top)
 
 
 def _refuse_big(top: Path, sizes: Mapping[str, int]) -> None:
@@ -350,14 +335,11 @@ def why_dirty(source: SourceFiles, dirty: Mapping[str, str]) -> str:
         )
     texts = [f"{letters.strip()} {printable_path(path)}" for path, letters in dirty.items()]
     more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    commit = "the last commit (there is none yet)"
+    if source.commit:
+        commit = f"commit {source.commit[:12]}"
     return (
-        f"{source.top}: {len(texts)} file(s) differ from {_last_commit(source)}: "
+        f"{source.top}: {len(texts)} file(s) differ from {commit}: "
         f"{', '.join(texts[:SHOWN])}{more}. Commit them, or exclude them by .gitignore, or "
         "submit with --allow-dirty."
-    )
-
-
-def _last_commit(source: SourceFiles) -> str:
-    return (
-        f"commit {source.commit[:12]}" if source.commit else "the last commit (there is none yet)"
     )

@@ -35,7 +35,7 @@ import secrets
 import shutil
 import stat
 import tarfile
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -179,7 +179,12 @@ def verify(base: BaseFolder, digest: str) -> list[str]:
     archive = folder / ARCHIVE
     if not archive.exists() or sha256_of(archive) != manifest.get("archive_sha256"):
         wrong.add(ARCHIVE)
-    actual = {path: _facts(folder / TREE, path) for path in _tree_files(folder / TREE)}
+    tree, paths = folder / TREE, list[str]()
+    for place, folders, files in os.walk(tree):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        folders[:] = [name for name in folders if name not in links and name != "__pycache__"]
+        paths += [os.path.relpath(os.path.join(place, name), tree) for name in (*files, *links)]
+    actual = {path: _facts(tree, path) for path in paths}
     expected = {entry.path: (entry.mode, entry.sha256) for entry in entries}
     return sorted(
         wrong | {path for path in {*actual, *expected} if actual.get(path) != expected.get(path)}
@@ -246,13 +251,6 @@ def _digest(entries: Iterable[SnapshotEntry]) -> str:
     for entry in sorted(entries, key=lambda entry: os.fsencode(entry.path)):
         total.update(f"{entry.mode} {entry.sha256} ".encode() + os.fsencode(entry.path) + b"\0")
     return total.hexdigest()
-
-
-def _tree_files(tree: Path) -> Iterator[str]:
-    for folder, folders, files in os.walk(tree):
-        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        folders[:] = [name for name in folders if name not in links and name != "__pycache__"]
-        yield from (os.path.relpath(os.path.join(folder, name), tree) for name in (*files, *links))
 
 
 # Writing

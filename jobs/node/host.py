@@ -177,7 +177,17 @@ def oom_kills() -> int:
 
 def facts() -> dict[str, Any]:
     """What this node runs: host, kernel, Python, packages, GPUs and driver."""
-    packages = dict(_name_and_version(item) for item in importlib.metadata.distributions())
+    packages: dict[str | None, str | None] = {}
+    for package in importlib.metadata.distributions():
+        # From the lines of its headers: to parse all of them takes every job .3 s, most of it for
+        # descriptions.
+        files = ("METADATA", "PKG-INFO", "")  # wheels; eggs, as a folder and as a file
+        text = next(filter(None, map(package.read_text, files)), "")
+        lines = text.partition("\n\n")[0].splitlines()
+        headers = dict(
+            line.split(": ", 1) for line in lines if line.startswith(("Name: ", "Version: "))
+        )
+        packages[headers.get("Name")] = headers.get("Version")
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -187,19 +197,6 @@ def facts() -> dict[str, Any]:
         "gpus": gpus(),
         "packages": {name: packages[name] for name in sorted(packages, key=str)},
     }
-
-
-def _name_and_version(package: importlib.metadata.Distribution) -> tuple[str | None, str | None]:
-    """From the lines of its headers: to parse all of them takes every job .3 s, most of it for
-    descriptions.
-    """
-    files = ("METADATA", "PKG-INFO", "")  # wheels; eggs, as a folder and as a file
-    text = next(filter(None, map(package.read_text, files)), "")
-    lines = text.partition("\n\n")[0].splitlines()
-    headers = dict(
-        line.split(": ", 1) for line in lines if line.startswith(("Name: ", "Version: "))
-    )
-    return headers.get("Name"), headers.get("Version")
 
 
 def gpus() -> list[str]:

@@ -175,11 +175,11 @@ def _claim(attempt: Attempt) -> int | None:
         "id": own,
         "restarts": node.restarts(),
     }
-    if not create_json(attempt.started(start), facts):
+    if not create_json(attempt.start_file(start), facts):
         log.error("%s: start %d was taken by another process at this moment", attempt.folder, start)
         return None
     # looked at after the start is on the disk: whoever gives up looks for that
-    if attempt.given_up.exists():
+    if attempt.give_up_file.exists():
         log.error("%s was given up: another attempt runs in its place", attempt.folder)
         return None
     return start
@@ -252,9 +252,13 @@ def _watch(
             node.signal_all(child.pid, signal.SIGKILL)
         if moment - beat_at > HEARTBEAT_S and node.is_leader():
             beat_at = moment
-            _beat(attempt)
+            step = (read_json(_run_folder(attempt).status) or {}).get("step")
+            try:
+                write_json(attempt.heartbeat, {"at": now(), "step": step})
+            except LatheError as error:  # a full disk: the training itself will say more
+                log.warning("no heartbeat: %s", error)
             # its scheduler may have lost sight of it, and sends no signal then
-            if attempt.cancelled.exists():
+            if attempt.cancel_file.exists():
                 stop.ask(signal.SIGTERM)
         time.sleep(POLL_S)
     return timed_out
@@ -364,14 +368,6 @@ def _write_all(descriptor: int, block: bytes) -> None:
 
 def _run_folder(attempt: Attempt) -> RunFolder:
     return RunFolder(attempt.folder.parent.parent)
-
-
-def _beat(attempt: Attempt) -> None:
-    step = (read_json(_run_folder(attempt).status) or {}).get("step")
-    try:
-        write_json(attempt.heartbeat, {"at": now(), "step": step})
-    except LatheError as error:  # a full disk: the training itself will say more
-        log.warning("no heartbeat: %s", error)
 
 
 def _conclude(attempt: Attempt, ending: Ending, start: int) -> None:

@@ -69,12 +69,12 @@ class Attempt:
         return self.folder / "outcome.json"
 
     @property
-    def given_up(self) -> Path:
+    def give_up_file(self) -> Path:
         """This file forbids the attempt to start: another attempt has been sent in its place."""
         return self.folder / "given-up"
 
     @property
-    def cancelled(self) -> Path:
+    def cancel_file(self) -> Path:
         """There when somebody asked for the end of this attempt.
 
         The wrapper obeys it, whatever its scheduler does.
@@ -89,13 +89,13 @@ class Attempt:
     def err(self) -> Path:
         return self.folder / "err.txt"
 
-    def started(self, k: int) -> Path:
+    def start_file(self, k: int) -> Path:
         return self.folder / f"started-{k}.json"
 
     def starts(self) -> list[Path]:
         """started-1.json, started-2.json, ... as far as they exist, in order."""
         paths: list[Path] = []
-        while (path := self.started(len(paths) + 1)).exists():
+        while (path := self.start_file(len(paths) + 1)).exists():
             paths.append(path)
         return paths
 
@@ -165,7 +165,7 @@ class BaseFolder:
         return self.path / "_jobs" / "arrays"
 
     @property
-    def deleted(self) -> Path:
+    def deleted_folder(self) -> Path:
         return self.path / "deleted"
 
     def runs(self) -> list[RunFolder]:
@@ -177,7 +177,7 @@ class BaseFolder:
             return []
         return [self.run(name) for name in names]
 
-    def recorded(self) -> list[RunFolder]:
+    def submitted_runs(self) -> list[RunFolder]:
         """Every experiment that was ever submitted from here, by name."""
         return [folder for folder in self.runs() if folder.record.exists()]
 

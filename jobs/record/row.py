@@ -84,7 +84,12 @@ def starts_of(attempt: Attempt) -> list[Start]:
     paths = attempt.starts()
     if not paths:
         return []
-    gpus = _gpus(read_json(attempt.spec) or {})
+    job = cast("dict[str, Any]", (read_json(attempt.spec) or {}).get("job") or {})
+    if job.get("gres"):
+        gpus_of_node = JobConfig(gres=job["gres"]).gpus
+    else:
+        gpus_of_node = int(cast("dict[str, Any]", job.get("resources") or {}).get("gpu", 0))
+    gpus: int = gpus_of_node * job.get("nodes", 1)
     began = [read_json(path) or {} for path in paths]
     last_exit = read_json(attempt.exit)
     beat_at = (read_json(attempt.heartbeat) or {}).get("at")
@@ -102,14 +107,6 @@ def starts_of(attempt: Attempt) -> list[Start]:
         host, code = facts.get("host"), (outcome or {}).get("code")
         starts.append(Start(attempt.number, k, begin, end, host, gpus, code))
     return starts
-
-
-def _gpus(spec: Mapping[str, Any]) -> int:
-    job = cast("dict[str, Any]", spec.get("job") or {})
-    nodes: int = job.get("nodes", 1)
-    if job.get("gres"):
-        return JobConfig(gres=job["gres"]).gpus * nodes
-    return int(cast("dict[str, Any]", job.get("resources") or {}).get("gpu", 0)) * nodes
 
 
 def seconds_between(begin: str, end: str) -> float:

@@ -91,7 +91,9 @@ def survey(
     """
     rows: list[Row] = []
     cases: list[_Case] = []
-    folders = base.recorded() if only is None else [base.run(name) for name in sorted(set(only))]
+    folders = (
+        base.submitted_runs() if only is None else [base.run(name) for name in sorted(set(only))]
+    )
     for folder in folders:
         try:
             job = record.read(folder)
@@ -107,12 +109,22 @@ def survey(
             rows.append(_unreadable(folder, error))
     sights = _ask(cases, backend_of)
     names = _names(cases)
-    rows += [
-        replace(row, name=names[row.exp_id])
-        for row in (_row_of(case, sights, record_changes=record_changes) for case in cases)
-    ]
-    if include_unsubmitted:
-        rows += [row for folder in _folders_by_hand(base, only) if (row := _by_hand(folder))]
+    for case in cases:
+        try:
+            sight = sights[case.question[0]] if case.question else None
+            verdict = _verdict(case, sight)
+            if record_changes:
+                _record(case, verdict, sight)
+            row = _row(case, verdict, sight)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            row = _unreadable(case.folder, error, case.job)
+        rows.append(replace(row, name=names[row.exp_id]))
+    for folder in base.runs() if include_unsubmitted else ():
+        is_by_hand = folder.status.exists() and folder.exp_dict.exists()
+        if (only is None or folder.path.name in only) and is_by_hand and not folder.record.exists():
+            row = _by_hand(folder)
+            if row is not None:
+                rows.append(row)
     return sorted(rows, key=lambda row: (row.group, row.created_at or "", row.exp_id))
 
 
@@ -138,16 +150,6 @@ def _names(cases: Collection[_Case]) -> dict[str, str]:
     return names
 
 
-def _folders_by_hand(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
-    """Folders of experiments that were run without being submitted."""
-    folders = [each for each in base.runs() if only is None or each.path.name in only]
-    return [
-        each
-        for each in folders
-        if each.status.exists() and each.exp_dict.exists() and not each.record.exists()
-    ]
-
-
 def _ask(cases: Collection[_Case], backend_of: Callable[[str], Backend]) -> dict[str, _Sight]:
     """One question to each backend about all its jobs."""
     ids: dict[str, list[str]] = {}
@@ -164,17 +166,6 @@ def _look(name: str, ids: list[str], backend_of: Callable[[str], Backend]) -> _S
         # Unreachable, or a backend that cannot be used from here: nobody was asked
         log.debug("%s: %s", name, error)
         return _Sight({}, str(error) or type(error).__name__)
-
-
-def _row_of(case: _Case, sights: Mapping[str, _Sight], *, record_changes: bool) -> Row:
-    try:
-        sight = sights[case.question[0]] if case.question else None
-        verdict = _verdict(case, sight)
-        if record_changes:
-            _record(case, verdict, sight)
-        return _row(case, verdict, sight)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        return _unreadable(case.folder, error, case.job)
 
 
 def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
@@ -198,7 +189,17 @@ def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
     Nothing is written when another process holds the lock or has written since our look: what it
     saw is newer.
     """
-    events = _news(case.job, verdict, sight)
+    job, last = case.job, case.job.last
+    events: list[dict[str, Any]] = []
+    if sight is not None and sight.problem is not None and job.unseen_since is None:
+        events.append({"event": "unseen", "reason": sight.problem})
+    if sight is not None and sight.problem is None and job.unseen_since is not None:
+        events.append({"event": "seen"})
+    if last is not None and (verdict.state, verdict.reason) != (last.state, last.reason):
+        is_still_waiting = (last.state, verdict.state) == ("submitted", "queued")
+        if not is_still_waiting:  # that is seen anew each time
+            changed = {"state": verdict.state, "reason": verdict.reason, "host": verdict.host}
+            events.append({"event": "observed", "attempt": last.number, **changed})
     if not events:
         return
     try:
@@ -213,27 +214,6 @@ def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
         OSError,
     ) as error:  # somebody else's folder, or a full disk: status still shows
         log.warning("%s: the state is not recorded: %s", case.folder.path.name, error)
-
-
-def _news(job: Job, verdict: Verdict, sight: _Sight | None) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    if sight is not None and sight.problem is not None and job.unseen_since is None:
-        events.append({"event": "unseen", "reason": sight.problem})
-    if sight is not None and sight.problem is None and job.unseen_since is not None:
-        events.append({"event": "seen"})
-    last = job.last
-    is_still_waiting = last is not None and (last.state, verdict.state) == (
-        "submitted",
-        "queued",
-    )  # seen anew each time
-    if (
-        last is not None
-        and not is_still_waiting
-        and (verdict.state, verdict.reason) != (last.state, last.reason)
-    ):
-        changed = {"state": verdict.state, "reason": verdict.reason, "host": verdict.host}
-        events.append({"event": "observed", "attempt": last.number, **changed})
-    return events
 
 
 def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:

@@ -79,7 +79,16 @@ def judge(job: Job, files: AttemptFiles, observed: Observed | None, *, is_seen: 
     observed = observed if is_seen else None
     rule = _rule_for(_evidence(attempt, files, observed, is_seen=is_seen))
     state = _state(rule, attempt, observed)
-    reason = _reason(rule, attempt, files, observed)
+    reasons = {
+        "record": attempt.reason,
+        "scheduler": observed.reason if observed else None,
+        "exit": cast("str | None", (files.exit or {}).get("reason")),
+    }
+    default = {"as recorded": "record", "as observed": "scheduler"}.get(rule.state)
+    witness = rule.reason_of or default
+    reason = rule.reason
+    if witness is not None:
+        reason = reasons[witness] if reason is None else f"{reason}{reasons[witness]}"
     if rule.record == "pending":  # refused: it was never on a host
         return Verdict(state, reason)
     started_on = (files.started or {}).get("host")
@@ -117,18 +126,3 @@ def _state(rule: StateRule, attempt: Sent, observed: Observed | None) -> JobStat
         assert observed is not None, "only a rule about a state of the scheduler says so"
         return observed.state
     return rule.state
-
-
-def _reason(
-    rule: StateRule, attempt: Sent, files: AttemptFiles, observed: Observed | None
-) -> str | None:
-    reasons = {
-        "record": attempt.reason,
-        "scheduler": observed.reason if observed else None,
-        "exit": cast("str | None", (files.exit or {}).get("reason")),
-    }
-    default = {"as recorded": "record", "as observed": "scheduler"}.get(rule.state)
-    witness = rule.reason_of or default
-    if witness is None:
-        return rule.reason
-    return reasons[witness] if rule.reason is None else f"{rule.reason}{reasons[witness]}"

@@ -94,32 +94,26 @@ def check_key_file(path: Path) -> None:
             raise ConfigError(
                 f"wandb_key_file {path}: not a regular file. Name the file that holds the key."
             )
-        problems = [*_wrong_access(path, status), *_wrong_content(os.read(descriptor, 2048))]
+        content = os.read(descriptor, 2048)
     finally:
         os.close(descriptor)
-    if problems:
-        raise ConfigError(f"wandb_key_file {path}: " + "; ".join(problems))
-
-
-def _wrong_access(path: Path, status: os.stat_result) -> list[str]:
     problems: list[str] = []
     if status.st_uid != os.geteuid():
         problems.append(
             f"owned by user {status.st_uid}, want {os.geteuid()}: use a copy of your own"
         )
-    if (mode := stat.S_IMODE(status.st_mode)) != 0o600:
+    mode = stat.S_IMODE(status.st_mode)
+    if mode != 0o600:
         problems.append(f"mode {mode:04o}, want 0600: chmod 600 {shlex.quote(str(path))}")
-    return problems
-
-
-def _wrong_content(content: bytes) -> list[str]:
     lines = content.decode("ascii", "replace").splitlines()
-    if len(lines) == 1 and KEY.match(lines[0].strip()):
-        return []
-    length = f"a first line of {len(lines[0].strip())} characters" if lines else "nothing"
-    return [
-        f"{len(lines)} lines with {length}, want one line with 40 or more of A-Z, a-z, 0-9, _ and -"
-    ]
+    if len(lines) != 1 or not KEY.match(lines[0].strip()):
+        length = f"a first line of {len(lines[0].strip())} characters" if lines else "nothing"
+        problems.append(
+            f"{len(lines)} lines with {length}, want one line with 40 or more of A-Z, a-z, 0-9, _ "
+            "and -"
+        )
+    if problems:
+        raise ConfigError(f"wandb_key_file {path}: " + "; ".join(problems))
 
 
 def sync_hint(folder: RunFolder) -> str | None:

@@ -62,7 +62,10 @@ class Curves:
         step = values.pop("step", None)
         if step is None or has_gradient_norms(line):
             return
-        seconds = _seconds_between(self.began, at)
+        seconds = 0.0
+        with suppress(TypeError, ValueError):  # a time is missing or malformed
+            interval = datetime.fromisoformat(at) - datetime.fromisoformat(self.began or "")
+            seconds = interval.total_seconds()
         for name, value in values.items():
             if name in self.points or len(self.points) < MOST_METRICS:
                 self.points.setdefault(name, []).append(Point(int(step), seconds, value))
@@ -71,14 +74,6 @@ class Curves:
 def has_gradient_norms(line: dict[str, Any]) -> bool:
     """Whether a line of metrics.jsonl holds the gradient norm of each parameter."""
     return any(name.startswith("grad_norm/") for name in line)
-
-
-def _seconds_between(begin: Any, end: Any) -> float:
-    """Seconds between two ISO times; 0 when one of them is missing or malformed."""
-    with suppress(TypeError, ValueError):
-        seconds = (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()
-        return seconds if math.isfinite(seconds) else 0.0
-    return 0.0
 
 
 def read_curves(path: Path) -> Curves:
@@ -111,16 +106,16 @@ def thin(points: Sequence[Point], limit: int = MOST_POINTS) -> list[Bucket]:
     lost.
     """
     size = max(1, math.ceil(len(points) / limit))
-    groups = [points[begin : begin + size] for begin in range(0, len(points), size)]
-    return [_bucket(group) for group in groups]
-
-
-def _bucket(points: Sequence[Point]) -> Bucket:
-    values = [point.value for point in points]
-    return Bucket(
-        step=sum(point.step for point in points) / len(points),
-        seconds=math.fsum(point.seconds for point in points) / len(points),
-        mean=math.fsum(values) / len(values),
-        low=min(values),
-        high=max(values),
-    )
+    buckets: list[Bucket] = []
+    for begin in range(0, len(points), size):
+        group = points[begin : begin + size]
+        values = [point.value for point in group]
+        bucket = Bucket(
+            step=sum(point.step for point in group) / len(group),
+            seconds=math.fsum(point.seconds for point in group) / len(group),
+            mean=math.fsum(values) / len(values),
+            low=min(values),
+            high=max(values),
+        )
+        buckets.append(bucket)
+    return buckets

@@ -28,8 +28,8 @@ from trainer.files.survival_events import recovery_sentence
 
 if TYPE_CHECKING:
     from jobs.record.events import Sent
-    from jobs.report.curves import Curves, Point
-    from jobs.report.scores import ExperimentScores, Results, Score
+    from jobs.report.curves import Curves
+    from jobs.report.scores import ExperimentScores, Results
 
 MOST_CARDS = 200  # experiments with curves: about 20 kB each
 MOST_SPARKS = 8
@@ -50,6 +50,13 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
     now = datetime.now(timezone.utc)
     title = base.path.resolve().name
     facts = [str(base.path), f"{now:%Y-%m-%d %H:%M} UTC", *summary(rows).split("; ")[1:]]
+    omission_note = ""
+    if len(rows) > MOST_CARDS:
+        omission_note = (
+            f'<p class="soft">Curves of the first {MOST_CARDS} experiments; the other '
+            f"{len(rows) - MOST_CARDS} are in the "
+            "table above only. Make a report of one group to see them.</p>"
+        )
     body = [
         f"<header><h1>{_text(title)}</h1>",
         f'<p class="soft small">{" · ".join(map(_text, facts))}</p>',
@@ -57,7 +64,7 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
         '<noscript><p class="empty">The charts need JavaScript.</p></noscript>',
         "</header><main>",
         f"<h2>Results</h2>{_table(rows, scores, results)}",
-        f"<h2>Experiments</h2>{_omission_note(rows)}",
+        f"<h2>Experiments</h2>{omission_note}",
         '<div class="cards">',
         *(
             _card(row, scores.get(row.exp_id), results, now.isoformat())
@@ -84,16 +91,6 @@ def _states(rows: Sequence[Row]) -> str:
         for state in order
     )
     return f'<div class="states">{bars}</div><ul class="legend">{"".join(items)}</ul>'
-
-
-def _omission_note(rows: Sequence[Row]) -> str:
-    if len(rows) <= MOST_CARDS:
-        return ""
-    return (
-        f'<p class="soft">Curves of the first {MOST_CARDS} experiments; the other '
-        f"{len(rows) - MOST_CARDS} are in the "
-        "table above only. Make a report of one group to see them.</p>"
-    )
 
 
 def _table(rows: Sequence[Row], scores: dict[str, ExperimentScores], results: Results) -> str:
@@ -243,24 +240,24 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
     ]
     others = [name for name in curves.points if name.startswith("valid/") and name != "valid/loss"]
     scores = result.scores if result is not None else {}
-    sparks = "".join(
-        _spark(name, curves.points[name], scores.get(name)) for name in others[:MOST_SPARKS]
-    )
+    sparks = ""
+    for name in others[:MOST_SPARKS]:
+        points, score = curves.points[name], scores.get(name)
+        best = ""
+        if score is not None:
+            best = f"best {number_text(score.best)} at step {score.best_step}"
+        pairs = [[_short(b.step), _short(b.mean)] for b in thin(points, SPARK_POINTS)]
+        label = _text(name.partition("/")[2])
+        sparks += (
+            f'<div title="{best}"><span><em title="{_text(name)}">{label}</em>'
+            f"<b>{number_text(points[-1].value)}</b></span>"
+            f'<div data-title="{_text(name)}" data-spark="{_data(pairs)}"></div></div>'
+        )
     num_hidden = len(others) - MOST_SPARKS
     rest = f'<p class="soft small">and {num_hidden} more metrics</p>' if num_hidden > 0 else ""
     return (
         f'<div data-title="loss" data-lines="{_data(lines)}"><p class="readout soft small">'
         f'{"".join(last)}</p></div><div class="sparks">{sparks}</div>{rest}'
-    )
-
-
-def _spark(name: str, points: Sequence[Point], score: Score | None) -> str:
-    best = f"best {number_text(score.best)} at step {score.best_step}" if score is not None else ""
-    pairs = [[_short(b.step), _short(b.mean)] for b in thin(points, SPARK_POINTS)]
-    return (
-        f'<div title="{best}"><span><em title="{_text(name)}">{_text(name.partition("/")[2])}</em>'
-        f"<b>{number_text(points[-1].value)}</b></span>"
-        f'<div data-title="{_text(name)}" data-spark="{_data(pairs)}"></div></div>'
     )
 
 

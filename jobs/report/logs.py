@@ -7,11 +7,12 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from jobs.errors import NothingMatched, Unreachable
-from jobs.job_state import ACTIVE, JobState, Observed
+from jobs.job_state import ACTIVE, JobState
 from jobs.record import events as record
 from jobs.record.verdict import AttemptFiles, judge
 from jobs.report.text import visible
@@ -208,21 +209,19 @@ class _Watch:
         yield from (line.rstrip("\r\n") for line in lines)
 
     def _ask(self) -> JobState:
-        if time.monotonic() - self._asked_at > ASK_S:
-            self._state = self._find_state()
-            self._asked_at = time.monotonic()
-        return self._state
-
-    def _find_state(self) -> JobState:
+        if time.monotonic() - self._asked_at <= ASK_S:
+            return self._state
         job = record.read(self._run)
         attempt = job.last if job is not None else None
         if job is None or attempt is None or attempt.number != self._files.number:
-            return "lost"  # a later attempt has begun: this one prints no more
-        observed: Observed | None = None
-        is_seen = self._backend is not None and attempt.id is not None
-        if self._backend is not None and attempt.id is not None:
-            try:
-                observed = self._backend.query([attempt.id]).get(attempt.id)
-            except Unreachable:
-                is_seen = False
-        return judge(job, AttemptFiles.of(self._run, attempt), observed, is_seen=is_seen).state
+            self._state = "lost"  # a later attempt has begun: this one prints no more
+        else:
+            observed, is_seen = None, False
+            if self._backend is not None and attempt.id is not None:
+                with suppress(Unreachable):
+                    observed = self._backend.query([attempt.id]).get(attempt.id)
+                    is_seen = True
+            files = AttemptFiles.of(self._run, attempt)
+            self._state = judge(job, files, observed, is_seen=is_seen).state
+        self._asked_at = time.monotonic()
+        return self._state

@@ -15,14 +15,10 @@ ASSETS = Path(__file__).with_name("assets")
 STYLE = (ASSETS / "style.css").read_text()
 
 
-def _inline(names: list[str]) -> str:
-    """JavaScript modules as one script, each after those that it imports."""
-    text = "\n".join((ASSETS / name).read_text() for name in names)
-    without_imports = re.sub(r"^import .*\n", "", text, flags=re.MULTILINE)
-    return re.sub(r"^export ", "", without_imports, flags=re.MULTILINE)
-
-
-SCRIPT = _inline(["dom.js", "chart.js", "report.js"])
+# JavaScript modules as one script, each after those that it imports
+_modules = "\n".join((ASSETS / name).read_text() for name in ("dom.js", "chart.js", "report.js"))
+_without_imports = re.sub(r"^import .*\n", "", _modules, flags=re.MULTILINE)
+SCRIPT = re.sub(r"^export ", "", _without_imports, flags=re.MULTILINE)
 
 
 def page(title: str, body: str) -> str:

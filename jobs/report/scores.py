@@ -124,16 +124,13 @@ def best_scores(folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, S
     """Metric -> best and last score of one run. `train.best_is` says which value of `train.best` is
     best.
     """
-    return _scores(folder, _directions(experiment))
-
-
-def _directions(values: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
-    train = values.get("train")
-    if not isinstance(train, dict):
-        return {}
-    train = cast("dict[str, Any]", train)
-    is_known = isinstance(train.get("best"), str) and train.get("best_is") in ("min", "max")
-    return {train["best"]: train["best_is"]} if is_known else {}
+    directions: dict[str, Literal["min", "max"]] = {}
+    train = experiment.get("train")
+    if isinstance(train, dict):
+        train = cast("dict[str, Any]", train)
+        if isinstance(train.get("best"), str) and train.get("best_is") in ("min", "max"):
+            directions = {train["best"]: train["best_is"]}
+    return _scores(folder, directions)
 
 
 def least_is_best(metric: str) -> bool:

@@ -80,7 +80,11 @@ def table(rows: Sequence[Row], *, width: int = 100) -> Table:
     """One line for each experiment, `width` columns wide. Long reasons are cut; `reasons` has them
     in full.
     """
-    metric = _main_metric(rows)
+    # "valid/loss", or else the evaluation metric that most rows have
+    names = Counter(name for row in rows for name in row.metrics if "/" in name)
+    metric = min(names, key=lambda name: (-names[name], name), default=None)
+    if "valid/loss" in names:
+        metric = "valid/loss"
     fits = [
         columns
         for layout in ((*NAMED, *LAYOUTS) if any(row.name for row in rows) else LAYOUTS)
@@ -122,13 +126,19 @@ def _columns(rows: Sequence[Row], layout: _Layout, metric: str | None) -> list[l
         [Text("loss"), *(_metric(row, "loss") for row in rows)],
     ]
     if layout.has_scores:
+        tries = [Text("try")]
+        for row in rows:
+            text = Text(str(row.attempts) if row.attempts else "")
+            if row.preemptions:
+                text.append(f" ↻{row.preemptions}", style="yellow")
+            tries.append(text)
         columns += [
             [_cut(metric or "valid"), *(_metric(row, metric) for row in rows)],
             [
                 Text("left"),
                 *(Text("" if row.eta_s is None else duration(row.eta_s)) for row in rows),
             ],
-            [Text("try"), *map(_tries, rows)],
+            tries,
         ]
     if layout.has_hours:
         columns.append(
@@ -254,14 +264,6 @@ def _most_urgent(rows: Sequence[Row], count: int) -> Sequence[Row]:
     return sorted(rows, key=lambda row: order.index(row.state))[:count]
 
 
-def _main_metric(rows: Sequence[Row]) -> str | None:
-    """ "valid/loss", or else the evaluation metric that most rows have."""
-    names = Counter(name for row in rows for name in row.metrics if "/" in name)
-    if "valid/loss" in names:
-        return "valid/loss"
-    return min(names, key=lambda name: (-names[name], name), default=None)
-
-
 def _state(row: Row) -> Text:
     text = Text(row.state, style=COLOURS[row.state])
     return text.append("?", style="bold yellow") if row.unseen_since else text
@@ -285,11 +287,6 @@ def _progress(row: Row, layout: _Layout) -> Text:
 
 def _metric(row: Row, name: str | None) -> Text:
     return Text(number_text(row.metrics[name]) if name in row.metrics else "")
-
-
-def _tries(row: Row) -> Text:
-    text = Text(str(row.attempts) if row.attempts else "")
-    return text.append(f" ↻{row.preemptions}", style="yellow") if row.preemptions else text
 
 
 def _where(row: Row) -> Text:

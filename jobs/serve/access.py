@@ -116,22 +116,17 @@ class Gate:
             return LOCAL
         scheme, _, text = (authorization or "").partition(" ")
         digest = hashlib.sha256(text.strip().encode(errors="surrogateescape")).hexdigest()
+        facts = self.token_file.stat()
+        now = (facts.st_mtime_ns, facts.st_ino)
+        if now != self._read_at:  # a token that was removed is refused at once
+            self._tokens, self._read_at = tuple(read_tokens(self.token_file)), now
         match: Token | None = None
-        for token in self._current_tokens():
+        for token in self._tokens:
             if hmac.compare_digest(token.sha256, digest):
                 match = token
         if match is None or scheme.lower() != "bearer":
             return None
         return Client(match.name, match.role, match.quota)
-
-    def _current_tokens(self) -> tuple[Token, ...]:
-        """The tokens in the file now: a token that was removed is refused at once."""
-        assert self.token_file is not None, "`client` has checked it"
-        facts = self.token_file.stat()
-        now = (facts.st_mtime_ns, facts.st_ino)
-        if now != self._read_at:
-            self._tokens, self._read_at = tuple(read_tokens(self.token_file)), now
-        return self._tokens
 
     def wait_s(self, who: str) -> float:
         """Seconds until the client may send its next request; 0 when it may now."""

@@ -98,7 +98,10 @@ def standing(facts: Facts) -> Standing:
         reason = row.reason or f"it ended as {row.state}"
         code = "refused" if row.state == "pending" else f"training_{row.state}"
         return Standing("failed", _ended_at(row), _error(code, reason, None))
-    if row.state == "cancelled" and not _was_paused(facts, row):
+    last = facts.last_wish("pause", "resume")
+    # a pause ended the attempt: then the job is resumed, now or later
+    was_paused = last is not None and (last.wish == "pause" or row.history[-1].at < last.at)
+    if row.state == "cancelled" and not was_paused:
         return Standing("cancelled", _ended_at(row))
     return Standing("running" if row.state == "running" else "queued")
 
@@ -112,12 +115,6 @@ def is_paused(facts: Facts) -> bool:
     """Whether the last wish is a pause."""
     last = facts.last_wish("pause", "resume", "cancel")
     return last is not None and last.wish == "pause"
-
-
-def _was_paused(facts: Facts, row: Row) -> bool:
-    """Whether a pause ended a cancelled attempt: then the job is resumed, now or later."""
-    last = facts.last_wish("pause", "resume")
-    return last is not None and (last.wish == "pause" or row.history[-1].at < last.at)
 
 
 def _error(code: str, message: str, param: str | None) -> dict[str, Any]:
@@ -155,24 +152,19 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
         "integrations": [],
         "metadata": ticket.metadata,
         "method": {"type": "supervised", "supervised": {"hyperparameters": numbers_used}},
-        "lathe": _ours(facts),
-    }
-
-
-def _ours(facts: Facts) -> dict[str, Any]:
-    """Facts that the OpenAI API has no field for; clients ignore this extra object."""
-    row = facts.row
-    return {
-        "exp_id": facts.ticket.exp_id,
-        "state": row.state if row is not None else "pending",
-        "reason": row.reason if row is not None else None,
-        "is_paused": is_paused(facts),
-        "step": row.step if row is not None else None,
-        "total": row.total if row is not None else None,
-        "attempts": row.attempts if row is not None else 0,
-        "gpu_hours": row.gpu_hours if row is not None else 0.0,
-        "owner": facts.ticket.owner,
-        "suffix": facts.ticket.suffix,
+        # facts that the OpenAI API has no field for; clients ignore this extra object
+        "lathe": {
+            "exp_id": ticket.exp_id,
+            "state": row.state if row is not None else "pending",
+            "reason": row.reason if row is not None else None,
+            "is_paused": is_paused(facts),
+            "step": row.step if row is not None else None,
+            "total": row.total if row is not None else None,
+            "attempts": row.attempts if row is not None else 0,
+            "gpu_hours": row.gpu_hours if row is not None else 0.0,
+            "owner": ticket.owner,
+            "suffix": ticket.suffix,
+        },
     }
 
 
@@ -182,7 +174,21 @@ def _ours(facts: Facts) -> dict[str, Any]:
 
 def state_events(facts: Facts, organization: str) -> list[JobEvent]:
     """The events of a job except its metrics, in order."""
-    events = [*_service_events(facts)]
+    ticket, checked = facts.ticket, facts.checked
+    text = f"Created fine-tuning job: {ticket.id}"
+    events = [_event(facts, "created", ticket.created_at, text)]
+    text = f"Validating training file: {ticket.training_file}"
+    if ticket.validation_file is not None:
+        text += f" and validation file: {ticket.validation_file}"
+    events.append(_event(facts, "validating", ticket.created_at, text))
+    if checked is not None and checked.message is None:
+        text = "Files validated, moving job to queued state"
+        events.append(_event(facts, "validated", checked.at, text))
+    words = {"pause": "Pause", "resume": "Resumption", "cancel": "Cancellation"}
+    for number, wish in enumerate(facts.wishes, start=1):
+        if wish.wish in words:
+            text = f"{words[wish.wish]} requested"
+            events.append(_event(facts, f"wish-{number}", wish.at, text))
     for start in facts.row.starts if facts.row is not None else ():
         verb = "started" if (start.attempt, start.number) == (1, 1) else "resumed"
         key = f"{start.attempt}-{start.number}"
@@ -198,22 +204,6 @@ def state_events(facts: Facts, organization: str) -> list[JobEvent]:
             _event(facts, f"recovery-{number}", event["at"], recovery_sentence(event), "warn")
         )
     return sorted([*events, *_end(facts, organization)], key=lambda event: event.at)
-
-
-def _service_events(facts: Facts) -> Iterator[JobEvent]:
-    ticket, checked = facts.ticket, facts.checked
-    yield _event(facts, "created", ticket.created_at, f"Created fine-tuning job: {ticket.id}")
-    text = f"Validating training file: {ticket.training_file}"
-    if ticket.validation_file is not None:
-        text += f" and validation file: {ticket.validation_file}"
-    yield _event(facts, "validating", ticket.created_at, text)
-    if checked is not None and checked.message is None:
-        text = "Files validated, moving job to queued state"
-        yield _event(facts, "validated", checked.at, text)
-    words = {"pause": "Pause", "resume": "Resumption", "cancel": "Cancellation"}
-    for number, wish in enumerate(facts.wishes, start=1):
-        if wish.wish in words:
-            yield _event(facts, f"wish-{number}", wish.at, f"{words[wish.wish]} requested")
 
 
 def _end(facts: Facts, organization: str) -> Iterator[JobEvent]:
@@ -256,15 +246,13 @@ def metric_events(
         kind = "train" if "loss" in rest else hashlib.sha256(names.encode()).hexdigest()[:6]
         data = {"step": int(step), "total_steps": total, **scores, **rest}
         key = f"ftevent-{ticket.digits}-{kind}-{int(step)}"
-        text = f"Step {int(step)}/{total}: {_scores_text(values)}"
+        if "loss" in values:
+            text = f"training loss={values['loss']:.4f}"
+        else:
+            evaluated = [(name, value) for name, value in values.items() if "/" in name]
+            text = ", ".join(f"{name}={value:.4f}" for name, value in evaluated[:4])
+        text = f"Step {int(step)}/{total}: {text}"
         yield JobEvent(key, at, text, type="metrics", data=data)
-
-
-def _scores_text(values: Mapping[str, float]) -> str:
-    if "loss" in values:
-        return f"training loss={values['loss']:.4f}"
-    scores = [(name, value) for name, value in values.items() if "/" in name]
-    return ", ".join(f"{name}={value:.4f}" for name, value in scores[:4])
 
 
 def event_object(event: JobEvent) -> dict[str, Any]:
@@ -291,7 +279,13 @@ def checkpoints(ticket: Ticket, folder: RunFolder, organization: str) -> list[di
         number = path.parent.name.removeprefix("step-")
         with suppress(OSError, ValueError):
             times[int(number)] = path.stat().st_mtime
-    metrics = _metrics_at(folder.metrics, set(times))
+    metrics: dict[int, dict[str, float]] = {}
+    for line in metric_lines(folder.metrics):
+        step = line.get("step")
+        if step in times:
+            values = numbers(line)
+            scores = {theirs: values[ours] for theirs, ours in SCORES.items() if ours in values}
+            metrics.setdefault(step, {}).update(scores)
     name = ticket.tuned_model(organization)
     return [
         {
@@ -305,18 +299,6 @@ def checkpoints(ticket: Ticket, folder: RunFolder, organization: str) -> list[di
         }
         for step in sorted(times, reverse=True)
     ]
-
-
-def _metrics_at(path: Path, steps: set[int]) -> dict[int, dict[str, float]]:
-    """step -> the metrics of metrics.jsonl at these steps, under OpenAI's names."""
-    metrics: dict[int, dict[str, float]] = {}
-    for line in metric_lines(path):
-        step = line.get("step")
-        if step in steps:
-            values = numbers(line)
-            scores = {theirs: values[ours] for theirs, ours in SCORES.items() if ours in values}
-            metrics.setdefault(step, {}).update(scores)
-    return metrics
 
 
 def metric_lines(path: Path) -> list[dict[str, Any]]:

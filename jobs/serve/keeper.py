@@ -41,7 +41,7 @@ from jobs.serve.job_view import (
     state_events,
 )
 from jobs.serve.live.runs import mark, update_index
-from jobs.serve.offers import Offer, ServiceConfig, num_held_out
+from jobs.serve.offers import ServiceConfig, num_held_out
 from jobs.serve.tickets import Checked, ServiceFolder, Ticket, TicketFolder
 from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
@@ -140,7 +140,17 @@ class Keeper:
             if name not in marks or name in waiting or self._marks(name) != marks[name]
         ]
         facts = self._look(changed)
-        self._take_in_uploads()
+        on_disk, indexed = set(self.folder.upload_ids()), self.index.upload_ids()
+        self.index.drop_uploads(indexed - on_disk)
+        for file_id in on_disk - indexed:
+            folder = self.folder.upload(file_id)
+            upload = folder.read() if folder is not None else None
+            if upload is not None:
+                self.index.write_upload(
+                    upload.model_dump(mode="json"),
+                    owner=upload.owner,
+                    created=seconds(upload.created_at),
+                )
         update_index(self.index, self.folder.base, self.observed_by)
         return facts
 
@@ -177,28 +187,26 @@ class Keeper:
             rows = self.rows([name for name in exp_ids.values() if name is not None])
             for name, exp_id in exp_ids.items():
                 facts = self.facts(name, rows.get(exp_id or ""))
-                if facts is not None:
-                    by_id[name] = facts
-                    self._write_to_index(facts, marks[name])
+                if facts is None:
+                    continue
+                by_id[name] = facts
+                ticket, organization = facts.ticket, self.config.organization
+                before = self.index.metrics_place(ticket.id)
+                metrics, place = new_metric_events(ticket, self._run(ticket), before)
+                events = [*state_events(facts, organization), *metrics]
+                is_alive = facts.row is not None and facts.row.state in ACTIVE
+                self.index.write_job(
+                    job_object(facts, organization),
+                    created=seconds(ticket.created_at),
+                    model=ticket.tuned_model(organization),
+                    # a cancelled job may still be running
+                    is_open=is_alive or standing(facts).status not in FINAL,
+                    is_deleted=facts.is_deleted,
+                    facts=marks[name],
+                    place=place,
+                    events=sorted(events, key=lambda event: event.at),
+                )
         return by_id
-
-    def _write_to_index(self, facts: Facts, marks: str) -> None:
-        ticket, organization = facts.ticket, self.config.organization
-        before = self.index.metrics_place(ticket.id)
-        metrics, place = new_metric_events(ticket, self._run(ticket), before)
-        events = [*state_events(facts, organization), *metrics]
-        is_alive = facts.row is not None and facts.row.state in ACTIVE
-        self.index.write_job(
-            job_object(facts, organization),
-            created=seconds(ticket.created_at),
-            model=ticket.tuned_model(organization),
-            # a cancelled job may still be running
-            is_open=is_alive or standing(facts).status not in FINAL,
-            is_deleted=facts.is_deleted,
-            facts=marks,
-            place=place,
-            events=sorted(events, key=lambda event: event.at),
-        )
 
     def _exp_id(self, job_id: str) -> str | None:
         """The experiment of a ticket, which never changes; None while there is no ticket."""
@@ -222,49 +230,31 @@ class Keeper:
         paths = (self.folder.tickets / job_id, run.record, run.status, run.metrics)
         return " ".join(map(mark, paths))
 
-    def _take_in_uploads(self) -> None:
-        on_disk, indexed = set(self.folder.upload_ids()), self.index.upload_ids()
-        self.index.drop_uploads(indexed - on_disk)
-        for file_id in on_disk - indexed:
-            folder = self.folder.upload(file_id)
-            upload = folder.read() if folder is not None else None
-            if upload is not None:
-                self.index.write_upload(
-                    upload.model_dump(mode="json"),
-                    owner=upload.owner,
-                    created=seconds(upload.created_at),
-                )
-
     # Acting
 
     def _advance(self, facts: Facts) -> bool:
         """Take the next step of a job, if there is one; returns whether anything was done."""
         folder = self.folder.ticket(facts.ticket.id)
         assert folder is not None, "a ticket has a folder"
+        row = facts.row
         try:
-            return self._do(folder, facts)
-        except (
-            LatheError,
-            OSError,
-        ) as error:  # a full disk, a scheduler: the next turn tries again
+            is_unwanted = facts.last_wish("cancel") is not None or is_paused(facts)
+            if row is not None and row.state in ACTIVE and is_unwanted:
+                return self._end(row)
+            if is_unwanted or standing(facts).status in FINAL:
+                return False
+            if facts.checked is None:
+                self._check(folder, facts.ticket)
+                return True
+            if row is None or not row.history:
+                return self._submit(facts.ticket, folder)
+            if row.state in ACTIVE and row.job_id is not None:
+                return False
+            return self._again(row, len(facts.wishes))
+        # a full disk, a scheduler: the next turn tries again
+        except (LatheError, OSError) as error:
             log.warning("%s: %s", facts.ticket.id, error)
             return False
-
-    def _do(self, folder: TicketFolder, facts: Facts) -> bool:
-        row = facts.row
-        is_unwanted = facts.last_wish("cancel") is not None or is_paused(facts)
-        if row is not None and row.state in ACTIVE and is_unwanted:
-            return self._end(row)
-        if is_unwanted or standing(facts).status in FINAL:
-            return False
-        if facts.checked is None:
-            self._check(folder, facts.ticket)
-            return True
-        if row is None or not row.history:
-            return self._submit(facts.ticket, folder)
-        if row.state in ACTIVE and row.job_id is not None:
-            return False
-        return self._again(row, len(facts.wishes))
 
     def _check(self, folder: TicketFolder, ticket: Ticket) -> None:
         """Check the files of a job completely, and write their rows as its task reads them."""
@@ -277,7 +267,12 @@ class Keeper:
                 break
             report = uploaded_rows.check(upload.content, [ticket.kind])
             if report.num_mistakes:
-                message, param = _mistakes_text(name, file_id, report), name
+                lines = [f"{name} {file_id}: {report.num_mistakes} mistake(s)"]
+                lines += [f"  {mistake}" for mistake in report.mistakes]
+                more = report.num_mistakes - len(report.mistakes)
+                if more:
+                    lines.append(f"  and {more} more")
+                message, param = "\n".join(lines), name
                 break
         if message is None:
             self._write_data(folder, ticket)
@@ -294,7 +289,9 @@ class Keeper:
             write(train, folder.data / "train.jsonl", ticket.kind, keep=lambda row: True)
             write(valid, folder.data / "valid.jsonl", ticket.kind, keep=lambda row: True)
             return
-        held_out = _validation_rows(ticket, self.config.models[ticket.model])
+        # numbers of the rows that are used for validation, evenly spread
+        count = num_held_out(self.config.models[ticket.model], ticket.num_rows)
+        held_out = {(2 * part + 1) * ticket.num_rows // (2 * count) for part in range(count)}
         is_only_row = not held_out
         write(train, folder.data / "train.jsonl", ticket.kind, keep=lambda row: row not in held_out)
         write(
@@ -305,17 +302,15 @@ class Keeper:
         )
 
     def _submit(self, ticket: Ticket, folder: TicketFolder) -> bool:
-        for result in group_of_jobs.submit(self._request(ticket, folder)):
-            log.info("%s: %s: %s", ticket.id, result.action, result.text)
-        return True
-
-    def _request(self, ticket: Ticket, folder: TicketFolder) -> Request:
         values = dict(self.config.models[ticket.model].job)
         if self.send.python_binary:
             values["python_binary"] = self.send.python_binary
         job = validate(JobConfig, values, source=f"job of model {ticket.model!r}")
         flags = {"data_path": str(folder.data), "cache_dir": str(self.folder.cache)}
-        return self.request([ticket.experiment], GROUP, job, flags)
+        request = self.request([ticket.experiment], GROUP, job, flags)
+        for result in group_of_jobs.submit(request):
+            log.info("%s: %s: %s", ticket.id, result.action, result.text)
+        return True
 
     def request(
         self,
@@ -381,20 +376,6 @@ def _files(ticket: Ticket) -> Iterator[tuple[str, str]]:
     yield "training_file", ticket.training_file
     if ticket.validation_file is not None:
         yield "validation_file", ticket.validation_file
-
-
-def _validation_rows(ticket: Ticket, offer: Offer) -> set[int]:
-    """Numbers of the rows that are used for validation, evenly spread."""
-    count = num_held_out(offer, ticket.num_rows)
-    return {(2 * part + 1) * ticket.num_rows // (2 * count) for part in range(count)}
-
-
-def _mistakes_text(name: str, file_id: str, report: uploaded_rows.RowReport) -> str:
-    lines = [f"  {mistake}" for mistake in report.mistakes]
-    more = report.num_mistakes - len(lines)
-    if more:
-        lines.append(f"  and {more} more")
-    return f"{name} {file_id}: {report.num_mistakes} mistake(s)\n" + "\n".join(lines)
 
 
 def new_metric_events(

@@ -144,7 +144,10 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
     train |= {"steps": steps, "global_batch": batch, "seed": request.seed}
     train |= {"eval_every": pace, "save_every": pace}
     if train.get("micro_batch") != "auto":
-        train["micro_batch"] = _micro_batch(batch // world, train["micro_batch"])
+        # the largest one, at most the offer's, that divides a device's share of the batch
+        rows_of_a_device = batch // world
+        sizes = range(min(train["micro_batch"], rows_of_a_device), 0, -1)
+        train["micro_batch"] = next(size for size in sizes if rows_of_a_device % size == 0)
     values["train"] = train
     values["optim"] = {**values["optim"], "lr": values["optim"]["lr"] * factor}
     values["data"] = {**values["data"], **KINDS[request.kind].data[values["task"]]}
@@ -157,13 +160,6 @@ def num_held_out(offer: Offer, num_rows: int) -> int:
     file with one row uses it for training and validation.
     """
     return min(max(round(num_rows * offer.held_out), 1), max(num_rows - 1, 0))
-
-
-def _micro_batch(rows_of_a_device: int, most: int) -> int:
-    """The largest micro-batch, at most the offer's, that divides a device's share of the batch."""
-    return next(
-        size for size in range(min(most, rows_of_a_device), 0, -1) if rows_of_a_device % size == 0
-    )
 
 
 def _world(offer: Offer) -> int:

@@ -16,7 +16,7 @@ from jobs.record.times import now
 from jobs.serve import uploads
 from jobs.serve.index import Page, PageRequest
 from jobs.serve.job_view import FINAL, checkpoints, results_csv
-from jobs.serve.offers import Offer, TuningRequest, fill, kinds_of, num_held_out
+from jobs.serve.offers import TuningRequest, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
     CreateJob,
     Refusal,
@@ -206,7 +206,19 @@ def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Tic
     training = _training_file(keeper, client, body.training_file, "training_file")
     if body.validation_file is not None:
         _training_file(keeper, client, body.validation_file, "validation_file")
-    request = _tuning_request(offer, training, body, job_id)
+    kinds, num_rows = kinds_of(offer), training.num_rows
+    if body.validation_file is None:
+        num_rows -= num_held_out(offer, num_rows)
+    request = TuningRequest(
+        num_rows=max(num_rows, 1),
+        # the check of the complete file reports rows of another kind
+        kind=training.kind if training.kind in kinds else kinds[0],
+        seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
+        label=job_id,
+        epochs=body.effective_hyperparameters.n_epochs,
+        batch=body.effective_hyperparameters.batch_size,
+        lr_factor=body.effective_hyperparameters.learning_rate_multiplier,
+    )
     try:
         filled = fill(offer, request)
         tasks.parse(filled.experiment, source=f"model {body.model!r}")
@@ -230,22 +242,6 @@ def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Tic
         validation_file=body.validation_file,
         suffix=body.suffix,
         metadata=body.metadata,
-    )
-
-
-def _tuning_request(offer: Offer, training: Upload, body: CreateJob, job_id: str) -> TuningRequest:
-    kinds, num_rows = kinds_of(offer), training.num_rows
-    if body.validation_file is None:
-        num_rows -= num_held_out(offer, num_rows)
-    return TuningRequest(
-        num_rows=max(num_rows, 1),
-        # the check of the complete file reports rows of another kind
-        kind=training.kind if training.kind in kinds else kinds[0],
-        seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
-        label=job_id,
-        epochs=body.effective_hyperparameters.n_epochs,
-        batch=body.effective_hyperparameters.batch_size,
-        lr_factor=body.effective_hyperparameters.learning_rate_multiplier,
     )
 
 
@@ -383,7 +379,7 @@ def delete_model(request: Request) -> Response:
     assert folder is not None, "a job has a ticket"
     folder.add_wish("delete", client.name)
     run, base = keeper.folder.base.run(job["lathe"]["exp_id"]), keeper.folder.base
-    aside = base.deleted / f"{run.path.name}-{time.strftime('%Y%m%d-%H%M%S')}-model"
+    aside = base.deleted_folder / f"{run.path.name}-{time.strftime('%Y%m%d-%H%M%S')}-model"
     with refusals(aside):
         aside.mkdir(parents=True, exist_ok=True)
         for part in ("final", "best"):

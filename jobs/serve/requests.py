@@ -137,18 +137,17 @@ async def read_body(request: Request, schema: type[B], config: ServiceConfig) ->
         return schema.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         items = error.errors(include_url=False, include_context=False)
-        lines = [_mistake(cast("dict[str, Any]", item)) for item in items[:MAX_ERRORS]]
+        lines: list[str] = []
+        for item in items[:MAX_ERRORS]:
+            place = ".".join(str(part) for part in item["loc"]) or "(the whole body)"
+            if item["type"] == "extra_forbidden":
+                lines.append(f"{place}: there is no such parameter. Remove it.")
+            elif item["type"] == "missing":
+                lines.append(f"{place}: required, but not given.")
+            else:
+                lines.append(f"{place}: got {quote(item['input'])}. {item['msg']}.")
         param = ".".join(str(part) for part in items[0]["loc"] if isinstance(part, str))
         raise Refusal(400, "\n".join(lines), param=param or None, code="invalid_value") from None
-
-
-def _mistake(item: dict[str, Any]) -> str:
-    place = ".".join(str(part) for part in item["loc"]) or "(the whole body)"
-    if item["type"] == "extra_forbidden":
-        return f"{place}: there is no such parameter. Remove it."
-    if item["type"] == "missing":
-        return f"{place}: required, but not given."
-    return f"{place}: got {quote(item['input'])}. {item['msg']}."
 
 
 async def read_json_object(request: Request, config: ServiceConfig) -> dict[str, Any]:

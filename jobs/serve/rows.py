@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -195,30 +196,22 @@ def _chat_problems(row: Row) -> Iterator[tuple[str, str]]:
         yield f"messages={_quote(messages)}", "a list of messages that is not empty"
         return
     for number, message in enumerate(cast("list[Any]", messages)):
-        yield from _message_problems(f"messages[{number}]", message)
+        place = f"messages[{number}]"
+        if not isinstance(message, dict):
+            yield f"{place}={_quote(message)}", "an object with role and content"
+            continue
+        values = cast("Row", message)
+        if values.get("role") not in ROLES:
+            yield f"{place}.role={_quote(values.get('role'))}", f"one of {', '.join(ROLES)}"
+        if not isinstance(values.get("content"), str):
+            yield f"{place}.content={_quote(values.get('content'))}", f"{place}.content as text"
     last = cast("list[Any]", messages)[-1]
     if isinstance(last, dict) and cast("Row", last).get("role") != "assistant":
         yield f"a last message of {_quote(cast('Row', last).get('role'))}", "one of the assistant"
 
 
-def _message_problems(place: str, message: Any) -> Iterator[tuple[str, str]]:
-    if not isinstance(message, dict):
-        yield f"{place}={_quote(message)}", "an object with role and content"
-        return
-    values = cast("Row", message)
-    if values.get("role") not in ROLES:
-        yield f"{place}.role={_quote(values.get('role'))}", f"one of {', '.join(ROLES)}"
-    if not isinstance(values.get("content"), str):
-        yield f"{place}.content={_quote(values.get('content'))}", f"{place}.content as text"
-
-
 # Other rows
 # --------------------------------------------------------------------------------------------------
-
-
-def _triple_problems(row: Row) -> Iterator[tuple[str, str]]:
-    yield from _texts(row, "query")
-    yield from _lists(row, "positive", "negative")
 
 
 def _triple_row(row: Row, number: int) -> Row:
@@ -232,11 +225,6 @@ def _triple_row(row: Row, number: int) -> Row:
         "positive_passages": passages("positive"),
         "negative_passages": passages("negative"),
     }
-
-
-def _question_problems(row: Row) -> Iterator[tuple[str, str]]:
-    yield from _texts(row, "question")
-    yield from _lists(row, "contexts", "answers")
 
 
 def _question_row(row: Row, number: int) -> Row:
@@ -295,13 +283,13 @@ KINDS: dict[str, Kind] = {
     ),
     "triple": Kind(
         ("query", "positive", "negative"),
-        _triple_problems,
+        lambda row: chain(_texts(row, "query"), _lists(row, "positive", "negative")),
         _triple_row,
         {"retriever": {"source": "tevatron"}},
     ),
     "question": Kind(
         ("question", "contexts", "answers"),
-        _question_problems,
+        lambda row: chain(_texts(row, "question"), _lists(row, "contexts", "answers")),
         _question_row,
         {
             "cross_attention": {"source": "jsonl"},

@@ -204,7 +204,13 @@ class ServiceFolder:
             for folder in (self.tickets, self.uploads, self.cache):
                 folder.mkdir(parents=True, exist_ok=True)
         for folder in self.uploads.glob(".*.tmp"):
-            _remove_if_dead(folder)
+            with suppress(OSError):
+                if time.time() - folder.stat().st_mtime < YOUNG_S:
+                    continue  # another server may be about to lock it
+                # no process holds the lock of an upload whose server died
+                with (folder / "content").open("ab") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def ticket(self, job_id: str) -> TicketFolder | None:
         """The folder of a job's ticket; None for a malformed id."""
@@ -292,13 +298,3 @@ def _names(folder: Path, prefix: str) -> list[str]:
             return [entry.name for entry in entries if is_id(entry.name, prefix)]
     except FileNotFoundError:
         return []
-
-
-def _remove_if_dead(folder: Path) -> None:
-    """Remove an upload whose server died: then no process holds its lock."""
-    with suppress(OSError):
-        if time.time() - folder.stat().st_mtime < YOUNG_S:
-            return  # another server may be about to lock it
-        with (folder / "content").open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)

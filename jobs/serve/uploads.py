@@ -133,7 +133,12 @@ class Parts:
 
 async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
     """Receive and store a file. Refusal, and nothing remains, when it is refused or cut off."""
-    _refuse_by_size(request, keeper, client)
+    header = request.headers.get("content-length", "0")
+    size = int(header) if header.isascii() and header.isdigit() else 0
+    if size > keeper.config.max_file + OTHER_BYTES:
+        raise Refusal(413, f"{size} bytes: at most {keeper.config.max_file} are allowed.")
+    _refuse_above_quota(client, keeper.index.use_of(client.name)[2] + size - OTHER_BYTES)
+    refuse_on_full_disk(keeper, size)
     with keeper.folder.receiving() as received:
         parts = await _parts(request, keeper, received)
         filename = _checked_form(parts)
@@ -158,15 +163,6 @@ async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
         upload.model_dump(mode="json"), owner=upload.owner, created=seconds(upload.created_at)
     )
     return upload
-
-
-def _refuse_by_size(request: Request, keeper: Keeper, client: Client) -> None:
-    declared = request.headers.get("content-length", "0")
-    size = int(declared) if declared.isascii() and declared.isdigit() else 0
-    if size > keeper.config.max_file + OTHER_BYTES:
-        raise Refusal(413, f"{size} bytes: at most {keeper.config.max_file} are allowed.")
-    _refuse_above_quota(client, keeper.index.use_of(client.name)[2] + size - OTHER_BYTES)
-    refuse_on_full_disk(keeper, size)
 
 
 def refuse_on_full_disk(keeper: Keeper, size: int) -> None:

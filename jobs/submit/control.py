@@ -50,7 +50,11 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
                 return ActionResult(row.exp_id, "skip", "never sent", "pending")
             backend = backend_of(attempt.backend)
             record.append(folder, {"event": "cancel", "attempt": attempt.number})
-            _mark_cancelled(folder, attempt.number)
+            # for the wrapper: a scheduler that has lost sight of a job cannot end it
+            files = folder.attempt(attempt.number)
+            with refusals(files.folder):
+                files.folder.mkdir(parents=True, exist_ok=True)
+                files.cancel_file.touch()
             ids = [attempt.id] if attempt.id else ids_of(attempt, backend)
             if not ids:
                 give_up(
@@ -66,17 +70,6 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
         )
     except (LatheError, OSError) as error:
         return ActionResult(row.exp_id, "failed", str(error), row.state, is_bad=True)
-
-
-def _mark_cancelled(folder: RunFolder, number: int) -> None:
-    """Tell the wrapper itself that it is cancelled.
-
-    A scheduler may have lost sight of a job that it started, and then cannot end it.
-    """
-    attempt = folder.attempt(number)
-    with refusals(attempt.folder):
-        attempt.folder.mkdir(parents=True, exist_ok=True)
-        attempt.cancelled.touch()
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,13 @@ def _again_under_lock(
         return _result(
             row, "settle", settle_intent(folder, job.last, backend, resend_s=request.resend_s)
         )
-    if _is_full(request, row, rows, template):
+    num_alive = sum(other.group == row.group and other.state in ACTIVE for other in rows)
+    if (
+        template.max_parallel is not None
+        and num_alive >= template.max_parallel
+        # a backend with a queue counts by itself
+        and not request.backend_of(template.backend).traits.keeps_queue
+    ):
         return ActionResult(
             row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
         )
@@ -170,16 +169,6 @@ def _template(folder: RunFolder, job: Job) -> JobSpec | None:
     if waiting.spec.exists():
         return read_spec(folder, waiting.number)
     return read_spec(folder, job.last.number) if job.last is not None else None
-
-
-def _is_full(request: Again, row: Row, rows: Collection[Row], template: JobSpec) -> bool:
-    """Whether max_parallel jobs of the group are alive. A backend with a queue counts by itself."""
-    if template.max_parallel is None or request.backend_of(template.backend).traits.keeps_queue:
-        return False
-    return (
-        sum(other.group == row.group and other.state in ACTIVE for other in rows)
-        >= template.max_parallel
-    )
 
 
 def _result(row: Row, action: str, outcome: Outcome) -> ActionResult:
@@ -202,7 +191,7 @@ def reset(
             raise ConfigError(
                 f"{exp_id} is {rows[0].state} as {rows[0].job_id}. `cancel` it first."
             )
-        target = aside or base.deleted / f"{exp_id}-{time.strftime('%Y%m%d-%H%M%S')}"
+        target = aside or base.deleted_folder / f"{exp_id}-{time.strftime('%Y%m%d-%H%M%S')}"
         with refusals(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.exists():

@@ -65,6 +65,7 @@ def _trainjob(spec: JobSpec) -> str:
     """A TrainJob of Kubeflow Trainer 2 (trainer.kubeflow.org/v1alpha1)."""
     pod = manifest.wire(manifest.pod_spec(manifest.check_spec(spec)))
     [container] = pod["containers"]
+    workdir = manifest.literal(spec.workdir)  # a TrainJob has no workingDir
     patch = {
         "serviceAccountName": spec.job.service_account,
         "terminationGracePeriodSeconds": pod["terminationGracePeriodSeconds"],
@@ -84,7 +85,13 @@ def _trainjob(spec: JobSpec) -> str:
                 "name": RUNTIME,
             },
             "suspend": spec.job.queue is not None,
-            "trainer": _trainer(spec, container),
+            "trainer": {
+                "image": container["image"],
+                "command": ["env", "-C", workdir, *container["command"]],
+                "env": container["env"],
+                "numNodes": spec.job.nodes,
+                "resourcesPerNode": container["resources"],
+            },
             "runtimePatches": [
                 {
                     "manager": "lathe/export",
@@ -99,17 +106,6 @@ def _trainjob(spec: JobSpec) -> str:
         f"# its runtime {RUNTIME!r}. Nobody has submitted it to a cluster.\n"
     )
     return note + manifest.text_of(body)
-
-
-def _trainer(spec: JobSpec, container: dict[str, Any]) -> dict[str, Any]:
-    workdir = manifest.literal(spec.workdir)  # a TrainJob has no workingDir
-    return {
-        "image": container["image"],
-        "command": ["env", "-C", workdir, *container["command"]],
-        "env": container["env"],
-        "numNodes": spec.job.nodes,
-        "resourcesPerNode": container["resources"],
-    }
 
 
 def _sky(spec: JobSpec) -> str:

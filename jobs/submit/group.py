@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.code.snapshot import link
@@ -77,7 +76,14 @@ def submit(request: Request) -> list[ActionResult]:
     or sent again after `resend_s`.
     """
     drafts = request.drafts
-    rows, budget = _survey(request)
+    backend_counts = request.use_array or request.backend.traits.keeps_queue
+    if request.max_parallel is None or backend_counts:
+        rows, budget = _rows(request, record_changes=True), _Budget()
+    else:  # all live jobs of the group count, also those no longer among its experiments
+        everybody = survey(request.base, backend_of=request.backend_of)
+        num_alive = sum(row.group == request.group and row.state in ACTIVE for row in everybody)
+        rows = {row.exp_id: row for row in everybody if row.exp_id in request.by_id}
+        budget = _Budget(request.max_parallel - num_alive)
     results: dict[str, ActionResult] = {}
     if request.use_array:
         results = _submit_arrays(request, rows)
@@ -146,19 +152,6 @@ class _Budget:
             self.remaining -= 1
 
 
-def _survey(request: Request) -> tuple[dict[str, Row], _Budget]:
-    """The rows of the request's experiments by id, and how many more may be alive.
-
-    All live jobs of the group count, also those that are no longer among its experiments.
-    """
-    if request.max_parallel is None or request.use_array or request.backend.traits.keeps_queue:
-        return _rows(request, record_changes=True), _Budget()
-    rows = survey(request.base, backend_of=request.backend_of)
-    num_alive = sum(row.group == request.group and row.state in ACTIVE for row in rows)
-    own = {row.exp_id: row for row in rows if row.exp_id in request.by_id}
-    return own, _Budget(request.max_parallel - num_alive)
-
-
 # One experiment
 # --------------------------------------------------------------------------------------------------
 
@@ -198,7 +191,10 @@ def _under_lock(
         )
         return _result(name, "settle", outcome)
     if budget.is_spent():
-        write_json(_waiting_spec(folder, job), template.model_dump(mode="json"))
+        # this file keeps the spec until its turn comes
+        waiting_spec = folder.attempt(len(job.attempts) + 1).spec
+        waiting_spec.parent.mkdir(parents=True, exist_ok=True)
+        write_json(waiting_spec, template.model_dump(mode="json"))
         return ActionResult(
             name,
             "wait",
@@ -209,18 +205,14 @@ def _under_lock(
     spec = fresh(job, template, folder)
     outcome = send(folder, spec, request.backend, draft=draft)
     if request.backend.traits.is_in_process:
-        return _inline_result(folder, spec)
+        # the experiment ran in this process
+        exit_file = read_json(folder.attempt(spec.attempt).exit) or {}
+        kind = str(exit_file.get("kind", "lost"))
+        text = f"{kind}: {exit_file['reason']}" if exit_file.get("reason") else kind
+        end = end_of(exit_file.get("code"))
+        state: JobState = end if end in ("succeeded", "preempted") else "failed"
+        return ActionResult(name, "send", text, state, is_bad=end != "succeeded")
     return _result(name, "send", outcome)
-
-
-def _inline_result(folder: RunFolder, spec: JobSpec) -> ActionResult:
-    """The result of an experiment that ran in this process, from its exit file."""
-    exit_file = read_json(folder.attempt(spec.attempt).exit) or {}
-    kind = str(exit_file.get("kind", "lost"))
-    text = f"{kind}: {exit_file['reason']}" if exit_file.get("reason") else kind
-    end = end_of(exit_file.get("code"))
-    state: JobState = end if end in ("succeeded", "preempted") else "failed"
-    return ActionResult(spec.exp_id, "send", text, state, is_bad=end != "succeeded")
 
 
 def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
@@ -255,13 +247,6 @@ def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
     return job
 
 
-def _waiting_spec(folder: RunFolder, job: Job) -> Path:
-    """The file that keeps the spec of an experiment until its turn comes; its folder is made."""
-    path = folder.attempt(len(job.attempts) + 1).spec
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 def _result(name: str, action: str, outcome: Outcome) -> ActionResult:
     state: JobState = (
         "submitted" if outcome.is_sent else "pending" if outcome.is_refused else "submitting"
@@ -275,30 +260,23 @@ def _result(name: str, action: str, outcome: Outcome) -> ActionResult:
 def _decide(request: Request, name: str, row: Row | None) -> Decision:
     folder = request.base.run(name)
     status = read_json(folder.status) or {}
+    is_other = False  # whether other flags, another code or another job dictionary are sent now
+    if request.retry and row is not None:
+        last = read_json(folder.attempt(row.attempt).spec) or {}
+        now = request.templates[row.exp_id].model_dump(mode="json")
+        keys = ("launcher", "program", "workdir", "environment", "activate", "job")
+        is_other = any(last.get(key) != now[key] for key in keys)
     limits = Limits(
         request.job.max_retries,
         request.job.max_preemptions,
         request.retry,
-        with_bad_input=bool(request.retry and row is not None and _differs(request, folder, row)),
+        with_bad_input=is_other,
     )
     return decide(
         row,
         limits,
         is_finished=status.get("state") == "succeeded",
         training_now=training_now(folder, was_sent=row is not None and bool(row.history)),
-    )
-
-
-def _differs(request: Request, folder: RunFolder, row: Row) -> bool:
-    """Whether what would be sent now differs from what was sent last.
-
-    Other flags, another code or another job dictionary.
-    """
-    last = read_json(folder.attempt(row.attempt).spec) or {}
-    now = request.templates[row.exp_id].model_dump(mode="json")
-    return any(
-        last.get(key) != now[key]
-        for key in ("launcher", "program", "workdir", "environment", "activate", "job")
     )
 
 

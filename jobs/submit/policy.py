@@ -56,8 +56,16 @@ def _decide(row: Row | None, limits: Limits, *, is_finished: bool) -> Decision:
     state: JobState = row.state if row else "pending"
     reason = (row.reason if row else None) or ""
     is_bad_input = reason.startswith(BAD_INPUT)
-    times, limit = _times_and_limit(row, limits)
-    wait_s = _pause_s(times) - seconds_since(row.ended_at if row else None)
+    # how often it has ended like its last attempt (preempted, or badly), and how often it may
+    times, limit = 0, limits.max_retries
+    if row is not None and row.state == "preempted":
+        times = sum(attempt.state == "preempted" for attempt in row.history)
+        limit = limits.max_preemptions
+    elif row is not None:
+        times = sum(attempt.state in ENDED_BADLY for attempt in row.history)
+    # none after the first end, then 15 s, doubling up to 10 minutes
+    pause_s = 0.0 if times <= 1 else min(BACK_OFF_S * 2 ** (times - 2), MAX_BACK_OFF_S)
+    wait_s = pause_s - seconds_since(row.ended_at if row else None)
     situation = Situation(
         state=state,
         is_finished=is_finished or state == "succeeded",
@@ -80,20 +88,3 @@ def _decide(row: Row | None, limits: Limits, *, is_finished: bool) -> Decision:
         wait_s=wait_s,
     )
     return Decision(rule.action, text)
-
-
-def _times_and_limit(row: Row | None, limits: Limits) -> tuple[int, int]:
-    """How often it has ended like its last attempt (preempted, or badly), and how often it may."""
-    if row is None:
-        return 0, limits.max_retries
-    if row.state == "preempted":
-        preempted = sum(attempt.state == "preempted" for attempt in row.history)
-        return preempted, limits.max_preemptions
-    return sum(attempt.state in ENDED_BADLY for attempt in row.history), limits.max_retries
-
-
-def _pause_s(times: int) -> float:
-    """Seconds between an end and the next attempt: none after the first end, then 15 s, doubling
-    up to 10 minutes.
-    """
-    return 0.0 if times <= 1 else min(BACK_OFF_S * 2 ** (times - 2), MAX_BACK_OFF_S)

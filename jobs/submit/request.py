@@ -64,7 +64,35 @@ class Request:
     @functools.cached_property
     def templates(self) -> dict[str, JobSpec]:
         """A spec for each experiment, without attempt and token; ConfigError names each mistake."""
-        return _templates(self)
+        for flag in self.flags:
+            name, _, text = flag.partition("=")
+            if "\0" in flag:
+                raise ConfigError(f"{name}: {text!r} holds a NUL character. Remove it.")
+            is_checked = name == "--data_path" and self.backend.traits.shares_disk
+            if is_checked and not Path(text).exists():
+                raise ConfigError(
+                    f"--data_path {text}: there is no such folder. Give one that the job's node "
+                    "sees too."
+                )
+        mistakes: list[str] = []
+        templates: dict[str, JobSpec] = {}
+        for name, values in self.by_id.items():
+            try:
+                templates[name] = _template(self, name, values)
+            except ConfigError as error:
+                mistakes.append(str(error))
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+        problems = [
+            f"{finding.name}: {finding.text}"
+            for finding in self.backend.check()
+            if not finding.is_good and finding.is_blocking
+        ]
+        if problems:
+            raise Unreachable(
+                f"-j {self.backend.name} cannot be used from here:\n  " + "\n  ".join(problems)
+            )
+        return templates
 
     @functools.cached_property
     def trials(self) -> dict[str, AttemptDraft]:
@@ -83,7 +111,18 @@ class Request:
         ConfigError for a value that the backend cannot express: it stops the group before anything
         is sent.
         """
-        return {name: _draft(self, template) for name, template in self.templates.items()}
+        drafts: dict[str, AttemptDraft] = {}
+        for name, template in self.templates.items():
+            folder = self.base.run(template.exp_id)
+            try:
+                job = record.read(folder)
+            except (LatheError, OSError):  # whoever takes the lock reads it again, and says why
+                job = None
+            nonce = record.new_nonce() if job is None else job.nonce
+            number = 1 if job is None else len(job.attempts) + 1
+            spec = as_attempt(template, number, nonce, folder=folder)
+            drafts[name] = AttemptDraft(spec, self.backend.render(spec), nonce)
+        return drafts
 
     @functools.cached_property
     def by_id(self) -> dict[str, dict[str, Any]]:
@@ -119,31 +158,6 @@ def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
         )
 
 
-def _templates(request: Request) -> dict[str, JobSpec]:
-    """A spec for each experiment, checked. ConfigError names every mistake."""
-    _check_flags(request)
-    mistakes: list[str] = []
-    templates: dict[str, JobSpec] = {}
-    for name, values in request.by_id.items():
-        try:
-            templates[name] = _template(request, name, values)
-        except ConfigError as error:
-            mistakes.append(str(error))
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
-    bad = [
-        finding
-        for finding in request.backend.check()
-        if not finding.is_good and finding.is_blocking
-    ]
-    problems = [f"{finding.name}: {finding.text}" for finding in bad]
-    if problems:
-        raise Unreachable(
-            f"-j {request.backend.name} cannot be used from here:\n  " + "\n  ".join(problems)
-        )
-    return templates
-
-
 def as_attempt(template: JobSpec, number: int, nonce: str, *, folder: RunFolder) -> JobSpec:
     """`template` as one attempt: its own number, token and wrapper."""
     wrapper = [template.wrapper[0], "-m", "jobs.node.wrapper", str(folder.path), str(number)]
@@ -153,18 +167,6 @@ def as_attempt(template: JobSpec, number: int, nonce: str, *, folder: RunFolder)
         "wrapper": wrapper,
     }
     return template.model_copy(update=changes)
-
-
-def _draft(request: Request, template: JobSpec) -> AttemptDraft:
-    folder = request.base.run(template.exp_id)
-    try:
-        job = record.read(folder)
-    except (LatheError, OSError):  # whoever takes the lock reads it again, and says what is wrong
-        job = None
-    nonce = record.new_nonce() if job is None else job.nonce
-    number = 1 if job is None else len(job.attempts) + 1
-    spec = as_attempt(template, number, nonce, folder=folder)
-    return AttemptDraft(spec, request.backend.render(spec), nonce)
 
 
 def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
@@ -215,15 +217,3 @@ def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
         after=list(request.after),
         max_parallel=request.max_parallel,
     )
-
-
-def _check_flags(request: Request) -> None:
-    for flag in request.flags:
-        name, _, text = flag.partition("=")
-        if "\0" in flag:
-            raise ConfigError(f"{name}: {text!r} holds a NUL character. Remove it.")
-        if name == "--data_path" and request.backend.traits.shares_disk and not Path(text).exists():
-            raise ConfigError(
-                f"--data_path {text}: there is no such folder. Give one that the job's node sees "
-                "too."
-            )

@@ -148,10 +148,10 @@ def give_up(folder: RunFolder, number: int) -> bool:
     attempt = folder.attempt(number)
     with refusals(attempt.folder):
         attempt.folder.mkdir(parents=True, exist_ok=True)
-        attempt.given_up.touch()
+        attempt.give_up_file.touch()
     if not attempt.starts():
         return True
-    attempt.given_up.unlink(missing_ok=True)
+    attempt.give_up_file.unlink(missing_ok=True)
     return False
 
 

@@ -172,14 +172,14 @@ def test_nothing_of_an_active_experiment_is_garbage(
 @pytest.mark.usefixtures("later")
 def test_what_an_ended_experiment_set_aside_is_garbage(base: BaseFolder) -> None:
     recorded(base.run(EXP_ID), "failed")
-    recorded(RunFolder(base.deleted / EXP_ID), "succeeded")
+    recorded(RunFolder(base.deleted_folder / EXP_ID), "succeeded")
     assert planned(base) == [f"deleted/{EXP_ID}"]
 
 
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("content", ["", "torn", '{"event": "created"}\n', "[]\n"])
 def test_a_record_that_does_not_tell_keeps_its_folder(base: BaseFolder, content: str) -> None:
-    folder = RunFolder(base.deleted / EXP_ID)
+    folder = RunFolder(base.deleted_folder / EXP_ID)
     folder.path.mkdir(parents=True)
     folder.record.write_text(content)
     assert planned(base) == []
@@ -239,7 +239,7 @@ def test_collecting_deletes_what_was_planned_and_counts_it(
 ) -> None:
     used, unused = stored(base, tmp_path, "x = 1\n"), stored(base, tmp_path, "x = 2\n")
     link(base.run(EXP_ID), used)
-    (base.deleted / EXP_ID).mkdir(parents=True)
+    (base.deleted_folder / EXP_ID).mkdir(parents=True)
     array_of(base, base.run("0" * 32))
     garbage = plan_gc(base, older_than_days=7)
     assert all(item.bytes > 0 for item in garbage if "deleted" not in item.path.parts)
@@ -252,7 +252,7 @@ def test_collecting_deletes_what_was_planned_and_counts_it(
 
 @pytest.mark.usefixtures("later")
 def test_collecting_twice_is_fine(base: BaseFolder) -> None:
-    (base.deleted / EXP_ID).mkdir(parents=True)
+    (base.deleted_folder / EXP_ID).mkdir(parents=True)
     garbage = plan_gc(base, older_than_days=7)
     assert [collect(garbage), collect(garbage)] == [1, 0]
 
@@ -261,10 +261,10 @@ def test_collecting_twice_is_fine(base: BaseFolder) -> None:
 def test_links_are_neither_followed_nor_garbage(base: BaseFolder, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "precious").write_text("x")
-    base.deleted.mkdir()
+    base.deleted_folder.mkdir()
     base.snapshots.mkdir(parents=True)
     for place in (
-        base.deleted / EXP_ID,
+        base.deleted_folder / EXP_ID,
         base.path / f"{EXP_ID}.bak-1",
         base.snapshots / ("0" * 64),
     ):
@@ -276,8 +276,8 @@ def test_links_are_neither_followed_nor_garbage(base: BaseFolder, tmp_path: Path
 def test_a_link_inside_of_garbage_costs_only_the_link(base: BaseFolder, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "precious").write_text("x")
-    (base.deleted / EXP_ID).mkdir(parents=True)
-    (base.deleted / EXP_ID / "data").symlink_to(tmp_path / "outside")
+    (base.deleted_folder / EXP_ID).mkdir(parents=True)
+    (base.deleted_folder / EXP_ID / "data").symlink_to(tmp_path / "outside")
     assert collect(plan_gc(base, older_than_days=0)) == 1
     assert (tmp_path / "outside" / "precious").exists()
 
@@ -288,10 +288,10 @@ def test_garbage_that_became_a_link_after_the_plan_is_kept(
 ) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "precious").write_text("x")
-    (base.deleted / EXP_ID).mkdir(parents=True)
+    (base.deleted_folder / EXP_ID).mkdir(parents=True)
     garbage = plan_gc(base, older_than_days=0)
-    base.deleted.rename(tmp_path / "moved")
-    base.deleted.symlink_to(tmp_path / "outside")
+    base.deleted_folder.rename(tmp_path / "moved")
+    base.deleted_folder.symlink_to(tmp_path / "outside")
     (tmp_path / "outside" / EXP_ID).mkdir()
     assert collect(garbage) == 0
     assert (tmp_path / "outside" / EXP_ID).exists()
@@ -302,7 +302,7 @@ def test_a_deleted_folder_that_is_a_link_out_of_the_base_is_left_alone(
     base: BaseFolder, tmp_path: Path
 ) -> None:
     (tmp_path / "outside" / EXP_ID).mkdir(parents=True)
-    base.deleted.symlink_to(tmp_path / "outside")
+    base.deleted_folder.symlink_to(tmp_path / "outside")
     assert planned(base, days=0) == []
 
 

@@ -151,7 +151,7 @@ def test_haven_is_imported_under_this_setuptools_and_leaves_no_stub_behind() -> 
 def test_without_haven_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "haven", None)
     haven._load.cache_clear()
-    with pytest.raises(ConfigError, match=r"haven is not installed\. .*lathe\[haven\]"):
+    with pytest.raises(ConfigError, match=r"haven is not installed\. .*\.\[haven\]"):
         haven.hash_dict({})
 
 

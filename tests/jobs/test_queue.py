@@ -118,7 +118,7 @@ def turned(queue: Queue, *, until: Callable[[Runner], bool] = lambda runner: Tru
 
 def code_of(queue: Queue, token: str) -> int | None:
     """The code with which a job ended; None when it has not."""
-    return (queue.entry(token).ended() or {}).get("code")
+    return (queue.entry(token).read_end() or {}).get("code")
 
 
 # Whose queue it is
@@ -168,7 +168,7 @@ def test_that_a_job_starts_is_on_the_disk_before_it_runs(
     seen = tmp_path / "seen"
     add(own, "ft_a_b_1", ["cp", str(log), str(seen)])
     monkeypatch.setattr(os, "fsync", recorded)
-    turned(own, until=lambda runner: own.entry("ft_a_b_1").ended() is not None)
+    turned(own, until=lambda runner: own.entry("ft_a_b_1").read_end() is not None)
     assert "/jobs/ft_a_b_1/.started.json." in seen.read_text()
 
 
@@ -188,7 +188,7 @@ def test_no_runner_serves_the_queue_of_another_host(
     monkeypatch.setattr("sys.argv", ["runner", str(own.folder)])
     assert main() == EXIT_BAD_INPUT
     own.wake()
-    assert (spawned, own.entry("ft_a_a_1").started()) == ([], None)
+    assert (spawned, own.entry("ft_a_a_1").read_start()) == ([], None)
 
 
 @pytest.mark.parametrize(
@@ -198,20 +198,20 @@ def test_a_job_out_of_sight_is_neither_ended_nor_started_again(
     own: Queue, change: dict[str, Any]
 ) -> None:
     started(own, "ft_a_a_1", pid=999_999_999, **change)
-    before = own.entry("ft_a_a_1").started()
+    before = own.entry("ft_a_a_1").read_start()
     runner = turned(own)
     assert (runner.is_idle(), code_of(own, "ft_a_a_1")) == (True, None)
-    assert own.entry("ft_a_a_1").started() == before
+    assert own.entry("ft_a_a_1").read_start() == before
 
 
 def test_another_process_of_the_same_number_is_not_taken_for_the_job(own: Queue) -> None:
     boot = str(birth(os.getpid())).partition(":")[0]
     started(own, "ft_a_a_1", birth=f"{boot}:1")
-    facts = own.entry("ft_a_a_1").started()
+    facts = own.entry("ft_a_a_1").read_start()
     assert facts is not None
     assert life(facts) == "gone"
     started(own, "ft_b_b_1")
-    facts = own.entry("ft_b_b_1").started()
+    facts = own.entry("ft_b_b_1").read_start()
     assert facts is not None
     assert life(facts) == "alive"
 
@@ -219,7 +219,7 @@ def test_another_process_of_the_same_number_is_not_taken_for_the_job(own: Queue)
 def test_what_ran_before_the_machine_was_restarted_is_to_be_run_again(own: Queue) -> None:
     started(own, "ft_a_a_1", birth="of-another-boot:17")
     turned(own)
-    assert own.entry("ft_a_a_1").ended() == {
+    assert own.entry("ft_a_a_1").read_end() == {
         "code": EXIT_PREEMPTED,
         "reason": "the machine was restarted",
     }
@@ -246,7 +246,7 @@ def test_a_job_that_another_runner_starts_at_this_moment_is_not_ended(
 def test_a_wrapper_that_does_not_exist_ends_its_job(own: Queue) -> None:
     add(own, "ft_a_a_1", ["/no/such/program"])
     turned(own)
-    assert "cannot start /no/such/program" in (own.entry("ft_a_a_1").ended() or {})["reason"]
+    assert "cannot start /no/such/program" in (own.entry("ft_a_a_1").read_end() or {})["reason"]
 
 
 # What waits
@@ -257,7 +257,7 @@ def test_a_job_too_big_for_the_runner_ends_with_the_reason_and_stops_nobody(own:
     add(own, "ft_big_a_1", cpus=32, at=1)
     add(own, "ft_small_a_1", at=2)
     turned(own, until=lambda runner: runner.is_idle())
-    reason = (own.entry("ft_big_a_1").ended() or {})["reason"]
+    reason = (own.entry("ft_big_a_1").read_end() or {})["reason"]
     assert "it needs 32 cores, this machine has 2" in reason
     assert code_of(own, "ft_small_a_1") == EXIT_OK
 
@@ -320,7 +320,7 @@ def test_nothing_runs_after_a_job_that_was_cancelled_and_could_save(own: Queue) 
     own.cancel("ft_before_a_1")
     add(own, "ft_after_a_1", after=[own.id_of("ft_before_a_1")])
     turned(own)
-    assert "did not succeed" in (own.entry("ft_after_a_1").ended() or {})["reason"]
+    assert "did not succeed" in (own.entry("ft_after_a_1").read_end() or {})["reason"]
 
 
 # Waking
@@ -381,8 +381,8 @@ def test_no_job_is_forgotten_that_comes_as_the_runner_leaves(
         own.wake()
         deadline = time.monotonic() + 60
         while code_of(own, token) != EXIT_OK:
-            assert code_of(own, token) in (None, EXIT_OK), f"{token}: {own.entry(token).ended()}"
-            assert time.monotonic() < deadline, f"{token}: {own.entry(token).started()}"
+            assert code_of(own, token) in (None, EXIT_OK), f"{token}: {own.entry(token).read_end()}"
+            assert time.monotonic() < deadline, f"{token}: {own.entry(token).read_start()}"
             time.sleep(0.002)
         time.sleep(random_.uniform(0, 0.04))  # it leaves about now
     assert errors == [0]
@@ -395,7 +395,7 @@ def test_a_runner_that_was_held_up_longer_than_it_stays_idle_keeps_its_job(
     monkeypatch.setattr(runner_module, "POLL_S", 0.2)  # as if suspended between two turns
     add(own, "ft_a_a_1", ["sleep", "0.5"])
     serve(own)
-    assert code_of(own, "ft_a_a_1") == EXIT_OK, own.entry("ft_a_a_1").ended()
+    assert code_of(own, "ft_a_a_1") == EXIT_OK, own.entry("ft_a_a_1").read_end()
 
 
 def test_a_job_of_a_killed_runner_is_adopted(own: Queue) -> None:

@@ -354,7 +354,7 @@ def test_check_says_whether_the_cluster_answers(head: SimpleNamespace) -> None:
 def test_without_ray_every_request_says_what_to_install() -> None:
     if importlib.util.find_spec("ray") is not None:
         pytest.skip("ray is installed")
-    with pytest.raises(ConfigError, match=r"lathe\[ray\]"):
+    with pytest.raises(ConfigError, match=r"\.\[ray\]"):
         Ray().find(TOKEN)
     assert Ray().check()[0].is_good is False
 

@@ -187,8 +187,8 @@ def test_wall_time_is_that_of_all_starts(base: BaseFolder) -> None:
     record.append(folder, record.intent(1, "token", name="token", index=None, backend="local"))
     attempt = folder.attempt(1)
     attempt.folder.mkdir(parents=True)
-    attempt.started(1).write_text('{"at": "2026-01-01T00:00:00+00:00"}')
-    attempt.started(2).write_text('{"at": "2026-01-01T02:00:00+00:00"}')
+    attempt.start_file(1).write_text('{"at": "2026-01-01T00:00:00+00:00"}')
+    attempt.start_file(2).write_text('{"at": "2026-01-01T02:00:00+00:00"}')
     (attempt.folder / "exit-1.json").write_text('{"at": "2026-01-01T01:00:00+00:00", "code": 75}')
     attempt.exit.write_text('{"at": "2026-01-01T02:30:00+00:00", "code": 0, "start": 2}')
     (result,) = gather(base).results

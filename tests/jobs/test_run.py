@@ -183,7 +183,7 @@ def test_of_two_copies_that_start_at_the_same_moment_one_trains(
 
 def test_an_attempt_that_was_given_up_never_starts(folder: Path) -> None:
     spec(folder, "open('ran', 'a').write('x')")
-    RunFolder(folder).attempt(1).given_up.touch()
+    RunFolder(folder).attempt(1).give_up_file.touch()
     assert run.run(folder, 1) == run.EXIT_DUPLICATE
     assert not (folder / "ran").exists()
 
@@ -192,7 +192,7 @@ def test_an_attempt_that_was_cancelled_stops_though_no_signal_comes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "HEARTBEAT_S", 0.0)
-    mark = RunFolder(folder).attempt(1).cancelled
+    mark = RunFolder(folder).attempt(1).cancel_file
     spec(folder, f"import pathlib, time; pathlib.Path({str(mark)!r}).touch(); time.sleep(60); ")
     assert run.run(folder, 1) == 75
     assert outcome(folder)["kind"] == "preempted"

@@ -192,7 +192,7 @@ def test_a_lost_request_is_sent_again_under_the_same_name(
 
 
 def rows_record(base: BaseFolder) -> list[str]:
-    return base.recorded()[0].record.read_text().splitlines()
+    return base.submitted_runs()[0].record.read_text().splitlines()
 
 
 def test_nothing_is_sent_again_before_its_time(base: BaseFolder, scheduler: Memory) -> None:
@@ -231,9 +231,9 @@ def test_an_array_that_never_arrived_is_given_up_before_its_experiments_go_alone
     scheduler.lose_requests = 1
     submit(request(base, scheduler, 2, use_array=True))
     assert len(scheduler.sent) == 3
-    for folder in base.recorded():
-        assert folder.attempt(1).given_up.exists()
-        assert not folder.attempt(2).given_up.exists()
+    for folder in base.submitted_runs():
+        assert folder.attempt(1).give_up_file.exists()
+        assert not folder.attempt(2).give_up_file.exists()
 
 
 def test_to_cancel_one_element_of_an_unanswered_array_leaves_the_others_alone(
@@ -243,7 +243,7 @@ def test_to_cancel_one_element_of_an_unanswered_array_leaves_the_others_alone(
     submit(
         request(base, scheduler, 3, use_array=True, resend_s=0.0),
     )
-    for folder in base.recorded():  # as if the adoption had not been written
+    for folder in base.submitted_runs():  # as if the adoption had not been written
         lines = [
             line for line in folder.record.read_text().splitlines(True) if '"submitted"' not in line
         ]
@@ -262,8 +262,8 @@ def test_a_cancelled_submission_that_nobody_has_seen_must_not_start_later(
     (row,) = rows(base, scheduler)
     sends = len(scheduler.sent)
     cancel(base, [row], lambda name: scheduler)
-    folder = base.recorded()[0]
-    assert folder.attempt(1).given_up.exists()
+    folder = base.submitted_runs()[0]
+    assert folder.attempt(1).give_up_file.exists()
     submit(request(base, scheduler))
     reconcile(Again(base, lambda name: scheduler, resend_s=0.0))
     assert len(scheduler.sent) == sends
@@ -273,7 +273,7 @@ def test_a_job_that_ends_while_the_scheduler_is_asked_has_not_failed(
     base: BaseFolder, scheduler: Memory
 ) -> None:
     submit(request(base, scheduler))
-    folder = base.recorded()[0]
+    folder = base.submitted_runs()[0]
     query = scheduler.query
 
     def ends_meanwhile(ids: Sequence[str]) -> dict[str, Observed]:
@@ -293,8 +293,8 @@ def test_an_attempt_that_was_thought_lost_may_not_start_once_another_is_sent(
     (failed,) = rows(base, scheduler)
     again(Again(base, lambda name: scheduler, Limits(retry=ENDED_BADLY)), [failed])
     assert len(scheduler.sent) == 2
-    first, second = (base.recorded()[0].attempt(number) for number in (1, 2))
-    assert (first.given_up.exists(), second.given_up.exists()) == (True, False)
+    first, second = (base.submitted_runs()[0].attempt(number) for number in (1, 2))
+    assert (first.give_up_file.exists(), second.give_up_file.exists()) == (True, False)
 
 
 def test_a_retry_sees_that_the_experiment_has_succeeded_since(
@@ -303,7 +303,9 @@ def test_a_retry_sees_that_the_experiment_has_succeeded_since(
     submit(request(base, scheduler))
     scheduler.states["0"] = Observed("failed")
     (stale,) = rows(base, scheduler)
-    base.recorded()[0].attempt(1).exit.write_text(json.dumps({"code": 0, "kind": "succeeded"}))
+    base.submitted_runs()[0].attempt(1).exit.write_text(
+        json.dumps({"code": 0, "kind": "succeeded"})
+    )
     again(Again(base, lambda name: scheduler, Limits(retry=ENDED_BADLY)), [stale])
     assert len(scheduler.sent) == 1
 
@@ -311,25 +313,25 @@ def test_a_retry_sees_that_the_experiment_has_succeeded_since(
 def test_what_has_started_since_cannot_be_reset(base: BaseFolder, scheduler: Memory) -> None:
     submit(request(base, scheduler))
     with pytest.raises(ConfigError, match="`cancel` it first"):
-        reset(base, base.recorded()[0].path.name, lambda name: scheduler)
+        reset(base, base.submitted_runs()[0].path.name, lambda name: scheduler)
 
 
 def test_a_record_that_nobody_can_read_can_be_moved_away(
     base: BaseFolder, scheduler: Memory
 ) -> None:
     submit(request(base, scheduler))
-    folder = base.recorded()[0]
+    folder = base.submitted_runs()[0]
     folder.record.write_text('{"event": "created"}\n')
     result = reset(base, folder.path.name, lambda name: scheduler)
     assert result.action == "reset"
     assert not folder.path.exists()
-    assert len(list(base.deleted.iterdir())) == 1
+    assert len(list(base.deleted_folder.iterdir())) == 1
 
 
 def test_a_spec_of_another_version_is_one_clear_error(base: BaseFolder, scheduler: Memory) -> None:
     submit(request(base, scheduler))
     scheduler.states["0"] = Observed("failed")
-    spec = base.recorded()[0].attempt(1).spec
+    spec = base.submitted_runs()[0].attempt(1).spec
     spec.write_text(json.dumps({**json.loads(spec.read_text()), "colour": "blue"}))
     (result,) = again(
         Again(base, lambda name: scheduler, Limits(retry=ENDED_BADLY)), rows(base, scheduler)
@@ -342,7 +344,7 @@ def test_bad_input_is_sent_again_by_retry_when_what_is_sent_has_changed(
     base: BaseFolder, scheduler: Memory
 ) -> None:
     submit(request(base, scheduler))
-    base.recorded()[0].attempt(1).exit.write_text(
+    base.submitted_runs()[0].attempt(1).exit.write_text(
         json.dumps({"code": 2, "kind": "failed", "reason": "no such folder"})
     )
     submit(request(base, scheduler, retry=["failed"]))
@@ -381,4 +383,4 @@ def test_the_limit_of_a_group_holds_over_all_its_submissions(
     exit_file = {"code": 0, "kind": "succeeded"}
     base.run(first.exp_id).attempt(1).exit.write_text(json.dumps(exit_file))
     assert [result.action for result in reconcile(everything)] == ["send"]
-    assert record.read(base.recorded()[0]) is not None
+    assert record.read(base.submitted_runs()[0]) is not None

@@ -88,7 +88,7 @@ def started(
     files = folder.attempt(attempt)
     write(files.spec, {"job": {"nodes": 2, "resources": {"gpu": gpus}}})
     write(
-        files.started(start),
+        files.start_file(start),
         {"at": at(hours_ago), "host": f"node-{start}", "id": "7", "restarts": start - 1},
     )
     write(files.heartbeat, {"at": at(0), "step": 1})

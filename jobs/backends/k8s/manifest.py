@@ -163,29 +163,23 @@ def job_spec(spec: JobSpec) -> Any:
     `max_retries` is the submitter's. Only a pod that the platform took away is started again, and
     its attempt goes on.
     """
-    models, is_gang = _models(), spec.job.nodes > 1
+    models = _models()
+    if spec.job.nodes > 1:
+        # a lost node fails the child Job as `PodFailurePolicy`; then the JobSet restarts all nodes
+        rules = [_on_disruption("FailJob"), _on_exit("FailJob", EXIT_PREEMPTED)]
+    else:
+        # bad input ends the Job with a reason of its own; an evicted or preempted pod is replaced
+        rules = [_on_exit("FailJob", EXIT_BAD_INPUT), _on_disruption("Ignore")]
     return models.V1JobSpec(
         completion_mode="Indexed",
         completions=spec.job.nodes,
         parallelism=spec.job.nodes,
         backoff_limit=0,
-        pod_failure_policy=models.V1PodFailurePolicy(
-            rules=_gang_rules() if is_gang else _single_rules()
-        ),
+        pod_failure_policy=models.V1PodFailurePolicy(rules=rules),
         template=models.V1PodTemplateSpec(
             metadata=models.V1ObjectMeta(labels={**MANAGED, TOKEN: spec.token}), spec=pod_spec(spec)
         ),
     )
-
-
-def _single_rules() -> list[Any]:
-    """Bad input ends the Job with a reason of its own; an evicted or preempted pod is replaced."""
-    return [_on_exit("FailJob", EXIT_BAD_INPUT), _on_disruption("Ignore")]
-
-
-def _gang_rules() -> list[Any]:
-    """A lost node fails the child Job as `PodFailurePolicy`; then the JobSet restarts all nodes."""
-    return [_on_disruption("FailJob"), _on_exit("FailJob", EXIT_PREEMPTED)]
 
 
 def _on_exit(action: str, code: int) -> Any:

@@ -36,26 +36,24 @@ def observe(item: Object, pods: Sequence[Object]) -> Observed:
     if item["metadata"].get("deletionTimestamp"):
         return Observed("running", "is being deleted", host=_host(newest), restarts=restarts)
     if item.get("spec", {}).get("suspend"):
-        return _suspension(item, restarts)
+        if "kueue.x-k8s.io/queue-name" in item["metadata"].get("labels", {}):
+            return Observed("queued", "waits for Kueue to admit it", restarts=restarts)
+        text = "suspended by somebody; set spec.suspend to false"
+        return Observed("held", text, restarts=restarts)
     if not newest:
         return Observed("queued", "no pod yet", restarts=restarts)
     return _living(newest[-1], restarts)
 
 
-def _suspension(item: Object, restarts: int) -> Observed:
-    if "kueue.x-k8s.io/queue-name" in item["metadata"].get("labels", {}):
-        return Observed("queued", "waits for Kueue to admit it", restarts=restarts)
-    return Observed("held", "suspended by somebody; set spec.suspend to false", restarts=restarts)
-
-
 def _failure(condition: Object, pods: Sequence[Object], restarts: int) -> Observed:
     """Failed for good: why is best seen in the container that ended last and badly."""
     reason = ": ".join(text for key in ("reason", "message") if (text := condition.get(key)))
-    ends = [
-        end
-        for pod in sorted(pods, key=creation_time)
-        if (end := _termination(pod)) and end.get("exitCode") != 0
-    ]
+    ends: list[Object] = []
+    for pod in sorted(pods, key=creation_time):
+        for container in pod.get("status", {}).get("containerStatuses", []):
+            end = container.get("state", {}).get("terminated")
+            if container.get("name") == CONTAINER and end and end.get("exitCode") != 0:
+                ends.append(end)
     is_late = condition.get("reason") == "DeadlineExceeded" or any(
         pod.get("status", {}).get("reason") == "DeadlineExceeded" for pod in pods
     )
@@ -88,14 +86,6 @@ def _living(pod: Object, restarts: int) -> Observed:
         c.get("message") for c in status.get("conditions", []) if c.get("reason") == "Unschedulable"
     ]
     return Observed("queued", why[0] if why else None, restarts=restarts)
-
-
-def _termination(pod: Object) -> Object | None:
-    """How the wrapper's container of this pod ended."""
-    for container in pod.get("status", {}).get("containerStatuses", []):
-        if container.get("name") == CONTAINER:
-            return container.get("state", {}).get("terminated")
-    return None
 
 
 def rank_of(pod: Object) -> str:

@@ -70,14 +70,12 @@ class Local:
         folder = Finding(
             "queue", text is None, text or f"{self._queue.folder} (LATHE_QUEUE names another)"
         )
-        return [folder, Finding("runner", True, runner), self._check_devices()]
-
-    def _check_devices(self) -> Finding:
         try:
-            capacity = self._capacity
+            text = f"{self._capacity.cpus} cores, {len(self._capacity.gpus)} GPUs"
+            devices = Finding("devices", True, text)
         except ConfigError as error:  # `render` says it too, as bad input
-            return Finding("devices", False, str(error), is_blocking=False)
-        return Finding("devices", True, f"{capacity.cpus} cores, {len(capacity.gpus)} GPUs")
+            devices = Finding("devices", False, str(error), is_blocking=False)
+        return [folder, Finding("runner", True, runner), devices]
 
     def _of_another_host(self) -> str | None:
         if self._queue.is_here:
@@ -154,7 +152,7 @@ class Local:
         """Its id if it is in this queue. Unreachable if this machine cannot have sent it here."""
         entry = self._queue.entry(token)
         if entry.folder.exists():
-            if entry.ended() is None:
+            if entry.read_end() is None:
                 self._wake()  # its submitter may have died before it did so
             return [str(entry.read()["id"])]
         if (text := self._of_another_host()) is not None:
@@ -205,11 +203,11 @@ class Local:
         if token is None:
             raise Unreachable(_where(job_id))
         entry = self._queue.entry(token)
-        started = entry.started()
+        started = entry.read_start()
         with refusals(self._queue.folder):
             self._queue.cancel(token)
             self._queue.wake()
-        if started is not None and entry.ended() is None and life(started) == "unseen":
+        if started is not None and entry.read_end() is None and life(started) == "unseen":
             raise Unreachable(f"asked for the end of {job_id}, but: {_out_of_sight(entry)}")
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
@@ -223,7 +221,7 @@ class Local:
         entry = self._queue.entry(token)
         path, position = entry.folder / "wrapper.log", 0
         while True:
-            is_over = entry.ended() is not None or not entry.folder.exists()
+            is_over = entry.read_end() is not None or not entry.folder.exists()
             if path.exists():
                 with path.open(errors="replace") as file:
                     file.seek(position)
@@ -253,9 +251,9 @@ class _Outlook:
 
     def of(self, entry: QueuedJob) -> Observed | None:
         """What is known of a job; None when it was started where nothing can be seen from here."""
-        if (ended := entry.ended()) is not None:
+        if (ended := entry.read_end()) is not None:
             return _ending(ended)
-        started = entry.started()
+        started = entry.read_start()
         if started is None:
             return Observed("queued", self._why(entry.read()))
         state, host = life(started), started.get("host")
@@ -265,7 +263,7 @@ class _Outlook:
             return Observed("preempted", RESTARTED, host=host)
         if state == "alive" or self.queue.has_runner():  # which says in a moment how it ended
             return Observed("running", host=host)
-        if (ended := entry.ended()) is not None:
+        if (ended := entry.read_end()) is not None:
             return _ending(ended)
         return Observed("failed", "its wrapper is gone: killed, as its runner was", host=host)
 
@@ -300,7 +298,7 @@ def _where(job_id: str) -> str:
 
 
 def _out_of_sight(entry: QueuedJob) -> str:
-    host = (entry.started() or {}).get("host")
+    host = (entry.read_start() or {}).get("host")
     return f"{entry.folder}: started on {host} in another container, and can only be seen there"
 
 

@@ -79,11 +79,11 @@ class QueuedJob:
         assert value is not None, "an entry comes into the queue whole"
         return value
 
-    def started(self) -> dict[str, Any] | None:
+    def read_start(self) -> dict[str, Any] | None:
         """{"pid", "birth", "gpus", "host", "namespace"}, or None when it has not started."""
         return read_json(self.folder / "started.json")
 
-    def ended(self) -> dict[str, Any] | None:
+    def read_end(self) -> dict[str, Any] | None:
         """{"code", "reason"}, or None when it has not ended."""
         return read_json(self.folder / "ended.json")
 
@@ -153,7 +153,7 @@ class Queue:
         None while one of them, or a next, still may.
         """
         ended = [
-            (entry, entry.ended()) for entry in map(self.entry, sorted(tokens, key=attempt_of))
+            (entry, entry.read_end()) for entry in map(self.entry, sorted(tokens, key=attempt_of))
         ]
         if any(end is not None and end["code"] == EXIT_OK for _, end in ended):
             return True

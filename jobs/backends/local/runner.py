@@ -146,9 +146,9 @@ class Runner:
                 self._take_in(self.queue.entry(token))
 
     def _take_in(self, entry: QueuedJob) -> None:
-        if entry.ended() is not None:
+        if entry.read_end() is not None:
             return
-        started, facts = entry.started(), entry.read()
+        started, facts = entry.read_start(), entry.read()
         if started is None:
             refusal = self.capacity.refusal(cpus=facts["cpus"], gpus=facts["gpus"])
             if refusal is None:
@@ -269,7 +269,7 @@ def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Li
                 preexec_fn=announce,
             )
         except (OSError, subprocess.SubprocessError) as error:
-            started = entry.started()
+            started = entry.read_start()
             # else it runs, started by another
             if started is None or process.life(started) == "gone":
                 entry.end(1, f"cannot start {facts['wrapper'][0]}: {error}")

@@ -41,7 +41,7 @@ from jobs.protocol import Finding, JobSpec, Rendered, Traits
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jobs.config import JobConfig
+    pass
 
 RESOURCES = (
     "partition",
@@ -172,10 +172,15 @@ class Slurm:
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
         """Lines of slurm-<id>.txt: messages of Slurm, and output from before the wrapper."""
-        folder = _folder_of(job_id) if ID.match(job_id) else None
-        if folder is None:
+        if not ID.match(job_id):
             return
-        path, at, asked_at = folder / f"slurm-{job_id}.txt", 0, float("-inf")
+        # the folder that the job was sent from, where its text lies
+        folders = list_lines([job_id], "--format=%Z") or history(
+            f"--jobs={job_id}", "--format=WorkDir"
+        )
+        if not folders or not folders[0].startswith("/"):  # Slurm forgot the job
+            return
+        path, at, asked_at = Path(folders[0]) / f"slurm-{job_id}.txt", 0, float("-inf")
         rest, is_alive = b"", follow
         while True:
             if is_alive and time.monotonic() - asked_at > ALIVE_S:
@@ -262,24 +267,17 @@ def _options(spec: JobSpec, token: str) -> list[str]:
         f"--mem={job.resources.mem}G",
         "--requeue" if job.requeue else "--no-requeue",
     ]
+    limit = None
+    if job.max_run_time is not None:  # Slurm's own limit comes after that of the wrapper
+        seconds = job.max_run_time + job.grace_s + 60
+        limit = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
     values = {
         "gres": gres,
-        "time": job.time or _limit(job),
+        "time": job.time or limit,
         **{key: getattr(job, key) for key in RESOURCES},
     }
     options += [f"--{name}={value}" for name, value in values.items() if value is not None]
     return options + ([f"--signal=B:USR1@{job.signal_s}"] if job.signal_s is not None else [])
-
-
-def _limit(job: JobConfig) -> str | None:
-    """Slurm's own limit, h:mm:ss: max_run_time, grace_s and a minute; None without a limit.
-
-    It comes after that of the wrapper.
-    """
-    if job.max_run_time is None:
-        return None
-    seconds = job.max_run_time + job.grace_s + 60
-    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 def _refuse_unusable(spec: JobSpec, token: str) -> None:
@@ -331,12 +329,6 @@ def _script(argv: Sequence[str], spec: JobSpec, wrapper: Sequence[str]) -> str:
         f"exec {shlex.join(wrapper)}",
     )
     return "\n".join(lines) + "\n"
-
-
-def _folder_of(job_id: str) -> Path | None:
-    """The folder that a job was sent from, where its text lies; None when Slurm forgot the job."""
-    lines = list_lines([job_id], "--format=%Z") or history(f"--jobs={job_id}", "--format=WorkDir")
-    return Path(lines[0]) if lines and lines[0].startswith("/") else None
 
 
 def _content(path: Path, at: int) -> bytes:

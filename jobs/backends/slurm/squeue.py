@@ -288,8 +288,12 @@ def _waiting(
     here = {node.name: node for node in around if node.partition in row.partition.split(",")}
     out = {name: node.reason for name, node in here.items() if OUT_OF_USE.match(node.state)}
     needed = int(row.nodes) if row.nodes.isdigit() else 1
-    is_stuck = len(here) - len(out) < needed or bool(out.keys() & _expand(row.required))
-    if not out or not is_stuck:
+    if not out:
+        return state, reason
+    required = row.required.split(",")
+    if "[" in row.required:  # "n[1-2],m4"
+        required = ask("scontrol", "show", "hostnames", row.required)
+    if len(here) - len(out) >= needed and out.keys().isdisjoint(required):
         return state, reason
     drained = ", ".join(f"{name} ({why})" for name, why in sorted(out.items())[:4])
     cure = (
@@ -303,13 +307,6 @@ def nodes() -> list[Node]:
     """Every node, once for each of its partitions. Unreachable."""
     lines = ask("sinfo", "--noheader", "--Node", "--format=%N|%R|%T|%E")
     return [Node(*fields) for line in lines if len(fields := line.split("|", 3)) == 4]
-
-
-def _expand(names: str) -> set[str]:
-    """The nodes that "n[1-2],m4" stands for."""
-    if "[" not in names:
-        return set(names.split(","))
-    return set(ask("scontrol", "show", "hostnames", names))
 
 
 def config() -> dict[str, str]:

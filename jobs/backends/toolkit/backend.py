@@ -164,9 +164,13 @@ class Toolkit:
         unique = list(dict.fromkeys(ids))
         jobs = {job.id: job for job in self.list_jobs()} if len(unique) > FEW else {}
         for job_id in unique:
-            job = jobs.get(job_id) or self._one(job_id)
-            if job is not None:
-                jobs[job_id] = job
+            if job_id in jobs:
+                continue
+            answer = self._read("job", "get", job_id, "--format", "json")
+            if answer.code == 0:
+                jobs[job_id] = parse_jobs(answer.out, f"eai job get {job_id}")[0]
+            elif not GONE.search(answer.text):
+                raise Unreachable(f"eai job get {job_id}: {answer.text}")
         if len(unique) <= FEW and not all(job_id in jobs for job_id in unique):
             # a proxy that is starting says "not found" too
             jobs |= {job.id: job for job in self.list_jobs()}
@@ -212,14 +216,6 @@ class Toolkit:
                 raise Unreachable(f"eai job ls: {answer.text}")
             jobs |= {job.id: job for job in parse_jobs(answer.out, "eai job ls")}
         return list(jobs.values())
-
-    def _one(self, job_id: str) -> EaiJob | None:
-        answer = self._read("job", "get", job_id, "--format", "json")
-        if answer.code == 0:
-            return parse_jobs(answer.out, f"eai job get {job_id}")[0]
-        if GONE.search(answer.text):
-            return None
-        raise Unreachable(f"eai job get {job_id}: {answer.text}")
 
     def _read(self, *words: str) -> ToolkitReply:
         """The first answer that is not a passing fault. Unreachable after `retry_s`."""

@@ -175,12 +175,15 @@ def submit_job(
         JobConfig, keys | ({"account_id": account_id} if account_id else {}), source="job_config"
     )
     digest = hashlib.sha256(repr((account_id, workdir, argv)).encode()).hexdigest()[:16]
+    if savedir_logs is not None:  # logs.txt and err.txt, as haven reads them; a restart appends
+        line = 'exec "$@" >>"$0/logs.txt" 2>>"$0/err.txt"'
+        argv = ["/bin/sh", "-c", line, savedir_logs, *argv]
     number = 0
     while True:
         rendered = rendered_job(
             f"hv_{digest}_{number}",
             job,
-            command=_with_logs(argv, savedir_logs),
+            command=argv,
             workdir=workdir,
             writes=[savedir_logs] if savedir_logs else [],
             environment=job.environment_vars,
@@ -220,13 +223,6 @@ def _words(command: str) -> list[str]:
     return words
 
 
-def _with_logs(argv: list[str], folder: str | None) -> list[str]:
-    """The command with logs.txt and err.txt in `folder`, as haven reads them; a restart appends."""
-    if folder is None:
-        return argv
-    return ["/bin/sh", "-c", 'exec "$@" >>"$0/logs.txt" 2>>"$0/err.txt"', folder, *argv]
-
-
 # Loading
 
 
@@ -256,17 +252,17 @@ def _pkg_resources() -> Generator[None]:
     if "haven" in sys.modules or importlib.util.find_spec("pkg_resources") is not None:
         yield
         return
+
+    def get_distribution(name: str) -> SimpleNamespace:
+        return SimpleNamespace(version=importlib.metadata.version(name))
+
     stub: Any = ModuleType("pkg_resources")
-    stub.get_distribution = _distribution
+    stub.get_distribution = get_distribution
     sys.modules["pkg_resources"] = stub
     try:
         yield
     finally:
         del sys.modules["pkg_resources"]
-
-
-def _distribution(name: str) -> SimpleNamespace:
-    return SimpleNamespace(version=importlib.metadata.version(name))
 
 
 def _eastern_time(fname: str | None = None, timezone: str = "US/Eastern") -> str:

@@ -10,8 +10,8 @@ import json
 import secrets
 import struct
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -87,18 +87,14 @@ async def embeddings(request: Request) -> Response:
     body = await read_body(request, AskEmbeddings, keeper_of(request).config)
     texts = [body.input] if isinstance(body.input, str) else body.input
     answer = await _ask_once(request, body.model, {"texts": texts, "side": body.side})
-    data = [
-        {"object": "embedding", "index": index, "embedding": _vector(values, body.encoding_format)}
-        for index, values in enumerate(answer["vectors"])
-    ]
+    data: list[dict[str, Any]] = []
+    for index, values in enumerate(answer["vectors"]):
+        vector = values
+        if body.encoding_format != "float":
+            vector = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+        data.append({"object": "embedding", "index": index, "embedding": vector})
     usage = {"prompt_tokens": answer["tokens"], "total_tokens": answer["tokens"]}
     return JSONResponse({"object": "list", "data": data, "model": body.model, "usage": usage})
-
-
-def _vector(values: list[float], form: str) -> list[float] | str:
-    if form == "float":
-        return values
-    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
 
 
 async def score(request: Request) -> Response:
@@ -212,11 +208,16 @@ async def _ask_worker(
 ) -> AsyncGenerator[dict[str, Any]]:
     """The answer of the model's worker, piece by piece. Refusal."""
     run = _run_of(request, model)
-    with _refusals(model):
+    try:
         worker = await cast("Workers", request.app.state.workers).of(run)
         async with aclosing(worker.ask(question)) as pieces:
             async for piece in pieces:
                 yield piece
+    except Overloaded:
+        text = "The service is busy with the most models or requests that it allows. Ask again."
+        raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=5) from None
+    except CannotAnswer as error:
+        raise Refusal(400, f"{model}: {error}.", param="model") from None
 
 
 async def _ask_once(request: Request, model: str, question: dict[str, Any]) -> dict[str, Any]:
@@ -229,18 +230,6 @@ def _run_of(request: Request, model: str) -> Path:
     """The run folder of a tuned model, if this client sees it; else Refusal."""
     keeper = keeper_of(request)
     return keeper.folder.base.run(tuned_job(request, model)["lathe"]["exp_id"]).path
-
-
-@contextmanager
-def _refusals(model: str) -> Generator[None]:
-    """Turn the errors of workers into a Refusal."""
-    try:
-        yield
-    except Overloaded:
-        text = "The service is busy with the most models or requests that it allows. Ask again."
-        raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=5) from None
-    except CannotAnswer as error:
-        raise Refusal(400, f"{model}: {error}.", param="model") from None
 
 
 ROUTES = [

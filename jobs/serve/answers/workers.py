@@ -100,7 +100,11 @@ class Worker:
         finally:
             self._waiting -= 1
             one.has_left = True
-            self._leave()
+            # an exchange whose clients have all gone is cancelled
+            for task, batch in self._sending.items():
+                is_over = all(each.is_answered for each in batch)
+                if not is_over and all(each.has_left for each in batch):
+                    task.cancel()
 
     def _send(self) -> None:
         """Start a task that asks the waiting questions as soon as the worker is free."""
@@ -108,13 +112,6 @@ class Worker:
         task = asyncio.create_task(self._ask_together(batch))
         self._sending[task] = batch
         task.add_done_callback(self._sending.pop)
-
-    def _leave(self) -> None:
-        """Cancel every exchange whose clients have all gone."""
-        for task, batch in self._sending.items():
-            is_over = all(one.is_answered for one in batch)
-            if not is_over and all(one.has_left for one in batch):
-                task.cancel()
 
     async def _ask_together(self, batch: list[Waiting]) -> None:
         async with self._turn:
@@ -148,9 +145,13 @@ class Worker:
             while not is_whole:
                 piece = await self._line(process, ANSWER_S)
                 is_whole = "done" in piece
-                if not is_whole:
-                    number: int = piece.pop("of")
-                    _hand(batch[number], piece)
+                if is_whole:
+                    break
+                number: int = piece.pop("of")
+                one = batch[number]
+                one.pieces.put_nowait(piece)
+                if piece.keys() != {"text"}:  # a piece with only text is followed by others
+                    one.end()
         except OSError:
             raise CannotAnswer(GONE) from None
         finally:
@@ -189,15 +190,6 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-
-
-def _hand(one: Waiting, piece: dict[str, Any]) -> None:
-    """Add a piece to an answer. A piece with only text is followed by others; any other is the
-    last.
-    """
-    one.pieces.put_nowait(piece)
-    if piece.keys() != {"text"}:
-        one.end()
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,11 @@ def update_index(index: Index, base: BaseFolder, backend_of: Callable[[str], Bac
     )
     names = index.names()
     index.write_runs(_entry(row, base, names, marks[row.exp_id]) for row in rows)
-    _tell_apart(index, {row.group for row in rows if not row.by_hand and row.exp_id not in names})
+    # every run of a group with a new run is named after the values that distinguish it
+    for group in {row.group for row in rows if not row.by_hand and row.exp_id not in names}:
+        experiments = index.experiments_of(group)
+        differences = names_by_difference([json.loads(text) for text in experiments.values()])
+        index.write_names(dict(zip(experiments, differences, strict=True)))
 
 
 def _entry(row: Row, base: BaseFolder, names: dict[str, str], facts: str) -> dict[str, Any]:
@@ -62,14 +66,6 @@ def _entry(row: Row, base: BaseFolder, names: dict[str, str], facts: str) -> dic
         "card": json.dumps(run_card(row, folder, experiment)),
         "body": json.dumps(body),
     }
-
-
-def _tell_apart(index: Index, groups: Collection[str]) -> None:
-    """Name every run of these groups after the values that distinguish it from the others."""
-    for group in groups:
-        experiments = index.experiments_of(group)
-        names = names_by_difference([json.loads(text) for text in experiments.values()])
-        index.write_names(dict(zip(experiments, names, strict=True)))
 
 
 def mark(path: Path) -> str:

@@ -16,14 +16,14 @@ FAULTS = [
     # The wrapper
     Fault(
         "jobs/node/wrapper.py",
-        "if not create_json(attempt.started(start), facts):",
-        "if write_json(attempt.started(start), facts):",
+        "if not create_json(attempt.start_file(start), facts):",
+        "if write_json(attempt.start_file(start), facts):",
         why="a second start overwrites the first, and both train in one folder",
         tests=RUN,
     ),
     Fault(
         "jobs/node/wrapper.py",
-        "    if attempt.given_up.exists():\n",
+        "    if attempt.give_up_file.exists():\n",
         "    if False:\n",
         why="an attempt that was given up starts beside the one that took its place",
         tests=RUN,
