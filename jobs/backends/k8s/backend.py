@@ -121,8 +121,10 @@ class K8s:
             for start in range(0, len(names), CHUNK):
                 tokens = [token_in(name) for name in names[start : start + CHUNK]]
                 objects = _list(namespace, kind, label_selector=f"{TOKEN} in ({','.join(tokens)})")
+                if not objects:
+                    continue
                 pods: dict[str, list[Object]] = defaultdict(list)
-                for pod in _pods(namespace, tokens) if objects else ():
+                for pod in _pods(namespace, tokens):
                     pods[pod["metadata"]["labels"][TOKEN]].append(pod)
                 for item in objects:
                     name = item["metadata"]["name"]
