@@ -66,7 +66,13 @@ def predict(request: RowsToPredict) -> int:
     that are none, an output that is there already; what was predicted so far stays.
     """
     parts = request.out.with_name(f".{request.out.name}.parts")
-    _check_output(request.out, parts)
+    out = request.out
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: its folder does not exist. Make it, or write elsewhere.")
+    if out.exists() and not parts.is_dir():
+        raise ConfigError(
+            f"--out {out}: exists already, and nothing is overwritten. Give another name."
+        )
     rank, world = (int(os.environ.get(name, other)) for name, other in _RANKS.items())
     if torch.cuda.is_available():
         torch.cuda.set_device(distributed.device())
@@ -76,12 +82,12 @@ def predict(request: RowsToPredict) -> int:
     options = Options(places, data_path=data, cache_dir=request.cache_dir)
     task, model, _ = open_model(Question(values, model=str(folder)), options)
     batch = request.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
-    _begin(parts, _plan(request, folder, task, batch))
+    _begin(parts, request, folder, task, batch)
     count = _write_pieces(parts, request, task, model, batch=batch, rank=rank, world=world)
     # not before: ranks have other numbers of forwards, and must not wait for one another in them
     distributed.init(timeout_s=_PATIENCE_S)
     distributed.barrier()
-    distributed.on_main(lambda: _finish(parts, request.out, -(-count // (batch * _BATCHES))))
+    distributed.on_main(lambda: _finish(parts, out, -(-count // (batch * _BATCHES))))
     return count
 
 
@@ -115,32 +121,20 @@ def export_of(model: Path) -> tuple[dict[str, Any], Path]:
     return values, folder
 
 
-def _check_output(out: Path, parts: Path) -> None:
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: its folder does not exist. Make it, or write elsewhere.")
-    if out.exists() and not parts.is_dir():
-        raise ConfigError(
-            f"--out {out}: exists already, and nothing is overwritten. Give another name."
-        )
-
-
-def _plan(request: RowsToPredict, folder: Path, task: Task, batch: int) -> dict[str, Any]:
+def _begin(parts: Path, request: RowsToPredict, folder: Path, task: Task, batch: int) -> None:
+    """Make the folder of pieces with its plan, or continue one. ConfigError when the plan of the
+    folder is another one.
+    """
     files = row_files.files_in(request.rows) if request.rows.is_dir() else [request.rows]
     with refusals(request.rows):
         digests = [sha256_of(file) for file in files]
-    return {
+    plan = {
         "format": 1,
         "model": fingerprint(folder, task.fingerprint()),
         "rows": hashlib.sha256(" ".join(digests).encode()).hexdigest(),
         "batch": batch,
         **asdict(request.how),
     }
-
-
-def _begin(parts: Path, plan: dict[str, Any]) -> None:
-    """The folder of pieces, made or gone on with. ConfigError when it was begun with another
-    plan.
-    """
     with refusals(parts):
         parts.mkdir(exist_ok=True)
     path = parts / "plan.json"
