@@ -1,8 +1,8 @@
-"""What a trained model says of rows that nobody has answered: files of rows in, JSON lines out.
+"""Predictions of a trained model for unlabelled rows: files of rows in, JSON lines out.
 
-The rows are cut into pieces, which depend on nothing but the rows and the batch; each piece is the
-work of one rank, written whole beside the output, and kept until all are there. So a killed command
-goes on where it was, and the output has the same bytes on any number of ranks.
+The rows are cut into pieces, which depend only on the rows and the batch. Each piece is predicted
+by one rank and written to a file beside the output. When all pieces are there, they become the
+output. So a killed command can continue, and the output has the same bytes on any number of ranks.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BATCHES = 8  # of a piece: what a kill costs a rank at most
+_BATCHES = 8  # batches of a piece: a kill loses at most one piece per rank
 _EXPORTS = ("best", "final")
-# Ranks meet when they are done, and one may have much more to do than another.
+# Ranks wait for each other at the end, and some may have much more work than others.
 _PATIENCE_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class RowsToPredict:
-    """What is predicted, and where it is written."""
+    """The rows to predict, and the file to write."""
 
     model: Path  # a run folder, or an exported one
     rows: Path  # a file of rows, or a folder of such files
@@ -60,10 +60,10 @@ class RowsToPredict:
 
 
 def predict(request: RowsToPredict) -> int:
-    """Write what the model says of each row, in their order; how many there are.
+    """Write the prediction for each row, in order; returns the number of rows.
 
-    Every rank of a launcher calls it. ConfigError and DataError for a model that is not there, rows
-    that are none, an output that is there already; what was predicted so far stays.
+    Every rank of a launcher calls it. ConfigError and DataError for a missing model, invalid rows
+    or an existing output. Pieces that were predicted before an error stay.
     """
     parts = request.out.with_name(f".{request.out.name}.parts")
     out = request.out
@@ -84,7 +84,7 @@ def predict(request: RowsToPredict) -> int:
     batch = request.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
     _begin(parts, request, folder, task, batch)
     count = _write_pieces(parts, request, task, model, batch=batch, rank=rank, world=world)
-    # not before: ranks have other numbers of forwards, and must not wait for one another in them
+    # not earlier: ranks have different numbers of forwards, so these must not be collectives
     distributed.init(timeout_s=_PATIENCE_S)
     distributed.barrier()
     distributed.on_main(lambda: _finish(parts, out, -(-count // (batch * _BATCHES))))
@@ -95,10 +95,10 @@ _RANKS = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def export_of(model: Path) -> tuple[dict[str, Any], Path]:
-    """The dictionary and the folder of an exported model; of a run folder its best/, else final/.
+    """The experiment and the folder of an exported model; for a run folder that of best/, else of
+    final/.
 
-    What lies in the folder itself (tokenizer, whole weights) is taken from there, wherever the
-    experiment had it from.
+    A tokenizer and whole weights in the folder replace those that the experiment names.
     """
     folder = next((model / name for name in _EXPORTS if (model / name).is_dir()), model)
     about = record.read(folder)
@@ -172,7 +172,7 @@ def _write_pieces(
     rank: int,
     world: int,
 ) -> int:
-    """Write the pieces of this rank that are missing; how many rows there are in all."""
+    """Write the missing pieces of this rank; returns the number of all rows."""
     trained: Trained = importlib.import_module(f"trainer.tasks.{task.cfg.task}.trained")  # type: ignore
     rows, piece, count = _rows(request, task), 0, 0
     while block := list(islice(rows, batch * _BATCHES)):
@@ -193,7 +193,7 @@ def _write_pieces(
 def _predict_rows(
     trained: Trained, task: Any, model: nn.Module, rows: list[Row], how: Prediction, batch: int
 ) -> list[dict[str, Any]]:
-    """What is said of each row, rows of like length together."""
+    """The predictions for rows, in their order. Rows of similar length are in one batch."""
     order = sorted(range(len(rows)), key=lambda n: len(json.dumps(rows[n])), reverse=True)
     by_row: dict[int, dict[str, Any]] = {}
     for start in range(0, len(order), batch):
