@@ -180,17 +180,17 @@ def _experiments(which: WhichRuns, savedir_base: Path) -> list[dict[str, Any]]:
 
     group, exp_id, steps = which.exp_group, which.exp_id, which.steps
     if exp_id is not None and group is not None:
-        chosen = {
+        by_id = {
             id_of(values): values for values in experiments_of(group, which.exp_configs, steps)
         }
-        if exp_id not in chosen:
+        if exp_id not in by_id:
             raise ConfigError(
-                f"--exp_id {exp_id} is not in -e {group}, which has {', '.join(chosen)}. Leave -e "
+                f"--exp_id {exp_id} is not in -e {group}, which has {', '.join(by_id)}. Leave -e "
                 "out to go on with a run of that id, or --exp_id to train the group."
             )
-        return [chosen[exp_id]]
+        return [by_id[exp_id]]
     if exp_id is not None:
-        values = _stored(savedir_base, exp_id)
+        values = _read_dictionary(savedir_base, exp_id)
         if id_of(values) != exp_id:
             raise ConfigError(
                 f"--exp_id {exp_id}: the dictionary in that folder has id {id_of(values)}. Give "
@@ -223,7 +223,7 @@ def _names(which: WhichRuns) -> dict[str, str]:
     )
 
 
-def _stored(savedir_base: Path, exp_id: str) -> dict[str, Any]:
+def _read_dictionary(savedir_base: Path, exp_id: str) -> dict[str, Any]:
     path = savedir_base / exp_id / "exp_dict.json"
     if Path(exp_id).name != exp_id:
         raise ConfigError(
@@ -259,11 +259,11 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     from trainer.training.run_plan import plan
 
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    chosen = Options(**options)
-    plans = [plan(values, chosen, world=world, rank=rank) for values in experiments]
+    run_options = Options(**options)
+    plans = [plan(values, run_options, world=world, rank=rank) for values in experiments]
     distributed.init()
     with watch.watch_ranks(last_words):
-        return run_group(plans, chosen)
+        return run_group(plans, run_options)
 
 
 def _begin(
@@ -272,10 +272,8 @@ def _begin(
     ranks = parse(survive) if survive else None
     if is_dry:
         return _dry_run(experiments, options, ranks)
-    return _outlive(experiments, options, ranks) if ranks else _train(experiments, options)
-
-
-def _outlive(experiments: list[dict[str, Any]], options: dict[str, Any], ranks: Survival) -> int:
+    if ranks is None:
+        return _train(experiments, options)
     from trainer.survival.agent import Agent
 
     options["mirror_every"] = ranks.every
@@ -289,19 +287,19 @@ def _dry_run(
     from trainer.training.options import Options
     from trainer.training.run_plan import plan
 
-    chosen = Options(**options)
+    run_options = Options(**options)
     world = ranks.ranks if ranks else int(os.environ.get("WORLD_SIZE", "1"))
     refused: list[str] = []
     earlier: set[str] = set()  # whose weights a later experiment of the group may start from
     for values in experiments:
-        planned = plan(values, chosen, world=world, rank=0)
+        run_plan = plan(values, run_options, world=world, rank=0)
         base = values.get("base")
         needs = base.get("experiment") if isinstance(base, dict) else None
         is_awaited = needs is not None and id_of(needs) in earlier
-        findings = look(planned, chosen, is_awaited=is_awaited)
-        typer.echo(show(planned, findings))
-        refused += [f"{planned.id}: {problem}" for problem in findings.problems]
-        earlier.add(planned.id)
+        findings = look(run_plan, run_options, is_awaited=is_awaited)
+        typer.echo(show(run_plan, findings))
+        refused += [f"{run_plan.id}: {problem}" for problem in findings.problems]
+        earlier.add(run_plan.id)
     if refused:
         raise ConfigError("a run would be refused.\n" + "\n".join(refused))
     return EXIT_OK

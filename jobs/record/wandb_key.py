@@ -47,10 +47,15 @@ def find_key_source(job: JobConfig, environ: Mapping[str, str]) -> KeySource:
         path = Path(file_name).expanduser().absolute()
         check_key_file(path)
         return KeySource("file", f"W&B key: {path}, read by the job itself", path)
-    netrc = _netrc_with_key(environ)
-    if netrc is not None:
+    host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = Path(environ.get("NETRC") or Path(environ.get("HOME", "~")).expanduser() / ".netrc")
+    try:
+        has_key = netrc(path).authenticators(host) is not None
+    except (OSError, NetrcParseError, UnicodeDecodeError):
+        has_key = False
+    if has_key:
         return KeySource(
-            "file", f"W&B key: {netrc}, read by wandb itself where this home folder is mounted"
+            "file", f"W&B key: {path}, read by wandb itself where this home folder is mounted"
         )
     if environ.get("WANDB_API_KEY"):
         return KeySource(
@@ -61,15 +66,6 @@ def find_key_source(job: JobConfig, environ: Mapping[str, str]) -> KeySource:
     return KeySource(
         "none", "W&B key: none found, so wandb runs offline; `wandb sync` sends the runs later"
     )
-
-
-def _netrc_with_key(environ: Mapping[str, str]) -> Path | None:
-    host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    path = Path(environ.get("NETRC") or Path(environ.get("HOME", "~")).expanduser() / ".netrc")
-    try:
-        return path if netrc(path).authenticators(host) is not None else None
-    except (OSError, NetrcParseError, UnicodeDecodeError):
-        return None
 
 
 def check_key_file(path: Path) -> None:

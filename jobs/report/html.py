@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
@@ -27,7 +27,6 @@ from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.files.survival_events import recovery_sentence
 
 if TYPE_CHECKING:
-    from jobs.record.events import Sent
     from jobs.report.curves import Curves
     from jobs.report.scores import ExperimentScores, Results
 
@@ -290,10 +289,18 @@ def _timeline(row: Row, now: str) -> str:
             f'<i class="{_colour(start, row)}" style="left:{offset:.2%};width:{width:.2%}" '
             f'title="{words}"></i>'
         )
-    sentences = [_sentence(attempt, row.starts) for attempt in row.history[-MOST_ATTEMPTS:]]
-    earlier = len(row.history) - len(sentences)
+    earlier = max(len(row.history) - MOST_ATTEMPTS, 0)
     items = [f"<li>{earlier} earlier attempts</li>"] if earlier else []
-    items += [f"<li>{_text(sentence)}</li>" for sentence in sentences]
+    for attempt in row.history[-MOST_ATTEMPTS:]:
+        own = [start for start in row.starts if start.attempt == attempt.number]
+        where = f"{attempt.backend} {attempt.id or ''}".strip()
+        hosts = list(dict.fromkeys(start.host for start in own if start.host))
+        if hosts:
+            where += f" on {', '.join(hosts)}"
+        ran = f", ran {duration(sum(start.hours for start in own) * 3600)}" if own else ""
+        times = f" in {len(own)} starts" if len(own) > 1 else ""
+        sentence = f"{attempt.number}. {where}: {attempt.state}{ran}{times}"
+        items.append(f"<li>{_text(sentence)}</li>")
     return f'<div class="time">{"".join(bars)}</div><ul class="tries">{"".join(items)}</ul>'
 
 
@@ -303,18 +310,6 @@ def _colour(start: Start, row: Row) -> str:
         goes_on = row.state == "running" and start == row.starts[-1]
         return "s-running" if goes_on else "s-lost"
     return {EXIT_OK: "s-succeeded", EXIT_PREEMPTED: "s-preempted"}.get(start.code, "s-failed")
-
-
-def _sentence(attempt: Sent, starts: Iterable[Start]) -> str:
-    own = [start for start in starts if start.attempt == attempt.number]
-    where = f"{attempt.backend} {attempt.id or ''}".strip()
-    hosts = list(dict.fromkeys(start.host for start in own if start.host))
-    ran = f", ran {duration(sum(start.hours for start in own) * 3600)}" if own else ""
-    times = f" in {len(own)} starts" if len(own) > 1 else ""
-    return (
-        f"{attempt.number}. {where}{' on ' + ', '.join(hosts) if hosts else ''}: "
-        f"{attempt.state}{ran}{times}"
-    )
 
 
 def _log(row: Row, folder: RunFolder) -> str:

@@ -125,7 +125,16 @@ class _Reader:
 
     def read(self) -> Iterator[str]:
         """Every line that is complete by now."""
-        yield from self._begin_again_if_cut()
+        try:
+            facts = self._path.stat()
+        except FileNotFoundError:
+            facts = None  # it was moved away: the rest of the open file is still read
+        if facts is not None:
+            is_another = facts.st_ino != os.fstat(self._file.fileno()).st_ino
+            if is_another or facts.st_size < self._file.tell():  # another file, or it was cut
+                yield from self.rest()
+                self._file.close()
+                self._file = self._path.open("rb")
         while block := self._file.read(BLOCK):
             *lines, self._pending = LINE_END.split(self._pending + block)
             yield from map(_text, lines)
@@ -151,17 +160,6 @@ class _Reader:
 
     def close(self) -> None:
         self._file.close()
-
-    def _begin_again_if_cut(self) -> Iterator[str]:
-        try:
-            facts = self._path.stat()
-        except FileNotFoundError:
-            return  # it was moved away: the rest of the open file is still read
-        is_another = facts.st_ino != os.fstat(self._file.fileno()).st_ino
-        if is_another or facts.st_size < self._file.tell():
-            yield from self.rest()
-            self._file.close()
-            self._file = self._path.open("rb")
 
 
 class _Watch:

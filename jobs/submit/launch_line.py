@@ -67,9 +67,9 @@ def read(text: str, job: JobConfig, *, python: str, exp_id: str) -> LaunchLine:
 
 def _split(text: str) -> tuple[str | None, list[str]]:
     """The environment to activate, and the words of the one command after it."""
-    if found := SHELL.search(text):
+    if match := SHELL.search(text):
         raise ConfigError(
-            f"--python_binary {text!r}: {found.group()!r} belongs to a shell, and none runs. {FORM}"
+            f"--python_binary {text!r}: {match.group()!r} belongs to a shell, and none runs. {FORM}"
         )
     try:
         parts = [words for part in text.split(";") if (words := shlex.split(part))]
@@ -127,14 +127,14 @@ def processes(argv: tuple[str, ...], job: JobConfig) -> int | None:
     counts = dict(itertools.pairwise(argv)) | dict(
         word.split("=", 1) for word in argv if "=" in word
     )
-    named = [counts[flag] for flag in COUNTS if flag in counts]
+    per_node_values = [counts[flag] for flag in COUNTS if flag in counts]
     is_launcher = PurePath(argv[0]).name in LAUNCHERS or argv[1:3] == (
         "-m",
         "torch.distributed.run",
     )
     if not is_launcher:
         return 1
-    if not named and PurePath(argv[0]).name == "deepspeed":
+    if not per_node_values and PurePath(argv[0]).name == "deepspeed":
         return job.gpus * job.nodes or None  # every device that it sees
-    per_node = named[0] if named else "1"
+    per_node = per_node_values[0] if per_node_values else "1"
     return int(per_node) * job.nodes if per_node.isdigit() else None

@@ -55,7 +55,7 @@ def training_flags(words: Sequence[str]) -> dict[str, str]:
 
     ConfigError names the first word that is none of its flags, with the nearest one.
     """
-    found: dict[str, str] = {}
+    flags: dict[str, str] = {}
     rest = list(words)
     while rest:
         name, equals, text = rest.pop(0).partition("=")
@@ -66,8 +66,8 @@ def training_flags(words: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{name}={text}: want no value. Write {name} alone, or leave it out.")
         if not equals and not rest and key not in SWITCHES:
             raise ConfigError(f"{name}: want a value after it.")
-        found[key] = text if equals or key in SWITCHES else rest.pop(0)
-    return found
+        flags[key] = text if equals or key in SWITCHES else rest.pop(0)
+    return flags
 
 
 def make(

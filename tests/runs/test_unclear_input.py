@@ -30,6 +30,7 @@ from trainer.errors import ConfigError, DataError, LatheError, ResumeError, Stor
 from trainer.files import hub
 from trainer.files.atomic import size_of
 from trainer.files.build_once import build_once
+from trainer.launch.choose import choose
 from trainer.launch.run_folder import claimed
 from trainer.models import base_model, base_source
 from trainer.protocol.task import Places
@@ -233,8 +234,9 @@ def test_a_data_path_that_is_a_file_or_not_there_is_refused_before_anything_is_r
         plan(values, Options(tmp_path, data_path=file), world=1, rank=0)
     with pytest.raises(DataError, match="there is no such folder"):
         plan(values, Options(tmp_path, data_path=tmp_path / "nowhere"), world=1, rank=0)
+    options = Options(tmp_path, data_path=folder, device="zzz")
     with pytest.raises(ConfigError, match="--device zzz: neither a size"):
-        plan(values, Options(tmp_path, device="zzz"), world=1, rank=0)
+        choose(plan(values, options, world=1, rank=0), options)
 
 
 @pytest.mark.parametrize("below", ["", "runs"])

@@ -1,4 +1,4 @@
-"""Rows encoded by several processes, in their order: the same rows as by one."""
+"""Encodes rows with several processes, in order, with the same result as one process."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from trainer.errors import LatheError
 if TYPE_CHECKING:
     from trainer.protocol.task import Encoded, Row
 
-SMALL = 10_000  # rows that one process encodes before several have begun
-_CHUNK = 200  # rows that a process gets at a time: some 0.1 s of work
-_AHEAD = 4  # chunks a process that wait or are done: memory stays bounded
+SMALL = 10_000  # one process encodes so many rows before several could start
+_CHUNK = 200  # rows that a process gets at a time: about 0.1 s of work
+_AHEAD = 4  # chunks per process that are queued or finished, which bounds the memory
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 Encode = Callable[["Row"], "Encoded"]
 
-# What a process that was forked encodes with: set before the fork, so that nothing is pickled.
+# The encoder of the forked processes. It is set before the fork, so it is not pickled.
 _encode: Encode | None = None
 
 
 def usable_processes(num_rows: int) -> int:
-    """How many processes encode so many rows where nobody says: one for few, else the cores that
-    this process may use, shared with the other ranks of its machine.
+    """The default number of processes that encode: one for few rows, else the cores that this
+    process may use, divided by the ranks of the machine.
     """
     if num_rows < SMALL or not sys.platform.startswith("linux"):
         return 1
@@ -44,22 +44,19 @@ def usable_processes(num_rows: int) -> int:
 
 
 def encoded_rows(rows: Iterable[Row], encode: Encode, *, num_proc: int) -> Iterator[Encoded]:
-    """encode(row) of every row, in their order; at most a few hundred a process are in memory.
+    """encode(row) of every row, in order; at most a few hundred rows per process are in memory.
 
-    The first row is encoded here, before any process starts: what encoding builds once (a corpus,
-    say) is then shared. An error of a row is raised as it would be by one process. LatheError when
-    a process is killed. With several, this process forks: call it before CUDA or threads are up.
+    The first row is encoded here, before any process starts, so that the processes share what
+    encoding builds once (for example a corpus). An error of a row is raised as one process would
+    raise it. LatheError when a process is killed. With several processes, this process forks: call
+    it before CUDA or threads start.
     """
+    global _encode
     rows = iter(rows)
     if num_proc == 1:
         yield from map(encode, rows)
         return
     yield from map(encode, itertools.islice(rows, 1))
-    yield from _by_processes(rows, encode, num_proc)
-
-
-def _by_processes(rows: Iterator[Row], encode: Encode, num_proc: int) -> Iterator[Encoded]:
-    global _encode
     _encode = encode
     waiting: deque[Future[list[Encoded]]] = deque()
     pool = ProcessPoolExecutor(
@@ -86,8 +83,8 @@ def _by_processes(rows: Iterator[Row], encode: Encode, num_proc: int) -> Iterato
 
 
 def _begin(parent: int) -> None:
-    """In a new process: end when the parent does, leave signals of the terminal to it, one thread
-    each.
+    """Set up a new process: it ends with its parent, ignores signals of the terminal, which the
+    parent handles, and uses one thread.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -100,16 +97,14 @@ def _begin(parent: int) -> None:
 
 
 def _encode_chunk(chunk: list[Row]) -> list[Encoded]:
-    assert _encode is not None
-    return [_light(_encode(row)) for row in chunk]
-
-
-def _light(encoded: Encoded) -> Encoded:
-    """The same row as arrays, of which a process hands over far more in a second; what is no flat
-    list stays, to be refused by name.
+    """The encoded rows as arrays, which a process can send faster than lists. A value that is no
+    flat list stays as it is; the writer of the store refuses it by name.
     """
-    fields = cast("dict[str, Any]", encoded)
-    for name, values in fields.items():
-        with contextlib.suppress(TypeError, ValueError):
-            fields[name] = np.asarray(values, dtype=None if len(values) else np.int64)
-    return encoded
+    assert _encode is not None
+    encoded_chunk = [_encode(row) for row in chunk]
+    for encoded in encoded_chunk:
+        fields = cast("dict[str, Any]", encoded)
+        for name, values in fields.items():
+            with contextlib.suppress(TypeError, ValueError):
+                fields[name] = np.asarray(values, dtype=None if len(values) else np.int64)
+    return encoded_chunk

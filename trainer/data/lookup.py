@@ -1,10 +1,11 @@
-"""The made-up corpus: people and places that do not exist, so that an answer can only be read.
+"""A made-up corpus about people and places that do not exist, so that a model can answer only by
+reading the context.
 
-Whoever answers 95 % of its held-out rows has found the one fact that answers among others of the
-same form, and copied a name that no training row holds: "does it learn?" of a new machine, cluster
-or recipe, in minutes and without data. A row follows from its split and number alone, on every
-machine. The split "control" is "valid" with what answers taken away: what is still right there is
-not read but guessed.
+A model that answers 95 % of the held-out rows finds the one fact that answers among other facts of
+the same form, and copies a name that no training row holds. This shows within minutes, and without
+any data set, whether training works on a new machine, cluster or recipe. A row depends only on its
+split and its number, so it is the same on every machine. The split "control" holds the "valid"
+rows without the fact that answers: a right answer there is a guess.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from trainer.errors import DataError
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
-VERSION = 1  # of the names and texts below, which it seeds: whoever changes them counts on
+VERSION = 1  # seeds the names and texts below; add 1 when you change how they are made
 CONTROL = "control"
 NUM_ROWS = {"train": 60_000, "valid": 500, "test": 500, CONTROL: 500}
-_CONTEXTS_PER_FACT = 25_000  # training rows of contexts(), where that is more
+_CONTEXTS_PER_FACT = 25_000  # training rows of contexts() per fact, if more than NUM_ROWS
 
 _SYLLABLES = ["".join(letters) for letters in product("bdfghklmnprstvz", "aeiou", "lnr")]
-_HELD_OUT_OF_1000 = 200  # names that training never holds
-FACTS = 8  # of one text, where nothing else is said
-_SAMPLED = 2000  # texts of each kind that a tokenizer sees
-_RELATIONS = {  # how a fact is told, and how it is asked for
+_HELD_OUT_OF_1000 = 200  # of 1,000 names, so many never occur in training
+FACTS = 8  # the default number of facts in one text
+_SAMPLED = 2000  # texts of each kind that a tokenizer is trained on
+_RELATIONS = {  # the verb of a fact -> the question about it
     "lives in": "Where does {} live?",
     "was born in": "Where was {} born?",
     "works in": "Where does {} work?",
@@ -56,7 +57,7 @@ class _Fact:
 
 @cache
 def _names() -> tuple[list[str], list[str]]:
-    """Those of training, and those that it never holds: two words of one syllable each."""
+    """(names for training, held-out names), each of two words of one syllable."""
     names = [f"{first} {second}".title() for first, second in product(_SYLLABLES, repeat=2)]
     is_fresh = [is_held_out(name, per_mille=_HELD_OUT_OF_1000) for name in names]
     return (
@@ -66,10 +67,10 @@ def _names() -> tuple[list[str], list[str]]:
 
 
 class _Draw(random.Random):
-    """What one row is drawn with: names of its split alone, none of them twice."""
+    """The random generator of one row. It draws only names of the row's split, and none twice."""
 
     def __init__(self, split: str, number: int) -> None:
-        seeded = "valid" if split == CONTROL else split  # it asks what the validation asks
+        seeded = "valid" if split == CONTROL else split  # the same questions as in validation
         super().__init__(f"{VERSION} {seeded} {number}")
         self._is_training = split == "train"
         trained, fresh = _names()
@@ -83,16 +84,20 @@ class _Draw(random.Random):
         return name
 
     def count(self, most: int, *, least: int = 1, shortness: int = 2) -> int:
-        """`most`; in training any number, and with a shortness above 1 mostly fewer: short rows
-        teach to copy, long ones to choose.
+        """`most` outside training; in training a random number from `least` to `most`.
+
+        A shortness above 1 makes small numbers likelier: short rows teach the model to copy, long
+        rows to choose.
         """
         if not self._is_training:
             return most
         return least + int((most - least + 1) * self.random() ** shortness)
 
     def facts(self, count: int, *, alike: bool = False) -> tuple[list[_Fact], _Fact]:
-        """`count` facts in any order, and the one that is asked for; of two or more, another one is
-        about the same person. alike: those of other people tell what is asked for, of them.
+        """`count` facts in random order, and the one of them that the question asks for.
+
+        With two or more facts, a second fact is about the same person. alike: the distractor facts
+        answer the same relation for other people.
         """
         relations = list(_RELATIONS)
         relation_asked, other_relation = self.sample(relations, 2)
@@ -108,10 +113,12 @@ class _Draw(random.Random):
 
 
 def questions(split: str, *, passages: int) -> Iterator[Row]:
-    """Rows {"id", "question", "answers", "ctxs"}: so many passages of one fact each, exactly one of
-    which answers. In "control" that one is left out. In training the passages about other people
-    tell what is asked for: where any relation will do there, it alone is right 6 times in 10 of
-    five passages, and a reader is slow to look at the person as well (docs/log.md).
+    """Rows {"id", "question", "answers", "ctxs"}: `passages` passages of one fact each, exactly one
+    of which answers. In "control" that passage is missing.
+
+    In training the passages about other people have the relation that the question asks for. With
+    random relations, the relation alone would identify the answer in 6 of 10 rows of five passages,
+    and a model would learn only slowly to look at the person as well (docs/log.md).
     """
     for number, draw in _draws(split):
         facts, answer = draw.facts(passages, alike=split == "train")
@@ -125,15 +132,19 @@ def questions(split: str, *, passages: int) -> Iterator[Row]:
 
 
 def num_contexts(facts: int) -> int:
-    """Training rows of contexts(). Layers learn 60,000 texts of eight facts by heart: a training
-    loss of .005 and a held-out one of .168 (docs/log.md).
+    """The number of training rows of contexts().
+
+    60,000 rows of eight facts are too few, because layers learn them by heart: the training loss
+    is then .005 and the held-out loss .168 (docs/log.md).
     """
     return max(NUM_ROWS["train"], _CONTEXTS_PER_FACT * facts)
 
 
 def contexts(split: str, *, facts: int = FACTS) -> Iterator[Row]:
-    """Rows {"question", "answers", "context", "title"}: so many facts in one text, in training
-    fewer too, one of which answers. The context of "control" is the next row's.
+    """Rows {"question", "answers", "context", "title"}. One of the facts in the context answers.
+
+    A context has `facts` facts, in training a random number up to that. In "control" a row has
+    the context of the next row.
     """
     for number, draw in _draws(split, num_train=num_contexts(facts)):
         own, answer = draw.facts(draw.count(facts, shortness=1))
@@ -143,9 +154,10 @@ def contexts(split: str, *, facts: int = FACTS) -> Iterator[Row]:
 
 
 def texts(split: str, *, facts: int = FACTS) -> Iterator[Row]:
-    """Rows {"text", "answer_spans"} for language modelling: so many facts, in training mostly
-    fewer, then a question about each with its answer, whose first character and the one behind its
-    last are a span.
+    """Rows {"text", "answer_spans"} for language modelling. A text has `facts` facts, in training
+    mostly fewer, and then a question about each fact with its answer.
+
+    answer_spans: the answers in the text as (start, end) offsets in characters, end exclusive.
     """
     for _, draw in _draws(split):
         own, _ = draw.facts(draw.count(facts))
@@ -158,9 +170,11 @@ def texts(split: str, *, facts: int = FACTS) -> Iterator[Row]:
 
 
 def summaries(split: str, *, facts: int = FACTS) -> Iterator[Row]:
-    """Rows {"id", "document", "summaries"}: so many facts, in training mostly fewer, about several
-    people, and what they say of the one who is named first. The document of "control" is the next
-    row's.
+    """Rows {"id", "document", "summaries"}. The summary repeats the facts of the person whom the
+    document names first.
+
+    A document has `facts` facts about several people, in training mostly fewer. In "control" a row
+    has the document of the next row.
     """
     for number, draw in _draws(split):
         document, summary = _document_and_summary(draw, facts)
@@ -170,8 +184,9 @@ def summaries(split: str, *, facts: int = FACTS) -> Iterator[Row]:
 
 
 def statements(kind: str, split: str) -> Iterator[Row]:
-    """Groups {"golds", "distractors"}: a statement that is true by what it says itself, and some of
-    the same beginning that are false. In "control" any one of them is called true.
+    """Groups {"golds", "distractors"}: one true statement, and false ones with the same beginning.
+
+    The beginning alone decides which end is true. In "control" the gold is a random statement.
 
     kind: a key of STATEMENTS.
     """
@@ -183,7 +198,7 @@ def statements(kind: str, split: str) -> Iterator[Row]:
 
 
 def sample_texts() -> list[str]:
-    """Texts of every kind, for a tokenizer to be trained on."""
+    """Texts of every kind, to train a tokenizer on."""
     rows = [*islice(texts("train"), _SAMPLED), *islice(summaries("train"), _SAMPLED)]
     sampled = [text for row in rows for text in (row.get("text"), row.get("document")) if text]
     for kind in STATEMENTS:
@@ -216,7 +231,7 @@ def _document_and_summary(draw: _Draw, count: int) -> tuple[str, str]:
     return f"About {answer.person}: {_text(facts)}", f"{answer.person} {claims}."
 
 
-# What a statement tells, and how it may end: truly, and how falsely
+# Kinds of statements: (beginning, ends), of which the first end is true
 # --------------------------------------------------------------------------------------------------
 
 

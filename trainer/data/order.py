@@ -1,14 +1,14 @@
-"""Which rows are trained on when: seekable by construction, batch = f(seed, epoch, step), the same
-for any world size.
+"""Which rows each step trains on: batch = f(seed, epoch, step), the same for any world size.
 
-An epoch is a permutation of the rows; a step takes the next `global_batch` of them, or rows of like
-length out of what the next few steps take; a window is one rank's share of a step, cut into
-micro-batches of like length, of so many rows or tokens. Nothing is carried from step to step, so
-resuming at step n costs nothing.
+An epoch is a permutation of the rows. A step takes the next `global_batch` rows of it; with
+`bucket_steps`, the rows of several steps are first sorted by length, so that a step has rows of
+similar length. A window is one rank's share of a step. It is cut into micro-batches of a fixed
+number of rows, or of at most `micro_tokens` tokens. A step depends on no earlier step, so resuming
+at step n costs nothing.
 
-A row is as long as what it is padded with: its one length or, for a task that says so (`Shapes`), a
-length for each field that is padded by itself; or, where a task `Packs`, as its tokens. Rows of
-another kind come behind one another, and share no token-budgeted micro-batch.
+Most tasks have one length per row. A task with the ability `Shapes` has one length for each field
+that it pads; for a task that `Packs`, only real tokens count. Rows of different kinds
+(`Shapes.kind_field`) are sorted apart, and never share a micro-batch that `micro_tokens` limits.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
 
 _WINDOWS_AHEAD = 2  # one being copied to the device, one ready
-_POLL_S = 0.1  # how soon a waiting collation thread notices that nobody reads any more
+_POLL_S = 0.1  # how soon a waiting collation thread notices that its reader has stopped
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the rows of one optimizer step are dealt to ranks and micro-batches.
+    """How the rows of one optimizer step are distributed over ranks and micro-batches.
 
     Raises ConfigError when micro_batch x world does not divide global_batch.
     """
 
     global_batch: int  # rows per optimizer step, over all ranks
-    micro_batch: int  # rows per rank and forward; with micro_tokens: at most
+    micro_batch: int  # rows per rank and forward; with micro_tokens the maximum
     world: int
     rank: int
-    # tokens, pads included, per rank and forward, at most; a longer row goes alone
+    # the most tokens per rank and forward, padding included; a longer row is alone in its batch
     micro_tokens: int | None = None
-    # rows of so many steps are sorted by length before they are cut into steps
+    # the rows of this many steps are sorted by length before they are cut into steps
     bucket_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -75,25 +75,25 @@ class Sharding:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per rank and optimizer step; with micro_tokens the fewest there may be."""
+        """Micro-batches per rank and optimizer step; with micro_tokens the minimum."""
         return self.global_batch // (self.micro_batch * self.world)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long rows are, and which of them are kept apart."""
+    """The lengths and kinds of rows; rows of different kinds are batched apart."""
 
     # (rows, axes) int64: each axis is padded to the longest row of a micro-batch
     axes_NA: np.ndarray
     kinds_N: np.ndarray  # (rows,)
-    is_packed: bool = False  # micro-batches are streams of real tokens, padded nowhere
+    is_packed: bool = False  # micro-batches are streams of real tokens without padding
 
     def __len__(self) -> int:
         return len(self.kinds_N)
 
     @property
     def lengths_N(self) -> np.ndarray:
-        """(rows,) int64: of all axes together."""
+        """(rows,) int64: the sum over all axes."""
         return self.axes_NA.sum(axis=1)
 
 
@@ -131,7 +131,7 @@ class StepBatches:
 @lru_cache(maxsize=2)
 def epoch_order(num_rows: int, *, seed: int | None, epoch: int) -> np.ndarray:
     """The order of the rows in an epoch, (num_rows,) int64, read-only: a permutation drawn from
-    (seed, epoch) alone. seed: None leaves them in the order they were given.
+    (seed, epoch) alone. seed: None keeps the order of the data.
 
     Rows are sorted by raw 64-bit draws of PCG64, whose stream numpy guarantees; what
     `Generator.permutation` draws may change between numpy versions (NEP 19), and a resumed run
@@ -142,15 +142,15 @@ def epoch_order(num_rows: int, *, seed: int | None, epoch: int) -> np.ndarray:
     else:
         draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
         order = np.argsort(draws, kind="stable")
-    order.setflags(write=False)  # it is shared by everybody who asks
+    order.setflags(write=False)  # all callers share this array
     return order
 
 
 def step_rows(step: int, num_rows: int, *, global_batch: int, seed: int | None) -> np.ndarray:
     """The (global_batch,) rows of optimizer step `step` (0-based), for any world size.
 
-    Every epoch drops its uneven tail, another one each time. Raises DataError when not even one
-    batch can be filled.
+    Each epoch drops the rows at its end that fill no whole batch; they differ between epochs.
+    Raises DataError when the rows do not fill even one batch.
     """
     steps_per_epoch = num_rows // global_batch
     if steps_per_epoch == 0:
@@ -167,12 +167,11 @@ def step_rows(step: int, num_rows: int, *, global_batch: int, seed: int | None) 
 def bucketed_step_rows(
     step: int, lengths: Lengths, *, global_batch: int, bucket_steps: int, seed: int | None
 ) -> np.ndarray:
-    """As step_rows, but the rows of `bucket_steps` steps are sorted by kind and length, cut into
-    steps of like rows, and those taken in an order drawn from (seed, epoch, bucket): the same rows
-    in the same epoch, less of them padding.
+    """Like step_rows, with less padding: the rows of `bucket_steps` steps (a bucket) are sorted by
+    kind and length and cut into steps again, in an order drawn from (seed, epoch, bucket). An epoch
+    has the same rows as without buckets.
 
-    seed: None keeps every step's rows in its place, whatever bucket_steps. The last bucket of an
-    epoch may be shorter.
+    seed: None ignores bucket_steps. The last bucket of an epoch may have fewer steps.
     """
     if bucket_steps == 1 or seed is None:
         return step_rows(step, len(lengths), global_batch=global_batch, seed=seed)
@@ -193,8 +192,8 @@ def bucketed_step_rows(
 def window_rows(
     step: int, *, lengths: Lengths, sharding: Sharding, seed: int | None
 ) -> list[np.ndarray]:
-    """The rows of this rank at `step`, an array of row numbers for each micro-batch, the longest
-    rows first: its part of windows_of_ranks.
+    """The rows of this rank at `step`: an array of row numbers for each micro-batch, the longest
+    rows first. It is the rank's part of windows_of_ranks.
     """
     every = windows_of_ranks(step, lengths=lengths, sharding=sharding, seed=seed)
     return [of_ranks[sharding.rank] for of_ranks in every]
@@ -203,14 +202,15 @@ def window_rows(
 def windows_of_ranks(
     step: int, *, lengths: Lengths, sharding: Sharding, seed: int | None
 ) -> list[np.ndarray] | list[list[np.ndarray]]:
-    """For each micro-batch of `step` the rows of every rank; without micro_tokens an array,
-    (world, micro_batch). Over all it is bucketed_step_rows.
+    """The rows of every rank for each micro-batch of `step`; without micro_tokens each is an array
+    of shape (world, micro_batch). Together they are the rows of bucketed_step_rows.
 
-    The rows of the step are sorted by kind and length before they are dealt: micro-batches hold
-    rows of like length, so that little is padded. At the same time the ranks get neighbours: of
-    padded rows each rank as many, for the widest takes as long whoever has it; of packed rows each
-    rank as many of about as many tokens, so that nobody waits. With micro_tokens a micro-batch is
-    as many rows of one kind as fit; all ranks get equally many.
+    The rows of the step are sorted by kind and length first. So a micro-batch has rows of similar
+    length and little padding, and the ranks have neighbouring rows at the same time. All ranks get
+    the same number of rows. Packed rows are also balanced by tokens, so that no rank waits for
+    another; padded rows need no balance, because the longest row sets the time on any rank. With
+    micro_tokens a micro-batch is as many rows of one kind as fit, and all ranks get the same number
+    of micro-batches.
     """
     sizes = _sizes(lengths)
     rows = bucketed_step_rows(
@@ -232,8 +232,8 @@ def windows_of_ranks(
 
 
 def _evenly(rows: np.ndarray, tokens: np.ndarray, *, world: int) -> np.ndarray:
-    """The same rows, those of the first rank first: each goes to the rank that has the fewest
-    tokens of those that have not got all their rows.
+    """The same rows, ordered by rank. Each row goes to the rank with the fewest tokens so far,
+    among the ranks that do not have all their rows yet.
     """
     share = len(rows) // world
     had: list[list[int]] = [[] for _ in range(world)]
@@ -247,8 +247,8 @@ def _evenly(rows: np.ndarray, tokens: np.ndarray, *, world: int) -> np.ndarray:
 
 
 def _cut_by_tokens(ranked: np.ndarray, sizes: Sizes, sharding: Sharding) -> list[np.ndarray]:
-    """Ranked rows as micro-batches of one kind within micro_tokens and micro_batch; their number
-    divides by world.
+    """Cut ranked rows into micro-batches of one kind that respect micro_tokens and micro_batch.
+    The number of micro-batches is a multiple of world.
     """
     assert sharding.micro_tokens is not None
     axes_NA, kinds_N = sizes.axes_NA[ranked], sizes.kinds_N[ranked]
@@ -272,7 +272,7 @@ def _cut_by_tokens(ranked: np.ndarray, sizes: Sizes, sharding: Sharding) -> list
 
 
 def padding_share(lengths: Lengths, sharding: Sharding, *, seed: int | None, steps: int) -> float:
-    """Which part of the tokens of the first `steps` steps is padding, 0 to 1, over all ranks."""
+    """The share of padding, 0 to 1, among the tokens of the first `steps` steps of all ranks."""
     sizes = _sizes(lengths)
     if sizes.is_packed:
         return 0.0
@@ -297,11 +297,11 @@ def windows(
     stop_step: int,
     is_shuffled: bool = True,
 ) -> Generator[StepBatches, None, None]:
-    """The windows of steps start_step .. stop_step - 1, collated ahead of their use by a thread.
+    """The windows of steps start_step .. stop_step - 1, which a thread collates ahead of their use.
 
-    Draws no global random number. An error in the thread is raised here. The thread ends with the
-    generator: close it when leaving early. Raises DataError at once when the store has fewer rows
-    than a step.
+    It draws no global random number. An error in the thread is raised here. The thread ends with
+    the generator: close the generator when you leave early. Raises DataError at once when the store
+    has fewer rows than a step.
     """
     step_rows(0, len(store), global_batch=sharding.global_batch, seed=seed)
     return _ahead(
@@ -314,12 +314,12 @@ def windows(
 def evaluation_batches(
     num_rows: int, lengths: np.ndarray, *, batch: int, world: int, rank: int
 ) -> list[tuple[np.ndarray, bool]]:
-    """(rows, counted) of every evaluation batch of this rank; over all ranks, counted batches hold
-    every row once.
+    """(rows, counted) of every evaluation batch of this rank. Over all ranks, the counted batches
+    hold every row once.
 
-    Batches are made of rows of like length, the longest first, and are the same for any world size.
-    All ranks get equally many, because a forward may be a collective: a rank that is short repeats
-    a batch with counted = False.
+    Batches have rows of similar length, the longest first, and are the same for any world size. All
+    ranks get the same number of batches, because a forward may be a collective: a rank with too few
+    repeats a batch with counted = False.
     """
     if num_rows < 1:
         raise DataError("the valid split has no rows. Give it at least one.")
@@ -331,8 +331,8 @@ def evaluation_batches(
 
 
 def _longest_first(rows: np.ndarray, sizes: Sizes) -> np.ndarray:
-    """The highest kind and then the longest first, so that the step that needs the most memory is
-    met at once; ties keep their order.
+    """The rows sorted by kind, highest first, then by length, longest first; ties keep their order.
+    So the step that needs the most memory comes first.
     """
     return rows[
         np.lexsort((-sizes.axes_NA[rows].sum(axis=1), -sizes.kinds_N[rows].astype(np.int64)))
@@ -341,7 +341,7 @@ def _longest_first(rows: np.ndarray, sizes: Sizes) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Collation:
-    """Everything that makes a window out of a step number."""
+    """Makes the window of a step number."""
 
     store: TokenStore
     task: Task
@@ -376,7 +376,7 @@ class _Collation:
 def _ahead(
     collation: _Collation, start_step: int, stop_step: int
 ) -> Generator[StepBatches, None, None]:
-    """The windows in order, made by a thread that is at most `_WINDOWS_AHEAD` in front."""
+    """The windows in order, made by a thread that is at most `_WINDOWS_AHEAD` windows ahead."""
     ready: queue.Queue[Any] = queue.Queue(maxsize=_WINDOWS_AHEAD)
     closed = threading.Event()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -15,7 +15,6 @@ import inspect
 import re
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -56,10 +55,24 @@ def docstrings() -> tuple[Docstring, ...]:
     library is installed without sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    with _without_garbage_collection():
-        pairs = sorted(
-            (doc.name, doc.text) for path in _sources(root) for doc in _docstrings_in(path, root)
-        )
+    pairs: list[tuple[str, str]] = []
+    # Syntax trees are millions of objects without cycles. With torch loaded, collecting garbage
+    # takes half of the time.
+    collects_garbage = gc.isenabled()
+    gc.disable()
+    try:
+        for path in sorted(root.rglob("*.py")):
+            inside = path.relative_to(root)
+            if _SKIPPED & set(inside.parts):
+                continue
+            parts = inside.with_suffix("").parts
+            module = ".".join(part for part in parts if part != "__init__")
+            tree = ast.parse(path.read_bytes())
+            pairs += [(doc.name, doc.text) for doc in _walk(tree, module)]
+    finally:
+        if collects_garbage:
+            gc.enable()
+    pairs.sort()
     first_names: dict[str, str] = {}
     for name, text in pairs:
         first_names.setdefault(text, name)
@@ -95,32 +108,6 @@ def qa_rows(split: str) -> list[Row]:
 def texts(split: str) -> list[Row]:
     """Rows {"text": name, newline, docstring} of "train" or "valid", for language modelling."""
     return [{"text": f"{doc.name}\n{doc.text}"} for doc in _split(split)]
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Syntax trees are millions of objects without cycles: with torch loaded, collecting takes half
-    of the time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _sources(root: Path) -> list[Path]:
-    return sorted(
-        path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts)
-    )
-
-
-def _docstrings_in(path: Path, root: Path) -> Iterator[Docstring]:
-    parts = path.relative_to(root).with_suffix("").parts
-    module = ".".join(part for part in parts if part != "__init__")
-    yield from _walk(ast.parse(path.read_bytes()), module)
 
 
 def _walk(

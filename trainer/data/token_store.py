@@ -1,9 +1,9 @@
-"""Encoded rows on disk, memory-mapped: every row is tokenised once, and any process reads any row
-at once.
+"""Encoded rows on disk, memory-mapped: every row is tokenised once, and any process can read any
+row directly.
 
-A store is a folder: per field a flat int32 array of ids and the int64 offsets of its rows, the
-length of every row, and meta.json, written last. It is built in a temporary folder and renamed, so
-it is whole or invisible.
+A store is a folder. It has, for each field, a flat int32 array of ids and the int64 offsets of the
+rows; the length of every row; and meta.json, which is written last. A store is built in a temporary
+folder that is then renamed, so a store is complete or not there.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from trainer.errors import DataError
 from trainer.files.build_once import build_once
 
 if TYPE_CHECKING:
-    from trainer.protocol.task import Cut, Encoded, Row, Task
+    from trainer.protocol.task import Encoded, Row, Task
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1  # raised when the files change shape, so that old folders are left alone
+_FORMAT = 1  # raised when the format changes, so that folders of the old format are not read
 _META = "meta.json"
 _LENGTHS = "lengths.npy"
 _PERCENTILES = (50, 90, 99, 100)
 _REPORT_EVERY_S = 10.0
 
 
-_HASHED_ROWS = 8192  # whose tokens are held at once
+_HASHED_ROWS = 8192  # rows whose tokens are in memory at once
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # Knuth's golden ratio: an odd number of 64 bits
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Each number of 64 bits spread over all of them. Source: Steele et al. 2014, SplitMix64."""
+    """Mix the bits of each 64-bit number. Source: Steele et al. 2014, SplitMix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -48,7 +48,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 class TokenStore:
     """The rows of one split.
 
-    `store[i]` is row i by field, `store.lengths` how long each row is for the device.
+    `store[i]` is row i by field; `store.lengths` holds the length of each row (`Task.length`).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,7 +73,7 @@ class TokenStore:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Row `index` by field, (tokens,) int32 each.
 
-        Copies: a caller may write to them, the file stays as it is.
+        The arrays are copies: writing to them does not change the file.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
@@ -99,16 +99,16 @@ class TokenStore:
         }
 
     def lost_labels(self) -> tuple[int, int]:
-        """How many label tokens limits cut off, and of how many.
+        """(label tokens that limits cut off, label tokens before the cut).
 
-        (0, 0) when the task's encoding does not say.
+        (0, 0) when the task's encoding does not count them.
         """
         lost, of = self.meta.get("lost_labels", (0, 0))  # stores of older versions have none
         return lost, of
 
     def row_hashes(self, fields: Sequence[str]) -> np.ndarray:
-        """(rows,) uint64: a number of what each row says in these fields; equal for equal rows, and
-        for others by chance once in 2^64 pairs.
+        """(rows,) uint64: a hash of each row's ids in these fields. Equal rows have equal hashes;
+        two different rows have equal hashes with a probability of 2^-64.
         """
         hashes = np.zeros(len(self), np.uint64)
         for field in fields:
@@ -116,7 +116,7 @@ class TokenStore:
         return hashes
 
     def _hashes_of(self, field: str) -> np.ndarray:
-        """(rows,) uint64 of one field, a block of rows at a time."""
+        """(rows,) uint64 hashes of one field, computed by blocks of rows."""
         ids, offsets = self._ids[field], self._offsets[field]
         hashes = np.zeros(len(self), np.uint64)
         for start in range(0, len(self), _HASHED_ROWS):
@@ -131,19 +131,20 @@ class TokenStore:
         return hashes
 
     def cuts(self) -> dict[str, dict[str, Any]]:
-        """By what was cut: its setting and limit, texts, texts_cut, tokens, tokens_cut.
+        """For each kind of text that a limit cuts: setting, limit, texts, texts_cut, tokens,
+        tokens_cut.
 
-        {} when the task's encoding does not say, or an older version made the store.
+        {} when the task's encoding does not count them, or an older version made the store.
         """
         return self.meta.get("cuts", {})
 
     def sizes(self, field: str) -> np.ndarray:
-        """(rows,) int64: how many ids each row has in `field`."""
+        """(rows,) int64: the number of ids of each row in `field`."""
         return np.diff(self._offsets[field])
 
     def numbers(self, field: str) -> np.ndarray:
-        """(rows,) int32: the number that each row has in a field of one; zeros when the rows have
-        no such field.
+        """(rows,) int32: the value of a field that has one number per row; zeros when the rows do
+        not have the field.
         """
         return self._ids.get(field, np.zeros(len(self), np.int32))
 
@@ -158,7 +159,7 @@ def store_of(
 ) -> TokenStore:
     """The encoded rows of a task's split, from the cache or built (`open_store`).
 
-    content: what content_of() said of them; None: it is asked.
+    content: the result of content_of() for these rows; None: it is called.
     """
     return open_store(
         lambda: task.rows(split),
@@ -185,14 +186,14 @@ def open_store(
 ) -> TokenStore:
     """The store of `rows()` under `encode`, from `cache_dir` when it is there, else built.
 
-    Any number of processes may call it at the same time: the first builds, the others wait and map.
-    The key is a sha256 over the raw rows and `encoding_id`, so changed data gives another folder
-    and a stale one is never used; only the build encodes. content: the key and the number of rows
-    where they are known (content_of); None: the rows are read for them.
-    num_proc: processes that encode, which changes no byte; None: by the number of rows
-    (`usable_processes`). Memory stays bounded. Raises DataError for no rows, rows that change
-    between two readings, or an encoding that is not lists of ids; StorageError when the disk
-    refuses.
+    Several processes may call it at the same time: the first builds the store, the others wait and
+    then map it. The key is a sha256 over the raw rows and `encoding_id`, so changed data gives
+    another folder, and a stale store is never used. Rows are encoded only while a store is built.
+    content: the key and the number of rows, if the caller knows them (content_of); None: the rows
+    are read to compute them. num_proc: the number of processes that encode, which does not change
+    the result; None: chosen by the number of rows (`usable_processes`). Memory stays bounded.
+    Raises DataError when there are no rows, when the rows change between two readings, or when an
+    encoding is not lists of ids; StorageError when the disk refuses.
     """
     digest, num_rows = content or content_of_rows(rows, encoding_id, split)
 
@@ -205,8 +206,8 @@ def open_store(
                 writer.add(index, encoded, length)
         if hasher.hexdigest() != digest:
             raise DataError(
-                f"the {split} rows changed while they were read. Start again when nobody writes "
-                "the data."
+                f"the {split} rows changed while they were read. Start again when nothing "
+                "writes to the data."
             )
         writer.write_meta(digest=digest, encoding_id=encoding_id, split=split)
 
@@ -215,7 +216,7 @@ def open_store(
 
 
 class _Array:
-    """A one-dimensional .npy file that grows at its end, so that nothing is held in memory."""
+    """A one-dimensional .npy file that rows are appended to, so that no array is kept in memory."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._file = path.open("wb", buffering=1 << 20)
@@ -239,9 +240,9 @@ class _Array:
         self._file.close()
 
     def abandon(self) -> None:
-        """Close without caring for the content; nothing when finished.
+        """Close the file, whatever its content; does nothing after finish().
 
-        A full disk may refuse even the last flush.
+        On a full disk even the last flush may fail.
         """
         try:
             self._file.close()
@@ -279,7 +280,15 @@ class _Writer:
         self._truncated_rows += int(encoded.is_truncated)
         self._lost_labels += encoded.lost_labels
         for name, cut in encoded.cuts.items():
-            self._count_cut(name, cut)
+            start = {"setting": cut.setting, "limit": cut.limit}
+            start |= dict.fromkeys(("texts", "texts_cut", "tokens", "tokens_cut"), 0)
+            counts = self._cuts.setdefault(name, start)
+            for text_length in cut.lengths:
+                lost = max(0, text_length - cut.limit)
+                counts["texts"] += 1
+                counts["texts_cut"] += int(lost > 0)
+                counts["tokens"] += text_length
+                counts["tokens_cut"] += lost
         self._lengths.append([length(encoded)])
         for field, ids in tokens.items():
             self._ids[field].append(ids)
@@ -299,17 +308,6 @@ class _Writer:
             **facts,
         }
         (self._folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-
-    def _count_cut(self, name: str, cut: Cut) -> None:
-        start = {"setting": cut.setting, "limit": cut.limit}
-        start |= dict.fromkeys(("texts", "texts_cut", "tokens", "tokens_cut"), 0)
-        counts = self._cuts.setdefault(name, start)
-        for length in cut.lengths:
-            lost = max(0, length - cut.limit)
-            counts["texts"] += 1
-            counts["texts_cut"] += int(lost > 0)
-            counts["tokens"] += length
-            counts["tokens_cut"] += lost
 
     def __enter__(self) -> _Writer:
         return self
@@ -351,7 +349,7 @@ def _as_ids(values: Any, field: str, index: int) -> np.ndarray:
 def _report_progress(
     rows: Iterable[Encoded], split: str, num_rows: int, processes: int
 ) -> Iterator[Encoded]:
-    """The same rows; says every ten seconds how far it is, and at the end how fast it was."""
+    """The same rows. Logs the progress every ten seconds, and the time at the end."""
     began = reported = time.monotonic()
     count = 0
     for count, row in enumerate(rows, start=1):
@@ -371,7 +369,7 @@ def _is_whole(folder: Path) -> bool:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in meta["bytes"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False  # whatever is missing or malformed, it is to be built again
+        return False  # something is missing or malformed, so the store is built again
 
 
 def _map(path: Path) -> np.ndarray:

@@ -255,7 +255,10 @@ def _holds_tokenizer(folder: Path) -> bool:
 
 
 def _train(spec: EmbeddedTokenizer) -> PreTrainedTokenizerFast:
-    texts = _corpus_texts(spec)
+    if spec.corpus == "lookup":
+        texts = lookup.sample_texts()
+    else:
+        texts = [row["text"] for split in ("train", "valid") for row in stdlib_docs.texts(split)]
     trained = _trained_on(texts, spec.vocab_size)
     log.info(
         "trained the embedded tokenizer: %d ids from %d texts of %s",
@@ -285,9 +288,3 @@ def _trained_on(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         clean_up_tokenization_spaces=False,  # decoding must give back exactly what was encoded
     )
-
-
-def _corpus_texts(spec: EmbeddedTokenizer) -> list[str]:
-    if spec.corpus == "lookup":
-        return lookup.sample_texts()
-    return [row["text"] for split in ("train", "valid") for row in stdlib_docs.texts(split)]

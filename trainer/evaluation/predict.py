@@ -1,8 +1,8 @@
-"""What a trained model says of rows that nobody has answered: files of rows in, JSON lines out.
+"""Predictions of a trained model for unlabelled rows: files of rows in, JSON lines out.
 
-The rows are cut into pieces, which depend on nothing but the rows and the batch; each piece is the
-work of one rank, written whole beside the output, and kept until all are there. So a killed command
-goes on where it was, and the output has the same bytes on any number of ranks.
+The rows are cut into pieces, which depend only on the rows and the batch. Each piece is predicted
+by one rank and written to a file beside the output. When all pieces are there, they become the
+output. So a killed command can continue, and the output has the same bytes on any number of ranks.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BATCHES = 8  # of a piece: what a kill costs a rank at most
+_BATCHES = 8  # batches of a piece: a kill loses at most one piece per rank
 _EXPORTS = ("best", "final")
-# Ranks meet when they are done, and one may have much more to do than another.
+# Ranks wait for each other at the end, and some may have much more work than others.
 _PATIENCE_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class RowsToPredict:
-    """What is predicted, and where it is written."""
+    """The rows to predict, and the file to write."""
 
     model: Path  # a run folder, or an exported one
     rows: Path  # a file of rows, or a folder of such files
@@ -60,13 +60,19 @@ class RowsToPredict:
 
 
 def predict(request: RowsToPredict) -> int:
-    """Write what the model says of each row, in their order; how many there are.
+    """Write the prediction for each row, in order; returns the number of rows.
 
-    Every rank of a launcher calls it. ConfigError and DataError for a model that is not there, rows
-    that are none, an output that is there already; what was predicted so far stays.
+    Every rank of a launcher calls it. ConfigError and DataError for a missing model, invalid rows
+    or an existing output. Pieces that were predicted before an error stay.
     """
     parts = request.out.with_name(f".{request.out.name}.parts")
-    _check_output(request.out, parts)
+    out = request.out
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: its folder does not exist. Make it, or write elsewhere.")
+    if out.exists() and not parts.is_dir():
+        raise ConfigError(
+            f"--out {out}: exists already, and nothing is overwritten. Give another name."
+        )
     rank, world = (int(os.environ.get(name, other)) for name, other in _RANKS.items())
     if torch.cuda.is_available():
         torch.cuda.set_device(distributed.device())
@@ -76,12 +82,12 @@ def predict(request: RowsToPredict) -> int:
     options = Options(places, data_path=data, cache_dir=request.cache_dir)
     task, model, _ = open_model(Question(values, model=str(folder)), options)
     batch = request.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
-    _begin(parts, _plan(request, folder, task, batch))
+    _begin(parts, request, folder, task, batch)
     count = _write_pieces(parts, request, task, model, batch=batch, rank=rank, world=world)
-    # not before: ranks have other numbers of forwards, and must not wait for one another in them
+    # not earlier: ranks have different numbers of forwards, so these must not be collectives
     distributed.init(timeout_s=_PATIENCE_S)
     distributed.barrier()
-    distributed.on_main(lambda: _finish(parts, request.out, -(-count // (batch * _BATCHES))))
+    distributed.on_main(lambda: _finish(parts, out, -(-count // (batch * _BATCHES))))
     return count
 
 
@@ -89,10 +95,10 @@ _RANKS = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def export_of(model: Path) -> tuple[dict[str, Any], Path]:
-    """The dictionary and the folder of an exported model; of a run folder its best/, else final/.
+    """The experiment and the folder of an exported model; for a run folder that of best/, else of
+    final/.
 
-    What lies in the folder itself (tokenizer, whole weights) is taken from there, wherever the
-    experiment had it from.
+    A tokenizer and whole weights in the folder replace those that the experiment names.
     """
     folder = next((model / name for name in _EXPORTS if (model / name).is_dir()), model)
     about = record.read(folder)
@@ -115,32 +121,20 @@ def export_of(model: Path) -> tuple[dict[str, Any], Path]:
     return values, folder
 
 
-def _check_output(out: Path, parts: Path) -> None:
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: its folder does not exist. Make it, or write elsewhere.")
-    if out.exists() and not parts.is_dir():
-        raise ConfigError(
-            f"--out {out}: exists already, and nothing is overwritten. Give another name."
-        )
-
-
-def _plan(request: RowsToPredict, folder: Path, task: Task, batch: int) -> dict[str, Any]:
+def _begin(parts: Path, request: RowsToPredict, folder: Path, task: Task, batch: int) -> None:
+    """Make the folder of pieces with its plan, or continue one. ConfigError when the plan of the
+    folder is another one.
+    """
     files = row_files.files_in(request.rows) if request.rows.is_dir() else [request.rows]
     with refusals(request.rows):
         digests = [sha256_of(file) for file in files]
-    return {
+    plan = {
         "format": 1,
         "model": fingerprint(folder, task.fingerprint()),
         "rows": hashlib.sha256(" ".join(digests).encode()).hexdigest(),
         "batch": batch,
         **asdict(request.how),
     }
-
-
-def _begin(parts: Path, plan: dict[str, Any]) -> None:
-    """The folder of pieces, made or gone on with. ConfigError when it was begun with another
-    plan.
-    """
     with refusals(parts):
         parts.mkdir(exist_ok=True)
     path = parts / "plan.json"
@@ -178,7 +172,7 @@ def _write_pieces(
     rank: int,
     world: int,
 ) -> int:
-    """Write the pieces of this rank that are missing; how many rows there are in all."""
+    """Write the missing pieces of this rank; returns the number of all rows."""
     trained: Trained = importlib.import_module(f"trainer.tasks.{task.cfg.task}.trained")  # type: ignore
     rows, piece, count = _rows(request, task), 0, 0
     while block := list(islice(rows, batch * _BATCHES)):
@@ -199,7 +193,7 @@ def _write_pieces(
 def _predict_rows(
     trained: Trained, task: Any, model: nn.Module, rows: list[Row], how: Prediction, batch: int
 ) -> list[dict[str, Any]]:
-    """What is said of each row, rows of like length together."""
+    """The predictions for rows, in their order. Rows of similar length are in one batch."""
     order = sorted(range(len(rows)), key=lambda n: len(json.dumps(rows[n])), reverse=True)
     by_row: dict[int, dict[str, Any]] = {}
     for start in range(0, len(order), batch):

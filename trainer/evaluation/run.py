@@ -298,9 +298,7 @@ def _final_answers(
     if question.cut_at:
         answers = [[cut_at(text, question.cut_at) for text in texts] for texts in answers]
     if question.best_answer:
-        raw, answers = _merge_equal_questions(
-            raw, answers, [_question_key(row) for row in _rows(task, question)]
-        )
+        raw, answers = _merge_equal_questions(raw, answers, _rows(task, question))
     rows = list(_predictions(task, raw, answers, is_n_best=question.search.num_answers > 1))
     answerable = [row for row in rows if row["answers"]]
     if question.measures:
@@ -324,21 +322,16 @@ def _final_answers(
     return scores, rows
 
 
-def _question_key(row: Row) -> str:
-    """A text that is equal for rows with the same question and the same context."""
-    return json.dumps(
-        [row.get(key) for key in ("question", "context", "contexts", "ctxs")], sort_keys=True
-    )
-
-
 def _merge_equal_questions(
-    raw: Sequence[Row], answers: Sequence[list[str]], keys: Sequence[str]
+    raw: Sequence[Row], answers: Sequence[list[str]], rows_of_task: Iterable[Row]
 ) -> tuple[list[Row], list[list[str]]]:
     """The first row of each group of equal questions, with the references of the whole group, and
-    the answers to that row.
+    the answers to that row. Two questions are equal when their texts and contexts are.
     """
     groups: dict[str, list[int]] = {}
-    for number, key in enumerate(keys):
+    for number, row in enumerate(rows_of_task):
+        parts = [row.get(name) for name in ("question", "context", "contexts", "ctxs")]
+        key = json.dumps(parts, sort_keys=True)
         groups.setdefault(key, []).append(number)
     rows: list[Row] = []
     for numbers in groups.values():
@@ -351,17 +344,15 @@ def _predictions(
     task: Task, raw: Sequence[Row], answers: Sequence[list[str]], *, is_n_best: bool
 ) -> Iterator[Row]:
     for row, texts in zip(raw, answers, strict=True):
-        scores = _answer_scores(task, texts[0], row["answers"]) if row["answers"] else {}
+        references = row["answers"]
+        scores: dict[str, float] = {}
+        if references and isinstance(task, JudgesAnswers):
+            scores = task.answer_scores(texts[0], references)
+        elif references:
+            ratios = answer_scores([texts[0]], [references])
+            scores = {name: float(ratio.num) for name, ratio in ratios.items()}
         predicted = {**row, "prediction": texts[0], "scores": scores}
         yield predicted | {"n_best": texts} if is_n_best else predicted
-
-
-def _answer_scores(task: Task, prediction: str, references: Sequence[str]) -> dict[str, float]:
-    if isinstance(task, JudgesAnswers):
-        return task.answer_scores(prediction, references)
-    return {
-        name: float(score.num) for name, score in answer_scores([prediction], [references]).items()
-    }
 
 
 @torch.no_grad()

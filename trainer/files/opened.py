@@ -1,8 +1,9 @@
-"""Which files Python opens to read, and whether they are later as they were then.
+"""Records which files Python opens to read, and finds out later whether they have changed.
 
-A file is the same while its size, its times (of its content and of its inode, which nobody can put
-back), its inode and a sample of its content are. A folder that files were opened in is the same
-while its names are, and so is the one above it: a reader looks there for files that are missing.
+A file counts as unchanged if its size, its times, its inode and a sample of its content are the
+same. (The time of the inode cannot be set back.) The folder of an opened file, and the folder
+above it, count as unchanged if their names are the same, because a reader may look there for files
+that do not exist yet.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# blocks of a file that are looked at, the first and the last among them
+# blocks of a file that are compared, including the first and the last
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
-# A file that changed this short a time ago may change again within one tick of its file system's
-# clock (a second on some network disks): it is read anew, and remembered the next time.
+# A file that changed so recently may change again within one tick of the clock of its file system
+# (a second on some network disks). Such a file is not remembered; the next read remembers it.
 SETTLED_S = 2.0
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -32,22 +33,25 @@ _is_hooked = False
 
 @dataclass
 class OpenedFiles:
-    """The files that this thread opens to read while a block lasts, each as it was then."""
+    """The files that this thread opens to read inside a block, with their facts at that time."""
 
     files: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    is_whole: bool = True  # False: something was read that was not seen
+    is_whole: bool = True  # False: something was read that is not in `files`
     began: float = field(default_factory=time.time)
 
     def note(self, path: str) -> None:
-        """One more. Modules that are imported on the way count by their source alone."""
+        """Add a file. Of an imported module only the source counts, not the .pyc file."""
         path = os.path.abspath(path)
         if path not in self.files and not path.endswith(".pyc") and os.path.isfile(path):
             self.files[path] = _facts(path)
 
     def record(self, *, with_folders: bool) -> dict[str, Any] | None:
-        """What tells later whether all this is as it was; None when nothing could."""
+        """The record for is_same(); None if later changes could not be detected."""
         facts = list(self.files.values())
-        if not self.is_whole or not facts or _newest(facts) > self.began - SETTLED_S:
+        if not self.is_whole or not facts:
+            return None
+        newest_ns = max(max(mtime, ctime) for _, mtime, ctime, _ in facts)
+        if newest_ns / 1e9 > self.began - SETTLED_S:
             return None
         try:
             if any(_facts(path) != was for path, was in self.files.items()):
@@ -62,10 +66,14 @@ class OpenedFiles:
 
 @contextmanager
 def reading() -> Iterator[OpenedFiles]:
-    """Inside, what Python opens to read in this thread is noted. What a library opens by itself is
-    not: whoever calls one says unseen().
+    """Inside, the files that this thread opens to read through Python are recorded. Files that a
+    library opens by itself are not: code that calls such a library calls unseen().
     """
-    _hook()
+    global _is_hooked
+    with _hook_lock:
+        if not _is_hooked:
+            sys.addaudithook(_note_opening)
+            _is_hooked = True
     outer: OpenedFiles | None = getattr(_local, "reading", None)
     _local.reading = noted = OpenedFiles()
     try:
@@ -78,14 +86,14 @@ def reading() -> Iterator[OpenedFiles]:
 
 
 def unseen() -> None:
-    """What is being read comes out of files that are not noted: it is not remembered."""
+    """Mark the current reading() as incomplete, so that its value is not remembered."""
     noted: OpenedFiles | None = getattr(_local, "reading", None)
     if noted is not None:
         noted.is_whole = False
 
 
 def is_same(record: Mapping[str, Any]) -> bool:
-    """Whether all that a record names is as it was. OSError, KeyError, TypeError for no record."""
+    """Whether nothing in a record has changed. OSError, KeyError, TypeError for no record."""
     files: dict[str, list[Any]] = record["files"]
     for path, facts in files.items():
         if _facts(path) != facts[:4] or _sample(path, facts[0]) != facts[4]:
@@ -93,7 +101,7 @@ def is_same(record: Mapping[str, Any]) -> bool:
     if any(_names(Path(folder)) != names for folder, names in record["folders"].items()):
         return False
     outer: OpenedFiles | None = getattr(_local, "reading", None)
-    if outer is not None:  # what follows from this record follows from its files
+    if outer is not None:  # the outer reading() depends on the files of this record, too
         outer.files |= {path: facts[:4] for path, facts in files.items()}
     return True
 
@@ -104,13 +112,8 @@ def _facts(path: str) -> list[int]:
     return [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
 
 
-def _newest(facts: list[list[int]]) -> float:
-    """When the last of these files changed, as Unix time."""
-    return max(max(mtime, ctime) for _, mtime, ctime, _ in facts) / 1e9
-
-
 def _sample(path: str, size: int) -> str:
-    """A digest of blocks spread evenly over a file; of the whole of a small one."""
+    """A digest of blocks spread evenly over a file; of a small file the whole content."""
     digest = hashlib.sha256()
     last = max(size - SAMPLE_BYTES, 0)
     with open(path, "rb", buffering=0) as file:
@@ -120,17 +123,9 @@ def _sample(path: str, size: int) -> str:
 
 
 def _names(folder: Path) -> str:
-    """A digest of the names in a folder; hidden ones are somebody's temporary files."""
+    """A digest of the names in a folder, without hidden ones, which are temporary files."""
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     return hashlib.sha256("\0".join(names).encode(errors="surrogateescape")).hexdigest()[:32]
-
-
-def _hook() -> None:
-    global _is_hooked
-    with _hook_lock:
-        if not _is_hooked:
-            sys.addaudithook(_note_opening)
-            _is_hooked = True
 
 
 def _note_opening(event: str, arguments: tuple[Any, ...]) -> None:

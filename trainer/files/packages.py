@@ -57,16 +57,11 @@ def folder_of(name: str) -> Path:
         folder = (root / inside).resolve()
         if folder.is_dir() and folder.is_relative_to(root.resolve()):
             return folder
-    raise ConfigError(
-        f"{name!r}: the package {package} ({roots[0]}) holds no folder {inside!r}. "
-        f"{nearest(inside, _folders(roots[0]))}"
-    )
-
-
-def _folders(root: Path) -> list[str]:
+    root = roots[0]
     paths = [path for depth in range(1, _DEEP + 1) for path in root.glob("/".join("*" * depth))]
-    return sorted(
-        str(path.relative_to(root))
-        for path in paths
-        if path.is_dir() and path.name != "__pycache__"
+    folders = [path for path in paths if path.is_dir() and path.name != "__pycache__"]
+    names = sorted(str(folder.relative_to(root)) for folder in folders)
+    raise ConfigError(
+        f"{name!r}: the package {package} ({root}) holds no folder {inside!r}. "
+        f"{nearest(inside, names)}"
     )

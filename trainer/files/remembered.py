@@ -1,4 +1,4 @@
-"""What was once read out of files, remembered for as long as none of them changes (opened.py)."""
+"""Caches values that were read from files, as long as none of the files changes (opened.py)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ FOLDER = "remembered"  # in the cache
 
 
 def recall(cache: Path, key: str, compute: Callable[[], Any], *, with_folders: bool = True) -> Any:
-    """The JSON value that `compute` gave under this key, while what it read is as it was; else what
-    it gives now.
+    """The JSON value of `compute`: the cached one of this key if the files that `compute` read
+    have not changed, else a new one.
 
-    with_folders: False where no file that appears could change the value.
+    with_folders: False if a new file could not change the value.
     """
     place = cache / FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    record = _valid_record(place)
-    if record is not None:
-        return record["value"]
-    # a cache on a disk that cannot be written serves what it holds, and remembers nothing
+    record = read_json(place)
+    # a record that something else wrote may have any form
+    with suppress(OSError, KeyError, TypeError, ValueError, AttributeError, IndexError):
+        if record is not None and "value" in record and is_same(record):
+            return record["value"]
+    # a cache on a read-only disk returns its values, and stores no new ones
+    # The folder is made before reading(), because the cache may be in a folder of the data.
     with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)  # now: it may stand beside the data
+        place.parent.mkdir(parents=True, exist_ok=True)
     with reading() as noted:
         value = compute()
     facts = noted.record(with_folders=with_folders)
@@ -52,18 +55,9 @@ def cached_sha256(path: Path, cache: Path) -> str:
 
 @functools.cache
 def program() -> str:
-    """Names the sources of this program by their content: readers change, too."""
+    """A digest of the sources of this program, because the code that reads changes, too."""
     digest = hashlib.sha256(sys.version.encode())
     root = Path(__file__).resolve().parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _valid_record(place: Path) -> dict[str, Any] | None:
-    """The record at `place`, if all that its value was read out of is as it was."""
-    record = read_json(place)
-    try:
-        return record if record is not None and "value" in record and is_same(record) else None
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError):
-        return None

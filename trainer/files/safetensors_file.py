@@ -63,7 +63,10 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Wri
     `save` would first build the whole file in memory, its `save_file` would need a second pass to
     hash.
     """
-    blocks = (_raw(tensors[key]) for key in _order(tensors))
+    blocks = (
+        tensors[key].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for key in _order(tensors)
+    )
     return _write(folder / name, [_header(tensors)], blocks)
 
 
@@ -119,11 +122,6 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
     """Wide types first, so that tensors stay aligned without holes (which the format forbids)."""
     return sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 def _write(path: Path, *parts: Iterable[bytes | memoryview]) -> WrittenFile:

@@ -1,4 +1,4 @@
-"""How like a text is to a reference, by optional extras: ROUGE, METEOR, BERTScore."""
+"""The similarity of a text to references, by optional extras: ROUGE, METEOR, BERTScore."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainer.errors import ConfigError, nearest
 
 Measure = Literal["rouge", "meteor", "bertscore"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
-BERTSCORE_MODEL = "roberta-large"  # of English texts, as bert-score chooses (Zhang et al. 2020)
+BERTSCORE_MODEL = "roberta-large"  # the choice of bert-score for English (Zhang et al. 2020)
 
 _LIBRARIES = {
     "rouge": "rouge_score.rouge_scorer",
     "meteor": "nltk.translate.meteor_score",
     "bertscore": "torchmetrics",
 }
-# whose states bert-score compares, by its table; of any other model the last
+# the layer whose states bert-score compares, from its table; for other models the last layer
 _LAYERS = {"roberta-large": 17}
 _ROUGE = {
     "rouge1": "rouge1",
@@ -48,8 +48,7 @@ def similarities(
     measures: Sequence[str],
     bertscore_model: str = BERTSCORE_MODEL,
 ) -> list[dict[str, float]]:
-    """The scores of each prediction, 0.0 to 1.0, each the best over its references, of which there
-    is at least one.
+    """The scores of each prediction, 0.0 to 1.0: the best over its references, at least one.
 
     rouge: rouge1, rouge2, rougel, F-measures without stemming. meteor: over NLTK's word_punct
     tokens. bertscore: F1, without baseline and idf. Source: the measures of ServiceNow/xc-cache.

@@ -1,5 +1,5 @@
-"""What a task may offer besides `Task`: each ability is a protocol of its own, and a task that has
-its methods has the ability.
+"""The optional abilities of a task. Each ability is a protocol, and a task that has its methods has
+the ability.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Search:
-    """How answers are looked for."""
+    """How answers are generated."""
 
     num_beams: int = 1  # 1: greedy
-    num_answers: int = 1  # the n best of each row, at most num_beams; when sampled, n draws
-    # None: the most likely tokens. A number: tokens are drawn, and the lower it is, the likelier.
+    num_answers: int = 1  # answers per row: the best beams, or with a temperature draws
+    # None: the most likely token is chosen. A number: tokens are drawn; low numbers prefer likely
+    # tokens.
     temperature: float | None = None
-    # Tokens are drawn from the most likely ones that have this share of the probability.
+    # tokens are drawn from the most likely ones, whose probabilities sum up to this share
     top_p: float = 1.0
-    seed: int = 0  # of the draws
+    seed: int = 0  # for the draws
 
 
 GREEDY = Search()
@@ -35,11 +36,11 @@ GREEDY = Search()
 
 @dataclass(frozen=True)
 class Answered:
-    """Some rows, answered by generation."""
+    """The generated answers of some rows."""
 
-    predictions: list[str]  # by row, the best one
+    predictions: list[str]  # by row: the best answer
     scores: dict[str, Ratio]  # over these rows
-    # by row, the best first; None when one each was asked for
+    # by row: several answers, the best first; None if search.num_answers is 1
     n_best: list[list[str]] | None = None
 
 
@@ -49,9 +50,10 @@ def scored_answers(
     search: Search,
     score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, Ratio]],
 ) -> Answered:
-    """The rows `raw`, answered by search.num_answers texts each, the best first.
+    """The answers of the rows `raw` with their scores.
 
-    score: of predictions and the references of each, of which there is at least one.
+    n_best: search.num_answers texts for each row, the best first. score: computes the scores of
+    predictions against their references, at least one each.
     """
     predictions = [best for best, *_ in n_best]
     scored: list[str] = []
@@ -65,20 +67,20 @@ def scored_answers(
 
 
 def by_row(texts: Sequence[str], search: Search) -> list[list[str]]:
-    """The answers of one row after the other, search.num_answers of each -> those of each row."""
+    """Split a flat list of answers, search.num_answers for each row, into a list for each row."""
     starts = range(0, len(texts), search.num_answers)
     return [list(texts[start : start + search.num_answers]) for start in starts]
 
 
 @runtime_checkable
 class Answers(Protocol):
-    """What a task may offer besides Task: it answers rows by generation, for --do_extra_evals.
+    """The ability to answer rows by generation, for --do_extra_evals.
 
     Its raw rows hold `question` (text) and `answers` (the references, a list of texts).
     """
 
     def answer_tokens(self) -> int:
-        """The most tokens that an answer may have, by the experiment."""
+        """The most tokens of an answer, from the experiment."""
         ...
 
     def answers(
@@ -90,42 +92,40 @@ class Answers(Protocol):
         search: Search = GREEDY,
         max_tokens: int | None = None,
     ) -> Answered:
-        """Predictions and scores of encoded `rows`; `raw` are the same rows as text, `question` and
-        `answers` only.
+        """Predictions and scores of encoded `rows`; `raw` are the same rows as text, and have only
+        `question` and `answers`.
 
-        max_tokens: the most tokens of an answer in the place of answer_tokens(), also where the
-        experiment asks for more at least: the plan of memory generates a few, and knows what more
-        cost.
+        max_tokens: replaces answer_tokens(), even if the experiment has a higher minimum. The
+        memory plan uses it to generate a few tokens only; it can compute the cost of more.
 
         model: in evaluation mode, perhaps an engine. A forward may be a collective of all ranks,
-        which answer different rows: how many are made must not depend on what is generated when
-        there are several ranks. A row without references has a prediction and no score. ConfigError
-        for a search that the task cannot do.
+        and ranks answer different rows. So with several ranks the number of forwards must not
+        depend on the generated tokens. A row without references has a prediction and no score.
+        ConfigError for a search that the task does not support.
         """
         ...
 
 
 @runtime_checkable
 class JudgesAnswers(Protocol):
-    """What a task that answers may offer besides Task.
+    """The ability of a task that answers to compute its own scores.
 
-    For rows that are no questions, or of which EM and F1 say little.
+    It is for rows that are not questions, or for which EM and F1 say little.
     """
 
     def question_row(self, row: Row) -> Row:
-        """`question` (the text), `answers` (the references) and perhaps `id` of a raw row.
-
-        They are as `answers` takes them.
+        """`question` (the text), `answers` (the references) and perhaps `id` of a raw row, in the
+        form that `Answers.answers` takes.
         """
         ...
 
     def answer_scores(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
-        """Every score of one prediction against at least one reference."""
+        """The scores of one prediction against its references, of which there is at least one."""
         ...
 
 
 def question_of(task: object, row: Row) -> Row:
-    """`question`, `answers` and, where there are such, `id` and `dataset` of a raw row."""
+    """`question`, `answers` and, if present, `id` and `dataset` of a raw row."""
     if isinstance(task, JudgesAnswers):
         return task.question_row(row)
     return {key: row[key] for key in ("id", "dataset", "question", "answers") if key in row}
@@ -133,7 +133,7 @@ def question_of(task: object, row: Row) -> Row:
 
 @runtime_checkable
 class ScoresPassages(Protocol):
-    """What a task may offer besides Task: it says how much each passage of a row was read.
+    """The ability to score how much the model used each passage of a row.
 
     Its raw rows hold `ctxs`, the passages.
     """
@@ -141,21 +141,20 @@ class ScoresPassages(Protocol):
     def passage_scores(
         self, model: nn.Module, rows: Sequence[Mapping[str, Any]]
     ) -> list[list[float]]:
-        """One score per passage of each encoded row, higher for what was read more. model: as for
-        answers().
+        """One score per passage of each encoded row, higher for a passage that the model used more.
+        model: as for answers().
         """
         ...
 
 
 @runtime_checkable
 class ReadsContexts(Protocol):
-    """What a task may offer besides Task: its answers lean on a context.
-
-    That can be another row's, to see how much they do.
+    """The ability to replace the context of a row by that of another row, which shows how much the
+    answers depend on the context.
     """
 
     def under_another_context(self, encoded: Mapping[str, Any]) -> Mapping[str, Any]:
-        """An encoded evaluation row with another row's context. ConfigError without one."""
+        """An encoded evaluation row with the context of another row; ConfigError without one."""
         ...
 
 
@@ -164,9 +163,8 @@ Side = Literal["query", "passage"]
 
 @runtime_checkable
 class Embeds(Protocol):
-    """What a task may offer besides Task: vectors of queries and passages.
-
-    The dot product of two is their relevance.
+    """The ability to compute vectors of queries and passages. The dot product of a query and a
+    passage is their relevance.
     """
 
     def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
@@ -182,26 +180,26 @@ class Embeds(Protocol):
 
 @runtime_checkable
 class Shapes(Protocol):
-    """What a task may offer besides Task: how its rows are padded, so that little is wasted."""
+    """The ability to say which fields of a row are padded, so that batches have little padding."""
 
     def padded_fields(self) -> Sequence[str]:
-        """The encoded fields that are padded, each by itself; `length` counts the ids of all."""
+        """The encoded fields that are padded separately; `length` is the sum of their ids."""
         ...
 
     def kind_field(self) -> str | None:
-        """An encoded field of one number: rows with other numbers are kept apart, and those with
-        the highest come first.
+        """The encoded field, of one number per row, by which rows are sorted, highest first. With
+        micro_tokens a micro-batch has only rows of equal value. None: no such field.
         """
         ...
 
 
 @runtime_checkable
 class Packs(Protocol):
-    """What a task may offer besides Task: a micro-batch is one stream of rows, without pads."""
+    """The ability to pack a micro-batch into one stream of rows without padding."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether they do, as the experiment stands."""
+        """Whether this experiment packs its micro-batches."""
         ...
 
 
@@ -209,40 +207,40 @@ class Packs(Protocol):
 class Uncut:
     """A field of a row before its limit cuts it."""
 
-    texts: list[list[int]]  # token ids, whole
-    limit: int | None  # how many of each are kept, the first ones; None: all
-    setting: str  # the key of the dictionary that says so
-    labels_from: int | None = None  # where the labels of each begin; None: it holds none
-    holds_answers: bool = False  # the `answers` of the raw row are looked for in it
+    texts: list[list[int]]  # token ids before the cut
+    limit: int | None  # the encoding keeps the first `limit` ids of each text; None: all
+    setting: str  # the key of the experiment that sets the limit
+    labels_from: int | None = None  # the index of the first label in each text; None: no labels
+    holds_answers: bool = False  # whether the `answers` of the raw row are searched in the texts
 
 
 @runtime_checkable
 class ShowsCuts(Protocol):
-    """What a task may offer besides Task: its rows without limits, for the truncation ledger."""
+    """The ability to give rows before limits cut them, for the truncation ledger."""
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
-        """Everything that `encode` cuts of a raw row, by field."""
+        """By name, the fields of a raw row that `encode` cuts, before the cut."""
         ...
 
 
 class Trained(Protocol):
-    """What trainer/tasks/<task>/trained.py may offer: what becomes of a trained model."""
+    """What trainer/tasks/<task>/trained.py may define: the use of a trained model."""
 
     def usage(self, cfg: Any, folder: Path) -> Usage:
-        """How others load the export in `folder`."""
+        """How users load the export in `folder`."""
         ...
 
     def row_to_predict(self, task: Any, raw: Row, place: str) -> Row:
-        """The row to predict that an object in our names gives, whose answers are not read.
+        """The row to predict for an object with our names of columns. Its answers are not read.
 
-        DataError names its place.
+        DataError names `place`.
         """
         ...
 
     def predict(
         self, task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
     ) -> list[dict[str, Any]]:
-        """What the model says of each row, as JSON values by name."""
+        """The prediction for each row, as JSON values by name."""
         ...
 
 
@@ -251,14 +249,14 @@ class Prediction:
     """How rows are predicted."""
 
     search: Search = GREEDY
-    max_tokens: int | None = None  # of a text; None: what the experiment says
+    max_tokens: int | None = None  # of a predicted text; None: the limit of the experiment
 
 
 @dataclass(frozen=True)
 class Usage:
-    """How others load what a task exports, for its model card."""
+    """How users load an exported model, for its model card."""
 
-    library: str  # as the Hub calls it: "transformers", "sentence-transformers", "peft"
-    # (heading, Python), which loads the folder that it names FOLDER; the first is what most want
+    library: str  # its name on the Hub: "transformers", "sentence-transformers", "peft"
+    # (heading, Python code that loads the folder named FOLDER); the first is the usual way
     programs: list[tuple[str, str]]
     limits: list[str]  # whole sentences

@@ -248,7 +248,11 @@ def _begun(folder: Path, plan: EmbeddingsPlan) -> EmbeddingsPlan:
         try:
             with refusals(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                _refuse_strangers(folder)
+                has_strangers = not path.is_file() and any(folder.iterdir())
+            if has_strangers:
+                raise ConfigError(
+                    f"{folder} holds other files and no vectors of ours. Name a new folder."
+                )
             if not path.is_file():
                 write_json(path, asdict(plan))
             outcome = {"plan": json.loads(path.read_text(encoding="utf-8"))}
@@ -272,11 +276,6 @@ def _begun(folder: Path, plan: EmbeddingsPlan) -> EmbeddingsPlan:
     return EmbeddingsPlan(**begun)
 
 
-def _refuse_strangers(folder: Path) -> None:
-    if not (folder / _PLAN).is_file() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} holds other files and no vectors of ours. Name a new folder.")
-
-
 def _of_shards(
     rows: Iterable[Row], plan: EmbeddingsPlan, shards: set[int]
 ) -> Iterator[tuple[int, list[Row]]]:
@@ -294,7 +293,18 @@ def _of_shards(
 
 def _write_shard(folder: Path, shard: int, vectors: Tensor, plan: EmbeddingsPlan) -> None:
     """The .npy, then its record; a shard without a record is made again."""
-    array = _as(vectors, plan, shard)
+    exact = vectors.detach().float().cpu().numpy()
+    if not np.isfinite(exact).all():
+        raise DivergedError(
+            f"shard {shard}: a vector holds NaN or infinity. Use another model, or fp32."
+        )
+    with np.errstate(over="ignore"):
+        array = exact.astype(plan.dtype)
+    if not np.isfinite(array).all():
+        raise ConfigError(
+            f"--dtype float16: a vector reaches {np.abs(exact).max():.3g}, float16 65504. Use "
+            "float32."
+        )
     path = folder / f"vectors-{shard:05d}.npy"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with refusals(path):
@@ -313,22 +323,6 @@ def _write_shard(folder: Path, shard: int, vectors: Tensor, plan: EmbeddingsPlan
         path.with_suffix(".json"), {**asdict(record), "rows": len(array), "dim": array.shape[1]}
     )
     logger.info("%s: shard %d of %d, %d vectors", folder, shard + 1, plan.num_shards, len(array))
-
-
-def _as(vectors: Tensor, plan: EmbeddingsPlan, shard: int) -> np.ndarray:
-    array = vectors.detach().float().cpu().numpy()
-    if not np.isfinite(array).all():
-        raise DivergedError(
-            f"shard {shard}: a vector holds NaN or infinity. Use another model, or fp32."
-        )
-    with np.errstate(over="ignore"):
-        numbers = array.astype(plan.dtype)
-    if not np.isfinite(numbers).all():
-        raise ConfigError(
-            f"--dtype float16: a vector reaches {np.abs(array).max():.3g}, float16 65504. Use "
-            "float32."
-        )
-    return numbers
 
 
 def _record(folder: Path, shard: int) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""A batch on its way to the device, and what is known of it when memory runs out."""
+"""Copies batches to the device, and names the shapes of a batch when memory runs out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def to_device(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def numbers_on_device(numbers: Sequence[int]) -> Tensor:
-    """(N,) int64 on this rank's device; nobody waits for it."""
+    """(N,) int64 on this rank's device, copied asynchronously."""
     return to_device(distributed.pin_batch({"numbers": torch.tensor(numbers)}))["numbers"]
 
 
@@ -61,7 +61,7 @@ class OnDevice(Sequence[dict[str, Tensor]]):
 
 
 class _Copy:
-    """A micro-batch that a stream of its own copies."""
+    """A micro-batch that is copied by a CUDA stream of its own."""
 
     _stream: Any = None  # of this process, made when the first copy is
 
@@ -86,7 +86,7 @@ class _Copy:
 
 
 class HostCopy:
-    """Small numbers on their way to the host while the device works.
+    """Copies small numbers to the host while the device works.
 
     Reading them waits for the copy only.
     """

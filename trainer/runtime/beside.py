@@ -1,5 +1,7 @@
-"""Work beside the run: one piece at a time, on every rank, in a thread whose exchanges between
-ranks have a group of their own; and the memory that a save copies the training state to meanwhile.
+"""Background work during training, and host memory that a save copies the training state to.
+
+Every rank does one piece of work at a time, in a thread. The exchanges of these threads between
+ranks have their own process group.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from trainer.runtime import distributed
 
 log = logging.getLogger(__name__)
 
-NAME = "beside"  # of the thread
-NICE = 10  # what is left to do with a copy takes the cores that the run leaves free
-GIVEN_UP_S = 5.0  # how long somebody who leaves at once waits for it all the same
+NAME = "beside"  # the name of the thread
+NICE = 10  # the thread writes and hashes on the cores that the run does not use
+GIVEN_UP_S = 5.0  # how long a run that was interrupted still waits for the work
 
 
 class Beside:
-    """At most one piece of work that is under way while the run goes on.
+    """Runs at most one piece of work in the background while the run continues.
 
-    Writing files and hashing them leave the interpreter to the run. The ranks' exchanges go over
-    gloo, whatever the run computes with: a collective of the run may be on its way at any moment.
+    Writing and hashing files release the interpreter lock. The ranks exchange over gloo, also on
+    GPUs, because a collective of the run may be under way at any moment.
     """
 
     def __init__(self) -> None:
@@ -36,8 +38,8 @@ class Beside:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """Begin `work` once the piece before is done. A collective: every rank calls it, and what
-        the piece before failed with is raised, the same on all ranks.
+        """Start `work` after the previous piece has ended. A collective: every rank calls it. An
+        error of the previous piece is raised, the same on all ranks.
         """
         self.wait()
         distributed.make_side_group()
@@ -45,10 +47,7 @@ class Beside:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when nothing is under way, or after so many seconds.
-
-        Raises what the work failed with.
-        """
+        """Wait until the work has ended, at most timeout_s. Raises the error of the work."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             self._thread = None
@@ -57,8 +56,9 @@ class Beside:
             raise error
 
     def leave(self, error: BaseException) -> None:
-        """Wait, for a run that ends by `error`: only a little when somebody wants to leave at once.
-        What the work failed with is told and not raised, for `error` is.
+        """Wait for the work when a run ends by `error`, only a short time after a Ctrl-C.
+
+        An error of the work is logged and not raised, because `error` is raised.
         """
         try:
             self.wait(GIVEN_UP_S if isinstance(error, KeyboardInterrupt) else None)
@@ -74,11 +74,11 @@ class Beside:
 
 
 class StateCopy:
-    """Host memory for the tensors that a checkpoint takes from this rank: the same for every save,
-    for the first use of memory costs more than the copy.
+    """Host memory for the tensors of this rank that a checkpoint saves. Every save uses the same
+    memory, because the first use of memory costs more than the copy.
 
-    Weights and moments change in the engine's step alone. So the step that follows a save waits for
-    the copy, and what comes before it (a forward, a backward, an evaluation) runs beside it.
+    Weights and moments change only in the step of the engine. So only that step waits for the copy;
+    a forward, a backward or an evaluation before it runs at the same time as the copy.
     """
 
     def __init__(self) -> None:
@@ -86,19 +86,19 @@ class StateCopy:
         self._live: dict[str, Tensor] = {}
         self._is_made = threading.Event()
         self._is_made.set()
-        self._after: Any = None  # of the device: what is to be done before the copy
+        self._after: Any = None  # the event on the device that the copy waits for
 
     def of(self, live: Mapping[str, Tensor]) -> None:
-        """From now on until copy() has run, nobody may change these tensors: wait() says when."""
-        self.wait()  # a step that was left out has not waited for the copy before
+        """Choose the tensors to copy. They must not change until copy() has run: call wait()."""
+        self.wait()  # a skipped step has not waited for the previous copy
         self._live = dict(live)
         self._is_made.clear()
         if distributed.is_gpu():
             self._after = torch.cuda.current_stream().record_event()
 
     def copy(self) -> dict[str, Tensor]:
-        """The copies by name. Runs in a thread of its own, which gives way to the run from then on:
-        the next update waits for the copy, and nothing for what is done with it.
+        """The copies by name. Runs in a thread of its own, and lowers its priority afterwards: the
+        next update waits for the copy, but nothing waits for what the thread does with it.
         """
         try:
             with torch.cuda.stream(self._stream()):
@@ -109,7 +109,7 @@ class StateCopy:
             _give_way()
 
     def wait(self) -> None:
-        """Return when the tensors may change."""
+        """Wait until the tensors may change."""
         self._is_made.wait()
 
     def _stream(self) -> Any:
@@ -133,7 +133,7 @@ class StateCopy:
 
 
 def _give_way() -> None:
-    """Lower the priority of this thread, and of those that it starts; Linux has one for each."""
+    """Lower the priority of this thread and of the threads that it starts (Linux)."""
     if threading.current_thread() is not threading.main_thread():
         this = os.PRIO_PROCESS, threading.get_native_id()
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizers (0.19.8) are made to do otherwise, where they know no other way."""
+"""Changes to DeepSpeed's optimizers (0.19.8) that no option of theirs allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def every_gradient_refused(optimizer: Any) -> Iterator[None]:
-    """Inside, DeepSpeed's optimizers take every gradient for one that overflowed: they drop it.
+    """Inside, DeepSpeed's optimizers treat every gradient as overflowed and drop it.
 
     deepspeed 0.19.8: stage_1_and_2.step asks check_overflow, stage3.step asks
     _overflow_check_and_loss_scale_update, FP16_UnfusedOptimizer.step skips by itself; at stage 0 in

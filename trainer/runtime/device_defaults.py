@@ -1,4 +1,4 @@
-"""What fits a GPU and is no part of an experiment, decided in one place, and told.
+"""Decides in one place, and logs, the settings that depend on the GPU and not on the experiment.
 
 Imports torch only where it is needed: the allocator must be told before torch starts.
 """
@@ -18,7 +18,7 @@ _TF32 = "LATHE_TF32"
 
 @dataclass(frozen=True)
 class DeviceDefaults:
-    """What is switched on, or left off, on the GPU of this process."""
+    """The settings that are on or off on the GPU of this process."""
 
     precision: str  # of the experiment
     allows_tf32: bool
@@ -46,7 +46,7 @@ class DeviceDefaults:
         return cls(precision, allows_tf32, allocator, has_triton, optimizer, compiles)
 
     def lines(self) -> list[str]:
-        """What a person is told."""
+        """The settings as text for a person."""
         masters = {"bf16": ", masters in fp32", "fp16": ", masters in fp32, scaled loss"}
         products = " by TF32 (LATHE_TF32=0: exact)" if self.allows_tf32 else ""
         streams = "Triton's kernels" if self.has_triton else "grids, for Triton is not installed"
@@ -71,7 +71,7 @@ def before_torch() -> None:
 
 
 def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults | None:
-    """Switch torch to what fits this process's GPU, and say what was chosen; None without one."""
+    """Apply the settings for the GPU of this process and return them; None without a GPU."""
     import importlib.util
 
     import torch

@@ -42,22 +42,22 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 
 def has_group() -> bool:
-    """Whether init() was called: such a process leaves by shutdown()."""
+    """Whether init() was called; then the process must end by shutdown()."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    """This process among all processes, 0 .. world()-1."""
+    """The number of this process among all processes, 0 .. world()-1."""
     return dist.get_rank() if has_group() else 0
 
 
 def world() -> int:
-    """How many processes train together."""
+    """The number of processes that train together."""
     return dist.get_world_size() if has_group() else 1
 
 
 def local_rank() -> int:
-    """This process among those of its machine, which is also the index of its device."""
+    """The number of this process on its machine, which is also the index of its device."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -67,24 +67,26 @@ def device() -> torch.device:
 
 
 def is_gpu() -> bool:
-    """Whether this process computes on a CUDA device, which works while the host goes on."""
+    """Whether this process computes on a CUDA device, which runs asynchronously to the host."""
     return torch.cuda.is_available()
 
 
 def pin_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch in memory that a GPU reads by itself; as it is where there is none."""
+    """The batch in pinned memory; without a GPU the batch itself."""
     if not is_gpu():
         return dict(batch)
     return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
 
 def must_keep_step(model: nn.Module) -> bool:
-    """Whether ranks must make equally many forwards: each gathers weights (ZeRO-3)."""
+    """Whether all ranks must make the same number of forwards, because each gathers weights
+    (ZeRO-3).
+    """
     return world() > 1 and any(hasattr(weight, "ds_id") for weight in model.parameters())
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, the one that writes and talks."""
+    """Whether this is rank 0, which writes files and logs."""
     return rank() == 0
 
 
@@ -319,7 +321,7 @@ def _is_away(address: str) -> bool:
 
 
 def leave_group() -> None:
-    """Drop every group of torch, though other ranks may be gone; init() may follow."""
+    """Destroy every process group, although other ranks may be gone; init() may follow."""
     global _side_group
     _side_group = None
     if has_group():
@@ -329,7 +331,7 @@ def leave_group() -> None:
 
 
 def leave_alone() -> None:
-    """From now on shutdown() waits for no other rank: this one leaves where it happens to be."""
+    """Let shutdown() end this process without waiting for other ranks."""
     global _leaves_alone
     _leaves_alone = True
 

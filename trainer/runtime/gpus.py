@@ -1,5 +1,5 @@
-"""What is known of GPUs: their memory, by name, by a number with its unit, or as the machine says;
-and their peak FLOP/s.
+"""The memory of a GPU, given by its name, as a number with a unit, or read from the machine; and
+its peak FLOP/s.
 """
 
 from __future__ import annotations

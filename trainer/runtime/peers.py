@@ -1,4 +1,4 @@
-"""What a rank knows of another one that it watches (watch.py), and the line between them."""
+"""What a rank knows about another rank that it watches (watch.py), and their connection."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Patience:
 
     @property
     def beat_s(self) -> float:
-        """Between two signs of life."""
+        """Seconds between two signs of life."""
         return min(5.0, self.silence_s / 6)
 
     @property
     def warn_s(self) -> float:
-        """After so long the silence is told."""
+        """Seconds of silence after which a warning is logged."""
         return min(30.0, self.silence_s / 3)
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Patience | None:
-        """What LATHE_SILENCE_S says; None for 0. ConfigError where that is no number of seconds."""
+        """The patience of LATHE_SILENCE_S; None for 0. ConfigError if that is not a number."""
         text = environment.get(VARIABLE, str(cls.silence_s))
         try:
             silence_s = float(text)
@@ -58,7 +58,7 @@ class Patience:
 
 @dataclass
 class Peer:
-    """Another rank, as this one hears of it. Times are monotonic, but for the one that is told."""
+    """Another rank, as this rank hears of it. Times are monotonic, except the one in messages."""
 
     rank: int
     name: str  # process and machine
@@ -77,26 +77,26 @@ class Peer:
         return f"rank {self.rank} ({self.name})"
 
     def hear(self, now: float) -> None:
-        """It lives."""
+        """The rank has given a sign of life."""
         if self.is_warned:
             log.warning("%s is heard of again, after %.0f s", self, now - self.heard_at)
         self.heard_at, self.clock = now, time.strftime("%H:%M:%S")
         self.broke_at, self.is_warned = None, False
 
     def farewell(self, message: Message, now: float) -> None:
-        """What it said as it left."""
+        """The text with which the rank left."""
         self.is_done = message["is_orderly"]
         if not self.is_done:
             self.failed_at, self.failure = now, message["text"]
 
     def delay(self, late_s: float) -> None:
-        """Whoever listens did not, for so long: it knows of no silence in that time."""
+        """This process was paused for `late_s`: shift all timestamps."""
         self.heard_at += late_s
         self.broke_at = None if self.broke_at is None else self.broke_at + late_s
         self.failed_at = None if self.failed_at is None else self.failed_at + late_s
 
     def suspicion(self) -> str:
-        """What explains an exchange that failed just now; "" for nothing."""
+        """Why an exchange may have failed just now; "" if this rank gives no reason."""
         if self.failed_at is not None:
             return f"{self} has ended: {self.failure}"
         if self.broke_at is None or self.is_done:
@@ -123,7 +123,7 @@ class Peer:
         return ""
 
     def warning(self, now: float, patience: Patience) -> str:
-        """What is told, once, of a silence that may end; "" for nothing."""
+        """The warning about a silence that may still end, once; "" if there is none."""
         is_silent = not self.is_done and self.failed_at is None
         if self.is_warned or not is_silent or now - self.heard_at <= patience.warn_s:
             return ""
@@ -135,7 +135,7 @@ class Peer:
 
 
 class Line:
-    """One end of a connection: messages as lines of JSON, never waited for."""
+    """One end of a connection: it sends and reads messages as lines of JSON, without blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -144,14 +144,14 @@ class Line:
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """As far as there is room; a line that is cut does not take more and more."""
+        """Send as much as there is room for; what is not sent yet stays bounded."""
         with self._lock, suppress(OSError):
             if len(self._going) < MOST_BYTES:
                 self._going += json.dumps(message).encode() + b"\n"
             self._going = self._going[self.connection.send(self._going) :]
 
     def receive(self) -> list[Message]:
-        """What has come. EOFError when the other end is gone, or is none of ours."""
+        """The messages received so far. EOFError when the other end is gone, or is not ours."""
         try:
             data = self.connection.recv(MOST_BYTES)
         except BlockingIOError:

@@ -63,7 +63,7 @@ class Preemption:
             self._has_nothing_to_save = False
 
     def close(self) -> None:
-        """Give the signals back to whoever had them, once all that was said is on the screen."""
+        """Restore the earlier signal handlers, after the log line about a signal is written."""
         if self._teller is not None:
             self._teller.join()
         for number, handler in self._before.items():

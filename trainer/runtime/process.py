@@ -1,4 +1,4 @@
-"""Which process something belongs to, so that others can tell later whether it lives.
+"""Names a process so that other processes can find out later whether it is still alive.
 
 Standard library only; Linux.
 """
@@ -23,10 +23,10 @@ PARENT = "LATHE_PARENT"  # facts of a process that replaces this one when it die
 
 
 def facts() -> dict[str, Any]:
-    """This process: "pid", "birth", "host", "namespace", for `life` to judge, here or elsewhere.
+    """The facts of this process that `life` needs: "pid", "birth", "host", "namespace".
 
-    Without /proc (no Linux) birth and namespace are None: then nobody can tell whether it lives.
-    Of one that is replaced when it dies, its parent's.
+    Without /proc (not on Linux) birth and namespace are None, and `life` cannot tell. A process
+    that is replaced when it dies (--survive) has the facts of its parent.
     """
     if PARENT in os.environ:
         return json.loads(os.environ[PARENT])
@@ -38,9 +38,9 @@ def facts() -> dict[str, Any]:
 
 
 def life(process: Mapping[str, Any]) -> Life:
-    """What can be said, from here, of a process by its `facts`; "unseen": nothing at all.
+    """Whether the process with these `facts` is alive; "unseen": this process cannot tell.
 
-    restarted: its machine was started anew since.
+    restarted: the machine has been restarted since.
     """
     if process.get("host") != socket.gethostname() or not process.get("birth"):
         return "unseen"
@@ -52,11 +52,11 @@ def life(process: Mapping[str, Any]) -> Life:
 
 
 def birth(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot, with the boot's id; None when it does not
-    live.
+    """When a process started, in clock ticks since boot, with the id of the boot; None when it is
+    not alive.
 
-    Together with the pid (and its namespace) it names one process for ever; a zombie counts as
-    dead.
+    Together with the pid (and its namespace) it identifies a process for ever; a zombie is not
+    alive.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -66,7 +66,7 @@ def birth(pid: int) -> str | None:
 
 
 def namespace() -> str:
-    """The pid namespace of this process: a pid means something within it only."""
+    """The pid namespace of this process: a pid has a meaning only inside it."""
     return os.readlink("/proc/self/ns/pid")
 
 
@@ -75,11 +75,11 @@ def _boot() -> str:
 
 
 def end_launcher_if_stuck(stuck_s: float = STUCK_S) -> None:
-    """Have torchrun killed if it is still there `stuck_s` after the end of this rank, its child.
+    """Start a process that kills torchrun if it still runs `stuck_s` after its child, this rank.
 
-    It asks the store of the first machine every tenth of a second; where that is gone, torch 2.13
-    waits a minute for each of several answers, and sees neither its child's end nor SIGTERM
-    meanwhile. One that starts its ranks again is left alone.
+    torchrun asks the store of the first machine every tenth of a second. If that machine is gone,
+    torch 2.13 waits a minute for each of several answers, and notices neither the end of its child
+    nor SIGTERM meanwhile. A torchrun that will restart its ranks is not killed.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return

@@ -78,7 +78,7 @@ def restore(state: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def replay(state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run a block under a captured `state`; afterwards the generators stand as before."""
+    """Run a block under a captured `state`, and restore the generators afterwards."""
     present = capture()
     restore(state)
     try:

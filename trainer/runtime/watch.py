@@ -1,4 +1,4 @@
-"""Ranks that watch each other, for an exchange waits half an hour for a machine that is gone.
+"""Ranks watch each other, because an exchange waits half an hour for a machine that is gone.
 
 A thread of every rank tells rank 0 every few seconds that its process lives, over a connection of
 its own, and hears the same of rank 0, which hands on what it knows of the others. How long a step,
@@ -59,13 +59,13 @@ class PeerWatch(ABC):
         threading.Thread(target=self._run, name="peers", daemon=True).start()
 
     def leave(self, text: str, *, is_orderly: bool) -> None:
-        """Say goodbye: from now on nobody misses this rank, and it misses nobody."""
+        """Tell the other ranks that this rank leaves; neither side watches the other any more."""
         self.has_come_out.set()
         self.has_left.set()
         self.tell({"is": "bye", "text": text, "is_orderly": is_orderly})
 
     def cause_of(self, error: Exception) -> Exception:
-        """`error`, or what came before it: the end of another rank."""
+        """`error`, or the loss of another rank if that caused it."""
         self.has_come_out.set()
         is_own = isinstance(error, (LatheError, torch.OutOfMemoryError))
         if self.lost is not None and not isinstance(error, LatheError):
@@ -90,16 +90,13 @@ class PeerWatch(ABC):
             beat_at = now + self.patience.beat_s
             self.tell({"is": "beat"})
             for peer in self.peers():
-                self._judge(peer, now)
-
-    def _judge(self, peer: Peer, now: float) -> None:
-        if warning := peer.warning(now, self.patience):
-            self._warn(warning)
-        if verdict := peer.verdict(now, self.patience):
-            self._lose(verdict)
+                if warning := peer.warning(now, self.patience):
+                    self._warn(warning)
+                if verdict := peer.verdict(now, self.patience):
+                    self._lose(verdict)
 
     def suspect(self, text: str) -> None:
-        """Remember what is suspected now ("": nothing), and tell whoever hears of it from here."""
+        """Remember which loss is suspected ("": none), and tell the connected ranks."""
         if text != self.suspicion:
             self.suspicion = text
             self.tell({"is": "suspect", "text": text})
@@ -122,19 +119,19 @@ class PeerWatch(ABC):
 
     @abstractmethod
     def peers(self) -> list[Peer]:
-        """Those that are judged here."""
+        """The ranks that this rank watches."""
 
     @abstractmethod
     def tell(self, message: Message) -> None:
-        """Send it to whoever is connected."""
+        """Send a message to the connected ranks."""
 
     @abstractmethod
     def take(self, ready: Any) -> None:
-        """Read what has come."""
+        """Read the messages that have arrived."""
 
 
 class Hub(PeerWatch):
-    """Of rank 0: every other rank connects to it."""
+    """The watch of rank 0: every other rank connects to it."""
 
     def __init__(self, patience: Patience, on_loss: Callable[[RankLostError], None]) -> None:
         super().__init__(0, patience, on_loss)
@@ -195,7 +192,7 @@ class Hub(PeerWatch):
 
 
 class Spoke(PeerWatch):
-    """Of any other rank: connected to rank 0."""
+    """The watch of any other rank: it is connected to rank 0."""
 
     def __init__(
         self,
@@ -321,13 +318,13 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def record_by(record: Callable[[LatheError], None] | None) -> None:
-    """What writes down the end of the run, when its main thread hangs; None for nobody."""
+    """Set the function that records the end of the run if its main thread hangs; None: no one."""
     global _record
     _record = record
 
 
 def leave(code: int, text: str = "") -> None:
-    """Say goodbye to the other ranks, with the exit code and, of a failure, its reason."""
+    """Tell the other ranks that this rank leaves, with its exit code and the reason."""
     if _current is not None:
         is_orderly = code in (EXIT_OK, EXIT_PREEMPTED) and not distributed.leaves_alone()
         _current.leave(text or f"exit code {code}", is_orderly=is_orderly)
@@ -354,7 +351,7 @@ def _begun(on_loss: Callable[[RankLostError], None]) -> PeerWatch | None:
 
 
 def _own_address() -> str:
-    """Where other machines reach this one: by the network that leads to the rendezvous."""
+    """The address at which other machines reach this one, on the network of the rendezvous."""
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     with suppress(OSError, ValueError):
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -1,10 +1,10 @@
-"""One pass over the raw rows of a split: what repeats, what is empty, and what limits cut off."""
+"""Counts in one pass over the raw rows of a split: repeated rows, empty fields, cut tokens."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +20,16 @@ _SHOWN = 5  # pairs of equal rows, by id
 
 @dataclass
 class Counts:
-    """What the rows so far came to."""
+    """The counts over the rows so far."""
 
     ledger: Ledger
     ids: list[str] = field(default_factory=list)
     empty: dict[str, int] = field(default_factory=dict)  # by key of the raw rows
-    # rows that have a key in common with an earlier one
+    # by key: rows with the same value as an earlier row
     repeated: dict[str, int] = field(default_factory=dict)
-    # (row, the earlier one that is the same)
+    # (id of a row, id of the earlier row that is equal)
     pairs: list[tuple[str, str]] = field(default_factory=list)
-    # by key, digest -> the first row that had it
+    # by key: digest -> id of the first row with it
     digests: dict[str, dict[bytes, str]] = field(default_factory=dict)
 
     def add(self, row: Row, identity: str) -> None:
@@ -53,7 +53,7 @@ class Counts:
         }
 
     def shared_with(self, other: Counts) -> dict[str, int]:
-        """By key, how many different contents of this split are in the other as well."""
+        """By key, the number of different values of this split that the other split also has."""
         keys = self.digests.keys() & other.digests.keys()
         return {
             key: len(self.digests[key].keys() & other.digests[key].keys())
@@ -63,18 +63,19 @@ class Counts:
 
 
 def count_rows(task: Task, rows: Iterable[Row], ledger: Ledger) -> Counts:
-    """All of `rows`, counted once."""
+    """The counts of all `rows`."""
     counts = Counts(ledger)
     for number, row in enumerate(rows):
         identity = str(row.get("id", number))
         counts.add(row, identity)
         if isinstance(task, ShowsCuts):
-            ledger.add(identity, task.uncut_fields(row), answers=_answers(task, row))
+            answers = question_of(task, row).get("answers", ()) if isinstance(task, Answers) else ()
+            ledger.add(identity, task.uncut_fields(row), answers=answers)
     return counts
 
 
 def is_empty(value: Any) -> bool:
-    """Nothing, blank text, or a list of such; a number is something."""
+    """Whether a value is null, blank text, or a list of such values; a number is not empty."""
     if isinstance(value, str):
         return not value.strip()
     if isinstance(value, list):
@@ -83,7 +84,7 @@ def is_empty(value: Any) -> bool:
 
 
 def _parts(row: Row) -> dict[str, Any]:
-    """The row without its id, whole and by every key that holds text."""
+    """The values to compare: the whole row without its id, and each value that holds text."""
     whole = {key: value for key, value in row.items() if key != "id"}
     texts = {
         key: value
@@ -95,7 +96,3 @@ def _parts(row: Row) -> dict[str, Any]:
 
 def _digest(content: Any) -> bytes:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
-
-
-def _answers(task: Task, row: Row) -> Sequence[str]:
-    return question_of(task, row).get("answers", ()) if isinstance(task, Answers) else ()

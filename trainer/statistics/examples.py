@@ -1,4 +1,4 @@
-"""Rows as the model gets them, turned back into text, with what the loss is over marked."""
+"""Rows as the model gets them, decoded into text, with the tokens in the loss marked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
     from trainer.protocol.task import Batch, Task, Text
 
-_PLACES = (0.1, 0.5, 1.0)  # of the rows by length: a short one, the median, the longest
-_MOST_TOKENS = 400  # shown of a text, half of them from its beginning
+_PLACES = (0.1, 0.5, 1.0)  # quantiles of the length: a short row, the median, the longest
+_MOST_TOKENS = 400  # tokens of a text in the report, half of them from its beginning
 
 Segment = dict[str, Any]  # {"text": ..., "in_loss": ...}
 Decode = Callable[[Sequence[int]], str]
@@ -23,8 +23,8 @@ def examples(task: Task, store: TokenStore, *, ids: Sequence[str]) -> list[dict[
     """Three rows, a short one, the median and the longest: {"id", "length", "texts": {name:
     segments}}.
 
-    The texts are those of `task.describe`. A segment says whether it is in the loss; None where no
-    loss is over tokens.
+    The texts are those of `task.describe`. "in_loss" of a segment is true or false; None if the
+    loss is not over tokens.
     """
     order = np.argsort(store.lengths, kind="stable")
     places = dict.fromkeys(int(order[round(share * (len(order) - 1))]) for share in _PLACES)
@@ -39,12 +39,12 @@ def examples(task: Task, store: TokenStore, *, ids: Sequence[str]) -> list[dict[
 
 
 def texts(task: Task, batch: Batch) -> dict[str, list[Segment]]:
-    """What a batch of one row says, without its padding, as segments by the name of the text."""
+    """The texts of a batch of one row without padding, as segments by the name of the text."""
     return {name: _segments(text, task.decode) for name, text in task.describe(batch).items()}
 
 
 def _segments(text: Text, decode: Decode) -> list[Segment]:
-    """Runs of tokens that are all in the loss, or all not."""
+    """Runs of tokens that are all in the loss, or all not in it."""
     is_real = (
         torch.ones_like(text.ids, dtype=torch.bool) if text.is_real is None else text.is_real.bool()
     )
@@ -55,17 +55,14 @@ def _segments(text: Text, decode: Decode) -> list[Segment]:
     segments: list[Segment] = []
     start = 0
     for stop in range(1, len(tokens) + 1):
-        if stop == len(tokens) or marks[stop] != marks[start]:
-            segments.append({"text": _shorten(tokens[start:stop], decode), "in_loss": marks[start]})
-            start = stop
+        if stop < len(tokens) and marks[stop] == marks[start]:
+            continue
+        run, half = tokens[start:stop], _MOST_TOKENS // 2
+        if len(run) <= _MOST_TOKENS:
+            content = decode(run)
+        else:
+            num_hidden = len(run) - 2 * half
+            content = f"{decode(run[:half])} [... {num_hidden} tokens ...] {decode(run[-half:])}"
+        segments.append({"text": content, "in_loss": marks[start]})
+        start = stop
     return segments
-
-
-def _shorten(tokens: list[int], decode: Decode) -> str:
-    if len(tokens) <= _MOST_TOKENS:
-        return decode(tokens)
-    half = _MOST_TOKENS // 2
-    return (
-        f"{decode(tokens[:half])} [... {len(tokens) - 2 * half} tokens ...] "
-        f"{decode(tokens[-half:])}"
-    )

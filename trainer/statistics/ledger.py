@@ -1,5 +1,5 @@
-"""The truncation ledger: what limits cut off the rows of a split, and which limit would cut off
-little.
+"""The truncation ledger: how much the limits cut off the rows of a split, and which limit would
+cut off little.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass
 class _Losses:
-    """What one field lost, over the rows so far."""
+    """The tokens and answers that one field lost, over the rows so far."""
 
     first: Uncut
-    lengths: list[int] = field(default_factory=list)  # of every text, whole
+    lengths: list[int] = field(default_factory=list)  # of every text, before the cut
     labels_from: list[int] = field(default_factory=list)
     rows_cut: int = 0
     worst: list[tuple[int, str]] = field(default_factory=list)  # a heap of (tokens lost, id)
-    answers: int = 0  # rows with an answer somewhere in the whole texts
-    # of such rows that lose it: the limit that would keep one
+    answers: int = 0  # rows whose texts before the cut hold an answer
+    # for each of these rows that loses its answers: the least limit that would keep one
     needed: list[int] = field(default_factory=list)
 
 
 class Ledger:
-    """Adds up rows, then says what was lost.
+    """Counts rows, then reports how much the limits cut off.
 
-    `decode` turns token ids into text, to look for answers.
+    decode: turns token ids into text, in which answers are searched.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -51,7 +51,7 @@ class Ledger:
     def add(
         self, identity: str, fields: Mapping[str, Uncut], *, answers: Sequence[str] = ()
     ) -> None:
-        """Count one row: its fields before they are cut."""
+        """Count one row, from its fields before the cut."""
         for name, uncut in fields.items():
             losses = self._fields.setdefault(name, _Losses(uncut))
             lengths = [len(text) for text in uncut.texts]
@@ -88,7 +88,7 @@ class Ledger:
             )
 
     def lengths(self) -> dict[str, np.ndarray]:
-        """By field, the (texts,) lengths of every text before it is cut."""
+        """By field, the (texts,) lengths of all texts before the cut."""
         return {
             name: np.asarray(losses.lengths, dtype=np.int64)
             for name, losses in self._fields.items()
@@ -98,10 +98,10 @@ class Ledger:
         return {name: losses.first.limit for name, losses in self._fields.items()}
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """By field: tokens, labels and answers lost at the limit, of how many, and the limits that
-        lose under 1 %.
+        """By field: the tokens, labels and answers that the limit loses, their totals, and the
+        limits that would lose less than 1 %.
 
-        None stands for labels or answers that a field has none of.
+        None: the field has no labels, or no answers.
         """
         return {name: _report(losses) for name, losses in self._fields.items()}
 
@@ -133,8 +133,8 @@ def _report(losses: _Losses) -> dict[str, Any]:
 
 
 def _lost(lengths: np.ndarray, starts: np.ndarray, limit: int | None) -> dict[str, Any]:
-    """Of the tokens behind `starts`: how many lie behind the limit, and the least limit that loses
-    under 1 %.
+    """How many of the tokens after `starts` the limit cuts off, and the least limit that loses
+    less than 1 %.
     """
 
     def lost(at: int) -> int:
@@ -151,7 +151,7 @@ def _lost(lengths: np.ndarray, starts: np.ndarray, limit: int | None) -> dict[st
 
 
 def _least(is_enough: Callable[[int], bool], *, above: int, most: int) -> int:
-    """The least number in above + 1 .. most that is enough; `most` is taken to be."""
+    """The least number in above + 1 .. most that is enough; assumes that `most` is enough."""
     low, high = above, most
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""What is said of a split when a run begins: rows, tokens, and what limits cut."""
+"""The line that a run logs about a split at its start: rows, tokens, and cut texts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
 
-# Fields of a row that are ids of texts; the others are numbers about them.
+# Endings of the names of fields that hold no token ids, but numbers about texts.
 _NOT_TEXT = ("lengths", "scores", "identities", "scored")
 
 
 def opening_line(store: TokenStore) -> str:
-    """One line of a split: "train: 2,000 rows, 51,204 tokens; 1,901 of 2,000 contexts cut, 36.7% of
-    their tokens: data.context_tokens 256; `stats` shows more".
+    """The line about a split, for example "train: 2,000 rows, 51,204 tokens; 1,901 of 2,000
+    contexts cut, 36.7% of their tokens: data.context_tokens 256; `stats` shows more".
 
-    A store of an older version, or of a task that does not count, tells rows and tokens alone.
+    For a store of an older version, or of a task that does not count cuts, the line has only rows
+    and tokens.
     """
     fields: dict[str, int] = store.summary()["tokens"]
     tokens = sum(

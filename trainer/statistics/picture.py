@@ -1,7 +1,7 @@
-"""The lengths of every field as one PNG file; it reads without colour.
+"""Draws the lengths of every field into one PNG file that is readable without colour.
 
-Drawn on a figure of its own, never through pyplot: no window, no state shared with whoever else
-draws.
+It uses a figure of its own and never pyplot, so it opens no window and shares no state with other
+code that draws.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _LOOKS = (
     ("#0072B2", "-"),
     ("#E69F00", "--"),
     ("#666666", ":"),
-)  # of Okabe & Ito's palette, and a line style each
+)  # colours of Okabe & Ito's palette, each with a line style
 
 
 def draw(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a histogram of token lengths for each field, splits as lines, limits marked.
+    """Write a histogram of token lengths for each field, with a line for each split and limit.
 
     StorageError when the disk refuses.
     """

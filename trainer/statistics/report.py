@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 BINS = 30
 PERCENTILES = (50, 90, 95, 99)
-_MOST_STEPS = 200  # whose padding is counted
-_COLLATED = 10  # micro-batches that are really made, to count the pads in them
+_MOST_STEPS = 200  # padding is counted over at most so many steps
+_COLLATED = 10  # so many steps are collated, to count the padding in their tensors
 
 
 def report(
     cfg: Experiment, task: Task, splits: Sequence[str], *, cache_dir: Path
 ) -> dict[str, Any]:
-    """Everything about the splits, and what they have in common. Encodes them as a run does, into
-    the same cache.
+    """The statistics of each split, and how many rows each two splits share. Encodes the splits
+    like a run, into the same cache.
 
-    DataError for a split that is not there, or rows that the task refuses.
+    DataError for a split that does not exist, or rows that the task refuses.
     """
     statistics: dict[str, Any] = {
         "task": cfg.task,
@@ -70,10 +70,10 @@ def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dic
 
 
 def _fields(store: TokenStore, counts: Counts) -> dict[str, Any]:
-    """Lengths by field, uncut where the task shows them, else as stored; and of the whole row."""
+    """Lengths by field, before the cut if the task shows them, else as stored; and of the row."""
     whole, limits = counts.ledger.lengths(), counts.ledger.limits()
     sizes_in_store = {} if whole else {name: store.sizes(name) for name in store.meta["fields"]}
-    # others are mere numbers
+    # fields of at most one id are numbers, not texts
     texts = {name: sizes for name, sizes in sizes_in_store.items() if sizes.max(initial=0) > 1}
     fields = {name: {**_lengths(sizes), "limit": limits.get(name), "is_whole": name in whole}
              for name, sizes in {**whole, **texts}.items()}  # fmt: skip
@@ -88,8 +88,12 @@ def _lengths(sizes: np.ndarray) -> dict[str, Any]:
     if not len(sizes):
         return {"texts": 0, "tokens": 0}
     percentiles = np.percentile(sizes, PERCENTILES, method="higher")
-    width = _bin_width(int(sizes.max()))
-    edges = np.arange(0, int(sizes.max()) + width + 1, width)
+    most = int(sizes.max())
+    # The width of a bin is 1, 2 or 5 times a power of ten, so that the histograms of several
+    # splits can be drawn over each other.
+    widths = (step * 10**power for power in range(10) for step in (1, 2, 5))
+    width = next(width for width in widths if most + 1 <= BINS * width)
+    edges = np.arange(0, most + width + 1, width)
     counts, _ = np.histogram(sizes, bins=edges)
     return {
         "texts": len(sizes),
@@ -97,31 +101,18 @@ def _lengths(sizes: np.ndarray) -> dict[str, Any]:
         "mean": float(sizes.mean()),
         "min": int(sizes.min()),
         **{f"p{p}": int(value) for p, value in zip(PERCENTILES, percentiles, strict=True)},
-        "max": int(sizes.max()),
+        "max": most,
         "histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
     }
 
 
-def _bin_width(most: int) -> int:
-    """1, 2 or 5 times a power of ten, so that there are at most BINS bins.
-
-    Splits can then be laid over each other.
-    """
-    return next(
-        step * 10**power
-        for power in range(10)
-        for step in (1, 2, 5)
-        if (most + 1) <= BINS * step * 10**power
-    )
-
-
 def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
-    """Which part of the micro-batches of one device is padding: by row lengths, and in batches as
-    they are collated.
+    """The share of padding in the micro-batches of one device.
 
-    `by_length` takes a micro-batch for one rectangle as wide as its longest row; `collated` counts
-    the padding of the texts of a few micro-batches, and is None for a task that packs. A
-    micro_batch that is left to the plan of memory ("auto", here 0) counts as the whole step.
+    `by_length` computes it from row lengths, as if each micro-batch were one rectangle as wide as
+    its longest row. `collated` counts the padding in a few collated micro-batches; it is None for a
+    task that packs. If the memory plan chooses micro_batch ("auto", here 0), it counts as the
+    global batch.
     """
     micro_batch = train.micro_batch or train.global_batch
     if len(store) < train.global_batch:

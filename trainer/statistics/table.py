@@ -34,7 +34,13 @@ def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
         console.print(_lengths(of_split["fields"]))
         _print_ledger(console, of_split)
         _print_padding(console, of_split["padding"])
-        _print_counts(console, of_split)
+        duplicates = of_split["duplicates"]
+        repeated = {key: count for key, count in duplicates.items() if key != "pairs"}
+        console.print(f"repeated: {_pairs(repeated) or 'nothing'}")
+        if duplicates["pairs"]:
+            equal_rows = [" = ".join(pair) for pair in duplicates["pairs"]]
+            console.print(f"equal rows: {', '.join(equal_rows)}")
+        console.print(f"empty: {_pairs(of_split['empty']) or 'nothing'}")
         _print_examples(console, of_split["examples"])
     for pair, shared in report["shared_rows"].items():
         console.print(f"\n{pair}: {_pairs(shared) or 'nothing'}")
@@ -118,16 +124,6 @@ def _print_padding(console: Console, padding: Mapping[str, Any]) -> None:
             else f"{collated:.1%} in their tensors"
         )
     )
-
-
-def _print_counts(console: Console, of_split: Mapping[str, Any]) -> None:
-    repeated = {key: count for key, count in of_split["duplicates"].items() if key != "pairs"}
-    console.print(f"repeated: {_pairs(repeated) or 'nothing'}")
-    if of_split["duplicates"]["pairs"]:
-        console.print(
-            "equal rows: " + ", ".join(" = ".join(pair) for pair in of_split["duplicates"]["pairs"])
-        )
-    console.print(f"empty: {_pairs(of_split['empty']) or 'nothing'}")
 
 
 def _pairs(counts: Mapping[str, int]) -> str:

@@ -151,7 +151,12 @@ class Agent:
         if phase is RunPhase.ENDING:
             self._send_the_rest_away(now)
             return
-        self._end_slow_imports(now)
+        for member in self._members:
+            limit_s = max(WARM_S, self._patience_s())
+            if member.state == "warming" and now - member.began_at > limit_s:
+                log.warning("process %d has imported for %.0f s", member.process.pid, WARM_S)
+                member.process.kill()
+                member.began_at = now
         if phase is RunPhase.GATHERING:
             self._begin_when_ready(now)
         else:
@@ -269,14 +274,24 @@ class Agent:
         self._members.remove(member)
         member.line.close()
         os.close(member.stacks)
-        if self._has_left(member):
+        exitcode = member.process.exitcode
+        # 255 is what Python says when the fork server is gone too, and it does not know the code
+        is_error = exitcode is not None and 0 < exitcode < 255
+        # an error that another process in its place would meet as well
+        is_own_error = is_error and (member.is_rank or not self._generation)
+        if member.code is not None or is_own_error:
             if self._ending is None or self._ending.code == EXIT_OK:
                 self._ending = RunEnd(member.exit_code or EXIT_OK, time.monotonic())
                 if self._ending.code == EXIT_OK:
                     self._close_break()  # a generation that had no step left to do
             return
         if member.is_rank and self._ending is None:
-            self._count_lost(member)
+            self._break_generation()
+            assert self._break is not None, "it was just made"
+            log.warning("rank %d (process %d) %s", member.rank, member.process.pid, member.end)
+            why = member.hang or member.end
+            self._break.lost.append({"rank": member.rank, "pid": member.process.pid, "why": why})
+            self._break.is_explained = True
         if member.state == "warming":
             self._failed_imports += 1
             if self._failed_imports >= MOST_IN_VAIN:
@@ -288,37 +303,11 @@ class Agent:
         if may_return and self._stops == 0 and self._ending is None:
             self._start()
 
-    def _has_left(self, member: Member) -> bool:
-        """Whether a process ended by itself: done, preempted, or with an error that another process
-        in its place would meet as well.
-        """
-        exitcode = member.process.exitcode
-        # 255 is what Python says when the fork server is gone too, and it does not know the code
-        is_error = exitcode is not None and 0 < exitcode < 255
-        is_own_error = is_error and (member.is_rank or not self._generation)
-        return member.code is not None or is_own_error
-
-    def _count_lost(self, member: Member) -> None:
-        self._break_generation()
-        assert self._break is not None, "it was just made"
-        log.warning("rank %d (process %d) %s", member.rank, member.process.pid, member.end)
-        why = member.hang or member.end
-        self._break.lost.append({"rank": member.rank, "pid": member.process.pid, "why": why})
-        self._break.is_explained = True
-
     # Hangs
     # ---------------------------------------------------------------------------------------
 
     def _patience_s(self) -> float:
         return max(self._survival.hang_s, STEPS_OF_PATIENCE * self._stragglers.step_s())
-
-    def _end_slow_imports(self, now: float) -> None:
-        for member in self._members:
-            limit_s = max(WARM_S, self._patience_s())
-            if member.state == "warming" and now - member.began_at > limit_s:
-                log.warning("process %d has imported for %.0f s", member.process.pid, WARM_S)
-                member.process.kill()
-                member.began_at = now
 
     def _replace_hung(self, now: float, phase: RunPhase) -> None:
         ranks = [member for member in self._members if member.state == "running"]
@@ -402,7 +391,9 @@ class Agent:
         if world < self._world:
             log.warning("the run goes on with %d rank(s) instead of %d", world, self._world)
         self._world, self._generation = world, self._generation + 1
-        port = _free_port()
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]  # a free one
         free = sorted({*range(world)} - {one.rank for one in present})
         ranks, others = present[:world], present[world:]
         for member in ranks:
@@ -466,9 +457,3 @@ def _become(module: str, *args: Any) -> None:
 def fitting(ranks: int, batches: list[int]) -> int:
     """The most ranks, at most `ranks`, among which every global batch can be dealt evenly."""
     return next(n for n in range(ranks, 0, -1) if all(batch % n == 0 for batch in batches))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -43,7 +43,7 @@ class StepChain:
 
     @classmethod
     def of(cls, links: Sequence[str]) -> StepChain:
-        """The chain that goes on from what links() gave, at this world size or another one."""
+        """The chain that continues from the result of links(), for any world size."""
         if len(links) == distributed.world():
             return cls(links[distributed.rank()])
         return cls(_digest(*links) if links else "")
@@ -51,7 +51,7 @@ class StepChain:
     def add(
         self, step: int, rows: Sequence[np.ndarray], loss: Tensor, norm: Tensor | float
     ) -> None:
-        """Take in one step. loss: () this rank's part; norm: () of the unclipped gradient."""
+        """Add one step. loss: () this rank's part; norm: () of the unclipped gradient."""
         if not torch.is_tensor(norm):
             norm = torch.tensor(norm, dtype=torch.float64)
         step_bytes = struct.pack("<q", step) + b"".join(row.astype("<i8").tobytes() for row in rows)
@@ -89,7 +89,7 @@ class StepChain:
 
 
 def digest_of_random_state() -> str:
-    """Of every generator of this process."""
+    """A digest of the state of every random generator of this process."""
     state = rng.capture()
     return _digest(
         *(hashlib.sha256(state[name].numpy().tobytes()).hexdigest() for name in sorted(state))
@@ -104,7 +104,7 @@ def seal_line(entry: dict[str, Any], previous: str) -> tuple[bytes, str]:
 
 
 def seal_of(line: bytes) -> str:
-    """The seal that a line carries; "" for one of a version that had none."""
+    """The seal of a line; "" for a line of an older version, which has none."""
     match = _SEALED.search(line)
     return match[1].decode() if match and match.end() == len(line) else ""
 

@@ -73,21 +73,21 @@ class Lines:
         _print(self._console, "  ".join([*words, *([f"eta {eta}"] if eta else [])]))
 
     def show(self, step: int, scalars: Mapping[str, Number]) -> None:
-        """Print how far it is."""
+        """Print the progress."""
         self.log(step, scalars)
 
     def move(self, step: int) -> None:
-        """A log file is not told of every step."""
+        """Does nothing, because a log file has no line for every step."""
 
     def close(self, exit_code: int) -> None:
-        """Nothing is open."""
+        """Does nothing, because no file is open."""
 
 
 _IN_BAR = ("loss", "step_s")  # of a log line; the second for the time that is left
 
 
 class Bar:
-    """A live progress bar for a terminal, below the lines, which stay."""
+    """A live progress bar for a terminal, below the printed lines."""
 
     def __init__(self, console: Console, total: int, *, unit: str = "step") -> None:
         self._lines, self._total = Lines(console, total, unit=unit), total
@@ -108,14 +108,14 @@ class Bar:
             self.show(step, {name: scalars[name] for name in _IN_BAR if name in scalars})
 
     def show(self, step: int, scalars: Mapping[str, Number]) -> None:
-        """Move the bar, with these numbers in it and the time left."""
+        """Move the bar and show these numbers and the remaining time in it."""
         names = [name for name in scalars if name != "step_s"]
         words = [f"{name} {format_number(scalars[name])}" for name in names]
         words += [f"eta {eta}"] if (eta := _eta(step, self._total, scalars)) else []
         self._progress.update(self._bar, completed=step, words="  ".join(words), refresh=True)
 
     def move(self, step: int) -> None:
-        """One more step is done: the bar is drawn anew ten times a second."""
+        """Move the bar to `step`; the terminal draws it ten times a second."""
         self._progress.update(self._bar, completed=step)
 
     def close(self, exit_code: int) -> None:
@@ -128,7 +128,7 @@ _EVERY_S = {Bar: 0.2, Lines: 10.0}
 
 
 class WorkProgress:
-    """Counts things done out of a total, and tells their number a second and the time left."""
+    """Shows the progress of a count towards a total, its speed and the remaining time."""
 
     def __init__(self, total: int, unit: str, console: Console | None = None) -> None:
         own = console or screen()
@@ -137,7 +137,7 @@ class WorkProgress:
         self._began = self._told = time.monotonic()
 
     def add(self, count: int) -> None:
-        """So many more are done."""
+        """Add `count` finished items."""
         self._done += count
         now = time.monotonic()
         if self._done >= self._total or now - self._told >= _EVERY_S[type(self._sink)]:

@@ -1,4 +1,4 @@
-"""FLOPs of one training step, counted as it runs."""
+"""Counts the FLOPs of one training step while it runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ aten = torch.ops.aten
 
 
 class StepFlops(FlopCounterMode):
-    """Counts the FLOPs of what runs inside, with torch's formulas and two of our own.
+    """Counts the FLOPs of the operators inside, with torch's formulas and our own (_FORMULAS).
 
-    A formula that raises ends the counting, never the run: `total` is then 0, and the log says why.
+    If a formula raises, only the counting ends: `total` is then 0, and the log says why.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class StepFlops(FlopCounterMode):
 
 
 def _product(one: _Shape, other: _Shape, *_: Any, **__: Any) -> int:
-    """torch 2.13's own formula takes the third argument of bmm(a, b, out_dtype) for a shape."""
+    """torch 2.13's own formula mistakes the third argument of bmm(a, b, out_dtype) for a shape."""
     return 2 * math.prod(one) * other[-1]
 
 

@@ -1,4 +1,4 @@
-"""Where a run's time went since it was first started, over all its attempts."""
+"""How a run spent its time since its first start, over all attempts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def _nothing() -> dict[str, float]:
 
 @dataclass
 class Goodput:
-    """Seconds by kind; what is none of them is waiting: queues, imports, machines that were down.
+    """Seconds by kind; the remainder counts as waiting: queues, imports, machines that were down.
 
-    steps: training steps that count. lost: steps done again after a kill. startup: until the first
-    step of each attempt. saving: what the run waited for.
+    steps: training steps that count. lost: steps that a kill made the run repeat. startup: the time
+    before the first step of each attempt. saving: the time that the run waited for checkpoints.
     """
 
     first_start: float  # Unix time
     seconds: dict[str, float] = field(default_factory=_nothing)  # of this attempt and those before
-    step: int = 0  # that this attempt began behind
+    step: int = 0  # the step after which this attempt began
     _began: float = field(default_factory=lambda: time.monotonic())
-    _stepping: float | None = None  # when the first step of this attempt began, later for pauses
+    _stepping: float | None = None  # start of the first step of this attempt, moved by pauses
 
     @classmethod
     def of(cls, folder: Path) -> Goodput:
-        """What earlier attempts left in status.json, to go on from."""
+        """The seconds that earlier attempts wrote to status.json, or a new count."""
         status = read_json(folder / "status.json") or {}
         earlier: Any = status.get(KEY)
         try:
@@ -45,7 +45,7 @@ class Goodput:
             return cls(time.time())
 
     def resume(self, step: int) -> None:
-        """The run goes on behind `step`: steps that an earlier attempt made beyond it are lost."""
+        """Continue after `step`: the time of later steps of an earlier attempt counts as lost."""
         if self.step > step:
             lost = self.seconds["steps"] * (self.step - step) / self.step
             self.seconds["steps"] -= lost
@@ -53,14 +53,14 @@ class Goodput:
         self.step = step
 
     def begin_steps(self) -> None:
-        """The start-up is over."""
+        """End the startup: from now on, time counts as steps."""
         if self._stepping is None:
             self._stepping = time.monotonic()
             self.seconds["startup"] += self._stepping - self._began
 
     @contextmanager
     def spending(self, kind: str) -> Iterator[None]:
-        """Time inside belongs to `kind`, not to steps."""
+        """Count the time of a block as `kind`, not as steps."""
         start = time.monotonic()
         try:
             yield
@@ -71,8 +71,8 @@ class Goodput:
                 self._stepping += spent
 
     def now(self) -> dict[str, Any]:
-        """As status.json has it: first_start, seconds by kind, waiting among them, and their share
-        that was steps.
+        """The values for status.json: the share of time spent on steps, first_start, and the
+        seconds by kind, waiting included.
         """
         current = time.monotonic()
         seconds = dict(self.seconds)

@@ -26,26 +26,32 @@ class Meter:
     """
 
     def __init__(self, goodput: Goodput | None = None, *, counts_flops: bool = True) -> None:
-        """counts_flops: mfu is told. torch 2.13 counts no compiled block: that step would run as if
-        none was, and differ in its last bits.
+        """counts_flops: report mfu. Pass False for a compiled model: counting FLOPs disables
+        compilation for that step (torch 2.13), so its numbers change in the last bits.
         """
         self._goodput = goodput
         self._peak_flops = peak_flops() if counts_flops else None
         self._counted_flops, self._flops_per_unit = 0, 0.0
         self._start, self._units, self._steps = time.monotonic(), 0, 0
         self._memory = _Memory()
-        # seconds of steps as the host sees them, but for the first; a GPU may still compute
+        # seconds of all steps but the first, as the host sees them; a GPU may still compute
         self.parts = dict.fromkeys(("input", "forward and backward", "update"), 0.0)
         self.timed_steps = 0
         self.prediction: Mapping[str, Any] | None = None  # of this run (launch/late.py)
-        self._ended: float | None = None  # the last step did
+        self._ended: float | None = None  # when the last step ended
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """A step inside; what passed since the last one and was not paused was input."""
+        """Time one step. The time since the last step, less pauses, counts as input."""
         start, updated = time.monotonic(), self.parts["update"]
-        with self._counting_flops():
+        counts_flops = self._peak_flops is not None and not self._flops_per_unit
+        counter = StepFlops() if counts_flops else None  # for mfu, in the first step
+        with counter or nullcontext():
             yield
+        if counter is not None:
+            self._counted_flops = counter.total
+            if not self._counted_flops:  # it will not be known in a later step either
+                self._peak_flops = None
         end = time.monotonic()
         if self._ended is None:  # the first step warms up
             self.parts["update"] = 0.0
@@ -58,27 +64,15 @@ class Meter:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """The optimizer's part of a step inside."""
+        """Time the part of a step that updates the weights."""
         start = time.monotonic()
         yield
         self.parts["update"] += time.monotonic() - start
 
-    @contextmanager
-    def _counting_flops(self) -> Iterator[None]:
-        """Count the FLOPs of the first step inside, where the device's peak is known, for mfu."""
-        if self._peak_flops is None or self._flops_per_unit:
-            yield
-            return
-        with StepFlops() as counter:
-            yield
-        self._counted_flops = counter.total
-        if not self._counted_flops:  # it will not be known in a later step either
-            self._peak_flops = None
-
     def add(self, units: int) -> None:
         """Count one step of `units`, those of all ranks."""
         if self._counted_flops and units:
-            # every rank's share is alike, and `units` are those of all ranks
+            # all ranks count about the same FLOPs, and `units` are those of all ranks
             self._flops_per_unit, self._counted_flops = (
                 self._counted_flops * distributed.world() / units,
                 0,
@@ -88,7 +82,7 @@ class Meter:
 
     @contextmanager
     def pause(self, kind: str = "evaluation") -> Iterator[None]:
-        """Leave the time of a block out of the speed; goodput.py counts it as `kind`."""
+        """Exclude the time of a block from the speed; goodput.py counts it as `kind`."""
         start = time.monotonic()
         try:
             with self._goodput.spending(kind) if self._goodput else nullcontext():
@@ -100,11 +94,10 @@ class Meter:
                 self._ended += spent
 
     def read(self, unit: str) -> dict[str, float]:
-        """`<unit>_per_s` over all ranks, `step_s`, `peak_gib` of this rank since the start, `mfu`
-        and `predicted_step_s` if known, `goodput` of a run.
+        """The scalars since the last read: `<unit>_per_s` over all ranks, `step_s`, `mfu` and
+        `predicted_step_s` if known; and since the start: `peak_gib` of this rank, `goodput`.
 
-        Counted since the last read. mfu: achieved over peak bf16 FLOP/s; left out on a CPU and on
-        an unknown GPU.
+        mfu: achieved over peak bf16 FLOP/s; left out on a CPU and on an unknown GPU.
         """
         elapsed = max(time.monotonic() - self._start, 1e-9)
         rate = self._units / elapsed
@@ -125,8 +118,8 @@ class Meter:
 
 @dataclass
 class _Memory:
-    """The most memory in use since it was made: what torch allocated on the GPU, or else this
-    process's RSS.
+    """The peak of memory use since this object was made: what torch allocated on the GPU, or, on
+    a CPU, the RSS of this process.
     """
 
     _sampled: int = field(default=0, init=False)
@@ -135,7 +128,7 @@ class _Memory:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         else:
-            # lets VmHWM start anew: a process may run several experiments (Linux 4.0, man proc)
+            # resets VmHWM, because a process may run several experiments (Linux 4.0, man proc)
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
 

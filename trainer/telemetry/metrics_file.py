@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line an entry, which nobody else may touch while a run writes it."""
+"""metrics.jsonl: one line per entry. No other process may change it while a run writes it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ log = logging.getLogger(__name__)
 
 
 LONGEST = 1 << 20  # bytes of a line: with the norm of every gradient
-EVALUATED = "valid/"  # what the keys of an evaluation begin with
-AT = "at"  # the key of when a line was written: UTC, ISO 8601
+EVALUATED = "valid/"  # the prefix of the keys of an evaluation
+AT = "at"  # the key of the time when a line was written: UTC, ISO 8601
 
 
 class MetricsFile:
-    """The lines of one run, one write a line.
+    """The lines of one run; each line is one write.
 
-    A file that is removed is put back whole, for the process that writes it still has its content.
-    A file that was cut or replaced, or has lines of somebody else, stops the run: what belongs into
-    it cannot be known any more.
+    If the file is removed, it is restored, because the writing process still has its content. If it
+    was cut or replaced, or holds lines of another process, the run stops, because its right content
+    is unknown.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,11 +42,9 @@ class MetricsFile:
         with refusals(self._path):
             self._file: Any = self._path.open("a+b", buffering=0)
             self._size = os.fstat(self._file.fileno()).st_size
-            self._seal = self._last_seal()
-
-    def _last_seal(self) -> str:
-        last = os.pread(self._file.fileno(), LONGEST, max(self._size - LONGEST, 0))
-        return seal_of(last[last[:-1].rfind(b"\n") + 1 :])
+            end = os.pread(self._file.fileno(), LONGEST, max(self._size - LONGEST, 0))
+            last_line = end[end[:-1].rfind(b"\n") + 1 :]
+            self._seal = seal_of(last_line)
 
     def log(self, step: int, scalars: Mapping[str, Number | str]) -> None:
         """Write one line. StorageError when the disk refuses, or the file is not as it was left."""
@@ -60,9 +58,9 @@ class MetricsFile:
             self._seal = seal
 
     def cut(self, step: int) -> None:
-        """Drop the lines past `step`, every torn one and every one that stands there twice.
+        """Drop the lines after `step`, torn lines and repeated lines.
 
-        The others are kept byte for byte. What is not as the run wrote it is warned of.
+        The other lines stay byte for byte. A line that differs from what the run wrote is logged.
         """
         self._file.close()
         content = self._path.read_bytes()
@@ -94,7 +92,7 @@ class MetricsFile:
         return list(by_step.values())
 
     def close(self, exit_code: int) -> None:
-        """Put the file back if it was removed since the last line, and close it."""
+        """Restore the file if it was removed since the last line, and close it."""
         if not self._file.closed and not self._path.exists():
             self._restore()
         self._file.close()

@@ -1,4 +1,4 @@
-"""What a run tells: console, metrics.jsonl, score_list.json, status.json, wandb and others.
+"""The records of a run: console, metrics.jsonl, score_list.json, status.json, wandb and others.
 
 Every rank makes a `RunRecord` and calls the same methods; ranks other than 0 write nothing.
 """
@@ -38,8 +38,8 @@ METRICS, SCORES, HAVEN_SCORES, STATUS = (
     "score_list.pkl",
     "status.json",
 )
-RANK = "rank"  # of status.json: the one that failed, where it is not 0
-MAX_ERROR = 2000  # characters of an error in the block that a full disk still has
+RANK = "rank"  # key of status.json: the rank that failed, if it is not 0
+MAX_ERROR = 2000  # characters of an error that fit into the old status.json of a full disk
 HEARTBEAT_S = 15.0  # at most this long between a log line and the status.json that knows of it
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class RunRecord:
         console: Console | None = None,
         others: Callable[[], Sequence[Sink]] = tuple,
     ) -> None:
-        """others: makes what else is told the scalars; called where they are written."""
+        """others: makes more sinks for the scalars; it is called on rank 0 only."""
         self.folder, self.total, self.step = folder, total, 0
         self._name = name
         self._bad_steps: list[int] = []
@@ -94,11 +94,11 @@ class RunRecord:
         self._sinks += others()
 
     def prove(self, proof: str) -> None:
-        """The next line of metrics.jsonl carries this proof of the steps up to it (chain.py)."""
+        """Put this proof of the steps so far into the next line of metrics.jsonl (chain.py)."""
         self._proof = proof
 
     def log(self, step: int, **scalars: Number) -> None:
-        """The same keys, in the order given, on the console, in metrics.jsonl and in wandb.
+        """Write the same keys, in this order, to the console, metrics.jsonl and wandb.
 
         A value that is not finite (a metric over nothing) is left out everywhere, with one warning
         for each key.
@@ -117,19 +117,19 @@ class RunRecord:
             self.status("running")
 
     def move(self, step: int) -> None:
-        """So many steps are done: the bar of a terminal moves; nothing is logged."""
+        """Move the progress bar of a terminal to `step`; nothing is logged."""
         if self._is_writer:
             self.startup.end()
             self._screen.move(step)
 
     def say(self, step: int, **scalars: Number) -> None:
-        """A line on the console alone."""
+        """Write a line to the console only."""
         if self._is_writer:
             self._screen.log(step, self._finite(scalars))
 
     def gradients(self, step: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Norms of the gradients by parameter in metrics.jsonl, and their histograms in wandb; not
-        on the console.
+        """Write the gradient norm of each parameter to metrics.jsonl, and histograms to wandb; the
+        console gets nothing.
 
         Every rank calls it and all of `gradients` is consumed: under ZeRO each item is gathered
         from all ranks.
@@ -149,8 +149,8 @@ class RunRecord:
     def bad_step(
         self, step: int, kind: str, steps: Sequence[int], numbers: Mapping[str, Number]
     ) -> None:
-        """A step whose update was left out: a line in metrics.jsonl and wandb, and from now on
-        bad_steps in status.json. kind: loss, gradient or spike; steps: all of the run so far.
+        """Record a step whose update was skipped: a line in metrics.jsonl and wandb, and bad_steps
+        in status.json from now on. kind: loss, gradient or spike; steps: all bad steps of the run.
         """
         self._bad_steps = list(steps)
         log.warning("step %d: update left out (%s)", step, kind)
@@ -223,8 +223,10 @@ class RunRecord:
             overwrite_json(self.folder / STATUS, values | {"error": error and error[:MAX_ERROR]})
 
     def fail(self, error: BaseException) -> None:
-        """The run ends by `error`, of this rank. What another rank ended by is what counts where
-        this one merely lost it; and where rank 0 is stuck, the other one says so itself.
+        """Record that `error` of this rank ends the run.
+
+        Rank 0 prefers the error of another rank in status.json when it only lost the connection to
+        that rank. Another rank writes its error itself, because rank 0 may be stuck.
         """
         error, path = watch.cause_of(error), self.folder / STATUS
         text = f"{type(error).__name__}: {error}"
@@ -233,7 +235,7 @@ class RunRecord:
         if self._is_writer:
             is_of_now = RANK in status and status.get("process") == process.facts()
             is_lost = isinstance(error, RankLostError) or not isinstance(error, LatheError)
-            # two that have lost each other say the same
+            # two ranks that lost each other have the same error
             has_cause = is_of_now and is_lost and RankLostError.__name__ not in status["error"]
             self.status("failed", error=status["error"] if has_cause else text)
         elif status.get("state") == "running":
@@ -245,7 +247,7 @@ class RunRecord:
     def resume(self, step: int, bad_steps: Sequence[int] = ()) -> None:
         """Cut metrics.jsonl, score_list and answers/ back to `step`.
 
-        Then they go on as those of an undisturbed run. bad_steps: left out until then.
+        Afterwards they continue like those of an undisturbed run. bad_steps: skipped before `step`.
         """
         self.step, self._bad_steps = step, list(bad_steps)
         self.goodput.resume(step)
@@ -262,8 +264,8 @@ class RunRecord:
                 path.unlink()
 
     def logged_scores(self, step: int) -> dict[str, Number] | None:
-        """The evaluation of a step that an earlier attempt logged; None when it did not get there.
-        It is in score_list.json afterwards. Rank 0 alone calls it.
+        """The evaluation of a step that an earlier attempt logged; None if it logged none. Adds it
+        to score_list.json. Only rank 0 calls it.
         """
         lines = self._sinks[0]
         assert isinstance(lines, MetricsFile), "metrics.jsonl is the first sink"
@@ -296,7 +298,7 @@ class RunRecord:
         return {name: _plain(value) for name, value in scalars.items() if name not in unfit}
 
     def _scores_on_disk(self, lines: MetricsFile) -> list[dict[str, Number]]:
-        """The evaluations of score_list.json; of metrics.jsonl where that is torn or gone."""
+        """The evaluations of score_list.json; if it is torn or missing, of metrics.jsonl."""
         path = self.folder / SCORES
         try:
             scores = _read_scores(path)
@@ -313,13 +315,13 @@ class RunRecord:
     def _write_scores(self, scores: list[dict[str, Number]]) -> None:
         text = json.dumps(scores, indent=1) + "\n"
         replace_file(self.folder / SCORES, text.encode())
-        # for haven, never read here; of the text, because pickle's bytes tell which keys are one
-        # object
+        # Only haven reads it. It is made from the parsed text, because the bytes of a pickle depend
+        # on which keys are the same object.
         replace_file(self.folder / HAVEN_SCORES, pickle.dumps(json.loads(text), protocol=4))
 
 
 def _plain(value: Number) -> Number:
-    """A builtin number of a numpy or torch one."""
+    """A numpy or torch number as a builtin one."""
     return int(value) if isinstance(value, Integral) else float(value)
 
 

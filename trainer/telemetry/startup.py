@@ -1,4 +1,4 @@
-"""How long a start took until its first step was done, and where that went."""
+"""How long a process took until the end of its first step, by phase."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ log = logging.getLogger(__name__)
 
 
 class Startup:
-    """Seconds of this process since it began, by what was done in them, up to the first step."""
+    """Seconds of this process by phase, from its start to the end of the first step."""
 
     def __init__(self) -> None:
         self._last: float | None = psutil.Process().create_time()  # None: the first step is done
         self.seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """What was done since the lap before was this; nothing once the first step is done."""
+        """Count the time since the previous lap as `name`; does nothing after the first step."""
         if self._last is not None:
             now = time.time()
             self.seconds[name] = self.seconds.get(name, 0.0) + max(now - self._last, 0.0)
             self._last = now
 
     def end(self) -> None:
-        """The first step is done: it is told, once."""
+        """The first step has ended: log the phases, once."""
         if self._last is None:
             return
         self.lap("first step")

@@ -1,4 +1,4 @@
-"""A run in TensorBoard and in MLflow: extras that are told what metrics.jsonl is told."""
+"""A run in TensorBoard and in MLflow, two extras that get the same scalars as metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 TRACKERS = ("tensorboard", "mlflow")
 TENSORBOARD_FOLDER = "tensorboard"
-_ID_TAG = "lathe.exp_id"  # by which a resumed run is found in MLflow
-_LONGEST_PARAM = 6000  # characters that MLflow takes
+_ID_TAG = "lathe.exp_id"  # the tag by which a resumed run finds itself in MLflow
+_LONGEST_PARAM = 6000  # characters that MLflow accepts
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def tracker_names(text: str | None) -> tuple[str, ...]:
 def tracked_runs(
     names: Sequence[str], folder: Path, *, name: str, exp_id: str, values: Mapping[str, Any]
 ) -> list[TrackedRun]:
-    """A run in each of the trackers. On one rank only."""
+    """A run in each of the trackers. Only one rank calls it."""
     runs: list[TrackedRun] = []
     if "tensorboard" in names:
         runs.append(TensorBoardRun(folder))
@@ -75,7 +75,7 @@ class TrackedRun(ABC):
             return
         try:
             act()
-        except Exception as error:  # any: a server or a disk of somebody else's
+        except Exception as error:  # any error: the server or the disk is not ours
             name = type(self).__name__
             log.warning(
                 "%s: %s: %s. Training goes on without it.", name, type(error).__name__, error
@@ -84,8 +84,8 @@ class TrackedRun(ABC):
 
 
 class TensorBoardRun(TrackedRun):
-    """Scalars as event files in the run folder, of which TensorBoard leaves out those behind the
-    step that a resume goes back to.
+    """Scalars as event files in the run folder. After a resume, TensorBoard hides the events of
+    later steps of the earlier attempt.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,7 +94,7 @@ class TensorBoardRun(TrackedRun):
         self._writer: Any = None
 
     def _log(self, step: int, scalars: Mapping[str, Number]) -> None:
-        if self._writer is None:  # begun late: only now it is known where the run goes on
+        if self._writer is None:  # the first step is known only now
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
@@ -109,8 +109,8 @@ class TensorBoardRun(TrackedRun):
 
 
 class MlflowRun(TrackedRun):
-    """Scalars and the dictionary in the tracking server and the experiment that MLflow's own
-    variables name (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME). A resumed run is the same there.
+    """Scalars and the dictionary in MLflow, on the server and in the experiment that MLflow's own
+    variables name (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME). A resumed run continues there.
     """
 
     def __init__(self, name: str, exp_id: str, values: Mapping[str, Any]) -> None:

@@ -36,11 +36,11 @@ class WandbSettings:
     name: str
     id: str
     config: Mapping[str, Any]
-    init_timeout_s: float = 30.0  # then the run goes on offline
+    init_timeout_s: float = 30.0  # after this time the run continues offline
 
 
 class WandbRun:
-    """The run in wandb. Whatever goes wrong there costs one warning, never the training."""
+    """The run in wandb. An error of wandb gives one warning and never stops the training."""
 
     def __init__(self, settings: WandbSettings, folder: Path) -> None:
         self._run = _start_wandb(settings, folder)
@@ -55,7 +55,7 @@ class WandbRun:
                 self._run.log({"step": step, **scalars, **pending})
 
     def summarise(self, scalars: Mapping[str, Number]) -> None:
-        """Numbers, and the tables that are kept, that belong to no step."""
+        """Log numbers and the kept tables without a step."""
         if self._run is not None:
             with self._tolerate():
                 self._run.log({**scalars, **self._pending})
@@ -81,7 +81,7 @@ class WandbRun:
                 self._pending[name] = wandb.Table(columns=list(rows[0]), data=cells)
 
     def close(self, exit_code: int) -> None:
-        """End the run there, waiting for a slow upload at most FINISH_S."""
+        """End the run in wandb; waits at most FINISH_S for a slow upload."""
         if self._run is not None:
             with self._tolerate():
                 if exit_code == EXIT_PREEMPTED:
@@ -106,11 +106,11 @@ def tell_wandb(
     scores: Mapping[str, Number],
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Add what a trained model was measured to be to its run: evaluate/<split>/<name>, and a table
-    of answers.
+    """Add the scores of a trained model to its run, as evaluate/<split>/<name>, and a table of
+    answers.
 
-    folder: for wandb's own files. rows: of the table, all with the same keys; none, no table. On
-    one rank only.
+    folder: for wandb's own files. rows: of the table, all with the same keys; without rows there is
+    no table. Only one rank calls it.
     """
     run = WandbRun(settings, folder)
     prefix = f"evaluate/{split}"
@@ -120,9 +120,9 @@ def tell_wandb(
 
 
 def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
-    """A wandb run; None when none can be started.
+    """A wandb run; None when wandb cannot start one.
 
-    Online with a key or as WANDB_MODE says, else offline.
+    The mode is WANDB_MODE; without it, online if there is a key, else offline.
     """
     first = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
     for mode in dict.fromkeys((first, "offline")):
@@ -138,7 +138,7 @@ def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
 
 
 def _where(run: Any) -> str:
-    """The page of a run that is online; else the command that brings it there."""
+    """The page of an online run; for an offline run the command that uploads it."""
     if run.offline or not run.url:
         return f"offline: `wandb sync {Path(run.dir).parent}` uploads it"
     return str(run.url)
@@ -159,7 +159,7 @@ def _has_key() -> bool:
 
 
 def _init_wandb(settings: WandbSettings, folder: Path, mode: str) -> Any:
-    import wandb  # 2 s that runs without it do not pay
+    import wandb  # takes 2 s, which only runs with wandb pay
 
     # after a failed start its service holds on to the id (0.31: "run ID ... is in use")
     wandb.teardown()

@@ -119,7 +119,16 @@ class K8s:
         answers: dict[str, Observed] = {}
         for (namespace, kind), names in groups.items():
             for start in range(0, len(names), CHUNK):
-                answers.update(_query(namespace, kind, names[start : start + CHUNK]))
+                tokens = [token_in(name) for name in names[start : start + CHUNK]]
+                objects = _list(namespace, kind, label_selector=f"{TOKEN} in ({','.join(tokens)})")
+                if not objects:
+                    continue
+                pods: dict[str, list[Object]] = defaultdict(list)
+                for pod in _pods(namespace, tokens):
+                    pods[pod["metadata"]["labels"][TOKEN]].append(pod)
+                for item in objects:
+                    name = item["metadata"]["name"]
+                    answers[f"{namespace}/{kind}/{name}"] = observe(item, pods[token_in(name)])
         return {job_id: answers[job_id] for job_id in ids if job_id in answers}
 
     def cancel(self, job_id: str) -> None:
@@ -281,18 +290,3 @@ def _pods(namespace: str, tokens: Sequence[str]) -> list[Object]:
         raise Unreachable(f"cannot list pods in namespace {namespace}: {answer}") from None
     reply: Object = translate_errors(lambda: json.loads(response.data))
     return reply.get("items", [])
-
-
-def _query(namespace: str, kind: str, names: Sequence[str]) -> dict[str, Observed]:
-    tokens = [token_in(name) for name in names]
-    objects = _list(namespace, kind, label_selector=f"{TOKEN} in ({','.join(tokens)})")
-    if not objects:
-        return {}
-    pods: dict[str, list[Object]] = defaultdict(list)
-    for pod in _pods(namespace, tokens):
-        pods[pod["metadata"]["labels"][TOKEN]].append(pod)
-    answers: dict[str, Observed] = {}
-    for item in objects:
-        name = item["metadata"]["name"]
-        answers[f"{namespace}/{kind}/{name}"] = observe(item, pods[token_in(name)])
-    return answers

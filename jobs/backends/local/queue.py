@@ -201,20 +201,15 @@ class Queue:
         if not self.is_here:
             return
         with _waking:
-            if not self._is_waking() and not self.has_runner():
+            if self.folder in _woken:
+                # the runner of this process looks for jobs, or waits for its turn, IDLE_S seconds
+                woken_at, runner = _woken[self.folder]
+                code = runner.poll()
+                # > 0: the next would fail as well
+                if time.monotonic() - woken_at < IDLE_S and (code is None or code > 0):
+                    return
+            if not self.has_runner():
                 _woken[self.folder] = (time.monotonic(), self._spawn())
-
-    def _is_waking(self) -> bool:
-        """Whether the runner that this process started will still look for jobs.
-
-        It stays, or waits for its turn, for IDLE_S seconds.
-        """
-        if self.folder not in _woken:
-            return False
-        woken_at, runner = _woken[self.folder]
-        code = runner.poll()
-        # > 0: the next would fail as well
-        return time.monotonic() - woken_at < IDLE_S and (code is None or code > 0)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with (self.folder / "runner.log").open("ab") as output:

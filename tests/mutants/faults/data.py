@@ -45,8 +45,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/token_store.py",
-        "lost = max(0, length - cut.limit)",
-        "lost = max(0, length - cut.limit - 1)",
+        "lost = max(0, text_length - cut.limit)",
+        "lost = max(0, text_length - cut.limit - 1)",
         why="a run begins with too few tokens that were cut",
         tests=OPENING,
     ),

@@ -17,7 +17,7 @@ FAULTS = [
     Fault(
         "jobs/serve/answers/workers.py",
         "if not is_over and all(each.has_left for each in batch):",
-        "if not is_over and any(one.has_left for one in asked):",
+        "if not is_over and any(each.has_left for each in batch):",
         why="a client that leaves ends the answers of those beside it",
         tests="tests/serve/test_answers.py",
     ),

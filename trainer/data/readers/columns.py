@@ -1,4 +1,4 @@
-"""Rows of foreign columns in our names."""
+"""Renames the columns of a user's rows to our names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from trainer.config.own_rows import Layout
     from trainer.protocol.task import Row
 
-_LOOKED_AT = 100  # rows in which a column must be seen: JSON lines leave out what they lack
-_LISTS = ("[", "{")  # what JSON lists and objects begin with
-_SURE_LISTS = ('["', "['", "[{", '{"', "{'")  # what no text that is meant as such begins with
+_LOOKED_AT = 100  # a column must occur in so many first rows; JSON lines may leave columns out
+_LISTS = ("[", "{")  # the first characters of JSON lists and objects
+_SURE_LISTS = ('["', "['", "[{", '{"', "{'")  # beginnings that no ordinary text has
 
 Placed = Iterator[tuple[str, "Row"]]
 
@@ -25,11 +25,11 @@ Placed = Iterator[tuple[str, "Row"]]
 def in_our_names(
     rows: Iterable[tuple[str, Row]], columns: Mapping[str, str], layout: Layout, *, are_cells: bool
 ) -> Placed:
-    """The same rows with what `columns` (ours -> theirs) renames, and lists out of cells.
+    """The same rows with columns renamed by `columns` (our name -> their name), and cells parsed.
 
-    A mapped name takes the place of every other name for the same thing. are_cells: the rows are a
-    table's, whose cells may hold a list as JSON; of a name that wants a list, any other text is a
-    list of one. ConfigError for a column that none of the first rows has.
+    A mapped name replaces every other name for the same thing. are_cells: the rows are those of a
+    table, whose cells may hold a list as JSON; for a name that needs a list, any other text becomes
+    a list of one. ConfigError for a column that none of the first rows has.
     """
     rows = iter(rows)
     if columns:
@@ -40,7 +40,7 @@ def in_our_names(
     for place, raw in rows:
         row = {name: value for name, value in raw.items() if name not in replaced}
         for name, column in columns.items():
-            value = _value_at(raw, column, place)
+            value = raw[column] if column in raw else _follow(raw, _parts(column), place, column)
             if value is not None:
                 _write(row, name, value, place)
         if are_cells:
@@ -50,7 +50,7 @@ def in_our_names(
 
 
 def _check_columns(rows: list[tuple[str, Row]], columns: Mapping[str, str]) -> None:
-    """ConfigError for a column whose first part no row has, naming those that there are."""
+    """ConfigError for a column whose first part no row has; it names the existing columns."""
     present = list(dict.fromkeys(str(name) for _, row in rows for name in row))
     missing = [
         column
@@ -75,15 +75,6 @@ def _parts(column: str) -> list[str]:
     return column.split(".")
 
 
-def _value_at(raw: Any, column: str, place: str) -> Any:
-    """What stands in a column: under this very name, or where its parts lead to; None when there is
-    nothing.
-    """
-    if isinstance(raw, dict) and column in raw:
-        return raw[column]
-    return _follow(raw, _parts(column), place, column)
-
-
 def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
     for number, part in enumerate(parts):
         name = part.removesuffix("[]")
@@ -96,23 +87,22 @@ def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
                 "an object there. Write [] behind the name of a list."
             )
         value = value.get(name)
-        if part.endswith("[]"):
-            return _of_each(_parse(value), parts[number + 1 :], place, column)
+        if not part.endswith("[]"):
+            continue
+        items, rest = _parse(value), parts[number + 1 :]
+        if items is not None and not isinstance(items, list):
+            raise DataError(
+                f"{place}: {column!r} of data.columns wants a list, got {preview(items)}. Leave "
+                "[] out."
+            )
+        if items is None or not rest:
+            return items
+        return [_follow(item, rest, place, column) for item in items]
     return value
 
 
-def _of_each(items: Any, rest: list[str], place: str, column: str) -> Any:
-    if items is None:
-        return None
-    if not isinstance(items, list):
-        raise DataError(
-            f"{place}: {column!r} of data.columns wants a list, got {preview(items)}. Leave [] out."
-        )
-    return [_follow(item, rest, place, column) for item in items] if rest else items
-
-
 def _write(row: Row, name: str, value: Any, place: str) -> None:
-    """Write a value under our name; of "ctxs[].text" into the objects of a list."""
+    """Write a value under our name. A name like "ctxs[].text" writes into the objects of a list."""
     outer, brackets, inner = name.partition("[].")
     if not brackets:
         row[name] = value
@@ -136,7 +126,7 @@ def _write(row: Row, name: str, value: Any, place: str) -> None:
 
 
 def _list_of_cell(value: Any, place: str, name: str) -> Any:
-    """The list that a cell holds; any other text is a list of one, and what is no text stays."""
+    """The list in a cell. Any other text becomes a list of one; a value that is no text stays."""
     if not isinstance(value, str):
         return value
     parsed = _parse(value)
@@ -151,7 +141,9 @@ def _list_of_cell(value: Any, place: str, name: str) -> Any:
 
 
 def _parse(value: Any) -> Any:
-    """A text that is a JSON list or object, or a list as Python prints it, as what it says."""
+    """The value of a text that is a JSON list or object, or a list as Python prints it; any other
+    value unchanged.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith(_LISTS):
         return value
     for read in (json.loads, ast.literal_eval):  # pandas writes lists into CSV as Python does

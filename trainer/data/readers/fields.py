@@ -1,6 +1,6 @@
-"""What a JSON object of a data file says, under whatever name its format has for it.
+"""Reads the fields of a JSON object of a data file, under the names of the different formats.
 
-`place` is where the object stands, for messages: "train.jsonl, line 7".
+`place` is the position of the object, for messages: "train.jsonl, line 7".
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ANSWERS = ("answers", "answer")
 
 
 def first_given(raw: Row, names: Sequence[str], default: str | None = None) -> tuple[str, Any]:
-    """The first of `names` that is there and not null, with its value.
+    """The first of `names` that the object has and that is not null, with its value.
 
-    Else None, with the name that a message shows: `default`, or the first one.
+    If there is none, (name, None) with the name for messages: `default`, or the first one.
     """
     for name in names:
         if raw.get(name) is not None:

@@ -1,5 +1,5 @@
-"""Which file of --data_path a split is read from. The splits are "train" and "valid", plus "test"
-where a source has one.
+"""Finds the file of --data_path that a split is read from. The splits are "train" and "valid", and
+"test" if a source has one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SPLIT_NAMES = {
 
 
 def required_folder(folder: Path | None, contents: str) -> Path:
-    """--data_path; None, when it was not given, is refused with the files that it should hold."""
+    """--data_path. DataError for None (it was not given) that names the files it should hold."""
     if folder is None:
         raise DataError(
             "the data is read from --data_path, and none was given. Point it at a folder that "
@@ -33,24 +33,27 @@ def required_folder(folder: Path | None, contents: str) -> Path:
 
 
 def split_names(split: str) -> Sequence[str]:
-    """What files and rows may call a split."""
+    """The names that files and rows may use for a split."""
     if split not in _SPLIT_NAMES:
         raise DataError(f"split={split!r} does not exist. Use {', '.join(_SPLIT_NAMES)}.")
     return _SPLIT_NAMES[split]
 
 
 def nq_folder(folder: Path | None) -> Path:
-    """The folder of NaturalQuestions: --data_path or its subfolder nq, whichever has the corpus."""
+    """The folder of NaturalQuestions: --data_path, or its subfolder nq if only that has the
+    corpus.
+    """
     folder = required_folder(
         folder, f"{CORPUS} (id, text, title) and {QUERIES} (split, question, answers, gold)"
     )
-    return folder / "nq" if _is_below_nq(folder, CORPUS) else folder
+    below = folder / "nq"
+    is_below = not (folder / CORPUS).is_file() and (below / CORPUS).is_file()
+    return below if is_below else folder
 
 
 def corpus_file(folder: Path | None, name: str) -> Path:
-    """A file of passages in --data_path or its subfolder nq.
-
-    It may be packed, with or without .gz in its name.
+    """A file of passages in --data_path or its subfolder nq. It may be compressed, with or without
+    .gz in `name`.
     """
     folder = required_folder(folder, f"{name} (passages: id, text, title)")
     return _present(folder / name) or _present(folder / "nq" / name) or folder / name
@@ -59,11 +62,11 @@ def corpus_file(folder: Path | None, name: str) -> Path:
 def split_file(
     folder: Path | None, split: str, suffixes: Sequence[str], *, name: str | None, key: str
 ) -> Path:
-    """The named file (or folder of files) below --data_path, else the only one that is called like
-    the split.
+    """The file (or folder of files) `name` below --data_path; without a name, the only file that is
+    named after the split.
 
-    Packed files (.gz) are taken where the plain one is missing. key: of the experiment, where a
-    file can be named.
+    A compressed file (.gz) is used if the plain one is missing. key: the key of the experiment that
+    can name a file, for messages.
     """
     stems = split_names(split)
     folder = required_folder(folder, name or f"{stems[0]}{suffixes[0]}")
@@ -86,9 +89,8 @@ def split_file(
 
 
 def first_split_file(folder: Path | None, split: str, suffix: str) -> Path | None:
-    """The first of a split's files with this suffix, in the order of its names: valid, val, dev.
-
-    None when there is none.
+    """The first file of a split with this suffix, in the order of the names valid, val, dev; None
+    if there is none.
     """
     stems = split_names(split)
     folder = required_folder(folder, f"train{suffix} and valid{suffix}")
@@ -96,9 +98,10 @@ def first_split_file(folder: Path | None, split: str, suffix: str) -> Path | Non
 
 
 def only_row_file(folder: Path, suffixes: Sequence[str]) -> Path:
-    """The file whose rows both train and validate: train.*, or else the only one of the folder.
+    """The file whose rows are split into training and validation: train.*, or the only file of the
+    folder.
 
-    DataError when there are several, or one of validation.
+    DataError if there are several files, or a file of validation.
     """
     files = _present_of(folder, split_names("train"), suffixes)
     files += _present_of(folder, split_names("valid"), suffixes)
@@ -114,13 +117,9 @@ def only_row_file(folder: Path, suffixes: Sequence[str]) -> Path:
     )
 
 
-def _is_below_nq(folder: Path, name: str) -> bool:
-    return not (folder / name).is_file() and (folder / "nq" / name).is_file()
-
-
 def _present_of(folder: Path, stems: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
-    """Which of these files are there, by name and then by suffix; a folder counts where no file
-    does.
+    """The existing files, ordered by name and then by suffix; if there are none, the existing
+    folders.
     """
     files = [_present(folder / f"{stem}{suffix}") for stem in stems for suffix in suffixes]
     present = [path for path in files if path is not None]
@@ -128,7 +127,7 @@ def _present_of(folder: Path, stems: Sequence[str], suffixes: Sequence[str]) -> 
 
 
 def _present(path: Path) -> Path | None:
-    """The file, or the packed one; None when there is neither."""
+    """The file, or its compressed version (.gz); None if there is neither."""
     packed = path.with_name(f"{path.name}.gz")
     if path.is_file():
         return path

@@ -1,8 +1,8 @@
-"""Lines and JSON objects of a file, packed (.gz) or not, one at a time and in their order.
+"""Lines and JSON objects of a file, compressed (.gz) or not, one at a time and in order.
 
-Text is UTF-8, a byte order mark at its start is no part of it, and only LF and CRLF end a line, for
-texts may hold U+2028. Blank lines are counted and skipped. Errors name the line, or the item of a
-JSON list; both are counted from 1.
+Text is UTF-8. A byte order mark at the start is skipped. Only LF and CRLF end a line, because texts
+may hold U+2028. Blank lines are counted and skipped. Errors name the line, or the item of a JSON
+list, counted from 1.
 """
 
 from __future__ import annotations
@@ -69,13 +69,12 @@ def numbered_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def objects(path: Path) -> Iterator[tuple[str, Row]]:
-    """(place, object) of JSON lines, or of a JSON list, which is read item by item: FiD's have 5
-    GB.
+    """(place, object) of JSON lines or of a JSON list. A list is read item by item, because those
+    of FiD have 5 GB.
 
-    The first character decides, for lists are called .jsonl and lines .json more often than one
-    would like.
+    The first character tells which of the two it is, because file names are often wrong.
     """
-    if not _is_list(path):
+    if not _beginning(path).startswith(b"["):
         for line, row in numbered_jsonl(path):
             yield f"{path}, line {line}", row
         return
@@ -88,7 +87,7 @@ def objects(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def preview(value: Any) -> str:
-    """The value as messages show it: at most 60 characters."""
+    """The value as text for messages, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -129,12 +128,8 @@ def begins_as_json(path: Path) -> bool:
     return _beginning(path).startswith((b"{", b"["))
 
 
-def _is_list(path: Path) -> bool:
-    return _beginning(path).startswith(b"[")
-
-
 def _beginning(path: Path) -> bytes:
-    """The first bytes of a file without white space; b"" of one that cannot be read."""
+    """The first bytes of a file after white space; b"" if the file cannot be read."""
     try:
         with _open(path) as file:
             start = file.read(4096)

@@ -1,10 +1,10 @@
-"""The rows of a split of a user's own data, in our names: what every task reads."""
+"""The rows of a split of a user's own data, with our names of columns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config.identity import canonical_json
 from trainer.config.own_rows import Layout, OwnRows
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 _OF_DATASETS = {"train": "train", "valid": "validation", "test": "test"}
-FILES = OwnRows()  # nothing said: files by their usual names
+FILES = OwnRows()  # the default: files by their usual names
 
 
 def own_rows(
@@ -40,15 +40,28 @@ def own_rows(
 ) -> Iterator[tuple[str, Row]]:
     """(place, row) of "train", "valid" or "test", in the order of the files.
 
-    folder: --data_path. suffixes: of files that are found by a split's name. first: a suffix whose
-    file is taken even where others lie beside it. cache_dir: where a data set of the Hub is kept.
-    DataError and ConfigError name the place of what is wrong.
+    folder: --data_path. suffixes: of files that are searched by the name of the split. first: the
+    suffix that is preferred if there are several files. cache_dir: where data sets of the Hub are
+    cached. DataError and ConfigError name the place of the problem.
     """
     split_names(split)
     is_shared = bool(own.valid_share) and split in ("train", "valid")
     of_split = "train" if is_shared else split
     if own.dataset is not None:
-        rows, are_cells = _of_data_set(own, of_split, folder, cache_dir), True
+        name = getattr(own.splits, of_split) or _OF_DATASETS[of_split]
+        raw_rows = data_set(
+            own.dataset,
+            name,
+            subset=own.subset,
+            revision=own.revision,
+            folder=folder,
+            cache_dir=cache_dir,
+        )
+        rows = (
+            (f"{own.dataset} ({name}), row {number}", row)
+            for number, row in enumerate(raw_rows, start=1)
+        )
+        are_cells = True
     else:
         path = None
         if first is not None and not is_shared and getattr(own.files, split) is None:
@@ -60,28 +73,17 @@ def own_rows(
 
 
 def _file(own: OwnRows, split: str, folder: Path | None, suffixes: Sequence[str]) -> Path:
-    """The file, or folder of files, that a split is read from."""
+    """The file, or folder of files, of a split."""
     name = getattr(own.files, split)
     if own.valid_share and split == "train" and name is None:
         return only_row_file(required_folder(folder, "a file of rows"), suffixes)
     return split_file(folder, split, suffixes, name=name, key="data.files")
 
 
-def _of_data_set(
-    own: OwnRows, split: str, folder: Path | None, cache_dir: Path | None
-) -> Iterator[tuple[str, Row]]:
-    assert own.dataset is not None
-    name = getattr(own.splits, split) or _OF_DATASETS[split]
-    how: dict[str, Any] = {"subset": own.subset, "revision": own.revision}
-    rows = data_set(own.dataset, name, **how, folder=folder, cache_dir=cache_dir)
-    for number, row in enumerate(rows, start=1):
-        yield f"{own.dataset} ({name}), row {number}", row
-
-
 def _share(
     rows: Iterator[tuple[str, Row]], share: float, split: str, layout: Layout
 ) -> Iterator[tuple[str, Row]]:
-    """The rows that are held out, or the others: equal questions are on one side."""
+    """The rows of one side of data.valid_share. Equal questions are always on the same side."""
     names = [name for group in layout.groups for name in group]
     is_empty = True
     for place, row in rows:

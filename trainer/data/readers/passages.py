@@ -76,15 +76,25 @@ def tsv_passages(path: Path) -> Iterator[Row]:
     """{"id", "text", "title"} of every line of tab-separated id, text, title behind a header that
     says so.
 
-    There a quote is a quote, unless the file is quoted as CSV is, like DPR's psgs_w100.tsv. The
-    first field with a quote in it decides: CSV puts quotes around the whole field and doubles those
-    within ("" is not in prose); a field in quotes that has none within says nothing, and the next
-    one decides.
+    Quotes are ordinary characters, unless the file is quoted as CSV, like DPR's psgs_w100.tsv. The
+    first field with a quote in it decides: CSV puts quotes around the whole field and doubles the
+    quotes inside, which prose does not. A field in quotes without quotes inside decides nothing;
+    then the next field decides.
     """
     is_csv = _is_csv(path)
     is_empty = True
     for line, text in lines(path):
-        fields = _csv_fields(text, path, line) if is_csv else text.split("\t")
+        fields = text.split("\t")
+        try:
+            if is_csv:
+                fields = next(csv.reader([text], delimiter="\t", strict=True))
+        except csv.Error as error:
+            raise bad_line(
+                path,
+                line,
+                f"{error}, in a file whose fields are quoted as CSV; close the quotes, and double "
+                "those within",
+            ) from None
         if len(fields) != 3:
             raise bad_line(
                 path, line, f"{len(fields)} tab-separated field(s), want id, text and title"
@@ -125,8 +135,8 @@ def _placed_passages(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _is_csv(path: Path) -> bool:
-    """Whether the first field that can tell is quoted as CSV does; see `tsv_passages`. A header in
-    quotes can tell.
+    """Whether the first field that decides it is quoted as CSV; see `tsv_passages`. A header in
+    quotes decides it.
     """
     for line, text in lines(path):
         for content in text.split("\t") if '"' in text else ():
@@ -138,15 +148,3 @@ def _is_csv(path: Path) -> bool:
             if line == 1 or '""' in inner:
                 return True
     return False
-
-
-def _csv_fields(text: str, path: Path, line: int) -> list[str]:
-    try:
-        return next(csv.reader([text], delimiter="\t", strict=True))
-    except csv.Error as error:
-        raise bad_line(
-            path,
-            line,
-            f"{error}, in a file whose fields are quoted as CSV; close the quotes, and double "
-            "those within",
-        ) from None

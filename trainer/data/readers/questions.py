@@ -58,7 +58,13 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
         if name in ids:
             raise DataError(f"{place}: the id {name!r} stands twice; give every question its own.")
         ids.add(name)
-        yield Query(name, text, fields.answers(raw, place), _positives(raw, place))
+        key, value = first_given(raw, _POSITIVES)
+        values: list[Any] = value if isinstance(value, list) else [value]
+        positives: list[str] = []
+        for one in values if value is not None else ():
+            passage = first_given(one, fields.PASSAGE_IDS)[1] if isinstance(one, dict) else one
+            positives.append(fields.column_identity(passage, place, key))
+        yield Query(name, text, fields.answers(raw, place), positives)
     if not ids:
         of_split = f" whose split is {' or '.join(names)}" if names else ""
         raise DataError(
@@ -195,7 +201,15 @@ def question_row(raw: Row, place: str) -> Row:
     if raw.get("dataset") is not None:
         row["dataset"] = fields.text(raw["dataset"], place, "dataset")
     if raw.get("ctxs") is not None and not _present(raw, ("context", "contexts")):
-        return row | _of_passages(raw["ctxs"], place)
+        values = raw["ctxs"]
+        if not isinstance(values, list) or not values:
+            raise DataError(f"{place}: 'ctxs' is {preview(values)}, want a list that is not empty.")
+        passages = [fields.passage(one, place, f"ctxs[{n}]") for n, one in enumerate(values)]
+        row["contexts"] = fields.texts([one.get("text") for one in passages], place, "ctxs")
+        titles = [one["title"] for one in passages if one.get("title")]
+        if len(titles) == len(passages):
+            row["titles"] = titles
+        return row
     if _one_of(raw, ("context", "contexts"), place) == "context":
         row["context"] = fields.text(raw["context"], place, "context")
         if raw.get("title") is not None:
@@ -212,16 +226,6 @@ def question_row(raw: Row, place: str) -> Row:
                 f"{place}: 'useful_contexts' is {preview(useful)}, want a 0 or 1 for each context."
             )
     return row
-
-
-def _of_passages(values: Any, place: str) -> Row:
-    """contexts and, where all have one, titles of FiD's ctxs."""
-    if not isinstance(values, list) or not values:
-        raise DataError(f"{place}: 'ctxs' is {preview(values)}, want a list that is not empty.")
-    passages = [fields.passage(one, place, f"ctxs[{n}]") for n, one in enumerate(values)]
-    row: Row = {"contexts": fields.texts([one.get("text") for one in passages], place, "ctxs")}
-    titles = [one["title"] for one in passages if one.get("title")]
-    return row | ({"titles": titles} if len(titles) == len(passages) else {})
 
 
 def _required_answers(raw: Row, place: str) -> list[str]:
@@ -243,13 +247,3 @@ def _one_of(raw: Row, names: tuple[str, str], place: str) -> str:
             f"{fields.keys(raw)})."
         )
     return present[0]
-
-
-def _positives(raw: Row, place: str) -> list[str]:
-    name, value = first_given(raw, _POSITIVES)
-    values: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
-    ids: list[str] = []
-    for one in values:
-        number = first_given(one, fields.PASSAGE_IDS)[1] if isinstance(one, dict) else one
-        ids.append(fields.column_identity(number, place, name))
-    return ids

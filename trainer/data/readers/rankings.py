@@ -31,13 +31,13 @@ Qrels = dict[str, dict[str, int]]  # by question and passage; above 0 is relevan
 
 
 def ranked_passages(path: Path) -> Iterator[tuple[str, RankedPassage]]:
-    """(question, passage with its score) of a file with white space between its columns, and none
-    in an id.
+    """(question, passage with its score) of each line. Columns are separated by white space; ids
+    have none.
 
     6 columns are a TREC run: question, Q0, passage, rank, score, tag; as in trec_eval the score
     counts, not the rank. 3 columns are question, passage, and a score (Tevatron) or a rank (MS
-    MARCO): ranks if the first line's is an integer. A question's ranks must rise from 0 or 1, which
-    integer scores do not: those are refused, not guessed at.
+    MARCO): if the first line has an integer, all are ranks. The ranks of a question must rise from
+    0 or 1. Integer scores do not, and are refused.
     """
     num_columns, has_ranks = 0, False
     ranks: dict[str, int] = {}  # the last one of every question
@@ -65,8 +65,8 @@ def read_run(path: Path) -> Rankings:
     """A run file of any of the three formats, which the columns tell apart: best first, in the
     order of its scores.
 
-    Ties keep the order of the file. Where there are ranks and no scores, the score is minus the
-    rank's place.
+    Ties keep the order of the file. In a file of ranks, the score of a passage is minus its
+    position.
     """
     rankings: Rankings = {}
     for question, (passage, score) in ranked_passages(path):
@@ -80,7 +80,7 @@ def read_run(path: Path) -> Rankings:
 
 def read_qrels(path: Path) -> Qrels:
     """Judgements: TREC's question, iteration, passage, relevance; or BEIR's question, passage,
-    score with a header. A pair that stands twice is one pair, as in BEIR's SciFact.
+    score with a header. A pair may occur twice, as in SciFact of BEIR; it counts once.
     """
     qrels: Qrels = {}
     for line, text in lines(path):
@@ -126,7 +126,7 @@ def _check_columns(columns: list[str], num_columns: int, path: Path, line: int) 
 
 
 def _rank(value: str, last: int | None, path: Path, line: int) -> int:
-    """The rank, which must be 0 or 1 in a question's first line, and else above the `last`."""
+    """The rank; it must be 0 or 1 in the first line of a question, and then higher than `last`."""
     if _is_integer(value) and (int(value) in (0, 1) if last is None else int(value) > last):
         return int(value)
     behind = "first in its question" if last is None else f"behind {last}"

@@ -80,7 +80,10 @@ def rows(
             limits: dict[str, Any] = {"contexts": contexts, "sort_by_score": sort_by_score}
             rows = _ranked_rows(questions, split, path, **limits)
         else:
-            rows = _fid_rows(questions, split)
+            rows = (
+                {**_question(raw, place, index=index, split=split), "ctxs": _passages(raw, place)}
+                for index, (place, raw) in enumerate(questions)
+            )
     for row in rows:
         yield {**row, "ctxs": _first(row["ctxs"], contexts, sort_by_score)}
 
@@ -98,11 +101,6 @@ def question_with_passages(raw: Row, place: str, *, contexts: int, sort_by_score
 
 
 # The sources: rows with all passages that the file has, in its order
-
-
-def _fid_rows(questions: Iterator[tuple[str, Row]], split: str) -> Iterator[Row]:
-    for index, (place, raw) in enumerate(questions):
-        yield {**_question(raw, place, index=index, split=split), "ctxs": _passages(raw, place)}
 
 
 def _nq_rows(data_path: Path | None, split: str, files: Splits) -> Iterator[Row]:
@@ -231,9 +229,15 @@ def _passages(raw: Row, place: str) -> list[Row]:
         contexts = fields.contexts(raw, place)
         if contexts is not None:
             return contexts
+        lists = [name for name, value in raw.items() if isinstance(value, list)]
+        lists = [name for name in lists if name not in _NO_LISTS]
+        advice = 'Write "ctxs": [] in a row for which no passage was found.'
+        if lists:
+            names_of_lists = " or ".join(map(repr, lists))
+            advice = f"Is that {names_of_lists} here? data.columns maps it to 'ctxs'."
         raise DataError(
             f"{place}: 'ctxs' is missing, and so are 'contexts' and 'context' (keys: "
-            f"{fields.keys(raw)}). They are the passages that are read. {_other_name(raw)}"
+            f"{fields.keys(raw)}). They are the passages that are read. {advice}"
         )
     passages: list[Row] = []
     for name in names:
@@ -241,14 +245,6 @@ def _passages(raw: Row, place: str) -> list[Row]:
         for rank, value in enumerate(values):
             passages.append(fields.passage(value, place, f"{name}[{rank}]"))
     return passages
-
-
-def _other_name(raw: Row) -> str:
-    """What to do about a row without passages under any name that is known."""
-    lists = [key for key, value in raw.items() if isinstance(value, list) and key not in _NO_LISTS]
-    if lists:
-        return f"Is that {' or '.join(map(repr, lists))} here? data.columns maps it to 'ctxs'."
-    return 'Write "ctxs": [] in a row for which no passage was found.'
 
 
 def _list(raw: Row, name: str, place: str) -> list[Any]:

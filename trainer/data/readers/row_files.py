@@ -1,9 +1,9 @@
-"""Rows of a file of any kind, one at a time and in their order: JSON lines, a JSON list, CSV, TSV
-or Parquet, each also packed (.gz), or a folder of such files.
+"""Rows of a file, one at a time and in order: JSON lines, a JSON list, CSV, TSV or Parquet, each
+also compressed (.gz), or a folder of such files.
 
-The file's name decides. Every row comes with its place, for messages: "train.csv, row 7". Lines and
-items are counted from 1, and so are the rows of a table behind its header. A cell of a table is
-text, and an empty one is None.
+The file name decides the format. Every row comes with its place, for messages: "train.csv, row 7".
+Lines, items and rows of a table (after the header) are counted from 1. A cell of a table is text,
+and an empty cell is None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any
 
 from trainer.data.readers.jsonl import begins_as_json, objects, preview
 from trainer.errors import ConfigError, DataError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _INSTALL = "Install it: pip install -e '.[datasets]'."
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_ROWS_AT_ONCE = 1024  # of Parquet in memory
+_ROWS_AT_ONCE = 1024  # rows of a Parquet file in memory
 
 
 def placed_rows(path: Path) -> Iterator[tuple[str, Row]]:
@@ -50,14 +50,14 @@ def placed_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def kind_of(path: Path) -> str:
-    """Which of SUFFIXES a file's name ends in, .gz left out; of another name, what begins as JSON
-    is ".json". DataError when it is none.
+    """The one of SUFFIXES that the file name has, without .gz. For other names ".json" if the
+    content begins like JSON, else DataError.
     """
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind in SUFFIXES:
         return kind
     if not path.exists() or begins_as_json(path):
-        return ".json"  # the reader of lines says what to do where there is no file
+        return ".json"  # if the file does not exist, the reader of lines raises the error
     raise DataError(
         f"{path}: want a file that ends in {', '.join(SUFFIXES)}, each also with .gz, or a folder "
         "of them."
@@ -91,11 +91,12 @@ def is_row_file(path: Path) -> bool:
 
 
 def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
-    # documents are longer than the 131,072 characters of old
+    # documents may be longer than the default limit of 131,072 characters
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     number = 0
     try:
-        with _opened_text(path) as file:
+        open_text: Any = gzip.open if path.suffix == ".gz" else open
+        with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, delimiter=separator, strict=True)
             names = next(reader, [])
             _check_header(names, path, separator)
@@ -143,12 +144,6 @@ def _check_header(names: list[str], path: Path, separator: str) -> None:
         )
 
 
-def _opened_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return cast("IO[str]", gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
-    return path.open(encoding="utf-8-sig", newline="")
-
-
 def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         from pyarrow import ArrowException
@@ -173,7 +168,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _seekable(path: Path) -> IO[Any]:
-    """The file itself; of a packed one a copy that is not, for Parquet is read from its end."""
+    """The file, or an uncompressed copy of a compressed one: Parquet is read from its end."""
     if path.suffix != ".gz":
         return path.open("rb")
     copy = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
