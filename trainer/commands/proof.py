@@ -154,7 +154,8 @@ def doctor(
     from trainer.runtime import distributed
 
     distributed.init()
-    place, module = (importlib.import_module(f"trainer.proof.{n}") for n in ("place", "doctor"))
+    place = importlib.import_module("trainer.proof.place")
+    module = importlib.import_module("trainer.launch.doctor")
     facts, results = list(place.examine(savedir_base)), list(module.examine())
     if distributed.is_main():
         lines = [f"{fact.name:24}{fact.text}{'' if fact.is_sound else ': WRONG'}" for fact in facts]
