@@ -1,4 +1,4 @@
-"""A trained model over a whole split: its answers, its scores, and the scores of passages."""
+"""Evaluates a trained model on a whole split: answers, scores, and scores of passages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _UNTRAINED = "base"
 
 @dataclass(frozen=True)
 class Question:
-    """What is evaluated, and what is written of it."""
+    """The model and rows to evaluate, and the files to write."""
 
     values: dict[str, Any]  # the experiment
     # best or final of its run folder, base, or any folder that the task's export wrote
@@ -61,10 +61,10 @@ class Question:
     batch: int | None = None  # rows per device and forward; None: train.eval_batch
     search: Search = GREEDY
     predictions: Path | None = None  # JSON lines to write, and a summary beside them
-    # rows that ask the same of the same context are one question with all their references
+    # rows with the same question and context count as one question with all their references
     best_answer: bool = False
     cut_at: Sequence[str] = ()  # answers end before the first of these texts
-    # every row answered under another row's context, to see what reading is worth
+    # every row is answered with the context of another row, to measure the use of the context
     another_context: bool = False
     measures: Sequence[str] = ()  # of trainer.metrics.similarity, besides the task's own
     bertscore_model: str = BERTSCORE_MODEL
@@ -167,10 +167,10 @@ def _store(task: Task, question: Question, options: Options) -> Any:
 
 
 def pooled_values(question: Question, options: Options, name: str) -> Tensor:
-    """The values that the task gathers under `name` over one split, every row once; the same on all
-    ranks.
+    """The values that the task collects under `name` over one split, every row once; the same on
+    all ranks.
 
-    A collective. ConfigError for a task that gathers none under this name.
+    A collective. ConfigError for a task that collects none under this name.
     """
     task = _task(question, options)
     store = store_of(task, question.split, options.cache_dir)
@@ -299,7 +299,18 @@ def _final_answers(
         answers = [[cut_at(text, question.cut_at) for text in texts] for texts in answers]
     if question.best_answer:
         raw, answers = _merge_equal_questions(raw, answers, _rows(task, question))
-    rows = list(_predictions(task, raw, answers, is_n_best=question.search.num_answers > 1))
+    rows: list[Row] = []
+    for row, texts in zip(raw, answers, strict=True):
+        references = row["answers"]
+        row_scores: dict[str, float] = {}
+        if references and isinstance(task, JudgesAnswers):
+            row_scores = task.answer_scores(texts[0], references)
+        elif references:
+            ratios = answer_scores([texts[0]], [references])
+            row_scores = {name: float(ratio.num) for name, ratio in ratios.items()}
+        rows.append({**row, "prediction": texts[0], "scores": row_scores})
+        if question.search.num_answers > 1:
+            rows[-1]["n_best"] = texts
     answerable = [row for row in rows if row["answers"]]
     if question.measures:
         extra = similarities(
@@ -338,21 +349,6 @@ def _merge_equal_questions(
         references = [text for number in numbers for text in raw[number]["answers"]]
         rows.append({**raw[numbers[0]], "answers": references})
     return rows, [answers[first] for first, *_ in groups.values()]
-
-
-def _predictions(
-    task: Task, raw: Sequence[Row], answers: Sequence[list[str]], *, is_n_best: bool
-) -> Iterator[Row]:
-    for row, texts in zip(raw, answers, strict=True):
-        references = row["answers"]
-        scores: dict[str, float] = {}
-        if references and isinstance(task, JudgesAnswers):
-            scores = task.answer_scores(texts[0], references)
-        elif references:
-            ratios = answer_scores([texts[0]], [references])
-            scores = {name: float(ratio.num) for name, ratio in ratios.items()}
-        predicted = {**row, "prediction": texts[0], "scores": scores}
-        yield predicted | {"n_best": texts} if is_n_best else predicted
 
 
 @torch.no_grad()

@@ -123,7 +123,12 @@ class Agent:
                     break
             return EXIT_PREEMPTED if self._ending is None else self._ending.code
         except LatheError as error:
-            self._write_failure(error)
+            # no rank remains that could write the error into status.json
+            path = Path(self._folder, "status.json")
+            with contextlib.suppress(OSError, ValueError, LatheError):
+                status = read_json(path) if self._folder else None
+                if status is not None and status.get("state") == "running":
+                    write_json(path, status | {"state": "failed", "error": str(error)})
             raise
         finally:
             for member in self._members:
@@ -161,14 +166,6 @@ class Agent:
             self._begin_when_ready(now)
         else:
             self._replace_hung(now, phase)
-
-    def _write_failure(self, error: LatheError) -> None:
-        """Write the error into status.json, because no rank remains to do it."""
-        path = Path(self._folder, "status.json")
-        with contextlib.suppress(OSError, ValueError, LatheError):
-            status = read_json(path) if self._folder else None
-            if status is not None and status.get("state") == "running":
-                write_json(path, status | {"state": "failed", "error": str(error)})
 
     # Processes
     # ---------------------------------------------------------------------------------------
