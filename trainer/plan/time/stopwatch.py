@@ -1,4 +1,4 @@
-"""Seconds of calls on a device, each the quickest of several passes over all of them."""
+"""Measures seconds of calls on a device: the fastest of several passes over all of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _TOGETHER = 5  # calls of a collective in one measurement: as many on every rank
 
 
 class Stopwatch:
-    """Whoever else uses a machine does so for some seconds: what is measured again that much later
-    is disturbed once, and the quickest counts.
+    """Measures calls several times, some seconds apart, and keeps the fastest time of each, to
+    ignore other users of the machine.
     """
 
     def __init__(self, device: torch.device) -> None:
