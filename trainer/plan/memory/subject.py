@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,15 +54,6 @@ class Subject:
             is_adafactor=self.cfg.optim.name == "adafactor",
             keeps_frozen=self.cfg.train.frozen == "replicate",
         )
-
-    def zeros_of(self, presets: Iterable[str]) -> dict[str, Zero]:
-        """The settings of ZeRO under each of these DeepSpeed files that the experiment allows."""
-        zeros: dict[str, Zero] = {}
-        for preset in presets:
-            # not allowed are Adafactor above stage 0, and fp16 with it
-            with contextlib.suppress(ConfigError):
-                zeros[preset] = self.zero_of(self.with_deepspeed(preset))
-        return zeros
 
     def with_deepspeed(self, preset: str) -> dict[str, Any]:
         """The complete dictionary of another DeepSpeed file.
