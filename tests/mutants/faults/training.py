@@ -546,7 +546,7 @@ FAULTS = [
     Fault(
         "trainer/plan/time/blocks.py",
         "if works[1] != works[2]:",
-        "if len(works) != stacks.shown:",
+        "if len(works) != stacks.num_left:",
         why="a plan takes blocks for equal that do different things",
         tests=BLOCKS,
     ),
