@@ -202,8 +202,8 @@ def _default(base: Any, linear: set[str], peft: Any) -> Any:
     """All seven projections of Llama's kin, else what peft takes for the family, else all."""
     if linear.issuperset(_LLAMA):
         return list(_LLAMA)
-    known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    return known.get(base.config.model_type, "all-linear")
+    peft_targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    return peft_targets.get(base.config.model_type, "all-linear")
 
 
 def _leaf(name: str) -> str:
@@ -230,8 +230,8 @@ def write(
     base_model.Kind. base: its folder or Hub id; None where it has none.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    named = [name for name in weights if is_adapter(name)]
-    leaves = sorted({_leaf(_MARK.sub("", name)) for name in named})
+    names = [name for name in weights if is_adapter(name)]
+    leaves = sorted({_leaf(_MARK.sub("", name)) for name in names})
     content = {
         "peft_type": "LORA",
         "task_type": _TASK_TYPES[kind],
@@ -247,7 +247,7 @@ def write(
     }
     (folder / ADAPTER).write_text(json.dumps(content, indent=2) + "\n")
     safetensors_file.write_tensors(
-        folder, _WEIGHTS, {_in_file(name): weights[name] for name in named}
+        folder, _WEIGHTS, {_in_file(name): weights[name] for name in names}
     )
     about = _TrainedOn(base_fingerprint=fingerprint)
     (folder / _BASE).write_text(json.dumps(about.model_dump(), indent=2) + "\n")
@@ -277,10 +277,10 @@ def read(folder: Path) -> Lora | None:
     if not path.is_file():
         return None
     try:
-        said = json.loads(path.read_text())
+        content = json.loads(path.read_text())
         names = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout"}
         names |= {"target_modules": "targets", "use_rslora": "rslora", "use_dora": "dora"}
-        values = {ours: said[theirs] for theirs, ours in names.items() if theirs in said}
+        values = {ours: content[theirs] for theirs, ours in names.items() if theirs in content}
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: {error}. Export the adapters again.") from None
     return validate(Lora, values, source=str(path))
@@ -291,8 +291,10 @@ def check_base(folder: Path, fingerprint: str) -> None:
     path = folder / _BASE
     if not path.is_file():
         return
-    said = validate(_TrainedOn, json.loads(path.read_text()), source=str(path)).base_fingerprint
-    refuse_another_base(folder, said, fingerprint)
+    trained_on = validate(
+        _TrainedOn, json.loads(path.read_text()), source=str(path)
+    ).base_fingerprint
+    refuse_another_base(folder, trained_on, fingerprint)
 
 
 def refuse_another_base(folder: Path, trained_on: str | None, fingerprint: str) -> None:
@@ -319,8 +321,8 @@ def load(base: nn.Module, folder: Path) -> None:
             place = _in_file(name).replace(".", "/")
             # the same storage: what is copied into the holder is in the base
             holder.register_parameter(place, nn.Parameter(parameter.detach(), False))
-    found = {name.replace(".", "/"): values for name, values in safetensors_file.tensors_of(path)}
-    load_into(holder, found, source=str(path))
+    tensors = {name.replace(".", "/"): values for name, values in safetensors_file.tensors_of(path)}
+    load_into(holder, tensors, source=str(path))
 
 
 def refuse(folder: Path, *, because: str) -> None:

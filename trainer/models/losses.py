@@ -219,11 +219,11 @@ class _Gradients:
             self._sums[2] = sums if of_bias is None else of_bias.add_(sums)
 
     def _add_product(self, place: int, left: Tensor, right: Tensor) -> None:
-        known = self._sums[place]
-        if known is None:
+        total = self._sums[place]
+        if total is None:
             product = left @ right
             self._sums[place] = product if self._kept_NV is not None else product.float()
-        elif known.dtype == left.dtype:
-            known.addmm_(left, right)
+        elif total.dtype == left.dtype:
+            total.addmm_(left, right)
         else:
-            known += left @ right
+            total += left @ right

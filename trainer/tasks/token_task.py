@@ -153,15 +153,15 @@ class TokenTask(ABC, Generic[C]):
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         weights = self.whole(weights, [self.base_name])
         base, head = _below(weights, self.base_name), _below(weights, "head")
-        config, said = self.exported_config(), self.generation()
+        config, generation = self.exported_config(), self.generation()
         if self.cfg.exports_adapters:
             self.export_adapters(base, folder)
             self.tokenizer.save_pretrained(folder)
         else:
             config.dtype = next(iter(base.values())).dtype
             model_folder.write(folder, config, self.tokenizer, base)
-        if said:
-            generation_file.write(folder, config, **said)
+        if generation:
+            generation_file.write(folder, config, **generation)
         if head:
             write_head(folder, head)
 
@@ -219,8 +219,8 @@ class TokenTask(ABC, Generic[C]):
 
     def encoded_under(self, **settings: Any) -> str:
         """The encoding id of the task's name, its tokenizer and these settings."""
-        named = {"task": self.cfg.task, "tokenizer": vocabulary.tokenizer_id(self.tokenizer)}
-        return canonical_json(named | settings)
+        identity = {"task": self.cfg.task, "tokenizer": vocabulary.tokenizer_id(self.tokenizer)}
+        return canonical_json(identity | settings)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(

@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/retriever/selection.py",
-        "start = turn.epoch * wanted % count",
+        "start = turn.epoch * num_chosen % count",
         "start = 0",
         why="every epoch trains on the same negatives",
         tests=RETRIEVER,
@@ -599,8 +599,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/decoder/halves.py",
-        "torch.full_like(found[name], -1.0)",
-        "torch.full_like(found[name], 0.0)",
+        "torch.full_like(tensors[name], -1.0)",
+        "torch.full_like(tensors[name], 0.0)",
         why="an encoder made of a language model does not end as the identity",
         tests=HALVES,
     ),

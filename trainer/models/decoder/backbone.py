@@ -283,7 +283,7 @@ def _causal_masks(
     """What the blocks of each window get as their mask."""
     if isinstance(mask_BS, Rows):
         return dict.fromkeys(backbone.windows, mask_BS)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "config": backbone.config,
         "inputs_embeds": hidden_BTD,
         "attention_mask": mask_BS,
@@ -291,7 +291,7 @@ def _causal_masks(
     }
     return {
         window: (create_causal_mask if window is None else create_sliding_window_causal_mask)(
-            **given
+            **arguments
         )
         for window in set(backbone.windows)
     }

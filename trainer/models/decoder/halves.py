@@ -86,8 +86,8 @@ def adapted_source(source: str, adapted: Adapted, cache_dir: Path) -> str:
 def _config(config: Any, adapted: Adapted) -> Any:
     from transformers import T5Gemma2Config, T5Gemma2DecoderConfig
 
-    known = T5Gemma2DecoderConfig().to_dict().keys() - {"model_type"}
-    side = {key: value for key, value in config.to_dict().items() if key in known}
+    keys = T5Gemma2DecoderConfig().to_dict().keys() - {"model_type"}
+    side = {key: value for key, value in config.to_dict().items() if key in keys}
     side["sliding_window"] = adapted.window or config.sliding_window
     ends = {key: side[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id")}
     no_token = config.vocab_size  # where the vocabulary has none that stands for a picture
@@ -115,16 +115,16 @@ def _weights(config: Any, source: str) -> dict[str, Tensor]:
         model = T5Gemma2ForConditionalGeneration(config)
     tied = set(model.all_tied_weights_keys)
     last = config.decoder.num_hidden_layers - 1
-    wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    origins = {name: _origin(name, last) for name in wanted}
-    given = weight_files.tensors(source, {name for name in origins.values() if name})
-    found: dict[str, Tensor] = {}
-    for name, tensor in wanted.items():
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    origins = {name: _origin(name, last) for name in weights}
+    of_source = weight_files.tensors(source, {name for name in origins.values() if name})
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
         origin = origins[name]
-        found[name] = torch.zeros(tensor.shape) if origin is None else given[origin].clone()
+        tensors[name] = torch.zeros(tensor.shape) if origin is None else of_source[origin].clone()
         if ".encoder." in name and f".layers.{last}.post_" in name:
-            found[name] = torch.full_like(found[name], -1.0)  # its norms multiply by 1 + weight
-    return found
+            tensors[name] = torch.full_like(tensors[name], -1.0)  # its norms multiply by 1 + weight
+    return tensors
 
 
 def _origin(name: str, last: int) -> str | None:

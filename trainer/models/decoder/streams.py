@@ -72,6 +72,8 @@ def encode(
     hidden_1MD = backbone.embed(batch["tokens"][None], positions_1M)
     surroundings = backbone.surroundings(hidden_1MD, stock.Rows.of(batch), positions_1M, None)
     for index in range(len(backbone.blocks)):
-        given = (index, hidden_1MD, surroundings)
-        hidden_1MD = recomputation.run(backbone.block, *given, number=index, every=recompute_every)
+        arguments = (index, hidden_1MD, surroundings)
+        hidden_1MD = recomputation.run(
+            backbone.block, *arguments, number=index, every=recompute_every
+        )
     return backbone.final_norm(hidden_1MD)[0]

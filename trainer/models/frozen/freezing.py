@@ -43,16 +43,18 @@ def freeze_except(model: nn.Module, trainable: Chooser) -> None:
     trainable: a predicate on parameter names, or the modules whose parameters move. A parameter
     with several names moves when any of them is chosen. ConfigError when nothing is chosen.
     """
-    chosen = _chosen_by_name(model, trainable) if callable(trainable) else _parameters_of(trainable)
+    trained = (
+        _chosen_by_name(model, trainable) if callable(trainable) else _parameters_of(trainable)
+    )
     own = list(model.parameters())
-    if not any(id(parameter) in chosen for parameter in own):
+    if not any(id(parameter) in trained for parameter in own):
         raise ConfigError(
             f"none of the {len(own)} parameters of {type(model).__name__} was chosen to train, "
             "wanted at least one. "
             "Choose by a name or a module that the model has."
         )
     for parameter in own:
-        parameter.requires_grad_(id(parameter) in chosen)
+        parameter.requires_grad_(id(parameter) in trained)
 
 
 def _chosen_by_name(model: nn.Module, predicate: Callable[[str], bool]) -> set[int]:
@@ -69,10 +71,10 @@ def _parameters_of(modules: Iterable[nn.Module]) -> set[int]:
 
 def trainable_report(model: nn.Module) -> TrainableReport:
     """Counts and names of what trains in `model`. Right for partitioned parameters too (ZeRO-3)."""
-    named = list(model.named_parameters())
-    moving = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    parameters = list(model.named_parameters())
+    moving = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     return TrainableReport(
-        total=sum(_numel(parameter) for _, parameter in named),
+        total=sum(_numel(parameter) for _, parameter in parameters),
         trainable=sum(_numel(parameter) for _, parameter in moving),
         names=tuple(name for name, _ in moving),
     )
@@ -121,10 +123,10 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
 
 def _names_by_tensor(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     """Every parameter and saved buffer with all of its names, in the model's order."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
+    by_storage: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(found.values())
+        by_storage.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(by_storage.values())
 
 
 def _conflicts(
@@ -132,11 +134,11 @@ def _conflicts(
 ) -> list[str]:
     clashes: list[str] = []
     for names, _ in groups:
-        given = [name for name in names if name in tensors]
+        present = [name for name in names if name in tensors]
         clashes += [
-            f"{given[0]} and {name}"
-            for name in given[1:]
-            if not torch.equal(tensors[given[0]], tensors[name])
+            f"{present[0]} and {name}"
+            for name in present[1:]
+            if not torch.equal(tensors[present[0]], tensors[name])
         ]
     return clashes
 

@@ -81,12 +81,14 @@ def _spread(q_NHD: Tensor, rows: FewQueries) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
-def _called(layer: nn.Module, forward: Callable[[Tensor, Tensor], Tensor], given: Tensor) -> Tensor:
+def _called(
+    layer: nn.Module, forward: Callable[[Tensor, Tensor], Tensor], inputs: Tensor
+) -> Tensor:
     """forward(given, weight) as if it were the layer's own, so that whoever hooks into the layer
     has its weight there: ZeRO-3.
     """
     with _instead(layer, lambda x: forward(x, layer.weight)):  # pyright: ignore[reportArgumentType]
-        return layer(given)
+        return layer(inputs)
 
 
 @contextmanager

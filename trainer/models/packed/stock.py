@@ -134,10 +134,10 @@ def attention(
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             is_grouped = False
         how = {"dropout_p": dropout, "scale": scaling, "enable_gqa": is_grouped}
-        found = F.scaled_dot_product_attention(
+        mixed_NHLC = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, **how
         )
-        mixed.append(found.transpose(1, 2).flatten(0, 1))
+        mixed.append(mixed_NHLC.transpose(1, 2).flatten(0, 1))
     return in_stream(mixed, rows.cells_M)[None], None
 
 
@@ -239,11 +239,11 @@ def encode(body: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """
     config = body.config
     first = config.pad_token_id + 1 if family_of(config).positions_follow_pad else 0
-    given: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    options: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
     with on_streams(config):
         return body(
             input_ids=batch["tokens"][None],
             position_ids=batch["position"][None] + first,
             rows=Rows.of(batch),
-            **given,
+            **options,
         ).last_hidden_state[0]

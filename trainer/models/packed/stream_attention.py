@@ -241,14 +241,14 @@ class _Row:
         for start in range(0, num_queries, _QUERIES):
             stop = min(start + _QUERIES, num_queries)
             # the last query of the block, which stands first in it, sees most
-            seen = min(num_queries - start, num_keys) if self.is_causal else num_keys
-            heads = max(1, _SCORES // ((stop - start) * seen))
+            num_visible = min(num_queries - start, num_keys) if self.is_causal else num_keys
+            heads = max(1, _SCORES // ((stop - start) * num_visible))
             for head in range(0, num_heads, heads):
                 yield _Block(
                     slice(head, min(head + heads, num_heads)),
                     slice(start, stop),
-                    slice(0, seen),
-                    slice(start, stop + seen - 1),
+                    slice(0, num_visible),
+                    slice(start, stop + num_visible - 1),
                 )
 
     def queries(self, block: _Block) -> Tensor:

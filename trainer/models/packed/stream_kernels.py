@@ -51,11 +51,11 @@ def backward(
     if q.device.type in _COMPUTING:
         from trainer.models.packed import triton_attention
 
-        known = (q, k, v, gradient, saved.log_sums_MH, means_MH)
+        inputs = (q, k, v, gradient, saved.log_sums_MH, means_MH)
         kernel: Any = triton_attention.of_queries
-        kernel[launch.grid](*known, of_q, of_table_GHK, *launch.tensors, **launch.numbers)
+        kernel[launch.grid](*inputs, of_q, of_table_GHK, *launch.tensors, **launch.numbers)
         kernel = triton_attention.of_keys
-        kernel[launch.grid](*known, of_k, of_v, *launch.tensors, **launch.numbers)
+        kernel[launch.grid](*inputs, of_k, of_v, *launch.tensors, **launch.numbers)
     if biases is None:
         return of_q, of_k, of_v, None
     return of_q, of_k, of_v, of_table_GHK.sum(0).t().to(biases.table_KH.dtype)

@@ -43,8 +43,8 @@ def decode(
     shared = _by_biases(first, own) if is_shared else None
     run, every = of_blocks(_decoder_block), recompute_every if decoder.training else None
     for number, block in enumerate(decoder.block):
-        given = (block, hidden_TD, states_SD, shared, own, rows, few)
-        hidden_TD = recomputation.run(run, *given, number=number, every=every)
+        arguments = (block, hidden_TD, states_SD, shared, own, rows, few)
+        hidden_TD = recomputation.run(run, *arguments, number=number, every=every)
     return decoder.dropout(decoder.final_layer_norm(hidden_TD))
 
 
@@ -75,8 +75,8 @@ def _decoder_block(
         if few is not None:
             mixed_TI = apart(absorbed.attend, heads, few, normed_TD)
         else:
-            given = (heads.q(normed_TD), heads.k(states_SD), heads.v(states_SD))
-            mixed_TI = apart(_across, heads, rows, *given)
+            projected = (heads.q(normed_TD), heads.k(states_SD), heads.v(states_SD))
+            mixed_TI = apart(_across, heads, rows, *projected)
         hidden_TD = within_fp16(hidden_TD + second.dropout(heads.o(mixed_TI)))
     return within_fp16(feed_forward(hidden_TD))
 

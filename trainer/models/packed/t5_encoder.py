@@ -47,8 +47,8 @@ def encode(
     shared = attend_by(encoder.block[0].layer[0].SelfAttention) if is_shared else None
     run, every = of_blocks(_encoder_block), recompute_every if encoder.training else None
     for number, block in enumerate(encoder.block):
-        given = (block, hidden_MD, shared, attend_by)
-        hidden_MD = recomputation.run(run, *given, number=number, every=every)
+        arguments = (block, hidden_MD, shared, attend_by)
+        hidden_MD = recomputation.run(run, *arguments, number=number, every=every)
     return encoder.dropout(encoder.final_layer_norm(hidden_MD))
 
 

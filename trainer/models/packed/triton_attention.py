@@ -113,8 +113,8 @@ def forward(
         fading = tl.exp(largest - higher)
         sums = sums * fading + tl.sum(shares, 1)
         if DROPS:
-            kept = _is_kept(first, second, places, is_query, of_keys, head, num_heads, threshold)
-            shares = tl.where(kept, shares, 0.0)
+            is_kept = _is_kept(first, second, places, is_query, of_keys, head, num_heads, threshold)
+            shares = tl.where(is_kept, shares, 0.0)
         v_LC = _tile(v, key_start + of_keys, is_key, head, num_heads, width, BLOCK_C)
         out = out * fading[:, None]
         out += _dot(shares.to(v_LC.dtype), v_LC)
@@ -141,9 +141,9 @@ def _gradients(
     of_shares = _dot(own_QC, tl.trans(v_LC))
     used = shares
     if DROPS:
-        kept = _is_kept(first, second, places, is_query, of_keys, head, num_heads, threshold)
-        of_shares = tl.where(kept, of_shares * rescaled, 0.0)
-        used = tl.where(kept, shares * rescaled, 0.0)
+        is_kept = _is_kept(first, second, places, is_query, of_keys, head, num_heads, threshold)
+        of_shares = tl.where(is_kept, of_shares * rescaled, 0.0)
+        used = tl.where(is_kept, shares * rescaled, 0.0)
     return used, shares * (of_shares - means_Q[:, None])
 
 

@@ -50,22 +50,22 @@ def encoder_source(source: str, cache_dir: Path) -> str:
 
 
 def _encoder_tensors(files: list[Path]) -> dict[str, Tensor]:
-    kept: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
-        kept |= {
+        tensors |= {
             name: tensor
             for name, tensor in weight_files.read_pickle(file).items()
             if _is_encoders(name)
         }
-    if "shared.weight" not in kept:
-        kept["shared.weight"] = kept.pop("encoder.embed_tokens.weight", torch.empty(0))
-    kept.pop("encoder.embed_tokens.weight", None)  # the same tensor under another name
-    if not kept["shared.weight"].numel() or len(kept) == 1:
+    if "shared.weight" not in tensors:
+        tensors["shared.weight"] = tensors.pop("encoder.embed_tokens.weight", torch.empty(0))
+    tensors.pop("encoder.embed_tokens.weight", None)  # the same tensor under another name
+    if not tensors["shared.weight"].numel() or len(tensors) == 1:
         raise ConfigError(
             f"{files[0]}: holds no T5 encoder (shared.weight, encoder.block...). Use a T5 "
             "checkpoint."
         )
-    return kept
+    return tensors
 
 
 def _is_encoders(name: str) -> bool:

@@ -86,9 +86,9 @@ def unreadable(source: str, error: Exception) -> str:
             'random weights give {"config": {...}} instead of the folder.'
         )
     torn = [path.name for path in files if is_torn(path)]
-    named = f"{', '.join(torn)}: " if torn else ""
+    names = f"{', '.join(torn)}: " if torn else ""
     return (
-        f"base={source!r}: its weights cannot be read ({named}{first_line}). Copy the folder again."
+        f"base={source!r}: its weights cannot be read ({names}{first_line}). Copy the folder again."
     )
 
 
@@ -120,9 +120,9 @@ def check_digest(source: str, digest: str, sha256_of: Callable[[Path], str]) -> 
             f"base={source!r}: the folder itself holds no weights that a digest could be of. Leave "
             "#sha256=... out."
         )
-    found = [sha256_of(path) for path in files]
-    lines = [f"{each}  {path.name}\n" for each, path in zip(found, files, strict=True)]
-    got = found[0] if len(files) == 1 else hashlib.sha256("".join(lines).encode()).hexdigest()
+    digests = [sha256_of(path) for path in files]
+    lines = [f"{each}  {path.name}\n" for each, path in zip(digests, files, strict=True)]
+    got = digests[0] if len(files) == 1 else hashlib.sha256("".join(lines).encode()).hexdigest()
     if got != digest.lower():
         raise ConfigError(
             f"base={source!r}: its weights ({files[0].name}"
@@ -133,14 +133,14 @@ def check_digest(source: str, digest: str, sha256_of: Callable[[Path], str]) -> 
 
 def tensors(source: str, names: Set[str]) -> dict[str, Tensor]:
     """Those of a base's weights that are called so in its files."""
-    kept: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in of(source):
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt", device="cpu") as file:
-                kept |= {name: file.get_tensor(name) for name in names & set(file.keys())}
+                tensors |= {name: file.get_tensor(name) for name in names & set(file.keys())}
         else:
-            kept |= {name: tensor for name, tensor in read_pickle(path).items() if name in names}
-    return kept
+            tensors |= {name: tensor for name, tensor in read_pickle(path).items() if name in names}
+    return tensors
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:

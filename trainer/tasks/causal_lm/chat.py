@@ -52,20 +52,20 @@ class ChatTemplate:
         self._ends = tuple(token.content for token in added if not token.content.isspace())
 
     @classmethod
-    def of(cls, tokenizer: Any, given: str | None, data_path: Path | None) -> ChatTemplate:
+    def of(cls, tokenizer: Any, template: str | None, data_path: Path | None) -> ChatTemplate:
         """The template that data.chat_template names, which becomes the tokenizer's own; else that
         of the tokenizer.
 
         ConfigError when there is none.
         """
-        if given is not None:
-            tokenizer.chat_template = _read(given, data_path)
+        if template is not None:
+            tokenizer.chat_template = _read(template, data_path)
         elif tokenizer.chat_template is None:
             raise ConfigError(
                 f'data.source="chat": tokenizer {tokenizer.name_or_path!r} has no chat template. '
                 f"Set data.chat_template: {_legal()}."
             )
-        return cls(tokenizer, given or f"of tokenizer {tokenizer.name_or_path}")
+        return cls(tokenizer, template or f"of tokenizer {tokenizer.name_or_path}")
 
     @property
     def text(self) -> str:
@@ -78,10 +78,12 @@ class ChatTemplate:
         end: the id behind an answer that no token ends.
         """
         spoken = self.spoken(row)
-        made = self.tokenizer(spoken.text, add_special_tokens=False, return_offsets_mapping=True)
-        scored = [int(meets(one, spoken.spans)) for one in made["offset_mapping"]]
+        encoding = self.tokenizer(
+            spoken.text, add_special_tokens=False, return_offsets_mapping=True
+        )
+        scored = [int(meets(one, spoken.spans)) for one in encoding["offset_mapping"]]
         behind = [end] if spoken.needs_end else []
-        return {"ids": [*made["input_ids"], *behind], "scored": [*scored, *(1 for _ in behind)]}
+        return {"ids": [*encoding["input_ids"], *behind], "scored": [*scored, *(1 for _ in behind)]}
 
     def spoken(self, row: Row) -> Spoken:
         """The text of a conversation, and the assistant's turns in it that count.
@@ -105,12 +107,14 @@ class ChatTemplate:
         """The token that ends a turn of the assistant; `end` where none does, or the template does
         not tell.
         """
-        said = [{"role": role, "content": "a"} for role in ("user", ASSISTANT)]
+        messages = [{"role": role, "content": "a"} for role in ("user", ASSISTANT)]
         try:
-            made = self.tokens({"messages": said}, end)
+            encoding = self.tokens({"messages": messages}, end)
         except DataError:
             return end
-        scored = [n for n, is_scored in zip(made["ids"], made["scored"], strict=True) if is_scored]
+        scored = [
+            n for n, is_scored in zip(encoding["ids"], encoding["scored"], strict=True) if is_scored
+        ]
         return scored[-1]
 
     def opened(self, row: Row) -> str:
@@ -129,9 +133,9 @@ class ChatTemplate:
             raise _NoPrefix(f"{turn} does not begin as the template opens it")
         if not whole.startswith(closed):
             raise _NoPrefix(f"{turn} is written otherwise once more turns follow")
-        said, content = closed[len(opening) :].lstrip(), str(messages[number]["content"]).strip()
+        written, content = closed[len(opening) :].lstrip(), str(messages[number]["content"]).strip()
         is_unopened = opening == self._written(before, tools)
-        if is_unopened and not said.startswith(content):
+        if is_unopened and not written.startswith(content):
             raise _NoPrefix(f"the template has no add_generation_prompt, which opens {turn}")
         ended = closed.rstrip()
         has_end = len(ended) > len(opening) and ended.endswith(self._ends)
@@ -146,12 +150,12 @@ class ChatTemplate:
         template = self.tokenizer.get_chat_template(None, tools)
         if not _GENERATION.search(template):
             return None
-        known: dict[str, Any] = {**self.tokenizer.special_tokens_map, **_DATE, "tools": tools}
+        variables: dict[str, Any] = {**self.tokenizer.special_tokens_map, **_DATE, "tools": tools}
         rendered: Any = render_jinja_template(
             conversations=[[_plain(one) for one in messages]],
             chat_template=template,
             return_assistant_tokens_mask=True,
-            **known,
+            **variables,
         )
         spans: list[list[Span]] = rendered[1]
         spoken = [number for number, one in enumerate(messages) if one["role"] == ASSISTANT]
@@ -207,15 +211,15 @@ def _named(messages: Sequence[Message]) -> str:
     return f"the conversation that begins {preview(messages[0].get('content'))}"
 
 
-def _read(given: str, data_path: Path | None) -> str:
-    if given in BUILT_IN:
-        return BUILT_IN[given]
-    places = [Path(given), *([data_path / given] if data_path is not None else [])]
+def _read(template: str, data_path: Path | None) -> str:
+    if template in BUILT_IN:
+        return BUILT_IN[template]
+    places = [Path(template), *([data_path / template] if data_path is not None else [])]
     for place in places:
         if place.is_file():
             return place.read_text(encoding="utf-8")
     raise ConfigError(
-        f"data.chat_template={given!r} is no file here or below --data_path. Give {_legal()}."
+        f"data.chat_template={template!r} is no file here or below --data_path. Give {_legal()}."
     )
 
 

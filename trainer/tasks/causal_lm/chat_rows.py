@@ -120,13 +120,13 @@ def _call(call: Any, place: str) -> Any:
             f'{place}.tool_calls holds {preview(call)}, want {{"type": "function", "function": '
             '{"name": ..., "arguments": ...}}.'
         )
-    given = {name: one for name, one in function.items() if one is not None}
-    if isinstance(given.get("arguments"), str):
+    fields = {name: one for name, one in function.items() if one is not None}
+    if isinstance(fields.get("arguments"), str):
         try:
-            given["arguments"] = json.loads(given["arguments"])
+            fields["arguments"] = json.loads(fields["arguments"])
         except ValueError as error:
             raise DataError(f"{place}.tool_calls: arguments are no JSON ({error}).") from None
-    return {**{name: one for name, one in call.items() if one is not None}, "function": given}
+    return {**{name: one for name, one in call.items() if one is not None}, "function": fields}
 
 
 def _tools(raw: Row, place: str) -> dict[str, Any]:

@@ -72,8 +72,8 @@ class Task(TokenTask[Config]):
         super().__init__(cfg, places)
         self.chat: ChatTemplate | None = None  # how conversations are written
         if cfg.data.source == "chat":
-            given, folder = cfg.data.chat_template, places.data_path
-            self.chat = ChatTemplate.of(self.tokenizer, given, folder)
+            template, folder = cfg.data.chat_template, places.data_path
+            self.chat = ChatTemplate.of(self.tokenizer, template, folder)
 
     def operate(self, base: Any) -> nn.Module:
         positions = getattr(base.config, "max_position_embeddings", None)
@@ -88,12 +88,12 @@ class Task(TokenTask[Config]):
         """As the base's own file says, but that a text ends with its end, and an answer of a
         conversation with the token that ends a turn.
         """
-        said = generation_file.of_base(base_source.resolve(self.cfg.base, self.places))
-        of_base = said.get("eos_token_id", [])
+        of_base_file = generation_file.of_base(base_source.resolve(self.cfg.base, self.places))
+        of_base = of_base_file.get("eos_token_id", [])
         ends = [self.turn_end, self.end, *(of_base if isinstance(of_base, list) else [of_base])]
         ends = list(dict.fromkeys(ends))
         return {
-            **said,
+            **of_base_file,
             "eos_token_id": ends[0] if len(ends) == 1 else ends,
             "pad_token_id": self.pad,
         }
@@ -143,32 +143,32 @@ class Task(TokenTask[Config]):
         """A whole text and its end: "ids" and, where answers alone are labels, "scored", 1 for
         those. The end is one of them.
         """
-        made = self.tokenizer(
+        encoding = self.tokenizer(
             row["text"], add_special_tokens=False, return_offsets_mapping=self._is_on_answers
         )
-        fields = {"ids": [*made["input_ids"], self.end]}
+        fields = {"ids": [*encoding["input_ids"], self.end]}
         if self._is_on_answers:
             spans = row["answer_spans"]
-            fields["scored"] = [int(meets(one, spans)) for one in made["offset_mapping"]] + [1]
+            fields["scored"] = [int(meets(one, spans)) for one in encoding["offset_mapping"]] + [1]
         return fields
 
     def encode(self, row: Row) -> Encoded:
         if self.chat is not None:
             return self._conversation(self.chat.tokens(row, self.end))
         limit, piece = self.cfg.data.max_tokens, row["piece"]
-        kept = slice(piece * limit, (piece + 1) * limit)
-        return Encoded({name: values[kept] for name, values in self._tokens(row).items()})
+        of_piece = slice(piece * limit, (piece + 1) * limit)
+        return Encoded({name: values[of_piece] for name, values in self._tokens(row).items()})
 
     def _conversation(self, whole: Mapping[str, list[int]]) -> Encoded:
         """The first tokens of a conversation: what is behind them has lost its beginning, and
         would be learnt without it.
         """
         limit = self.cfg.data.max_tokens
-        kept = {name: values[:limit] for name, values in whole.items()}
+        first_tokens = {name: values[:limit] for name, values in whole.items()}
         lost = sum(whole["scored"][limit:])
         length = len(whole["ids"])
         return Encoded(
-            kept,
+            first_tokens,
             is_truncated=length > limit,
             lost_labels=(lost, sum(whole["scored"])),
             cuts={"conversations": Cut("data.max_tokens", limit, [length])},
@@ -189,8 +189,8 @@ class Task(TokenTask[Config]):
         if self.chat is not None:
             template = self.chat.text
             return self.encoded_under(max_tokens=self.cfg.data.max_tokens, chat_template=template)
-        named = {"loss_on": "answer"} if self._is_on_answers else {}
-        return self.encoded_under(max_tokens=self.cfg.data.max_tokens, **named)
+        of_labels = {"loss_on": "answer"} if self._is_on_answers else {}
+        return self.encoded_under(max_tokens=self.cfg.data.max_tokens, **of_labels)
 
     def limits(self) -> dict[str, int]:
         return {"data.max_tokens": self.cfg.data.max_tokens}

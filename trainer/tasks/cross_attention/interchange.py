@@ -21,7 +21,7 @@ def export_model(folder: Path, *, out: Path, merge: bool = False) -> None:
     """
     refuse_existing(out)
     export.described(folder)
-    with new_folder(out) as made:
+    with new_folder(out) as new:
         write = export.merge if merge else export.copy
-        write(folder, made, export.places_of(folder, cache_dir=Path("tmp-cache")))
+        write(folder, new, export.places_of(folder, cache_dir=Path("tmp-cache")))
     log.info("wrote %s", out)

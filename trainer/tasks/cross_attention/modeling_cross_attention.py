@@ -223,16 +223,16 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             return super().from_pretrained(name, *args, config=config, **hub, **how)
         for key in _NOT_OF_BASE:
             how.pop(key, None)
-        wanted = how.get("dtype", how.pop("torch_dtype", None))
-        model = cls(config, _base_of(name, config, hub, {**how, "dtype": wanted or config.dtype}))
+        dtype = how.get("dtype", how.pop("torch_dtype", None))
+        model = cls(config, _base_of(name, config, hub, {**how, "dtype": dtype or config.dtype}))
         file = cached_file(name, "model.safetensors", **hub)
-        told = model.load_state_dict(load_file(str(file)), strict=False)
-        lost = [key for key in told.missing_keys if key.startswith("cross_attn_layers.")]
-        if lost or told.unexpected_keys:
-            raise ValueError(f"{file}: misses {lost}, holds also {told.unexpected_keys}")
+        keys = model.load_state_dict(load_file(str(file)), strict=False)
+        lost = [key for key in keys.missing_keys if key.startswith("cross_attn_layers.")]
+        if lost or keys.unexpected_keys:
+            raise ValueError(f"{file}: misses {lost}, holds also {keys.unexpected_keys}")
         model.cross_attn_layers.to(model.base.device)
-        if isinstance(wanted, torch.dtype):
-            model.cross_attn_layers.to(wanted)
+        if isinstance(dtype, torch.dtype):
+            model.cross_attn_layers.to(dtype)
         model.generation_config = GenerationConfig.from_pretrained(name, **hub)
         model.config.base = None  # what save_pretrained writes holds all of it
         return model.eval()
@@ -299,12 +299,14 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         prompt = self._ids(tokenizer, text)[: how["decoder_tokens"]]
         ids = torch.tensor([prompt], device=self.base.device)
         more = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-        made = self.generate(ids, attention_mask=torch.ones_like(ids), context=context, **more)
-        new = made[0, len(prompt) :].tolist()
+        tokens = self.generate(ids, attention_mask=torch.ones_like(ids), context=context, **more)
+        new = tokens[0, len(prompt) :].tolist()
         end = self.config.eos_token_id
-        kept = new[: new.index(end)] if end in new else new
-        said = tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return said.removeprefix(how["before_answer"])
+        answer = new[: new.index(end)] if end in new else new
+        written = tokenizer.decode(
+            answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return written.removeprefix(how["before_answer"])
 
     def generate(self, *args: Any, context_input_ids: Any = None, **how: Any) -> Any:
         """As in transformers, with a `context`, or context_input_ids and context_attention_mask,

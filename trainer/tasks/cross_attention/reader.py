@@ -84,13 +84,13 @@ class Reader:
                 f"{len(questions)} questions and {len(contexts)} contexts: give one list of "
                 "contexts for each question."
             )
-        given = [
+        sides = [
             _checked(texts, f"question {question!r}")
             for question, texts in zip(questions, contexts, strict=True)
         ]
         rows = [
             {"question": q, "contexts": c, "answers": [""]}
-            for q, c in zip(questions, given, strict=True)
+            for q, c in zip(questions, sides, strict=True)
         ]
         encoded = [self.prompts.encode(row) for row in rows]
         return [
@@ -127,24 +127,24 @@ class Reading:
         """The most likely answer in pieces, as it is written."""
         reader = self._reader
         prompts, most = reader.prompts, reader.prompts.data.answer_tokens
-        asked = prompts.asked([self._row(question)], most_prompt_tokens(reader.model, most))
-        made: list[int] = []
-        told, text = 0, ""
+        prompt = prompts.asked([self._row(question)], most_prompt_tokens(reader.model, most))
+        tokens: list[int] = []
+        num_yielded, text = 0, ""
         for token in streamed(
             reader.model,
-            **{name: ids.to(reader.device) for name, ids in asked.items()},
+            **{name: ids.to(reader.device) for name, ids in prompt.items()},
             past=self._past(question),
             max_new_tokens=most,
             eos_token_id=prompts.eos,
         ):
-            made.append(token)
-            text = prompts.text(made)
+            tokens.append(token)
+            text = prompts.text(tokens)
             sure = len(text.rstrip(_TORN))
-            if sure > told:
-                yield text[told:sure]
-                told = sure
-        if text[told:]:
-            yield text[told:]
+            if sure > num_yielded:
+                yield text[num_yielded:sure]
+                num_yielded = sure
+        if text[num_yielded:]:
+            yield text[num_yielded:]
 
     def _row(self, question: str) -> Encoded:
         row = {"question": question, "contexts": self._contexts, "answers": [""]}

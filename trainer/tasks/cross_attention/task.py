@@ -139,11 +139,11 @@ class Task(TokenTask[Config]):
         subset = {"train": data.training_data_subset, "valid": data.validation_data_subset}.get(
             split, "all"
         )
-        given: dict[str, Any] = {"subset": subset, "facts": data.facts}
-        given |= {"own": data, "cache_dir": places.cache_dir}
-        rows = questions.of_split(data.source, split, places.data_path, **given)
+        how: dict[str, Any] = {"subset": subset, "facts": data.facts}
+        how |= {"own": data, "cache_dir": places.cache_dir}
+        rows = questions.of_split(data.source, split, places.data_path, **how)
         if split == "train" and data.include_context_ids:
-            again = questions.of_split(data.source, split, places.data_path, **given)
+            again = questions.of_split(data.source, split, places.data_path, **how)
             return chain(rows, ({**row, IS_CONTEXT: True} for row in again))
         if split == "train" or not data.shuffled_context:
             return rows
@@ -235,16 +235,16 @@ class Task(TokenTask[Config]):
         ConfigError when that is asked for and the base's attention is not the one that can be
         replaced.
         """
-        asked = self.cfg.data.packed
-        if asked is False:
+        is_packed = self.cfg.data.packed
+        if is_packed is False:
             return False
-        found = base_source.config_of(self.cfg.base, self.places)._attn_implementation
-        if asked and found not in REPLACED:
+        attention = base_source.config_of(self.cfg.base, self.places)._attn_implementation
+        if is_packed and attention not in REPLACED:
             raise ConfigError(
-                f"data.packed=True: the base's attention is {found!r}, want 'sdpa', which can be "
-                "run on streams. Leave data.packed out, or the base's attn_implementation."
+                f"data.packed=True: the base's attention is {attention!r}, want 'sdpa', which can "
+                "be run on streams. Leave data.packed out, or the base's attn_implementation."
             )
-        return found in REPLACED
+        return attention in REPLACED
 
     def _streams(self, rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> Batch:
         """A packed batch; of another row's context the names begin with `other_`."""
@@ -257,8 +257,8 @@ class Task(TokenTask[Config]):
         for field in fields:
             chunks = [unflat(row, field) for row in rows]
             prefix = f"{field}_" if field == _OTHER else ""
-            made = context_stream(chunks, lengths, cache=self._states)
-            batch |= {f"{prefix}{name}": tensor for name, tensor in made.items()}
+            stream = context_stream(chunks, lengths, cache=self._states)
+            batch |= {f"{prefix}{name}": tensor for name, tensor in stream.items()}
         return batch
 
     def _decoder(self, row: Mapping[str, Any]) -> list[int]:

@@ -229,8 +229,8 @@ class MultiQueryAttention(nn.Module):
     def _keys_and_values(self, states_BSD: Tensor, past: Any) -> tuple[Tensor, Tensor]:
         """(B, 1, S, C) each, out of the cache once it has them."""
         if past is not None and past.is_updated.get(self.layer_idx):
-            kept = past.cross_attention_cache.layers[self.layer_idx]
-            return kept.keys, kept.values
+            cached = past.cross_attention_cache.layers[self.layer_idx]
+            return cached.keys, cached.values
         k_B1SC, v_B1SC = self.k(states_BSD).unsqueeze(1), self.v(states_BSD).unsqueeze(1)
         if past is not None:
             past.cross_attention_cache.update(k_B1SC, v_B1SC, self.layer_idx)

@@ -69,19 +69,19 @@ def import_model(
     reader.compat_cross_bias. Raises ConfigError and StorageError; then `out` is not there.
     """
     refuse_existing(out)
-    found = _checked(_read_pickle(source) if source.is_file() else _read_folder(source))
-    has_bias = CROSS_BIAS in found.tensors
+    read = _checked(_read_pickle(source) if source.is_file() else _read_folder(source))
+    has_bias = CROSS_BIAS in read.tensors
     if compat_cross_bias and not has_bias:
         raise ConfigError(
             f"{source} holds no {CROSS_BIAS}: there is nothing to keep. Leave "
             "--compat_cross_bias out."
         )
     if has_bias and not compat_cross_bias:
-        found = replace(
-            found, tensors={name: t for name, t in found.tensors.items() if name != CROSS_BIAS}
+        read = replace(
+            read, tensors={name: t for name, t in read.tensors.items() if name != CROSS_BIAS}
         )
         log.info("left out: the position bias of cross-attention (--compat_cross_bias keeps it)")
-    _write_t5(found, out, tokenizer)
+    _write_t5(read, out, tokenizer)
 
 
 def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
@@ -96,11 +96,11 @@ def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
             f"--layout {layout}: no such layout of a reader. {nearest(layout, LAYOUTS)}"
         )
     refuse_existing(out)
-    found = _checked(_read_folder(folder))
+    read = _checked(_read_folder(folder))
     if layout == "fid":
-        _write_fid(found, out)
+        _write_fid(read, out)
     else:
-        _write_t5(found, out, None)
+        _write_t5(read, out, None)
 
 
 # Reading
@@ -185,8 +185,8 @@ def _unpickled(file: Path) -> Any:
                 file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
             )
     except UnpicklingError as error:
-        asked = re.search(r"GLOBAL (\S+)", str(error))
-        more = f" (it asks for {asked[1]})" if asked else ""
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        more = f" (it asks for {match[1]})" if match else ""
         raise ConfigError(
             f"{file}: refused. Got a file of more than tensors and argparse.Namespace{more}, which "
             "could run code, or no file of torch.save at all. Save it again from the program that "
@@ -275,43 +275,43 @@ def _config_of(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Any]:
 
 
 def _num_blocks(stack: str, tensors: Mapping[str, Tensor]) -> int:
-    found = [re.match(rf"{stack}\.block\.(\d+)\.", name) for name in tensors]
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    matches = [re.match(rf"{stack}\.block\.(\d+)\.", name) for name in tensors]
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 # Checking
 # --------------------------------------------------------------------------------------------------
 
 
-def _checked(found: Source) -> Source:
+def _checked(source: Source) -> Source:
     """`found` with tied tensors stored once, and a config that says the same to every version of
     transformers.
 
     ConfigError names every missing, unexpected and misshaped tensor at once.
     """
-    config = _t5_config(found)
-    tensors = dict(found.tensors)
-    stored = next((name for name in (_EMBEDDING, *_TIED) if name in tensors), _EMBEDDING)
-    if stored in tensors:
-        tensors.setdefault(_EMBEDDING, tensors[stored])
+    config = _t5_config(source)
+    tensors = dict(source.tensors)
+    embedding = next((name for name in (_EMBEDDING, *_TIED) if name in tensors), _EMBEDDING)
+    if embedding in tensors:
+        tensors.setdefault(_EMBEDDING, tensors[embedding])
     is_untied = _is_untied(config, tensors)
     model = _skeleton(config, is_untied=is_untied, has_cross_bias=CROSS_BIAS in tensors)
     # into no storage: only names and shapes are looked at
-    load_into(model, tensors, source=str(found.path))
+    load_into(model, tensors, source=str(source.path))
     once = {
         name: t.contiguous()
         for name, t in tensors.items()
         if name not in _TIED or (is_untied and name == _HEAD)
     }
-    return replace(found, config=_said_to_all(found.config, config), tensors=once)
+    return replace(source, config=_said_to_all(source.config, config), tensors=once)
 
 
-def _t5_config(found: Source) -> Any:
+def _t5_config(source: Source) -> Any:
     try:
-        return T5Config.from_dict(dict(found.config))
+        return T5Config.from_dict(dict(source.config))
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{found.path}: its config.json describes no T5 ({error}). Correct it."
+            f"{source.path}: its config.json describes no T5 ({error}). Correct it."
         ) from None
 
 
@@ -330,12 +330,12 @@ def _said_to_all(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
     for a T5 v1.0.
     """
     left_out = ("scale_decoder_outputs", "compat_cross_bias", "_name_or_path")
-    said = {name: value for name, value in values.items() if name not in left_out}
-    said |= {
+    own_config = {name: value for name, value in values.items() if name not in left_out}
+    own_config |= {
         "architectures": ["T5ForConditionalGeneration"],
         "tie_word_embeddings": config.scale_decoder_outputs,
     }
-    return {"decoder_start_token_id": 0, **said}  # the pad, with which every T5 begins
+    return {"decoder_start_token_id": 0, **own_config}  # the pad, with which every T5 begins
 
 
 def _skeleton(config: Any, *, is_untied: bool, has_cross_bias: bool) -> Any:
@@ -355,26 +355,26 @@ def _skeleton(config: Any, *, is_untied: bool, has_cross_bias: bool) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-def _write_t5(found: Source, out: Path, tokenizer: str | None) -> None:
-    config = found.config | ({"compat_cross_bias": True} if CROSS_BIAS in found.tensors else {})
-    own = [file for file in found.copied if file.name in _TOKENIZER_FILES]
+def _write_t5(source: Source, out: Path, tokenizer: str | None) -> None:
+    config = source.config | ({"compat_cross_bias": True} if CROSS_BIAS in source.tensors else {})
+    own = [file for file in source.copied if file.name in _TOKENIZER_FILES]
     loaded = None if tokenizer is None else _tokenizer(tokenizer, out.parent)
     if loaded is not None:
         vocabulary.check_fits(loaded, config["vocab_size"])
     with new_folder(out) as folder:
         _write_config(folder, config)
-        safetensors_file.write_tensors(folder, "model.safetensors", found.tensors)
-        for file in found.copied:
+        safetensors_file.write_tensors(folder, "model.safetensors", source.tensors)
+        for file in source.copied:
             if loaded is None or file.name not in vocabulary.FILES:
                 shutil.copyfile(file, folder / file.name)
         if loaded is not None:
             loaded.save_pretrained(folder)
-    log.info("%s: %s", out, _described(found))
+    log.info("%s: %s", out, _described(source))
     if loaded is None and not own:
         log.info(
             '%s has no tokenizer: name one in the experiment, "tokenizer": "%s"',
             out,
-            found.tokenizer_hint,
+            source.tokenizer_hint,
         )
 
 
@@ -399,10 +399,10 @@ def _tokenizer(spec: str, cache_dir: Path) -> Any:
         ) from error
 
 
-def _write_fid(found: Source, out: Path) -> None:
-    config = _t5_config(found)
-    refuse_newer(config, found.path)
-    tensors = dict(found.tensors)
+def _write_fid(source: Source, out: Path) -> None:
+    config = _t5_config(source)
+    refuse_newer(config, source.path)
+    tensors = dict(source.tensors)
     if CROSS_BIAS not in tensors:  # left out, transformers 3.0.2 would fill it with random numbers
         shape = config.relative_attention_num_buckets, config.num_heads
         tensors[CROSS_BIAS] = torch.zeros(shape, dtype=tensors[_EMBEDDING].dtype)
@@ -412,7 +412,7 @@ def _write_fid(found: Source, out: Path) -> None:
     with new_folder(out) as folder:
         _write_config(folder, config_302(config) | {"architectures": ["FiDT5"]})
         _save({_wrapped_name(name): tensors[name] for name in order}, folder / "pytorch_model.bin")
-    log.info("%s: %s", out, _described(found))
+    log.info("%s: %s", out, _described(source))
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -426,6 +426,6 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _described(found: Source) -> str:
-    count = sum(tensor.numel() for tensor in found.tensors.values())
-    return f"{count:,} parameters of {found.path}, in {len(found.tensors)} tensors"
+def _described(source: Source) -> str:
+    count = sum(tensor.numel() for tensor in source.tensors.values())
+    return f"{count:,} parameters of {source.path}, in {len(source.tensors)} tensors"

@@ -143,7 +143,7 @@ class FiD(nn.Module):
     def _generate(self, fused_BSD: Tensor, mask_BS: Tensor, how: Generation) -> dict[str, Tensor]:
         from transformers.modeling_outputs import BaseModelOutput
 
-        made = self.t5.generate(
+        generated = self.t5.generate(
             encoder_outputs=BaseModelOutput(last_hidden_state=fused_BSD),
             attention_mask=mask_BS,
             max_length=how.max_length,
@@ -155,8 +155,8 @@ class FiD(nn.Module):
             return_dict_in_generate=True,
             output_scores=how.num_beams > 1,
         )
-        found = {"tokens": made.sequences}
-        return found | ({"scores": made.sequences_scores} if how.num_beams > 1 else {})
+        output = {"tokens": generated.sequences}
+        return output | ({"scores": generated.sequences_scores} if how.num_beams > 1 else {})
 
     def _passage_scores(self, fused_BSD: Tensor, batch: Batch) -> Tensor:
         """(P,) fp32: mean over tokens, heads and those decoder layers that have cross-attention, of
@@ -243,17 +243,17 @@ def _cross_projections(t5: Any) -> Iterator[Callable[[], list[tuple[Tensor, Tens
     The yielded call gives the pairs.
     """
     layers = fido.cross_layers(t5)
-    kept: dict[tuple[int, str], Tensor] = {}
+    values: dict[tuple[int, str], Tensor] = {}
 
     def keep(name: tuple[int, str], module: nn.Module, inputs: Any, output: Tensor) -> None:
-        kept[name] = output
+        values[name] = output
 
     with ExitStack() as hooks:
         for number, layer in enumerate(layers):
             for part in ("q", "k"):
                 module = getattr(layer.EncDecAttention, part)
                 hooks.enter_context(_hooked(module, functools.partial(keep, (number, part))))
-        yield lambda: [(kept[number, "q"], kept[number, "k"]) for number in range(len(layers))]
+        yield lambda: [(values[number, "q"], values[number, "k"]) for number in range(len(layers))]
 
 
 @contextmanager

@@ -207,14 +207,14 @@ class Task(TokenTask[Config]):
         }
 
     def _corpus_row(self, passage: Row, row: Row) -> int:
-        found = self._corpus_rows.get(str(passage.get("id")))
-        if found is None:
+        number = self._corpus_rows.get(str(passage.get("id")))
+        if number is None:
             raise DataError(
                 f"question {row['id']} ({row['question']!r}): its passage {passage.get('id')!r} "
                 "is no id in "
                 f"{self.cfg.data.corpus}. Give the corpus that the passages were retrieved from."
             )
-        return found
+        return number
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """targets, and where passages stand in the rows: each with its question in front."""

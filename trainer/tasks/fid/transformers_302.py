@@ -35,7 +35,7 @@ def refuse_newer(config: Any, path: Path) -> None:
 
 def config_302(config: Any) -> dict[str, Any]:
     """config.json of a T5 with the keys that transformers 3.0.2 wrote."""
-    kept = (
+    names = (
         "vocab_size",
         "d_model",
         "d_kv",
@@ -44,7 +44,7 @@ def config_302(config: Any) -> dict[str, Any]:
         "num_heads",
         "relative_attention_num_buckets",
     )
-    kept += (
+    names += (
         "dropout_rate",
         "layer_norm_epsilon",
         "initializer_factor",
@@ -53,4 +53,4 @@ def config_302(config: Any) -> dict[str, Any]:
         "model_type",
     )
     fixed = {"is_encoder_decoder": True, "n_positions": getattr(config, "n_positions", 512)}
-    return {name: getattr(config, name) for name in kept} | fixed | {"decoder_start_token_id": 0}
+    return {name: getattr(config, name) for name in names} | fixed | {"decoder_start_token_id": 0}

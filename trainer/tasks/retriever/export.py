@@ -66,17 +66,17 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for side, place in sides(folder, tied=cfg.encoder.tied).items():
-        named = {
+        weights_of_side = {
             name.partition(".")[2]: values
             for name, values in weights.items()
             if name.startswith(f"{side}.")
         }
         if cfg.exports_adapters:
-            adapters_into(named, place)
+            adapters_into(weights_of_side, place)
             continue
         config = configs[side]
-        config.dtype = next(iter(named.values())).dtype
-        model_folder.write(place, config, tokenizer, named)
+        config.dtype = next(iter(weights_of_side.values())).dtype
+        model_folder.write(place, config, tokenizer, weights_of_side)
         if place != folder:
             config.save_pretrained(
                 folder
@@ -133,22 +133,22 @@ def described(folder: Path, otherwise: Encoder) -> Encoder:
     """How the model in a folder embeds: as its description says, or as its files and the experiment
     do.
     """
-    found = read_description(folder)
-    if found is not None:
+    description = read_description(folder)
+    if description is not None:
         names = ("pooling", "normalize", "temperature", "tied", "projection")
         return validate(
             Encoder,
-            {name: getattr(found, name) for name in names},
+            {name: getattr(description, name) for name in names},
             source=str(folder / DESCRIPTION),
         )
     update: dict[str, Any] = {"tied": not (folder / QUERY).is_dir()}
     if (folder / POOLER_CONFIG).is_file():
-        said = json.loads((folder / POOLER_CONFIG).read_text())
-        update["normalize"] = said["normalize"]
+        config = json.loads((folder / POOLER_CONFIG).read_text())
+        update["normalize"] = config["normalize"]
         update["projection"] = {
-            "width": said["output_dim"],
-            "in_width": said["input_dim"],
-            "tied": said["tied"],
+            "width": config["output_dim"],
+            "in_width": config["input_dim"],
+            "tied": config["tied"],
         }
     return validate(Encoder, {**otherwise.model_dump(mode="json"), **update}, source=str(folder))
 
@@ -159,18 +159,20 @@ def described(folder: Path, otherwise: Encoder) -> Encoder:
 
 def _write_pooler(folder: Path, weights: Mapping[str, Tensor], how: Encoder) -> None:
     tied = "linear_p.weight" not in weights
-    named = dict(weights)
+    tensors = dict(weights)
     if tied:  # Tevatron's tied pooler has one layer under both names, and loads both
-        named |= {name.replace("linear_q", "linear_p"): values for name, values in weights.items()}
-    torch.save(named, folder / POOLER)
+        tensors |= {
+            name.replace("linear_q", "linear_p"): values for name, values in weights.items()
+        }
+    torch.save(tensors, folder / POOLER)
     out_width, in_width = weights["linear_q.weight"].shape
-    said = {
+    config = {
         "input_dim": in_width,
         "output_dim": out_width,
         "tied": tied,
         "normalize": how.normalize,
     }
-    (folder / POOLER_CONFIG).write_text(json.dumps(said) + "\n")
+    (folder / POOLER_CONFIG).write_text(json.dumps(config) + "\n")
 
 
 @torch.no_grad()

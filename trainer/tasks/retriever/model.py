@@ -100,7 +100,7 @@ class Retriever(nn.Module):
             if any(name.startswith(side) for name in batch)
         }
         last = [*pieces][-1]
-        found: dict[str, Tensor] = {}
+        by_side: dict[str, Tensor] = {}
         for side, of_side in pieces.items():
             again = 0 if chunks is None else len(of_side) - (side == last)
             vectors = [
@@ -110,8 +110,8 @@ class Retriever(nn.Module):
             vectors += [self._vectors(side, piece) for piece in of_side[again:]]
             for _ in range(calls[[*_VECTORS].index(side)] - len(of_side)):
                 self._vectors(side, of_side[-1])
-            found[_VECTORS[side]] = torch.cat(vectors)
-        return found
+            by_side[_VECTORS[side]] = torch.cat(vectors)
+        return by_side
 
     def _vectors(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
         """(N, E) of the texts of one piece."""
@@ -126,8 +126,8 @@ class Retriever(nn.Module):
             return pooled_stream(read(piece), piece, self.how.pooling)
         is_tied = self.passage_model is None
         model: Any = self.query_model if side == "query" or is_tied else self.passage_model
-        seen = of_right_padded(piece["mask"], model.config)
-        states_NLD = model(input_ids=piece["ids"], attention_mask=seen).last_hidden_state
+        visible = of_right_padded(piece["mask"], model.config)
+        states_NLD = model(input_ids=piece["ids"], attention_mask=visible).last_hidden_state
         return pooled(states_NLD, piece["mask"], self.how.pooling)
 
 
@@ -157,7 +157,7 @@ def _pieces(batch: Mapping[str, Tensor], side: Side, size: int | None) -> list[d
     if f"{side}_ids" in batch:
         ids, mask = batch[f"{side}_ids"], batch[f"{side}_mask"]
         cut = zip(ids.split(size or len(ids)), mask.split(size or len(ids)), strict=True)
-        return [{"ids": own, "mask": seen} for own, seen in cut]
+        return [{"ids": own, "mask": is_token} for own, is_token in cut]
     pieces: dict[str, dict[str, Tensor]] = {}
     for name, tensor in batch.items():
         of_side, _, rest = name.partition("_")
@@ -181,12 +181,12 @@ def described(batch: Mapping[str, Tensor]) -> dict[str, Text]:
     if "query_ids" in batch:
         queries = Text(batch["query_ids"], batch["query_mask"])
         passages = zip(batch["passage_ids"], batch["passage_mask"], strict=True)
-        found = [Text(ids, mask) for ids, mask in passages]
+        texts = [Text(ids, mask) for ids, mask in passages]
     else:
         queries = Text(torch.cat(rows_of_streams(batch, "query")))
-        found = [Text(ids) for ids in rows_of_streams(batch, "passage")]
-    named = {f"passage {number}": text for number, text in enumerate(found, start=1)}
-    return {"query": queries, **named}
+        texts = [Text(ids) for ids in rows_of_streams(batch, "passage")]
+    by_name = {f"passage {number}": text for number, text in enumerate(texts, start=1)}
+    return {"query": queries, **by_name}
 
 
 def pooled(states_NLD: Tensor, mask_NL: Tensor, pooling: str) -> Tensor:
@@ -217,20 +217,20 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def pooler_of(
-    wanted: Projection | None, how: Encoder, *, width: int, seed: int, dtype: torch.dtype
+    projection: Projection | None, how: Encoder, *, width: int, seed: int, dtype: torch.dtype
 ) -> Pooler | None:
     """A new pooler for states of `width`; ConfigError when the experiment says another width."""
-    if wanted is None:
+    if projection is None:
         return None
-    if wanted.in_width not in (None, width):
+    if projection.in_width not in (None, width):
         raise ConfigError(
-            f"encoder.projection.in_width={wanted.in_width}, but the base's states have {width}. "
-            f"Use {width}, or leave it out."
+            f"encoder.projection.in_width={projection.in_width}, but the base's states have "
+            f"{width}. Use {width}, or leave it out."
         )
     return Pooler(
         width,
-        wanted.width,
-        tied=how.tied if wanted.tied is None else wanted.tied,
+        projection.width,
+        tied=how.tied if projection.tied is None else projection.tied,
         seed=seed,
         dtype=dtype,
     )

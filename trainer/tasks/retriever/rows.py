@@ -172,8 +172,8 @@ def _is_held_out(documents: Sequence[str]) -> bool:
 
 def _relevant(data: Data, split: str, folder: Path) -> dict[str, list[str]]:
     """Relevant documents by query of a split, which may be a part of the training queries."""
-    given = getattr(data.files, split)
-    names = [Path(given).stem] if given else split_names(split)
+    paths = getattr(data.files, split)
+    names = [Path(paths).stem] if paths else split_names(split)
     files = [folder / "qrels" / f"{name}.tsv" for name in names]
     has_valid = data.files.valid or any(
         (folder / "qrels" / f"{name}.tsv").is_file() for name in split_names("valid")
@@ -254,8 +254,8 @@ def _question_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterat
         name, query = first_given(raw, fields.QUESTIONS, "question")
         passages = fields.contexts(raw, place)
         if passages is None:
-            found = _passages(raw.get("ctxs"), place, "ctxs")
-            passages = [one if "text" in one else corpus.passage(one["id"], place) for one in found]
+            ctxs = _passages(raw.get("ctxs"), place, "ctxs")
+            passages = [one if "text" in one else corpus.passage(one["id"], place) for one in ctxs]
         is_positive = _marks(raw, passages, place)
         if not any(is_positive):
             left_out += 1
@@ -359,8 +359,8 @@ def _documentation_rows(split: str) -> Iterator[Row]:
 
 def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | None) -> Iterator[Row]:
     """Rows of a data set of the Hub (or a folder that `datasets` reads) in Tevatron's layout."""
-    given = getattr(data.files, split, None)
-    source = given if given and "/" in given else data.dataset
+    files = getattr(data.files, split, None)
+    source = files if files and "/" in files else data.dataset
     assert source is not None, "config.Data demands it"
     name, _, config = source.partition(":")
     parts = name.split("/")
@@ -368,11 +368,11 @@ def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | Non
     if not Path(name).is_dir() and len(parts) == 3:
         name, of_split = "/".join(parts[:2]), parts[2]
     of_split = getattr(data.splits, split, None) or of_split
-    of_split = given if given and source != given else of_split
+    of_split = files if files and source != files else of_split
     config = config or data.subset
     how: dict[str, Any] = {"subset": config, "revision": data.revision, "cache_dir": cache_dir}
-    found = data_set(name, of_split, folder=folder, **how)
-    placed = ((f"{name} ({of_split}), row {index}", raw) for index, raw in enumerate(found))
+    dataset = data_set(name, of_split, folder=folder, **how)
+    placed = ((f"{name} ({of_split}), row {index}", raw) for index, raw in enumerate(dataset))
     placed = in_our_names(placed, data.columns, TEVATRON, are_cells=True)
     corpus = _Corpus(data.corpus, folder)
     for index, (place, raw) in enumerate(placed):

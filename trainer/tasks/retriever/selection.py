@@ -38,25 +38,25 @@ def positive(count: int, turn: Turn, how: Selection) -> int:
     return (turn.hashed + turn.epoch if how == "by_epoch" else _draws(turn, 0)[0]) % count
 
 
-def negatives(count: int, wanted: int, turn: Turn, how: Selection) -> list[int]:
+def negatives(count: int, num_chosen: int, turn: Turn, how: Selection) -> list[int]:
     """Which of `count` negatives are taken, `wanted` of them; some twice where there are fewer.
 
     by_epoch walks through one shuffled order, epoch by epoch. Where there are too few, the
     published program draws from the process's random state, which cannot be resumed; here the row
     and the epoch fix the draw.
     """
-    if wanted == 0:
+    if num_chosen == 0:
         return []
-    if count < wanted:
-        return random.Random(f"{turn.hashed} {turn.epoch}").choices(range(count), k=wanted)
+    if count < num_chosen:
+        return random.Random(f"{turn.hashed} {turn.epoch}").choices(range(count), k=num_chosen)
     if how == "first":
-        return list(range(wanted))
+        return list(range(num_chosen))
     if how == "drawn":
-        return np.argsort(_draws(turn, count)[1:], kind="stable")[:wanted].tolist()
+        return np.argsort(_draws(turn, count)[1:], kind="stable")[:num_chosen].tolist()
     order = list(range(count))
     random.Random(turn.hashed).shuffle(order)
-    start = turn.epoch * wanted % count
-    return (order * 2)[start : start + wanted]
+    start = turn.epoch * num_chosen % count
+    return (order * 2)[start : start + num_chosen]
 
 
 def _draws(turn: Turn, count: int) -> np.ndarray:

@@ -85,9 +85,9 @@ def warn_of_another(folder: Path, how: Encoder) -> None:
     """Log where an experiment embeds otherwise than the base, which was trained for sentences, says
     itself.
     """
-    said = _said(folder)
+    settings = _said(folder)
     ours = {"pooling": how.pooling, "normalize": how.normalize}
-    other = {name: value for name, value in said.items() if value != ours[name]}
+    other = {name: value for name, value in settings.items() if value != ours[name]}
     if other:
         _log.warning(
             "%s was trained with %s, this experiment says %s: what it learnt may be lost",
@@ -110,8 +110,8 @@ def _said(folder: Path) -> dict[str, Any]:
     names = [name for name, key in _KEYS.items() if config.get(key)]
     mode = {"lasttoken": "eos"}.get(config.get("pooling_mode"), config.get("pooling_mode"))
     pooling = names[0] if len(names) == 1 else mode
-    known = {"pooling": pooling} if pooling in _KEYS else {}
-    return {**known, "normalize": "Normalize" in kinds}
+    keys = {"pooling": pooling} if pooling in _KEYS else {}
+    return {**keys, "normalize": "Normalize" in kinds}
 
 
 def _write_dense(folder: Path, weights: dict[str, Tensor]) -> None:

@@ -56,10 +56,12 @@ class Tokens:
     def plain_ids(self, texts: Sequence[str | Row | Sequence[int]], side: Side) -> list[list[int]]:
         """The same ids, cut nowhere and without special ones."""
         spelled = [self._text(text, side) for text in texts if isinstance(text, (str, Mapping))]
-        found = iter(
+        sequences = iter(
             self.tokenizer(spelled, add_special_tokens=False)["input_ids"] if spelled else []
         )
-        return [next(found) if isinstance(text, (str, Mapping)) else list(text) for text in texts]
+        return [
+            next(sequences) if isinstance(text, (str, Mapping)) else list(text) for text in texts
+        ]
 
     def _text(self, text: str | Row, side: Side) -> str:
         if isinstance(text, str):
@@ -80,10 +82,10 @@ def identity(ids: Sequence[int]) -> list[int]:
     return np.frombuffer(digest, dtype="<i4").tolist()
 
 
-def _separator(tokenizer: Any, wanted: str) -> str:
+def _separator(tokenizer: Any, separator: str) -> str:
     """As Tevatron reads it: the name of an attribute of the tokenizer stands for its value."""
-    value = getattr(tokenizer, wanted, None) if wanted.isidentifier() else None
-    return value if isinstance(value, str) else wanted
+    value = getattr(tokenizer, separator, None) if separator.isidentifier() else None
+    return value if isinstance(value, str) else separator
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

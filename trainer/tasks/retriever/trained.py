@@ -121,9 +121,9 @@ def _models(cfg: Config, folder: Path, kind: str) -> str:
         return adapters.loading(kind, folder) + '\nmodels = {"query": model, "passage": model}'
     lines = ["models = {}"]
     for side, name in (("query", export.QUERY), ("passage", export.PASSAGE)):
-        made = adapters.loading(kind, folder / name)
+        program = adapters.loading(kind, folder / name)
         of_side = f'f"{{FOLDER}}/{name}"'
-        lines += [made.replace("FOLDER", of_side), f'models["{side}"] = model']
+        lines += [program.replace("FOLDER", of_side), f'models["{side}"] = model']
     return "\n".join(lines)
 
 
@@ -153,14 +153,16 @@ def predict(
     queries = task.ids([{"text": row["query"]} for row in rows], side="query")
     passages = [passage for row in rows for passage in row["ctxs"] or ()]
     vectors = task.embed(model, queries, side="query").cpu()
-    given = iter(())
+    vectors_of_passages = iter(())
     if passages:
         ids = task.ids(passages, side="passage")
-        given = iter(task.embed(model, ids, side="passage").cpu())
-    said: list[dict[str, Any]] = []
+        vectors_of_passages = iter(task.embed(model, ids, side="passage").cpu())
+    predictions: list[dict[str, Any]] = []
     for row, vector in zip(rows, vectors, strict=True):
         if row["ctxs"] is None:
-            said.append({"vector": vector.tolist()})
+            predictions.append({"vector": vector.tolist()})
         else:
-            said.append({"scores": [float(vector @ next(given)) for _ in row["ctxs"]]})
-    return said
+            predictions.append(
+                {"scores": [float(vector @ next(vectors_of_passages)) for _ in row["ctxs"]]}
+            )
+    return predictions

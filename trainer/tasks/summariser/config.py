@@ -48,18 +48,18 @@ class Data(OwnRows):
     @model_validator(mode="after")
     def _source_is_somewhere(self) -> Data:
         if (self.dataset is None) == (self.source == "datasets"):
-            asked = (
+            limits = (
                 "say which: a Hub id or a folder"
                 if self.dataset is None
                 else 'leave it out, or use "datasets"'
             )
-            raise ValueError(f"source={self.source!r} with dataset={self.dataset!r}: {asked}")
+            raise ValueError(f"source={self.source!r} with dataset={self.dataset!r}: {limits}")
         if self.source != "files" and self.files != Splits():
             raise ValueError(
                 f'source={self.source!r} names no files: leave them out, or use source="files"'
             )
-        named = {"document": self.document, "summary": self.summaries[0], "id": self.id}
-        twice = [name for name in self.columns if named[name] != name]
+        columns = {"document": self.document, "summary": self.summaries[0], "id": self.id}
+        twice = [name for name in self.columns if columns[name] != name]
         if twice:
             raise ValueError(
                 f"columns maps {' and '.join(twice)}, which data.document, data.summaries or "

@@ -60,9 +60,9 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
     summaries: list[str] = []
     for column in data.summaries:
         summaries += [text for text in _texts(raw.get(column), column, place) if text.strip()]
-    named = raw.get(data.id)
+    row_id = raw.get(data.id)
     return {
-        "id": str(number if named is None else named),
+        "id": str(number if row_id is None else row_id),
         "document": " ".join(text.strip() for text in texts),
         "summaries": summaries,
     }

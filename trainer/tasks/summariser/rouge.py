@@ -29,17 +29,17 @@ def scores(prediction: str, references: Sequence[str], how: Rouge) -> dict[str, 
     score_multi); "rouge1" takes all kinds from the reference with the best ROUGE-1, the first of
     equals (Cachola et al. 2020, SciTLDR's cal-rouge.py). The ROUGE-1 of the two is the same.
     """
-    found = [_against(prediction, reference, how) for reference in references]
+    by_reference = [_against(prediction, reference, how) for reference in references]
     if how.best == "rouge1":
-        return max(found, key=lambda of_reference: of_reference["rouge1"])
-    return {kind: max(of_reference[kind] for of_reference in found) for kind in KINDS}
+        return max(by_reference, key=lambda of_reference: of_reference["rouge1"])
+    return {kind: max(of_reference[kind] for of_reference in by_reference) for kind in KINDS}
 
 
 def _against(prediction: str, reference: str, how: Rouge) -> dict[str, float]:
-    found: Mapping[str, tuple[float, float, float]] = _scorer(how.stemmer).score(
+    scores: Mapping[str, tuple[float, float, float]] = _scorer(how.stemmer).score(
         lines(reference), lines(prediction)
     )
-    return {kind: float(found[name][2]) for kind, name in KINDS.items()}
+    return {kind: float(scores[name][2]) for kind, name in KINDS.items()}
 
 
 def lines(text: str) -> str:

@@ -97,9 +97,9 @@ class Task(TokenTask[Config]):
 
     def generation(self) -> dict[str, Any]:
         how = self.cfg.generation
-        told = arguments(how, num_beams=how.num_beams, num_answers=1, is_synced=False)
-        del told["synced_gpus"], told["num_return_sequences"]
-        return {**told, "eos_token_id": self.end, "pad_token_id": self.pad}
+        options = arguments(how, num_beams=how.num_beams, num_answers=1, is_synced=False)
+        del options["synced_gpus"], options["num_return_sequences"]
+        return {**options, "eos_token_id": self.end, "pad_token_id": self.pad}
 
     # Data
     # ----------------------------------------------------------------------------------------------
@@ -111,14 +111,14 @@ class Task(TokenTask[Config]):
         """Token ids of the document and of every reference, each cut to its limit, its end kept."""
         fields = self.uncut_fields(row)
         source, targets = fields["source"], fields["targets"]
-        kept = [self._cut(ids, self.cfg.data.target_tokens) for ids in targets.texts]
+        cut = [self._cut(ids, self.cfg.data.target_tokens) for ids in targets.texts]
         longest = max(map(len, targets.texts), default=0)
         first = len(targets.texts[0]) if targets.texts else 0
         limits = self.cfg.data
         return Encoded(
             {
                 "source": self._cut(source.texts[0], limits.source_tokens),
-                **flat(kept, "targets"),
+                **flat(cut, "targets"),
             },
             is_truncated=len(source.texts[0]) > limits.source_tokens
             or longest > limits.target_tokens,
@@ -222,8 +222,10 @@ class Task(TokenTask[Config]):
             how = how.model_copy(update={"max_tokens": max_tokens, "min_tokens": 0})
         beams = max(search.num_beams, search.num_answers) if search != GREEDY else how.num_beams
         is_synced = distributed.must_keep_step(model)
-        told = arguments(how, num_beams=beams, num_answers=search.num_answers, is_synced=is_synced)
-        tokens = model(**to_device(self.collate(rows)), generation=told)["tokens"][:, 1:]
+        options = arguments(
+            how, num_beams=beams, num_answers=search.num_answers, is_synced=is_synced
+        )
+        tokens = model(**to_device(self.collate(rows)), generation=options)["tokens"][:, 1:]
         texts = [text_of(self.tokenizer, row, ends=(self.end,)).strip() for row in tokens.tolist()]
         return scored_answers(by_row(texts, search), raw, search, self._rouge)
 

@@ -97,8 +97,8 @@ def ece(scores: Values, labels: Values, bins: int = 10, *, weights: Values | Non
     Source: Liu et al. 2023 (Vera). Elsewhere ECE often means bins of equal width, weighted by their
     counts.
     """
-    found = quantile_bins(scores, labels, bins, weights=weights)
-    return float(np.abs(found.share_true - found.mean_score).mean())
+    bins_of_scores = quantile_bins(scores, labels, bins, weights=weights)
+    return float(np.abs(bins_of_scores.share_true - bins_of_scores.mean_score).mean())
 
 
 def nll(

@@ -85,12 +85,12 @@ class Data(OwnRows):
                 raise ValueError(
                     f"{name}: {', '.join(twice)} stands there twice. Name each task once"
                 )
-        known = sorted({*self.train_tasks, *self.valid_tasks, *self.test_tasks})
+        task_names = sorted({*self.train_tasks, *self.valid_tasks, *self.test_tasks})
         for task in (*self.unseen1, *self.unseen2, *self.boolean):
-            if task not in known:
+            if task not in task_names:
                 raise ValueError(
                     f"{task!r} is none of the tasks that are trained on or evaluated. "
-                    f"{nearest(task, known)}"
+                    f"{nearest(task, task_names)}"
                 )
         return self
 

@@ -46,16 +46,16 @@ def tasks_of(data: Data, split: str) -> Sequence[str]:
 
     DataError for an unknown split.
     """
-    named = {
+    sources = {
         "train": data.train_tasks,
         "valid": data.valid_tasks,
         "test": data.test_tasks or data.valid_tasks,
     }
     if data.source == "lookup":
-        named[lookup.CONTROL] = data.valid_tasks
-    if split not in named:
-        raise DataError(f"split={split!r} does not exist. Use {', '.join(named)}.")
-    return named[split]
+        sources[lookup.CONTROL] = data.valid_tasks
+    if split not in sources:
+        raise DataError(f"split={split!r} does not exist. Use {', '.join(sources)}.")
+    return sources[split]
 
 
 def is_boolean(task: str, data: Data) -> bool:
@@ -77,12 +77,12 @@ def rows(
     data.valid_limit is cut to a sample of them, drawn as published. DataError names the file and
     the group of whatever is wrong.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     for task in tasks_of(data, split):
-        found += _of_task(task, data, split, folder, cache_dir)
+        rows += _of_task(task, data, split, folder, cache_dir)
     if split == "train" and data.order == "legacy":
-        random.Random(SEED).shuffle(found)
-    return found
+        random.Random(SEED).shuffle(rows)
+    return rows
 
 
 def mixture(rows: Sequence[Row]) -> dict[str, int]:
@@ -226,20 +226,20 @@ def _embedded(task: str, split: str, source: str) -> list[Row]:
 
 def _documented(split: str, *, is_boolean: bool) -> list[Row]:
     """Statements about functions, true or with another function's summary."""
-    found = stdlib_docs.qa_rows(split)
-    names = [row["question"].removeprefix("What does ").removesuffix(" do?") for row in found]
-    summaries = [row["answers"][0] for row in found]
+    rows = stdlib_docs.qa_rows(split)
+    names = [row["question"].removeprefix("What does ").removesuffix(" do?") for row in rows]
+    summaries = [row["answers"][0] for row in rows]
     if is_boolean:
-        return [_boolean_group(number, names, summaries) for number in range(len(found))]
+        return [_boolean_group(number, names, summaries) for number in range(len(rows))]
     return [
         {
             "golds": [_statement(names[number], summaries[number])],
             "distractors": [
-                _statement(names[number], summaries[(number + step) % len(found)])
+                _statement(names[number], summaries[(number + step) % len(rows)])
                 for step in range(1, _CHOICES)
             ],
         }
-        for number in range(len(found))
+        for number in range(len(rows))
     ]
 
 

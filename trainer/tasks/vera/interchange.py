@@ -75,9 +75,9 @@ def export_model(folder: Path, *, out: Path) -> None:
     shared[HEAD_ROW] = head["weight"][0].to(shared.dtype)
     shared[BIAS_ROW, 0] = head["bias"][0].to(shared.dtype)
     shared[TEMPERATURE_ROW, 0] = read_temperature(folder)
-    with new_folder(out) as made:
-        _write(made, {**config, "architectures": ["T5EncoderModel"]}, {**tensors, _SHARED: shared})
-        _copy_tokenizer(folder, made, None)
+    with new_folder(out) as new:
+        _write(new, {**config, "architectures": ["T5EncoderModel"]}, {**tensors, _SHARED: shared})
+        _copy_tokenizer(folder, new, None)
     log.info("wrote %s", out)
 
 

@@ -266,13 +266,13 @@ def corrected_sums(
         )
     if contrastive_type:
         keys = keys or keys_by_label(statements)
-        found = contrastive(
+        contrast = contrastive(
             statements.hidden_SD,
             keys=keys,
             contrastive_type=contrastive_type,
             temperature=temperature,
         )
-        shares["contrastive"] = Share(found.terms_A.sum(), found.weights_A.sum())
+        shares["contrastive"] = Share(contrast.terms_A.sum(), contrast.weights_A.sum())
     return shares
 
 

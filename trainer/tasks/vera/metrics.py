@@ -73,15 +73,15 @@ def statement_metrics(
         for task, mask in of_task.items()
         if kinds[task] == "multiple_choice"
     }
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for metric in ("accuracy", "tied"):
         by_task = {task: values[metric] for task, values in choices.items()}
-        found |= {f"{metric}/{name}": value for name, value in _averages(by_task, parts).items()}
+        scores |= {f"{metric}/{name}": value for name, value in _averages(by_task, parts).items()}
     weights = 1.0 / np.bincount(numbers)[numbers] if len(rows) else np.empty(0)
     for name, mask in _sets(of_task, parts).items():
         of_set = _of_statements(rows[mask, LOGIT], rows[mask, LABEL] > 0.5, weights[mask])
-        found |= {f"{metric}/{name}": value for metric, value in of_set.items()}
-    return found
+        scores |= {f"{metric}/{name}": value for metric, value in of_set.items()}
+    return scores
 
 
 def best_rows(table: Tensor | np.ndarray) -> np.ndarray:
@@ -136,21 +136,21 @@ def _sets(of_task: Mapping[str, np.ndarray], parts: Mapping[str, Part]) -> dict[
 def _of_statements(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> dict[str, float]:
     from sklearn.metrics import roc_auc_score
 
-    found = {
+    values = {
         "weighted_accuracy": float(np.average((logits > 0) == labels, weights=weights)),
         "ece": ece(scores_of(logits), labels),
     }
     if labels.any() and not labels.all():
-        found["auroc"] = float(roc_auc_score(labels, logits, sample_weight=weights))
+        values["auroc"] = float(roc_auc_score(labels, logits, sample_weight=weights))
     if labels.any():
-        found |= {
+        values |= {
             f"{name}_true": value for name, value in _of_class(labels, logits, weights).items()
         }
     if not labels.all():
-        found |= {
+        values |= {
             f"{name}_false": value for name, value in _of_class(~labels, -logits, weights).items()
         }
-    return found
+    return values
 
 
 def _of_class(is_member: np.ndarray, logits: np.ndarray, weights: np.ndarray) -> dict[str, float]:

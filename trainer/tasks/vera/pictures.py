@@ -36,7 +36,7 @@ def reliability_diagram(
     Points are the 10 quantile bins of `ece`; bars below say how many statements each bin holds.
     DataError without statements; StorageError when the disk refuses.
     """
-    drawn = (
+    lines = (
         ("before", quantile_bins(scores_before, labels), ece(scores_before, labels)),
         ("after", quantile_bins(scores_after, labels), ece(scores_after, labels)),
     )
@@ -45,7 +45,7 @@ def reliability_diagram(
         upper, lower = figure.subplots(2, 1, height_ratios=(4, 1))
         upper.plot([0, 1], [0, 1], color=GREY, linestyle=":", label="perfect calibration")
         looks = ((ORANGE, "--", "o", "white"), (BLUE, "-", "s", BLUE))
-        for (when, bins, error), (color, line, marker, face) in zip(drawn, looks, strict=True):
+        for (when, bins, error), (color, line, marker, face) in zip(lines, looks, strict=True):
             upper.plot(
                 bins.mean_score, bins.share_true, color=color, linestyle=line, marker=marker,
                 markersize=8,
@@ -58,7 +58,7 @@ def reliability_diagram(
             ylabel="share of true statements",
         )
         upper.grid(alpha=0.3)
-        _draw_counts(lower, *(bins.count for _, bins, _ in drawn))
+        _draw_counts(lower, *(bins.count for _, bins, _ in lines))
         figure.legend(
             *upper.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
         )
@@ -100,11 +100,11 @@ def _draw_counts(axes: Axes, before: np.ndarray, after: np.ndarray) -> None:
     """
     which, most = "", max(len(before), len(after))
     if np.array_equal(before, after):
-        drawn = ((before, 0.0, 0.8, LIGHT_GREY, "", 1),)
+        series = ((before, 0.0, 0.8, LIGHT_GREY, "", 1),)
     else:
-        drawn = ((before, -0.2, 0.4, ORANGE, "////", 1), (after, 0.2, 0.4, BLUE, "", 10))
+        series = ((before, -0.2, 0.4, ORANGE, "////", 1), (after, 0.2, 0.4, BLUE, "", 10))
         which = " (left bar before, right bar after)"
-    for count, shift, width, color, hatch, padding in drawn:
+    for count, shift, width, color, hatch, padding in series:
         places = np.arange(1, len(count) + 1) + shift
         bars = axes.bar(
             places, count, width, color=color, hatch=hatch, edgecolor="black", linewidth=0.6

@@ -99,28 +99,28 @@ class Task(TokenTask[Config]):
 
     def rows(self, split: str) -> Iterable[Row]:
         cache_dir = self.places.cache_dir
-        found = groups.rows(self.cfg.data, split, self.places.data_path, cache_dir=cache_dir)
+        of_split = groups.rows(self.cfg.data, split, self.places.data_path, cache_dir=cache_dir)
         if split not in self._told:
             self._told.add(split)
             log.info(
                 "%s: %s",
                 split,
                 ", ".join(
-                    f"{task} {count} groups" for task, count in groups.mixture(found).items()
+                    f"{task} {count} groups" for task, count in groups.mixture(of_split).items()
                 ),
             )
-        return found
+        return of_split
 
     def encode(self, row: Row) -> Encoded:
         """The statements of a group as ids with their end, the gold first, and what kind of group
         it is.
         """
         ids = self._ids([*row["golds"], *row["distractors"]])
-        kept = [self._ended(tokens) for tokens in ids]
+        cut = [self._ended(tokens) for tokens in ids]
         return Encoded(
             {
-                "statements": [token for tokens in kept for token in tokens],
-                "lengths": [len(tokens) for tokens in kept],
+                "statements": [token for tokens in cut for token in tokens],
+                "lengths": [len(tokens) for tokens in cut],
                 "has_gold": [len(row["golds"])],
                 "is_multiple_choice": [int(not groups.is_boolean(row["task"], self.cfg.data))],
                 "task": [self.tasks.index(row["task"])],
@@ -273,7 +273,7 @@ class Task(TokenTask[Config]):
         total = int(distributed.total(torch.tensor(num_groups)))
         for batch in window:
             statements = _statements(_represented(model, batch))
-            found = losses.original(
+            terms = losses.original(
                 statements,
                 loss_fn=loss.terms,
                 contrastive_type=loss.contrastive,
@@ -282,7 +282,7 @@ class Task(TokenTask[Config]):
                 is_infinite=False,
                 gathered=losses.gather(statements) if distributed.world() > 1 else None,
             )
-            yield found.loss * (total / (distributed.world() * len(window)))
+            yield terms.loss * (total / (distributed.world() * len(window)))
 
     def _shares(self, statements: losses.Statements) -> dict[str, losses.Share]:
         loss = self.cfg.loss
@@ -341,17 +341,17 @@ class Task(TokenTask[Config]):
             else "seen"
             for task in self.tasks
         }
-        found = statement_metrics(table, self.tasks, kinds, parts)
+        metrics = statement_metrics(table, self.tasks, kinds, parts)
         if self.temperature != 1.0:
             table = table.clone()
             table[:, LOGIT] /= self.temperature
             calibrated = statement_metrics(table, self.tasks, kinds, parts)
-            found |= {
+            metrics |= {
                 name.replace("ece/", "ece_calibrated/"): calibrated[name]
-                for name in found
+                for name in metrics
                 if name[:4] == "ece/"
             }
-        return found
+        return metrics
 
 
 def _represented(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

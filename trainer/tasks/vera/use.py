@@ -51,19 +51,19 @@ def calibrate_model(
     rows = table.numpy()
     numbers = rows[:, TASK].astype(np.int64)
     weights = 1.0 / np.bincount(numbers)[numbers]
-    found = calibrate(
+    calibration = calibrate(
         rows[:, LOGIT], rows[:, LABEL], split=split, objective=objective, weights=weights
     )
     report.mkdir(parents=True, exist_ok=True)
-    after = scores_of(rows[:, LOGIT], temperature=found.temperature)
+    after = scores_of(rows[:, LOGIT], temperature=calibration.temperature)
     pictures.reliability_diagram(
         report / "reliability.png", scores_of(rows[:, LOGIT]), after, rows[:, LABEL]
     )
     pictures.score_histogram(report / "scores.png", after, rows[:, LABEL])
-    write_json(report / "calibration.json", asdict(found))
-    write_json(folder / DESCRIPTION, {**_described(folder), "temperature": found.temperature})
-    log.info("%s: temperature %.4f; pictures in %s", folder, found.temperature, report)
-    return found
+    write_json(report / "calibration.json", asdict(calibration))
+    write_json(folder / DESCRIPTION, {**_described(folder), "temperature": calibration.temperature})
+    log.info("%s: temperature %.4f; pictures in %s", folder, calibration.temperature, report)
+    return calibration
 
 
 def _described(folder: Path) -> dict[str, object]:

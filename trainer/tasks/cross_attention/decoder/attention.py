@@ -107,8 +107,8 @@ class Pairs:
     def showing(self, kept_L: Tensor) -> Pairs:
         """The same with only the kept keys of the stream, (L,) bool."""
         sizes = [grid.numel() for grid in self.key_grids]
-        kept = in_rectangles(kept_L[:, None], self.key_cells_L, sizes)
-        laid_out = zip(kept, self.key_grids, strict=True)
+        is_visible = in_rectangles(kept_L[:, None], self.key_cells_L, sizes)
+        laid_out = zip(is_visible, self.key_grids, strict=True)
         return replace(
             self, masks=[key_mask(cells.view_as(grid), grid) for cells, grid in laid_out]
         )

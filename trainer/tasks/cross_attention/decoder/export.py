@@ -66,11 +66,11 @@ def load(
     """
     content = described(folder)
     base = base_of(folder, content)
-    found, wanted = base_source.fingerprint(base, places), content["base_fingerprint"]
-    if found != wanted:
+    fingerprint, expected = base_source.fingerprint(base, places), content["base_fingerprint"]
+    if fingerprint != expected:
         raise ResumeError(
-            f"{folder}: its layers were trained on base {wanted}, but {content['base']!r} is now "
-            f"{found}.\n"
+            f"{folder}: its layers were trained on base {expected}, but {content['base']!r} is now "
+            f"{fingerprint}.\n"
             "Put the old base back: these layers mean nothing on another one."
         )
     layers = validate(Layers, content["layers"], source=str(folder / DESCRIPTION))

@@ -50,7 +50,7 @@ def write(
     }
     of_base = stock.config.to_dict()
     of_base.pop("_name_or_path", None)
-    said = {
+    config = {
         "model_type": _CONFIG.model_type,
         "architectures": ["LatheCrossAttentionForCausalLM"],
         "auto_map": {
@@ -65,7 +65,7 @@ def write(
         "dtype": {"bf16": "bfloat16", "fp16": "float16"}.get(content["precision"], "float32"),
         **ends,
     }
-    (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     most = data.answer_tokens
     generation_file.write(folder, stock.config, **ends, max_new_tokens=most, do_sample=False)
 

@@ -74,7 +74,7 @@ def greedy(
     logits: list[Tensor] = []
     writing = _writing(model, input_ids, attention_mask, arguments)
     logits_BV = next(writing)
-    for made in range(1, max_new_tokens + 1):
+    for length in range(1, max_new_tokens + 1):
         next_B = logits_BV.argmax(dim=-1).masked_fill(stopped_B, pad_token_id)
         tokens.append(next_B)
         if return_logits:
@@ -83,7 +83,7 @@ def greedy(
             stopped_B = stopped_B | (next_B == eos_token_id)
             if not always_steps and bool(stopped_B.all()):
                 break
-        if made < max_new_tokens:
+        if length < max_new_tokens:
             logits_BV = writing.send(next_B)
     return Generated(
         torch.stack(tokens, dim=1), torch.stack(logits, dim=1) if return_logits else None
@@ -120,11 +120,11 @@ def streamed(
     writing = _writing(model, input_ids, attention_mask, {"past": past})
     with torch.no_grad():
         token_1 = next(writing).argmax(dim=-1)
-    for made in range(1, max_new_tokens + 1):
+    for length in range(1, max_new_tokens + 1):
         if int(token_1) == eos_token_id:
             return
         yield int(token_1)
-        if made < max_new_tokens:
+        if length < max_new_tokens:
             with torch.no_grad():
                 token_1 = writing.send(token_1).argmax(dim=-1)
 
@@ -148,18 +148,18 @@ def searched(
     """
     check_prompts(model, prompts["attention_mask"], max_new_tokens)
     context = {
-        name: given
-        for name, given in prompts.items()
+        name: tensor
+        for name, tensor in prompts.items()
         if name not in ("input_ids", "attention_mask")
     }
-    drawn = (
+    sampling = (
         {"temperature": search.temperature, "top_p": search.top_p, "top_k": 0}
         if search.temperature
         else {}
     )
     # transformers' own types do not take it for a model that generates
     spoken: Any = _Spoken(model, context)
-    made = spoken.generate(
+    tokens = spoken.generate(
         prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
         max_new_tokens=max_new_tokens,
@@ -169,10 +169,10 @@ def searched(
         pad_token_id=pad_token_id,
         eos_token_id=eos_token_id,
         synced_gpus=is_synced,
-        **drawn,
+        **sampling,
     )
-    assert isinstance(made, Tensor), "nothing but tokens was asked for"
-    return made[:, prompts["input_ids"].shape[1] :]
+    assert isinstance(tokens, Tensor), "nothing but tokens was asked for"
+    return tokens[:, prompts["input_ids"].shape[1] :]
 
 
 class _Spoken(PreTrainedModel, GenerationMixin):
@@ -215,10 +215,10 @@ class _Spoken(PreTrainedModel, GenerationMixin):
         Beams of a row stay next to one another, so that the context's keys and values are never
         reordered.
         """
-        known = self._past or self._context.get("past")
+        past = self._past or self._context.get("past")
         more: dict[str, Any] = {**self._context, "use_cache": True}
-        if known is not None:
-            more = {"past": Past(past_key_values, known.context)}
+        if past is not None:
+            more = {"past": Past(past_key_values, past.context)}
         output = self._called[0](
             input_ids=input_ids, attention_mask=attention_mask, last_logits_only=True, **more
         )

@@ -219,9 +219,10 @@ class CrossAttentionModel(nn.Module):
             return dict.fromkeys(
                 self.indices, None if context.kept_BL is None else key_mask(context.kept_BL)
             )
-        kept = context.kept_BL
+        is_real_BL = context.kept_BL
         return {
-            index: key_mask(x_BL if kept is None else x_BL & kept) for index, x_BL in draws.items()
+            index: key_mask(x_BL if is_real_BL is None else x_BL & is_real_BL)
+            for index, x_BL in draws.items()
         }
 
     def _draw(

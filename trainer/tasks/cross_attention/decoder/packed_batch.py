@@ -75,7 +75,9 @@ def under_context(batch: Mapping[str, Tensor], prefix: str) -> Batch:
 
     The names of that context's tensors begin with `prefix`.
     """
-    kept = {name: x for name, x in batch.items() if not name.startswith((*CONTEXT_NAMES, prefix))}
-    return kept | {
+    decoder = {
+        name: x for name, x in batch.items() if not name.startswith((*CONTEXT_NAMES, prefix))
+    }
+    return decoder | {
         name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)
     }

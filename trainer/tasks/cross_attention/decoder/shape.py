@@ -76,10 +76,13 @@ def _check_family(layers: Layers, backbone: Backbone) -> None:
         if backbone.rope_theta is None
         else ["shared_projections"]
     )
-    given = [f"layers.{name}={getattr(layers, name)!r}" for name in wrong if getattr(layers, name)]
-    if given:
+    problems = [
+        f"layers.{name}={getattr(layers, name)!r}" for name in wrong if getattr(layers, name)
+    ]
+    if problems:
         raise ConfigError(
-            f"{', '.join(given)}: the layers of a {family} base have no such thing. Leave it out."
+            f"{', '.join(problems)}: the layers of a {family} base have no such thing. "
+            "Leave it out."
         )
     ignored = (
         {"heads": backbone.heads, "kv_heads": backbone.key_value_heads}

@@ -43,20 +43,20 @@ def load_added(
     under every index; all of them must agree. Raises ConfigError that lists every missing, surplus
     and misshaped name.
     """
-    named: dict[str, Tensor] = {}
+    own_tensors: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = _INDEXED.fullmatch(name)
         if match is None:
             continue
-        known = _own_name(model, int(match[1]), match[2])
-        if known in named and not torch.equal(named[known], tensor):
+        own_name = _own_name(model, int(match[1]), match[2])
+        if own_name in own_tensors and not torch.equal(own_tensors[own_name], tensor):
             raise ConfigError(
-                f"{source}: {name} differs from {PREFIX}{known}, but layers.shared_weights=True "
+                f"{source}: {name} differs from {PREFIX}{own_name}, but layers.shared_weights=True "
                 "wants one layer in "
                 "every slot. Set layers.shared_weights=False, or load another file."
             )
-        named[known] = tensor
-    load_into(model.cross_attn_layers, named, source=source)
+        own_tensors[own_name] = tensor
+    load_into(model.cross_attn_layers, own_tensors, source=source)
 
 
 def _own_name(model: CrossAttentionModel, index: int, rest: str) -> str:
@@ -72,10 +72,10 @@ def read_added(folder: Path) -> dict[str, Tensor]:
     Raises ConfigError when the folder holds none of these, an unreadable one, or no added layer.
     """
     files = _files_with_added(folder)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            found |= (
+            tensors |= (
                 _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
             )
         except UnpicklingError as error:
@@ -86,12 +86,12 @@ def read_added(folder: Path) -> dict[str, Tensor]:
             raise ConfigError(
                 f"{file}: cannot be read ({error}). Copy the checkpoint again."
             ) from error
-    if not found:
+    if not tensors:
         raise ConfigError(
             f"{folder}: got weights without any {PREFIX}*, want those of a cross-attention "
             "experiment."
         )
-    return found
+    return tensors
 
 
 def _files_with_added(folder: Path) -> list[Path]:

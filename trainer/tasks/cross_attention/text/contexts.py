@@ -74,9 +74,9 @@ def open_cache(cfg: Config, places: Places, tokenizer: Any) -> StateCache:
     ConfigError when there are none.
     """
     roots = [root / STATES for root in (places.data_path, places.cache_dir) if root is not None]
-    wanted = identity(cfg, places, tokenizer)
-    chosen = next((root for root in roots if (root / folder_name(wanted)).is_dir()), roots[0])
-    return open_states(chosen, wanted)
+    expected = identity(cfg, places, tokenizer)
+    cache_root = next((root for root in roots if (root / folder_name(expected)).is_dir()), roots[0])
+    return open_states(cache_root, expected)
 
 
 def encoded_states(model: Any, chunks: Sequence[Any], pad: int) -> list[Tensor]:

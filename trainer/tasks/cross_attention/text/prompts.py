@@ -147,10 +147,10 @@ class Prompts:
         puts a space before what stands alone.
         """
         text = templates.prompt(row["question"], self.data.template)
-        said = templates.answer(row["answers"][0], self.data.template)
-        prompt, whole = self._ids(text), self._ids(text + said)
+        reference = templates.answer(row["answers"][0], self.data.template)
+        prompt, whole = self._ids(text), self._ids(text + reference)
         is_beginning = whole[: len(prompt)] == prompt
-        answer = whole[len(prompt) :] if is_beginning else self._ids(said, is_opened=False)
+        answer = whole[len(prompt) :] if is_beginning else self._ids(reference, is_opened=False)
         return prompt, [*answer, self.eos]
 
     def _target(self, row: Row) -> list[int]:

@@ -82,14 +82,14 @@ def _of_source(source: str, split: str, data_path: Path | None, facts: int) -> I
 
 
 def _prepared_rows(source: str, split: str, folder: Path) -> Iterator[Row]:
-    found = prepared(folder)
-    if found["source"] != source and not {found["source"], source} <= set(OWN):
+    rows = prepared(folder)
+    if rows["source"] != source and not {rows["source"], source} <= set(OWN):
         raise DataError(
-            f"{folder}: was prepared from data.source={found['source']!r}, the group reads "
+            f"{folder}: was prepared from data.source={rows['source']!r}, the group reads "
             f"{source!r}."
         )
-    if split not in found["rows"]:
-        legal = ", ".join(found["rows"]) or "none yet: run the same prepare command again"
+    if split not in rows["rows"]:
+        legal = ", ".join(rows["rows"]) or "none yet: run the same prepare command again"
         raise DataError(f"{folder}: has no {split} split, but {legal}.")
     return read_jsonl(folder / f"{split}.jsonl")
 
