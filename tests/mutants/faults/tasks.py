@@ -28,21 +28,21 @@ MINING = "tests/unit/test_negatives.py"
 FAULTS = [
     # Retriever
     Fault(
-        "trainer/tasks/retriever/losses.py",
+        "trainer/tasks/retriever/loss/losses.py",
         'target_Q = pool["counts"].cumsum(0) - pool["counts"]',
         'target_Q = pool["counts"].cumsum(0) - 1',
         why="a query is taught to find its last negative",
         tests=RETRIEVER,
     ),
     Fault(
-        "trainer/tasks/retriever/losses.py",
+        "trainer/tasks/retriever/loss/losses.py",
         "    found_QP[torch.arange(len(target_Q), device=target_Q.device), target_Q] = False",
         "    pass",
         why="with masked duplicates the passage that is looked for is masked, too",
         tests=RETRIEVER,
     ),
     Fault(
-        "trainer/tasks/retriever/losses.py",
+        "trainer/tasks/retriever/loss/losses.py",
         "is_scored & (scored_Q > 1)[query]",
         "is_scored & (scored_Q > 2)[query]",
         why="distillation ignores queries with two scored passages",

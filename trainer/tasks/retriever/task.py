@@ -24,6 +24,7 @@ from trainer.runtime.batch import to_device
 from trainer.tasks.retriever import export, metrics, rows, sentence_folder
 from trainer.tasks.retriever.batches import Batches, texts_of
 from trainer.tasks.retriever.config import Config, Data, Encoder
+from trainer.tasks.retriever.loss.pool_loss import PoolLoss
 from trainer.tasks.retriever.model import (
     Retriever,
     described,
@@ -31,7 +32,6 @@ from trainer.tasks.retriever.model import (
     most_calls,
     pooler_of,
 )
-from trainer.tasks.retriever.pool_loss import PoolLoss
 from trainer.tasks.retriever.tokens import Tokens, identity
 from trainer.tasks.token_task import TokenTask
 

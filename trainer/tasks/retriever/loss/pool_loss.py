@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from trainer.models.gradcache import PoolScope, pooled_losses
 from trainer.protocol.task import Batch
 from trainer.runtime import distributed
-from trainer.tasks.retriever import losses
 from trainer.tasks.retriever.batches import texts_of
 from trainer.tasks.retriever.config import Config
+from trainer.tasks.retriever.loss import losses
 from trainer.tasks.retriever.tokens import bits_of
 
 log = logging.getLogger(__name__)

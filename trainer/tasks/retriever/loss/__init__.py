@@ -1,0 +1,1 @@
+"""What a retriever is trained to lower."""
