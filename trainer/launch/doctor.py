@@ -121,7 +121,7 @@ def examine(stages: Sequence[int] = STAGES) -> Iterator[Examined]:
     for case in CASES:
         twin = _twin(case)
         for stage in stages:
-            yield _compared(case, stage, twin)
+            yield _compare(case, stage, twin)
 
 
 def before_first_use(stage: int, cache_dir: Path) -> None:
@@ -190,20 +190,20 @@ def named(findings: Sequence[Examined]) -> str:
     return "; ".join(f"{what} ({', '.join(where)})" for what, where in places.items())
 
 
-def _compared(case: Case, stage: int, twin: tuple[dict[str, Tensor], list[float]]) -> Examined:
+def _compare(case: Case, stage: int, twin: tuple[dict[str, Tensor], list[float]]) -> Examined:
     weights, norms = twin
     try:
         ours, our_norms = _under_deepspeed(case, stage)
     except Exception as error:
         # any: a version of DeepSpeed that cannot do it is what is looked for
-        return Examined(case.name, stage, float("nan"), float("nan"), False, _said(error))
+        return Examined(case.name, stage, float("nan"), float("nan"), False, _text_of(error))
     off = max(float((ours[name].float() - weights[name]).abs().max()) for name in weights)
     norm = max(abs(a - b) / b for a, b in zip(our_norms, norms, strict=True))
     is_sound = off <= TOLERANCE[case.precision] and norm <= NORM_TOLERANCE[case.precision]
     return Examined(case.name, stage, off, norm, is_sound)
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 

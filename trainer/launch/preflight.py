@@ -81,13 +81,17 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
         for split, rows in first.items()
         if (problem := _lost_labels(rows, split, most=plan.cfg.train.max_lost_labels))
     ]
-    found.rows = [texts(task, task.collate([_drawn(row)])) for row in first["train"][:SHOWN_ROWS]]
+    found.rows = [
+        texts(task, task.collate([_with_draw(row)])) for row in first["train"][:SHOWN_ROWS]
+    ]
     if first["train"] and not _units(task, first["train"]):
         found.problems.append(_no_label(len(first["train"])))
     shared = len(_contents(first["train"]) & _contents(first["valid"]))
     if shared:
         found.warnings.append(
-            _shared(shared, len(first["valid"]), "of the first validation rows are also first")
+            _overlap_text(
+                shared, len(first["valid"]), "of the first validation rows are also first"
+            )
         )
     return found
 
@@ -117,13 +121,13 @@ def show(plan: RunPlan, findings: Findings) -> str:
         is_over_tokens = any(one["in_loss"] is not None for text in row.values() for one in text)
         mark = "; «in the loss»" if is_over_tokens else ""
         lines += ["", f"training row {number}, as the model gets it{mark}"]
-        lines += [f"  {name}: {_marked(segments)}" for name, segments in row.items()]
+        lines += [f"  {name}: {_mark_segments(segments)}" for name, segments in row.items()]
     lines += ["", *(f"warning: {text}" for text in findings.warnings)] if findings.warnings else []
     lines += ["", *(f"refused: {text}" for text in findings.problems)] if findings.problems else []
     return "\n".join(lines) + "\n"
 
 
-def _marked(segments: list[Segment]) -> str:
+def _mark_segments(segments: list[Segment]) -> str:
     return "".join(
         f"«{segment['text']}»" if segment["in_loss"] else segment["text"] for segment in segments
     )
@@ -162,7 +166,7 @@ def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: floa
         raise DataError(_no_label(count))
     shared = shared_rows(train, valid)
     if shared:
-        log.warning("%s", _shared(shared, len(valid), "validation rows are also"))
+        log.warning("%s", _overlap_text(shared, len(valid), "validation rows are also"))
 
 
 def has_begun(plan: RunPlan) -> bool:
@@ -288,10 +292,10 @@ def _lost_labels(rows: Sequence[Encoded], split: str, *, most: float) -> str | N
 
 def _units(task: Task, rows: Iterable[Mapping[str, Any]]) -> int:
     """How many units the loss of these rows is summed over."""
-    return sum(int(task.units(task.collate([_drawn(row)]))) for row in rows)
+    return sum(int(task.units(task.collate([_with_draw(row)]))) for row in rows)
 
 
-def _drawn(row: Mapping[str, Any]) -> dict[str, Any]:
+def _with_draw(row: Mapping[str, Any]) -> dict[str, Any]:
     """An encoded row as collate gets it in training."""
     zero = np.zeros(1, dtype=np.int64)
     return {**{name: np.asarray(ids) for name, ids in row.items()}, DRAW: zero, EPOCH: zero}
@@ -317,7 +321,7 @@ def shared_rows(train: TokenStore, valid: TokenStore) -> int:
     return int(np.isin(valid.row_hashes(fields), train.row_hashes(fields)).sum())
 
 
-def _shared(shared: int, count: int, which: str) -> str:
+def _overlap_text(shared: int, count: int, which: str) -> str:
     return (
         f"{shared:,} of {count:,} {which} training rows: what is measured on them is remembered, "
         "not learnt. Take them out of one of the two."

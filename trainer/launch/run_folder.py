@@ -132,7 +132,7 @@ MEND = (
 def _problem(path: Path, is_ours: Callable[[Any], bool]) -> str:
     """What is wrong with a file of the run folder; "" for one that is right, or not there."""
     try:
-        value = _stored(path)
+        value = _read(path)
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
@@ -147,7 +147,7 @@ def _is_identity(value: Any) -> bool:
 def _is_resolved(plan: RunPlan) -> bool:
     """Whether resolved.json says of every key that it has what this experiment says."""
     try:
-        stored = _stored(plan.folder / "resolved.json")
+        stored = _read(plan.folder / "resolved.json")
     except (OSError, ValueError):
         return False
     return bool(stored) and _agrees(stored, plan.cfg.model_dump(mode="json"))
@@ -159,7 +159,7 @@ def _agrees(stored: Any, now: Any) -> bool:
     return all(key in now and _agrees(stored[key], now[key]) for key in stored)
 
 
-def _stored(path: Path) -> Any:
+def _read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
@@ -168,7 +168,7 @@ def recorded_recomputation(folder: Path) -> bool | int | None:
     say.
     """
     try:
-        how = _stored(folder / "resolved.json")["train"]["gradient_checkpointing"]
+        how = _read(folder / "resolved.json")["train"]["gradient_checkpointing"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return how if isinstance(how, int) else None
@@ -181,7 +181,7 @@ def _check_dictionary(plan: RunPlan) -> None:
     path = plan.folder / "exp_dict.json"
     if not path.exists():
         return
-    stored = _stored(path)
+    stored = _read(path)
     if digest(stored) == digest(plan.values):
         return
     differing = sorted(
@@ -240,7 +240,7 @@ def _beginning(path: Path, newest: SavedState | None) -> dict[str, Any] | None:
     """The digests that a run began with; None for one that begins now."""
     problem = _problem(path, _is_identity)
     if not problem:
-        return _stored(path)["identity"] if path.exists() else None
+        return _read(path)["identity"] if path.exists() else None
     identity = newest.state().get("identity") if newest is not None else None
     if not identity:
         raise ResumeError(f"{problem}; want which data and base the run began with.\n{MEND}")

@@ -57,7 +57,7 @@ def load(
             # numbers
             with _buildable(config):
                 model = build(config, **options)
-        return _mended(model, bits, precision)
+        return _mend(model, bits, precision)
     weight_files.refuse_quantized(config, source)
     if kind == "encoder" and config.model_type in families.T5:
         source = encoder_source(source, places.cache_dir)
@@ -70,10 +70,10 @@ def load(
             **options,
         )
     weight_files.refuse_mostly_new(model, set(report["missing_keys"]), source)
-    return _mended(model, bits, precision)
+    return _mend(model, bits, precision)
 
 
-def _mended(model: PreTrainedModel, bits: quantized.Bits | None, precision: str) -> PreTrainedModel:
+def _mend(model: PreTrainedModel, bits: quantized.Bits | None, precision: str) -> PreTrainedModel:
     """The same model, quantised where `bits` says so, with mended attention and fused operators."""
     if bits is not None:
         quantized.quantize(model, bits, DTYPES[precision])
@@ -127,7 +127,7 @@ def skeleton(
     build = _model_class(config, kind)
     with torch.device("meta"), _buildable(config):
         model = build(config, **_body_options(build, kind))
-    return _mended(model, bits, "fp32")
+    return _mend(model, bits, "fp32")
 
 
 def exported_config(base: Base, places: Places, *, kind: Kind) -> PretrainedConfig:

@@ -144,7 +144,7 @@ def _compiled_kind(stock: type[nn.Module]) -> type[nn.Module]:
     """The same class, whose blocks run compiled. transformers 5.23 has a class compute its forward
     again in the backward pass: in a graph of both, a piece that ends within would end all of it.
     """
-    compiled = _compiled(stock.forward)
+    compiled = _compile(stock.forward)
 
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         return compiled(self, *given, **named)
@@ -166,7 +166,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
         yield from child.children() if isinstance(child, _LISTS) else _blocks(child)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, backend=BACKEND)
 
 
@@ -175,7 +175,7 @@ def of_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of a block and its input, which stands in for the block's forward: compiled where
     the block is.
     """
-    compiled = functools.cache(_compiled)  # its compiler takes a second to import
+    compiled = functools.cache(_compile)  # its compiler takes a second to import
 
     def run(block: nn.Module, *given: Any) -> Any:
         is_compiled = getattr(block, "is_compiled", False)

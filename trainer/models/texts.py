@@ -101,7 +101,7 @@ def grown(task: Any, base: Any, texts: Sequence[GrowingText]) -> Iterator[tuple[
         cache = out.past_key_values
         for number, logits_V in zip(alive, out.logits[:, -1], strict=True):
             text = texts[number]
-            piece = text.take(_drawn(logits_V, text), task.tokenizer, task.end)
+            piece = text.take(_pick_token(logits_V, text), task.tokenizer, task.end)
             if piece is not None:
                 yield number, piece
             if text.finish:
@@ -126,7 +126,7 @@ def unsure(text: str, stops: list[str]) -> int:
     return len(text) - len(whole) + max(starts, default=0)
 
 
-def _drawn(logits_V: Tensor, text: GrowingText) -> int:
+def _pick_token(logits_V: Tensor, text: GrowingText) -> int:
     """(V,) logits -> a token: the likeliest at temperature 0, else drawn."""
     if not text.temperature:
         return int(logits_V.argmax())

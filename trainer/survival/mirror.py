@@ -70,7 +70,7 @@ class Mirror:
         }
         text = json.dumps(header).encode()
         slot = progress.step // self.every % 2
-        memory = self._opened(slot, end + len(text))
+        memory = self._open(slot, end + len(text))
         _HEAD.pack_into(memory, 0, 0, 0, 0)
         for row, (_, part) in zip(table, [*pieces.values(), *random.values()], strict=True):
             _view(memory, row).copy_(part.detach().flatten())
@@ -100,7 +100,7 @@ class Mirror:
             "the CPU seconds of this rank"
         )
 
-    def _opened(self, slot: int, size: int) -> mmap.mmap:
+    def _open(self, slot: int, size: int) -> mmap.mmap:
         memory = self._maps.get(slot)
         if memory is None or len(memory) < size:
             with open(self.files[slot], "r+b") as file:

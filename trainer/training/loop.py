@@ -73,7 +73,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                 )
             _count(session, progress, step, window)
             if step.diverged:  # the verdict on a step comes with the counts of the next one
-                raise _diverged("loss or gradient norm", math.nan, progress.step - 1, previous)
+                raise _divergence("loss or gradient norm", math.nan, progress.step - 1, previous)
             was_unsound, previous = (~step.is_sound).long(), window
             _treat_left_out(session, progress, step, window)
             saves = step.stop or due.save
@@ -230,7 +230,7 @@ def _count_skipped(session: Session, progress: Progress, window: StepBatches) ->
         progress.skipped.count(is_skipped=is_skipped, scale=now, least=least)
         progress.skipped.refuse_too_many(progress.step, last=session.cfg.train.steps, scale=now)
     elif is_skipped:
-        raise _diverged("gradient norm", float("nan"), progress.step, window)
+        raise _divergence("gradient norm", float("nan"), progress.step, window)
 
 
 def _sound_loss(session: Session, step: Step, progress: Progress, window: StepBatches) -> float:
@@ -242,9 +242,9 @@ def _sound_loss(session: Session, step: Step, progress: Progress, window: StepBa
     if step.trouble:
         return math.nan if step.trouble.is_rolled_back else loss
     if not math.isfinite(loss):
-        raise _diverged("loss", loss, progress.step, window)
+        raise _divergence("loss", loss, progress.step, window)
     if not math.isfinite(norm) and not session.engine.step_was_skipped():
-        raise _diverged("gradient norm", norm, progress.step, window)
+        raise _divergence("gradient norm", norm, progress.step, window)
     return loss
 
 
@@ -261,7 +261,7 @@ def _log(session: Session, progress: Progress, step: Step, loss: float, lr: floa
     session.run.log(progress.step, **scalars, **session.meter.read(session.task.unit))
 
 
-def _diverged(what: str, value: float, step: int, window: StepBatches | None) -> DivergedError:
+def _divergence(what: str, value: float, step: int, window: StepBatches | None) -> DivergedError:
     rows = "its rows are not known" if window is None else _first_rows(window)
     return DivergedError(
         f"{what} is {value} at step {step} ({rows}).\n"

@@ -74,7 +74,7 @@ def evaluate(
             return task.scores(model.model, to_device(collated))
 
     with _evaluation(model):
-        return _merged(scores, store.lengths[:num_rows], batch=batch, stop=stop)
+        return _merge(scores, store.lengths[:num_rows], batch=batch, stop=stop)
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def answer(
         return answered.scores
 
     with _evaluation(model):
-        found = _merged(scores, store.lengths[: len(questions)], batch=batch, stop=stop)
+        found = _merge(scores, store.lengths[: len(questions)], batch=batch, stop=stop)
     by_row = {row: texts for part in distributed.gather(list(own.items())) for row, texts in part}
     answers = [by_row[row] for row in range(len(questions))]
     return found | scores_by_dataset(questions, [best for best, *_ in answers]), answers
@@ -160,7 +160,7 @@ def _evaluation(model: Scored) -> Iterator[None]:
         rng.restore(before)
 
 
-def _merged(
+def _merge(
     scores: Callable[[list[int]], Mapping[str, Ratio | GatheredValues]],
     lengths: np.ndarray,
     *,

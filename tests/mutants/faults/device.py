@@ -65,7 +65,7 @@ FAULTS = [
     Fault(
         "trainer/models/fused.py",
         "        block.__class__ = _compiled_kind(type(block))",
-        "        block.forward = _compiled(block.forward)",
+        "        block.forward = _compile(block.forward)",
         why="blocks that transformers computes again in the backward pass are not compiled at all",
         tests="tests/numerics/test_compiled.py -k 'all_lengths and retriever'",
     ),

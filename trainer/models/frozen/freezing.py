@@ -44,7 +44,7 @@ def freeze_except(model: nn.Module, trainable: Chooser) -> None:
     with several names moves when any of them is chosen. ConfigError when nothing is chosen.
     """
     trained = (
-        _chosen_by_name(model, trainable) if callable(trainable) else _parameters_of(trainable)
+        _choice_by_name(model, trainable) if callable(trainable) else _parameters_of(trainable)
     )
     own = list(model.parameters())
     if not any(id(parameter) in trained for parameter in own):
@@ -57,7 +57,7 @@ def freeze_except(model: nn.Module, trainable: Chooser) -> None:
         parameter.requires_grad_(id(parameter) in trained)
 
 
-def _chosen_by_name(model: nn.Module, predicate: Callable[[str], bool]) -> set[int]:
+def _choice_by_name(model: nn.Module, predicate: Callable[[str], bool]) -> set[int]:
     return {
         id(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -97,19 +97,18 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     """
     groups = _names_by_tensor(model)
     targets = {name: target for names, target in groups for name in names}
-    problems = [
-        f"missing {_listed([names[0] for names, _ in groups if not tensors.keys() & set(names)])}"
-    ]
-    problems += [f"unexpected {_listed(sorted(tensors.keys() - targets.keys()))}"]
+    missing = [names[0] for names, _ in groups if not tensors.keys() & set(names)]
+    problems = [f"missing {_list_names(missing)}"]
+    problems += [f"unexpected {_list_names(sorted(tensors.keys() - targets.keys()))}"]
     problems += [
-        f"different tensors for one shared parameter: {_listed(_conflicts(groups, tensors))}"
+        f"different tensors for one shared parameter: {_list_names(_conflicts(groups, tensors))}"
     ]
     wrong = [
         f"{name} (got {tuple(tensor.shape)}, want {tuple(targets[name].shape)})"
         for name, tensor in tensors.items()
         if name in targets and tensor.shape != targets[name].shape
     ]
-    problems += [f"wrong shapes {_listed(wrong)}"]
+    problems += [f"wrong shapes {_list_names(wrong)}"]
     problems = [problem for problem in problems if not problem.endswith("[]")]
     if problems:
         raise ConfigError(
@@ -143,6 +142,6 @@ def _conflicts(
     return clashes
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"[{', '.join(names[:_SHOWN])}]{more}" if names else "[]"

@@ -59,14 +59,14 @@ def attend(heads: Any, rows: FewQueries, normed_ND: Tensor) -> Tensor:
     are called in the order of the ordinary form, whatever other ranks do.
     """
     q_NHC = heads.q(normed_ND).unflatten(-1, (heads.n_heads, -1))
-    q_NHD = _called(heads.k, _absorbed, q_NHC)
+    q_NHD = _call_as(heads.k, _absorb, q_NHC)
     rate = getattr(heads.dropout, "p", heads.dropout) if heads.training else 0.0
     drop = Dropout.drawn(rate, q_NHD.device) if rate else None
     mixed_BAD = _Mix.apply(_spread(q_NHD, rows), rows, drop, rows.states_BSD)
     mixed_NHD = mixed_BAD.reshape(-1, heads.n_heads, mixed_BAD.shape[-1])  # pyright: ignore[reportOptionalMemberAccess]
     if rows.count > 1:
         mixed_NHD = mixed_NHD.index_select(0, rows.cells_N)
-    return _called(heads.v, _valued, mixed_NHD).flatten(1)
+    return _call_as(heads.v, _values_of, mixed_NHD).flatten(1)
 
 
 def _spread(q_NHD: Tensor, rows: FewQueries) -> Tensor:
@@ -81,7 +81,7 @@ def _spread(q_NHD: Tensor, rows: FewQueries) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
-def _called(
+def _call_as(
     layer: nn.Module, forward: Callable[[Tensor, Tensor], Tensor], inputs: Tensor
 ) -> Tensor:
     """forward(given, weight) as if it were the layer's own, so that whoever hooks into the layer
@@ -100,12 +100,12 @@ def _instead(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[
         del layer.forward  # the class's again
 
 
-def _absorbed(q_NHC: Tensor, weight_ID: Tensor) -> Tensor:
+def _absorb(q_NHC: Tensor, weight_ID: Tensor) -> Tensor:
     """(N, H, D): each head's queries times its rows of the weight."""
     return _Narrow.apply(q_NHC, weight_ID, False)  # pyright: ignore[reportReturnType]
 
 
-def _valued(mixed_NHD: Tensor, weight_ID: Tensor) -> Tensor:
+def _values_of(mixed_NHD: Tensor, weight_ID: Tensor) -> Tensor:
     """(N, H, C): each head's rows of the weight times what it mixed."""
     return _Narrow.apply(mixed_NHD, weight_ID, True)  # pyright: ignore[reportReturnType]
 
@@ -157,7 +157,7 @@ class _Mix(torch.autograd.Function):
         scores = _scores(q, states, rows)
         log_sums_BA1 = scores.logsumexp(-1, keepdim=True)
         shares = scores.sub_(log_sums_BA1).exp_()
-        is_dropped = None if drop is None else _dropped(drop, shares, rows)
+        is_dropped = None if drop is None else _drop_mask(drop, shares, rows)
         _drop(shares, drop, is_dropped)
         mixed = torch.bmm(shares.to(states.dtype), states)
         ctx.save_for_backward(q, states, mixed, log_sums_BA1)
@@ -169,7 +169,7 @@ class _Mix(torch.autograd.Function):
         q, states, mixed, log_sums_BA1 = ctx.saved_tensors
         drop, dtype = ctx.drop, states.dtype
         shares = _scores(q, states, ctx.rows).sub_(log_sums_BA1).exp_()
-        is_dropped = None if drop is None else _dropped(drop, shares, ctx.rows)
+        is_dropped = None if drop is None else _drop_mask(drop, shares, ctx.rows)
         of_shares = _drop(_product(gradient, states.transpose(1, 2)), drop, is_dropped)
         # the sum over states of share x gradient of the share
         of_shares.sub_((gradient.float() * mixed.float()).sum(-1, keepdim=True))
@@ -200,7 +200,7 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
     return torch.bmm(one, other, out_dtype=torch.float32)
 
 
-def _dropped(drop: Dropout, shares: Tensor, rows: FewQueries) -> Tensor:
+def _drop_mask(drop: Dropout, shares: Tensor, rows: FewQueries) -> Tensor:
     """(B, A, S) bool of the shares that dropout takes, by a query's place in the stream."""
     queries = rows.count * rows.queries
     heads = shares.shape[:2].numel() // queries

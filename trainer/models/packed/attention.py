@@ -44,13 +44,13 @@ def in_grids(table: Any, grids: Sequence[Tensor], cells: Tensor, *, dropout: flo
 
     def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
         of_grids = zip(*(in_rectangles(x, cells, sizes) for x in (q_MI, k_MI, v_MI)), strict=True)
-        mixed = [_attended(qkv, bias, dropout) for qkv, bias in zip(of_grids, biases, strict=True)]
+        mixed = [_attend(qkv, bias, dropout) for qkv, bias in zip(of_grids, biases, strict=True)]
         return in_stream(mixed, cells)
 
     return attend
 
 
-def _attended(qkv: Sequence[Tensor], bias_NHLL: Tensor, dropout: float) -> Tensor:
+def _attend(qkv: Sequence[Tensor], bias_NHLL: Tensor, dropout: float) -> Tensor:
     """(N * L, I) of queries, keys and values, each (N * L, I). T5 does not scale its scores."""
     num_passages, num_heads, length, _ = bias_NHLL.shape
     q, k, v = (

@@ -39,7 +39,7 @@ class Dropout:
         """Two (A, H) int32 hashes of the seed, a query's place in the stream, and a head."""
         heads = torch.arange(num_heads, device=queries_A.device)
         places_AH = queries_A[:, None].long() * num_heads + heads
-        first, second = _int32(_mixed(places_AH ^ self.seed[:, None, None])).unbind()
+        first, second = _int32(_mix_bits(places_AH ^ self.seed[:, None, None])).unbind()
         return first, second
 
     def places(self, queries_A: Tensor, num_heads: int, num_keys: int, of: slice) -> Tensor:
@@ -56,7 +56,7 @@ class Dropout:
         return numbers < self.threshold
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _mix_bits(words: Tensor) -> Tensor:
     """A hash of each word of 32 bits, in int64."""
     words = ((words ^ (words >> 16)) * FIRST) & _WORD
     words = ((words ^ (words >> 15)) * SECOND) & _WORD

@@ -125,7 +125,9 @@ def attention(
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)  # (N, H or G, L, C)
         mask = rows.mask(number, sliding_window, is_causal=is_causal)
         if softcap is not None:
-            capped = _capped(q, k, v, mask, softcap=softcap, scaling=scaling, dropout=dropout)
+            capped = _attend_capped(
+                q, k, v, mask, softcap=softcap, scaling=scaling, dropout=dropout
+            )
             mixed.append(capped.transpose(1, 2).flatten(0, 1))
             continue
         is_grouped = k.shape[1] != q.shape[1]
@@ -196,7 +198,7 @@ def _where_they_lie(
     return mixed_MHC[None]
 
 
-def _capped(
+def _attend_capped(
     q_NHLC: Tensor,
     k_NGLC: Tensor,
     v_NGLC: Tensor,

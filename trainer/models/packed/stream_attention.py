@@ -153,7 +153,7 @@ def _backward(
             of_shares = own_HAC @ row.values(block).transpose(1, 2)
             row.drop(block, of_shares)
             of_shares.sub_(row.take(means_MH, block).t()[..., None])
-            of_scores = _sheared(shares, of_shares)
+            of_scores = _shear(shares, of_shares)
             row.put(of_q, block, of_scores @ row.keys(block))
             at = (block.heads, block.keys)
             of_keys[at].baddbmm_(of_scores.transpose(1, 2), row.queries(block))
@@ -170,7 +170,7 @@ def _backward(
     return of_q, of_k, of_v, of_table
 
 
-def _sheared(shares: Tensor, of_shares: Tensor) -> Tensor:
+def _shear(shares: Tensor, of_shares: Tensor) -> Tensor:
     """(H, A, L) shares x gradients, in the memory of (H, A, L + A) whose rest is 0, for
     _diagonal_sums.
     """

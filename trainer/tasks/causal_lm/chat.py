@@ -96,7 +96,7 @@ class ChatTemplate:
         try:
             spans = [self._span(messages, tools, number, whole) for number in counted]
         except _NoPrefix as error:
-            spans = self._marked(messages, tools, counted)
+            spans = self._mark_turns(messages, tools, counted)
             if spans is None:
                 raise self._unclear(messages, str(error)) from None
         last = spans[-1][1]
@@ -141,7 +141,7 @@ class ChatTemplate:
         has_end = len(ended) > len(opening) and ended.endswith(self._ends)
         return len(opening), len(ended if has_end else closed)
 
-    def _marked(
+    def _mark_turns(
         self, messages: Sequence[Message], tools: Any, counted: Sequence[int]
     ) -> list[Span] | None:
         """The turns as {% generation %} marks them; None where the template does not, or not each
@@ -175,15 +175,15 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(
-                f"{_named(messages)}: the chat template {self.name} refuses it: {error}. Mend the "
-                "row, or name another template in data.chat_template."
+                f"{_name_roles(messages)}: the chat template {self.name} refuses it: {error}. Mend "
+                "the row, or name another template in data.chat_template."
             ) from None
 
     def _unclear(self, messages: Sequence[Message], reason: str) -> DataError:
         return DataError(
-            f"{_named(messages)}: the chat template {self.name} does not tell what the assistant "
-            f'says: {reason}. Give that turn "weight": 0, part the conversation into rows of one '
-            f"answer, or name a template in data.chat_template: {_legal()}."
+            f"{_name_roles(messages)}: the chat template {self.name} does not tell what the "
+            f'assistant says: {reason}. Give that turn "weight": 0, part the conversation into '
+            f"rows of one answer, or name a template in data.chat_template: {_legal()}."
         )
 
 
@@ -207,7 +207,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name != "weight"}
 
 
-def _named(messages: Sequence[Message]) -> str:
+def _name_roles(messages: Sequence[Message]) -> str:
     return f"the conversation that begins {preview(messages[0].get('content'))}"
 
 

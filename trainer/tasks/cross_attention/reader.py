@@ -85,7 +85,7 @@ class Reader:
                 "contexts for each question."
             )
         sides = [
-            _checked(texts, f"question {question!r}")
+            _check(texts, f"question {question!r}")
             for question, texts in zip(questions, contexts, strict=True)
         ]
         rows = [
@@ -102,7 +102,7 @@ class Reader:
 
     def read(self, contexts: str | Sequence[str]) -> Reading:
         """One context, or several that belong together, encoded once and kept on the device."""
-        return Reading(self, _checked(contexts, "what is to be read"))
+        return Reading(self, _check(contexts, "what is to be read"))
 
 
 class Reading:
@@ -164,7 +164,7 @@ class Reading:
         return Past(DynamicCache(config=self._reader.model.backbone.config), context)
 
 
-def _checked(contexts: str | Sequence[str], what: str) -> list[str]:
+def _check(contexts: str | Sequence[str], what: str) -> list[str]:
     """The texts as a list; DataError when all are blank."""
     texts = [contexts] if isinstance(contexts, str) else list(contexts)
     if not any(text.strip() for text in texts):

@@ -36,7 +36,7 @@ def pack(
     batch = layout.pack(passages, bucketed=bucketed)
     lengths = np.array([len(passage) for passage in passages], dtype=np.int64)
     question = np.repeat(np.arange(len(questions)), [len(question) for question in questions])
-    fused_mask, fused = _fused(
+    fused_mask, fused = _fuse(
         lengths, question, batch["passage"].numpy(), batch["position"].numpy(), cross_width
     )
     of_questions = np.bincount(question, weights=lengths).astype(np.int32)
@@ -46,7 +46,7 @@ def pack(
     return batch | {name: torch.from_numpy(values) for name, values in placed.items()}
 
 
-def _fused(
+def _fuse(
     lengths: np.ndarray,
     question: np.ndarray,
     passage: np.ndarray,

@@ -69,7 +69,7 @@ def import_model(
     reader.compat_cross_bias. Raises ConfigError and StorageError; then `out` is not there.
     """
     refuse_existing(out)
-    read = _checked(_read_pickle(source) if source.is_file() else _read_folder(source))
+    read = _check(_read_pickle(source) if source.is_file() else _read_folder(source))
     has_bias = CROSS_BIAS in read.tensors
     if compat_cross_bias and not has_bias:
         raise ConfigError(
@@ -96,7 +96,7 @@ def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
             f"--layout {layout}: no such layout of a reader. {nearest(layout, LAYOUTS)}"
         )
     refuse_existing(out)
-    read = _checked(_read_folder(folder))
+    read = _check(_read_folder(folder))
     if layout == "fid":
         _write_fid(read, out)
     else:
@@ -134,7 +134,7 @@ def _read_folder(folder: Path) -> Source:
         tensors |= _tensors_of(file)
     copied = [folder / "generation_config.json", *(folder / name for name in vocabulary.FILES)]
     return Source(
-        folder, config, _renamed(tensors, folder), tuple(file for file in copied if file.is_file())
+        folder, config, _rename(tensors, folder), tuple(file for file in copied if file.is_file())
     )
 
 
@@ -154,7 +154,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _tensors_of(file: Path) -> dict[str, Tensor]:
     if file.suffix != ".safetensors":
-        return _named_tensors(_unpickled(file), file)
+        return _tensors_by_name(_unpickle(file), file)
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
@@ -162,19 +162,19 @@ def _tensors_of(file: Path) -> dict[str, Tensor]:
 
 
 def _read_pickle(file: Path) -> Source:
-    content = _unpickled(file)
+    content = _unpickle(file)
     if not isinstance(content, dict) or not {"sd", "args"} <= content.keys():
         raise ConfigError(
             f"{file}: got no checkpoint of minFiD, want a pickle of {{'sd', 'args'}}. "
             "Give such a file, or the folder that holds config.json and the weights."
         )
-    tensors = _renamed(_named_tensors(content["sd"], file), file)
+    tensors = _rename(_tensors_by_name(content["sd"], file), file)
     args = content["args"] if isinstance(content["args"], dict) else vars(content["args"])
     hint = str(args.get("t5_name", args.get("base_seq2seq", Source.tokenizer_hint)))
     return Source(file, _config_of(tensors, file), tensors, tokenizer_hint=hint)
 
 
-def _unpickled(file: Path) -> Any:
+def _unpickle(file: Path) -> Any:
     """The content of a file of torch.save.
 
     Tensors, plain containers and argparse.Namespace, never anything else.
@@ -199,7 +199,7 @@ def _unpickled(file: Path) -> Any:
         ) from error
 
 
-def _named_tensors(value: Any, file: Path) -> dict[str, Tensor]:
+def _tensors_by_name(value: Any, file: Path) -> dict[str, Tensor]:
     if not isinstance(value, dict) or not all(
         isinstance(tensor, Tensor) for tensor in value.values()
     ):
@@ -209,7 +209,7 @@ def _named_tensors(value: Any, file: Path) -> dict[str, Tensor]:
     return dict(value)
 
 
-def _renamed(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
+def _rename(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
     plain = {_plain_name(name): tensor for name, tensor in tensors.items()}
     if len(plain) < len(tensors):
         raise ConfigError(
@@ -283,7 +283,7 @@ def _num_blocks(stack: str, tensors: Mapping[str, Tensor]) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def _checked(source: Source) -> Source:
+def _check(source: Source) -> Source:
     """`found` with tied tensors stored once, and a config that says the same to every version of
     transformers.
 
@@ -303,7 +303,7 @@ def _checked(source: Source) -> Source:
         for name, t in tensors.items()
         if name not in _TIED or (is_untied and name == _HEAD)
     }
-    return replace(source, config=_said_to_all(source.config, config), tensors=once)
+    return replace(source, config=_plain_config(source.config, config), tensors=once)
 
 
 def _t5_config(source: Source) -> Any:
@@ -322,7 +322,7 @@ def _is_untied(config: Any, tensors: Mapping[str, Tensor]) -> bool:
     return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
 
 
-def _said_to_all(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def _plain_config(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """config.json of a plain T5.
 
     tie_word_embeddings=false means an unscaled decoder output to every version of transformers.
@@ -369,7 +369,7 @@ def _write_t5(source: Source, out: Path, tokenizer: str | None) -> None:
                 shutil.copyfile(file, folder / file.name)
         if loaded is not None:
             loaded.save_pretrained(folder)
-    log.info("%s: %s", out, _described(source))
+    log.info("%s: %s", out, _describe(source))
     if loaded is None and not own:
         log.info(
             '%s has no tokenizer: name one in the experiment, "tokenizer": "%s"',
@@ -412,7 +412,7 @@ def _write_fid(source: Source, out: Path) -> None:
     with new_folder(out) as folder:
         _write_config(folder, config_302(config) | {"architectures": ["FiDT5"]})
         _save({_wrapped_name(name): tensors[name] for name in order}, folder / "pytorch_model.bin")
-    log.info("%s: %s", out, _described(source))
+    log.info("%s: %s", out, _describe(source))
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -426,6 +426,6 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _described(source: Source) -> str:
+def _describe(source: Source) -> str:
     count = sum(tensor.numel() for tensor in source.tensors.values())
     return f"{count:,} parameters of {source.path}, in {len(source.tensors)} tensors"

@@ -252,12 +252,12 @@ def _cross_projections(t5: Any) -> Iterator[Callable[[], list[tuple[Tensor, Tens
         for number, layer in enumerate(layers):
             for part in ("q", "k"):
                 module = getattr(layer.EncDecAttention, part)
-                hooks.enter_context(_hooked(module, functools.partial(keep, (number, part))))
+                hooks.enter_context(_with_hook(module, functools.partial(keep, (number, part))))
         yield lambda: [(values[number, "q"], values[number, "k"]) for number in range(len(layers))]
 
 
 @contextmanager
-def _hooked(module: nn.Module, hook: Any) -> Iterator[None]:
+def _with_hook(module: nn.Module, hook: Any) -> Iterator[None]:
     handle = module.register_forward_hook(hook)
     try:
         yield

@@ -115,11 +115,11 @@ class Retriever(nn.Module):
 
     def _vectors(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
         """(N, E) of the texts of one piece."""
-        states_ND = self._pooled(side, piece)
+        states_ND = self._pool(side, piece)
         vectors_NE = states_ND if self.pooler is None else self.pooler(states_ND, side)
         return F.normalize(vectors_NE, dim=-1) if self.how.normalize else vectors_NE
 
-    def _pooled(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
+    def _pool(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
         if "tokens" in piece:
             read = self._read[side]
             assert read is not None

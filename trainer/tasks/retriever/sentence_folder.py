@@ -85,7 +85,7 @@ def warn_of_another(folder: Path, how: Encoder) -> None:
     """Log where an experiment embeds otherwise than the base, which was trained for sentences, says
     itself.
     """
-    settings = _said(folder)
+    settings = _settings_of(folder)
     ours = {"pooling": how.pooling, "normalize": how.normalize}
     other = {name: value for name, value in settings.items() if value != ours[name]}
     if other:
@@ -97,7 +97,7 @@ def warn_of_another(folder: Path, how: Encoder) -> None:
         )
 
 
-def _said(folder: Path) -> dict[str, Any]:
+def _settings_of(folder: Path) -> dict[str, Any]:
     """pooling and normalize of a folder that sentence-transformers wrote; nothing where it has
     none, or words that we do not have.
     """

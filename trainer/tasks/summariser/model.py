@@ -58,7 +58,7 @@ class Summariser(nn.Module):
         if scored is None:
             scored = (labels.flatten() != IGNORED).nonzero()[:, 0]
         if target_starts is not None and "tokens" in source:
-            hidden_ND = self._decoded(source, labels, scored, target_starts)
+            hidden_ND = self._decode(source, labels, scored, target_starts)
         else:
             # without the pads: a vocabulary of logits for each of them would cost most
             hidden_ND = self._padded(source, labels).flatten(0, 1).index_select(0, scored)
@@ -70,7 +70,7 @@ class Summariser(nn.Module):
         """(M, D) states of the tokens of all documents."""
         return t5_encoder.encode(self.base.encoder, source, recompute_every=self.recompute_every)
 
-    def _decoded(
+    def _decode(
         self, source: Mapping[str, Tensor], labels: Tensor, scored: Tensor, starts: Tensor
     ) -> Tensor:
         """(N, D) states of the decoder under teacher forcing, where a label is."""

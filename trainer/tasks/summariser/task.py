@@ -177,10 +177,10 @@ class Task(TokenTask[Config]):
             return pack(sources, bucketed=True) | pack_targets(targets)
         ids, mask = pad_right(sources, self.pad)
         ids_of_targets, is_target = pad_right(targets, self.pad)
-        labels = _aligned(ids_of_targets.masked_fill(is_target == 0, IGNORED), IGNORED)
+        labels = _align(ids_of_targets.masked_fill(is_target == 0, IGNORED), IGNORED)
         return {
-            "input_ids": _aligned(ids, self.pad),
-            "attention_mask": _aligned(mask, 0),
+            "input_ids": _align(ids, self.pad),
+            "attention_mask": _align(mask, 0),
             "labels": labels,
             "scored": (labels.flatten() != IGNORED).nonzero()[:, 0],
         }
@@ -236,6 +236,6 @@ class Task(TokenTask[Config]):
         return {kind: Ratio.of([of_row[kind] for of_row in judged]) for kind in rouge.KINDS}
 
 
-def _aligned(ids: Tensor, pad: int) -> Tensor:
+def _align(ids: Tensor, pad: int) -> Tensor:
     """The same rows, their width rounded up to a multiple of 8."""
     return F.pad(ids, (0, -ids.shape[1] % ALIGNED), value=pad)

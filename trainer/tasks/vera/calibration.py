@@ -122,7 +122,7 @@ def fit_temperature(
     steadier on few rows (Guo et al. 2017). weights: one for each row, as 1 / the statements of its
     task. DataError without rows or with a logit not finite.
     """
-    sorted_rows = _sorted(*_statements(logits, labels, weights))
+    sorted_rows = _sort(*_statements(logits, labels, weights))
     loss = _objective(objective, *sorted_rows)
     tried = {
         temperature: loss(temperature)
@@ -190,7 +190,7 @@ def _best(tried: dict[float, float], slack: float) -> float:
     return float(min(equal, key=lambda temperature: abs(np.log(temperature))))
 
 
-def _sorted(
+def _sort(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The rows in an order of their own, so that sums round alike whatever order they came in."""

@@ -98,7 +98,7 @@ def _of_task(
     elif data.source == "groups":
         groups = _read(task, data, split, folder)
     else:
-        groups = _embedded(task, split, data.source)
+        groups = _lookup_rows(task, split, data.source)
     if split == "valid" and data.valid_limit is not None and len(groups) > data.valid_limit:
         log.info("%s: %d of its %d validation groups are used", task, data.valid_limit, len(groups))
         groups = random.Random(SEED).sample(groups, data.valid_limit)
@@ -133,7 +133,7 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
             f"{path}: want a list of groups that is not empty, each with golds and distractors."
         )
     return [
-        _checked(group, path, number, is_boolean(task, data))
+        _check(group, path, number, is_boolean(task, data))
         for number, group in enumerate(cast(list[Any], values), 1)
     ]
 
@@ -180,7 +180,7 @@ def _advice(task: str, root: Path) -> str:
     )
 
 
-def _checked(group: Any, path: Path, number: int, is_boolean: bool) -> Row:
+def _check(group: Any, path: Path, number: int, is_boolean: bool) -> Row:
     where = f"{path}, group {number}"
     if not isinstance(group, dict) or not {"golds", "distractors"} <= group.keys():
         raise DataError(f"{where}: want an object with golds and distractors.")
@@ -215,16 +215,16 @@ def _texts(values: Any, where: str, name: str) -> list[str]:
     return cast(list[str], values)
 
 
-def _embedded(task: str, split: str, source: str) -> list[Row]:
+def _lookup_rows(task: str, split: str, source: str) -> list[Row]:
     of_source = [name for name in EMBEDDED if (name in lookup.STATEMENTS) == (source == "lookup")]
     if task not in of_source:
         raise DataError(f"task {task!r} is not in {source}. Use one of {', '.join(of_source)}.")
     if source == "lookup":
         return list(lookup.statements(task, split))
-    return _documented("valid" if split == "test" else split, is_boolean=EMBEDDED[task])
+    return _docs_rows("valid" if split == "test" else split, is_boolean=EMBEDDED[task])
 
 
-def _documented(split: str, *, is_boolean: bool) -> list[Row]:
+def _docs_rows(split: str, *, is_boolean: bool) -> list[Row]:
     """Statements about functions, true or with another function's summary."""
     rows = stdlib_docs.qa_rows(split)
     names = [row["question"].removeprefix("What does ").removesuffix(" do?") for row in rows]

@@ -63,7 +63,7 @@ def statement_metrics(
     (unique within its task), column within the problem, logit, label (1 true, 0 false).
     DivergedError for a logit that is not finite.
     """
-    rows = _checked(table, tasks)
+    rows = _check(table, tasks)
     numbers = rows[:, TASK].astype(np.int64)
     of_task = {
         task: numbers == number for number, task in enumerate(tasks) if (numbers == number).any()
@@ -90,20 +90,20 @@ def best_rows(table: Tensor | np.ndarray) -> np.ndarray:
     The problems are in order of task and number.
     """
     rows = _rows(table)
-    ranked, firsts = _ranked(rows)
+    ranked, firsts = _rank(rows)
     return ranked[firsts]
 
 
 def _choices(rows: np.ndarray) -> dict[str, float]:
     """accuracy and tied, over the problems of one task."""
-    ranked, firsts = _ranked(rows)
+    ranked, firsts = _rank(rows)
     has_second = np.diff(firsts, append=len(rows)) > 1
     best, seconds = ranked[firsts], ranked[firsts + has_second]
     is_tied = has_second & (rows[best, LOGIT] == rows[seconds, LOGIT])
     return {"accuracy": float(rows[best, LABEL].mean()), "tied": float(is_tied.mean())}
 
 
-def _ranked(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rank(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Row numbers by task, problem, falling logit and column; and where each problem begins."""
     ranked = np.lexsort((rows[:, COLUMN], -rows[:, LOGIT], rows[:, GROUP], rows[:, TASK]))
     problems = rows[ranked][:, [TASK, GROUP]]
@@ -172,7 +172,7 @@ def _of_class(is_member: np.ndarray, logits: np.ndarray, weights: np.ndarray) ->
     }
 
 
-def _checked(table: Tensor | np.ndarray, tasks: Sequence[str]) -> np.ndarray:
+def _check(table: Tensor | np.ndarray, tasks: Sequence[str]) -> np.ndarray:
     rows = _rows(table)
     bad = np.flatnonzero(~np.isfinite(rows[:, LOGIT]))
     if len(bad):

@@ -61,12 +61,12 @@ def calibrate_model(
     )
     pictures.score_histogram(report / "scores.png", after, rows[:, LABEL])
     write_json(report / "calibration.json", asdict(calibration))
-    write_json(folder / DESCRIPTION, {**_described(folder), "temperature": calibration.temperature})
+    write_json(folder / DESCRIPTION, {**_describe(folder), "temperature": calibration.temperature})
     log.info("%s: temperature %.4f; pictures in %s", folder, calibration.temperature, report)
     return calibration
 
 
-def _described(folder: Path) -> dict[str, object]:
+def _describe(folder: Path) -> dict[str, object]:
     path = folder / DESCRIPTION
     return json.loads(path.read_text()) if path.is_file() else {}
 

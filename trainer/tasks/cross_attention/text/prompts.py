@@ -120,11 +120,11 @@ class Prompts:
             prompts["past"] = past
         texts = [
             self.text(tokens)
-            for tokens in self._generated(model, prompts, search, most, is_synced).tolist()
+            for tokens in self._generate(model, prompts, search, most, is_synced).tolist()
         ]
         return by_row(texts, search)
 
-    def _generated(
+    def _generate(
         self, model: nn.Module, prompts: dict[str, Any], search: Search, most: int, is_synced: bool
     ) -> Tensor:
         """(B*N, G) tokens."""
