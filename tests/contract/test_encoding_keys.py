@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import exp_configs
+from tests import golden_files
 from tests.facts import OF_TASK, TINY_BASE, experiment
 from trainer import tasks
 from trainer.config import reference
@@ -216,9 +217,13 @@ def test_ids_of_before_are_those_of_now(folder: Path, monkeypatch: pytest.Monkey
     for group, experiments in sorted(exp_configs.EXP_GROUPS.items()):
         text = json.dumps([ids_of(values, folder, places) for values in experiments])
         ids[group] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    if os.environ.get("LATHE_WRITE_GOLDEN"):
-        GOLDEN.write_text(json.dumps(ids, indent=1) + "\n")
-    assert json.loads(GOLDEN.read_text()) == ids
+    reason = os.environ.get(golden_files.WRITES)
+    if reason:
+        facts = {"made_with": golden_files.made_with(reason), **ids}
+        GOLDEN.write_text(json.dumps(facts, indent=1) + "\n")
+    recorded = json.loads(GOLDEN.read_text())
+    del recorded["made_with"]
+    assert recorded == ids
 
 
 def ids_of(values: dict[str, Any], folder: Path, places: Places) -> list[str]:

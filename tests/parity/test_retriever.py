@@ -25,7 +25,8 @@ from trainer.config.schema import Schedule
 from trainer.protocol.abilities import Side
 from trainer.protocol.task import DRAW, EPOCH, Batch, Places
 from trainer.runtime import distributed
-from trainer.tasks.retriever import losses, selection
+from trainer.tasks.retriever import selection
+from trainer.tasks.retriever.loss import losses
 from trainer.tasks.retriever.model import rows_of_streams
 from trainer.training import schedule
 

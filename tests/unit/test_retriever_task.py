@@ -18,7 +18,8 @@ from trainer import tasks
 from trainer.errors import ConfigError
 from trainer.protocol.abilities import Embeds
 from trainer.protocol.task import DRAW, EPOCH, Places
-from trainer.tasks.retriever import losses, metrics, selection
+from trainer.tasks.retriever import metrics, selection
+from trainer.tasks.retriever.loss import losses
 from trainer.tasks.retriever.model import pooled
 
 DECODER: dict[str, Any] = {
