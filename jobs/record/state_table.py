@@ -5,6 +5,10 @@ Each table is a tuple of rules, read from the top: the first rule whose columns 
 column that a rule leaves out fits every value; a tuple fits each of its values. The wrapper reads
 ENDS and writes exit.json, `record/verdict.py` reads exit.json and VERDICTS, `submit/policy.py`
 reads DECISIONS. Standard library only, for the wrapper may run under another interpreter.
+
+Four answers do not come from these tables: a final record stands as it is (`record/status.py`), a
+run that a person started by hand is judged in `record/by_hand.py`, a folder that cannot be read is
+"held", and `submit/policy.py` leaves a training alone that is seen alive.
 """
 
 from __future__ import annotations

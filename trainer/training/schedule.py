@@ -33,6 +33,7 @@ def factor(schedule: Schedule, step: int, total: int) -> float:
     progress = (step - warmup) / max(1, total - warmup)
     if schedule.shape == "linear":
         return max(0.0, 1.0 - progress)
+    assert schedule.shape == "cosine", f"no factor for {schedule.shape}"
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
