@@ -219,6 +219,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.endswith("/stop"):
             name = self.path.split("/")[3]
             known = name in self.jobs
+            self.knobs.stops.append(name)
             return self.reply(
                 200 if known else 404, {"stopped": True} if known else f"Job {name} does not exist"
             )
@@ -240,7 +241,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    knobs = SimpleNamespace(status=None, loses_reply=False, jobs={}, url="")
+    knobs = SimpleNamespace(status=None, loses_reply=False, jobs={}, stops=[], url="")
     handler = type("Bound", (Handler,), {"jobs": knobs.jobs, "knobs": knobs})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -336,7 +337,8 @@ def test_a_query_leaves_out_what_ray_does_not_know(head: SimpleNamespace) -> Non
 @needs_ray
 def test_cancelling_what_ray_has_forgotten_is_fine(head: SimpleNamespace) -> None:
     Ray().cancel(submit(head))
-    Ray().cancel(f"{head.url}/ft_other_1")
+    Ray().cancel(f"{head.url}/ft_other_1")  # answered with 404, which is no error
+    assert head.stops == [TOKEN, "ft_other_1"]
 
 
 @needs_ray

@@ -31,14 +31,18 @@ import deepspeed  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
-from trainer.files.compilation import compiling  # noqa: E402
 from trainer.files.saved_tensors import piece_name  # noqa: E402
-from trainer.models import optimizers  # noqa: E402
 from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.beside import StateCopy  # noqa: E402
 from trainer.runtime.host_memory import returned_at_once  # noqa: E402
-from trainer.training.optimizer_state import OptimizerState, dtype_of, local_part, shape_of  # noqa: E402
+from trainer.training.optimizer_state import (  # noqa: E402
+    OptimizerState,
+    build_optimizer,
+    dtype_of,
+    local_part,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     from trainer.config.schema import Optim
@@ -141,7 +145,7 @@ class Engine:
                 "the model has no trainable parameter: nothing to do. Unfreeze or insert layers."
             )
         # before the next lines: whoever waits for a compiler, or presses Ctrl-C, reads what is said
-        optimizer = _optimizer(self._parameters.values(), ds, optim)
+        optimizer = build_optimizer(self._parameters.values(), ds, optim)
         # a rank that loads for long must not abort the others' first exchange
         distributed.wait_for_all()
         # bf16 at stage 1 prints 15 lines of memory, whatever the log level
@@ -411,36 +415,3 @@ class Engine:
         ]
         if wrong:
             raise ConfigError("DeepSpeed does not do what it was told: " + "; ".join(wrong))
-
-
-def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer with decay where `optim` says so, at lr 0.
-
-    DeepSpeed's own AdamW where its state is offloaded.
-    """
-    parameters = list(parameters)
-    fewest_axes = 2 if optim.decay == "matrices" else 0
-    groups = [
-        {
-            "params": [p for p in parameters if len(shape_of(p)) >= fewest_axes],
-            "weight_decay": optim.weight_decay,
-        },
-        {"params": [p for p in parameters if len(shape_of(p)) < fewest_axes], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    offload = ds["zero_optimization"].get("offload_optimizer") or {}
-    if offload.get("device", "none") != "none":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        try:
-            with compiling("cpu_adam", "DeepSpeed's CPU Adam, once, in about 4 minutes"):
-                return DeepSpeedCPUAdam(
-                    groups, lr=0.0, betas=optim.betas, eps=optim.eps, adamw_mode=True
-                )
-        except RuntimeError as error:  # its kernel is compiled on first use
-            raise ConfigError(
-                "offload_optimizer: DeepSpeed cannot build its CPU Adam "
-                f"({str(error).splitlines()[0]}). "
-                "Install g++ and ninja, or use zero2 or zero3 without offload."
-            ) from error
-    return optimizers.build(groups, optim)

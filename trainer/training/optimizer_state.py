@@ -1,5 +1,5 @@
-"""What an optimizer remembers under ZeRO, as full named tensors: the same at any stage and world
-size.
+"""The optimizer of a run, and what it remembers under ZeRO as full named tensors: the same at any
+stage and world size.
 
 With training/engine.py, this is the only importer of deepspeed, whose ways into its partitions are
 used here.
@@ -21,7 +21,8 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
+from trainer.files.compilation import compiling
 from trainer.files.saved_tensors import part_of, piece_name
 from trainer.models import optimizers
 from trainer.runtime import distributed
@@ -30,6 +31,39 @@ if TYPE_CHECKING:
     from trainer.config.schema import Optim
 
 MASTER = "master"
+
+
+def build_optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:
+    """The optimizer with decay where `optim` says so, at lr 0.
+
+    DeepSpeed's own AdamW where its state is offloaded; ConfigError when that cannot be compiled.
+    """
+    parameters = list(parameters)
+    fewest_axes = 2 if optim.decay == "matrices" else 0
+    groups = [
+        {
+            "params": [p for p in parameters if len(shape_of(p)) >= fewest_axes],
+            "weight_decay": optim.weight_decay,
+        },
+        {"params": [p for p in parameters if len(shape_of(p)) < fewest_axes], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    offload = ds["zero_optimization"].get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        try:
+            with compiling("cpu_adam", "DeepSpeed's CPU Adam, once, in about 4 minutes"):
+                return DeepSpeedCPUAdam(
+                    groups, lr=0.0, betas=optim.betas, eps=optim.eps, adamw_mode=True
+                )
+        except RuntimeError as error:  # its kernel is compiled on first use
+            raise ConfigError(
+                "offload_optimizer: DeepSpeed cannot build its CPU Adam "
+                f"({str(error).splitlines()[0]}). "
+                "Install g++ and ninja, or use zero2 or zero3 without offload."
+            ) from error
+    return optimizers.build(groups, optim)
 
 
 class OptimizerState:

@@ -79,7 +79,7 @@ FAULTS = [
         tests=ENGINE,
     ),
     Fault(
-        "trainer/training/engine.py",
+        "trainer/training/optimizer_state.py",
         '"weight_decay": 0.0}',
         '"weight_decay": optim.weight_decay}',
         why="biases and norms decay, too",
