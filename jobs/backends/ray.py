@@ -23,13 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 from urllib.parse import urlsplit
 
-from jobs.backends.k8s.manifest import (
-    FOREIGN,
-    GRACE_MARGIN_S,
-    K8S_ONLY,
-    refuse_foreign,
-    text_faults,
-)
+from jobs.backends.k8s.checks import FOREIGN, K8S_ONLY, refuse_foreign, text_faults
+from jobs.backends.k8s.manifest import GRACE_MARGIN_S
 from jobs.errors import Refused, Unreachable
 from jobs.job_state import JobState, Observed
 from jobs.protocol import Finding, JobSpec, Rendered, Traits

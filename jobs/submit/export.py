@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from jobs.backends.k8s import manifest
+from jobs.backends.k8s import checks, manifest
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _eai(spec: JobSpec) -> str:
 
 def _trainjob(spec: JobSpec) -> str:
     """A TrainJob of Kubeflow Trainer 2 (trainer.kubeflow.org/v1alpha1)."""
-    pod = manifest.wire(manifest.pod_spec(manifest.check_spec(spec)))
+    pod = manifest.wire(manifest.pod_spec(checks.check_spec(spec)))
     [container] = pod["containers"]
     workdir = manifest.literal(spec.workdir)  # a TrainJob has no workingDir
     patch = {
@@ -110,13 +110,13 @@ def _trainjob(spec: JobSpec) -> str:
 
 def _sky(spec: JobSpec) -> str:
     """A task of SkyPilot: `sky launch FILE`."""
-    manifest.refuse_foreign(
+    checks.refuse_foreign(
         spec,
-        (*manifest.FOREIGN, *manifest.K8S_ONLY, "address"),
+        (*checks.FOREIGN, *checks.K8S_ONLY, "address"),
         backend="sky",
         allow_gpu_model=True,
     )
-    faults = manifest.text_faults(spec)
+    faults = checks.text_faults(spec)
     model, gpus = spec.job.resources.gpu_model, spec.job.resources.gpu
     if gpus and (model is None or not GPU_NAME.match(model)):
         faults.append(
@@ -134,7 +134,7 @@ def _sky(spec: JobSpec) -> str:
     if gpus:
         accelerators["accelerators"] = {str(model): gpus}
     body = {
-        "name": manifest.name_of(spec.token),
+        "name": checks.name_of(spec.token),
         "num_nodes": spec.job.nodes,
         "resources": accelerators,
         "envs": {"LATHE_JOB_ID": spec.token},

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 if find_spec("kubernetes") is None:  # importing it takes seconds, which few tests need
     pytest.skip("the extra `k8s` is not installed", allow_module_level=True)
 
-from jobs.backends.k8s import manifest
+from jobs.backends.k8s import checks
 from jobs.backends.k8s.backend import K8s
 from jobs.config import JobConfig
 from jobs.protocol import JobSpec
@@ -102,14 +102,14 @@ def test_the_child_job_of_a_jobset_passes_the_strict_schema_of_kubernetes() -> N
 
 
 def test_the_name_is_the_token_and_back() -> None:
-    assert rendered(spec())["metadata"]["name"] == NAME == manifest.name_of(TOKEN)
-    assert manifest.token_in(NAME) == TOKEN
+    assert rendered(spec())["metadata"]["name"] == NAME == checks.name_of(TOKEN)
+    assert checks.token_in(NAME) == TOKEN
 
 
 @pytest.mark.parametrize("token", ["ft-a", "ft_", "1ft", "FT_a", "a" * 53, "", "ft_a\n", "../x"])
 def test_a_token_that_is_no_object_name_is_refused(token: str) -> None:
     with pytest.raises(ConfigError, match="token"):
-        manifest.name_of(token)
+        checks.name_of(token)
 
 
 def test_one_node_runs_one_wrapper_that_is_never_restarted_after_a_failure() -> None:
@@ -266,7 +266,7 @@ def test_every_key_of_the_job_dictionary_is_either_rendered_or_refused() -> None
         )
     }
     known |= {*("service_account", "volumes", "interactive")}
-    assert {*JobConfig.model_fields} == known | {"address", *manifest.FOREIGN}
+    assert {*JobConfig.model_fields} == known | {"address", *checks.FOREIGN}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 if find_spec("kubernetes") is None:  # importing it takes seconds, which few tests need
     pytest.skip("the extra `k8s` is not installed", allow_module_level=True)
 
-from jobs.backends.k8s import manifest
+from jobs.backends.k8s import checks, manifest
 from jobs.backends.k8s.backend import K8s
 from jobs.backends.k8s.observed import observe
 from jobs.errors import Refused, Unreachable
@@ -181,9 +181,9 @@ def test_a_query_leaves_out_what_the_cluster_does_not_know(
 
 def test_many_ids_are_asked_for_together(cluster: kubernetes_standin.Cluster) -> None:
     tokens = [f"ft_{index}_1" for index in range(50)]
-    ids = [f"team/job/{manifest.name_of(token)}" for token in tokens]
+    ids = [f"team/job/{checks.name_of(token)}" for token in tokens]
     for token in tokens:
-        item = job(name=manifest.name_of(token), labels={manifest.TOKEN: token})
+        item = job(name=checks.name_of(token), labels={manifest.TOKEN: token})
         cluster.objects["jobs", "team", item["metadata"]["name"]] = item
     assert len(K8s().query(ids)) == 50
     assert len(cluster.requests) == 4  # objects and pods, 40 at a time

@@ -20,7 +20,7 @@ import pytest
 from pydantic import ValidationError
 
 from jobs.backends import ray as module
-from jobs.backends.k8s import manifest
+from jobs.backends.k8s import checks
 from jobs.backends.ray import Ray, observe
 from jobs.errors import Refused, Unreachable
 from jobs.protocol import JobSpec
@@ -362,6 +362,4 @@ def test_without_ray_every_request_says_what_to_install() -> None:
 
 
 def test_every_key_that_ray_does_not_know_is_listed_once() -> None:
-    assert len({*manifest.FOREIGN, *manifest.K8S_ONLY}) == len(manifest.FOREIGN) + len(
-        manifest.K8S_ONLY
-    )
+    assert len({*checks.FOREIGN, *checks.K8S_ONLY}) == len(checks.FOREIGN) + len(checks.K8S_ONLY)

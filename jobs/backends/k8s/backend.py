@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
+from jobs.backends.k8s.checks import token_in
 from jobs.backends.k8s.client import (
     SILENCE_S,
     TIMEOUT_S,
@@ -28,7 +29,7 @@ from jobs.backends.k8s.client import (
     lines_of,
     translate_errors,
 )
-from jobs.backends.k8s.manifest import CONTAINER, KINDS, TOKEN, manifest, text_of, token_in
+from jobs.backends.k8s.manifest import CONTAINER, KINDS, TOKEN, manifest, text_of
 from jobs.backends.k8s.observed import creation_time, observe, rank_of
 from jobs.errors import Refused, Unreachable
 from jobs.protocol import Finding, JobSpec, Rendered, Traits
