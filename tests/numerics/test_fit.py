@@ -346,7 +346,7 @@ def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
 def test_a_window_without_a_label_is_refused_by_name_and_no_learning_rate_is_blamed() -> None:
     cases = {
         "as it is": Case(unlabelled=2),
-        "judged": Case(unlabelled=2, train={"on_bad_step": "skip"}),
+        "judged": Case(unlabelled=2, steps=30, train={"spike_z": 1000.0, "spike_window": 20}),
     }
     for name, outcome in fit_all(cases)[0].items():
         assert outcome.result.startswith("DataError: step 2: no row of its global batch has"), name
@@ -354,6 +354,9 @@ def test_a_window_without_a_label_is_refused_by_name_and_no_learning_rate_is_bla
         assert "learning" not in outcome.result, name
         assert outcome.saved == [1], name
         assert outcome.all_saved_are_finite, name
+    skips = Case(unlabelled=2, train={"on_bad_step": "skip"}, log_every=1)
+    skipped = fit_all({"skipped": skips})[0]["skipped"]
+    assert skipped.result == "finished", "a run that leaves bad steps out leaves this one out, too"
     one_rank = fit_all({"one rank": Case(unlabelled=2, unlabelled_rank=1)}, world=2)
     assert [outcomes["one rank"].result for outcomes in one_rank] == ["finished"] * 2
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from trainer import tasks
 from trainer.config import auto
 from trainer.config.auto import AUTO, presets_of, with_frozen
+from trainer.data.content import Content, content_of
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.launch import preflight, run_folder
-from trainer.launch.prepare import PreparedRun, contents, open_stores
+from trainer.launch.prepare import PreparedRun, open_stores
 from trainer.plan.memory.advice import (
     RECOMPUTED,
     fits_recomputed,
@@ -31,7 +32,6 @@ from trainer.runtime.distributed import on_main
 from trainer.survival import mirror
 
 if TYPE_CHECKING:
-    from trainer.data.content import Content
     from trainer.plan.time.target import Target
     from trainer.runtime.gpus import Device
     from trainer.training.options import Options
@@ -46,7 +46,7 @@ class Chosen:
 
     plan: RunPlan
     # digest and number of the rows of each split, where choosing has read them; else {}
-    content: Mapping[str, Content] = field(default_factory=dict[str, "Content"])
+    content: Mapping[str, Content] = field(default_factory=dict[str, Content])
 
 
 def choose(plan: RunPlan, options: Options) -> Chosen:
@@ -66,8 +66,13 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
 
     def choices() -> dict[str, Any]:
         task = tasks.load(plan.cfg, options.places)
-        content = contents(task, options.cache_dir)
-        stores = open_stores(task, options, content)
+        content: dict[str, Content] = {}
+
+        def read(split: str) -> Content:
+            content[split] = content_of(task, split, options.cache_dir)
+            return content[split]
+
+        stores = open_stores(task, options, read)
         run = PreparedRun(plan, task, stores, options.places)
         chosen: dict[str, Any] = {"content": {name: list(of) for name, of in content.items()}}
         if is_open:

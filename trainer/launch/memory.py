@@ -92,8 +92,8 @@ def _earlier(path: Path, key: str) -> MemoryPlan | None:
 
 @contextmanager
 def enforced(memory: dict[str, Any] | None, session: Session, run: PreparedRun) -> Iterator[None]:
-    """Around the steps of a run: the heaviest batches are tried first, and afterwards memory and
-    time are compared with their plan.
+    """Around the steps of a run: the heaviest batches are tried first, and afterwards the memory
+    that was used is compared with the plan.
 
     memory: from plan_memory(). An OutOfMemoryError inside becomes a DoesNotFitError that says where
     memory went.
@@ -108,7 +108,6 @@ def enforced(memory: dict[str, Any] | None, session: Session, run: PreparedRun) 
             first = list(range(run.plan.sharding.micro_batch))
             rehearse(engine, run, first, first)
         yield
-        late.tell(session.meter, session.run)
     except torch.OutOfMemoryError as error:
         raise out_of_memory(plan, engine, folder, error) from error
     if plan is not None:

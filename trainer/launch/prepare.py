@@ -99,7 +99,11 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     task = tasks.load(cfg, options.places)
     on_main(lambda: preflight.refuse_early(plan, options, task))
     questions = first_questions(task, cfg.train.answers or options.extra_evals)
-    stores = open_stores(task, options, chosen.content or _shared_content(task, options.cache_dir))
+
+    def content(split: str) -> Content:
+        return chosen.content.get(split) or _shared_content(task, split, options.cache_dir)
+
+    stores = open_stores(task, options, content)
     distributed.wait_for_all()
     distributed.make_side_group()  # here: a rank that dies while the group is made is noticed late
     lap("rows")
@@ -121,32 +125,27 @@ def newest_state(plan: RunPlan, options: Options) -> SavedState | None:
     return None if folder is None else checkpoint.Checkpoint(folder)
 
 
-def contents(task: Task, cache_dir: Path) -> dict[str, Content]:
-    """{split: (digest, number of rows)}. The smaller split comes first, so that what is wrong with
-    its rows is said before the other one is encoded.
-    """
-    return {split: content_of(task, split, cache_dir) for split in ("valid", "train")}
-
-
 def open_stores(
-    task: Task, options: Options, content: Mapping[str, Content]
+    task: Task, options: Options, content: Callable[[str], Content]
 ) -> dict[str, TokenStore]:
-    """The token store of each split, encoded now if need be."""
+    """The token store of each split, encoded now if need be. The smaller split comes first, so that
+    what is wrong with its rows is said before the other one is read.
+
+    content: the digest of a split's rows and their number.
+    """
     return {
         split: store_of(
             task,
             split,
             options.cache_dir,
             num_proc=options.num_proc,
-            content=content[split],
+            content=content(split),
         )
         for split in ("valid", "train")
     }
 
 
-def _shared_content(task: Task, cache_dir: Path) -> dict[str, Content]:
-    """contents(), read by rank 0 for all ranks. A collective."""
-    shared: dict[str, list[str | int]] = on_main(
-        lambda: {split: list(content) for split, content in contents(task, cache_dir).items()}
-    )
-    return {split: (str(name), int(count)) for split, (name, count) in shared.items()}
+def _shared_content(task: Task, split: str, cache_dir: Path) -> Content:
+    """content_of(), read by rank 0 for all ranks. A collective."""
+    name, count = on_main(lambda: list(content_of(task, split, cache_dir)))
+    return str(name), int(count)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
-from trainer.launch import doctor, memory
+from trainer.launch import late, memory
 from trainer.launch.choose import Chosen, choose
 from trainer.launch.prepare import PreparedRun, prepare
 from trainer.launch.run_folder import claimed, open_record, push
@@ -77,39 +77,36 @@ def _train_or_stop(
             # what ranks keep beyond the last checkpoint is saved after the step that follows
             with contextlib.nullcontext() if is_in_memory else preemption.nothing_to_save():
                 prepared = prepare(chosen, options, record.startup.lap)
-                memory_plan = memory.plan_before_start(prepared, options)
-                doctor.before_first_use(prepared.zero_stage, options.cache_dir)
-                record.startup.lap("checks")
-                begin = start(prepared, options, record, preemption, lock, memory_plan)
+                ready = start(prepared, options, record, preemption, lock)
         except Stopped:
             # the other ranks may be anywhere: they were asked to stop as well, or fail
             distributed.leave_alone()
             return False
         with contextlib.suppress(RolledBack):  # then the run is prepared again, as at a resume
-            return _train(prepared, begin, memory_plan, pushes=options.push_to_hub)
+            return _train(prepared, ready, pushes=options.push_to_hub)
+        chosen = Chosen(chosen.plan)  # rows that changed meanwhile are noticed
 
 
-def _train(
-    run: PreparedRun, begin: ReadyRun, memory_plan: dict[str, Any] | None, *, pushes: bool
-) -> bool:
+def _train(run: PreparedRun, ready: ReadyRun, *, pushes: bool) -> bool:
     """Every step that is left, and the export. False when a signal came before the last one."""
-    session, progress = begin.session, begin.progress
+    session, progress = ready.session, ready.progress
     try:
-        inside = memory.enforced(memory_plan, session, run)
+        inside = memory.enforced(ready.memory_plan, session, run)
         is_done = run_session(session, progress, inside=inside)
-        if begin.mirror is not None:
-            logger.info("%s", begin.mirror.told())
+        late.tell(session.meter, session.run)
+        if ready.mirror is not None:
+            logger.info("%s", ready.mirror.told())
         if is_done:
-            begin.export("final")
+            ready.export("final")
             if pushes:
                 on_main(lambda: push(run.plan))
         with session.meter.pause("saving"):
-            begin.saves.wait()
+            ready.saves.wait()
         if is_done:
-            on_main(begin.tidy)
+            on_main(ready.tidy)
         return is_done
     except BaseException as error:
-        begin.saves.leave(error)
+        ready.saves.leave(error)
         raise
     finally:
         session.engine.destroy()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
-from trainer.launch import late, memory, run_folder
+from trainer.launch import doctor, late, memory, run_folder
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
 from trainer.runtime import distributed, rng
@@ -51,6 +51,7 @@ class ReadyRun:
     saves: Beside  # the checkpoint that is being written, if any
     mirror: Mirror | None  # of a run that survives its ranks
     checkpoints: Path
+    memory_plan: dict[str, Any] | None  # None: there is no device to plan for
 
     def tidy(self) -> None:
         """Remove old checkpoints at the end of a run: one that was killed behind its last save has
@@ -67,14 +68,16 @@ def start(
     record: RunRecord,
     preemption: Preemption,
     lock: HeldLock,
-    memory_plan: Mapping[str, Any] | None,
 ) -> ReadyRun:
-    """Build the engine, read the newest state into it, and put the session together. Nothing is
-    saved yet. A collective.
+    """Plan memory, examine DeepSpeed where this machine has not done so yet, build the engine, read
+    the newest state into it, and put the session together. Nothing is saved yet. A collective.
 
-    memory_plan: from memory.plan_memory, with the predicted time beside it.
+    DoesNotFitError when the plan says that the run does not fit its device.
     """
     plan, cfg = run.plan, run.plan.cfg
+    memory_plan = memory.plan_before_start(run, options)
+    doctor.before_first_use(run.zero_stage, options.cache_dir)
+    record.startup.lap("checks")
     live, progress = _engine(run, record.startup.lap)
     record.resume(progress.step, progress.bad.steps)
     record.status("running", step=progress.step)
@@ -123,7 +126,7 @@ def start(
         after_step=mirror_step,
         report=_report,
     )
-    return ReadyRun(session, progress, export, saves, own_mirror, plan.checkpoints)
+    return ReadyRun(session, progress, export, saves, own_mirror, plan.checkpoints, memory_plan)
 
 
 def _report(event: Moved) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from trainer.config.auto import with_micro_batch, with_recomputation
 from trainer.errors import CheckpointError, ConfigError
 from trainer.files.held_lock import HeldLock
-from trainer.launch import doctor, memory
+from trainer.launch import memory
 from trainer.launch.choose import Chosen
 from trainer.launch.prepare import prepare
 from trainer.launch.start import start as start_run
@@ -106,9 +106,7 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
     on_main(lock.acquire)
     try:
         prepared = prepare(Chosen(of_scratch), options, record.startup.lap)
-        memory_plan = memory.plan_before_start(prepared, options)
-        doctor.before_first_use(prepared.zero_stage, options.cache_dir)
-        again = start_run(prepared, options, record, preemption, lock, memory_plan)
+        again = start_run(prepared, options, record, preemption, lock)
         eval_every = NEVER
         if plan.cfg.schedule.shape == "reduce_on_plateau":  # evaluations change what is trained
             evaluated = [line["step"] for line in recorded.lines if "valid/loss" in line]
@@ -122,7 +120,7 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
         )
         then = _origin(scratch, start)
         try:
-            with memory.enforced(memory_plan, session, prepared):
+            with memory.enforced(again.memory_plan, session, prepared):
                 fit(session, again.progress, until=stop)
         finally:
             session.engine.destroy()

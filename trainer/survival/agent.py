@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 class RunPhase(Enum):
     """What the run is doing; it decides what the agent looks for."""
 
-    GATHERING = "no process is a rank: the next generation begins when enough are ready"
+    GATHERING = "no process runs a generation: the next one begins when enough are ready"
     RUNNING = "the ranks of a generation work"
     BROKEN = "a rank of this generation was lost, and the others have not all let go yet"
     ENDING = "a rank has left by itself, and the others must follow"

@@ -162,7 +162,6 @@ def train_step(
     if session.is_judged:
         assert progress is not None, "a loss is judged by those before"
         total = float(distributed.total(loss))
-        _refuse_without_units(host.read()[0], number, window)
         trouble = progress.bad.judge(total, session.cfg.train)
     if trouble:
         engine.leave_out()
@@ -175,7 +174,9 @@ def train_step(
     if not engine.step_was_skipped():
         is_sound = is_sound & engine.has_finite_gradient()
     units, stop, diverged = host.read()
-    _refuse_without_units(units, number, window)
+    leaves_out = trouble is not None and session.cfg.train.on_bad_step != "stop"
+    if units == 0 and not (leaves_out or diverged):
+        raise _no_label(number, window)
     return Step(
         loss,
         units,
@@ -186,15 +187,14 @@ def train_step(
     )
 
 
-def _refuse_without_units(units: int, step: int, window: StepBatches) -> None:
-    """DataError when the loss of a step is over nothing, on all ranks together."""
-    if units == 0:
-        raise DataError(
-            f"step {step}: no row of its global batch has a label left ({_first_rows(window)}).\n"
-            "The loss is a mean over labels, and there are none. Raise the limit that cuts them "
-            "off (`python -m trainer stats` counts what limits cut), take such rows out, or use a "
-            "larger train.global_batch."
-        )
+def _no_label(step: int, window: StepBatches) -> DataError:
+    """The loss of a step is over nothing, on all ranks together."""
+    return DataError(
+        f"step {step}: no row of its global batch has a label left ({_first_rows(window)}).\n"
+        "The loss is a mean over labels, and there are none. Raise the limit that cuts them "
+        "off (`python -m trainer stats` counts what limits cut), take such rows out, or use a "
+        "larger train.global_batch."
+    )
 
 
 def _treat_left_out(session: Session, progress: Progress, step: Step, window: StepBatches) -> None:
@@ -211,7 +211,7 @@ def _treat(session: Session, progress: Progress, trouble: Trouble, window: StepB
     train = session.cfg.train
     progress.bad.count(progress.step, trouble, train, rows=_first_rows(window))
     if train.on_bad_step == "rollback" and not trouble.is_rolled_back:
-        assert session.roll_back is not None, "run() gives it"
+        assert session.roll_back is not None, "launch/start.py gives it"
         session.roll_back(progress.step, trouble)
         raise RolledBack
     session.run.bad_step(progress.step, trouble.kind, progress.bad.steps, trouble.numbers())

@@ -51,10 +51,6 @@ class Due:
     evaluation: bool
     save: bool
 
-    @property
-    def is_nothing(self) -> bool:
-        return not (self.log or self.evaluation or self.save)
-
 
 @dataclass
 class Progress:

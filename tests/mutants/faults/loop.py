@@ -16,7 +16,7 @@ FAULTS = [
     ),
     Fault(
         FILE,
-        "    if units == 0:",
+        "    if units == 0 and not (leaves_out or diverged):",
         "    if units < 0:",
         why="a window without a label divides by zero, and the learning rate is blamed",
         tests=f"{FIT} -k without_a_label",

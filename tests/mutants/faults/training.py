@@ -295,7 +295,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/run.py",
-        "on_main(begin.tidy)",
+        "on_main(ready.tidy)",
         "pass",
         why="a run killed while it removes an old checkpoint keeps it for ever",
         tests="tests/runs/test_features.py -k killed_between",
