@@ -76,15 +76,20 @@ class Selection:
 
 
 def read_source(project: Path) -> SourceFiles:
-    """What lies in the repository of a project's folder; of the folder alone where git does not
-    track it.
+    """The files of a project's repository, or of its folder alone where git does not track it.
 
     ConfigError when the folder or git refuses; LatheError when git does not answer in two minutes.
     """
     project = project.resolve()
-    top = _top(project)
-    if top is None:
-        return _walk(project)
+    try:
+        output = _git(project, "rev-parse", "--show-toplevel")
+    except FileNotFoundError:
+        return _walk(project)  # git is not installed
+    except ConfigError as error:
+        if "not a git repository" in str(error):
+            return _walk(project)
+        raise
+    top = Path(os.fsdecode(output.removesuffix(b"\n"))).resolve()
     commit, branch, changed = _status(top)
     tracked, untracked = _listing(top)
     inside = project.relative_to(top)
@@ -114,20 +119,6 @@ def patch(source: SourceFiles, paths: Iterable[str]) -> bytes:
             source.top, "--literal-pathspecs", "diff", "HEAD", *options, "--", *chunk
         )
     return difference
-
-
-def _top(project: Path) -> Path | None:
-    """The top of the working tree; None without git. ConfigError when git refuses it."""
-    try:
-        return Path(
-            os.fsdecode(_git(project, "rev-parse", "--show-toplevel").removesuffix(b"\n"))
-        ).resolve()
-    except FileNotFoundError:
-        return None  # git is not installed
-    except ConfigError as error:
-        if "not a git repository" in str(error):
-            return None
-        raise
 
 
 def _status(top: Path) -> tuple[str | None, str | None, dict[str, str]]:

@@ -221,7 +221,11 @@ def _read(top: Path, path: str) -> tuple[str, bytes] | None:
     try:
         if os.path.islink(top / path):
             return LINK, os.fsencode(os.readlink(top / path))
-        with open(top / path, "rb", opener=_open_file) as file:
+        # follows no link that has just replaced a file, and waits for no pipe's other end
+        safely = os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(
+            top / path, "rb", opener=lambda name, flags: os.open(name, flags | safely)
+        ) as file:
             status = os.fstat(file.fileno())
             content = file.read(MAX_FILE + 1) if stat.S_ISREG(status.st_mode) else None
     except (FileNotFoundError, NotADirectoryError):
@@ -234,11 +238,6 @@ def _read(top: Path, path: str) -> tuple[str, bytes] | None:
     if content is None:
         return None
     return (EXECUTABLE if status.st_mode & stat.S_IXUSR else REGULAR), content
-
-
-def _open_file(path: str, flags: int) -> int:
-    """Neither follow a link that has just replaced a file, nor wait for a pipe's other end."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _facts(top: Path, path: str) -> tuple[str, str] | None:

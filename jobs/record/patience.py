@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jobs.protocol import Backend
 
 WAIT_S = 3.0
-FRESH_S = 120.0  # for so long the last answer stands for the one that is awaited
+LAST_ANSWER_S = 120.0  # for so long the last answer stands for the one that is awaited
 
 
 @dataclass
@@ -70,7 +70,7 @@ class _Patient:
                 return dict(question.observed or {})
         last = self._last
         is_known = last is not None and set(ids) <= set(last.ids)
-        if last is None or not is_known or time.monotonic() - last.began > FRESH_S:
+        if last is None or not is_known or time.monotonic() - last.began > LAST_ANSWER_S:
             waited_s = time.monotonic() - question.began
             raise Unreachable(f"{self._name} has not answered for {waited_s:.0f} s")
         return dict(last.observed or {})
