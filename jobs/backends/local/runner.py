@@ -113,6 +113,17 @@ class Runner:
     free_on_disk: dict[str, Any] = field(default_factory=dict[str, Any])
     looked_at: float = -float("inf")
 
+    def work(self) -> None:
+        """Take turns until there was nothing to do for IDLE_S. A job whose exit code only this
+        process can learn is never left, however long this process was suspended.
+        """
+        idle_since = time.monotonic()
+        while not self.is_idle() or time.monotonic() - idle_since < queue_folder.IDLE_S:
+            self.turn()
+            if not self.is_idle():
+                idle_since = time.monotonic()
+            time.sleep(POLL_S)
+
     def turn(self) -> None:
         """Look once: who is new, who has ended, who is to be stopped, who can start."""
         self.verdicts.clear()
@@ -295,7 +306,7 @@ def serve(queue: Queue) -> None:
         with runner_lock(queue.folder, fcntl.LOCK_EX) as is_mine:
             if is_mine:
                 runner = Runner(queue, capacity)
-                _work(runner)
+                runner.work()
         if runner is None:  # a runner has it, or somebody who looks whether there is one
             tries += 1
             time.sleep(POLL_S)
@@ -305,18 +316,6 @@ def serve(queue: Queue) -> None:
         runner.welcome()
         if runner.is_idle():
             return
-
-
-def _work(runner: Runner) -> None:
-    """Until there has been nothing to do for IDLE_S. However long this process is kept from
-    running, it does not leave a job whose exit code only it can learn.
-    """
-    idle_since = time.monotonic()
-    while not runner.is_idle() or time.monotonic() - idle_since < queue_folder.IDLE_S:
-        runner.turn()
-        if not runner.is_idle():
-            idle_since = time.monotonic()
-        time.sleep(POLL_S)
 
 
 def main() -> int:
