@@ -98,7 +98,7 @@ class SnapshotEntry:
 
 
 class _Changed(Exception):
-    """A file is not any more what it was when it was hashed."""
+    """A file has changed since it was hashed."""
 
 
 def take(project: Path, base: BaseFolder, *, allow_dirty: bool) -> Snapshot:
@@ -217,7 +217,7 @@ def _entries(top: Path, paths: Iterable[str]) -> list[SnapshotEntry]:
 
 
 def _read(top: Path, path: str) -> tuple[str, bytes] | None:
-    """Mode and content of a file (of a link: its target), or None when there is none any more."""
+    """Mode and content of a file (of a link: its target); None when the file is gone."""
     try:
         if os.path.islink(top / path):
             return LINK, os.fsencode(os.readlink(top / path))
@@ -256,7 +256,7 @@ def _digest(entries: Iterable[SnapshotEntry]) -> str:
 
 
 def _reuse(folder: Path) -> bool:
-    """Whether a whole snapshot lies there; marks it as used now, so that `jobs.code.gc` leaves it
+    """Whether a complete snapshot exists. Its time is set to now, so that `jobs.code.gc` keeps it
     for this submission.
     """
     with suppress(OSError):  # of another user of a shared savedir_base, or not there
@@ -291,7 +291,7 @@ def _write(
     selection: Selection,
     entries: list[SnapshotEntry],
 ) -> None:
-    """Fill a staging folder. _Changed when the project does not hold any more what was hashed."""
+    """Fill a staging folder. _Changed when a file of the project has changed since its hash."""
     _write_files(folder, source.top, entries)
     difference, why_no_patch = _patch(source, selection.dirty)
     if difference:
@@ -390,7 +390,7 @@ def _sync(folder: Path) -> None:
 
 
 def _publish(staging: Path, folder: Path) -> None:
-    """Give a whole snapshot its name; where another process was faster, its snapshot stays."""
+    """Rename a complete snapshot to its digest. One that another process has published stays."""
     for _ in range(TRIES):
         try:
             os.rename(staging, folder)

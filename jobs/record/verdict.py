@@ -37,7 +37,7 @@ _rule_for = functools.cache(functools.partial(first_rule, VERDICTS))
 
 @dataclass(frozen=True)
 class AttemptFiles:
-    """What lies in the folder of the last attempt."""
+    """The files in the folder of the last attempt."""
 
     exit: dict[str, Any] | None = None
     started: dict[str, Any] | None = None
@@ -63,7 +63,7 @@ class AttemptFiles:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The state and why; `host` where it is known."""
+    """The state of a job and the reason. host: where it runs or ran, if that is known."""
 
     state: JobState
     reason: str | None = None

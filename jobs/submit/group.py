@@ -126,7 +126,7 @@ def scheduler_texts(request: Request) -> list[str]:
 
 @dataclass
 class _Budget:
-    """How many more of the group may be alive at once; None: submission does not count them."""
+    """How many more experiments of a group may start; None when submission does not count them."""
 
     remaining: int | None = None
 
