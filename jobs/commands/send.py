@@ -115,11 +115,12 @@ def submit_command(
         str, typer.Option("--retry", help="States to run again: failed,preempted,lost,...")
     ] = "",
     max_parallel: Annotated[
-        int | None, typer.Option("--max-parallel", min=1, help="At most so many jobs at once.")
+        int | None, typer.Option("--max-parallel", min=1, help="Most live jobs at one time.")
     ] = None,
-    array: Annotated[bool, typer.Option("--array", help="One submission for all (Slurm).")] = False,
+    array: Annotated[bool, typer.Option("--array", help="Submit one array (Slurm).")] = False,
     after: Annotated[
-        list[str] | None, typer.Option("--after", help="Scheduler id that must succeed first.")
+        list[str] | None,
+        typer.Option("--after", help="Scheduler id of a job that must succeed first."),
     ] = None,
     allow_dirty: Annotated[
         bool, typer.Option("--allow-dirty", help="Send uncommitted code, with its patch.")

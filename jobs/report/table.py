@@ -77,8 +77,8 @@ NAMED = (
 
 
 def table(rows: Sequence[Row], *, width: int = 100) -> Table:
-    """One line for each experiment, `width` columns wide. Long reasons are cut; `reasons` has them
-    in full.
+    """One line for each experiment, `width` wide. It cuts long reasons; `reasons` prints them
+    whole.
     """
     # "valid/loss", or else the evaluation metric that most rows have
     names = Counter(name for row in rows for name in row.metrics if "/" in name)

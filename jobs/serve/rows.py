@@ -64,10 +64,7 @@ class RowReport:
 
 
 def check(path: Path, kinds: Sequence[str] | None = None) -> RowReport:
-    """Check a JSON-lines file, whose rows must all be of one kind.
-
-    kinds: the allowed kinds; None for all.
-    """
+    """Check a JSON-lines file whose rows are all of one kind, among `kinds` (None: all kinds)."""
     report = RowReport()
     allowed = list(kinds or KINDS)
     for line, content in _lines(path):

@@ -112,54 +112,52 @@ def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
     folder = request.base.run(row.exp_id)
     try:
         with record.lock(folder, wait_s=LOCK_WAIT_S):
-            rows_now = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)
-            return _again_under_lock(request, folder, rows_now[0], rows)
+            row = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)[0]
+            job = record.read(folder)
+            template = _template(folder, job) if job is not None else None
+            if job is None or template is None:
+                return ActionResult(row.exp_id, "skip", "never sent: submit its group", row.state)
+            limits = request.limits or Limits(
+                template.job.max_retries, template.job.max_preemptions
+            )
+            status = read_json(folder.status) or {}
+            decision = decide(
+                row,
+                limits,
+                is_finished=status.get("state") == "succeeded",
+                training_now=training_now(folder, was_sent=bool(row.history)),
+            )
+            is_refused = job.last is not None and row.state == "pending"
+            # refused: a person must change something
+            if decision.action == "skip" or (is_refused and request.limits is None):
+                return ActionResult(row.exp_id, "skip", decision.reason, row.state)
+            if decision.action == "settle" and job.last is not None:
+                backend = request.backend_of(job.last.backend)
+                return _result(
+                    row,
+                    "settle",
+                    settle_intent(folder, job.last, backend, resend_s=request.resend_s),
+                )
+            num_alive = sum(other.group == row.group and other.state in ACTIVE for other in rows)
+            if (
+                template.max_parallel is not None
+                and num_alive >= template.max_parallel
+                # a backend with a queue counts by itself
+                and not request.backend_of(template.backend).traits.keeps_queue
+            ):
+                return ActionResult(
+                    row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
+                )
+            job = record_state(folder, job, row)
+            return _result(
+                row,
+                "send",
+                send(folder, fresh(job, template, folder), request.backend_of(template.backend)),
+            )
     except Unreachable as error:
         return ActionResult(row.exp_id, "settle", str(error), row.state, is_bad=True)
     except (LatheError, OSError) as error:
         return ActionResult(row.exp_id, "failed", str(error), row.state, is_bad=True)
-
-
-def _again_under_lock(
-    request: Again, folder: RunFolder, row: Row, rows: Sequence[Row]
-) -> ActionResult:
-    job = record.read(folder)
-    template = _template(folder, job) if job is not None else None
-    if job is None or template is None:
-        return ActionResult(row.exp_id, "skip", "never sent: submit its group", row.state)
-    limits = request.limits or Limits(template.job.max_retries, template.job.max_preemptions)
-    status = read_json(folder.status) or {}
-    decision = decide(
-        row,
-        limits,
-        is_finished=status.get("state") == "succeeded",
-        training_now=training_now(folder, was_sent=bool(row.history)),
-    )
-    is_refused = job.last is not None and row.state == "pending"
-    # refused: a person must change something
-    if decision.action == "skip" or (is_refused and request.limits is None):
-        return ActionResult(row.exp_id, "skip", decision.reason, row.state)
-    if decision.action == "settle" and job.last is not None:
-        backend = request.backend_of(job.last.backend)
-        return _result(
-            row, "settle", settle_intent(folder, job.last, backend, resend_s=request.resend_s)
-        )
-    num_alive = sum(other.group == row.group and other.state in ACTIVE for other in rows)
-    if (
-        template.max_parallel is not None
-        and num_alive >= template.max_parallel
-        # a backend with a queue counts by itself
-        and not request.backend_of(template.backend).traits.keeps_queue
-    ):
-        return ActionResult(
-            row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
-        )
-    job = record_state(folder, job, row)
-    return _result(
-        row,
-        "send",
-        send(folder, fresh(job, template, folder), request.backend_of(template.backend)),
-    )
 
 
 def _template(folder: RunFolder, job: Job) -> JobSpec | None:
