@@ -116,6 +116,11 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     return PreparedRun(plan, task, stores, options.places, questions, identity, newest)
 
 
+def is_in_memory(plan: RunPlan, options: Options) -> bool:
+    """Whether ranks of `--survive` hold a newer state of the run than its folder."""
+    return mirror.newest(options.memory, plan.id) is not None
+
+
 def newest_state(plan: RunPlan, options: Options) -> SavedState | None:
     """What ranks have kept in memory, else the newest good checkpoint. A collective."""
     in_memory = mirror.newest(options.memory, plan.id)

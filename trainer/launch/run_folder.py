@@ -21,6 +21,7 @@ from trainer.files.atomic import refusals, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
+from trainer.survival import groups, lifeline
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import tracked_runs, tracker_names
 
@@ -44,9 +45,15 @@ WRITTEN_AGAIN = (
 )
 
 
-def open_record(plan: RunPlan, options: Options) -> RunRecord:
-    """The record of a run: on the console, in its folder, in wandb and in other trackers."""
-    return RunRecord(
+@contextlib.contextmanager
+def recorded(plan: RunPlan, options: Options) -> Iterator[RunRecord]:
+    """The record of a run, open while the block lasts: on the console, in the run folder, in wandb
+    and in other trackers. It keeps the error that the block ends with.
+
+    Raises PeerLost for an error that comes of the loss of another rank.
+    """
+    lifeline.tell("begun", id=plan.id, folder=str(plan.folder.absolute()))
+    run_record = RunRecord(
         plan.folder,
         total=plan.cfg.train.steps,
         wandb=options.wandb(plan.values),
@@ -59,6 +66,17 @@ def open_record(plan: RunPlan, options: Options) -> RunRecord:
             values=plan.values,
         ),
     )
+    try:
+        yield run_record
+    except BaseException as error:
+        if isinstance(error, Exception) and groups.is_peer_lost(error):
+            run_record.status("running")  # goodput goes on from what is known now
+            raise lifeline.PeerLost from error
+        with contextlib.suppress(StorageError):  # a full disk must not hide what went wrong
+            run_record.fail(error)
+        raise
+    finally:
+        run_record.close()
 
 
 @contextlib.contextmanager
