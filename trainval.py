@@ -18,10 +18,10 @@ from trainer.commands.options import spread
 from trainer.config.flags import RunFlags
 from trainer.config.identity import exp_id as id_of
 from trainer.config.userfile import kind
-from trainer.config.version import Version
 from trainer.errors import EXIT_OK, ConfigError
 from trainer.files.survive import Survival, parse
 from trainer.launch.ending import end, last_words
+from trainer.version import Version
 
 _NO_BASE = "-sb/--savedir_base is required: the folder that holds all runs. For example -sb results"
 

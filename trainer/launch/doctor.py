@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import deepspeed_config
+from trainer.config.block import validate
 from trainer.config.identity import digest
-from trainer.config.schema import Experiment, validate
+from trainer.config.schema import Experiment
 from trainer.errors import ProofError
 from trainer.files.atomic import write_json
 from trainer.runtime import distributed, rng
