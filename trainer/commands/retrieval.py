@@ -13,7 +13,6 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
     from trainer.data.readers.rankings import Rankings
-    from trainer.protocol.abilities import Embeds
     from trainer.retrieval.embeddings import Embeddings
 
 RunFile = Annotated[
@@ -69,6 +68,7 @@ def encode(
     rank.
     """
     from trainer.evaluation.run import Question, open_model
+    from trainer.protocol.abilities import Embeds
     from trainer.retrieval import embeddings
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
@@ -77,7 +77,10 @@ def encode(
     values = which.values()
     distributed.init()
     task, retriever, folder = open_model(Question(values, model=model), which.run_options())
-    maker = _embeds(task, values)
+    if not isinstance(task, Embeds):
+        raise ConfigError(
+            f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
+        )
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
     texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
     rows = shard_rows or embeddings.shard_rows(count, distributed.world())
@@ -86,7 +89,7 @@ def encode(
         out,
         lambda: _rows(source, side, split),
         embeddings.encoder_of(
-            maker,
+            task,
             retriever,
             side="query" if side == "query" else "passage",
             batch=batch or 64,
@@ -99,16 +102,6 @@ def encode(
             f"{out}: {vectors.plan.count} vectors of {vectors.dim} numbers, "
             f"{len(vectors.shards)} shard(s)"
         )
-
-
-def _embeds(task: object, values: dict[str, Any]) -> Embeds:
-    from trainer.protocol.abilities import Embeds
-
-    if not isinstance(task, Embeds):
-        raise ConfigError(
-            f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
-        )
-    return task
 
 
 def _check_flags(side: str, dtype: str, precision: str, split: str | None) -> None:

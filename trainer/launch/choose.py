@@ -78,7 +78,9 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
             chosen["preset"], chosen["rows"] = _preset_and_rows(run, preset, options.device)
             run = replace(run, plan=_with_choices(plan, chosen))
         if train.gradient_checkpointing == AUTO:
-            recorded = _recorded_recomputation(run.plan, options)
+            has_begun = preflight.has_begun(plan) and not options.resets(plan.id)
+            goes_on = has_begun or is_in_memory(plan, options)
+            recorded = run_folder.recorded_recomputation(plan.folder) if goes_on else None
             chosen["recomputed"] = recomputation(run, name=options.device, recorded=recorded)
             run = replace(run, plan=_with_choices(plan, chosen))
         if train.frozen == AUTO:
@@ -101,13 +103,6 @@ def _with_choices(plan: RunPlan, chosen: Mapping[str, Any]) -> RunPlan:
     if "frozen" in chosen:
         cfg = with_frozen(cfg, chosen["frozen"])
     return replace(plan, cfg=cfg, ds=ds, sharding=sharding)
-
-
-def _recorded_recomputation(plan: RunPlan, options: Options) -> bool | int | None:
-    """What an earlier start of the run chose; None for a run that begins now."""
-    has_begun = preflight.has_begun(plan) and not options.resets(plan.id)
-    goes_on = has_begun or is_in_memory(plan, options)
-    return run_folder.recorded_recomputation(plan.folder) if goes_on else None
 
 
 def _preset_and_rows(run: PreparedRun, preset: str, name: str | None) -> tuple[str, int]:

@@ -91,7 +91,14 @@ def claimed(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
 
 
 def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
-    _make_base(options.savedir_base)
+    base = options.savedir_base
+    for path in (base, *base.parents):
+        if path.exists() and not path.is_dir():
+            raise StorageError(
+                f"--savedir_base {base}: {path} is a file. Give a folder, which is made if need be."
+            )
+    with refusals(base):
+        base.mkdir(parents=True, exist_ok=True)
     lock.acquire()
     if options.resets(plan.id) and plan.folder.exists():
         aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -107,16 +114,6 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
     write_json(plan.folder / "exp_dict.json", plan.values)
     write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
     write_json(plan.folder / "ds_config.json", plan.ds)
-
-
-def _make_base(base: Path) -> None:
-    for path in (base, *base.parents):
-        if path.exists() and not path.is_dir():
-            raise StorageError(
-                f"--savedir_base {base}: {path} is a file. Give a folder, which is made if need be."
-            )
-    with refusals(base):
-        base.mkdir(parents=True, exist_ok=True)
 
 
 def _check_files(plan: RunPlan) -> None:

@@ -68,7 +68,10 @@ def shorten(model: nn.Module, num_left: int) -> Stacks:
     place_of: dict[int, Entered] = {}
     for name, blocks in lists:
         is_inside = any(name.startswith(f"{stack}.") for stack in missing)
-        if is_inside or len(blocks) <= num_left or not _are_alike(list(blocks)[1:]):
+        if is_inside or len(blocks) <= num_left:
+            continue
+        looks = [_look(block) for block in list(blocks)[1:]]  # the first may differ
+        if any(look != looks[0] for look in looks):
             continue
         missing[name] = len(blocks) - num_left
         removed += list(blocks)[num_left:]
@@ -84,11 +87,6 @@ def shorten(model: nn.Module, num_left: int) -> Stacks:
 def storage_of(tensor: Tensor) -> int:
     """Which storage a tensor lies in."""
     return tensor.untyped_storage()._cdata
-
-
-def _are_alike(blocks: Sequence[nn.Module]) -> bool:
-    first = _look(blocks[0])
-    return all(_look(block) == first for block in blocks[1:])
 
 
 def _look(block: nn.Module) -> list[Any]:

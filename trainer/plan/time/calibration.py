@@ -298,7 +298,11 @@ class _Block(nn.Module):
 
     def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
         normed_BLD = self._norm(x_BLD, 0)
-        query, key, value = (self._heads(name, normed_BLD) for name in ("query", "key", "value"))
+        rows, length, _ = x_BLD.shape
+        query, key, value = (
+            self.layers[name](normed_BLD).view(rows, length, self.heads, -1).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
         query, key = (_rotate(side, cos_LK, sin_LK) for side in (query, key))
         mixed_BHLK = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         mixed_BLD = mixed_BHLK.transpose(1, 2).reshape(x_BLD.shape)
@@ -306,10 +310,6 @@ class _Block(nn.Module):
         normed_BLD = self._norm(x_BLD, 1)
         gate_BLD = F.silu(self.layers["gate"](normed_BLD))
         return x_BLD + self.layers["down"](gate_BLD * self.layers["up"](normed_BLD))
-
-    def _heads(self, name: str, x_BLD: Tensor) -> Tensor:
-        rows, length, _ = x_BLD.shape
-        return self.layers[name](x_BLD).view(rows, length, self.heads, -1).transpose(1, 2)
 
     def _norm(self, x_BLD: Tensor, place: int) -> Tensor:
         variance_BL1 = x_BLD.pow(2).mean(-1, keepdim=True)

@@ -4,6 +4,7 @@ same global batch, by predicted time and memory.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,10 @@ def ways(
     """
     share = subject.cfg.train.global_batch // cluster.world
     sizes = micro_batches or [n for n in range(1, share + 1) if share % n == 0]
-    zeros = _zeros(subject, presets)
+    zeros: dict[str, Zero] = {}
+    for preset in presets:
+        with contextlib.suppress(ConfigError):  # Adafactor above stage 0: nothing to choose
+            zeros[preset] = subject.zero_of(subject.with_deepspeed(preset))
     all_ways: list[Way] = []
     for every, points in _measure(subject, rates, recomputed).items():
         for preset, zero in zeros.items():
@@ -130,16 +134,6 @@ def _of(zero: Zero, accumulation: int) -> Zero:
 def _peak(points: _Points, zero: Zero, rows: int, share: int) -> int:
     now = _of(zero, max(1, share // rows))
     return training(points.memory(rows), now, cublas=_CUBLAS).total
-
-
-def _zeros(subject: Subject, presets: Sequence[str]) -> dict[str, Zero]:
-    zeros: dict[str, Zero] = {}
-    for preset in presets:
-        try:
-            zeros[preset] = subject.zero_of(subject.with_deepspeed(preset))
-        except ConfigError:  # Adafactor above stage 0: nothing to choose
-            continue
-    return zeros
 
 
 def _measure(

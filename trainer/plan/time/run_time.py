@@ -70,7 +70,9 @@ def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
     """The prediction for an experiment as it is. MeasuringError when a step cannot be traced."""
     kernels = "fakegpu" if rates.overlaps_launches else "cpu"
     batches, per_step = typical_batches(subject)
-    evaluated = _middle(subject.valid.lengths, _eval_rows(subject))
+    by_length = np.argsort(subject.valid.lengths, kind="stable")
+    start = max(0, (len(by_length) - _eval_rows(subject)) // 2)
+    evaluated = by_length[start : start + _eval_rows(subject)]  # rows of middle length
     requests = [subject.training_request(numbers) for numbers in batches]
     requests.append(request_of(subject, "evaluate", subject.valid, evaluated))
     requests += answer_requests(subject, evaluated)
@@ -117,13 +119,6 @@ def typical_batches(subject: Subject) -> tuple[list[Any], float]:
     count = 1 if are_alike else min(_TYPICAL, len(batches))
     places = [(2 * number + 1) * len(batches) // (2 * count) for number in range(count)]
     return [batches[place] for place in places], len(batches) / steps
-
-
-def _middle(lengths: np.ndarray, rows: int) -> np.ndarray:
-    """So many rows of like length, from the middle of all."""
-    order = np.argsort(lengths, kind="stable")
-    start = max(0, (len(order) - rows) // 2)
-    return order[start : start + rows]
 
 
 def _eval_rows(subject: Subject) -> int:
