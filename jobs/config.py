@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, field_validator, model_validator
 
 from jobs.secret_keys import SECRET
-from trainer.config.schema import Positive, Strict
+from trainer.config.block import Positive, Strict
 from trainer.errors import ConfigError
 from trainer.files.survive import FORM
 

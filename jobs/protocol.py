@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 from pydantic import Field
 
 from jobs.config import JobConfig
-from trainer.config.schema import Strict
+from trainer.config.block import Strict
 
 if TYPE_CHECKING:
     from jobs.job_state import Observed

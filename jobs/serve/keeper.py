@@ -47,7 +47,7 @@ from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
 from jobs.submit.policy import Limits
 from jobs.submit.request import Request
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import LatheError
 from trainer.files.atomic import create_json, refusals
 

@@ -20,8 +20,8 @@ from jobs.config import JobConfig
 from jobs.record import wandb_key
 from jobs.record.paths import BaseFolder, check_base
 from jobs.submit.request import RESEND_S, Request
+from trainer.config.block import validate
 from trainer.config.flags import PATHS, RUN_FLAGS, SWITCHES
-from trainer.config.schema import validate
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

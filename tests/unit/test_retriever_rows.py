@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.retriever import rows
 from trainer.tasks.retriever.config import Data

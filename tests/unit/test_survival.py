@@ -293,6 +293,15 @@ def test_processes_that_cannot_import_end_the_run_and_later_ones_are_not_tried_f
     assert [one.state for one in agent._members] == ["running", "running"]
 
 
+def test_a_run_that_is_given_up_says_how_often_in_a_row_a_rank_was_lost() -> None:
+    agent = running(2)
+    agent._break_generation()
+    for _ in range(MOST_IN_VAIN):
+        agent._refuse_hopeless(agent._members)
+    with pytest.raises(LatheError, match=f"{MOST_IN_VAIN + 1} times in a row a rank was lost"):
+        agent._refuse_hopeless(agent._members)
+
+
 def code_of(module: str) -> int:
     share_fork_server()
     return Agent(Survival(2), module).run()

@@ -416,9 +416,9 @@ class Agent:
         if self._idle_generations > MOST_IN_VAIN:
             assert self._break is not None, "a generation after the first follows a break"
             raise LatheError(
-                f"--survive: {MOST_IN_VAIN} times in a row a rank was lost before the next step "
-                f"was done; the last one: {self._break.lost}. Look at what was logged before; the "
-                "same command goes on from the last checkpoint."
+                f"--survive: {self._idle_generations} times in a row a rank was lost before the "
+                f"next step was done; the last one: {self._break.lost}. Look at what was logged "
+                "before; the same command goes on from the last checkpoint."
             )
 
     def _close_break(self) -> None:

@@ -32,7 +32,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from jobs.backends.toolkit.backend import Toolkit, rendered_job
 from jobs.config import JobConfig
 from jobs.errors import Unreachable
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
