@@ -133,9 +133,7 @@ def submit_command(
     as_json: Json = False,
     flags: Flags = None,
 ) -> None:
-    """Submit every experiment of the group that has neither succeeded nor is alive. Safe to repeat,
-    and to run many times at once.
-    """
+    """Submit each experiment of the group unless it succeeded or is alive. Repeat it at any time."""
     if prune and not yes:
         raise ConfigError(
             "--prune: this cancels live experiments that are no longer in the group. Say --yes."
