@@ -119,19 +119,19 @@ def useful_contexts(raw: Row, place: str, count: int) -> list[int]:
 
 
 def identity(value: Any, place: str, name: str) -> str:
-    """An id as text: an integer, or text that is not blank."""
+    """An id as text without white space around it: an integer, or text that is not blank."""
     is_text = isinstance(value, str) and bool(value.strip())
     if not is_text and (not isinstance(value, int) or isinstance(value, bool)):
         raise DataError(
             f"{place}: {name!r} is {preview(value)}, want an id: a number without decimals, or "
             "text."
         )
-    return str(value)
+    return str(value).strip()
 
 
 def column_identity(value: Any, place: str, name: str) -> str:
     """An id that a run file can hold between its blanks."""
-    if isinstance(value, str) and value.split() != [value]:
+    if isinstance(value, str) and len(value.split()) != 1:
         raise DataError(
             f"{place}: {name!r} is {preview(value)}, want an id: an integer, or text without "
             "blanks."

@@ -137,10 +137,10 @@ def nq_rows(folder: Path | None, split: str) -> Iterator[Row]:
     """
     of_split = list(nq_lines(folder, split))
     folder = nq_folder(folder)
-    ids = {str(raw.get("gold")) for _, _, raw in of_split}
+    ids = {str(raw.get("gold")).strip() for _, _, raw in of_split}
     gold = {passage["id"]: passage for passage in nq_passages(folder) if passage["id"] in ids}
     for _, place, raw in of_split:
-        passage = gold.get(str(raw.get("gold")))
+        passage = gold.get(str(raw.get("gold")).strip())
         if passage is None:
             raise DataError(f"{place}: gold={raw.get('gold')!r} is no id in {folder / CORPUS}.")
         yield {

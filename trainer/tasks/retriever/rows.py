@@ -125,7 +125,7 @@ def _pretokenised_rows(path: Path) -> Iterator[Row]:
             if not isinstance(texts, list) or not all(_are_ids(ids) for ids in texts):
                 expected = "token ids" if name == "query" else "a list of lists of token ids"
                 raise bad_line(path, line, f"{name!r} is {preview(value)}, want {expected}")
-        yield {"id": str(raw.get("query_id", line)), **lists}
+        yield {"id": str(raw.get("query_id", line)).strip(), **lists}
 
 
 def _are_ids(value: Any) -> bool:
@@ -303,8 +303,8 @@ def _nq_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
     """The gold passage, and those of BM25's ranking that hold no answer."""
     texts = {passage["id"]: passage for passage in nq_passages(folder)}
     for index, place, raw in nq_lines(folder, split, getattr(data.files, split)):
-        ranked = [str(one) for one in as_list(raw.get("bm25"), place, "bm25") or ()]
-        gold = str(raw.get("gold"))
+        ranked = [str(one).strip() for one in as_list(raw.get("bm25"), place, "bm25") or ()]
+        gold = str(raw.get("gold")).strip()
         unknown = [one for one in (gold, *ranked) if one not in texts]
         if unknown:
             raise DataError(f"{place}: passage {unknown[0]!r} is not in corpus.tsv.")

@@ -63,7 +63,7 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
         summaries += [text for text in _texts(raw.get(column), column, place) if text.strip()]
     row_id = raw.get(data.id)
     return {
-        "id": str(number if row_id is None else row_id),
+        "id": str(number if row_id is None else row_id).strip(),
         "document": " ".join(text.strip() for text in texts),
         "summaries": summaries,
     }
