@@ -54,7 +54,7 @@ class Member:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a run that ends waits for it: a rank, or a dismissed one that has not left yet."""
+        """Whether a run that ends waits for it: a rank, or a dismissed one that has not left."""
         return self.is_rank or self.state == "dismissed"
 
     @property
