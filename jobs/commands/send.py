@@ -133,7 +133,7 @@ def submit_command(
     as_json: Json = False,
     flags: Flags = None,
 ) -> None:
-    """Submit each experiment of the group unless it succeeded or is alive. Repeat it at any time."""
+    """Submit each experiment of the group unless it succeeded or is alive. It may be repeated."""
     if prune and not yes:
         raise ConfigError(
             "--prune: this cancels live experiments that are no longer in the group. Say --yes."
