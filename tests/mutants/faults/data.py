@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 OWN = "tests/unit/test_own_rows.py"
 CHAT = "tests/unit/test_chat.py"
+LISTS = "tests/unit/test_lists.py"
 ENCODING = "tests/unit/test_encoding.py"
 SHARDS = "tests/unit/test_shard_folder.py"
 VECTORS = "tests/unit/test_embeddings.py"
@@ -16,6 +17,34 @@ FAULTS = [
         "for name, value in raw.items()}",
         why="a column of the file that is called like another of our names goes before the mapped",
         tests=OWN,
+    ),
+    Fault(
+        "trainer/data/readers/columns.py",
+        "row[name] = as_list(row[name], place, name)",
+        "row[name] = row[name]",
+        why="a list that stands in a text is learnt as that text",
+        tests=LISTS,
+    ),
+    Fault(
+        "trainer/data/formats/lists.py",
+        "if has_commas not in (None, has_comma):",
+        "if has_commas is has_comma is not has_comma:",
+        why="a list with some of its commas is read as if nothing were wrong with it",
+        tests=LISTS,
+    ),
+    Fault(
+        "trainer/tasks/summariser/data.py",
+        "values = as_list(value, place, column)",
+        "values = value",
+        why="a summary is learnt with the brackets of the list that it stood in",
+        tests=LISTS,
+    ),
+    Fault(
+        "trainer/data/readers/fields.py",
+        "return str(value).strip()",
+        "return str(value)",
+        why="a passage with a blank behind its id is another one than that of the qrels",
+        tests="tests/unit/test_passages_and_queries.py",
     ),
     Fault(
         "trainer/data/readers/own_rows.py",
