@@ -18,10 +18,10 @@ from trainer.commands.options import spread
 from trainer.config.flags import RunFlags
 from trainer.config.identity import exp_id as id_of
 from trainer.config.userfile import kind
-from trainer.config.version import Version
 from trainer.errors import EXIT_OK, ConfigError
 from trainer.files.survive import Survival, parse
 from trainer.launch.ending import end, last_words
+from trainer.version import Version
 
 _NO_BASE = "-sb/--savedir_base is required: the folder that holds all runs. For example -sb results"
 
@@ -51,7 +51,10 @@ class WhichRuns:
     ] = 0
     exp_id: Annotated[
         str | None,
-        typer.Option("--exp_id", help="Run this one; its dictionary is read from its folder."),
+        typer.Option(
+            "--exp_id",
+            help="Run the experiment with this id; its dictionary is read from its folder.",
+        ),
     ] = None
     exp_configs: Annotated[
         Path | None,
@@ -62,7 +65,10 @@ class WhichRuns:
     steps: Annotated[
         int | None,
         typer.Option(
-            "--steps", min=1, help="Optimizer steps; shapes the schedule, so it changes the id."
+            "--steps",
+            min=1,
+            help="Train for this many optimizer steps; the schedule depends on it, so the "
+            "id changes.",
         ),
     ] = None
 
@@ -81,7 +87,8 @@ class Launch:
         str,
         typer.Option(
             "--python_binary",
-            help="With -j: launch line; NGPUS stands for the GPUs of the job.",
+            help="With -j: the command that starts the ranks; NGPUS stands for the job's "
+            "number of GPUs.",
         ),
     ] = ""
     job_configs: Annotated[
@@ -94,7 +101,9 @@ class Launch:
     allow_dirty: Annotated[
         bool,
         typer.Option(
-            "--allow_dirty", "--allow-dirty", help="With -j: send uncommitted code, with its patch."
+            "--allow_dirty",
+            "--allow-dirty",
+            help="With -j: also send uncommitted changes, and keep them as a patch.",
         ),
     ] = False
     dry_run: Annotated[
@@ -106,8 +115,9 @@ class Launch:
         typer.Option(
             "--survive",
             metavar="RANKS[+SPARES][,hang_s=S][,every=K]",
-            help="Start so many ranks here, instead of torchrun, and go on when one dies or makes "
-            "no progress for 60 s; they keep what they go on from in memory, every step.",
+            help="Start this many ranks here, instead of torchrun. When a rank dies or "
+            "makes no progress for 60 s, it is replaced, and training goes on from a "
+            "copy of its state that the ranks keep in memory after every step.",
         ),
     ] = None
 

@@ -65,7 +65,11 @@ def text_of(key: reference.Key) -> str:
 @guard
 def groups(
     name: Annotated[
-        str | None, typer.Argument(help="A group, shown whole; or a part of the names to list.")
+        str | None,
+        typer.Argument(
+            help="A group, to print its experiments; or a part of a name, to list the "
+            "groups that contain it."
+        ),
     ] = None,
     exp_configs: ExpConfigs = None,
 ) -> None:

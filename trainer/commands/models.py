@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.files.atomic import refusals
 
 TaskName = Annotated[
-    str, typer.Argument(metavar="TASK", help="The system, as experiments name it: fid.")
+    str, typer.Argument(metavar="TASK", help="The task that trains such models, such as fid.")
 ]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write; it must not exist yet.")]
 CompatCrossBias = Annotated[
@@ -25,15 +25,19 @@ CompatCrossBias = Annotated[
 TokenizerName = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer", help="A folder or Hub id whose tokenizer is written into the folder."
+        "--tokenizer", help="Write the tokenizer of this folder or Hub id into the folder, too."
     ),
 ]
 Layout = Annotated[
-    str | None, typer.Option("--layout", help="fid: t5 (default), or fid for facebookresearch/FiD.")
+    str | None,
+    typer.Option(
+        "--layout", help="fid: the layout to write, t5 (default), or fid for facebookresearch/FiD."
+    ),
 ]
 
 Merge = Annotated[
-    bool, typer.Option("--merge", help="cross_attention: with the base's weights in the folder.")
+    bool,
+    typer.Option("--merge", help="cross_attention: also write the base's weights into the folder."),
 ]
 
 

@@ -53,12 +53,18 @@ class ExperimentOptions:
         str | None, typer.Option("-e", "--exp_group", help="Group of the experiment.")
     ] = None
     exp_id: Annotated[
-        str | None, typer.Option("--exp_id", help="This one only; alone, read from its folder.")
+        str | None,
+        typer.Option(
+            "--exp_id",
+            help="Use only the experiment with this id; without -e, read it from its folder.",
+        ),
     ] = None
     exp_configs: ExpConfigs = None
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, help="As given to trainval.py: it is part of the id."),
+        typer.Option(
+            "--steps", min=1, help="The value that was given to trainval.py; it is part of the id."
+        ),
     ] = None
     data_path: DataPath = None
     cache_dir: CacheDir = Path("tmp-cache")
@@ -97,13 +103,21 @@ Model = Annotated[
     ),
 ]
 Split = Annotated[str, typer.Option("--split", help="train, valid or test.")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="The first rows only.")]
-BatchSize = Annotated[
-    int | None, typer.Option("--batch", min=1, help="Rows per device; default train.eval_batch.")
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Use only this many rows, the first ones.")
 ]
-NumBeams = Annotated[int, typer.Option("--num_beams", min=1, help="1: greedy.")]
+BatchSize = Annotated[
+    int | None,
+    typer.Option("--batch", min=1, help="Rows per device and forward; default train.eval_batch."),
+]
+NumBeams = Annotated[
+    int, typer.Option("--num_beams", min=1, help="Number of beams; 1: greedy decoding.")
+]
 NumAnswers = Annotated[
-    int, typer.Option("--num_answers", min=1, help="The n best answers of each row, or n draws.")
+    int,
+    typer.Option(
+        "--num_answers", min=1, help="Number of answers for each row: the best beams, or samples."
+    ),
 ]
 Pred = Annotated[
     Path | None,

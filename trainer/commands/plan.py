@@ -24,23 +24,41 @@ DeviceName = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="h200, 8xh100-80, a size such as 24GiB, or calibrate-device's file; default: the GPU "
-        "here.",
+        help="Plan for h200, 8xh100-80, a size such as 24GiB, or the file of "
+        "calibrate-device; default: the GPU here.",
     ),
 ]
-World = Annotated[int | None, typer.Option("--world", min=1, help="Devices that train together.")]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines with as many devices each.")]
-Fastest = Annotated[bool, typer.Option("--fastest", help="The ten fastest ways to train that fit.")]
+World = Annotated[
+    int | None, typer.Option("--world", min=1, help="Number of devices that train together.")
+]
+Nodes = Annotated[
+    int,
+    typer.Option("--nodes", min=1, help="Number of machines; each has the same number of devices."),
+]
+Fastest = Annotated[
+    bool, typer.Option("--fastest", help="Show the ten fastest ways to train that fit into memory.")
+]
 Price = Annotated[
-    float | None, typer.Option("--price_per_gpu_hour", min=0.0, help="Money, for --fastest.")
+    float | None,
+    typer.Option(
+        "--price_per_gpu_hour",
+        min=0.0,
+        help="Price of a device for an hour; --fastest then shows what each way costs.",
+    ),
 ]
 DeepSpeed = Annotated[
-    str | None, typer.Option("--deepspeed", help="DeepSpeed JSON, or a name in ds_configs/; auto.")
+    str | None,
+    typer.Option(
+        "--deepspeed",
+        help="Plan for this DeepSpeed file: a JSON file, a name in ds_configs/, or auto.",
+    ),
 ]
 Change = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Plan for another value: data.source_tokens=512."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Plan for another value of a key, such as data.source_tokens=512.",
     ),
 ]
 

@@ -18,15 +18,27 @@ from trainer.errors import ConfigError
 
 Trained = Annotated[
     Path,
-    typer.Argument(metavar="RUN_OR_EXPORT", help="results/ID, its final/, or what export wrote."),
+    typer.Argument(
+        metavar="RUN_OR_EXPORT",
+        help="The trained model: results/ID, its final/, or a folder that export wrote.",
+    ),
 ]
 Rows = Annotated[
-    Path, typer.Option("--data_path", help="A file of rows, or a folder of them; no answers.")
+    Path,
+    typer.Option(
+        "--data_path", help="A file of rows, or a folder of such files; they need no answers."
+    ),
 ]
-Out = Annotated[Path, typer.Option("--out", help="JSON lines to write, a row each, in order.")]
+Out = Annotated[
+    Path, typer.Option("--out", help="The file to write: one JSON line for each row, in order.")
+]
 MaxTokens = Annotated[
     int | None,
-    typer.Option("--max_tokens", min=1, help="Of a text; default: what the experiment says."),
+    typer.Option(
+        "--max_tokens",
+        min=1,
+        help="Largest number of tokens in a text; default: as in the experiment.",
+    ),
 ]
 
 
@@ -61,11 +73,15 @@ def predict(
 
 
 Contexts = Annotated[
-    list[Path], typer.Option("--context", help="A text file to read; several for several.")
+    list[Path], typer.Option("--context", help="A text file to read; may be given several times.")
 ]
 Questions = Annotated[
     list[str] | None,
-    typer.Option("--question", help="Several for several; without one, a line each of the input."),
+    typer.Option(
+        "--question",
+        help="A question; may be given several times. Without it, each line of "
+        "standard input is one.",
+    ),
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")]
 

@@ -24,11 +24,18 @@ if TYPE_CHECKING:
 
 Run = Annotated[Path, typer.Argument(help="Folder of the run: SAVEDIR_BASE/<exp_id>.")]
 Steps = Annotated[
-    int | None, typer.Option("--replay", min=1, help="Do so many steps again and compare.")
+    int | None,
+    typer.Option(
+        "--replay",
+        min=1,
+        help="Run this many steps again, and compare them with the recorded ones.",
+    ),
 ]
 Start = Annotated[
     int | None,
-    typer.Option("--from", min=0, help="Replay behind this checkpoint; 0: from the beginning."),
+    typer.Option(
+        "--from", min=0, help="Replay from the checkpoint of this step; 0: from the beginning."
+    ),
 ]
 _NAMED = ("loss", "grad_norm", "lr")  # what is shown of a step that differs
 
@@ -142,7 +149,7 @@ def _tell(folder: Path, result: Any) -> None:
 @options.guard
 def doctor(
     savedir_base: Annotated[
-        Path, typer.Option("--savedir_base", "-sb", help="Folder whose disk is examined.")
+        Path, typer.Option("--savedir_base", "-sb", help="A folder on the disk to examine.")
     ] = Path("results"),
 ) -> None:
     """Train small networks on two ranks at ZeRO 0 to 3 (accumulation, a module used twice, tied

@@ -14,7 +14,7 @@ Out = Annotated[
     Path | None, typer.Option("--out", help="Folder to write; default <cache_dir>/stats/<exp_id>.")
 ]
 Splits = Annotated[
-    str, typer.Option("--splits", help="Names with commas between: train, valid, test.")
+    str, typer.Option("--splits", help="Splits, separated by commas: train, valid, test.")
 ]
 
 

@@ -13,7 +13,7 @@ from trainer.config.auto import AUTO, presets_of, with_frozen
 from trainer.data.content import Content, content_of
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.launch import preflight, run_folder
-from trainer.launch.prepare import PreparedRun, open_stores
+from trainer.launch.prepare import PreparedRun, is_in_memory, open_stores
 from trainer.plan.memory.advice import (
     RECOMPUTED,
     fits_recomputed,
@@ -29,7 +29,6 @@ from trainer.plan.time.fastest import ways
 from trainer.plan.time.target import target_of
 from trainer.plan.time.text import duration
 from trainer.runtime.distributed import on_main
-from trainer.survival import mirror
 
 if TYPE_CHECKING:
     from trainer.plan.time.target import Target
@@ -79,7 +78,9 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
             chosen["preset"], chosen["rows"] = _preset_and_rows(run, preset, options.device)
             run = replace(run, plan=_with_choices(plan, chosen))
         if train.gradient_checkpointing == AUTO:
-            recorded = _recorded_recomputation(run.plan, options)
+            has_begun = preflight.has_begun(plan) and not options.resets(plan.id)
+            goes_on = has_begun or is_in_memory(plan, options)
+            recorded = run_folder.recorded_recomputation(plan.folder) if goes_on else None
             chosen["recomputed"] = recomputation(run, name=options.device, recorded=recorded)
             run = replace(run, plan=_with_choices(plan, chosen))
         if train.frozen == AUTO:
@@ -102,13 +103,6 @@ def _with_choices(plan: RunPlan, chosen: Mapping[str, Any]) -> RunPlan:
     if "frozen" in chosen:
         cfg = with_frozen(cfg, chosen["frozen"])
     return replace(plan, cfg=cfg, ds=ds, sharding=sharding)
-
-
-def _recorded_recomputation(plan: RunPlan, options: Options) -> bool | int | None:
-    """What an earlier start of the run chose; None for a run that begins now."""
-    is_in_memory = mirror.newest(options.memory, plan.id) is not None
-    goes_on = is_in_memory or (preflight.has_begun(plan) and not options.resets(plan.id))
-    return run_folder.recorded_recomputation(plan.folder) if goes_on else None
 
 
 def _preset_and_rows(run: PreparedRun, preset: str, name: str | None) -> tuple[str, int]:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import deepspeed_config
+from trainer.config.block import validate
 from trainer.config.identity import digest
-from trainer.config.schema import Experiment, validate
+from trainer.config.schema import Experiment
 from trainer.errors import ProofError
 from trainer.files.atomic import write_json
 from trainer.runtime import distributed, rng
@@ -196,15 +197,12 @@ def _compare(case: Case, stage: int, twin: tuple[dict[str, Tensor], list[float]]
         ours, our_norms = _under_deepspeed(case, stage)
     except Exception as error:
         # any: a version of DeepSpeed that cannot do it is what is looked for
-        return Examined(case.name, stage, float("nan"), float("nan"), False, _text_of(error))
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return Examined(case.name, stage, float("nan"), float("nan"), False, text)
     off = max(float((ours[name].float() - weights[name]).abs().max()) for name in weights)
     norm = max(abs(a - b) / b for a, b in zip(our_norms, norms, strict=True))
     is_sound = off <= TOLERANCE[case.precision] and norm <= NORM_TOLERANCE[case.precision]
     return Examined(case.name, stage, off, norm, is_sound)
-
-
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _net(case: Case) -> Net:

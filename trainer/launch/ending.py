@@ -39,8 +39,15 @@ def end(command: Callable[[], int]) -> NoReturn:
         logging.exception("failed")
         code = EXIT_FAILED
     _tell_wrapper(code, text)
-    _tell_agent(code)
-    _tell_peers(code, text)
+    if "trainer.survival.lifeline" in sys.modules:  # this may be a rank of --survive
+        from trainer.survival import lifeline
+
+        with contextlib.suppress(OSError):
+            lifeline.tell("leaving", code=code)
+    if "trainer.runtime.watch" in sys.modules:  # the ranks may watch each other
+        from trainer.runtime import watch
+
+        watch.leave(code, text or "")
     leave(code)
 
 
@@ -65,23 +72,6 @@ def _tell_wrapper(code: int, text: str | None) -> None:
         open(path, "x") as file,
     ):  # FileExistsError: another rank was first
         json.dump({"code": code, "error": text}, file)
-
-
-def _tell_agent(code: int) -> None:
-    """As _tell_wrapper, to the agent of --survive, if this process is one of its ranks."""
-    if "trainer.survival.lifeline" in sys.modules:
-        from trainer.survival import lifeline
-
-        with contextlib.suppress(OSError):
-            lifeline.tell("leaving", code=code)
-
-
-def _tell_peers(code: int, text: str | None) -> None:
-    """As _tell_wrapper, to the other ranks, if they watch each other."""
-    if "trainer.runtime.watch" in sys.modules:
-        from trainer.runtime import watch
-
-        watch.leave(code, text or "")
 
 
 def leave(code: int) -> NoReturn:

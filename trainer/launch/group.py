@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+from trainer.launch.prepare import is_in_memory
 from trainer.launch.run import run
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
-from trainer.survival import mirror
 from trainer.training.run_plan import is_finished
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def run_each(plans: Sequence[RunPlan], options: Options, preemption: Preemption)
         if not options.resets(plan.id) and on_main(functools.partial(is_finished, plan)):
             logger.info("%s is finished; -r 1 starts it over", plan.folder)
             continue
-        is_in_memory = mirror.newest(options.memory, plan.id) is not None
-        if not is_in_memory and int(distributed.total(torch.tensor(int(preemption.requested)))):
+        is_asked_to_stop = torch.tensor(int(preemption.requested))
+        if not is_in_memory(plan, options) and int(distributed.total(is_asked_to_stop)):
             return EXIT_PREEMPTED
         code = run(plan, options, preemption)
         if code != EXIT_OK:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LATE = 1.15  # times the prediction: a run that took longer says which part did
-KEY = "time"  # of memory_plan.json and status.json
+KEY = "time"  # of the predicted seconds in memory_plan.json, of the measured ones in status.json
 # What the host of a run can tell apart of a step, and what of a prediction it holds.
 _OF_PREDICTION = {
     "forward and backward": ("matmul", "attention", "memory", "launches"),

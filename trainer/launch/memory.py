@@ -31,11 +31,10 @@ from trainer.training.engine import Engine, trainable
 if TYPE_CHECKING:
     from trainer.launch.prepare import PreparedRun
     from trainer.training.options import Options
-    from trainer.training.session import Session
 
 logger = logging.getLogger(__name__)
 
-FILE, TIME = "memory_plan.json", "time"  # the key of the run's predicted time in it
+FILE = "memory_plan.json"
 
 
 def plan_before_start(run: PreparedRun, options: Options) -> dict[str, Any] | None:
@@ -68,7 +67,7 @@ def plan_memory(run: PreparedRun, options: Options) -> dict[str, Any] | None:
             plan = measured.plan
         logger.info("%s", plan_text.summary(plan, device))
         time = late.predicted(subject, target)
-        write_json(file, {"key": key, "plan": plan.plain(), TIME: time})
+        write_json(file, {"key": key, "plan": plan.plain(), late.KEY: time})
         if not plan.fits(device, world) and not options.force:
             measured = measured or make(subject, cublas=cublas)
             advice = advise(subject, measured, device, cublas=cublas)
@@ -91,14 +90,14 @@ def _earlier(path: Path, key: str) -> MemoryPlan | None:
 
 
 @contextmanager
-def enforced(memory: dict[str, Any] | None, session: Session, run: PreparedRun) -> Iterator[None]:
+def enforced(memory: dict[str, Any] | None, engine: Engine, run: PreparedRun) -> Iterator[None]:
     """Around the steps of a run: the heaviest batches are tried first, and afterwards the memory
     that was used is compared with the plan.
 
     memory: from plan_memory(). An OutOfMemoryError inside becomes a DoesNotFitError that says where
     memory went.
     """
-    folder, engine = run.plan.folder, session.engine
+    folder = run.plan.folder
     plan = MemoryPlan.of(memory) if memory is not None else None
     try:
         if plan is not None:

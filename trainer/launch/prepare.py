@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import tasks
@@ -101,7 +100,10 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     questions = first_questions(task, cfg.train.answers or options.extra_evals)
 
     def content(split: str) -> Content:
-        return chosen.content.get(split) or _shared_content(task, split, options.cache_dir)
+        if split in chosen.content:
+            return chosen.content[split]
+        name, count = on_main(lambda: list(content_of(task, split, options.cache_dir)))
+        return str(name), int(count)
 
     stores = open_stores(task, options, content)
     distributed.wait_for_all()
@@ -114,6 +116,11 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
         logger.info("%s", opening_line(stores[split]))
     on_main(lambda: preflight.refuse_rows(task, stores, most_lost=cfg.train.max_lost_labels))
     return PreparedRun(plan, task, stores, options.places, questions, identity, newest)
+
+
+def is_in_memory(plan: RunPlan, options: Options) -> bool:
+    """Whether ranks of `--survive` hold a newer state of the run than its folder."""
+    return mirror.newest(options.memory, plan.id) is not None
 
 
 def newest_state(plan: RunPlan, options: Options) -> SavedState | None:
@@ -143,9 +150,3 @@ def open_stores(
         )
         for split in ("valid", "train")
     }
-
-
-def _shared_content(task: Task, split: str, cache_dir: Path) -> Content:
-    """content_of(), read by rank 0 for all ranks. A collective."""
-    name, count = on_main(lambda: list(content_of(task, split, cache_dir)))
-    return str(name), int(count)

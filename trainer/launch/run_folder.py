@@ -21,6 +21,7 @@ from trainer.files.atomic import refusals, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
+from trainer.survival import groups, lifeline
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import tracked_runs, tracker_names
 
@@ -44,9 +45,15 @@ WRITTEN_AGAIN = (
 )
 
 
-def open_record(plan: RunPlan, options: Options) -> RunRecord:
-    """The record of a run: on the console, in its folder, in wandb and in other trackers."""
-    return RunRecord(
+@contextlib.contextmanager
+def recorded(plan: RunPlan, options: Options) -> Iterator[RunRecord]:
+    """The record of a run, open while the block lasts: on the console, in the run folder, in wandb
+    and in other trackers. It keeps the error that the block ends with.
+
+    Raises PeerLost for an error that comes of the loss of another rank.
+    """
+    lifeline.tell("begun", id=plan.id, folder=str(plan.folder.absolute()))
+    run_record = RunRecord(
         plan.folder,
         total=plan.cfg.train.steps,
         wandb=options.wandb(plan.values),
@@ -59,6 +66,17 @@ def open_record(plan: RunPlan, options: Options) -> RunRecord:
             values=plan.values,
         ),
     )
+    try:
+        yield run_record
+    except BaseException as error:
+        if isinstance(error, Exception) and groups.is_peer_lost(error):
+            run_record.status("running")  # goodput goes on from what is known now
+            raise lifeline.PeerLost from error
+        with contextlib.suppress(StorageError):  # a full disk must not hide what went wrong
+            run_record.fail(error)
+        raise
+    finally:
+        run_record.close()
 
 
 @contextlib.contextmanager
@@ -73,7 +91,14 @@ def claimed(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
 
 
 def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
-    _make_base(options.savedir_base)
+    base = options.savedir_base
+    for path in (base, *base.parents):
+        if path.exists() and not path.is_dir():
+            raise StorageError(
+                f"--savedir_base {base}: {path} is a file. Give a folder, which is made if need be."
+            )
+    with refusals(base):
+        base.mkdir(parents=True, exist_ok=True)
     lock.acquire()
     if options.resets(plan.id) and plan.folder.exists():
         aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -89,16 +114,6 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
     write_json(plan.folder / "exp_dict.json", plan.values)
     write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
     write_json(plan.folder / "ds_config.json", plan.ds)
-
-
-def _make_base(base: Path) -> None:
-    for path in (base, *base.parents):
-        if path.exists() and not path.is_dir():
-            raise StorageError(
-                f"--savedir_base {base}: {path} is a file. Give a folder, which is made if need be."
-            )
-    with refusals(base):
-        base.mkdir(parents=True, exist_ok=True)
 
 
 def _check_files(plan: RunPlan) -> None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ class ReadyRun:
     saves: Beside  # the checkpoint that is being written, if any
     mirror: Mirror | None  # of a run that survives its ranks
     checkpoints: Path
-    memory_plan: dict[str, Any] | None  # None: there is no device to plan for
+    around_steps: AbstractContextManager[None]  # the memory plan is enforced inside
 
     def tidy(self) -> None:
         """Remove old checkpoints at the end of a run: one that was killed behind its last save has
@@ -60,6 +61,12 @@ class ReadyRun:
         best = {self.progress.best_step} - {0}
         keep_last = self.session.cfg.train.keep_last
         checkpoint.tidy(self.checkpoints, self.progress.step, keep_last, best)
+
+    def tell_costs(self) -> None:
+        """Log the seconds of the steps beside their prediction, and what mirroring cost."""
+        late.tell(self.session.meter, self.session.run)
+        if self.mirror is not None:
+            logger.info("%s", self.mirror.told())
 
 
 def start(
@@ -126,7 +133,8 @@ def start(
         after_step=mirror_step,
         report=_report,
     )
-    return ReadyRun(session, progress, export, saves, own_mirror, plan.checkpoints, memory_plan)
+    enforced = memory.enforced(memory_plan, live, run)
+    return ReadyRun(session, progress, export, saves, own_mirror, plan.checkpoints, enforced)
 
 
 def _report(event: Moved) -> None:

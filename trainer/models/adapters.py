@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import Lora, Strict, validate
+from trainer.config.block import Strict, validate
+from trainer.config.schema import Lora
 from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
 from trainer.models.frozen.freezing import load_into

@@ -119,7 +119,7 @@ class Agent:
             while self._members:
                 self._hear()
                 self._act()
-                if self._ending is not None and not self._ranks():
+                if self._ending and not any(member.is_awaited for member in self._members):
                     break
             return EXIT_PREEMPTED if self._ending is None else self._ending.code
         except LatheError as error:
@@ -355,7 +355,7 @@ class Agent:
         """The run ends: stranded ranks are told how, and those that stay too long are killed."""
         assert self._ending is not None, "the phase is ENDING"
         if now - self._ending.at > LEAVE_S:
-            for member in self._ranks():
+            for member in filter(lambda one: one.is_awaited, self._members):
                 member.process.kill()
         for member in self._members:
             if member.state == "stranded":
@@ -416,9 +416,9 @@ class Agent:
         if self._idle_generations > MOST_IN_VAIN:
             assert self._break is not None, "a generation after the first follows a break"
             raise LatheError(
-                f"--survive: {MOST_IN_VAIN} times in a row a rank was lost before the next step "
-                f"was done; the last one: {self._break.lost}. Look at what was logged before; the "
-                "same command goes on from the last checkpoint."
+                f"--survive: {self._idle_generations} times in a row a rank was lost before the "
+                f"next step was done; the last one: {self._break.lost}. Look at what was logged "
+                "before; the same command goes on from the last checkpoint."
             )
 
     def _close_break(self) -> None:

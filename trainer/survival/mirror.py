@@ -240,14 +240,9 @@ def newest(memory: list[list[str]], run: str) -> MirroredState | None:
         return None
     step, world = max(whole)
     files = [kept[step, world][rank] for rank in range(world)]
-    return MirroredState(
-        step, [_must(_header(file)) for file in files], [_map(file) for file in files]
-    )
-
-
-def _must(header: dict[str, Any] | None) -> dict[str, Any]:
-    assert header is not None, "nobody writes while ranks are being placed"
-    return header
+    headers = [header for file in files if (header := _header(file)) is not None]
+    assert len(headers) == world, "nobody writes while ranks are being placed"
+    return MirroredState(step, headers, [_map(file) for file in files])
 
 
 def _map(path: Path) -> mmap.mmap:

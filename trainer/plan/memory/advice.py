@@ -121,7 +121,12 @@ def advise(subject: Subject, basis: Basis, device: Device | None, *, cublas: int
     longest_rows = [
         (f"rows {rows}", _of_longest(subject, rows)) for rows in _counts(subject, basis)
     ]
-    other_ways = [*_all_recomputation(subject, basis), *_other_attention(subject, basis)]
+    other_ways = _other_attention(subject, basis)
+    now_recomputed = subject.cfg.train.gradient_checkpointing
+    if now_recomputed != 1:
+        values = with_value(subject.values, RECOMPUTED, True)
+        change = f"{RECOMPUTED} {json.dumps(now_recomputed)} -> true"
+        other_ways.insert(0, (change, subject.training_request(basis.numbers, values)))
     is_too_large = usable is not None and basis.total > usable
     shorter = _shorter(subject, basis, shortest_only=not is_too_large)
     requests = [*longest_rows, *other_ways, *shorter]
@@ -171,18 +176,6 @@ def _counts(subject: Subject, basis: Basis) -> tuple[int, ...]:
 def _of_longest(subject: Subject, rows: int) -> MeasureRequest:
     order = np.argsort(-subject.train.lengths, kind="stable")
     return subject.training_request(np.resize(order, rows))
-
-
-def _all_recomputation(subject: Subject, basis: Basis) -> list[tuple[str, MeasureRequest]]:
-    now = subject.cfg.train.gradient_checkpointing
-    if now == 1:
-        return []
-    return [
-        (
-            f"{RECOMPUTED} {json.dumps(now)} -> true",
-            subject.training_request(basis.numbers, with_value(subject.values, RECOMPUTED, True)),
-        )
-    ]
 
 
 def _other_attention(subject: Subject, basis: Basis) -> list[tuple[str, MeasureRequest]]:

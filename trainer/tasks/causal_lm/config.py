@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from trainer.config.block import Positive
 from trainer.config.own_rows import CHATS, COMPLETIONS, TEXTS, Layout, OwnRows
-from trainer.config.schema import Experiment, Positive
+from trainer.config.schema import Experiment
 
 
 class Data(OwnRows):

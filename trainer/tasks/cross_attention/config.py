@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.own_rows import QUESTIONS, Layout, OwnRows
-from trainer.config.schema import Experiment, Fraction, Positive, Strict
+from trainer.config.schema import Experiment
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache
 
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, DataError
 from trainer.protocol.abilities import GREEDY, Search

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
+from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.own_rows import QUESTIONS, Layout, OwnRows, Splits
-from trainer.config.schema import Experiment, Fraction, Positive, Strict
+from trainer.config.schema import Experiment
 
 
 class Data(OwnRows):

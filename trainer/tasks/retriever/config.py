@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.own_rows import QUESTIONS, TEVATRON, Layout, OwnRows
-from trainer.config.schema import Experiment, Fraction, Positive, Strict
+from trainer.config.schema import Experiment
 
 Selection = Literal["by_epoch", "drawn", "first"]
 

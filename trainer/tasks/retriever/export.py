@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import ConfigError
 from trainer.models import adapters
 from trainer.models.weights import model_folder
