@@ -1,5 +1,5 @@
-"""The job dictionary: where an experiment runs, never what it is. Keys as haven and Slurm users
-know them.
+"""The job dictionary: where an experiment runs, never what it computes. Its keys are those of haven
+and Slurm.
 """
 
 from __future__ import annotations

@@ -32,9 +32,8 @@ BackendOf = Callable[[str], Backend]
 
 
 def cancel(base: BaseFolder, rows: Collection[Row], backend_of: BackendOf) -> list[ActionResult]:
-    """Ask for the end of every live job among `rows`.
-
-    Also of those whose submission was never answered.
+    """Ask for the end of every live job among `rows`, including those whose submission got no
+    answer.
     """
     return [_cancel(base.run(row.exp_id), row, backend_of) for row in rows]
 
@@ -74,7 +73,7 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
 
 @dataclass(frozen=True)
 class Again:
-    """How ended experiments are sent once more. limits None: those of each job's own dictionary."""
+    """How ended experiments are sent once more. limits: None for those of each job's dictionary."""
 
     base: BaseFolder
     backend_of: BackendOf
@@ -164,7 +163,7 @@ def _again_under_lock(
 
 
 def _template(folder: RunFolder, job: Job) -> JobSpec | None:
-    """The last attempt's spec, or the one that waits for its turn; None without either."""
+    """The spec of the last attempt, or of the one that waits for its turn; None without either."""
     waiting = folder.attempt(len(job.attempts) + 1)
     if waiting.spec.exists():
         return read_spec(folder, waiting.number)
@@ -201,8 +200,8 @@ def reset(
 
 
 def reconcile(request: Again) -> list[ActionResult]:
-    """Look at everything once: adopt or send again each submission without an answer, run again
-    each job that was preempted or may be retried, send each that waited for its turn.
+    """Read every experiment once: adopt or send again each submission without an answer, run again
+    each job that was preempted or may be retried, and send each that waited for its turn.
     """
     rows = survey(request.base, backend_of=request.backend_of)
     open_ones = [

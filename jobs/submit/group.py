@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jobs.code.snapshot import link
@@ -92,8 +92,12 @@ def submit(request: Request) -> list[ActionResult]:
     def send_it(name: str) -> ActionResult:
         return _submit_one(request, name, rows.get(name), budget)
 
-    if request.backend.traits.is_in_process:
-        results.update(_one_after_the_other(others, send_it))
+    if request.backend.traits.is_in_process:  # each runs to its end before the next begins
+        stopped = ActionResult("", "wait", "the one before it was stopped", "pending")
+        was_stopped = False
+        for name in others:
+            results[name] = replace(stopped, exp_id=name) if was_stopped else send_it(name)
+            was_stopped |= results[name].action == "send" and results[name].state == "preempted"
     elif budget.remaining is not None:  # each has to be counted before the next
         results.update({name: send_it(name) for name in others})
     else:
@@ -120,27 +124,9 @@ def scheduler_texts(request: Request) -> list[str]:
     return [trial.rendered.text for trial in request.trials.values()]
 
 
-def _one_after_the_other(
-    names: Sequence[str], send_it: Callable[[str], ActionResult]
-) -> dict[str, ActionResult]:
-    """Results of an inline submission, which runs each experiment to its end.
-
-    After one that was stopped no other begins.
-    """
-    results: dict[str, ActionResult] = {}
-    was_stopped = False
-    for name in names:
-        if was_stopped:
-            results[name] = ActionResult(name, "wait", "the one before it was stopped", "pending")
-            continue
-        results[name] = send_it(name)
-        was_stopped = results[name].action == "send" and results[name].state == "preempted"
-    return results
-
-
 @dataclass
 class _Budget:
-    """How many more of the group may be alive at once; None: submission does not count them."""
+    """How many more experiments of a group may start; None when submission does not count them."""
 
     remaining: int | None = None
 

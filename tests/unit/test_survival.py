@@ -233,6 +233,44 @@ def test_a_rank_is_lost_for_its_own_end_not_for_what_it_had_felt_of_anothers() -
     assert [one["why"] for one in agent._break.lost] == ["ended by SIGKILL"]
 
 
+def test_a_rank_that_is_told_to_leave_is_not_killed_before_it_has_heard_it() -> None:
+    agent, told, killed = running(2), list[str](), list[int]()
+    stranded, done = agent._members
+    agent._start = lambda: None
+    agent._context = SimpleNamespace(set_forkserver_preload=lambda names: None)
+    stranded.send = lambda **message: told.append(message["do"])
+    stranded.process.kill = lambda: killed.append(stranded.rank)
+
+    def hear() -> None:
+        if done in agent._members:
+            agent._take(stranded, {"is": "stranded", "error": "RuntimeError: connection closed"})
+            agent._take(done, {"is": "leaving", "code": 0})
+            agent._bury(done)
+        else:
+            assert told[-1] == "leave"
+            agent._take(stranded, {"is": "leaving", "code": 0})
+            agent._bury(stranded)
+
+    agent._hear = hear
+    assert agent.run() == 0
+    assert killed == []
+
+
+def test_a_rank_that_does_not_leave_is_killed_after_a_while() -> None:
+    agent, killed = running(2), list[int]()
+    stranded, done = agent._members
+    stranded.process.kill = lambda: killed.append(stranded.rank)
+    agent._take(stranded, {"is": "stranded", "error": "RuntimeError: connection closed"})
+    agent._take(done, {"is": "leaving", "code": 0})
+    agent._bury(done)
+    agent._act()
+    assert killed == []
+    assert agent._ending is not None
+    agent._ending.at -= 31
+    agent._act()
+    assert killed == [0]
+
+
 def test_steps_of_any_length_are_no_hang_before_one_was_timed() -> None:
     agent = running(2)
     begun = time.monotonic() - 100

@@ -119,7 +119,7 @@ class Agent:
             while self._members:
                 self._hear()
                 self._act()
-                if self._ending is not None and not self._ranks():
+                if self._ending and not any(member.is_awaited for member in self._members):
                     break
             return EXIT_PREEMPTED if self._ending is None else self._ending.code
         except LatheError as error:
@@ -355,7 +355,7 @@ class Agent:
         """End the run: tell stranded ranks how it ended, and kill the ranks that stay too long."""
         assert self._ending is not None, "the phase is ENDING"
         if now - self._ending.at > LEAVE_S:
-            for member in self._ranks():
+            for member in filter(lambda one: one.is_awaited, self._members):
                 member.process.kill()
         for member in self._members:
             if member.state == "stranded":

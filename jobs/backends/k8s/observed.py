@@ -1,4 +1,4 @@
-"""What a Job or JobSet and its pods say of the state of a job."""
+"""The state of a job, read from its Job or JobSet and its pods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEEDS_A_PERSON = {
 
 
 def observe(item: Object, pods: Sequence[Object]) -> Observed:
-    """What a Job or JobSet and its pods add up to."""
+    """The state of a job, from its Job or JobSet and its pods."""
     conditions = {
         c["type"]: c
         for c in item.get("status", {}).get("conditions", [])
@@ -46,7 +46,7 @@ def observe(item: Object, pods: Sequence[Object]) -> Observed:
 
 
 def _failure(condition: Object, pods: Sequence[Object], restarts: int) -> Observed:
-    """Failed for good: why is best seen in the container that ended last and badly."""
+    """A job that failed for good. The reason comes from the container that failed last."""
     reason = ": ".join(text for key in ("reason", "message") if (text := condition.get(key)))
     ends: list[Object] = []
     for pod in sorted(pods, key=creation_time):
@@ -89,7 +89,7 @@ def _living(pod: Object, restarts: int) -> Observed:
 
 
 def rank_of(pod: Object) -> str:
-    """The rank of the node that a pod stands for, "0" where there is one."""
+    """The rank of the node that a pod stands for; "0" for a job of one node."""
     return pod["metadata"].get("annotations", {}).get(RANK, "0")
 
 

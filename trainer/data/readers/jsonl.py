@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import ijson
 
+from trainer.data.formats.json_text import preview as preview
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -84,12 +85,6 @@ def objects(path: Path) -> Iterator[tuple[str, Row]]:
         yield place, _object(row, place)
     if not number:
         raise DataError(f"{path} is an empty list. Put one JSON object for every question into it.")
-
-
-def preview(value: Any) -> str:
-    """The value as text for messages, at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def bad_line(path: Path, line: int, problem: str) -> DataError:

@@ -64,12 +64,6 @@ def kind_of(path: Path) -> str:
     )
 
 
-def is_table(path: Path) -> bool:
-    """Whether a file, or the first one of a folder, has columns rather than JSON objects."""
-    first = files_in(path)[0] if path.is_dir() else path
-    return kind_of(first) not in (".jsonl", ".json")
-
-
 def files_in(folder: Path) -> list[Path]:
     """The files of rows in a folder, by their names; DataError when there are none."""
     files = sorted(file for file in folder.iterdir() if is_row_file(file))

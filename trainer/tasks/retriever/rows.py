@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import QUESTIONS, TEVATRON
 from trainer.data import stdlib_docs
+from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields, retrieved
 from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
@@ -111,15 +112,9 @@ def _tevatron_row(
             raise DataError(f"{place}: {name!r} is missing (keys: {fields.keys(raw)}).")
         row[side] = [
             one if "text" in one else look_up(one["id"], place)
-            for one in _passages(values or [], place, name)
+            for one in fields.passages(values or [], place, name)
         ]
     return row
-
-
-def _passages(values: Any, place: str, name: str) -> list[Row]:
-    if not isinstance(values, list):
-        raise DataError(f"{place}: {name!r} is {preview(values)}, want a list.")
-    return [fields.passage(one, place, f"{name}[{index}]") for index, one in enumerate(values)]
 
 
 def _pretokenised_rows(path: Path) -> Iterator[Row]:
@@ -130,7 +125,7 @@ def _pretokenised_rows(path: Path) -> Iterator[Row]:
             if not isinstance(texts, list) or not all(_are_ids(ids) for ids in texts):
                 expected = "token ids" if name == "query" else "a list of lists of token ids"
                 raise bad_line(path, line, f"{name!r} is {preview(value)}, want {expected}")
-        yield {"id": str(raw.get("query_id", line)), **lists}
+        yield {"id": str(raw.get("query_id", line)).strip(), **lists}
 
 
 def _are_ids(value: Any) -> bool:
@@ -218,7 +213,7 @@ def _negative_ids(path: Path) -> dict[str, list[str]]:
         id_name, number = first_given(raw, QUESTION_IDS)
         name, values = first_given(raw, _NEGATIVES)
         query = fields.identity(number, place, id_name)
-        negatives[query] = [one["id"] for one in _passages(values or [], place, name)]
+        negatives[query] = [one["id"] for one in fields.passages(values or [], place, name)]
     return negatives
 
 
@@ -229,7 +224,7 @@ def _dpr_rows(path: Path) -> Iterator[Row]:
     left_out = 0
     for index, (place, raw) in enumerate(objects(path)):
         positives, hard, easy = (
-            _passages(raw.get(name) or [], place, name)
+            fields.passages(raw.get(name) or [], place, name)
             for name in ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
         )
         if not positives:
@@ -254,7 +249,7 @@ def _question_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterat
         name, query = first_given(raw, fields.QUESTIONS, "question")
         passages = fields.contexts(raw, place)
         if passages is None:
-            ctxs = _passages(raw.get("ctxs"), place, "ctxs")
+            ctxs = fields.passages(raw.get("ctxs"), place, "ctxs")
             passages = [one if "text" in one else corpus.passage(one["id"], place) for one in ctxs]
         is_positive = _marks(raw, passages, place)
         if not any(is_positive):
@@ -273,14 +268,8 @@ def _question_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterat
 
 def _marks(raw: Row, passages: Sequence[Row], place: str) -> list[bool]:
     """For every passage of a question whether it is a positive."""
-    useful = raw.get("useful_contexts")
-    if useful is not None:
-        is_right = isinstance(useful, list) and len(useful) == len(passages)
-        if not is_right or not set(useful) <= {0, 1}:
-            raise DataError(
-                f"{place}: 'useful_contexts' is {preview(useful)}, want a 0 or 1 for each context."
-            )
-        return [bool(one) for one in useful]
+    if raw.get("useful_contexts") is not None:
+        return [bool(one) for one in fields.useful_contexts(raw, place, len(passages))]
     if len(passages) == 1:
         return [True]
     answers = [normalise(answer) for answer in fields.answers(raw, place)]
@@ -314,7 +303,8 @@ def _nq_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
     """The gold passage, and those of BM25's ranking that hold no answer."""
     texts = {passage["id"]: passage for passage in nq_passages(folder)}
     for index, place, raw in nq_lines(folder, split, getattr(data.files, split)):
-        gold, ranked = str(raw.get("gold")), [str(one) for one in raw.get("bm25") or []]
+        ranked = [str(one).strip() for one in as_list(raw.get("bm25"), place, "bm25") or ()]
+        gold = str(raw.get("gold")).strip()
         unknown = [one for one in (gold, *ranked) if one not in texts]
         if unknown:
             raise DataError(f"{place}: passage {unknown[0]!r} is not in corpus.tsv.")
@@ -373,7 +363,7 @@ def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | Non
     how: dict[str, Any] = {"subset": config, "revision": data.revision, "cache_dir": cache_dir}
     dataset = data_set(name, of_split, folder=folder, **how)
     placed = ((f"{name} ({of_split}), row {index}", raw) for index, raw in enumerate(dataset))
-    placed = in_our_names(placed, data.columns, TEVATRON, are_cells=True)
+    placed = in_our_names(placed, data.columns, TEVATRON)
     corpus = _Corpus(data.corpus, folder)
     for index, (place, raw) in enumerate(placed):
         yield _tevatron_row(raw, place, corpus.passage, default_id=str(index))

@@ -17,6 +17,7 @@ from trainer.config.schema import Base, Lora, RandomBase
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import adapters, base_model, base_source
+from trainer.models.weights import absent
 from trainer.protocol.abilities import Side, Uncut
 from trainer.protocol.task import Batch, Encoded, Places, Row, Text
 from trainer.runtime import distributed
@@ -80,6 +81,7 @@ class Task(TokenTask[Config]):
 
     def model(self) -> nn.Module:
         model = self._both(self.cfg.base, self.cfg.encoder, self.cfg.lora)
+        absent.refuse(model, is_trained=True)
         source = base_source.resolve(self.cfg.base, self.places)
         if isinstance(source, RandomBase):
             return model
@@ -106,6 +108,7 @@ class Task(TokenTask[Config]):
             model = self._both(self.cfg.base, how, lora)
             for side, place in sides.items():
                 adapters.load(getattr(model, side), place)
+        absent.refuse(model, is_trained=False)
         if model.pooler is not None:
             export.load_pooler(model.pooler, folder)
         return model.eval()

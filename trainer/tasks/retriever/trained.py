@@ -138,8 +138,7 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     row: Row = {"query": fields.text(query, place, name)}
     if raw.get("ctxs") is None:
         return {**row, "ctxs": fields.contexts(raw, place)}
-    values = raw["ctxs"] if isinstance(raw["ctxs"], list) else []
-    passages = [fields.passage(one, place, f"ctxs[{n}]") for n, one in enumerate(values)]
+    passages = fields.passages(raw["ctxs"], place, "ctxs")
     for number, passage in enumerate(passages):
         fields.text(passage.get("text"), place, f"ctxs[{number}].text")
     return {**row, "ctxs": passages or None}

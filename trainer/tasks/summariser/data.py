@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import SUMMARIES
 from trainer.data import lookup, stdlib_docs
+from trainer.data.formats.lists import as_list
 from trainer.data.readers.folders import split_names
 from trainer.data.readers.jsonl import preview
 from trainer.data.readers.own_rows import own_rows
@@ -62,7 +63,7 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
         summaries += [text for text in _texts(raw.get(column), column, place) if text.strip()]
     row_id = raw.get(data.id)
     return {
-        "id": str(number if row_id is None else row_id),
+        "id": str(number if row_id is None else row_id).strip(),
         "document": " ".join(text.strip() for text in texts),
         "summaries": summaries,
     }
@@ -70,7 +71,8 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
 
 def _texts(value: Any, column: str, place: str) -> list[str]:
     """A text, a list of texts, or nothing at all, as a list."""
-    values = value if isinstance(value, list) else [] if value is None else [value]
+    values = as_list(value, place, column)
+    values = values if isinstance(values, list) else [] if values is None else [values]
     wrong = [item for item in values if not isinstance(item, str)]
     if wrong:
         raise DataError(

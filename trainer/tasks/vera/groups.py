@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.config.own_rows import STATEMENTS
 from trainer.data import lookup, stdlib_docs
+from trainer.data.formats.lists import as_list
 from trainer.data.readers.folders import required_folder, split_names
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError
@@ -38,6 +39,7 @@ BOOLEAN = {
 EMBEDDED = {"docs_choice": False, "docs_boolean": True, **dict.fromkeys(lookup.STATEMENTS, False)}
 _FILES = {"train": "train.json", "valid": "dev.json", "test": "test.json"}
 _CHOICES = 4
+_SIDES = ("golds", "distractors")
 _LABELS = {"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False}
 
 
@@ -154,7 +156,7 @@ def _own(
 
 def _group(raw: Row, place: str, task: str, *, is_boolean: bool) -> Row:
     if raw.get("statement") is None:
-        lists = {name: raw.get(name) or [] for name in ("golds", "distractors")}
+        lists = {name: as_list(raw.get(name), place, name) or [] for name in _SIDES}
         return _checked_at(place, lists, is_boolean)
     if not is_boolean:
         raise DataError(
@@ -182,13 +184,14 @@ def _advice(task: str, root: Path) -> str:
 
 def _check(group: Any, path: Path, number: int, is_boolean: bool) -> Row:
     where = f"{path}, group {number}"
-    if not isinstance(group, dict) or not {"golds", "distractors"} <= group.keys():
+    if not isinstance(group, dict) or not set(_SIDES) <= group.keys():
         raise DataError(f"{where}: want an object with golds and distractors.")
-    return _checked_at(where, group, is_boolean)
+    lists = {name: as_list(group[name], where, name) for name in _SIDES}
+    return _checked_at(where, lists, is_boolean)
 
 
 def _checked_at(where: str, group: Row, is_boolean: bool) -> Row:
-    golds, distractors = (_texts(group[name], where, name) for name in ("golds", "distractors"))
+    golds, distractors = (_texts(group[name], where, name) for name in _SIDES)
     if len(golds) > 1 or not golds + distractors:
         raise DataError(
             f"{where}: {len(golds)} golds, {len(distractors)} distractors; want a statement or "

@@ -21,6 +21,7 @@ from trainer.errors import ConfigError
 from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.head import HEAD_FILE, write_head
+from trainer.models.weights import absent
 from trainer.tasks.vera.model import read_temperature, write_description
 
 log = logging.getLogger(__name__)
@@ -93,9 +94,14 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{folder}: a {config.get('model_type')} of {config.get('vocab_size')} ids; the "
             f"packing wants a t5 of more than {HEAD_ROW}."
         )
-    model = T5EncoderModel.from_pretrained(
-        folder, config=AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype="auto"
+    build: Any = T5EncoderModel
+    model, report = build.from_pretrained(
+        folder,
+        config=AutoConfig.from_pretrained(folder, trust_remote_code=False),
+        dtype="auto",
+        output_loading_info=True,
     )
+    absent.refuse_named(report["missing_keys"], str(folder))
     return config, {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
