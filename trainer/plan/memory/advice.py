@@ -38,8 +38,8 @@ RECOMPUTED = "train.gradient_checkpointing"  # the key
 _SHORTER = (2, 4, 8)  # limits that are tried: a half, a quarter and an eighth of the present one
 _SHORTEST = 32
 _MOST_ROWS = 1 << 24
-# Numbers of rows, to see what one more row costs. A single row has no padding, so it would use other
-# kernels.
+# Numbers of rows, to see what one more row costs. A single row has no padding, so it would use
+# other kernels.
 _FEW, _SOME = 2, 4
 STAGES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
