@@ -5,6 +5,7 @@ from tests.mutants.fault import Fault
 OWN = "tests/unit/test_own_rows.py"
 CHAT = "tests/unit/test_chat.py"
 LISTS = "tests/unit/test_lists.py"
+FOREIGN = "tests/unit/test_foreign_text.py"
 ENCODING = "tests/unit/test_encoding.py"
 SHARDS = "tests/unit/test_shard_folder.py"
 VECTORS = "tests/unit/test_embeddings.py"
@@ -45,6 +46,27 @@ FAULTS = [
         "return str(value)",
         why="a passage with a blank behind its id is another one than that of the qrels",
         tests="tests/unit/test_passages_and_queries.py",
+    ),
+    Fault(
+        "trainer/data/formats/json_text.py",
+        "if len(values) < len(pairs):",
+        "if len(values) > len(pairs):",
+        why="of a key that stands twice in a row, one value is lost",
+        tests=FOREIGN,
+    ),
+    Fault(
+        "trainer/data/formats/json_stream.py",
+        "if self.num_open > _MAX_OPEN:",
+        "if self.num_open > 100 * _MAX_OPEN:",
+        why="a file of brackets kills the process",
+        tests=FOREIGN,
+    ),
+    Fault(
+        "trainer/data/formats/packed.py",
+        "if self._unpacked_bytes > max(FREE_BYTES, MAX_RATIO * packed_bytes):",
+        "if self._unpacked_bytes < 0:",
+        why="a small file fills the memory",
+        tests=FOREIGN,
     ),
     Fault(
         "trainer/data/readers/own_rows.py",

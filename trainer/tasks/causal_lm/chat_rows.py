@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import CHATS, OwnRows
+from trainer.data.formats.json_text import json_value
 from trainer.data.readers.jsonl import preview
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError
@@ -122,7 +122,7 @@ def _call(call: Any, place: str) -> Any:
     fields = {name: one for name, one in function.items() if one is not None}
     if isinstance(fields.get("arguments"), str):
         try:
-            fields["arguments"] = json.loads(fields["arguments"])
+            fields["arguments"] = json_value(fields["arguments"])
         except ValueError as error:
             raise DataError(f"{place}.tool_calls: arguments are no JSON ({error}).") from None
     return {**{name: one for name, one in call.items() if one is not None}, "function": fields}
@@ -132,7 +132,7 @@ def _tools(raw: Row, place: str) -> dict[str, Any]:
     tools = raw.get("tools")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = json_value(tools) if tools.strip() else None
         except ValueError as error:
             raise DataError(f"{place}: 'tools' are no JSON ({error}).") from None
     if not tools:

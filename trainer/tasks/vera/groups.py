@@ -4,7 +4,6 @@ corpora.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.config.own_rows import STATEMENTS
 from trainer.data import lookup, stdlib_docs
+from trainer.data.formats.json_text import json_value
 from trainer.data.formats.lists import as_list
 from trainer.data.readers.folders import required_folder, split_names
 from trainer.data.readers.own_rows import own_rows
@@ -131,7 +131,7 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
     if split == "test":
         log.info("%s: test groups of %s", task, path.name)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json_value(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. Task {task!r} of data.{split}_tasks wants "
