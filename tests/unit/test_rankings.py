@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.wording import refused
 from trainer.data.readers.rankings import Hit, read_qrels, read_run
-from trainer.errors import DataError
 from trainer.retrieval.rankings import (
     agreement,
     mean_agreement,
@@ -77,7 +77,7 @@ def test_a_run_is_read_best_first_and_ties_keep_their_order(tmp_path: Path) -> N
     (tmp_path / "run").write_text("q a 1.0\nq b 2.0\nq c 1.0\n")
     assert [hit.passage for hit in read_run(tmp_path / "run")["q"]] == ["b", "a", "c"]
     (tmp_path / "run").write_text("q a 1.0\nq a 2.0\n")
-    with pytest.raises(DataError, match="a passage stands twice for question 'q'"):
+    with refused("passage_twice", question="q"):
         read_run(tmp_path / "run")
 
 
@@ -99,12 +99,10 @@ def test_judgements_are_read_as_trec_and_beir_have_them(tmp_path: Path, text: st
 )
 def test_wrong_judgements_are_refused_with_their_line(tmp_path: Path, text: str, line: int) -> None:
     (tmp_path / "qrels").write_text(text)
-    with pytest.raises(
-        DataError, match=rf"qrels, line {line}: .*want question, iteration, passage, relevance"
-    ):
+    with refused("judgement_columns", at=f"qrels, line {line}"):
         read_qrels(tmp_path / "qrels")
     (tmp_path / "qrels").write_text("query-id\tcorpus-id\tscore\n")
-    with pytest.raises(DataError, match="holds no judgement"):
+    with refused("judgements_empty"):
         read_qrels(tmp_path / "qrels")
 
 
@@ -168,9 +166,7 @@ def test_a_question_that_the_run_lacks_counts_zero_and_one_without_relevance_not
 
 
 def test_a_run_of_other_questions_is_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"for none of the 1 questions .* like 'a', theirs like 'q1'"
-    ):
+    with refused("ranking_of_others", count=1, ours="a", theirs="q1"):
         mean_measures({"a": [Hit("d1", 1.0)]}, {"q1": {"d1": 1}}, at=[1])
 
 
