@@ -25,6 +25,7 @@ from jobs.record.row import Row
 from jobs.report import selection
 from jobs.submit import prepare
 from tests.jobs.conftest import Place
+from tests.wording import refused
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
 from trainer.runtime import process
@@ -586,5 +587,5 @@ def test_a_device_and_force_travel_with_the_job(sender: str, place: Make) -> Non
 
 
 def test_a_switch_with_a_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--force=1: want no value\. Write --force alone"):
+    with refused("flag_value", flag="--force", value=1, flag_again="--force"):
         prepare.training_flags(["--force=1"])
