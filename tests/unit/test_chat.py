@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -14,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.wording import Fault, fault, refused
 from trainer.config.own_rows import OwnRows
-from trainer.errors import DataError
 from trainer.tasks.causal_lm.chat import ChatTemplate
 from trainer.tasks.causal_lm.chat_rows import chats, opened
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
@@ -123,12 +123,9 @@ def test_a_last_turn_that_no_token_ends_gets_the_end_of_the_text() -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_by_name() -> None:
     template = FORGETFUL.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(DataError) as error:
+    fix = re.compile('.*"weight": 0.*data.chat_template')
+    with refused("template_rewrites_turns", turn=3, turns=5, fix=fix):
         learnt(template, TURNS)
-    text = str(error.value)
-    assert "turn 3 of 5 is written otherwise once more turns follow" in text
-    assert '"weight": 0' in text
-    assert "data.chat_template" in text
     (last,) = learnt(template, [{**TURNS[2], "weight": 0} if t == TURNS[2] else t for t in TURNS])
     assert last == "<think></think> Zwei \n<|im_end|>"
 

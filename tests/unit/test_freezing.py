@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.wording import refused
-from trainer.errors import ConfigError
+from tests.wording import refused, says
 from trainer.models.frozen.freezing import freeze_except, load_into, trainable_report
 
 
@@ -98,13 +96,11 @@ def test_loading_names_every_missing_unexpected_and_misshaped_tensor_at_once_and
     before = model.norm.weight.clone()
     del tensors["first.bias"]
     tensors |= {"third.weight": torch.ones(1), "second.bias": torch.ones(2)}
-    with pytest.raises(ConfigError) as caught:
+    with refused("weights_unfit", source="a file", model="Tied") as caught:
         load_into(model, tensors, source="a file")
-    message = str(caught.value)
-    assert message.startswith(
-        "a file does not fit Tied: missing [first.bias]; unexpected [third.weight]; "
-    )
-    assert "wrong shapes [second.bias (got (2,), want (3,))]" in message
+    says("weights_missing", caught.value, names="first.bias")
+    says("weights_unexpected", caught.value, names="third.weight")
+    says("weights_of_another_shape", caught.value, name="second.bias", got=(2,), wanted=(3,))
     assert torch.equal(model.norm.weight, before)
 
 

@@ -17,7 +17,7 @@ import torch
 from tests.facts import EVENT
 from tests.ranks import run_alone
 from tests.survivors import share_fork_server
-from tests.wording import refused
+from tests.wording import refused, says
 from trainer.files import survival_events as events
 from trainer.files.survive import Survival, parse
 from trainer.survival import mirror
@@ -287,7 +287,7 @@ def test_a_run_that_is_given_up_is_not_left_running(tmp_path: Path) -> None:
         agent.run()
     told = json.loads((tmp_path / "status.json").read_text())
     assert told["state"] == "failed"
-    assert "every rank is lost" in told["error"]
+    says("survive_every_rank_lost", told["error"])
 
 
 def test_what_a_run_has_been_through_is_summed_up_and_a_torn_line_is_none(tmp_path: Path) -> None:
