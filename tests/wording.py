@@ -147,7 +147,7 @@ DATA_FILES = wording(
     table_row_fields="not as many fields as the {columns} columns of the header: {fields}. It ends in line {line}.",
     table_empty="holds no row",
     table_row_unreadable="{reason}. Save it as UTF-8, with texts quoted as CSV",
-    table_cell_half_list="'{key}' is {value!r}, which begins as a list and is none. Write it as JSON",
+    table_cell_half_list="'{key}' is {value!r}, which looks like a list and cannot be read as one...Write it as JSON",
     column_absent_in_line="no such column. {column!r}: ...Say in data.columns",
 )
 ROWS = wording(
@@ -162,7 +162,6 @@ ROWS = wording(
     texts_wanted="'{key}' is {value!r}, want a list of texts",
     text_or_texts_wanted="'{key}' is {value!r}, want a text or a list of texts",
     passages_wanted="'{key}' is {value!r}, want a list of passages",
-    list_wanted="'{key}' is {value!r}, want a list.",
     id_wanted="'{key}' is {value!r}, want an id: a number without decimals",
     id_with_blanks="'{key}' is {value!r}, want an id: an integer, or text without blanks",
     token_ids_wanted="'{key}' is {value!r}, want token ids",
@@ -173,6 +172,7 @@ ROWS = wording(
     titles_for_contexts="{titles} titles for {contexts} contexts",
     text_and_title_missing="text and title are missing or blank (keys: {keys})",
     neither_text_nor_id="'{key}' has neither text nor id (keys: {keys})",
+    id_with_white_space="the id {id!r} holds white space",
     id_twice="the id {id!r} stands twice",
     gold_unknown="gold={gold} is no id in",
     row_of_other_set="no row of the {split} split is of the data set {dataset!r}.",
@@ -194,7 +194,7 @@ CONVERSATIONS = wording(
     content_wanted="messages[{turn}].content is {value!r}, want text",
     weight_wanted="messages[{turn}].weight is {value!r} of role {role!r}: want 0 or 1",
     nothing_to_learn="no turn of the assistant counts",
-    tools_no_json="'tools' are no JSON",
+    list_of_wanted="'{key}' is {value!r}, want a list",
     assistant_alone="nobody but the assistant speaks",
     template_rewrites_turns="turn {turn} of {turns} is written otherwise once more turns follow{fix}",
     template_without_opening="has no add_generation_prompt, which opens turn {turn} of {turns}.",
@@ -245,7 +245,6 @@ VECTORS = (
         states_being_prepared="another process is preparing it",
         states_absent="It holds none. Run `python -m trainer prepare` with this group",
         states_of_others="It holds states with {key}={has!r} (want {wanted!r})",
-        states_begun_with_others="was begun with other data ({key} was",
         states_begun_with_other_rows="was begun with other train rows. Name a new folder",
         states_folder_taken="holds other files. Name a new folder",
         states_source="--source: the group reads data.source={source!r}",
@@ -571,6 +570,7 @@ TRAINING = (
     )
     | wording(
         LatheError,
+        survive_in_vain="{times} times in a row a rank was lost",
         survive_every_rank_lost="every rank is lost",
     )
     | wording(

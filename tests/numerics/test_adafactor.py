@@ -16,7 +16,8 @@ from tests.ranks import run_on_ranks
 from tests.tolerance import assert_all_close, assert_close, depth_of
 from tests.wording import refused
 from trainer.config import deepspeed_config
-from trainer.config.schema import Optim, Train, validate
+from trainer.config.block import validate
+from trainer.config.schema import Optim, Train
 from trainer.models import optimizers
 
 OPTIM = Optim(name="adafactor", lr=0.02, weight_decay=0.1, clip=0.5)

@@ -211,7 +211,7 @@ def test_rows_of_openai_and_of_sharegpt_are_conversations(tmp_path: Path) -> Non
         ),
         ({"messages": TURNS[:2]}, fault("nothing_to_learn")),
         ({"messages": [TURNS[1], {**TURNS[2], "weight": 0}]}, fault("nothing_to_learn")),
-        ({"messages": TURNS, "tools": "{"}, fault("tools_no_json")),
+        ({"messages": TURNS, "tools": "{"}, fault("list_of_wanted", key="tools", value=["{"])),
     ],
 )
 def test_a_wrong_conversation_is_refused_by_its_line(

@@ -137,7 +137,10 @@ def test_the_valid_split_has_three_legal_file_names(tmp_path: Path, name: str) -
             {"context": ...},
             fault("one_of_two_wanted", key="context", other="contexts", which="neither is"),
         ),
-        ({"context": ..., "contexts": "c"}, fault("texts_wanted", key="contexts", value="c")),
+        (
+            {"context": ..., "contexts": {"c": 1}},
+            fault("texts_wanted", key="contexts", value={"c": 1}),
+        ),
         (
             {"context": ..., "contexts": ["c"], "titles": ["t", "u"]},
             fault("titles_for_contexts", titles=2, contexts=1),

@@ -16,7 +16,7 @@ from exp_configs import EXP_GROUPS
 from job_configs import JOB_CONFIGS, job_values
 from jobs.config import JobConfig
 from tests.wording import Fault, fault, refused
-from trainer.config.schema import validate
+from trainer.config.block import validate
 
 
 def written(tmp_path: Path, text: str) -> Path:

@@ -18,7 +18,8 @@ import transformers
 from exp_configs import EXP_GROUPS
 from tests.wording import refused
 from trainer import tasks
-from trainer.config.schema import Train, validate
+from trainer.config.block import validate
+from trainer.config.schema import Train
 from trainer.data.order import Sharding, Sizes, window_rows
 from trainer.launch import choose
 from trainer.launch.prepare import PreparedRun

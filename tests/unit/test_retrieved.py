@@ -268,7 +268,7 @@ _WRONG = [
         {"ctxs": ...},
         fault("contexts_missing", key="ctxs", keys="question, answers"),
     ),
-    ({"ctxs": "c"}, fault("passages_wanted", key="ctxs", value="c")),
+    ({"ctxs": {"c": 1}}, fault("passages_wanted", key="ctxs", value={"c": 1})),
     ({"ctxs": ["1", None]}, fault("id_wanted", key="ctxs[1]", value=None)),
     ({"ctxs": ["1", True]}, fault("id_wanted", key="ctxs[1]", value=True)),
     ({"ctxs": [{"title": "T"}]}, fault("neither_text_nor_id", key="ctxs[0]", keys="title")),

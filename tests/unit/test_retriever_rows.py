@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.wording import Fault, fault, refused
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.tasks.retriever import rows
 from trainer.tasks.retriever.config import Data
 
@@ -82,8 +82,8 @@ def test_an_id_without_a_corpus_is_refused_with_its_line(tmp_path: Path) -> None
         ({"query": " ", "positive_passages": []}, fault("text_blank", key="query", value=" ")),
         ({"query": "q"}, fault("field_missing", key="positive_passages")),
         (
-            {"query": "q", "positive_passages": "p"},
-            fault("list_wanted", key="positive_passages", value="p"),
+            {"query": "q", "positive_passages": {"p": 1}},
+            fault("passages_wanted", key="positive_passages", value={"p": 1}),
         ),
         (
             {"query": "q", "positive_passages": [{"docid": 1}]},

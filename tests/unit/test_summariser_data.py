@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.wording import Fault, fault, refused
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.protocol.task import Places
 from trainer.tasks.summariser import data
 from trainer.tasks.summariser.config import Config, Data

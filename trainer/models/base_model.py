@@ -18,7 +18,7 @@ from trainer.config.schema import Base, RandomBase
 from trainer.errors import ConfigError
 from trainer.models import base_source, families, fused, masks
 from trainer.models.frozen import quantized
-from trainer.models.weights import weight_files
+from trainer.models.weights import absent, weight_files
 from trainer.models.weights.t5_encoder_weights import encoder_source
 from trainer.models.weights.zero3 import tied_as_saved
 
@@ -70,6 +70,7 @@ def load(
             **options,
         )
     weight_files.refuse_mostly_new(model, set(report["missing_keys"]), source)
+    absent.note(model, report["missing_keys"], source)
     return _mend(model, bits, precision)
 
 

@@ -5,6 +5,7 @@ from tests.mutants.fault import Fault
 EXPORTS = "tests/runs/test_exports.py"
 PREDICT = "tests/runs/test_predict.py"
 CHAT = "tests/unit/test_chat.py"
+ABSENT = "tests/unit/test_absent_weights.py"
 
 FAULTS = [
     Fault(
@@ -34,6 +35,20 @@ FAULTS = [
         "        return end",
         why="generation runs on behind the end of the assistant's turn",
         tests=CHAT,
+    ),
+    Fault(
+        "trainer/models/weights/absent.py",
+        "id(weight) not in training",
+        "id(weight) in training",
+        why="a frozen weight that the files lack is another one in every process",
+        tests=ABSENT,
+    ),
+    Fault(
+        "trainer/models/weights/absent.py",
+        'compile(r"(^|\.)pooler\.")',
+        'compile(r"(^|\.)poolers\.")',
+        why="a base without a pooler, which no task reads, is refused",
+        tests=ABSENT,
     ),
     Fault(
         "trainer/exports/record.py",
