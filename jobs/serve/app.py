@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -14,6 +15,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Annotated, Any
 
+import anyio.to_thread
 import typer
 import uvicorn
 from starlette.applications import Starlette
@@ -33,13 +35,14 @@ from jobs.serve.access import Gate, gate
 from jobs.serve.answers import routes as answer_routes
 from jobs.serve.answers.workers import Workers
 from jobs.serve.keeper import Keeper, Send
+from jobs.serve.limits.connections import Connection, IdleConnections, raise_file_limit
+from jobs.serve.limits.shares import THREADS, Shares, holder_of
 from jobs.serve.live import routes as live_routes
 from jobs.serve.requests import Refusal
 from jobs.serve.tickets import ServiceFolder
 from trainer.errors import ConfigError, LatheError, StorageError
 
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
-MAX_CONNECTIONS = 512
 ONCE = ("host", "authorization", "origin", "content-length", "content-type", "idempotency-key")
 # A page loads nothing from other servers, no page may frame it, only our own files are scripts.
 POLICY = (
@@ -62,8 +65,9 @@ log = logging.getLogger(__name__)
 class Door:
     """Admits or refuses requests by their headers, and adds our headers to every answer."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self.app, self.gate = app, gate
+    def __init__(self, app: ASGIApp, gate: Gate, shares: Shares) -> None:
+        self.app, self.gate, self.shares = app, gate, shares
+        self.idle = IdleConnections(shares.config.idle_connections, shares.config.head_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: SendMessage) -> None:
         if scope["type"] == "lifespan":
@@ -80,14 +84,17 @@ class Door:
                     headers.setdefault(name, value)
             await send(message)
 
-        try:
-            self._admit(scope)
-        except Refusal as error:
-            await error.response()(scope, receive, send_ours)
-            return
-        await self.app(scope, receive, send_ours)
+        with contextlib.ExitStack() as stack:
+            try:
+                kind = "streams" if scope["path"] == live_routes.STREAM else "requests"
+                stack.enter_context(self.shares.hold(kind, self._admit(scope)))
+            except Refusal as error:
+                await error.response()(scope, receive, send_ours)
+                return
+            await self.app(scope, receive, send_ours)
 
-    def _admit(self, scope: Scope) -> None:
+    def _admit(self, scope: Scope) -> str:
+        """Whose share the request uses. Refusal."""
         headers = Headers(scope=scope)
         for name in ONCE:
             if len(headers.getlist(name)) > 1:
@@ -97,8 +104,8 @@ class Door:
         if not self.gate.is_our_origin(headers):
             raise Refusal(403, "Origin: a page of another site may not call this server.")
         client = self.gate.client(headers.get("authorization"))
-        address = (scope.get("client") or ("unknown", 0))[0]
-        wait_s = self.gate.wait_s(f"address {address}" if client is None else client.name)
+        holder, state = holder_of(scope, client), scope.setdefault("state", {})
+        wait_s = self.gate.wait_s(holder, has_token=client is not None)
         if wait_s:
             text = f"Too many requests: at most {self.gate.requests_per_minute} a minute."
             raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=wait_s)
@@ -106,7 +113,11 @@ class Door:
         if client is None and not is_page:
             text = "Authorization: want a token of this server: Bearer lathe-..."
             raise Refusal(401, text, code="invalid_api_key")
-        scope.setdefault("state", {})["client"] = client
+        state["client"] = client
+        connection: Connection | None = state.get("connection")
+        if connection is not None and client is not None:
+            connection.holder, connection.has_token = holder, True
+        return holder
 
 
 class Server(uvicorn.Server):
@@ -161,6 +172,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
 
     @contextlib.asynccontextmanager
     async def life(app: Starlette) -> AsyncGenerator[None]:
+        anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
         thread = threading.Thread(target=keeper.run, name="keeper", daemon=True)
         if has_keeper:
             thread.start()
@@ -179,9 +191,28 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
     routes += [*answer_routes.ROUTES, *live_routes.PAGE_ROUTES, *live_routes.ROUTES]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
     app.router.redirect_slashes = False
-    app.state.keeper = keeper
+    shares = Shares(keeper.config)
+    app.state.keeper, app.state.shares = keeper, shares
     app.state.workers = Workers(keeper.folder.cache, keeper.config.loaded_models)
-    return Door(app, gate)
+    return Door(app, gate, shares)
+
+
+def options_of(door: Door, **where: Any) -> uvicorn.Config:
+    """How uvicorn serves an application. where: its address and its certificate."""
+    # Why not an option: uvicorn 0.54 has none for it; asyncio's own default is 60 s.
+    asyncio.constants.SSL_HANDSHAKE_TIMEOUT = door.idle.head_s  # type: ignore[attr-defined]
+    return uvicorn.Config(
+        door,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=MAX_HEADERS,
+        http=Connection,
+        loop="asyncio",
+        ws="none",
+        **where,
+    )
 
 
 def make_keeper(base: Path, config: offers.ServiceConfig, send: Send, every_s: float) -> Keeper:
@@ -245,21 +276,14 @@ def serve(
     )
     send = Send(job_scheduler, python_binary, allow_dirty)
     keeper = make_keeper(savedir_base, config, send, every)
-    options = uvicorn.Config(
+    options = options_of(
         make_app(keeper, entrance),
         host=host,
         port=port,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        h11_max_incomplete_event_size=MAX_HEADERS,
-        http="h11",
-        ws="none",
         ssl_certfile=None if tls_cert is None else str(tls_cert),
         ssl_keyfile=None if tls_key is None else str(tls_key),
     )
+    raise_file_limit()
     server = Server(options, keeper)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()

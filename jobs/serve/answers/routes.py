@@ -21,7 +21,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jobs.serve.answers.workers import CannotAnswer, Overloaded, Workers
-from jobs.serve.requests import Body, Refusal, keeper_of, read_body, tuned_job
+from jobs.serve.limits.shares import Shares
+from jobs.serve.requests import Body, Refusal, client_of, keeper_of, read_body, tuned_job
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096
 READERS = ("cross_attention", "fid", "summariser")  # they answer in one piece
@@ -207,12 +208,13 @@ async def _ask_worker(
     request: Request, model: str, question: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any]]:
     """The answer of the model's worker, piece by piece. Refusal."""
-    run = _run_of(request, model)
+    run, shares = _run_of(request, model), cast("Shares", request.app.state.shares)
     try:
-        worker = await cast("Workers", request.app.state.workers).of(run)
-        async with aclosing(worker.ask(question)) as pieces:
-            async for piece in pieces:
-                yield piece
+        with shares.hold("answers", client_of(request).name):
+            worker = await cast("Workers", request.app.state.workers).of(run)
+            async with aclosing(worker.ask(question)) as pieces:
+                async for piece in pieces:
+                    yield piece
     except Overloaded:
         text = "The service is busy with the most models or requests that it allows. Ask again."
         raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=5) from None

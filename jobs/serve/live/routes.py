@@ -89,7 +89,8 @@ def show_stream(request: Request) -> Response:
     if len(runs) != len(words):
         raise Refusal(400, f"watch: want at most {MOST_RUNS} times ID:PLACE.", param="watch")
     watch = Watch(keeper_of(request), client_of(request).owner, int(since), runs)
-    return StreamingResponse(watch.events(), media_type="text/event-stream")
+    events = watch.events(request.app.state.shares.news)
+    return StreamingResponse(events, media_type="text/event-stream")
 
 
 def show_curves(request: Request) -> Response:
@@ -129,7 +130,7 @@ def _written(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
-RUN = "/lathe/v1/runs/{exp_id}"
+RUN, STREAM = "/lathe/v1/runs/{exp_id}", "/lathe/v1/stream"
 PAGE_ROUTES = [
     Route("/", go_to_page),
     Route("/live", show_page),
@@ -137,7 +138,7 @@ PAGE_ROUTES = [
 ]
 ROUTES = [
     Route("/lathe/v1/me", show_me),
-    Route("/lathe/v1/stream", show_stream),
+    Route(STREAM, show_stream),
     Route("/lathe/v1/differences", show_differences),
     Route(f"{RUN}/curves", show_curves),
     Route(f"{RUN}/answers", show_answers),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator
@@ -33,11 +34,15 @@ class Watch:
     since: int
     runs: dict[Path, Place]  # metrics.jsonl -> how far
 
-    async def events(self) -> AsyncGenerator[str]:
-        """Events until the server stops or the page closes."""
+    async def events(self, turns: asyncio.Semaphore) -> AsyncGenerator[str]:
+        """Events until the server stops or the page closes.
+
+        turns: as many streams at a time may use a thread, the other threads are for the routes.
+        """
         began = spoken = time.monotonic()
         while not self.keeper.is_stopped and time.monotonic() - began < LONGEST_S:
-            news = await run_in_threadpool(self.news)
+            async with turns:
+                news = await run_in_threadpool(self.news)
             if not news and time.monotonic() - spoken > BEAT_S:
                 news = [": still here\n\n"]
             for text in news:
