@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
+import sqlite3
 import ssl
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import anyio.to_thread
 import typer
@@ -50,6 +52,10 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+MANY_FILES = (errno.EMFILE, errno.ENFILE)
+# SQLite's own words for the same; Python 3.10 has no error codes for them.
+FULL_INDEX = ("disk is full", "readonly database", "disk I/O error", "unable to open database")
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -151,10 +157,35 @@ async def on_http(request: Request, error: Exception) -> Response:
     return Refusal(error.status_code, texts.get(error.status_code, error.detail)).response()
 
 
-async def on_full_disk(request: Request, error: Exception) -> Response:
-    log.warning("%s", error)
+async def on_disk(request: Request, error: Exception) -> Response:
+    """The answer when a disk or the index refuses: 507 when it is full, 503 for what passes."""
+    kind = disk_trouble(error)
+    if kind is None:
+        raise error
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    if kind == "busy":
+        text = "The server has too many files open, or waits for its index. Ask again."
+        return Refusal(503, text, code="overloaded", retry_after_s=5).response()
     text = "The disk is full or refuses writes, so nothing was done. Ask whoever runs the service."
     return Refusal(507, text, code="insufficient_storage").response()
+
+
+def disk_trouble(error: BaseException | None) -> Literal["full", "busy"] | None:
+    """What an error says about the disk: "full" (or read-only), "busy" (too many open files, an
+    index that is locked), None for another error.
+    """
+    if isinstance(error, StorageError):
+        return disk_trouble(error.__cause__) or "full"
+    if isinstance(error, OSError):
+        is_full, is_busy = error.errno in FULL, error.errno in MANY_FILES
+    elif isinstance(error, sqlite3.Error):
+        is_full = any(words in str(error) for words in FULL_INDEX)
+        is_busy = "locked" in str(error)
+    else:
+        return None
+    if is_full:
+        return "full"
+    return "busy" if is_busy else None
 
 
 async def on_our_error(request: Request, error: Exception) -> Response:
@@ -183,7 +214,9 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
     handlers: dict[Any, Any] = {
         Refusal: on_refusal,
         HTTPException: on_http,
-        StorageError: on_full_disk,
+        StorageError: on_disk,
+        OSError: on_disk,
+        sqlite3.Error: on_disk,
         LatheError: on_our_error,
         Exception: on_fault,
     }

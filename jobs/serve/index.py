@@ -9,8 +9,8 @@ import json
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,17 +215,15 @@ class Index:
         query = f"select body from jobs where {' and '.join(where)} order by created desc, id desc"
         return [json.loads(row[0]) for row in self.connection.execute(query, values)]
 
-    def use_of(self, owner: str) -> tuple[int, float, int]:
-        """What a token uses: jobs that have not ended, GPU hours so far, bytes of files."""
-        marks = ",".join("?" * len(FINAL))
-        query = (
-            f"select sum(status not in ({marks})), "
-            "sum(json_extract(body, '$.lathe.gpu_hours')) from jobs where owner = ?"
-        )
-        live, hours = self.connection.execute(query, (*FINAL, owner)).fetchone()
-        query = "select sum(bytes) from uploads where owner = ?"
-        (size,) = self.connection.execute(query, (owner,)).fetchone()
-        return live or 0, hours or 0.0, size or 0
+    def live_jobs(self, owner: str) -> int:
+        """How many jobs of a token have not ended."""
+        query = f"select count(*) from jobs where status not in ({_marks(FINAL)}) and owner = ?"
+        return self.connection.execute(query, (*FINAL, owner)).fetchone()[0]
+
+    def gpu_hours(self, owner: str) -> float:
+        """The GPU hours that a token has used so far."""
+        query = "select sum(json_extract(body, '$.lathe.gpu_hours')) from jobs where owner = ?"
+        return self.connection.execute(query, (owner,)).fetchone()[0] or 0.0
 
     # Events
 
@@ -248,6 +246,11 @@ class Index:
         """Add an uploaded file."""
         values = (body["id"], created, owner, body["purpose"], body["bytes"], json.dumps(body))
         self.connection.execute(f"insert or replace into uploads values ({_marks(values)})", values)
+
+    def upload_sizes(self) -> dict[str, tuple[str, int]]:
+        """id -> owner and bytes, of every file in the index."""
+        rows = self.connection.execute("select id, owner, bytes from uploads")
+        return {file_id: (owner, size) for file_id, owner, size in rows}
 
     def upload_ids(self) -> set[str]:
         """Ids of the uploaded files in the index."""
@@ -367,6 +370,17 @@ class Index:
         condition = f"where {' and '.join(where)}" if where else ""
         query = f"select body from {table} {condition} order by {order} limit ?"
         return _cut(self.connection.execute(query, [*values, cut.limit + 1]), cut.limit)
+
+
+@contextmanager
+def may_lag() -> Generator[None]:
+    """Inside, an index that cannot be written is a line in the log: the files are written already,
+    and the keeper's next turn brings them into the index.
+    """
+    try:
+        yield
+    except sqlite3.Error as error:
+        log.warning("the index lags behind the files: %s", error)
 
 
 def _where_owner(owner: str | None) -> tuple[list[str], list[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
@@ -14,8 +15,9 @@ from starlette.routing import Route
 
 from jobs.record.times import now
 from jobs.serve import uploads
-from jobs.serve.index import Page, PageRequest
-from jobs.serve.job_view import FINAL, checkpoints, results_csv
+from jobs.serve.index import Page, PageRequest, may_lag
+from jobs.serve.job_view import FINAL, checkpoints, job_object, results_csv
+from jobs.serve.limits.quotas import room_for_job
 from jobs.serve.offers import TuningRequest, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
     CreateJob,
@@ -28,6 +30,7 @@ from jobs.serve.requests import (
     page_query,
     quote,
     read_body,
+    shares_of,
     tuned_job,
     writer_of,
 )
@@ -102,7 +105,8 @@ def delete_file(request: Request) -> Response:
         raise Refusal(403, f"{upload.id} belongs to another token.")
     with refusals(folder.path):
         uploads.remove(folder)
-    keeper_of(request).index.drop_uploads([upload.id])
+    with may_lag():
+        keeper_of(request).index.drop_uploads([upload.id])
     return JSONResponse({"id": upload.id, "object": "file", "deleted": True})
 
 
@@ -173,7 +177,8 @@ async def create_job(request: Request) -> Response:
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= MAX_KEY:
         raise Refusal(400, f"Idempotency-Key: want 1 to {MAX_KEY} letters.")
-    return JSONResponse(await run_in_threadpool(_create, keeper, client, body, key))
+    async with shares_of(request).turn("create", client.name):
+        return JSONResponse(await run_in_threadpool(_create, keeper, client, body, key))
 
 
 def _create(keeper: Keeper, client: Client, body: CreateJob, key: str | None) -> dict[str, Any]:
@@ -185,16 +190,33 @@ def _create(keeper: Keeper, client: Client, body: CreateJob, key: str | None) ->
     if before is None:
         ticket = _ticket(keeper, client, body, job_id)
         uploads.refuse_on_full_disk(keeper, 0)
-        _refuse_above_quota(keeper, client)
-        if not keeper.folder.create(ticket):
-            before = folder.read()
+        with room_for_job(keeper, client):
+            if not keeper.folder.create(ticket):
+                before = folder.read()
     if before is not None and before.request_digest != body.digest():
         text = f"The Idempotency-Key {quote(key)} made {job_id} of another request. Use a new key."
         raise Refusal(409, text, code="idempotency_error")
     keeper.poke()
-    job = keeper.look(job_id)
+    job = _job_now(keeper, job_id)
     assert job is not None, "its ticket is on the disk"
     return job
+
+
+def _job_now(keeper: Keeper, job_id: str) -> dict[str, Any] | None:
+    """A job as its files are now; None for an unknown id. An index that cannot be written is no
+    reason to say that nothing was done.
+    """
+    job = None
+    with may_lag():
+        job = keeper.look(job_id)
+    if job is not None:
+        return job
+    facts = keeper.facts(job_id, None)
+    if facts is None:
+        return None
+    rows = keeper.rows([facts.ticket.exp_id])
+    facts = replace(facts, row=rows.get(facts.ticket.exp_id))
+    return job_object(facts, keeper.config.organization)
 
 
 def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Ticket:
@@ -253,17 +275,6 @@ def _training_file(keeper: Keeper, client: Client, file_id: str, param: str) -> 
     return match[1]
 
 
-def _refuse_above_quota(keeper: Keeper, client: Client) -> None:
-    live, hours, _ = keeper.index.use_of(client.name)
-    quota = client.quota
-    if quota.jobs is not None and live >= quota.jobs:
-        text = f"{live} jobs of {client.name} have not ended, at most {quota.jobs} may. Wait."
-        raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=60)
-    if quota.gpu_hours is not None and hours >= quota.gpu_hours:
-        text = f"{client.name} has used {hours:.1f} of {quota.gpu_hours:.1f} GPU hours."
-        raise Refusal(429, text, code="insufficient_quota")
-
-
 def list_jobs(request: Request) -> Response:
     keeper, query = keeper_of(request), page_query(request, usual=20, most=100)
     metadata, has_none = metadata_query(request)
@@ -281,7 +292,7 @@ def visible_job(request: Request) -> dict[str, Any]:
     keeper, job_id = keeper_of(request), request.path_params["job_id"]
     job = keeper.index.job(job_id) if is_id(job_id, JOB) else None
     if job is None and is_id(job_id, JOB):  # another server may have just created it
-        job = keeper.look(job_id)
+        job = _job_now(keeper, job_id)
     if job is None or not client_of(request).sees(job["lathe"]["owner"]):
         raise Refusal(404, f"No such fine-tuning job: {quote(job_id)}.", param="id")
     return job
@@ -326,7 +337,7 @@ def _wish(request: Request, wish: WishKind) -> Response:
     """Add a wish about a job that has not ended, unless it is already fulfilled."""
     client, keeper = writer_of(request), keeper_of(request)
     folder, job_id = _ticket_folder(request), request.path_params["job_id"]
-    job = keeper.look(job_id)
+    job = _job_now(keeper, job_id)
     assert job is not None, "found a moment ago"
     if not client.may_change(job["lathe"]["owner"]):
         raise Refusal(403, f"{job_id} belongs to another token.")
@@ -339,7 +350,7 @@ def _wish(request: Request, wish: WishKind) -> Response:
     if not (wish == "pause" and is_paused):
         folder.add_wish(wish, client.name)
     keeper.poke()
-    return JSONResponse(keeper.look(job_id))
+    return JSONResponse(_job_now(keeper, job_id))
 
 
 def _ticket_folder(request: Request) -> TicketFolder:
@@ -385,7 +396,7 @@ def delete_model(request: Request) -> Response:
         for part in ("final", "best"):
             if (run.path / part).exists():
                 os.rename(run.path / part, aside / part)
-    keeper.look(job["id"])
+    _job_now(keeper, job["id"])
     return JSONResponse({"id": name, "object": "model", "deleted": True})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
@@ -16,6 +17,7 @@ from starlette.responses import JSONResponse
 if TYPE_CHECKING:
     from jobs.serve.access import Client
     from jobs.serve.keeper import Keeper
+    from jobs.serve.limits.shares import Shares
     from jobs.serve.offers import ServiceConfig
 
 MAX_DEPTH = 32  # of JSON
@@ -160,7 +162,10 @@ async def read_json_object(request: Request, config: ServiceConfig) -> dict[str,
     content = await _content(request, config)
     try:
         value: Any = json.loads(
-            content.decode(), object_pairs_hook=_without_twins, parse_constant=_no_number
+            content.decode(),
+            object_pairs_hook=_without_twins,
+            parse_constant=_no_number,
+            parse_float=_finite,
         )
     except UnicodeDecodeError:
         raise Refusal(400, "The body is not UTF-8. Encode it as UTF-8.") from None
@@ -170,7 +175,7 @@ async def read_json_object(request: Request, config: ServiceConfig) -> dict[str,
         raise Refusal(400, f"The body is not valid JSON: {quote(str(error))}.") from None
     if not isinstance(value, dict):
         raise Refusal(400, f"The body is a JSON {type(value).__name__}, want an object.")
-    if _is_deeper(value, MAX_DEPTH):
+    if is_deeper(value, MAX_DEPTH):
         raise Refusal(400, f"The JSON is nested more than {MAX_DEPTH} deep.")
     return cast("dict[str, Any]", value)
 
@@ -204,7 +209,14 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is no JSON")
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is larger than any number of 64 bits")
+    return value
+
+
+def is_deeper(value: Any, depth: int) -> bool:
     """Whether dictionaries and lists are nested more than `depth` deep."""
     level: list[Any] = [value]
     for _ in range(depth):
@@ -277,6 +289,11 @@ def list_object(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]
 def keeper_of(request: Request) -> Keeper:
     """The keeper of the server that received the request."""
     return cast("Keeper", request.app.state.keeper)
+
+
+def shares_of(request: Request) -> Shares:
+    """What the clients of the server hold at present."""
+    return cast("Shares", request.app.state.shares)
 
 
 def client_of(request: Request) -> Client:

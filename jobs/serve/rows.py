@@ -7,18 +7,23 @@ mistakes of a file and names the first ones.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from jobs.serve.requests import is_deeper
 from trainer.errors import DataError
 from trainer.files.atomic import aside
 
 Row = dict[str, Any]
 MAX_MISTAKES = 20
 MAX_LINE = 8 << 20  # bytes; a longer line is refused
+MAX_VALUES = 100_000  # of one row; Python needs up to 250 bytes for one of two bytes, such as {}
+MAX_DEPTH = 64  # of one row
+TEXTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -135,6 +140,9 @@ def _object(report: RowReport, line: int, content: bytes) -> Row | None:
     if len(content) > MAX_LINE:
         report.add(line, "a line that is too long", f"at most {MAX_LINE} bytes")
         return None
+    if _num_values(content) > MAX_VALUES:
+        report.add(line, f"a row of more than {MAX_VALUES} values", "a smaller row")
+        return None
     try:
         value: Any = json.loads(content.decode())
     except UnicodeDecodeError as error:
@@ -149,11 +157,26 @@ def _object(report: RowReport, line: int, content: bytes) -> Row | None:
     if not isinstance(value, dict):
         report.add(line, f"a JSON {type(value).__name__}", 'an object like {"messages": [...]}')
         return None
+    if is_deeper(value, MAX_DEPTH):
+        report.add(line, f"JSON that is nested more than {MAX_DEPTH} deep", "a flatter object")
+        return None
     return cast("Row", value)
 
 
+def _num_values(content: bytes) -> int:
+    """At most how many values the JSON of a line has, found without reading it as JSON: outside of
+    texts, a value follows the beginning of the line, a comma or an opening bracket.
+    """
+    signs = (b",", b"[", b"{")
+    count = 1 + sum(content.count(sign) for sign in signs)
+    if count > MAX_VALUES:
+        rest = TEXTS.sub(b"", content)
+        count = 1 + sum(rest.count(sign) for sign in signs)
+    return count
+
+
 def _quote(value: Any) -> str:
-    return _cut(repr(value))
+    return _cut(repr(value[:60] if isinstance(value, str) else value))
 
 
 def _cut(text: str) -> str:

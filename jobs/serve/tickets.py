@@ -9,6 +9,7 @@
     uploads/<file id>/      content, file.json; made by one rename
     uploads/.<file id>.tmp/ an upload in progress; the server that receives it locks `content`
     cache/                  tokenizers and encoded rows of the trainings
+    locks/<token's name>    empty; locked while the quota of a token is checked and used
     index-<host>.sqlite     a copy of the facts, for fast lists; may be deleted at any time
 
 A ticket's id comes from its Idempotency-Key, so the same key means the same ticket: the server that
@@ -192,6 +193,10 @@ class ServiceFolder:
     @property
     def cache(self) -> Path:
         return self.path / "cache"
+
+    @property
+    def locks(self) -> Path:
+        return self.path / "locks"
 
     @property
     def index(self) -> Path:

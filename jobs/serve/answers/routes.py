@@ -21,8 +21,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jobs.serve.answers.workers import CannotAnswer, Overloaded, Workers
-from jobs.serve.limits.shares import Shares
-from jobs.serve.requests import Body, Refusal, client_of, keeper_of, read_body, tuned_job
+from jobs.serve.requests import (
+    Body,
+    Refusal,
+    client_of,
+    keeper_of,
+    read_body,
+    shares_of,
+    tuned_job,
+)
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096
 READERS = ("cross_attention", "fid", "summariser")  # they answer in one piece
@@ -208,9 +215,9 @@ async def _ask_worker(
     request: Request, model: str, question: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any]]:
     """The answer of the model's worker, piece by piece. Refusal."""
-    run, shares = _run_of(request, model), cast("Shares", request.app.state.shares)
+    run = _run_of(request, model)
     try:
-        with shares.hold("answers", client_of(request).name):
+        with shares_of(request).hold("answers", client_of(request).name):
             worker = await cast("Workers", request.app.state.workers).of(run)
             async with aclosing(worker.ask(question)) as pieces:
                 async for piece in pieces:

@@ -14,7 +14,7 @@ from jobs.report.page import ASSETS, STYLE
 from jobs.serve.lathe_routes import find_run
 from jobs.serve.live.series import answers_of, curves_of, place_of
 from jobs.serve.live.stream import Watch
-from jobs.serve.requests import Refusal, client_of, keeper_of, quote
+from jobs.serve.requests import Refusal, client_of, keeper_of, quote, shares_of
 from trainer.config.differences import differing, flatten, short_names, written
 
 FOLDER = Path(__file__).with_name("page")
@@ -89,7 +89,7 @@ def show_stream(request: Request) -> Response:
     if len(runs) != len(words):
         raise Refusal(400, f"watch: want at most {MOST_RUNS} times ID:PLACE.", param="watch")
     watch = Watch(keeper_of(request), client_of(request).owner, int(since), runs)
-    events = watch.events(request.app.state.shares.news)
+    events = watch.events(shares_of(request).news)
     return StreamingResponse(events, media_type="text/event-stream")
 
 
