@@ -747,6 +747,15 @@ SERVICE = wording(
     contexts_unread="reads no contexts",
     makes_none="makes no {things}",
     service_token_wanted="want a token",
+    share_used="{holder} has {count} {things}; at most {most} are allowed ({key}). Wait",
+    server_busy="The server has {total} requests and streams in progress; at most {most}",
+    jobs_above_quota="{live} jobs of {owner} have not ended, at most {most} may",
+    bytes_above_quota="{owner} keeps {kept} bytes of files, and {more} more are above the quota of {most}. Delete",
+    number_too_large="{number} is larger than any number of 64 bits",
+    disk_refuses="The disk is full or refuses writes",
+    ask_later="Ask again",
+    row_too_wide="a row of more than {most} values",
+    row_too_deep="JSON that is nested more than {most} deep",
     worker_ended="has ended, or is stuck",
 )
 

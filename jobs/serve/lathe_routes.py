@@ -35,6 +35,7 @@ from jobs.serve.requests import (
     read_body,
     writer_of,
 )
+from jobs.serve.uploads import refuse_on_full_disk
 from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
 from jobs.submit.policy import Limits
@@ -159,6 +160,7 @@ def retry_run(request: Request) -> Response:
     limits = Limits(retry=(*ENDED_BADLY, "preempted"), with_bad_input=True)
 
     def retry(keeper: Keeper, rows: list[Any]) -> list[ActionResult]:
+        refuse_on_full_disk(keeper, 0)
         return control.again(control.Again(keeper.folder.base, keeper.backend_of, limits), rows)
 
     return _change_run(request, retry)
@@ -208,6 +210,8 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
     group = body.group or GROUP_OF_REQUESTS
     job = prepare.job_config(group, None, keeper.send.python_binary)
     is_plan = body.action == "plan"
+    if not is_plan:
+        refuse_on_full_disk(keeper, 0)
     request = keeper.request(experiments, group, job, flags, is_plan=is_plan)
     act = group_of_jobs.preview if is_plan else group_of_jobs.submit
     return _results(act(request))

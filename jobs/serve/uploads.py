@@ -227,7 +227,7 @@ class Arrival:
 def refuse_on_full_disk(keeper: Keeper, size: int) -> None:
     """Return if so many bytes can be written and the reserve stays free; else Refusal (507)."""
     free = shutil.disk_usage(keeper.folder.base.path).free
-    if free - size < keeper.config.reserve:
+    if free - size <= keeper.config.reserve:
         text = (
             f"The disk has {free >> 20} MiB free, of which {keeper.config.reserve >> 20} are kept "
             "for running jobs. Delete files, or ask whoever runs the service for room."
