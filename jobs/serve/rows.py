@@ -23,7 +23,7 @@ MAX_MISTAKES = 20
 MAX_LINE = 8 << 20  # bytes; a longer line is refused
 MAX_VALUES = 100_000  # of one row; Python needs up to 250 bytes for one of two bytes, such as {}
 MAX_DEPTH = 64  # of one row
-TEXTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+TEXT_OR_SIGN = re.compile(rb'"[^"]*"?|[,\[{]')  # once no text holds an escaped quote
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -140,7 +140,7 @@ def _object(report: RowReport, line: int, content: bytes) -> Row | None:
     if len(content) > MAX_LINE:
         report.add(line, "a line that is too long", f"at most {MAX_LINE} bytes")
         return None
-    if _num_values(content) > MAX_VALUES:
+    if _has_many_values(content):
         report.add(line, f"a row of more than {MAX_VALUES} values", "a smaller row")
         return None
     try:
@@ -163,16 +163,24 @@ def _object(report: RowReport, line: int, content: bytes) -> Row | None:
     return cast("Row", value)
 
 
-def _num_values(content: bytes) -> int:
-    """At most how many values the JSON of a line has, found without reading it as JSON: outside of
-    texts, a value follows the beginning of the line, a comma or an opening bracket.
+def _has_many_values(content: bytes) -> bool:
+    """Whether the JSON of a line may have more than MAX_VALUES values; found without reading it as
+    JSON, in little memory.
+
+    Outside of texts, a value follows the beginning of the line, a comma or an opening bracket. A
+    row has at most two texts for each value: a key and the value itself.
     """
-    signs = (b",", b"[", b"{")
-    count = 1 + sum(content.count(sign) for sign in signs)
-    if count > MAX_VALUES:
-        rest = TEXTS.sub(b"", content)
-        count = 1 + sum(rest.count(sign) for sign in signs)
-    return count
+    if sum(content.count(sign) for sign in (b",", b"[", b"{")) < MAX_VALUES:
+        return False
+    rest = content.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_texts = num_signs = 0
+    for match in TEXT_OR_SIGN.finditer(rest):
+        is_text = rest[match.start()] == ord('"')
+        num_texts += is_text
+        num_signs += not is_text
+        if num_signs >= MAX_VALUES or num_texts > 2 * MAX_VALUES:
+            return True
+    return False
 
 
 def _quote(value: Any) -> str:
