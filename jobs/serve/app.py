@@ -92,8 +92,10 @@ class Door:
 
         with contextlib.ExitStack() as stack:
             try:
+                holder = self._admit(scope)
                 kind = "streams" if scope["path"] == live_routes.STREAM else "requests"
-                stack.enter_context(self.shares.hold(kind, self._admit(scope)))
+                if scope["path"] != PROBE:
+                    stack.enter_context(self.shares.hold(kind, holder))
             except Refusal as error:
                 await error.response()(scope, receive, send_ours)
                 return
@@ -112,7 +114,7 @@ class Door:
         client = self.gate.client(headers.get("authorization"))
         holder, state = holder_of(scope, client), scope.setdefault("state", {})
         wait_s = self.gate.wait_s(holder, has_token=client is not None)
-        if wait_s:
+        if wait_s and scope["path"] != PROBE:
             text = f"Too many requests: at most {self.gate.requests_per_minute} a minute."
             raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=wait_s)
         is_page = scope["path"] in PUBLIC_PATHS or scope["path"].startswith("/live/")
@@ -138,7 +140,8 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-PUBLIC_PATHS = ("/healthz", "/", "/live")  # they hold no data: the page itself is empty
+PROBE = "/healthz"  # a cluster restarts a server whose probe is refused: it never is
+PUBLIC_PATHS = (PROBE, "/", "/live")  # they hold no data: the page itself is empty
 
 
 def health(request: Request) -> Response:
@@ -220,7 +223,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
         LatheError: on_our_error,
         Exception: on_fault,
     }
-    routes = [Route("/healthz", health), *openai_routes.ROUTES, *lathe_routes.ROUTES]
+    routes = [Route(PROBE, health), *openai_routes.ROUTES, *lathe_routes.ROUTES]
     routes += [*answer_routes.ROUTES, *live_routes.PAGE_ROUTES, *live_routes.ROUTES]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
     app.router.redirect_slashes = False

@@ -180,6 +180,16 @@ def test_everybody_together_is_capped_with_503() -> None:
     assert held.num_held("requests") == held.num_held("streams") == 0
 
 
+def test_a_probe_is_answered_when_everything_else_is_refused(tmp_path: Path) -> None:
+    changes = {"requests_per_minute": 2, "all_at_once": 1}
+    with serving(tmp_path / "base", has_keeper=False, **changes) as running:
+        with httpx.Client(base_url=running.url) as client:
+            assert [client.get("/healthz").status_code for _ in range(5)] == [200] * 5
+            assert client.get("/v1/models").status_code == 429
+            with running.app.shares.hold("streams", "anna"):
+                assert client.get("/healthz").status_code == 200
+
+
 def test_questions_to_models_are_a_share_of_their_own() -> None:
     held = shares(answers_at_once=1)
     with held.hold("requests", "anna"), held.hold("answers", "anna"), held.hold("answers", "ben"):

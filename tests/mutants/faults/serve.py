@@ -5,6 +5,7 @@ from tests.mutants.fault import Fault
 VIEW = "tests/serve/test_job_view.py"
 HOSTILE = "tests/serve/test_hostile_requests.py"
 STREAM = "tests/serve/test_live_stream.py"
+SHARES = "tests/serve/test_shares.py"
 
 FAULTS = [
     Fault(
@@ -104,5 +105,68 @@ FAULTS = [
         "is_known = last is not None",
         why="a job of which a slow scheduler has said nothing yet counts as lost",
         tests="tests/serve/test_patience.py",
+    ),
+    Fault(
+        "jobs/serve/limits/shares.py",
+        "        if self._held[kind, holder] >= most:\n",
+        "        if False:\n",
+        why="one token opens streams until nobody else gets one",
+        tests=SHARES,
+    ),
+    Fault(
+        "jobs/serve/limits/connections.py",
+        "        if len(self._all) > self.most:\n",
+        "        if False:\n",
+        why="silent connections take every file that the server may open",
+        tests=SHARES,
+    ),
+    Fault(
+        "jobs/serve/limits/connections.py",
+        "            self._wait()\n            self.idle.add(self)\n",
+        "            self.idle.add(self)\n",
+        why="a connection that never sends its request stays for ever",
+        tests=SHARES,
+    ),
+    Fault(
+        "jobs/serve/limits/quotas.py",
+        "            fcntl.flock(file, fcntl.LOCK_EX)  # ends",
+        "            pass  # ends",
+        why="two servers pass a quota together",
+        tests=SHARES,
+    ),
+    Fault(
+        "jobs/serve/limits/quotas.py",
+        "        num_new += ticket is not None and ticket.owner == owner\n",
+        "        num_new += 0\n",
+        why="jobs of another server do not count until its index has them",
+        tests=SHARES,
+    ),
+    Fault(
+        "jobs/serve/uploads.py",
+        "                arrival.grow_to(parts.size)\n",
+        "",
+        why="uploads in progress fill the disk beyond a quota",
+        tests=SHARES,
+    ),
+    Fault(
+        "jobs/serve/rows.py",
+        "    if _has_many_values(content):\n",
+        "    if False:\n",
+        why="a row of empty objects costs 60 times its size",
+        tests=SHARES,
+    ),
+    Fault(
+        "jobs/serve/requests.py",
+        "    if not math.isfinite(value):\n",
+        "    if False:\n",
+        why="1e999 in a body is infinity, which no answer can hold",
+        tests=SHARES,
+    ),
+    Fault(
+        "jobs/serve/index.py",
+        "    except sqlite3.Error as error:\n        log.warning",
+        "    except KeyError as error:\n        log.warning",
+        why="a job that is on the disk is answered as not done",
+        tests=SHARES,
     ),
 ]
