@@ -78,10 +78,9 @@ def write(
         config.dtype = next(iter(weights_of_side.values())).dtype
         model_folder.write(place, config, tokenizer, weights_of_side)
         if place != folder:
-            config.save_pretrained(
-                folder
-            )  # by its config.json others find the model that an experiment trained
-    tokenizer.save_pretrained(folder)
+            # by its config.json others find the model that an experiment trained
+            model_folder.write_config(folder, config)
+    model_folder.write_tokenizer(folder, tokenizer)
     pooler = {
         name.partition(".")[2]: values
         for name, values in weights.items()
