@@ -64,7 +64,11 @@ def _experiment(task: str, family: str, folder: Path, *, in_folder: bool = False
     values = {**values, "train": {**values["train"], **exported.SHORT}}
     if task == "retriever":
         values["data"] = {**values["data"], **exported.LIMIT}
-    values["base"] = {**values["base"], "config": with_another_theta(values["base"]["config"])}
+    config = with_another_theta(values["base"]["config"])
+    if family == "t5gemma":  # whose encoder has windows of another size in transformers 4
+        for side in ("encoder", "decoder"):
+            config[side]["sliding_window"] = 128
+    values["base"] = {**values["base"], "config": config}
     if task != "cross_attention" and not in_folder:
         return values
     # the weights of a random base are drawn otherwise in another version
@@ -110,7 +114,8 @@ def sides(
 
 
 def difference(today: dict[str, Any], earlier: dict[str, Any]) -> tuple[float, str]:
-    """The largest absolute difference of two sides, and of what; infinity and the reason where one
+    """The largest difference of two sides, as a share of the largest number or of 1, and of what;
+    infinity and the reason where one
     of them failed or says other texts.
     """
     for side, name in ((today, "today"), (earlier, "4.57")):
@@ -118,10 +123,11 @@ def difference(today: dict[str, Any], earlier: dict[str, Any]) -> tuple[float, s
             return float("inf"), f"{name}: {side['error']}"
     if today.keys() != earlier.keys():
         return float("inf"), f"{sorted(today)} and {sorted(earlier)}"
-    found = {
-        of: float((x - earlier[of]).abs().max()) if x.shape == earlier[of].shape else float("inf")
-        for of, x in today.items()
-        if isinstance(x, Tensor)
-    }
+    found: dict[str, float] = {}
+    for of, x in today.items():
+        if isinstance(x, Tensor):
+            is_like = x.shape == earlier[of].shape
+            apart = float((x - earlier[of]).abs().max()) if is_like else float("inf")
+            found[of] = apart / max(1.0, float(x.abs().max()))
     worst = max(found, key=lambda of: found[of])
     return found[worst], worst

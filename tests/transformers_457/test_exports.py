@@ -10,7 +10,7 @@ import pytest
 from tests.facts import write_facts
 from tests.transformers_457 import exports
 
-BOUND = 1e-5  # absolute, of fp32
+BOUND = 1e-5  # of the largest number, or of 1; fp32
 
 
 @pytest.mark.long

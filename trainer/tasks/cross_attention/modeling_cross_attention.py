@@ -226,6 +226,8 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             how.pop(key, None)
         dtype = how.get("dtype", how.pop("torch_dtype", None))
         model = cls(config, _base_of(name, config, hub, {**how, "dtype": dtype or config.dtype}))
+        if config.has_adapters:  # not before: transformers 4.57 draws them anew in post_init
+            model.base.load_adapter(name)
         file = cached_file(name, "model.safetensors", **hub)
         keys = model.load_state_dict(load_file(str(file)), strict=False)
         lost = [key for key in keys.missing_keys if key.startswith("cross_attn_layers.")]
@@ -421,8 +423,6 @@ def _base_of(name: Any, config: Any, hub: dict[str, Any], how: dict[str, Any]) -
     else:
         of_hub = {key: value for key, value in hub.items() if key != "revision"}
         base = _whole(config.base, config, **of_hub, **how)
-    if config.has_adapters:
-        base.load_adapter(name)
     return base
 
 
