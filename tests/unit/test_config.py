@@ -4,6 +4,7 @@ name everything at once.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import re
@@ -97,6 +98,14 @@ def test_an_id_is_the_same_in_another_process() -> None:
     assert done.stdout.strip() == exp_id(EXPERIMENT)
 
 
+class Odd(str, enum.Enum):
+    TASK = "fid"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
@@ -105,6 +114,11 @@ def test_an_id_is_the_same_in_another_process() -> None:
         ({"a": [float("nan")]}, "a[0] is nan. Want a finite number."),
         ({"a": {1, 2}}, "a is a set, {1, 2}. Write a list"),
         ({"a": Path("x")}, "Write its text: 'x'."),
+        ({"a": Odd.TASK}, "a is an Enum, <Odd.TASK: 'fid'>. Write its value: 'fid'."),
+        ({"a": {Odd.TASK: 1}}, "key <Odd.TASK: 'fid'> in a is an Enum. Write its value: 'fid'."),
+        ({"a": [Number.ONE]}, "a[0] is an Enum, <Number.ONE: 1>. Write its value: 1."),
+        ({"a": ["x\ud800"]}, r"a[0], 'x\ud800', holds half of a surrogate pair"),
+        ({"a": {"\udc00": 1}}, r"key '\udc00' in a holds half of a surrogate pair"),
         ({"a": (1,), "b": {2: 3}}, "2 mistake(s)"),
         ({"a": {"b.c": 1}}, "key 'b.c' holds a dot"),
         ({"a": [{"b": 1}, 2]}, "list 'a' mixes dictionaries and other values"),
