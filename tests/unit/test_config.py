@@ -4,6 +4,7 @@ name everything at once.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import re
@@ -99,6 +100,14 @@ def test_an_id_is_the_same_in_another_process() -> None:
     assert done.stdout.strip() == exp_id(EXPERIMENT)
 
 
+class Odd(str, enum.Enum):
+    TASK = "fid"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
@@ -119,6 +128,11 @@ def test_an_id_is_the_same_in_another_process() -> None:
                 fix="its text: 'x'.",
             ),
         ),
+        ({"a": Odd.TASK}, fault("value_is_enum", key="a", value=repr(Odd.TASK), fix="'fid'")),
+        ({"a": {Odd.TASK: 1}}, fault("key_is_enum", key=repr(Odd.TASK), place="a", fix="'fid'")),
+        ({"a": [Number.ONE]}, fault("value_is_enum", key="a[0]", value=repr(Number.ONE), fix="1")),
+        ({"a": ["x\ud800"]}, fault("value_half_character", key="a[0]", value=r"'x\ud800'")),
+        ({"a": {"\udc00": 1}}, fault("key_half_character", key=r"'\udc00'", place="a")),
         ({"a": (1,), "b": {2: 3}}, fault("mistakes", count=2)),
         ({"a": {"b.c": 1}}, fault("key_with_dot", key="b.c")),
         ({"a": [{"b": 1}, 2]}, fault("list_mixed", key="a")),
