@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainer.plan.time.rates import Rates
 
 _FEW, _SOME = 2, 8  # rows that are measured
-_CUBLAS = 32 * 2**20  # of its workspace, at most
+_CUBLAS = 64 * 2**20  # of its workspaces, at most
 _CHECKPOINTING = "train.gradient_checkpointing"
 
 
