@@ -22,7 +22,7 @@ from jobs.errors import Refused, Unreachable
 from jobs.job_state import Observed
 from jobs.protocol import ArrayBackend, Backend, JobSpec
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm, wait_for
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -15,7 +15,8 @@ from tests.numerics.tiny_network import ROWS, STEPS, data, network
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_all_close, assert_close, depth_of
 from trainer.config import deepspeed_config
-from trainer.config.schema import Optim, Train, validate
+from trainer.config.block import validate
+from trainer.config.schema import Optim, Train
 from trainer.errors import ConfigError
 from trainer.models import optimizers
 

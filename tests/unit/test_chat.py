@@ -217,7 +217,7 @@ def test_rows_of_openai_and_of_sharegpt_are_conversations(tmp_path: Path) -> Non
         ),
         ({"messages": TURNS[:2]}, "no turn of the assistant counts"),
         ({"messages": [TURNS[1], {**TURNS[2], "weight": 0}]}, "no turn of the assistant counts"),
-        ({"messages": TURNS, "tools": "{"}, "'tools' are no JSON"),
+        ({"messages": TURNS, "tools": "{"}, r"'tools' is \['{'\], want a list"),
     ],
 )
 def test_a_wrong_conversation_is_refused_by_its_line(line: Any, said: str, tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer import tasks
+from trainer.config.block import validate
 from trainer.config.identity import digest, exp_id
-from trainer.config.schema import Optim, Schedule, Train, validate
+from trainer.config.schema import Optim, Schedule, Train
 from trainer.errors import ConfigError, nearest
 
 EXPERIMENT: dict[str, Any] = {

@@ -126,7 +126,7 @@ def test_the_valid_split_has_three_legal_file_names(tmp_path: Path, name: str) -
         ({"answer": ..., "answers": ["a", ""]}, r"'answers\[1\]' is '', want text"),
         ({"answer": 3}, "'answer' is 3, want text"),
         ({"context": ...}, "'context' or 'contexts' is wanted, neither is there"),
-        ({"context": ..., "contexts": "c"}, "'contexts' is 'c', want a list"),
+        ({"context": ..., "contexts": {"c": 1}}, "'contexts' is {'c': 1}, want a list"),
         ({"context": ..., "contexts": ["c"], "titles": ["t", "u"]}, "2 titles for 1 contexts"),
         ({"title": ["t"]}, r"'title' is \['t'\], want text"),
     ],

@@ -4,9 +4,11 @@ was begun with.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,14 +238,29 @@ def test_two_ranks_share_the_work_and_write_the_folder_of_one(tmp_path: Path) ->
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
-def test_meta_says_what_the_vectors_are_of(tmp_path: Path) -> None:
-    embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan())
-    meta = json.loads((tmp_path / "v" / "meta.json").read_text())
-    assert {name: meta[name] for name in ("model", "side", "dim", "count", "dtype")} == {
-        "model": "m",
-        "side": "passage",
-        "dim": 4,
-        "count": 23,
-        "dtype": "float32",
-    }
-    assert [len(shard["sha256"]) for shard in meta["shards"]] == [64] * 5
+def test_the_files_of_the_folder_are_those_of_the_first_version(tmp_path: Path) -> None:
+    """A folder that an older version began or wrote is gone on with and read."""
+    columns = torch.arange(20.0).reshape(4, 5).T  # the numbers of a row are not neighbours here
+    encode = {5: lambda _: columns, 3: lambda _: columns[:3]}
+    folder = tmp_path / "v"
+    embeddings.write(folder, lambda: iter(ROWS), lambda rows: encode[len(rows)](rows), plan=plan())
+    of_shards = [columns.numpy()] * 4 + [columns[:3].numpy()]
+    stated = {"model": "m", "texts": embeddings.digest_of(ROWS)[0], "side": "passage"}
+    stated |= {"dtype": "float32", "count": 23, "shard_rows": 5}
+    wanted: dict[str, bytes] = {"ids.txt": "".join(f"p{n}\n" for n in range(23)).encode()}
+    records = []
+    for number, vectors in enumerate(of_shards):
+        file = io.BytesIO()
+        np.save(file, np.ascontiguousarray(vectors))
+        name, shard = f"vectors-{number:05d}", file.getvalue()
+        digest = hashlib.sha256(shard).hexdigest()
+        records.append({"name": f"{name}.npy", "size": len(shard), "sha256": digest})
+        wanted[f"{name}.npy"] = shard
+        wanted[f"{name}.json"] = text({**records[-1], "rows": len(vectors), "dim": 4})
+    wanted["plan.json"] = text(stated)
+    wanted["meta.json"] = text({"format": 1, **stated, "dim": 4, "shards": records})
+    assert content(folder) == wanted
+
+
+def text(value: Mapping[str, object]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -4,6 +4,8 @@ kills.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from tests.ranks import run_on_ranks
 from trainer.errors import ConfigError, DataError, DivergedError, StorageError
+from trainer.files.atomic import sha256_of
 from trainer.tasks.cross_attention.encoder_states import layout, reading, writing
 from trainer.tasks.cross_attention.encoder_states.layout import Dtype, StatesPlan
 from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, pad_states
@@ -151,6 +154,34 @@ def test_a_batch_of_states_has_zeros_behind_the_shorter_rows() -> None:
     states, mask = pad_states([[one, two], [three]])
     assert states[..., 0].tolist() == [[1, 1, 2, 0], [3, 3, 3, 3]]
     assert mask.tolist() == [[True, True, True, False], [True] * 4]
+
+
+def test_the_files_of_the_folder_are_those_of_the_first_version(tmp_path: Path) -> None:
+    """A folder that an older version began or wrote is gone on with and read."""
+    found = contexts()
+    folder = written(tmp_path)
+    first, *_, last = sorted(path.name for path in folder.glob("states-*.json"))
+    record = json.loads((folder / first).read_text())
+    assert list(record.items()) == [
+        ("name", "states-00000.safetensors"),
+        ("size", (folder / "states-00000.safetensors").stat().st_size),
+        ("sha256", sha256_of(folder / "states-00000.safetensors")),
+    ]
+    assert list(json.loads((folder / "plan.json").read_text()).items()) == [
+        ("format", 1),
+        ("identity", IDENTITY),
+        ("contexts", hashlib.sha256(found.keys.tobytes()).hexdigest()),
+        ("dtype", "fp32"),
+        ("width", WIDTH),
+        ("count", 40),
+        ("tokens", int(found.lengths.sum())),
+        ("shard_tokens", 60),
+    ]
+    meta = json.loads((folder / "meta.json").read_text())
+    assert list(meta) == ["format", "shards"]
+    assert meta["format"] == 1
+    assert meta["shards"][0] == record
+    assert meta["shards"][-1]["name"] == last.replace(".json", ".safetensors")
 
 
 # Kills and ranks
@@ -284,7 +315,7 @@ def test_a_root_without_states_says_how_they_are_made(tmp_path: Path) -> None:
 
 def test_other_contexts_are_not_written_into_a_folder_that_was_begun(tmp_path: Path) -> None:
     written(tmp_path)
-    with pytest.raises(ConfigError, match=r"was begun with other data .contexts was"):
+    with pytest.raises(ConfigError, match=r"was begun with something else .contexts was"):
         written(tmp_path, found=contexts(TEXTS[1:]))
 
 

@@ -14,7 +14,7 @@ import job_configs
 from exp_configs import EXP_GROUPS
 from job_configs import JOB_CONFIGS, job_values
 from jobs.config import JobConfig
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import ConfigError
 
 

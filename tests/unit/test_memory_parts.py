@@ -16,7 +16,8 @@ import transformers
 
 from exp_configs import EXP_GROUPS
 from trainer import tasks
-from trainer.config.schema import Train, validate
+from trainer.config.block import validate
+from trainer.config.schema import Train
 from trainer.data.order import Sharding, Sizes, window_rows
 from trainer.errors import ConfigError
 from trainer.launch import choose

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from trainer.config.block import validate
 from trainer.config.own_rows import CHATS, QUESTIONS, OwnRows
-from trainer.config.schema import validate
 from trainer.data.readers import questions, retrieved
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import ConfigError, DataError

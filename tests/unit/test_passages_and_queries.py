@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.readers.passages import passages, passages_with_ids
+from trainer.data.readers.passages import passages, passages_with_ids, written_passages
 from trainer.data.readers.questions import Query, queries
 from trainer.errors import DataError
 
@@ -176,3 +176,15 @@ def test_scifact_is_read_as_it_is() -> None:
     assert (
         sum(len(query.positives) for query in queries(folder / "train_tevatron_ids.jsonl")) == 919
     )
+
+
+def test_white_space_around_an_id_is_no_part_of_it(tmp_path: Path) -> None:
+    corpus = write(
+        tmp_path / "c.jsonl", {"docid": "d1 ", "text": "t"}, {"_id": "\td2", "text": "u"}
+    )
+    assert [passage["id"] for passage in passages(corpus)] == ["d1", "d2"]
+    (tmp_path / "c.tsv").write_text("id\ttext\ttitle\nd1 \tt\tT\n")
+    assert [passage["id"] for passage in written_passages(tmp_path / "c.tsv")] == ["d1"]
+    asked = write(tmp_path / "q.jsonl", {"_id": "q1 ", "text": "t", "positive_docids": [" d1"]})
+    (query,) = queries(asked)
+    assert (query.id, query.positives) == ("q1", ["d1"])

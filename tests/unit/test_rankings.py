@@ -95,7 +95,30 @@ def test_judgements_are_read_as_trec_and_beir_have_them(tmp_path: Path, text: st
 
 
 @pytest.mark.parametrize(
-    ("text", "line"), [("q 0 d 1\nq 0 d\n", 2), ("q 0 d 0.5\n", 1), ("q d\n", 1)]
+    "text",
+    [
+        "q1\t0\td1 \t1\nq2 \t0\t d7\t1\n",
+        "q1\t0 d1\t1\r\nq2\t 0  d7 1 \r\n",
+        "query-id\tcorpus-id\tscore\nq1\td1 \t1\n q2\td7\t 1\n",
+    ],
+)
+def test_judgements_are_split_at_any_white_space(tmp_path: Path, text: str) -> None:
+    (tmp_path / "qrels").write_text(text, newline="")
+    (tmp_path / "run").write_text("q1\tQ0\td1 \t1 2.0 t\nq2 Q0 d7\t1\t2.0\tt\n")
+    qrels = read_qrels(tmp_path / "qrels")
+    assert qrels == {"q1": {"d1": 1}, "q2": {"d7": 1}}
+    assert mean_measures(read_run(tmp_path / "run"), qrels, at=[10])["ndcg@10"] == 1.0
+
+
+def test_an_id_with_white_space_in_it_is_refused_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "qrels").write_text("query-id\tcorpus-id\tscore\nq1\td 1\t1\n")
+    with pytest.raises(DataError, match=r"qrels, line 2: the id 'd 1' holds white space"):
+        read_qrels(tmp_path / "qrels")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [(f"q 0 d {'9' * 5000}\n", 1), ("q 0 d 1\nq 0 d\n", 2), ("q 0 d 0.5\n", 1), ("q d\n", 1)],
 )
 def test_wrong_judgements_are_refused_with_their_line(tmp_path: Path, text: str, line: int) -> None:
     (tmp_path / "qrels").write_text(text)

@@ -5,7 +5,10 @@ never trained.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def encode(
-    place: Place, side: str, *flags: str, world: int = 1
+    place: Place, side: str, *flags: str, world: int = 1, out: Path | None = None, **how: Any
 ) -> list[subprocess.CompletedProcess[str]]:
     """What `encode` of one side did on each of so many ranks."""
     name = "corpus.jsonl" if side == "passage" else "queries.jsonl"
@@ -93,9 +96,10 @@ def encode(
         place.path("cache"),
     ]
     chosen = ["--split", "test"] if side == "query" else ["--shard_rows", "16", "--batch", "8"]
-    out = ["--in", place.path(name), "--side", side, "--out", place.path(side)]
-    argv = [*TRAINER, "encode", *given, *out, *chosen, *flags]
-    return [forked.run(*argv)] if world == 1 else forked.run_ranks(world, *argv)
+    where = str(out or place.path(side))
+    argv = [*TRAINER, "encode", *given, "--in", place.path(name), "--side", side, "--out", where]
+    argv += [*chosen, *flags]
+    return [forked.run(*argv, **how)] if world == 1 else forked.run_ranks(world, *argv, **how)
 
 
 def command(*argv: str) -> list[str]:
@@ -178,6 +182,39 @@ def test_the_folder_says_which_model_made_it(found: Place) -> None:
 def test_encoding_is_refused_in_words(flags: list[str], said: str) -> None:
     assert said in refused(
         "encode", "-sb", "results", "--in", "corpus.jsonl", "--out", "vectors", *flags
+    )
+
+
+def _killed_before_the_plan_has_its_name() -> None:
+    """A fault for forked.run: the command dies when its plan is whole under its hidden name."""
+    replace: Callable[..., None] = os.replace
+
+    def dying(source: Path, target: Path) -> None:
+        if target.name == "plan.json":
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    os.replace = dying
+
+
+def test_encode_killed_while_it_writes_its_plan_goes_on_and_leaves_no_temporary_files(
+    found: Place, tmp_path: Path
+) -> None:
+    out = tmp_path / "vectors"
+    flags = ("query", "--dtype", "float32")
+    (killed,) = encode(found, *flags, out=out, first=_killed_before_the_plan_has_its_name)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = out.iterdir()
+    assert left.match(".plan.json.*.tmp")
+    left.with_name(".plan.json.0123abcd.tmp").touch()  # of a kill before its first byte
+    (done,) = encode(found, *flags, out=out)
+    assert done.returncode == 0, done.stderr
+    undisturbed = found.folder / "query"
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        path.name for path in undisturbed.iterdir()
+    )
+    assert all(
+        (out / path.name).read_bytes() == path.read_bytes() for path in undisturbed.iterdir()
     )
 
 

@@ -266,7 +266,7 @@ _WRONG = [
         {"ctxs": ...},
         r"'ctxs' is missing, .* \(keys: question, answers\).*Write \"ctxs\": \[\]",
     ),
-    ({"ctxs": "c"}, "'ctxs' is 'c', want a list of passages"),
+    ({"ctxs": {"c": 1}}, "'ctxs' is {'c': 1}, want a list of passages"),
     ({"ctxs": ["1", None]}, r"'ctxs\[1\]' is None, want an id"),
     ({"ctxs": ["1", True]}, r"'ctxs\[1\]' is True, want an id"),
     ({"ctxs": [{"title": "T"}]}, r"'ctxs\[0\]' has neither text nor id \(keys: title\)"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.retriever import rows
 from trainer.tasks.retriever.config import Data
@@ -81,7 +81,7 @@ def test_an_id_without_a_corpus_is_refused_with_its_line(tmp_path: Path) -> None
     [
         ({"query": " ", "positive_passages": []}, "'query' is ' '"),
         ({"query": "q"}, "'positive_passages' is missing"),
-        ({"query": "q", "positive_passages": "p"}, "want a list"),
+        ({"query": "q", "positive_passages": {"p": 1}}, "want a list"),
         (
             {"query": "q", "positive_passages": [{"docid": 1}]},
             "passage '1' is given by its id alone",

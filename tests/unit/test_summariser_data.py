@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import ConfigError, DataError
 from trainer.protocol.task import Places
 from trainer.tasks.summariser import data

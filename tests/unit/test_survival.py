@@ -233,6 +233,44 @@ def test_a_rank_is_lost_for_its_own_end_not_for_what_it_had_felt_of_anothers() -
     assert [one["why"] for one in agent._break.lost] == ["ended by SIGKILL"]
 
 
+def test_a_rank_that_is_told_to_leave_is_not_killed_before_it_has_heard_it() -> None:
+    agent, told, killed = running(2), list[str](), list[int]()
+    stranded, done = agent._members
+    agent._start = lambda: None
+    agent._context = SimpleNamespace(set_forkserver_preload=lambda names: None)
+    stranded.send = lambda **message: told.append(message["do"])
+    stranded.process.kill = lambda: killed.append(stranded.rank)
+
+    def hear() -> None:
+        if done in agent._members:
+            agent._take(stranded, {"is": "stranded", "error": "RuntimeError: connection closed"})
+            agent._take(done, {"is": "leaving", "code": 0})
+            agent._bury(done)
+        else:
+            assert told[-1] == "leave"
+            agent._take(stranded, {"is": "leaving", "code": 0})
+            agent._bury(stranded)
+
+    agent._hear = hear
+    assert agent.run() == 0
+    assert killed == []
+
+
+def test_a_rank_that_does_not_leave_is_killed_after_a_while() -> None:
+    agent, killed = running(2), list[int]()
+    stranded, done = agent._members
+    stranded.process.kill = lambda: killed.append(stranded.rank)
+    agent._take(stranded, {"is": "stranded", "error": "RuntimeError: connection closed"})
+    agent._take(done, {"is": "leaving", "code": 0})
+    agent._bury(done)
+    agent._act()
+    assert killed == []
+    assert agent._ending is not None
+    agent._ending.at -= 31
+    agent._act()
+    assert killed == [0]
+
+
 def test_steps_of_any_length_are_no_hang_before_one_was_timed() -> None:
     agent = running(2)
     begun = time.monotonic() - 100
@@ -253,6 +291,15 @@ def test_processes_that_cannot_import_end_the_run_and_later_ones_are_not_tried_f
     for _ in range(MOST_IN_VAIN):
         agent._bury(agent._members[-1])
     assert [one.state for one in agent._members] == ["running", "running"]
+
+
+def test_a_run_that_is_given_up_says_how_often_in_a_row_a_rank_was_lost() -> None:
+    agent = running(2)
+    agent._break_generation()
+    for _ in range(MOST_IN_VAIN):
+        agent._refuse_hopeless(agent._members)
+    with pytest.raises(LatheError, match=f"{MOST_IN_VAIN + 1} times in a row a rank was lost"):
+        agent._refuse_hopeless(agent._members)
 
 
 def code_of(module: str) -> int:

@@ -61,14 +61,13 @@ def own_rows(
             (f"{own.dataset} ({name}), row {number}", row)
             for number, row in enumerate(raw_rows, start=1)
         )
-        are_cells = True
     else:
         path = None
         if first is not None and not is_shared and getattr(own.files, split) is None:
             path = first_split_file(folder, split, first)
         file = path or _file(own, of_split, folder, suffixes)
-        rows, are_cells = row_files.placed_rows(file), row_files.is_table(file)
-    rows = in_our_names(rows, own.columns, layout, are_cells=are_cells)
+        rows = row_files.placed_rows(file)
+    rows = in_our_names(rows, own.columns, layout)
     yield from _share(rows, own.valid_share, split, layout) if is_shared else rows
 
 

@@ -111,7 +111,7 @@ def tsv_passages(path: Path) -> Iterator[Row]:
         if not number.strip() or not body.strip():
             raise bad_line(path, line, "the id or the text is blank; give both")
         is_empty = False
-        yield {"id": number, "text": body, "title": title}
+        yield {"id": number.strip(), "text": body, "title": title}
     if is_empty:
         raise DataError(
             f"{path} holds no passage. Put a header line, then id, text and title with tabs "

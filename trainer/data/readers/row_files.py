@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
+import re
 import shutil
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from trainer.data.formats.packed import MAX_LINE, open_file
 from trainer.data.readers.jsonl import begins_as_json, objects, preview
 from trainer.errors import ConfigError, DataError
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _INSTALL = "Install it: pip install -e '.[datasets]'."
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_LIST = re.compile(r"(?:^|\t)\s*\[\s*['\"]")  # as DPR's .qa.csv hold answers, without a header
 _ROWS_AT_ONCE = 1024  # rows of a Parquet file in memory
 
 
@@ -64,12 +67,6 @@ def kind_of(path: Path) -> str:
     )
 
 
-def is_table(path: Path) -> bool:
-    """Whether a file, or the first one of a folder, has columns rather than JSON objects."""
-    first = files_in(path)[0] if path.is_dir() else path
-    return kind_of(first) not in (".jsonl", ".json")
-
-
 def files_in(folder: Path) -> list[Path]:
     """The files of rows in a folder, by their names; DataError when there are none."""
     files = sorted(file for file in folder.iterdir() if is_row_file(file))
@@ -91,12 +88,10 @@ def is_row_file(path: Path) -> bool:
 
 
 def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
-    # documents may be longer than the default limit of 131,072 characters
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    csv.field_size_limit(MAX_LINE)  # the default is 131,072 characters
     number = 0
     try:
-        open_text: Any = gzip.open if path.suffix == ".gz" else open
-        with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, delimiter=separator, strict=True)
             names = next(reader, [])
             _check_header(names, path, separator)
@@ -131,10 +126,21 @@ def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
 
 def _check_header(names: list[str], path: Path, separator: str) -> None:
     other = next((sign for sign in (";", "\t", "|", ",") if names and sign in names[0]), None)
-    if len(names) == 1 and other not in (None, separator):
+    is_other = len(names) == 1 and other not in (None, separator)
+    has_tabs = separator != "\t" and any("\t" in name for name in names)
+    has_lists = any(_LIST.search(name) for name in names)
+    no_header = " It has no header either: write the names of the columns into its first line."
+    if is_other or has_tabs:
+        count = "one column" if is_other else f"{len(names)} columns"
         raise DataError(
-            f"{path}: its header is one column, {preview(names[0])}: its columns are separated by "
-            f"{other!r}, want {separator!r}. Save it so, or as .tsv for tabs."
+            f"{path}: its header is {count}, {preview(names[0])}: its columns are separated by "
+            f"{other if is_other else chr(9)!r}, want {separator!r}. Save it so, or as .tsv for "
+            f"tabs.{no_header if has_lists else ''}"
+        )
+    if has_lists:
+        raise DataError(
+            f"{path}: its first line is {preview(names)}, which holds a list, so it is a row and "
+            "no header. Write the names of the columns into the first line."
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -169,10 +175,10 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 def _seekable(path: Path) -> IO[Any]:
     """The file, or an uncompressed copy of a compressed one: Parquet is read from its end."""
-    if path.suffix != ".gz":
+    if path.suffix.lower() != ".gz":
         return path.open("rb")
     copy = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
-    with gzip.open(path, "rb") as packed:
+    with open_file(path) as packed:
         shutil.copyfileobj(packed, copy)
     copy.seek(0)
     return copy
