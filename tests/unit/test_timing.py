@@ -16,7 +16,7 @@ import torch
 from benchmarks.plan_time import first_choices, kendall, quickest
 from tests.ranks import run_on_ranks
 from tests.unit.test_memory_parts import measured, zero
-from trainer.errors import ConfigError
+from tests.wording import Fault, fault, refused
 from trainer.launch import late
 from trainer.plan.memory.measure import Measured, Moment
 from trainer.plan.operators import Operator
@@ -294,30 +294,36 @@ def test_ranks_calibrate_their_device_and_their_links(world: int, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{", "no calibration"), ("{}", "no calibration"), ('{"version": 9}', "version 9, want 3")],
+    [
+        ("{", fault("calibration_unreadable")),
+        ("{}", fault("calibration_unreadable")),
+        ('{"version": 9}', fault("calibration_version", version=9, wanted=3)),
+    ],
 )
-def test_a_file_that_is_no_calibration_is_refused(content: str, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_calibration_is_refused(
+    content: str, words: Fault, tmp_path: Path
+) -> None:
     file = tmp_path / "device.json"
     file.write_text(content)
-    with pytest.raises(ConfigError, match=words):
+    with refused(words):
         target_of(str(file), world=1)
 
 
 @pytest.mark.parametrize(
     ("text", "world", "nodes", "words"),
     [
-        ("h100-81", None, 1, "Did you mean"),
-        ("8xh100-80", 4, 1, "are 8 devices, and --world is 4"),
-        ("h100,a100-80", None, 1, "devices of several kinds"),
-        ("h100+a100-80", None, 1, "devices of several kinds"),
-        ("0xh100", None, 1, "no device at all"),
-        ("h100", 3, 2, "cannot be spread evenly"),
+        ("h100-81", None, 1, fault("device_unknown", device="h100-81", nearest="h100-80")),
+        ("8xh100-80", 4, 1, fault("device_counts", devices=8, world=4)),
+        ("h100,a100-80", None, 1, fault("device_kinds")),
+        ("h100+a100-80", None, 1, fault("device_kinds")),
+        ("0xh100", None, 1, fault("device_none")),
+        ("h100", 3, 2, fault("devices_over_nodes")),
     ],
 )
 def test_a_device_that_cannot_be_meant_is_refused(
-    text: str, world: int | None, nodes: int, words: str
+    text: str, world: int | None, nodes: int, words: Fault
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with refused(words):
         target_of(text, world=world, nodes=nodes)
 
 
@@ -325,7 +331,7 @@ def test_a_device_that_cannot_be_meant_is_refused(
 def test_a_calibration_of_another_machine_is_refused(key: str) -> None:
     there = calibration.machine() | {key: "Quantum 9000"}
     target = Target(None, replace(PLAIN, machine=there), Cluster(1))
-    with pytest.raises(ConfigError, match=f"its {key} is 'Quantum 9000'"):
+    with refused("calibration_of_other_machine", key=key, value="Quantum 9000"):
         late.predicted(cast(Any, None), target)
 
 

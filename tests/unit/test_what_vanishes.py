@@ -18,8 +18,8 @@ from tests.unit.test_own_rows import (
     write_parquet,
     write_table,
 )
+from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
-from trainer.config.schema import validate
 from trainer.data.readers import row_files
 from trainer.errors import DataError
 from trainer.protocol.task import Places

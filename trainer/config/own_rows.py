@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from trainer.config.schema import Fraction, Strict
+from trainer.config.block import Fraction, Strict
 from trainer.errors import nearest
 
 Columns = dict[str, Annotated[str, Field(min_length=1)]]

@@ -105,13 +105,22 @@ def _bertscore(pairs: Sequence[tuple[str, Sequence[str]]], name: str) -> list[fl
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model = AutoModel.from_pretrained(name, trust_remote_code=False)
+        model, report = AutoModel.from_pretrained(
+            name, trust_remote_code=False, output_loading_info=True
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"--measure bertscore: {name!r} is neither a folder nor a model that the Hub gives out "
             f"({reason}). Name one by --bertscore_model."
         ) from None
+    lost = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
+    if lost:
+        raise ConfigError(
+            f"--measure bertscore: the files of {name!r} lack {', '.join(lost[:3])}, and random "
+            "numbers in their place would be another measure in every run. Name another by "
+            "--bertscore_model."
+        )
     longest = min(tokenizer.model_max_length, 512)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 

@@ -27,7 +27,7 @@ from trainer.models.decoder import streams
 from trainer.models.frozen.quantized import Bits
 from trainer.models.head import HEAD_FILE, load_head, write_head
 from trainer.models.losses import IGNORED
-from trainer.models.weights import generation_file, model_folder
+from trainer.models.weights import absent, generation_file, model_folder
 from trainer.protocol.task import Batch, Places, Text
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ class TokenTask(ABC, Generic[C]):
         """The task's module around a base, which may be on the meta device."""
 
     def model(self) -> nn.Module:
-        return self.loaded(self.cfg.base, self.cfg.lora, bits=self.cfg.train.base_bits)
+        model = self.loaded(self.cfg.base, self.cfg.lora, bits=self.cfg.train.base_bits)
+        absent.refuse(model, is_trained=True)
+        return model
 
     def skeleton(self) -> nn.Module:
         bits = self.cfg.train.base_bits
@@ -86,6 +88,7 @@ class TokenTask(ABC, Generic[C]):
             adapters.check_base(folder, base_source.fingerprint(self.cfg.base, self.places))
             model = self.loaded(self.cfg.base, lora, bits=self.cfg.train.base_bits)
             adapters.load(model.get_submodule(self.base_name), folder)
+        absent.refuse(model, is_trained=False)
         head = _head_of(model)
         if head is not None and not load_head(head, str(folder)):
             raise ConfigError(

@@ -21,6 +21,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from trainer.errors import ConfigError
 from trainer.files.atomic import refusals
+from trainer.models.weights import absent
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ class QuestionConverter:
             return
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
-            self._model = AutoModelForSeq2SeqLM.from_pretrained(
-                self.source, dtype=torch.float32, trust_remote_code=False
+            self._model, report = AutoModelForSeq2SeqLM.from_pretrained(
+                self.source, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
             )
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
@@ -107,6 +108,7 @@ class QuestionConverter:
                 f"--converter {self.source}: cannot be loaded ({reason}). Give the folder or Hub "
                 "id of a T5."
             ) from None
+        absent.refuse_named(report["missing_keys"], self.source)
         self._digest = _digest(self._model, self._tokenizer)
         self._model = self._model.to(self.device).eval()
 

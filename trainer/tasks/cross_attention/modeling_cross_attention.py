@@ -414,12 +414,20 @@ def _base_of(name: Any, config: Any, hub: dict[str, Any], how: dict[str, Any]) -
             torch.manual_seed(config.base["seed"])
             base = AutoModelForCausalLM.from_config(config.get_text_config())
     elif config.base == _WITHIN and os.path.isdir(name):  # with subfolder, adapters would be sought
-        base = AutoModelForCausalLM.from_pretrained(os.path.join(name, "base"), **how)
+        base = _whole(os.path.join(name, "base"), **how)
     elif config.base == _WITHIN:
-        base = AutoModelForCausalLM.from_pretrained(name, subfolder="base", **hub, **how)
+        base = _whole(name, subfolder="base", **hub, **how)
     else:
         of_hub = {key: value for key, value in hub.items() if key != "revision"}
-        base = AutoModelForCausalLM.from_pretrained(config.base, **of_hub, **how)
+        base = _whole(config.base, **of_hub, **how)
     if config.has_adapters:
         base.load_adapter(name)
+    return base
+
+
+def _whole(name: Any, **how: Any) -> Any:
+    build: Any = AutoModelForCausalLM
+    base, report = build.from_pretrained(name, output_loading_info=True, **how)
+    if report["missing_keys"]:  # transformers would fill them with random numbers
+        raise ValueError(f"{name}: its files lack {sorted(report['missing_keys'])}")
     return base

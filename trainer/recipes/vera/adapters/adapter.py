@@ -51,6 +51,28 @@ class Adapter:
     line: Callable[[Problem], str] = write_line
 
 
+Reader = Callable[[Any, Variants], Problem]
+
+
+def add_to(
+    adapters: dict[str, Adapter],
+    name: str,
+    files: Mapping[str, tuple[str, ...]],
+    read: Callable[[Sequence[Path | None]], Iterator[Raw]],
+    **options: Any,
+) -> Callable[[Reader], Reader]:
+    """A decorator: the function becomes the `problem` of an adapter, which is added by its name.
+
+    options: the other fields of Adapter.
+    """
+
+    def add(problem: Reader) -> Reader:
+        adapters[name] = Adapter(files, read, problem, **options)
+        return problem
+
+    return add
+
+
 # Files
 # --------------------------------------------------------------------------------------------------
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.config.schema import Base, RandomBase, Strict, validate
+from trainer.config.block import Strict, validate
+from trainer.config.schema import Base, RandomBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, ResumeError
 from trainer.files import safetensors_file
 from trainer.models import adapters, base_model, base_source
-from trainer.models.weights import model_folder
+from trainer.models.weights import absent, model_folder
 from trainer.protocol.task import Places
 from trainer.tasks.cross_attention.config import Config, Layers
 from trainer.tasks.cross_attention.decoder import foreign
@@ -76,6 +77,7 @@ def load(
     layers = validate(Layers, content["layers"], source=str(folder / DESCRIPTION))
     bits = content.get("base_bits") if is_packed else None
     stock = base_model.load(base, places, precision=precision, bits=bits)
+    absent.refuse(stock, is_trained=False)
     lora = adapters.read(folder)
     if lora is not None:
         stock = adapters.adapted(stock, lora, seed=0)

@@ -50,7 +50,9 @@ class PlausibilityScorer:
         of_base = {} if adapter else hub
         family = AutoConfig.from_pretrained(base, **of_base).model_type
         build = AutoModelForTextEncoding if family in _T5 else AutoModel
-        encoder = build.from_pretrained(base, **of_base)
+        encoder, report = build.from_pretrained(base, output_loading_info=True, **of_base)
+        if report["missing_keys"]:  # transformers would fill them with random numbers
+            raise ValueError(f"{base}: its files lack {sorted(report['missing_keys'])}")
         if adapter:
             encoder.load_adapter(name)
         file = cached_file(name, "head.safetensors", **hub)
