@@ -143,6 +143,21 @@ def test_what_json_or_haven_cannot_hold_has_no_id(values: dict[str, Any], compla
         exp_id(values)
 
 
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"a": Odd.TASK}, fault("value_enum", key="a", plain="fid")),
+        ({"a": {Odd.TASK: 1}}, fault("key_enum", place="a", plain="fid")),
+        ({"a": [Number.ONE]}, fault("value_enum", key="a[0]", plain=1)),
+        ({"a": ["x\ud800"]}, fault("value_half_pair", key="a[0]", value="x\ud800")),
+        ({"a": {"\udc00": 1}}, fault("key_half_pair", key="\udc00", place="a")),
+    ],
+)
+def test_odd_text_has_no_id(values: dict[str, Any], complaint: Fault) -> None:
+    with refused(complaint):
+        exp_id(values)
+
+
 def test_the_digest_tells_apart_what_the_id_confuses() -> None:
     one, other = {"a": "1b/2"}, {"a": "1", "b": "2"}
     assert exp_id(one) == exp_id(other)
