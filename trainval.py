@@ -18,20 +18,20 @@ from trainer.commands.options import spread
 from trainer.config.flags import RunFlags
 from trainer.config.identity import exp_id as id_of
 from trainer.config.userfile import kind
-from trainer.config.version import Version
 from trainer.errors import EXIT_OK, ConfigError
 from trainer.files.survive import Survival, parse
 from trainer.launch.ending import end, last_words
+from trainer.version import Version
 
 _NO_BASE = "-sb/--savedir_base is required: the folder that holds all runs. For example -sb results"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-# Flags are spelled as researchers of this lineage know them.
+# Flags keep the spelling of earlier projects, so that launch scripts still work.
 @dataclass(frozen=True)
 class WhichRuns:
-    """The experiments that are meant, and where their folders are."""
+    """Which experiments to run, and where their folders are."""
 
     exp_group: Annotated[
         str | None, typer.Option("-e", "--exp_group", help="Group of experiments to run.")
@@ -51,7 +51,10 @@ class WhichRuns:
     ] = 0
     exp_id: Annotated[
         str | None,
-        typer.Option("--exp_id", help="Run this one; its dictionary is read from its folder."),
+        typer.Option(
+            "--exp_id",
+            help="Run the experiment with this id; its dictionary is read from its folder.",
+        ),
     ] = None
     exp_configs: Annotated[
         Path | None,
@@ -62,7 +65,10 @@ class WhichRuns:
     steps: Annotated[
         int | None,
         typer.Option(
-            "--steps", min=1, help="Optimizer steps; shapes the schedule, so it changes the id."
+            "--steps",
+            min=1,
+            help="Train for this many optimizer steps; the schedule depends on it, so the "
+            "id changes.",
         ),
     ] = None
 
@@ -81,7 +87,8 @@ class Launch:
         str,
         typer.Option(
             "--python_binary",
-            help="With -j: launch line; NGPUS stands for the GPUs of the job.",
+            help="With -j: the command that starts the ranks; NGPUS stands for the job's "
+            "number of GPUs.",
         ),
     ] = ""
     job_configs: Annotated[
@@ -94,7 +101,9 @@ class Launch:
     allow_dirty: Annotated[
         bool,
         typer.Option(
-            "--allow_dirty", "--allow-dirty", help="With -j: send uncommitted code, with its patch."
+            "--allow_dirty",
+            "--allow-dirty",
+            help="With -j: also send uncommitted changes, and keep them as a patch.",
         ),
     ] = False
     dry_run: Annotated[
@@ -106,8 +115,9 @@ class Launch:
         typer.Option(
             "--survive",
             metavar="RANKS[+SPARES][,hang_s=S][,every=K]",
-            help="Start so many ranks here, instead of torchrun, and go on when one dies or makes "
-            "no progress for 60 s; they keep what they go on from in memory, every step.",
+            help="Start this many ranks here, instead of torchrun. When a rank dies or "
+            "makes no progress for 60 s, it is replaced, and training goes on from a "
+            "copy of its state that the ranks keep in memory after every step.",
         ),
     ] = None
 
@@ -165,8 +175,8 @@ def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
 
 
 def _is_restart() -> bool:
-    """Whether a launcher or a scheduler runs this same command again: -r 1 was obeyed the first
-    time.
+    """Whether a launcher or a scheduler has restarted this command, which has then obeyed -r 1
+    already.
     """
     return any(
         int(os.environ.get(name, "0")) > 0
@@ -175,7 +185,7 @@ def _is_restart() -> bool:
 
 
 def _experiments(which: WhichRuns, savedir_base: Path) -> list[dict[str, Any]]:
-    """The dictionaries to run, with --steps written in: of a whole group, or of one folder."""
+    """The dictionaries of a group, or of one folder, with the value of --steps in them."""
     from exp_configs import experiments_of
 
     group, exp_id, steps = which.exp_group, which.exp_id, which.steps
@@ -211,7 +221,7 @@ def _experiments(which: WhichRuns, savedir_base: Path) -> list[dict[str, Any]]:
 
 
 def _names(which: WhichRuns) -> dict[str, str]:
-    """What people call the experiments of a group, by id; {} for a run that is named by its id
+    """The names of a group's experiments for people, by id; {} for a run that is given by its id
     alone.
     """
     from exp_configs import experiments_of

@@ -51,7 +51,8 @@ def bump(megabytes: int, saves: int, rows: int) -> None:
     from torch import nn
 
     from trainer.config import deepspeed_config
-    from trainer.config.schema import Experiment, validate
+    from trainer.config.block import validate
+    from trainer.config.schema import Experiment
     from trainer.runtime import distributed
     from trainer.training.engine import Engine
 

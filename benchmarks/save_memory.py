@@ -61,7 +61,8 @@ def measured(stage: int, millions: int, root: Path) -> dict[str, int]:
     from torch import nn
 
     from trainer.config import deepspeed_config
-    from trainer.config.schema import Experiment, validate
+    from trainer.config.block import validate
+    from trainer.config.schema import Experiment
     from trainer.runtime import distributed
     from trainer.training import checkpoint, engine
 

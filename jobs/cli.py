@@ -11,7 +11,7 @@ import typer
 
 from jobs import backends
 from jobs.commands import change, look, send, serve
-from trainer.config.version import Version
+from trainer.version import Version
 
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # every command inherits them

@@ -1,5 +1,5 @@
-"""The job dictionary: where an experiment runs, never what it is. Keys as haven and Slurm users
-know them.
+"""The job dictionary: where an experiment runs, never what it computes. Its keys are those of haven
+and Slurm.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, field_validator, model_validator
 
 from jobs.secret_keys import SECRET
-from trainer.config.schema import Positive, Strict
+from trainer.config.block import Positive, Strict
 from trainer.errors import ConfigError
 from trainer.files.survive import FORM
 

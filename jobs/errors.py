@@ -18,7 +18,7 @@ EXIT_SOME_FAILED, EXIT_UNREACHABLE, EXIT_NOTHING_MATCHED = 3, 4, 5
 
 
 class Refused(UserError):
-    """The scheduler refused a job, in its own words; it did not start and never will."""
+    """The scheduler refused a job, in its own words. The job did not start and never will."""
 
 
 class Unreachable(LatheError):
@@ -28,7 +28,7 @@ class Unreachable(LatheError):
 
 
 class SomeFailed(LatheError):
-    """Some experiments of a group could not be dealt with; the others were."""
+    """Some experiments of a group could not be submitted or ended badly; the others are fine."""
 
     exit_code = EXIT_SOME_FAILED
 

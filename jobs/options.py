@@ -21,7 +21,9 @@ P = ParamSpec("P")
 Base = Annotated[Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")]
 Group = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of experiments.")]
 NeededGroup = Annotated[str, typer.Option("-e", "--exp_group", help="Group of experiments.")]
-BackendName = Annotated[str, typer.Option("-j", "--job_scheduler", help="Where they run.")]
+BackendName = Annotated[
+    str, typer.Option("-j", "--job_scheduler", help="The backend that runs the jobs.")
+]
 ExpConfigs = Annotated[
     Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")
 ]
@@ -30,20 +32,22 @@ JobConfigs = Annotated[
 ]
 Steps = Annotated[
     int | None,
-    typer.Option("--steps", min=1, help="Written into the dictionaries, so that their ids change."),
+    typer.Option(
+        "--steps", min=1, help="Steps of each training, as a part of its dictionary and id."
+    ),
 ]
 PythonBinary = Annotated[
-    str, typer.Option("--python_binary", help="Launch line; no shell runs it.")
+    str, typer.Option("--python_binary", help="Launch line; no shell reads it.")
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", help="Only this id (or its beginning); may be repeated."),
+    typer.Option("--only", help="Take only this id (or its beginning); may be repeated."),
 ]
 JsonLines = Annotated[
-    bool, typer.Option("--json", help="One JSON document per line on stdout, for scripts.")
+    bool, typer.Option("--json", help="Print one JSON document per line, for scripts.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do it.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Confirm the action.")]
 ResendAfter = Annotated[float, typer.Option("--resend_after", hidden=True)]
 Ids = Annotated[list[str] | None, typer.Argument(help="Ids of experiments, or their beginnings.")]
 Flags = Annotated[

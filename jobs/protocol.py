@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 from pydantic import Field
 
 from jobs.config import JobConfig
-from trainer.config.schema import Strict
+from trainer.config.block import Strict
 
 if TYPE_CHECKING:
     from jobs.job_state import Observed
@@ -57,7 +57,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of `doctor`: what was looked at, and whether it will do."""
+    """One line of `doctor`: what was checked, and whether it is good."""
 
     name: str
     is_good: bool
@@ -68,7 +68,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Traits:
-    """What is true of a backend. Submission asks for these, never for a backend's name."""
+    """Properties of a backend. Submission asks for them, and never for a backend's name."""
 
     # `submit` runs the job in this process and returns when it has ended: one after the other, with
     # this terminal, and from the project itself instead of a snapshot
@@ -90,7 +90,7 @@ class Backend(Protocol):
     validation: ClassVar[str]
 
     def check(self) -> list[Finding]:
-        """What `doctor` looks at. Never raises; a bad finding says what to do."""
+        """The findings of `doctor`. Never raises; a bad finding says what to do."""
         ...
 
     def render(self, spec: JobSpec) -> Rendered:
@@ -110,11 +110,11 @@ class Backend(Protocol):
         ...
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """What is known of these ids; one unknown to the scheduler is left out. Unreachable."""
+        """The states of these ids, without those that the scheduler does not know. Unreachable."""
         ...
 
     def cancel(self, job_id: str) -> None:
-        """Ask for the end of a job. A job that has ended already is fine. Unreachable."""
+        """Ask for the end of a job. Nothing happens if it has ended already. Unreachable."""
         ...
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:

@@ -1,7 +1,6 @@
-"""W&B's key: where a job finds it, and how it is kept out of everything that is stored, shown or
-sent.
+"""Keys: which names and texts hold one, and what a job may inherit without any.
 
-The key is never in a dictionary, an argument, a scheduler's file or the code snapshot. The job
+A key of W&B is never in a dictionary, an argument, a scheduler's file or the code snapshot. The job
 itself reads it from a file of mode 0600 (or the platform mounts it) just before the training
 starts. Without a key wandb runs offline.
 """

@@ -10,7 +10,8 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 3  tasks/<name>/
 2  models/, data/, telemetry/, tasks/{token_task,generated}.py
 1  runtime/, files/, metrics/, protocol/
-0  config/, errors.py, files/{atomic,survive,survival_events}.py, runtime/process.py,
+0  config/, errors.py, version.py, data/formats/, files/{atomic,survive,survival_events}.py,
+   runtime/process.py,
    tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
    exp_configs.py, job_configs.py, service.py
 jobs/ stands on floor 0 alone.
@@ -38,6 +39,7 @@ FLOORS = {
     "service": 0,
     "trainer": 0,
     "trainer.config": 0,
+    "trainer.data.formats": 0,
     "trainer.errors": 0,
     "trainer.files.atomic": 0,
     "trainer.files.survive": 0,

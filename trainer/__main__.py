@@ -21,7 +21,7 @@ from trainer.commands import (
     stats,
     verifier,
 )
-from trainer.config.version import Version
+from trainer.version import Version
 
 app = typer.Typer(
     add_completion=False,

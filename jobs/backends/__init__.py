@@ -23,7 +23,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Backend:
-    """The backend of that name: the one class of its file, named alike. ConfigError for others."""
+    """The backend of a name: the one class of the file named alike. ConfigError for other names."""
     if name not in names():
         raise ConfigError(f"-j {name}: there is no such backend. {nearest(name, names())}")
     file = f"{name}.backend" if (_HERE / name).is_dir() else name
@@ -32,7 +32,7 @@ def load(name: str) -> Backend:
 
 
 class BackendCache:
-    """`load`, each backend made once."""
+    """`load`, but each backend is made only once."""
 
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}

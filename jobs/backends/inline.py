@@ -1,6 +1,5 @@
-"""Experiments run in this process, one after the other, with this terminal: to debug.
-
-The submission ends when they have ended.
+"""Runs experiments in this process, one after the other and with this terminal, to debug them. The
+submission returns when they have ended.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Inline:
-    """The wrapper called as a function: breakpoints of the training have the terminal."""
+    """Calls the wrapper as a function, so that breakpoints of the training have the terminal."""
 
     name: ClassVar[str] = "inline"
     traits: ClassVar[Traits] = Traits(
@@ -52,14 +51,14 @@ class Inline:
         return None
 
     def submit(self, rendered: Rendered) -> str:
-        """Run it now, to its end; what became of it is in its exit file."""
+        """Run the attempt to its end. Its exit file says how it ended."""
         job = json.loads(rendered.text)
         job_id = f"{socket.gethostname()}:{os.getpid()}"
         wrapper.run(Path(job["folder"]), job["attempt"], has_terminal=True)
         return job_id
 
     def find(self, token: str) -> list[str]:
-        """No ids: there is no list of jobs; the exit file and the heartbeat are enough."""
+        """No ids: this backend keeps no list of jobs. Exit file and heartbeat tell enough."""
         return []
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:

@@ -150,8 +150,8 @@ class Ray:
     def find(self, token: str) -> list[str]:
         """The id, when the cluster knows the token.
 
-        When no address is known and none answers at the default one, there is nobody to ask. Then
-        nothing is found, which is safe: a submission under the same token is adopted.
+        No ids when no address is known and none answers at the default one. This is safe: a
+        submission under the same token is adopted.
         """
         is_guess = self.address is None and not any(os.environ.get(name) for name in OVERRIDES)
         try:
@@ -222,7 +222,7 @@ class RayError(Exception):
 
 
 def observe(details: Any) -> Observed:
-    """What Ray's JobDetails say."""
+    """The state of a job, from Ray's JobDetails."""
     status = str(getattr(details.status, "value", details.status))
     state = STATES.get(status, "submitted")
     # it ends with 20 kB of log

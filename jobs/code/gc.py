@@ -22,7 +22,7 @@ from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals
 
 # a submission takes seconds from its snapshot to its link; a copy of 200 MiB takes minutes
-FRESH_S = 3600.0
+UNTOUCHED_S = 3600.0
 DAY_S = 86400.0
 ASIDE = f"{STAGING}gc-"  # what `collect` is deleting
 _DIGESTS = re.compile(rb"[0-9a-f]{64}")
@@ -40,6 +40,16 @@ class Garbage:
     base: Path  # the savedir_base that it must lie in
     mtime_ns: int  # when it was planned: what was touched since is in use again
 
+    @classmethod
+    def at(cls, path: Path, why: str, base: BaseFolder) -> Garbage:
+        """What lies at a path now, with its size."""
+        size = path.lstat().st_size if not path.is_dir() else 0
+        for place, _, files in os.walk(path):
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):
+                    size += os.lstat(os.path.join(place, name)).st_size
+        return cls(path, size, why, base.path, path.lstat().st_mtime_ns)
+
 
 def plan_gc(base: BaseFolder, *, older_than_days: float) -> list[Garbage]:
     """The garbage of a savedir_base, by path; deletes nothing.
@@ -54,7 +64,7 @@ def plan_gc(base: BaseFolder, *, older_than_days: float) -> list[Garbage]:
     with refusals(base.path):
         candidates = [*_snapshots(base), *_arrays(base), *_set_aside(base, older_than_days)]
         items = [
-            _garbage(base, path, why) for path, why in candidates if _is_inside(base.path, path)
+            Garbage.at(path, why, base) for path, why in candidates if _is_inside(base.path, path)
         ]
     return sorted(items, key=lambda garbage: garbage.path)
 
@@ -103,15 +113,6 @@ def _is_inside(base: Path, path: Path) -> bool:
     )
 
 
-def _garbage(base: BaseFolder, path: Path, why: str) -> Garbage:
-    size = path.lstat().st_size if not path.is_dir() else 0
-    for place, _, files in os.walk(path):
-        for name in files:
-            with contextlib.suppress(FileNotFoundError):
-                size += os.lstat(os.path.join(place, name)).st_size
-    return Garbage(path, size, why, base.path, path.lstat().st_mtime_ns)
-
-
 def _children(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
@@ -131,7 +132,7 @@ def _snapshots(base: BaseFolder) -> Iterator[tuple[Path, str]]:
         is_leftover = path.name.startswith(STAGING)
         if (
             not (is_leftover or DIGEST.match(path.name))
-            or time.time() - path.lstat().st_mtime < FRESH_S
+            or time.time() - path.lstat().st_mtime < UNTOUCHED_S
         ):
             continue
         if is_leftover:
@@ -161,7 +162,7 @@ def _digests_in_use(base: BaseFolder) -> set[str]:
 def _arrays(base: BaseFolder) -> Iterator[tuple[Path, str]]:
     for path in _children(base.arrays):
         table = read_json(path) if path.is_file() else None
-        if not table or time.time() - path.lstat().st_mtime < FRESH_S:
+        if not table or time.time() - path.lstat().st_mtime < UNTOUCHED_S:
             continue
         try:
             folders = [Path(folder) for folder, _ in table.values()]
@@ -174,7 +175,7 @@ def _arrays(base: BaseFolder) -> Iterator[tuple[Path, str]]:
 
 def _set_aside(base: BaseFolder, older_than_days: float) -> Iterator[tuple[Path, str]]:
     for path in (*_children(base.path), *_children(base.deleted_folder)):
-        if path.name.startswith(ASIDE) and _age_s(path) >= FRESH_S:
+        if path.name.startswith(ASIDE) and _age_s(path) >= UNTOUCHED_S:
             yield path, "left by a collection that was killed"
             continue
         is_old = _age_s(path) >= older_than_days * DAY_S

@@ -1,4 +1,4 @@
-"""What a project consists of: the files of its git repository, and what a job sees of them."""
+"""The files of a project's git repository, and those of them that a job gets."""
 
 from __future__ import annotations
 
@@ -76,15 +76,20 @@ class Selection:
 
 
 def read_source(project: Path) -> SourceFiles:
-    """What lies in the repository of a project's folder; of the folder alone where git does not
-    track it.
+    """The files of a project's repository, or of its folder alone where git does not track it.
 
     ConfigError when the folder or git refuses; LatheError when git does not answer in two minutes.
     """
     project = project.resolve()
-    top = _top(project)
-    if top is None:
-        return _walk(project)
+    try:
+        output = _git(project, "rev-parse", "--show-toplevel")
+    except FileNotFoundError:
+        return _walk(project)  # git is not installed
+    except ConfigError as error:
+        if "not a git repository" in str(error):
+            return _walk(project)
+        raise
+    top = Path(os.fsdecode(output.removesuffix(b"\n"))).resolve()
     commit, branch, changed = _status(top)
     tracked, untracked = _listing(top)
     inside = project.relative_to(top)
@@ -114,20 +119,6 @@ def patch(source: SourceFiles, paths: Iterable[str]) -> bytes:
             source.top, "--literal-pathspecs", "diff", "HEAD", *options, "--", *chunk
         )
     return difference
-
-
-def _top(project: Path) -> Path | None:
-    """The top of the working tree; None without git. ConfigError when git refuses it."""
-    try:
-        return Path(
-            os.fsdecode(_git(project, "rev-parse", "--show-toplevel").removesuffix(b"\n"))
-        ).resolve()
-    except FileNotFoundError:
-        return None  # git is not installed
-    except ConfigError as error:
-        if "not a git repository" in str(error):
-            return None
-        raise
 
 
 def _status(top: Path) -> tuple[str | None, str | None, dict[str, str]]:
@@ -198,7 +189,7 @@ def _walk(project: Path) -> SourceFiles:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    """What git prints. ConfigError with git's words when it fails; FileNotFoundError where it is
+    """The output of git. ConfigError with git's words when it fails; FileNotFoundError where it is
     not installed.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
@@ -275,8 +266,8 @@ def _why_not(top: Path, path: str, status: os.stat_result | None) -> str | None:
     if status is None:
         return None
     if stat.S_ISLNK(status.st_mode):
-        # It means the same in the copy when it is relative, and neither its text nor its end leaves
-        # the project.
+        # A link means the same in the copy if it is relative, and neither its text nor its target
+        # leaves the project.
         target = os.readlink(top / path)
         lexical = os.path.normpath(os.path.join(os.path.dirname(path), target))
         is_outside = os.path.isabs(target) or lexical.split("/")[0] == ".."
@@ -327,7 +318,7 @@ def _warn(source: SourceFiles, left_out: Mapping[str, str]) -> None:
 
 
 def why_dirty(source: SourceFiles, dirty: Mapping[str, str]) -> str:
-    """The error for a project that no commit tells."""
+    """The text of the error for a project with uncommitted changes."""
     if not source.is_git:
         return (
             f"{source.top}: not in a git repository (or git is not installed), so nobody can tell "

@@ -98,7 +98,7 @@ class SnapshotEntry:
 
 
 class _Changed(Exception):
-    """A file is not any more what it was when it was hashed."""
+    """A file has changed since it was hashed."""
 
 
 def take(project: Path, base: BaseFolder, *, allow_dirty: bool) -> Snapshot:
@@ -217,11 +217,15 @@ def _entries(top: Path, paths: Iterable[str]) -> list[SnapshotEntry]:
 
 
 def _read(top: Path, path: str) -> tuple[str, bytes] | None:
-    """Mode and content of a file (of a link: its target), or None when there is none any more."""
+    """Mode and content of a file (of a link: its target); None when the file is gone."""
     try:
         if os.path.islink(top / path):
             return LINK, os.fsencode(os.readlink(top / path))
-        with open(top / path, "rb", opener=_open_file) as file:
+        # follows no link that has just replaced a file, and waits for no pipe's other end
+        safely = os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(
+            top / path, "rb", opener=lambda name, flags: os.open(name, flags | safely)
+        ) as file:
             status = os.fstat(file.fileno())
             content = file.read(MAX_FILE + 1) if stat.S_ISREG(status.st_mode) else None
     except (FileNotFoundError, NotADirectoryError):
@@ -234,11 +238,6 @@ def _read(top: Path, path: str) -> tuple[str, bytes] | None:
     if content is None:
         return None
     return (EXECUTABLE if status.st_mode & stat.S_IXUSR else REGULAR), content
-
-
-def _open_file(path: str, flags: int) -> int:
-    """Neither follow a link that has just replaced a file, nor wait for a pipe's other end."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _facts(top: Path, path: str) -> tuple[str, str] | None:
@@ -257,7 +256,7 @@ def _digest(entries: Iterable[SnapshotEntry]) -> str:
 
 
 def _reuse(folder: Path) -> bool:
-    """Whether a whole snapshot lies there; marks it as used now, so that `jobs.code.gc` leaves it
+    """Whether a complete snapshot exists. Its time is set to now, so that `jobs.code.gc` keeps it
     for this submission.
     """
     with suppress(OSError):  # of another user of a shared savedir_base, or not there
@@ -292,7 +291,7 @@ def _write(
     selection: Selection,
     entries: list[SnapshotEntry],
 ) -> None:
-    """Fill a staging folder. _Changed when the project does not hold any more what was hashed."""
+    """Fill a staging folder. _Changed when a file of the project has changed since its hash."""
     _write_files(folder, source.top, entries)
     difference, why_no_patch = _patch(source, selection.dirty)
     if difference:
@@ -391,7 +390,7 @@ def _sync(folder: Path) -> None:
 
 
 def _publish(staging: Path, folder: Path) -> None:
-    """Give a whole snapshot its name; where another process was faster, its snapshot stays."""
+    """Rename a complete snapshot to its digest. One that another process has published stays."""
     for _ in range(TRIES):
         try:
             os.rename(staging, folder)

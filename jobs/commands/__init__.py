@@ -1,1 +1,1 @@
-"""The commands of lathe-jobs: what sends, what looks, what changes."""
+"""The commands of lathe-jobs: those that submit, those that read, those that change jobs."""

@@ -124,7 +124,7 @@ def reconcile_command(
 def gc_command(
     savedir_base: Base,
     older_than_days: Annotated[
-        int, typer.Option("--older-than", min=0, help="Days, for deleted runs.")
+        int, typer.Option("--older-than", min=0, help="Days since a run was deleted.")
     ] = 30,
     yes: Yes = False,
     as_json: Json = False,

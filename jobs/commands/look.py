@@ -83,12 +83,12 @@ def logs_command(
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Continue until the attempt ends.")
     ] = False,
-    err: Annotated[bool, typer.Option("--err", help="stderr instead of stdout.")] = False,
+    err: Annotated[bool, typer.Option("--err", help="Print stderr, not stdout.")] = False,
     attempt: Annotated[
         int | None,
         typer.Option("--attempt", min=1, help="Number of the attempt; the last one by default."),
     ] = None,
-    tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last lines.")] = None,
+    tail: Annotated[int | None, typer.Option("--tail", min=1, help="Last lines to print.")] = None,
     as_json: JsonLines = False,
 ) -> None:
     """Print what the training printed."""
@@ -122,7 +122,7 @@ def results_command(
     savedir_base: Base,
     exp_group: Group = None,
     exp_configs: ExpConfigs = None,
-    csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a report with loss curves to this file.")
     ] = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -31,7 +31,7 @@ from jobs.report import selection
 from jobs.submit.control import cancel
 from jobs.submit.group import preview, scheduler_texts, submit
 from jobs.submit.prepare import job_config, make, training_flags
-from jobs.submit.request import RESEND_S, ActionResult, Request
+from jobs.submit.request import RESEND_S
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError, nearest
 
@@ -115,38 +115,32 @@ def submit_command(
         str, typer.Option("--retry", help="States to run again: failed,preempted,lost,...")
     ] = "",
     max_parallel: Annotated[
-        int | None, typer.Option("--max-parallel", min=1, help="At most so many jobs at once.")
+        int | None, typer.Option("--max-parallel", min=1, help="Most live jobs at one time.")
     ] = None,
-    array: Annotated[bool, typer.Option("--array", help="One submission for all (Slurm).")] = False,
+    array: Annotated[bool, typer.Option("--array", help="Submit one array (Slurm).")] = False,
     after: Annotated[
-        list[str] | None, typer.Option("--after", help="Scheduler id that must succeed first.")
+        list[str] | None,
+        typer.Option("--after", help="Scheduler id of a job that must succeed first."),
     ] = None,
     allow_dirty: Annotated[
         bool, typer.Option("--allow-dirty", help="Send uncommitted code, with its patch.")
     ] = False,
     prune: Annotated[
-        bool,
-        typer.Option(
-            "--prune",
-            help="Cancel live experiments that were removed from this group. Needs --yes.",
-        ),
+        bool, typer.Option("--prune", help="Cancel experiments that left this group. Needs --yes.")
     ] = False,
     yes: Yes = False,
     resend_after: ResendAfter = RESEND_S,
     as_json: Json = False,
     flags: Flags = None,
 ) -> None:
-    """Submit every experiment of the group that has neither succeeded nor is alive. Safe to repeat,
-    and to run many times at once.
-    """
+    """Submit each experiment of the group unless it succeeded or is alive. It may be repeated."""
     if prune and not yes:
         raise ConfigError(
             "--prune: this cancels live experiments that are no longer in the group. Say --yes."
         )
-    values = experiments(exp_group, exp_configs, steps, only)
     request = make(
         group=exp_group,
-        experiments=values,
+        experiments=experiments(exp_group, exp_configs, steps, only),
         base=savedir_base,
         backend=job_scheduler,
         job=job_config(exp_group, job_configs, python_binary),
@@ -161,17 +155,12 @@ def submit_command(
     with json_alone(as_json):
         results = submit(request)
         if prune:  # compares with the whole group: experiments outside of --only are still in it
-            results += _prune(request, experiments(exp_group, exp_configs, steps, None))
+            members = {exp_id(one) for one in experiments(exp_group, exp_configs, steps, None)}
+            rows = selection.rows(savedir_base, exp_group)
+            strays = [row for row in rows if row.state in ACTIVE and row.exp_id not in members]
+            results += cancel(request.base, strays, request.backend_of)
     selection.show(results, as_json)
     selection.fail_if_any(results)
-
-
-def _prune(request: Request, whole: Collection[dict[str, Any]]) -> list[ActionResult]:
-    """Cancel live experiments that carry the group's name but are no longer in it."""
-    members = {exp_id(values) for values in whole}
-    rows = selection.rows(request.base.path, request.group)
-    strays = [row for row in rows if row.state in ACTIVE and row.exp_id not in members]
-    return cancel(request.base, strays, request.backend_of)
 
 
 @report_errors

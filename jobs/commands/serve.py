@@ -28,15 +28,19 @@ def serve_command(context: typer.Context) -> None:
 
 @report_errors
 def token_command(
-    token_file: Annotated[Path, typer.Option("--token_file", help="Created if it does not exist.")],
+    token_file: Annotated[
+        Path, typer.Option("--token_file", help="File of tokens; made if absent.")
+    ],
     name: Annotated[str, typer.Option("--name", help="Its owner; shown as the owner of jobs.")],
     role: Annotated[
         str,
         typer.Option("--role", help="read: look at all; run: tune, and see its own; admin: all."),
     ] = "run",
-    jobs: Annotated[int | None, typer.Option("--jobs", help="At most so many at once.")] = None,
-    gpu_hours: Annotated[float | None, typer.Option("--gpu_hours", help="In all.")] = None,
-    max_bytes: Annotated[int | None, typer.Option("--bytes", help="Of uploaded files.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", help="Most live jobs.")] = None,
+    gpu_hours: Annotated[
+        float | None, typer.Option("--gpu_hours", help="GPU hours in all.")
+    ] = None,
+    max_bytes: Annotated[int | None, typer.Option("--bytes", help="Bytes of uploads.")] = None,
 ) -> None:
     """Make a token of the service. It is printed once; the file keeps only its hash."""
     from jobs.serve.access import add_token

@@ -54,7 +54,7 @@ def is_leader() -> bool:
 def launcher(spec: Mapping[str, Any]) -> list[str]:
     """argv before the program, with the first node's name in place of HEAD_NODE.
 
-    Under Slurm, one launcher a node.
+    Under Slurm, srun starts one launcher on each node.
     """
     head = os.environ.get("LATHE_HEAD_NODE") or socket.gethostname()
     argv = [part.replace(HEAD, head) for part in spec["launcher"]]
@@ -108,18 +108,16 @@ def _candidates(environment: str, inherited: Mapping[str, str]) -> list[Path]:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies. Linux.
-
-    So no training outlives its wrapper.
+    """Have the kernel send SIGTERM to this process when its parent dies, so that no training
+    outlives its wrapper (Linux only).
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies (Linux only).
-
-    Then none is out of reach.
+    """Become the parent of every descendant whose own parent dies, so that each can be killed
+    (Linux only).
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -164,9 +162,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def oom_kills() -> int:
-    """How many processes of this control group the kernel has killed for want of memory.
+    """How many processes of this control group the kernel has killed because memory was full.
 
-    0 where it does not say.
+    0 where the kernel does not say.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[2].lstrip("/")
@@ -179,8 +177,8 @@ def facts() -> dict[str, Any]:
     """What this node runs: host, kernel, Python, packages, GPUs and driver."""
     packages: dict[str | None, str | None] = {}
     for package in importlib.metadata.distributions():
-        # From the lines of its headers: to parse all of them takes every job .3 s, most of it for
-        # descriptions.
+        # Only name and version are read: parsing all headers would cost every job 0.3 s, most of it
+        # for descriptions.
         files = ("METADATA", "PKG-INFO", "")  # wheels; eggs, as a folder and as a file
         text = next(filter(None, map(package.read_text, files)), "")
         lines = text.partition("\n\n")[0].splitlines()

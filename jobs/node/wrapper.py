@@ -65,7 +65,7 @@ class Unfit(Exception):
 
 @dataclass
 class Stop:
-    """Whether the platform asked this job to end, and by which signal; since when."""
+    """Whether the platform has asked this job to end; by which signal, and when."""
 
     name: str | None = None
     at: float = field(default=float("inf"))
@@ -99,7 +99,7 @@ def run(folder: Path, number: int, *, has_terminal: bool = False) -> int:
 
 
 def _lead(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: bool) -> int:
-    """Claim the attempt, run it, and write down how it ended; do nothing if it is another's."""
+    """Claim the attempt, run it, and write how it ended. Nothing is done when another has it."""
     ended = read_json(attempt.exit)
     if ended is not None and ended["code"] != EXIT_PREEMPTED:
         log.error("%s has ended with code %d: it does not run again", attempt.folder, ended["code"])
@@ -124,7 +124,7 @@ def _lead(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: b
 
 
 def _waits_in_vain(attempt: Attempt, ended: dict[str, Any] | None, stop: Stop) -> bool:
-    """Wait until the start before this one is dead for certain; True when it goes on living.
+    """Wait until the start before this one is certainly dead. True when it stays alive.
 
     A scheduler that loses sight of a node starts the job on another one, while the first may still
     be writing.
@@ -139,7 +139,7 @@ def _waits_in_vain(attempt: Attempt, ended: dict[str, Any] | None, stop: Stop) -
 
 
 def _is_alive(attempt: Attempt) -> bool:
-    """Whether its last start has left no outcome and has given a sign of life within ALIVE_S."""
+    """Whether its last start wrote no outcome, and its heartbeat is younger than ALIVE_S."""
     starts = attempt.starts()
     if not starts or attempt.exit.exists():
         return False
@@ -186,7 +186,7 @@ def _claim(attempt: Attempt) -> int | None:
 
 
 def _other_attempts(attempt: Attempt) -> Ending | None:
-    """How this attempt ends without training, as another has succeeded or is alive; else None."""
+    """The end of this attempt when another has succeeded or is alive; else None: it may train."""
     for folder in sorted(attempt.folder.parent.iterdir()):
         other = Attempt(folder)
         if not folder.name.isdigit() or other.number == attempt.number:
@@ -232,7 +232,7 @@ def _train(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: 
 def _watch(
     child: subprocess.Popen[bytes], attempt: Attempt, spec: dict[str, Any], stop: Stop
 ) -> bool:
-    """Wait for the training's end, beating the heart and handing a stop on.
+    """Wait until the training ends. Meanwhile write the heartbeat and pass on a request to stop.
 
     Returns whether it ran out of time.
     """
@@ -296,7 +296,8 @@ def _ending(attempt: Attempt, code: int, stop: Stop, timed_out: bool, was_oom: b
 def environment_of(
     spec: Mapping[str, Any], attempt: Attempt, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """The training's environment: the scheduler's, over it the job's own, and the key.
+    """The training's environment: the scheduler's variables, replaced by the job's own, and the key
+    of W&B.
 
     The key is stored nowhere else.
     """
@@ -358,7 +359,7 @@ def _tee(source: IO[bytes] | None, path: Path, number: int) -> threading.Thread:
 
 
 def _write_all(descriptor: int, block: bytes) -> None:
-    """Write it; a closed terminal or a full disk must not block the training's own pipe."""
+    """Write a whole block. An error is logged only: it must not block the training's own pipe."""
     try:
         while block:
             block = block[os.write(descriptor, block) :]

@@ -1,4 +1,4 @@
-"""What the status.json of a training tells of it where no scheduler does: whether it runs now."""
+"""Whether a training that no scheduler knows runs now, read from its status.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from trainer.runtime.process import life
 
 
 def still_running(status: Mapping[str, Any], age_s: float) -> tuple[JobState, str | None]:
-    """The state of a training whose status.json says "running", and why; age_s: of that file.
+    """The state of a training whose status.json says "running", and the reason. age_s: the age of
+    that file.
 
     On its own machine its process is looked up. Elsewhere the reason names the file's age.
     """
@@ -37,7 +38,7 @@ def still_running(status: Mapping[str, Any], age_s: float) -> tuple[JobState, st
 
 
 def training_now(folder: RunFolder, *, was_sent: bool) -> str | None:
-    """The evidence that a training of this experiment runs now, in a sentence; None without any.
+    """A sentence with the evidence that a training of this experiment runs now; None without any.
 
     was_sent: it was submitted, and its scheduler and wrapper say that it has ended. Then only a
     process that can be seen counts, because a job that was killed leaves a recent status.json too.

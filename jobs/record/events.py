@@ -41,7 +41,7 @@ HEARTBEAT_LOST_S = 600.0  # the wrapper beats every 30 s
 
 @dataclass(frozen=True)
 class Sent:
-    """One attempt, as far as the record knows."""
+    """One attempt, as the record has it."""
 
     number: int
     token: str
@@ -207,15 +207,12 @@ def _apply(job: Job, event: dict[str, Any]) -> Job:
 
 
 class Busy(LatheError):
-    """Another process decides about this experiment at this moment."""
+    """Another process holds the lock of this experiment."""
 
 
 @contextlib.contextmanager
 def lock(folder: RunFolder, *, wait_s: float) -> Generator[None]:
-    """Hold the right to decide about an experiment.
-
-    Busy when another process has it for longer than `wait_s` seconds.
-    """
+    """Hold the lock of an experiment. Busy when another process holds it for more than `wait_s`."""
     with refusals(folder.lock):
         folder.lock.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:

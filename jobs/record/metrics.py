@@ -1,4 +1,4 @@
-"""The numbers of metrics.jsonl: of its end, where that is enough, and of single lines."""
+"""Reads numbers from metrics.jsonl: from its end, where that is enough, and from single lines."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class BaseFolder:
-    """<savedir_base>: run folders, and what they share."""
+    """<savedir_base>: the run folders, and the folders that they share."""
 
     path: Path
 

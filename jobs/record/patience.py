@@ -1,4 +1,4 @@
-"""Queries that never wait long: while a scheduler does not answer, its last answer counts."""
+"""Queries that return within seconds: while a scheduler does not answer, its last answer counts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from jobs.protocol import Backend
 
 WAIT_S = 3.0
-FRESH_S = 120.0  # for so long the last answer stands for the one that is awaited
+LAST_ANSWER_S = 120.0  # an older answer is not used in place of a missing one
 
 
 @dataclass
 class _Question:
-    """One question that a thread of its own asks."""
+    """One query of a scheduler, in a thread of its own."""
 
     backend: Backend
     ids: tuple[str, ...]
@@ -30,15 +30,15 @@ class _Question:
     _is_answered: threading.Event = field(default_factory=threading.Event)
 
     def ask(self) -> None:
-        """Ask, and keep the answer or the error."""
+        """Send the query, and keep the answer or the error."""
         try:
             self.observed = self.backend.query(self.ids)
-        except Exception as error:  # any: whoever asked raises it
+        except Exception as error:  # of any kind: `query` raises it
             self.error = error
         self._is_answered.set()
 
     def wait(self) -> bool:
-        """Whether there is an answer WAIT_S after the question."""
+        """Wait until WAIT_S after the query began; returns whether there is an answer."""
         return self._is_answered.wait(max(self.began + WAIT_S - time.monotonic(), 0))
 
 
@@ -55,7 +55,7 @@ class _Patient:
         return getattr(self._backend, name)
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """As `Backend.query`. Unreachable: it does not answer, nor did it a short while ago."""
+        """As `Backend.query`. Unreachable without an answer now or in the last LAST_ANSWER_S."""
         while True:
             question = self._question(ids)
             is_answered = question.wait()
@@ -70,13 +70,13 @@ class _Patient:
                 return dict(question.observed or {})
         last = self._last
         is_known = last is not None and set(ids) <= set(last.ids)
-        if last is None or not is_known or time.monotonic() - last.began > FRESH_S:
+        if last is None or not is_known or time.monotonic() - last.began > LAST_ANSWER_S:
             waited_s = time.monotonic() - question.began
             raise Unreachable(f"{self._name} has not answered for {waited_s:.0f} s")
         return dict(last.observed or {})
 
     def _question(self, ids: Sequence[str]) -> _Question:
-        """The question that is being asked, or a new one."""
+        """The query that has no answer yet, or a new one."""
         with self._lock:
             if self._open is None:
                 self._open = _Question(self._backend, tuple(ids))

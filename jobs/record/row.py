@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """One time that an attempt ran.
-
-    `ended_at` is the last sign of life while it runs, or when it left no outcome.
+    """One start of an attempt. `ended_at` is the last sign of life while it runs, or when it left
+    no outcome.
     """
 
     attempt: int
@@ -80,7 +79,7 @@ class Row:
 
 
 def starts_of(attempt: Attempt) -> list[Start]:
-    """Every time that an attempt ran, in order, with its end: from the wrapper's files."""
+    """The starts of an attempt in order, with their ends, from the wrapper's files."""
     paths = attempt.starts()
     if not paths:
         return []

@@ -1,8 +1,8 @@
-"""How every experiment of a folder stands now: its record, its scheduler's word, and what the
-training itself tells.
+"""The state of every experiment of a folder, from its record, its scheduler, and the files of its
+training.
 
-Cheap on purpose: one question to each scheduler, and of each experiment only small files and the
-end of metrics.jsonl.
+It is cheap: each scheduler gets one query, and of each experiment only small files and the end of
+metrics.jsonl are read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Case:
-    """What lies in the folder of one experiment, before its scheduler is asked."""
+    """The files of one experiment, as they are before its scheduler is asked."""
 
     folder: RunFolder
     job: Job
@@ -59,7 +59,7 @@ class _Case:
 
     @property
     def question(self) -> tuple[str, str] | None:
-        """(backend, id) to ask about; None when no scheduler could add anything."""
+        """(backend, id) to ask about; None when a scheduler's answer could change nothing."""
         last = self.job.last
         if last is None or last.id is None or self.is_final:
             return None
@@ -151,7 +151,7 @@ def _names(cases: Collection[_Case]) -> dict[str, str]:
 
 
 def _ask(cases: Collection[_Case], backend_of: Callable[[str], Backend]) -> dict[str, _Sight]:
-    """One question to each backend about all its jobs."""
+    """The answer of each backend to one query about all its jobs."""
     ids: dict[str, list[str]] = {}
     for case in cases:
         if case.question is not None:
@@ -184,10 +184,8 @@ def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
 
 
 def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
-    """Add what changed to the record.
-
-    Nothing is written when another process holds the lock or has written since our look: what it
-    saw is newer.
+    """Append what changed to the record. Nothing is written when another process holds the lock, or
+    has written since the record was read here: that process knows more.
     """
     job, last = case.job, case.job.last
     events: list[dict[str, Any]] = []
@@ -268,7 +266,7 @@ def _finite(age_s: float) -> float | None:
 
 
 def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Row:
-    """`row` with what the training tells: step, metrics and, while it runs, the time left."""
+    """`row` with the training's step and metrics and, while it runs, the time left."""
     last = last_metrics(folder)
     steps = [
         step
@@ -288,7 +286,7 @@ def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Ro
 
 
 def _by_hand(folder: RunFolder) -> Row | None:
-    """A row of status.json alone; None when it says nothing."""
+    """The row of a run that was never submitted; None when status.json is absent or not whole."""
     try:
         status = read_json(folder.status)
         if status is None:

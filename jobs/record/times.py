@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 
 
 def now() -> str:
-    """UTC, ISO 8601, to the second's thousandth."""
+    """The time now in UTC, ISO 8601 with milliseconds."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 

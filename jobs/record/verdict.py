@@ -27,13 +27,17 @@ from trainer.files.atomic import read_json
 if TYPE_CHECKING:
     from jobs.record.paths import RunFolder
 
-# a scheduler may need so long until it knows a job that it has just accepted (sacct: 1-2 s)
-FRESH_S = 60.0
+# a scheduler may need so long until it lists a job that it has just accepted (sacct: 1-2 s)
+LISTING_S = 60.0
+
+
+# cached, for a survey of a thousand jobs meets a handful of combinations
+_rule_for = functools.cache(functools.partial(first_rule, VERDICTS))
 
 
 @dataclass(frozen=True)
 class AttemptFiles:
-    """What lies in the folder of the last attempt."""
+    """The files in the folder of the last attempt."""
 
     exit: dict[str, Any] | None = None
     started: dict[str, Any] | None = None
@@ -59,7 +63,7 @@ class AttemptFiles:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The state and why; `host` where it is known."""
+    """The state of a job and the reason. host: where it runs or ran, if that is known."""
 
     state: JobState
     reason: str | None = None
@@ -77,12 +81,26 @@ def judge(job: Job, files: AttemptFiles, observed: Observed | None, *, is_seen: 
     if attempt is None:
         return Verdict("pending")
     observed = observed if is_seen else None
-    rule = _rule_for(_evidence(attempt, files, observed, is_seen=is_seen))
+    exit_file = files.exit
+    sent_at = attempt.at if attempt.id is None else attempt.submitted_at
+    evidence = Evidence(
+        exit="none" if exit_file is None else end_of(exit_file.get("code"), exit_file.get("kind")),
+        record=record_phase(attempt.state),
+        has_id=attempt.id is not None,
+        is_cancelled=attempt.is_cancelled,
+        is_fresh=seconds_since(sent_at) < LISTING_S,
+        life=files.life,
+        scheduler=observed.state if observed else "unknown" if is_seen else "unseen",
+        scheduler_code=observed.exit_code if observed else None,
+        will_rerun=observed is not None and observed.will_rerun,
+        never_ran=observed is not None and observed.never_ran,
+    )
+    rule = _rule_for(evidence)
     state = _state(rule, attempt, observed)
     reasons = {
         "record": attempt.reason,
         "scheduler": observed.reason if observed else None,
-        "exit": cast("str | None", (files.exit or {}).get("reason")),
+        "exit": cast("str | None", (exit_file or {}).get("reason")),
     }
     default = {"as recorded": "record", "as observed": "scheduler"}.get(rule.state)
     witness = rule.reason_of or default
@@ -93,30 +111,6 @@ def judge(job: Job, files: AttemptFiles, observed: Observed | None, *, is_seen: 
         return Verdict(state, reason)
     started_on = (files.started or {}).get("host")
     return Verdict(state, reason, (observed and observed.host) or started_on or attempt.host)
-
-
-@functools.cache  # a survey of a thousand jobs meets a handful of combinations
-def _rule_for(evidence: Evidence) -> StateRule:
-    return first_rule(VERDICTS, evidence)
-
-
-def _evidence(
-    attempt: Sent, files: AttemptFiles, observed: Observed | None, *, is_seen: bool
-) -> Evidence:
-    exit_file = files.exit
-    sent_at = attempt.at if attempt.id is None else attempt.submitted_at
-    return Evidence(
-        exit="none" if exit_file is None else end_of(exit_file.get("code"), exit_file.get("kind")),
-        record=record_phase(attempt.state),
-        has_id=attempt.id is not None,
-        is_cancelled=attempt.is_cancelled,
-        is_fresh=seconds_since(sent_at) < FRESH_S,
-        life=files.life,
-        scheduler=observed.state if observed else "unknown" if is_seen else "unseen",
-        scheduler_code=observed.exit_code if observed else None,
-        will_rerun=observed is not None and observed.will_rerun,
-        never_ran=observed is not None and observed.never_ran,
-    )
 
 
 def _state(rule: StateRule, attempt: Sent, observed: Observed | None) -> JobState:

@@ -40,7 +40,8 @@ LONGEST_TEXT = 400  # letters of one hyper-parameter
 
 
 def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
-    """The whole page; it loads nothing. Reads metrics.jsonl, and the logs of failed experiments.
+    """The whole report as one HTML page, which loads nothing. Reads metrics.jsonl, and the logs of
+    failed experiments.
 
     rows: from `record.status.survey`. results: from `report.scores.gather`, of the same
     experiments.
@@ -163,13 +164,18 @@ def _number(value: float | None, form: str) -> str:
 def _card(row: Row, result: ExperimentScores | None, results: Results, now: str) -> str:
     folder = RunFolder(Path(row.folder))
     name = _text(row.name or row.group)
+    chips = [
+        f'<li title="{_text(key)}"><span>{_text(short)}</span> {_parameter(result, key)}</li>'
+        for key, short in zip(results.parameters, short_names(results.parameters), strict=True)
+        if result is not None and key in result.parameters
+    ]
     parts = [
         f'<article class="card" id="x{_text(row.exp_id)}">',
         f'<header><h3 class="mono" title="{_text(row.exp_id)}">{_text(row.exp_id[:8])}</h3>'
         f'<span class="group soft small" title="{name}">{name}</span>'
         f'<span class="pill dot s-{row.state}">{_state(row)}</span></header>',
         _progress(row),
-        _chips(result, results),
+        f'<ul class="chips">{"".join(chips)}</ul>' if chips else "",
         _why(row),
         _charts(row, read_curves(folder.metrics), result),
         _timeline(row, now),
@@ -202,18 +208,6 @@ def _progress(row: Row) -> str:
     return f'{bar}<div class="facts">{words}</div>'
 
 
-def _chips(result: ExperimentScores | None, results: Results) -> str:
-    if result is None or not results.parameters:
-        return ""
-    pairs = zip(results.parameters, short_names(results.parameters), strict=True)
-    items = (
-        f'<li title="{_text(key)}"><span>{_text(name)}</span> {_parameter(result, key)}</li>'
-        for key, name in pairs
-        if key in result.parameters
-    )
-    return f'<ul class="chips">{"".join(items)}</ul>'
-
-
 def _why(row: Row) -> str:
     words = [row.reason] if row.reason and row.state != "succeeded" else []
     words += [f"Not seen since {row.unseen_since}: {row.unseen_reason}"] if row.unseen_since else []
@@ -222,7 +216,9 @@ def _why(row: Row) -> str:
 
 
 def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
-    """Places for the charts, with their numbers; until the script draws them, the last values."""
+    """The places of the charts, with their data. Until the script draws them they show the last
+    values.
+    """
     losses = {name: curves.points[name] for name in ("loss", "valid/loss") if name in curves.points}
     if not losses:
         has_begun = bool(row.starts) or row.step is not None
@@ -272,7 +268,7 @@ def _short(value: float) -> float:
 
 
 def _timeline(row: Row, now: str) -> str:
-    """When it waited (pale) and when it ran, and each attempt in words."""
+    """A bar of when the experiment waited (pale) and ran, and a line for each attempt."""
     if not row.history:
         return ""
     begin = row.history[0].at
@@ -313,7 +309,9 @@ def _colour(start: Start, row: Row) -> str:
 
 
 def _log(row: Row, folder: RunFolder) -> str:
-    """The end of what a failed one printed, stderr first; without keys, for a page is passed on."""
+    """The last lines that a failed experiment printed, stderr first. Keys are removed, because a
+    report is passed on.
+    """
     if row.state not in ENDED_BADLY or not row.attempt:
         return ""
     attempt = folder.attempt(row.attempt)

@@ -96,7 +96,7 @@ def _lines(path: Path, watch: _Watch, *, tail: int | None, follow: bool) -> Iter
             there += [] if follow else list(reader.rest())
             yield from there[max(len(there) - tail, 0) :]
         while follow:
-            # Asked before reading: whatever was printed before the end is then read below.
+            # Asked before reading, so that everything printed before the end is read below.
             is_over = watch.is_over()
             has_grown = False
             for line in reader.read():
@@ -163,8 +163,8 @@ class _Reader:
 
 
 class _Watch:
-    """Whether an attempt still runs: by its exit file, or else by its scheduler, which is asked
-    every ASK_S seconds.
+    """Tells whether an attempt still runs, by its exit file, or else by its scheduler, which is
+    asked every ASK_S seconds.
     """
 
     def __init__(self, run: RunFolder, files: Attempt, backend: Backend | None) -> None:
@@ -173,7 +173,7 @@ class _Watch:
         self._state: JobState = "submitted"
 
     def is_over(self) -> bool:
-        """Whether nothing more will be printed."""
+        """Whether the attempt has ended, so that nothing more is printed."""
         return self._files.exit.exists() or self._ask() not in ACTIVE
 
     def appears(self, path: Path) -> bool:

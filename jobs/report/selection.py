@@ -162,7 +162,7 @@ def show(
     rendered: Mapping[str, str] | None = None,
     is_line: bool = False,
 ) -> None:
-    """Print what was done with each experiment.
+    """Print the action that was taken for each experiment.
 
     rendered: id -> the text that the scheduler gets. is_line: write the JSON in one line.
     """
@@ -192,7 +192,7 @@ def fail_if_any(results: Sequence[ActionResult]) -> None:
 
 
 def details(row: Row) -> str:
-    """All that is known of one experiment, as lines of text."""
+    """Everything that is known of one experiment, as lines of text."""
     lines = [
         f"{row.exp_id}  {row.state}" + (f": {row.reason}" if row.reason else ""),
         f"folder    {row.folder}",

@@ -77,8 +77,8 @@ NAMED = (
 
 
 def table(rows: Sequence[Row], *, width: int = 100) -> Table:
-    """One line for each experiment, `width` columns wide. Long reasons are cut; `reasons` has them
-    in full.
+    """One line for each experiment, `width` wide. It cuts long reasons; `reasons` prints them
+    whole.
     """
     # "valid/loss", or else the evaluation metric that most rows have
     names = Counter(name for row in rows for name in row.metrics if "/" in name)
@@ -290,7 +290,7 @@ def _metric(row: Row, name: str | None) -> Text:
 
 
 def _where(row: Row) -> Text:
-    """What is wrong; the host when nothing is."""
+    """The problem of an experiment, or its host when there is none."""
     why = _why(row)
     if why:
         return Text(why, style=COLOURS[row.state])
@@ -301,7 +301,7 @@ def _where(row: Row) -> Text:
 
 
 def _why(row: Row) -> str:
-    """What is wrong, or what the job waits for, on one line; "" when there is nothing to say."""
+    """The problem of an experiment, or what it waits for, on one line; "" for neither."""
     if row.unseen_since:
         text = f"not seen since {row.unseen_since[11:16]} UTC: {row.unseen_reason}"
     else:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.config.schema import Positive, Strict, validate
+from trainer.config.block import Positive, Strict, validate
 from trainer.errors import ConfigError
 from trainer.files.atomic import replace_file
 

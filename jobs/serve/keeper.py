@@ -47,7 +47,7 @@ from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
 from jobs.submit.policy import Limits
 from jobs.submit.request import Request
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import LatheError
 from trainer.files.atomic import create_json, refusals
 
@@ -321,9 +321,10 @@ class Keeper:
         *,
         is_plan: bool = False,
     ) -> Request:
-        """The submission of experiments with the code of this server. ConfigError.
+        """The submission of experiments with the code of this server. ConfigError for a mistake in
+        any of them.
 
-        is_plan: writes nothing; the request can be previewed but not submitted.
+        is_plan: takes no snapshot of the code; the request can be previewed but not submitted.
         """
         request = prepare.make(
             group=group,
@@ -336,10 +337,10 @@ class Keeper:
             take_snapshot=False,
             backend_of=self.backend_of,
         )
-        _ = request.trials  # raises ConfigError before anything is written
-        if is_plan:
-            return request
-        return replace(request, snapshot=self.snapshot, workdir=self.snapshot.workdir)
+        if not is_plan:
+            request = replace(request, snapshot=self.snapshot, workdir=self.snapshot.workdir)
+        _ = request.trials  # raises ConfigError before a run folder is written
+        return request
 
     def _end(self, row: Row) -> bool:
         """Cancel an attempt; at most every ASK_AGAIN_S seconds."""

@@ -18,7 +18,7 @@ from jobs.config import JobConfig
 from jobs.serve.rows import KINDS
 from trainer import tasks
 from trainer.config import userfile
-from trainer.config.schema import Fraction, Positive, Strict, validate
+from trainer.config.block import Fraction, Positive, Strict, validate
 from trainer.errors import ConfigError
 
 Values = dict[str, Any]

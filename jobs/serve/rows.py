@@ -64,10 +64,7 @@ class RowReport:
 
 
 def check(path: Path, kinds: Sequence[str] | None = None) -> RowReport:
-    """Check a JSON-lines file, whose rows must all be of one kind.
-
-    kinds: the allowed kinds; None for all.
-    """
+    """Check a JSON-lines file whose rows are all of one kind, among `kinds` (None: all kinds)."""
     report = RowReport()
     allowed = list(kinds or KINDS)
     for line, content in _lines(path):
@@ -214,29 +211,9 @@ def _chat_problems(row: Row) -> Iterator[tuple[str, str]]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _triple_row(row: Row, number: int) -> Row:
-    def passages(name: str) -> list[Row]:
-        texts = _as_list(row[name])
-        return [{"docid": f"{number}-{name}-{i}", "text": text} for i, text in enumerate(texts)]
-
-    return {
-        "query_id": str(number),
-        "query": row["query"],
-        "positive_passages": passages("positive"),
-        "negative_passages": passages("negative"),
-    }
-
-
-def _question_row(row: Row, number: int) -> Row:
-    """A row that cross_attention reads with source "jsonl" and fid with source "fid"."""
-    contexts = _as_list(row["contexts"])
-    return {
-        "id": str(number),
-        "question": row["question"],
-        "answers": _as_list(row["answers"]),
-        "contexts": contexts,
-        "ctxs": [{"title": "", "text": text} for text in contexts],
-    }
+def _passages(row: Row, number: int, name: str) -> list[Row]:
+    texts = _as_list(row[name])
+    return [{"docid": f"{number}-{name}-{i}", "text": text} for i, text in enumerate(texts)]
 
 
 def _label(row: Row) -> str | None:
@@ -284,13 +261,24 @@ KINDS: dict[str, Kind] = {
     "triple": Kind(
         ("query", "positive", "negative"),
         lambda row: chain(_texts(row, "query"), _lists(row, "positive", "negative")),
-        _triple_row,
+        lambda row, number: {
+            "query_id": str(number),
+            "query": row["query"],
+            "positive_passages": _passages(row, number, "positive"),
+            "negative_passages": _passages(row, number, "negative"),
+        },
         {"retriever": {"source": "tevatron"}},
     ),
     "question": Kind(
         ("question", "contexts", "answers"),
         lambda row: chain(_texts(row, "question"), _lists(row, "contexts", "answers")),
-        _question_row,
+        lambda row, number: {
+            "id": str(number),
+            "question": row["question"],
+            "answers": _as_list(row["answers"]),
+            "contexts": _as_list(row["contexts"]),  # of cross_attention with source "jsonl"
+            "ctxs": [{"title": "", "text": text} for text in _as_list(row["contexts"])],  # of fid
+        },
         {
             "cross_attention": {"source": "jsonl"},
             "fid": {

@@ -34,7 +34,7 @@ from pydantic import ValidationError
 
 from jobs.record.paths import BaseFolder
 from jobs.record.times import now
-from trainer.config.schema import Strict
+from trainer.config.block import Strict
 from trainer.files.atomic import create_json, read_json, refusals, sync, write_json
 
 WishKind = Literal["pause", "resume", "cancel", "delete"]

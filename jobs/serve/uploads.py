@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 import anyio
@@ -45,8 +46,7 @@ class Parts:
     size: int = 0
     is_whole: bool = False
     digest: Any = field(default_factory=hashlib.sha256)
-    _header: bytes = b""
-    _value: bytes = b""
+    _header: dict[str, bytes] = field(default_factory=lambda: {"name": b"", "value": b""})
     _headers: dict[str, bytes] = field(default_factory=dict[str, bytes])
     _name: str = ""
     _text: bytes = b""
@@ -61,8 +61,8 @@ class Parts:
             raise Refusal(415, f"Content-Type: got {quote(content_type)}, want a multipart form.")
         callbacks: Any = {
             "on_part_begin": self._begin,
-            "on_header_field": self._on_header,
-            "on_header_value": self._on_value,
+            "on_header_field": partial(self._add_to_header, "name"),
+            "on_header_value": partial(self._add_to_header, "value"),
             "on_header_end": self._end_header,
             "on_headers_finished": self._begin_content,
             "on_part_data": self._data,
@@ -71,23 +71,37 @@ class Parts:
         }
         return MultipartParser(boundary, callbacks)
 
+    def checked_filename(self) -> str:
+        """The name of the file in a complete form with the right fields; else Refusal."""
+        if not self.is_whole:
+            raise Refusal(400, "The form ends in the middle. Send it again.")
+        if self.filename is None:
+            raise Refusal(400, "file: required, but not given.", param="file")
+        purpose = self.fields.pop("purpose", None)
+        if purpose != PURPOSE:
+            raise Refusal(400, f"purpose: got {quote(purpose)}, want '{PURPOSE}'.", param="purpose")
+        if self.fields:
+            name = next(iter(self.fields))
+            raise Refusal(400, f"{quote(name)}: there is no such parameter. Remove it.", param=name)
+        name = self.filename
+        if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            want = f"1 to {MAX_NAME} printable letters"
+            raise Refusal(400, f"filename: got {quote(name)}, want {want}.")
+        return name
+
     def _begin(self) -> None:
         self._count += 1
         if self._count > MAX_PARTS:
             raise Refusal(400, f"The form has more than {MAX_PARTS} parts. Send file and purpose.")
         self._headers, self._text = {}, b""
 
-    def _on_header(self, data: bytes, start: int, end: int) -> None:
-        self._header += data[start:end]
-        self._bound(self._header, MAX_HEADER)
-
-    def _on_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
-        self._bound(self._value, MAX_HEADER)
+    def _add_to_header(self, part: str, data: bytes, start: int, end: int) -> None:
+        self._header[part] += data[start:end]
+        self._bound(self._header[part], MAX_HEADER)
 
     def _end_header(self) -> None:
-        self._headers[self._header.decode("latin-1").lower()] = self._value
-        self._header, self._value = b"", b""
+        self._headers[self._header["name"].decode("latin-1").lower()] = self._header["value"]
+        self._header = {"name": b"", "value": b""}
         if len(self._headers) > MAX_PARTS:
             raise Refusal(400, "A part of the form has too many headers.")
 
@@ -141,7 +155,7 @@ async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
     refuse_on_full_disk(keeper, size)
     with keeper.folder.receiving() as received:
         parts = await _parts(request, keeper, received)
-        filename = _checked_form(parts)
+        filename = parts.checked_filename()
         report = await run_in_threadpool(rows.check, received.content)
         used = keeper.index.use_of(client.name)[2]
         _refuse_above_quota(client, used + parts.size)
@@ -207,24 +221,6 @@ async def _parts(request: Request, keeper: Keeper, received: ReceivedUpload) -> 
             raise Refusal(408, text) from None
         except ClientDisconnect:
             raise Refusal(400, "The upload was cut off.") from None
-
-
-def _checked_form(parts: Parts) -> str:
-    """The name of the file in a complete form with the right fields; else Refusal."""
-    if not parts.is_whole:
-        raise Refusal(400, "The form ends in the middle. Send it again.")
-    if parts.filename is None:
-        raise Refusal(400, "file: required, but not given.", param="file")
-    purpose = parts.fields.pop("purpose", None)
-    if purpose != PURPOSE:
-        raise Refusal(400, f"purpose: got {quote(purpose)}, want '{PURPOSE}'.", param="purpose")
-    if parts.fields:
-        name = next(iter(parts.fields))
-        raise Refusal(400, f"{quote(name)}: there is no such parameter. Remove it.", param=name)
-    name = parts.filename
-    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise Refusal(400, f"filename: got {quote(name)}, want 1 to {MAX_NAME} printable letters.")
-    return name
 
 
 def remove(folder: UploadFolder) -> None:

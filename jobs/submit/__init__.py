@@ -1,1 +1,1 @@
-"""From a group to submitted jobs: what is asked, decided, sent, controlled."""
+"""From a group to submitted jobs: request, decision, submission, control."""

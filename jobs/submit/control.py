@@ -32,9 +32,8 @@ BackendOf = Callable[[str], Backend]
 
 
 def cancel(base: BaseFolder, rows: Collection[Row], backend_of: BackendOf) -> list[ActionResult]:
-    """Ask for the end of every live job among `rows`.
-
-    Also of those whose submission was never answered.
+    """Ask for the end of every live job among `rows`, including those whose submission got no
+    answer.
     """
     return [_cancel(base.run(row.exp_id), row, backend_of) for row in rows]
 
@@ -74,7 +73,7 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
 
 @dataclass(frozen=True)
 class Again:
-    """How ended experiments are sent once more. limits None: those of each job's own dictionary."""
+    """How ended experiments are sent once more. limits: None for those of each job's dictionary."""
 
     base: BaseFolder
     backend_of: BackendOf
@@ -113,58 +112,56 @@ def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
     folder = request.base.run(row.exp_id)
     try:
         with record.lock(folder, wait_s=LOCK_WAIT_S):
-            rows_now = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)
-            return _again_under_lock(request, folder, rows_now[0], rows)
+            row = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)[0]
+            job = record.read(folder)
+            template = _template(folder, job) if job is not None else None
+            if job is None or template is None:
+                return ActionResult(row.exp_id, "skip", "never sent: submit its group", row.state)
+            limits = request.limits or Limits(
+                template.job.max_retries, template.job.max_preemptions
+            )
+            status = read_json(folder.status) or {}
+            decision = decide(
+                row,
+                limits,
+                is_finished=status.get("state") == "succeeded",
+                training_now=training_now(folder, was_sent=bool(row.history)),
+            )
+            is_refused = job.last is not None and row.state == "pending"
+            # refused: a person must change something
+            if decision.action == "skip" or (is_refused and request.limits is None):
+                return ActionResult(row.exp_id, "skip", decision.reason, row.state)
+            if decision.action == "settle" and job.last is not None:
+                backend = request.backend_of(job.last.backend)
+                return _result(
+                    row,
+                    "settle",
+                    settle_intent(folder, job.last, backend, resend_s=request.resend_s),
+                )
+            num_alive = sum(other.group == row.group and other.state in ACTIVE for other in rows)
+            if (
+                template.max_parallel is not None
+                and num_alive >= template.max_parallel
+                # a backend with a queue counts by itself
+                and not request.backend_of(template.backend).traits.keeps_queue
+            ):
+                return ActionResult(
+                    row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
+                )
+            job = record_state(folder, job, row)
+            return _result(
+                row,
+                "send",
+                send(folder, fresh(job, template, folder), request.backend_of(template.backend)),
+            )
     except Unreachable as error:
         return ActionResult(row.exp_id, "settle", str(error), row.state, is_bad=True)
     except (LatheError, OSError) as error:
         return ActionResult(row.exp_id, "failed", str(error), row.state, is_bad=True)
 
 
-def _again_under_lock(
-    request: Again, folder: RunFolder, row: Row, rows: Sequence[Row]
-) -> ActionResult:
-    job = record.read(folder)
-    template = _template(folder, job) if job is not None else None
-    if job is None or template is None:
-        return ActionResult(row.exp_id, "skip", "never sent: submit its group", row.state)
-    limits = request.limits or Limits(template.job.max_retries, template.job.max_preemptions)
-    status = read_json(folder.status) or {}
-    decision = decide(
-        row,
-        limits,
-        is_finished=status.get("state") == "succeeded",
-        training_now=training_now(folder, was_sent=bool(row.history)),
-    )
-    is_refused = job.last is not None and row.state == "pending"
-    # refused: a person must change something
-    if decision.action == "skip" or (is_refused and request.limits is None):
-        return ActionResult(row.exp_id, "skip", decision.reason, row.state)
-    if decision.action == "settle" and job.last is not None:
-        backend = request.backend_of(job.last.backend)
-        return _result(
-            row, "settle", settle_intent(folder, job.last, backend, resend_s=request.resend_s)
-        )
-    num_alive = sum(other.group == row.group and other.state in ACTIVE for other in rows)
-    if (
-        template.max_parallel is not None
-        and num_alive >= template.max_parallel
-        # a backend with a queue counts by itself
-        and not request.backend_of(template.backend).traits.keeps_queue
-    ):
-        return ActionResult(
-            row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
-        )
-    job = record_state(folder, job, row)
-    return _result(
-        row,
-        "send",
-        send(folder, fresh(job, template, folder), request.backend_of(template.backend)),
-    )
-
-
 def _template(folder: RunFolder, job: Job) -> JobSpec | None:
-    """The last attempt's spec, or the one that waits for its turn; None without either."""
+    """The spec of the last attempt, or of the one that waits for its turn; None without either."""
     waiting = folder.attempt(len(job.attempts) + 1)
     if waiting.spec.exists():
         return read_spec(folder, waiting.number)
@@ -201,8 +198,8 @@ def reset(
 
 
 def reconcile(request: Again) -> list[ActionResult]:
-    """Look at everything once: adopt or send again each submission without an answer, run again
-    each job that was preempted or may be retried, send each that waited for its turn.
+    """Read every experiment once: adopt or send again each submission without an answer, run again
+    each job that was preempted or may be retried, and send each that waited for its turn.
     """
     rows = survey(request.base, backend_of=request.backend_of)
     open_ones = [

@@ -1,4 +1,4 @@
-"""Jobs for others to submit: the text that a scheduler or a launcher of somebody else's takes."""
+"""Prints jobs as texts that other tools submit: sbatch, eai, Kubeflow Trainer, SkyPilot."""
 
 from __future__ import annotations
 

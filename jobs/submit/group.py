@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jobs.code.snapshot import link
@@ -92,8 +92,12 @@ def submit(request: Request) -> list[ActionResult]:
     def send_it(name: str) -> ActionResult:
         return _submit_one(request, name, rows.get(name), budget)
 
-    if request.backend.traits.is_in_process:
-        results.update(_one_after_the_other(others, send_it))
+    if request.backend.traits.is_in_process:  # each runs to its end before the next begins
+        stopped = ActionResult("", "wait", "the one before it was stopped", "pending")
+        was_stopped = False
+        for name in others:
+            results[name] = replace(stopped, exp_id=name) if was_stopped else send_it(name)
+            was_stopped |= results[name].action == "send" and results[name].state == "preempted"
     elif budget.remaining is not None:  # each has to be counted before the next
         results.update({name: send_it(name) for name in others})
     else:
@@ -120,27 +124,9 @@ def scheduler_texts(request: Request) -> list[str]:
     return [trial.rendered.text for trial in request.trials.values()]
 
 
-def _one_after_the_other(
-    names: Sequence[str], send_it: Callable[[str], ActionResult]
-) -> dict[str, ActionResult]:
-    """Results of an inline submission, which runs each experiment to its end.
-
-    After one that was stopped no other begins.
-    """
-    results: dict[str, ActionResult] = {}
-    was_stopped = False
-    for name in names:
-        if was_stopped:
-            results[name] = ActionResult(name, "wait", "the one before it was stopped", "pending")
-            continue
-        results[name] = send_it(name)
-        was_stopped = results[name].action == "send" and results[name].state == "preempted"
-    return results
-
-
 @dataclass
 class _Budget:
-    """How many more of the group may be alive at once; None: submission does not count them."""
+    """How many more experiments of a group may start; None when submission does not count them."""
 
     remaining: int | None = None
 
@@ -164,55 +150,51 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
             check_dictionary(folder, request.by_id[name])
             return ActionResult(name, "skip", decision.reason, _state_or_status(folder, row))
         with record.lock(folder, wait_s=LOCK_WAIT_S):
-            return _under_lock(request, folder, row, budget)
+            template, draft = request.templates[name], request.drafts[name]
+            job = _begin(request, folder, draft)
+            if job.attempts:  # looked at again: it may have moved on, or ended, since the survey
+                row = survey(
+                    request.base, only=[name], backend_of=request.backend_of, record_changes=False
+                )[0]
+                job = record_state(folder, job, row)
+            decision = _decide(request, name, row)
+            if decision.action == "skip":
+                return ActionResult(name, "skip", decision.reason, _state(row))
+            if decision.action == "settle" and job.last is not None:
+                outcome = settle_intent(
+                    folder,
+                    job.last,
+                    request.backend_of(job.last.backend),
+                    resend_s=request.resend_s,
+                )
+                return _result(name, "settle", outcome)
+            if budget.is_spent():
+                # this file keeps the spec until its turn comes
+                waiting_spec = folder.attempt(len(job.attempts) + 1).spec
+                waiting_spec.parent.mkdir(parents=True, exist_ok=True)
+                write_json(waiting_spec, template.model_dump(mode="json"))
+                return ActionResult(
+                    name,
+                    "wait",
+                    f"max_parallel={request.max_parallel} are alive: `reconcile` sends it",
+                    "pending",
+                )
+            budget.spend()
+            spec = fresh(job, template, folder)
+            outcome = send(folder, spec, request.backend, draft=draft)
+            if request.backend.traits.is_in_process:
+                # the experiment ran in this process
+                exit_file = read_json(folder.attempt(spec.attempt).exit) or {}
+                kind = str(exit_file.get("kind", "lost"))
+                text = f"{kind}: {exit_file['reason']}" if exit_file.get("reason") else kind
+                end = end_of(exit_file.get("code"))
+                state: JobState = end if end in ("succeeded", "preempted") else "failed"
+                return ActionResult(name, "send", text, state, is_bad=end != "succeeded")
+            return _result(name, "send", outcome)
     except Unreachable as error:
         return ActionResult(name, "settle", str(error), "submitting", is_bad=True)
     except (LatheError, OSError) as error:
         return ActionResult(name, "failed", str(error), _state(row), is_bad=True)
-
-
-def _under_lock(
-    request: Request, folder: RunFolder, row: Row | None, budget: _Budget
-) -> ActionResult:
-    name = folder.path.name
-    template, draft = request.templates[name], request.drafts[name]
-    job = _begin(request, folder, draft)
-    if job.attempts:  # looked at again: it may have moved on, or ended, since the survey
-        row = survey(
-            request.base, only=[name], backend_of=request.backend_of, record_changes=False
-        )[0]
-        job = record_state(folder, job, row)
-    decision = _decide(request, name, row)
-    if decision.action == "skip":
-        return ActionResult(name, "skip", decision.reason, _state(row))
-    if decision.action == "settle" and job.last is not None:
-        outcome = settle_intent(
-            folder, job.last, request.backend_of(job.last.backend), resend_s=request.resend_s
-        )
-        return _result(name, "settle", outcome)
-    if budget.is_spent():
-        # this file keeps the spec until its turn comes
-        waiting_spec = folder.attempt(len(job.attempts) + 1).spec
-        waiting_spec.parent.mkdir(parents=True, exist_ok=True)
-        write_json(waiting_spec, template.model_dump(mode="json"))
-        return ActionResult(
-            name,
-            "wait",
-            f"max_parallel={request.max_parallel} are alive: `reconcile` sends it",
-            "pending",
-        )
-    budget.spend()
-    spec = fresh(job, template, folder)
-    outcome = send(folder, spec, request.backend, draft=draft)
-    if request.backend.traits.is_in_process:
-        # the experiment ran in this process
-        exit_file = read_json(folder.attempt(spec.attempt).exit) or {}
-        kind = str(exit_file.get("kind", "lost"))
-        text = f"{kind}: {exit_file['reason']}" if exit_file.get("reason") else kind
-        end = end_of(exit_file.get("code"))
-        state: JobState = end if end in ("succeeded", "preempted") else "failed"
-        return ActionResult(name, "send", text, state, is_bad=end != "succeeded")
-    return _result(name, "send", outcome)
 
 
 def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:

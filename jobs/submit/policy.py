@@ -1,7 +1,7 @@
-"""Whether an experiment is to be sent now. This module works out its situation, and the table
-DECISIONS of `record/state_table.py` decides.
+"""Whether an experiment is to be sent now.
 
-A pure function of how the experiment stands and of what was asked for.
+This module works out its situation, and the table DECISIONS of `record/state_table.py` decides. It
+is a pure function of the state of the experiment and of the request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From what the user typed to a Request: job dictionary, flags, code and environment.
+"""Makes a Request from a command line: job dictionary, flags, code and environment.
 
 `trainval.py -j` and `lathe-jobs submit` share it.
 """
@@ -20,8 +20,8 @@ from jobs.config import JobConfig
 from jobs.record import wandb_key
 from jobs.record.paths import BaseFolder, check_base
 from jobs.submit.request import RESEND_S, Request
+from trainer.config.block import validate
 from trainer.config.flags import PATHS, RUN_FLAGS, SWITCHES
-from trainer.config.schema import validate
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def make(
 ) -> Request:
     """The Request for a group.
 
-    The code is snapshotted (not for a plan), and the key's whereabouts are checked.
+    Takes a snapshot of the code (not for a plan), and checks where the key of W&B will come from.
     """
     check_base(base)
     load = backend_of or BackendCache()
@@ -104,12 +104,8 @@ def make(
     code = None
     if take_snapshot and not target.traits.is_in_process:
         code = snapshot.take(PROJECT, folder, allow_dirty=allow_dirty)
-        log.info(
-            "code: snapshot %s of commit %s%s",
-            code.digest[:12],
-            code.commit,
-            " + patch" if code.is_dirty else "",
-        )
+        patch = " + patch" if code.is_dirty else ""
+        log.info("code: snapshot %s of commit %s%s", code.digest[:12], code.commit, patch)
     return Request(
         base=folder,
         group=group,

@@ -96,7 +96,7 @@ class Request:
 
     @functools.cached_property
     def trials(self) -> dict[str, AttemptDraft]:
-        """Each template as an attempt 0, which no record stands behind and which is never sent."""
+        """Each template as an attempt 0, which stands in no record and is never sent."""
         nonce = "000000"
         trials: dict[str, AttemptDraft] = {}
         for name, template in self.templates.items():
@@ -145,7 +145,7 @@ class ActionResult:
 def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
     """Return when the folder is free or holds this very dictionary; else ResumeError.
 
-    An id is the md5 of joined text and can collide; the digest cannot.
+    An id is the md5 of joined text, so two dictionaries may share it; the digest tells them apart.
     """
     on_disk = read_json(folder.exp_dict)
     if on_disk is not None and digest(on_disk) != digest(values):

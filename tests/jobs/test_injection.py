@@ -16,7 +16,7 @@ import pytest
 from jobs.config import JobConfig
 from tests.jobs.conftest import Place
 from tests.jobs.toolkit_standin import standin
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

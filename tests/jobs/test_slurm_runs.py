@@ -198,7 +198,7 @@ def test_a_job_that_slurm_has_forgotten_is_lost_unless_it_left_an_outcome(
     place: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_slurm()
-    monkeypatch.setattr("jobs.record.verdict.FRESH_S", 0.0)
+    monkeypatch.setattr("jobs.record.verdict.LISTING_S", 0.0)
     made = place(2)
     (tmp_path / "jobs.py").write_text(
         "JOB_CONFIGS = {'default': {'resources': {'cpu': 1, 'mem': 1}}}"

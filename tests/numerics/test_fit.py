@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
-from trainer.config.schema import Experiment, validate
+from trainer.config.block import validate
+from trainer.config.schema import Experiment
 
 GLOBAL_BATCH = 4
 NAN, INF = float("nan"), float("inf")

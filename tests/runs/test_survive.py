@@ -178,7 +178,7 @@ def test_a_rank_that_dies_again_and_again_at_one_step_ends_the_run(
     folder: Path, tmp_path: Path
 ) -> None:
     faults = [Fault("kill", 1, 3) for _ in range(9)]
-    with pytest.raises(AssertionError, match="3 times in a row a rank was lost"):
+    with pytest.raises(AssertionError, match="4 times in a row a rank was lost"):
         ended(folder, tmp_path, 0, "2+1", *faults)
 
 

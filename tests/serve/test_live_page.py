@@ -134,6 +134,25 @@ def test_curves_grow_while_a_run_is_watched(browser: Browser, world: Service) ->
     assert "2 s" in browser.run("return document.querySelector('.chartbox svg').textContent")
 
 
+def test_a_run_that_is_opened_before_its_folder_exists_appears_by_itself(
+    browser: Browser, world: Service
+) -> None:
+    seeds = (21, 22)
+    ids = [exp_id(experiment(f"early-{seed}", seed)) for seed in seeds]
+    opened(browser, world, f"/run/{ids[0]}")
+    missing = "return document.querySelector('[role=alert]')?.innerText.includes('No such run')"
+    browser.until(missing)
+    by_hand(world.base, "early-21", 21)
+    browser.until("return document.querySelector('h1').innerText.startsWith('early-21')")
+    browser.until("return document.querySelectorAll('.chartbox polyline').length > 0")
+    assert not browser.run(missing)
+    opened(browser, world, f"/compare/{','.join(ids)}")
+    browser.until(missing)
+    by_hand(world.base, "early-22", 22)
+    browser.until("return document.querySelectorAll('.chartbox polyline').length > 1")
+    assert not browser.run(missing)
+
+
 def test_runs_are_laid_over_each_other_and_told_apart(browser: Browser, world: Service) -> None:
     ids = [exp_id(experiment(f"hand-{seed}", seed)) for seed in (3, 4)]
     opened(browser, world)

@@ -4,9 +4,11 @@ was begun with.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
-from trainer.errors import ConfigError, DataError, DivergedError
+from tests.wording import Fault, fault, refused
 from trainer.protocol.abilities import Embeds, Side
 from trainer.protocol.task import Row
 from trainer.retrieval import embeddings
@@ -119,7 +121,7 @@ def test_what_a_kill_left_is_kept_and_the_rest_is_made(tmp_path: Path) -> None:
     for lost in ("meta.json", "ids.txt", "vectors-00001.json", "vectors-00003.npy"):
         (tmp_path / "v" / lost).unlink()
     (tmp_path / "v" / ".vectors-00003.npy.17.tmp").write_bytes(b"half")
-    with pytest.raises(ConfigError, match="is not finished: run the same encode command again"):
+    with refused("vectors_unfinished"):
         embeddings.read(tmp_path / "v")
     made: list[str] = []
     encode = encoder()
@@ -149,23 +151,26 @@ def test_a_finished_folder_is_not_encoded_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": "n"}, "model was 'm', is 'n'"),
-        ({"texts": "x"}, "texts was .*, is 'x'"),
-        ({"side": "query"}, "side was 'passage', is 'query'"),
-        ({"dtype": "float16"}, "dtype was 'float32', is 'float16'"),
+        ({"model": "n"}, fault("vectors_of_others", key="model", was="m", now="n")),
+        ({"texts": "x"}, fault("vectors_of_others", key="texts", now="x")),
+        ({"side": "query"}, fault("vectors_of_others", key="side", was="passage", now="query")),
+        (
+            {"dtype": "float16"},
+            fault("vectors_of_others", key="dtype", was="float32", now="float16"),
+        ),
     ],
 )
 def test_a_folder_of_something_else_is_not_continued(
-    tmp_path: Path, changes: dict[str, str], said: str
+    tmp_path: Path, changes: dict[str, str], said: Fault
 ) -> None:
     embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan())
-    with pytest.raises(ConfigError, match=f"begun with something else.*{said}"):
+    with refused(said):
         embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan(**changes))
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(ConfigError, match="holds other files"):
+    with refused("vectors_folder_taken"):
         embeddings.write(tmp_path, lambda: iter(ROWS), encoder(), plan=plan())
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -176,10 +181,15 @@ def test_vectors_that_are_no_numbers_are_refused_and_so_are_those_that_fp16_cann
     def filled(value: float) -> embeddings.Encoder:
         return lambda rows: torch.full((len(rows), 2), value)
 
-    with pytest.raises(DivergedError, match="NaN or infinity"):
+    with refused("not_finite"):
         embeddings.write(tmp_path / "a", lambda: iter(ROWS), filled(float("nan")), plan=plan())
-    with pytest.raises(
-        ConfigError, match=r"--dtype float16: a vector reaches 7e\+04, float16 65504\. Use float32"
+    with refused(
+        "vectors_dtype",
+        dtype="float16",
+        value="7e+04",
+        dtype_again="float16",
+        most=65504,
+        fix="float32",
     ):
         embeddings.write(
             tmp_path / "b", lambda: iter(ROWS), filled(7e4), plan=plan(dtype="float16")
@@ -192,17 +202,15 @@ def test_an_altered_shard_is_found(tmp_path: Path) -> None:
     altered = bytearray(path.read_bytes())
     altered[-1] ^= 1
     path.write_bytes(altered)
-    with pytest.raises(DataError, match=r"vectors-00002\.npy: checksum"):
+    with refused("vectors_altered", at="vectors-00002.npy"):
         embeddings.verify(found)
     path.write_bytes(altered[:-8])
-    with pytest.raises(DataError, match=r"vectors-00002\.npy cannot be read"):
+    with refused("vectors_torn", at="vectors-00002.npy"):
         _ = embeddings.read(tmp_path / "v").vectors
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"meta\.json is missing\. This folder of vectors is not there"
-    ):
+    with refused("vectors_absent", at="meta.json"):
         embeddings.read(tmp_path / "v")
 
 
@@ -236,14 +244,29 @@ def test_two_ranks_share_the_work_and_write_the_folder_of_one(tmp_path: Path) ->
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
-def test_meta_says_what_the_vectors_are_of(tmp_path: Path) -> None:
-    embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan())
-    meta = json.loads((tmp_path / "v" / "meta.json").read_text())
-    assert {name: meta[name] for name in ("model", "side", "dim", "count", "dtype")} == {
-        "model": "m",
-        "side": "passage",
-        "dim": 4,
-        "count": 23,
-        "dtype": "float32",
-    }
-    assert [len(shard["sha256"]) for shard in meta["shards"]] == [64] * 5
+def test_the_files_of_the_folder_are_those_of_the_first_version(tmp_path: Path) -> None:
+    """A folder that an older version began or wrote is gone on with and read."""
+    columns = torch.arange(20.0).reshape(4, 5).T  # the numbers of a row are not neighbours here
+    encode = {5: lambda _: columns, 3: lambda _: columns[:3]}
+    folder = tmp_path / "v"
+    embeddings.write(folder, lambda: iter(ROWS), lambda rows: encode[len(rows)](rows), plan=plan())
+    of_shards = [columns.numpy()] * 4 + [columns[:3].numpy()]
+    stated = {"model": "m", "texts": embeddings.digest_of(ROWS)[0], "side": "passage"}
+    stated |= {"dtype": "float32", "count": 23, "shard_rows": 5}
+    wanted: dict[str, bytes] = {"ids.txt": "".join(f"p{n}\n" for n in range(23)).encode()}
+    records = []
+    for number, vectors in enumerate(of_shards):
+        file = io.BytesIO()
+        np.save(file, np.ascontiguousarray(vectors))
+        name, shard = f"vectors-{number:05d}", file.getvalue()
+        digest = hashlib.sha256(shard).hexdigest()
+        records.append({"name": f"{name}.npy", "size": len(shard), "sha256": digest})
+        wanted[f"{name}.npy"] = shard
+        wanted[f"{name}.json"] = text({**records[-1], "rows": len(vectors), "dim": 4})
+    wanted["plan.json"] = text(stated)
+    wanted["meta.json"] = text({"format": 1, **stated, "dim": 4, "shards": records})
+    assert content(folder) == wanted
+
+
+def text(value: Mapping[str, object]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

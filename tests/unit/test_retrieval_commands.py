@@ -5,7 +5,10 @@ never trained.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from typer.testing import CliRunner
 from tests import forked
 from tests.facts import experiment, facts, write_facts
 from tests.forked import TRAINER
+from tests.wording import Fault, fault, says
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
@@ -80,7 +84,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def encode(
-    place: Place, side: str, *flags: str, world: int = 1
+    place: Place, side: str, *flags: str, world: int = 1, out: Path | None = None, **how: Any
 ) -> list[subprocess.CompletedProcess[str]]:
     """What `encode` of one side did on each of so many ranks."""
     name = "corpus.jsonl" if side == "passage" else "queries.jsonl"
@@ -93,9 +97,10 @@ def encode(
         place.path("cache"),
     ]
     chosen = ["--split", "test"] if side == "query" else ["--shard_rows", "16", "--batch", "8"]
-    out = ["--in", place.path(name), "--side", side, "--out", place.path(side)]
-    argv = [*TRAINER, "encode", *given, *out, *chosen, *flags]
-    return [forked.run(*argv)] if world == 1 else forked.run_ranks(world, *argv)
+    where = str(out or place.path(side))
+    argv = [*TRAINER, "encode", *given, "--in", place.path(name), "--side", side, "--out", where]
+    argv += [*chosen, *flags]
+    return [forked.run(*argv, **how)] if world == 1 else forked.run_ranks(world, *argv, **how)
 
 
 def command(*argv: str) -> list[str]:
@@ -105,7 +110,7 @@ def command(*argv: str) -> list[str]:
     return result.output.splitlines()
 
 
-def refused(*argv: str) -> str:
+def output_of_refused(*argv: str) -> str:
     result = CliRunner().invoke(app, argv)
     assert result.exit_code == 2, result.output
     return " ".join(result.output.split())
@@ -170,14 +175,52 @@ def test_the_folder_says_which_model_made_it(found: Place) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--side", "both"], "--side both: want query or passage"),
-        (["--side", "query", "--dtype", "int8"], "--dtype int8: want float16 or float32"),
-        (["--side", "query", "--precision", "fp16"], "--precision fp16: want fp32 or bf16"),
+        (["--side", "both"], fault("flag_choice", flag="--side both", choices="query or passage")),
+        (
+            ["--side", "query", "--dtype", "int8"],
+            fault("flag_choice", flag="--dtype int8", choices="float16 or float32"),
+        ),
+        (
+            ["--side", "query", "--precision", "fp16"],
+            fault("flag_choice", flag="--precision fp16", choices="fp32 or bf16"),
+        ),
     ],
 )
-def test_encoding_is_refused_in_words(flags: list[str], said: str) -> None:
-    assert said in refused(
-        "encode", "-sb", "results", "--in", "corpus.jsonl", "--out", "vectors", *flags
+def test_encoding_is_refused_in_words(flags: list[str], said: Fault) -> None:
+    asked = ["-sb", "results", "--in", "corpus.jsonl", "--out", "vectors"]
+    says(said, output_of_refused("encode", *asked, *flags))
+
+
+def _killed_before_the_plan_has_its_name() -> None:
+    """A fault for forked.run: the command dies when its plan is whole under its hidden name."""
+    replace: Callable[..., None] = os.replace
+
+    def dying(source: Path, target: Path) -> None:
+        if target.name == "plan.json":
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    os.replace = dying
+
+
+def test_encode_killed_while_it_writes_its_plan_goes_on_and_leaves_no_temporary_files(
+    found: Place, tmp_path: Path
+) -> None:
+    out = tmp_path / "vectors"
+    flags = ("query", "--dtype", "float32")
+    (killed,) = encode(found, *flags, out=out, first=_killed_before_the_plan_has_its_name)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = out.iterdir()
+    assert left.match(".plan.json.*.tmp")
+    left.with_name(".plan.json.0123abcd.tmp").touch()  # of a kill before its first byte
+    (done,) = encode(found, *flags, out=out)
+    assert done.returncode == 0, done.stderr
+    undisturbed = found.folder / "query"
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        path.name for path in undisturbed.iterdir()
+    )
+    assert all(
+        (out / path.name).read_bytes() == path.read_bytes() for path in undisturbed.iterdir()
     )
 
 
@@ -185,7 +228,7 @@ def test_vectors_of_the_wrong_side_are_not_searched(found: Place) -> None:
     folders = ["--queries", found.path("passage"), "--passages", found.path("query")]
     done = forked.run(*TRAINER, "search", *folders, "--out", found.path("no.trec"))
     assert done.returncode == 2
-    assert "holds vectors of side passage, want query" in done.stderr
+    says("vectors_of_other_side", done.stderr, side="passage", wanted="query")
     assert not (found.folder / "no.trec").exists()
 
 
@@ -234,8 +277,10 @@ def test_a_run_is_judged_on_some_questions_only(found: Place) -> None:
 
 
 def test_what_cannot_be_judged_is_refused(found: Place) -> None:
-    assert "give --run or --scored, one of them" in refused("judge")
-    assert "nothing says what is relevant" in refused("judge", "--run", found.path("run.trec"))
+    assert "give --run or --scored, one of them" in output_of_refused("judge")
+    assert "nothing says what is relevant" in output_of_refused(
+        "judge", "--run", found.path("run.trec")
+    )
 
 
 def test_a_reader_and_a_ranking_are_compared(tmp_path: Path) -> None:
@@ -310,6 +355,6 @@ def test_bm25_writes_a_run_that_is_judged_alike(found: Place) -> None:
     command("bm25", *given, *corpus, "--out", out, "--depth", "5", "--format", "tevatron")
     printed = values(command("judge", "--run", out, *given, "--at", "5"))
     assert printed["recall@5"] > 0.5
-    assert "--format run: want trec, tevatron, msmarco" in refused(
+    assert "--format run: want trec, tevatron, msmarco" in output_of_refused(
         "bm25", *given, *corpus, "--out", out, "--format", "run"
     )

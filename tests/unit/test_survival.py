@@ -17,7 +17,7 @@ import torch
 from tests.facts import EVENT
 from tests.ranks import run_alone
 from tests.survivors import share_fork_server
-from trainer.errors import ConfigError, DoesNotFitError, LatheError
+from tests.wording import refused, says
 from trainer.files import survival_events as events
 from trainer.files.survive import Survival, parse
 from trainer.survival import mirror
@@ -40,12 +40,12 @@ def test_what_survive_says(text: str, want: Survival) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "3+", "+1", "3+1+1", "three", "3,every=0", "3,hang=4"])
 def test_another_text_is_refused_with_the_form(text: str) -> None:
-    with pytest.raises(ConfigError, match="want RANKS or RANKS"):
+    with refused("survive_form"):
         parse(text, environment={})
 
 
 def test_it_is_refused_under_a_launcher_that_starts_ranks_itself() -> None:
-    with pytest.raises(ConfigError, match="not with torchrun"):
+    with refused("survive_with_torchrun"):
         parse("3", environment={"RANK": "0"})
 
 
@@ -114,7 +114,7 @@ def test_what_does_not_fit_into_host_memory_is_refused_before_the_first_step(
     monkeypatch.setattr("psutil.virtual_memory", lambda: room)
     assert mirror.of_this_rank(memory, "a", live, step=0, every=1) is not None
     room.available -= 1
-    with pytest.raises(DoesNotFitError, match="12 bytes a trained parameter, twice"):
+    with refused("survive_memory"):
         mirror.of_this_rank(memory, "a", live, step=0, every=1)
     assert mirror.of_this_rank([], "a", live, step=0, every=1) is None
 
@@ -233,6 +233,44 @@ def test_a_rank_is_lost_for_its_own_end_not_for_what_it_had_felt_of_anothers() -
     assert [one["why"] for one in agent._break.lost] == ["ended by SIGKILL"]
 
 
+def test_a_rank_that_is_told_to_leave_is_not_killed_before_it_has_heard_it() -> None:
+    agent, told, killed = running(2), list[str](), list[int]()
+    stranded, done = agent._members
+    agent._start = lambda: None
+    agent._context = SimpleNamespace(set_forkserver_preload=lambda names: None)
+    stranded.send = lambda **message: told.append(message["do"])
+    stranded.process.kill = lambda: killed.append(stranded.rank)
+
+    def hear() -> None:
+        if done in agent._members:
+            agent._take(stranded, {"is": "stranded", "error": "RuntimeError: connection closed"})
+            agent._take(done, {"is": "leaving", "code": 0})
+            agent._bury(done)
+        else:
+            assert told[-1] == "leave"
+            agent._take(stranded, {"is": "leaving", "code": 0})
+            agent._bury(stranded)
+
+    agent._hear = hear
+    assert agent.run() == 0
+    assert killed == []
+
+
+def test_a_rank_that_does_not_leave_is_killed_after_a_while() -> None:
+    agent, killed = running(2), list[int]()
+    stranded, done = agent._members
+    stranded.process.kill = lambda: killed.append(stranded.rank)
+    agent._take(stranded, {"is": "stranded", "error": "RuntimeError: connection closed"})
+    agent._take(done, {"is": "leaving", "code": 0})
+    agent._bury(done)
+    agent._act()
+    assert killed == []
+    assert agent._ending is not None
+    agent._ending.at -= 31
+    agent._act()
+    assert killed == [0]
+
+
 def test_steps_of_any_length_are_no_hang_before_one_was_timed() -> None:
     agent = running(2)
     begun = time.monotonic() - 100
@@ -253,6 +291,15 @@ def test_processes_that_cannot_import_end_the_run_and_later_ones_are_not_tried_f
     for _ in range(MOST_IN_VAIN):
         agent._bury(agent._members[-1])
     assert [one.state for one in agent._members] == ["running", "running"]
+
+
+def test_a_run_that_is_given_up_says_how_often_in_a_row_a_rank_was_lost() -> None:
+    agent = running(2)
+    agent._break_generation()
+    for _ in range(MOST_IN_VAIN):
+        agent._refuse_hopeless(agent._members)
+    with refused("survive_in_vain", times=MOST_IN_VAIN + 1):
+        agent._refuse_hopeless(agent._members)
 
 
 def code_of(module: str) -> int:
@@ -283,11 +330,11 @@ def test_a_run_that_is_given_up_is_not_left_running(tmp_path: Path) -> None:
     agent._survival = Survival(0)
     agent._hear = agent._members.clear
     agent._context = SimpleNamespace(set_forkserver_preload=lambda names: None)
-    with pytest.raises(LatheError, match="every rank is lost"):
+    with refused("survive_every_rank_lost"):
         agent.run()
     told = json.loads((tmp_path / "status.json").read_text())
     assert told["state"] == "failed"
-    assert "every rank is lost" in told["error"]
+    says("survive_every_rank_lost", told["error"])
 
 
 def test_what_a_run_has_been_through_is_summed_up_and_a_torn_line_is_none(tmp_path: Path) -> None:

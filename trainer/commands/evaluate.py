@@ -1,4 +1,4 @@
-"""A trained model over a split."""
+"""Evaluates a trained model on a split."""
 
 from __future__ import annotations
 
@@ -11,45 +11,62 @@ from trainer.commands import options
 Temperature = Annotated[
     float | None,
     typer.Option(
-        "--temperature", min=1e-3, help="Draw the tokens instead of taking the most likely."
+        "--temperature",
+        min=1e-3,
+        help="Sample tokens at this temperature, instead of taking the most likely one.",
     ),
 ]
 TopP = Annotated[
     float,
-    typer.Option("--top_p", min=0.0, max=1.0, help="Draw from this share of the probability."),
+    typer.Option(
+        "--top_p",
+        min=0.0,
+        max=1.0,
+        help="Sample from the most likely tokens that together have this probability.",
+    ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Random seed for sampling.")]
 BestAnswer = Annotated[
     bool,
     typer.Option(
         "--best_answer",
-        help="Rows that ask the same of the same context count once, with all answers.",
+        help="Count rows with equal question and context once, with the answers of all.",
     ),
 ]
 AnotherContext = Annotated[
     bool,
     typer.Option(
-        "--another_context", help="Answer under another row's context: what is reading worth?"
+        "--another_context",
+        help="Give each row the context of another row, to measure what reading contributes.",
     ),
 ]
 CutAt = Annotated[
     list[str] | None,
-    typer.Option("--cut_at", help="Answers end before this text; may be given several times."),
+    typer.Option("--cut_at", help="End answers before this text; may be given several times."),
 ]
 Measures = Annotated[
     list[str] | None,
     typer.Option(
-        "--measure", help="Besides: rouge, meteor or bertscore; several times for several."
+        "--measure", help="Another metric: rouge, meteor or bertscore; may be given several times."
     ),
 ]
 Entity = Annotated[
-    str | None, typer.Option("--wandb_entity_name", help="With a project: tell the run in wandb.")
+    str | None,
+    typer.Option(
+        "--wandb_entity_name",
+        help="wandb entity; together with a project, the run in wandb gets the scores.",
+    ),
 ]
 Project = Annotated[
-    str | None, typer.Option("--wandb_project_name", help="With an entity: tell the run in wandb.")
+    str | None,
+    typer.Option(
+        "--wandb_project_name",
+        help="wandb project; together with an entity, the run in wandb gets the scores.",
+    ),
 ]
 BertscoreModel = Annotated[
-    str | None, typer.Option("--bertscore_model", help="Default roberta-large.")
+    str | None,
+    typer.Option("--bertscore_model", help="Model that bertscore uses; default roberta-large."),
 ]
 
 

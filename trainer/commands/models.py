@@ -1,4 +1,4 @@
-"""Models in and out: import and export."""
+"""Imports published models, and exports trained ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.files.atomic import refusals
 
 TaskName = Annotated[
-    str, typer.Argument(metavar="TASK", help="The system, as experiments name it: fid.")
+    str, typer.Argument(metavar="TASK", help="The task that trains such models, such as fid.")
 ]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write; it must not exist yet.")]
 CompatCrossBias = Annotated[
@@ -25,15 +25,19 @@ CompatCrossBias = Annotated[
 TokenizerName = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer", help="A folder or Hub id whose tokenizer is written into the folder."
+        "--tokenizer", help="Write the tokenizer of this folder or Hub id into the folder, too."
     ),
 ]
 Layout = Annotated[
-    str | None, typer.Option("--layout", help="fid: t5 (default), or fid for facebookresearch/FiD.")
+    str | None,
+    typer.Option(
+        "--layout", help="fid: the layout to write, t5 (default), or fid for facebookresearch/FiD."
+    ),
 ]
 
 Merge = Annotated[
-    bool, typer.Option("--merge", help="cross_attention: with the base's weights in the folder.")
+    bool,
+    typer.Option("--merge", help="cross_attention: also write the base's weights into the folder."),
 ]
 
 
@@ -66,7 +70,7 @@ def export(
     layout: Layout = None,
     merge: Merge = False,
 ) -> None:
-    """Read a trained model and write it as other programs read it."""
+    """Read a trained model and write it in the format of other programs."""
     from trainer import tasks
     from trainer.exports import card, record
 

@@ -1,6 +1,4 @@
-"""A trained model over rows that nobody has answered, and one that is asked about what it has
-read.
-"""
+"""Applies a trained model to new rows, and lets a reader answer questions about texts."""
 
 from __future__ import annotations
 
@@ -18,15 +16,27 @@ from trainer.errors import ConfigError
 
 Trained = Annotated[
     Path,
-    typer.Argument(metavar="RUN_OR_EXPORT", help="results/ID, its final/, or what export wrote."),
+    typer.Argument(
+        metavar="RUN_OR_EXPORT",
+        help="The trained model: results/ID, its final/, or a folder that export wrote.",
+    ),
 ]
 Rows = Annotated[
-    Path, typer.Option("--data_path", help="A file of rows, or a folder of them; no answers.")
+    Path,
+    typer.Option(
+        "--data_path", help="A file of rows, or a folder of such files; they need no answers."
+    ),
 ]
-Out = Annotated[Path, typer.Option("--out", help="JSON lines to write, a row each, in order.")]
+Out = Annotated[
+    Path, typer.Option("--out", help="The file to write: one JSON line for each row, in order.")
+]
 MaxTokens = Annotated[
     int | None,
-    typer.Option("--max_tokens", min=1, help="Of a text; default: what the experiment says."),
+    typer.Option(
+        "--max_tokens",
+        min=1,
+        help="Largest number of tokens in a text; default: as in the experiment.",
+    ),
 ]
 
 
@@ -44,8 +54,8 @@ def predict(
     seed: Seed = 0,
     cache_dir: CacheDir = Path("tmp-cache"),
 ) -> None:
-    """Write what a trained model says of each row of a file; under torchrun, on all its ranks. The
-    same command again goes on where a killed one was.
+    """Write the predictions of a trained model for each row of a file; under torchrun, on all
+    ranks. After a kill, the same command goes on where it was.
     """
     from trainer.evaluation import predict as prediction
     from trainer.protocol.abilities import Prediction, Search
@@ -61,11 +71,15 @@ def predict(
 
 
 Contexts = Annotated[
-    list[Path], typer.Option("--context", help="A text file to read; several for several.")
+    list[Path], typer.Option("--context", help="A text file to read; may be given several times.")
 ]
 Questions = Annotated[
     list[str] | None,
-    typer.Option("--question", help="Several for several; without one, a line each of the input."),
+    typer.Option(
+        "--question",
+        help="A question; may be given several times. Without it, each line of "
+        "standard input is one.",
+    ),
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")]
 
@@ -78,8 +92,8 @@ def read(
     device: Device = "cpu",
     cache_dir: CacheDir = Path("tmp-cache"),
 ) -> None:
-    """Read texts once with a model of cross_attention, and answer questions about them, a line
-    each, as they are written.
+    """Read texts once with a cross_attention model, and answer questions about them. Each answer is
+    a line, printed while it is generated.
     """
     from trainer.evaluation.predict import export_of
 

@@ -1,4 +1,4 @@
-"""Data made ready for training."""
+"""Prepares data for training."""
 
 from __future__ import annotations
 
@@ -15,22 +15,34 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 Out = Annotated[
-    Path, typer.Option("--out", help="The folder to write; one that was begun is continued.")
+    Path, typer.Option("--out", help="The folder to write; an interrupted one is continued.")
 ]
 Source = Annotated[
     list[str] | None,
     typer.Option(
-        "--source", metavar="NAME=FOLDER_OR_HUB_ID", help="Where a set is; may be given again."
+        "--source",
+        metavar="NAME=FOLDER_OR_HUB_ID",
+        help="Where a published set is; may be given several times.",
     ),
 ]
 Shuffles = Annotated[
-    int, typer.Option("--hotpotqa_shuffles", min=1, help="Copies of its train split, as published.")
+    int,
+    typer.Option(
+        "--hotpotqa_shuffles",
+        min=1,
+        help="How often each training row of HotpotQA is written, each time with its "
+        "passages in another order.",
+    ),
 ]
 BatchTokens = Annotated[
-    int, typer.Option("--batch_tokens", min=1, help="Padded tokens per device and forward.")
+    int,
+    typer.Option("--batch_tokens", min=1, help="Tokens per device and forward, padding included."),
 ]
 ShardTokens = Annotated[
-    int | None, typer.Option("--shard_tokens", min=1, help="Tokens per file: what a kill costs.")
+    int | None,
+    typer.Option(
+        "--shard_tokens", min=1, help="Tokens per file; a kill loses at most the file in progress."
+    ),
 ]
 
 
@@ -44,7 +56,7 @@ def prepare(
     shard_tokens: ShardTokens = None,
     num_proc: NumProc = None,
 ) -> None:
-    """Write a group's rows, and what its frozen base makes of their contexts; under torchrun, on
+    """Write the rows of a group, and its frozen base's states of their contexts; under torchrun, on
     every device.
 
     The folder is then the --data_path of its runs. data.encode='cached' reads the states, 'online'
@@ -103,17 +115,24 @@ def _claim(out: Path, lock: FileLock) -> None:
 def fetch(
     name: Annotated[
         str | None,
-        typer.Argument(help="nq, scifact, ..., or tokenizers; without it all of them are listed."),
+        typer.Argument(
+            help="The set to fetch: nq, scifact, ..., or tokenizers; without it, all sets "
+            "are listed."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The folder to write; of a set it must be new.")
+        Path | None,
+        typer.Option("--out", help="The folder to write; for a set it must not exist yet."),
     ] = None,
     mirror: Annotated[
         str | None,
-        typer.Option("--mirror", help="An address or a folder that has SET/FILE instead."),
+        typer.Option(
+            "--mirror",
+            help="Read SET/FILE below this address or folder, instead of the publisher's files.",
+        ),
     ] = None,
 ) -> None:
-    """Fetch a public set into the layout that the built-in groups read, checked by its digests."""
+    """Fetch a public set, check its digests, and write it in the layout of the built-in groups."""
     from trainer.files import hub
     from trainer.files.atomic import refuse_existing
     from trainer.recipes.public_sets import catalogue, fetching

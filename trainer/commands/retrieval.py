@@ -1,4 +1,4 @@
-"""From a corpus to what a reader reads: encode, search, bm25, judge, mine, contexts."""
+"""The commands between a corpus and a reader: encode, search, bm25, judge, mine, contexts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
     from trainer.data.readers.rankings import Rankings
-    from trainer.protocol.abilities import Embeds
     from trainer.retrieval.embeddings import Embeddings
 
 RunFile = Annotated[
-    Path, typer.Option("--run", help="TREC's columns, or question, passage, and score or rank.")
+    Path,
+    typer.Option(
+        "--run", help="The run file: TREC's columns, or question, passage, and score or rank."
+    ),
 ]
 QueriesFile = Annotated[Path, typer.Option("--queries", help="JSON lines of questions.")]
 PassagesFile = Annotated[
@@ -28,17 +30,24 @@ PassagesFile = Annotated[
 ]
 QrelsFile = Annotated[
     Path | None,
-    typer.Option("--qrels", help="TREC's or BEIR's; without it, the positives of --queries."),
+    typer.Option(
+        "--qrels",
+        help="Relevance judgements, TREC's or BEIR's; without it, the positives of --queries.",
+    ),
 ]
 OfSplit = Annotated[
-    str | None, typer.Option("--split", help='Only questions whose "split" is this one.')
+    str | None, typer.Option("--split", help='Use only questions whose "split" is this one.')
 ]
 Depth = Annotated[int, typer.Option("--depth", min=1, help="Passages per question.")]
 Format = Annotated[
-    str, typer.Option("--format", help="trec, tevatron (id, id, score) or msmarco (id, id, rank).")
+    str,
+    typer.Option(
+        "--format",
+        help="Format of the run file: trec, tevatron (id, id, score) or msmarco (id, id, rank).",
+    ),
 ]
 At = Annotated[
-    list[int] | None, typer.Option("--at", min=1, help="Cut-offs k; may be given again.")
+    list[int] | None, typer.Option("--at", min=1, help="A cut-off k; may be given several times.")
 ]
 
 
@@ -48,27 +57,34 @@ def encode(
     source: Annotated[
         Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")
     ],
-    side: Annotated[str, typer.Option("--side", help="query or passage.")],
+    side: Annotated[str, typer.Option("--side", help="What to encode: query or passage.")],
     out: Annotated[
-        Path, typer.Option("--out", help="The folder of vectors; one that was begun is continued.")
+        Path,
+        typer.Option("--out", help="The folder for the vectors; an interrupted one is continued."),
     ],
     model: options.Model = "best",
     split: OfSplit = None,
     batch: options.BatchSize = 64,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="float16 or float32, of the vectors on the disk.")
+        str, typer.Option("--dtype", help="Type of the vectors on disk: float16 or float32.")
     ] = "float16",
     precision: Annotated[
-        str, typer.Option("--precision", help="fp32 or bf16, of the forward.")
+        str, typer.Option("--precision", help="Precision of the model: fp32 or bf16.")
     ] = "fp32",
     shard_rows: Annotated[
-        int | None, typer.Option("--shard_rows", min=1, help="Vectors per file: what a kill costs.")
+        int | None,
+        typer.Option(
+            "--shard_rows",
+            min=1,
+            help="Vectors per file; a kill loses at most the file in progress.",
+        ),
     ] = None,
 ) -> None:
-    """Write the vectors of a corpus or of questions; under torchrun, a shard at a time on every
-    rank.
+    """Write the vectors of a corpus or of questions; under torchrun, every rank writes a shard at a
+    time.
     """
     from trainer.evaluation.run import Question, open_model
+    from trainer.protocol.abilities import Embeds
     from trainer.retrieval import embeddings
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
@@ -77,7 +93,10 @@ def encode(
     values = which.values()
     distributed.init()
     task, retriever, folder = open_model(Question(values, model=model), which.run_options())
-    maker = _embeds(task, values)
+    if not isinstance(task, Embeds):
+        raise ConfigError(
+            f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
+        )
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
     texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
     rows = shard_rows or embeddings.shard_rows(count, distributed.world())
@@ -86,7 +105,7 @@ def encode(
         out,
         lambda: _rows(source, side, split),
         embeddings.encoder_of(
-            maker,
+            task,
             retriever,
             side="query" if side == "query" else "passage",
             batch=batch or 64,
@@ -99,16 +118,6 @@ def encode(
             f"{out}: {vectors.plan.count} vectors of {vectors.dim} numbers, "
             f"{len(vectors.shards)} shard(s)"
         )
-
-
-def _embeds(task: object, values: dict[str, Any]) -> Embeds:
-    from trainer.protocol.abilities import Embeds
-
-    if not isinstance(task, Embeds):
-        raise ConfigError(
-            f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
-        )
-    return task
 
 
 def _check_flags(side: str, dtype: str, precision: str, split: str | None) -> None:
@@ -126,10 +135,13 @@ def _check_flags(side: str, dtype: str, precision: str, split: str | None) -> No
 @options.guard
 def search(
     queries: Annotated[
-        Path, typer.Option("--queries", help="A folder of vectors that encode wrote.")
+        Path, typer.Option("--queries", help="The folder of questions' vectors that encode wrote.")
     ],
     passages: Annotated[
-        list[Path], typer.Option("--passages", help="Another; may be given again.")
+        list[Path],
+        typer.Option(
+            "--passages", help="A folder of passages' vectors; may be given several times."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="The run file to write.")],
     depth: Depth = 100,
@@ -137,15 +149,18 @@ def search(
     tag: Annotated[str, typer.Option("--tag", help="trec: the name of the run.")] = "dense",
     faiss: Annotated[
         str | None,
-        typer.Option("--faiss", help='A FAISS index instead: Flat, "IVF1024,Flat", HNSW32.'),
+        typer.Option("--faiss", help='Search with a FAISS index: Flat, "IVF1024,Flat", HNSW32.'),
     ] = None,
     remove_query: Annotated[
-        bool, typer.Option("--remove_query", help="No passage with the question's own id.")
+        bool,
+        typer.Option("--remove_query", help="Leave out the passage with the question's own id."),
     ] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare all checksums first.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the checksums of all vectors first.")
+    ] = False,
 ) -> None:
-    """Find the best passages of every question: exactly, by dot product, on a GPU where there is
-    one.
+    """Find the passages with the highest dot products for every question, exactly; on a GPU if
+    there is one.
     """
     import numpy as np
 
@@ -188,7 +203,7 @@ def bm25(
     split: OfSplit = None,
     run_format: Format = "trec",
 ) -> None:
-    """Find passages by their words (BM25), to compare with or to mine from; needs the extra
+    """Find passages by their words (BM25), to compare with or to mine from; requires the extra
     bm25.
     """
     from trainer.data.readers import passages as corpora
@@ -207,7 +222,9 @@ def bm25(
 
 @options.guard
 def judge(
-    run: Annotated[Path | None, typer.Option("--run", help="The run file; see mine.")] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="The run file to measure; mine says which formats.")
+    ] = None,
     qrels: QrelsFile = None,
     queries: Annotated[
         Path | None, typer.Option("--queries", help="JSON lines of questions.")
@@ -215,21 +232,27 @@ def judge(
     passages: Annotated[
         Path | None,
         typer.Option(
-            "--passages", help="The corpus: answer_recall@k, where questions have answers."
+            "--passages", help="The corpus, to measure answer_recall@k of questions with answers."
         ),
     ] = None,
     split: OfSplit = None,
     only: Annotated[
-        Path | None, typer.Option("--only", help="Ids of questions, one a line: no others count.")
+        Path | None,
+        typer.Option(
+            "--only", help="A file with one question id per line; only these questions count."
+        ),
     ] = None,
     at: At = None,
     remove_query: Annotated[
-        bool, typer.Option("--remove_query", help="No passage with the question's own id.")
+        bool,
+        typer.Option("--remove_query", help="Leave out the passage with the question's own id."),
     ] = False,
     scored: Annotated[
         Path | None,
         typer.Option(
-            "--scored", help="Of evaluate --write_scores: how far reader and ranking agree."
+            "--scored",
+            help="The file of evaluate --write_scores, to measure how far reader and "
+            "ranking agree.",
         ),
     ] = None,
 ) -> None:
@@ -268,20 +291,26 @@ def mine(
     qrels: QrelsFile = None,
     split: OfSplit = None,
     count: Annotated[
-        int, typer.Option("--count", min=1, help="Negatives per question, at most.")
+        int, typer.Option("--count", min=1, help="The largest number of negatives per question.")
     ] = 30,
     first: Annotated[
         int, typer.Option("--first", min=1, help="The first rank that may be a negative.")
     ] = 1,
-    last: Annotated[int, typer.Option("--last", min=1, help="The last one.")] = 200,
+    last: Annotated[
+        int, typer.Option("--last", min=1, help="The last rank that may be a negative.")
+    ] = 200,
     seed: Annotated[
-        int, typer.Option("--seed", help="Of the sample, where more may be than are wanted.")
+        int,
+        typer.Option(
+            "--seed", help="Random seed of the sample, if more passages qualify than are wanted."
+        ),
     ] = 42,
     keep_answers: Annotated[
-        bool, typer.Option("--keep_answers", help="Passages that hold an answer may be negatives.")
+        bool,
+        typer.Option("--keep_answers", help="Allow passages that hold an answer as negatives."),
     ] = False,
 ) -> None:
-    """Write a new training file: hard negatives are what a run ranks high and is not relevant."""
+    """Write a training file with hard negatives: passages that rank high and are not relevant."""
     from trainer.data.readers import passages as corpora
     from trainer.data.readers.questions import queries as read_queries
     from trainer.data.readers.rankings import read_qrels, read_run
@@ -310,8 +339,8 @@ def contexts(
     depth: Depth = 100,
     split: OfSplit = None,
 ) -> None:
-    """Write what a reader reads: every question with its answers and the passages that a
-    run found.
+    """Write the input of a reader: every question with its answers and the passages of a run
+    file.
     """
     from trainer.data.readers import passages as corpora
     from trainer.data.readers.questions import queries as read_queries

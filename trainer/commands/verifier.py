@@ -1,4 +1,4 @@
-"""What only a plausibility verifier needs: convert, calibrate, score."""
+"""The commands of the plausibility verifier: convert, calibrate, score."""
 
 from __future__ import annotations
 
@@ -15,36 +15,53 @@ from trainer.config.flags import CacheDir
 from trainer.errors import ConfigError
 
 Declarer = Annotated[
-    str, typer.Option("--declarer", help="original, or rules: more by rule before the converter.")
+    str,
+    typer.Option(
+        "--declarer",
+        help="How statements are made: original, or rules, which tries more rules "
+        "before the converter.",
+    ),
 ]
 Variant = Annotated[
     list[str] | None,
-    typer.Option("--variant", metavar="NAME=VALUE", help="Of a data set, such as case=fit."),
+    typer.Option(
+        "--variant", metavar="NAME=VALUE", help="A variant of the data set, such as case=fit."
+    ),
 ]
 
 
 @options.guard
 def convert(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", help="copa, qasc, ...; unifiedqa: its TSV files.")
+        str,
+        typer.Argument(
+            metavar="DATASET", help="The data set: copa, qasc, ..., or unifiedqa for its TSV files."
+        ),
     ],
     raw: Annotated[
         Path, typer.Option("--in", help="The publisher's folder, or the one file of a split.")
     ],
     out: Annotated[
-        Path, typer.Option("--out", help="Holds <task>/<split>.json and .tsv, and report.json.")
+        Path,
+        typer.Option(
+            "--out", help="The folder in which to write <task>/<split>.json, .tsv and report.json."
+        ),
     ],
     split: Annotated[
-        str | None, typer.Option("--split", help="This one only; else all that are there.")
+        str | None,
+        typer.Option(
+            "--split", help="Convert only this split; default: every split that is there."
+        ),
     ] = None,
     task: Annotated[
-        str | None, typer.Option("--task", help="The folder's name; default DATASET.")
+        str | None, typer.Option("--task", help="Name of the folder below --out; default DATASET.")
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail on rows that would be left out.")
     ] = False,
     converter: Annotated[
-        str | None, typer.Option("--converter", help="Question converter: a T5's folder or id.")
+        str | None,
+        typer.Option("--converter", help="Question converter: the folder or Hub id of a T5."),
     ] = None,
     declarer: Declarer = "original",
     variant: Variant = None,
@@ -53,7 +70,7 @@ def convert(
     ] = 64,
     cache_dir: CacheDir = Path("tmp-cache"),
 ) -> None:
-    """Make statement groups for the plausibility verifier out of publishers' question-answering
+    """Make statement groups for the plausibility verifier from publishers' question-answering
     data.
     """
     from trainer.recipes.vera import convert as conversion
@@ -84,7 +101,7 @@ def calibrate(
     split: options.Split = "valid",
     batch: options.BatchSize = None,
     objective: Annotated[
-        str, typer.Option("--objective", help="What the temperature makes least: ece or nll.")
+        str, typer.Option("--objective", help="What the temperature minimises: ece or nll.")
     ] = "ece",
 ) -> None:
     """Fit the temperature of a trained verifier on a split, and store it with the model."""
@@ -118,10 +135,11 @@ def score(
     which: options.ExperimentOptions,
     model: options.Model = "best",
     source: Annotated[
-        Path | None, typer.Option("--in", help="One statement a line; without it, standard input.")
+        Path | None,
+        typer.Option("--in", help="A file with one statement per line; default: standard input."),
     ] = None,
 ) -> None:
-    """Write how plausible each statement is, 0 to 1, a tab, and the statement."""
+    """Write a line for each statement: its plausibility from 0 to 1, a tab, and the statement."""
     from trainer.evaluation.run import Question, open_model
 
     options.log_to_stderr()  # standard output is for scores

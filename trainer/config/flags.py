@@ -16,30 +16,34 @@ import typer
 
 @dataclass(frozen=True)
 class OnOff:
-    """How a flag is declared that is followed by on or off: `--push_to_hub true`."""
+    """A flag with a value of on or off, such as `--push_to_hub true`."""
 
     name: str
     help: str
 
 
 def _text_or_none(text: str | None) -> str | None:
-    """Launch scripts of this lineage write "None" for a flag that they do not give."""
+    """Launch scripts of earlier projects write "None" for a flag that they do not give."""
     return None if text in ("None", "none") else text
 
 
 DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of the data set.")]
-CacheDir = Annotated[Path, typer.Option("--cache_dir", help="Token caches and tokenizers.")]
+CacheDir = Annotated[
+    Path, typer.Option("--cache_dir", help="Folder for token caches and tokenizers.")
+]
 NumProc = Annotated[
     int | None,
     typer.Option(
-        "--num_proc", min=1, help="Processes that encode rows; default: 1 for few, else all cores."
+        "--num_proc",
+        min=1,
+        help="Processes that encode rows; default: one for few rows, else one for each core.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """What a run reads besides its dictionary: no part of an experiment's identity."""
+    """The flags that a run reads besides its dictionary. They never change the experiment's id."""
 
     data_path: DataPath = None
     cache_dir: CacheDir = Path("tmp-cache")
@@ -48,8 +52,9 @@ class RunFlags:
         typer.Option(
             "--log_every",
             min=1,
-            help="Steps between log lines, evaluations and saves where the dictionary does not "
-            "say; default: a hundred lines a run, the others every 1000 steps.",
+            help="Steps between log lines, evaluations and saves, if the dictionary does "
+            "not say it; default: a hundred log lines in a run, evaluations and saves"
+            " every 1000 steps.",
         ),
     ] = None
     deepspeed: Annotated[
@@ -57,54 +62,66 @@ class RunFlags:
         typer.Option(
             "--deepspeed",
             callback=_text_or_none,
-            help="DeepSpeed JSON, a name in ds_configs/, or auto: what fits; never changes the id.",
+            help="A DeepSpeed JSON file, a name in ds_configs/, or auto, which takes one "
+            "that fits; never changes the id.",
         ),
     ] = None
     wandb_entity_name: Annotated[
         str | None,
         typer.Option(
-            "--wandb_entity_name", callback=_text_or_none, help="With a project: wandb on."
+            "--wandb_entity_name",
+            callback=_text_or_none,
+            help="wandb entity; together with a project it switches wandb on.",
         ),
     ] = None
     wandb_project_name: Annotated[
         str | None,
         typer.Option(
-            "--wandb_project_name", callback=_text_or_none, help="With an entity: wandb on."
+            "--wandb_project_name",
+            callback=_text_or_none,
+            help="wandb project; together with an entity it switches wandb on.",
         ),
     ] = None
     wandb_run_name: Annotated[
         str | None,
         typer.Option(
-            "--wandb_run_name", callback=_text_or_none, help="Shown name; the id is the exp_id."
+            "--wandb_run_name",
+            callback=_text_or_none,
+            help="Name that wandb shows; the id is the exp_id.",
         ),
     ] = None
     wandb_log_gradients: Annotated[
-        bool, OnOff("--wandb_log_gradients", help="Gradient norms per parameter.")
+        bool, OnOff("--wandb_log_gradients", help="Log the gradient norm of every parameter.")
     ] = False
     trackers: Annotated[
         str | None,
-        typer.Option("--trackers", help="Besides wandb: tensorboard, mlflow, or both, by a comma."),
+        typer.Option(
+            "--trackers", help="More trackers: tensorboard, mlflow, or both with a comma between."
+        ),
     ] = None
-    push_to_hub: Annotated[bool, OnOff("--push_to_hub", help="Upload final/ when done.")] = False
+    push_to_hub: Annotated[
+        bool, OnOff("--push_to_hub", help="Upload final/ to the Hub when the run is finished.")
+    ] = False
     do_extra_evals: Annotated[
-        bool, OnOff("--do_extra_evals", help="Evaluate by generated answers too.")
+        bool,
+        OnOff("--do_extra_evals", help="Also generate answers in evaluations, and score them."),
     ] = False
     generation_eval_max_sample_size: Annotated[
         int,
         typer.Option(
             "--generation_eval_max_sample_size",
             min=1,
-            help="Rows that are answered per evaluation.",
+            help="Rows for which an evaluation generates answers.",
         ),
     ] = 100
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", help="Plan memory for it: h200, 24GiB, ...; default: the GPU here."
+            "--device", help="Plan memory for this device: h200, 24GiB, ...; default: the GPU here."
         ),
     ] = None
     force: Annotated[
-        bool, typer.Option("--force", help="Run what does not fit by the memory plan.")
+        bool, typer.Option("--force", help="Run even if the memory plan says that it does not fit.")
     ] = False
     num_proc: NumProc = None
 

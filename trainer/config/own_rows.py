@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from trainer.config.schema import Fraction, Strict
+from trainer.config.block import Fraction, Strict
 from trainer.errors import nearest
 
 Columns = dict[str, Annotated[str, Field(min_length=1)]]
@@ -31,7 +31,7 @@ class Layout:
     # Names of one and the same thing each. The first one that a row has tells rows apart:
     # data.valid_share holds out by its value.
     groups: tuple[tuple[str, ...], ...]
-    lists: frozenset[str] = frozenset()  # names whose value is a list; a table's cell holds JSON
+    lists: frozenset[str] = frozenset()  # names whose value is a list, or a text that holds one
     # names of lists of objects, each with the names of its objects: "ctxs[].text"
     objects: tuple[tuple[str, tuple[str, ...]], ...] = ()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.schema import Strict
+from trainer.config.block import Strict
 
 Node = Mapping[str, Any]  # a part of a JSON schema
 

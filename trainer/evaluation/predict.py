@@ -154,10 +154,7 @@ def _rows(request: RowsToPredict, task: Any) -> Iterator[tuple[Any, str, Row]]:
     data = task.cfg.data
     layout = data.layout() or Layout(())
     placed = row_files.placed_rows(request.rows)
-    are_cells = row_files.is_table(request.rows)
-    for number, (place, raw) in enumerate(
-        in_our_names(placed, data.columns, layout, are_cells=are_cells)
-    ):
+    for number, (place, raw) in enumerate(in_our_names(placed, data.columns, layout)):
         identity = fields.first_given(raw, fields.QUESTION_IDS)[1]
         yield number if identity is None else identity, place, raw
 

@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.block import Strict, validate
 from trainer.config.identity import exp_id
-from trainer.config.schema import Strict, validate
-from trainer.config.version import lathe_version
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, sha256_of
+from trainer.version import lathe_version
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Task

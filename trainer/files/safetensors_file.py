@@ -6,6 +6,7 @@ They are written once, and fsynced and checksummed on the way.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from torch import Tensor
 from trainer.errors import CheckpointError
 from trainer.files.atomic import refusals
 
+Block = bytes | memoryview
 # bytes written and hashed at a time: small enough for the cache that hashing and writing share
 BLOCK = 4 * 2**20
 DTYPES = {  # how a safetensors header spells them (its README, "Format")
@@ -56,23 +58,44 @@ def bytes_needed(*shards: Mapping[str, Tensor]) -> int:
 
 
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> WrittenFile:
-    """Write a safetensors file, fsynced; the checksum is taken of the very bytes handed to the
-    disk.
+    """Write a safetensors file (`write_blocks`).
 
-    One tensor at a time is brought to the CPU, and hashing runs beside writing: safetensors' own
-    `save` would first build the whole file in memory, its `save_file` would need a second pass to
-    hash.
+    One tensor at a time is brought to the CPU: safetensors' own `save` would first build the whole
+    file in memory, its `save_file` would need a second pass to hash.
     """
-    blocks = (
-        tensors[key].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for key in _order(tensors)
-    )
-    return _write(folder / name, [_header(tensors)], blocks)
+    return write_blocks(folder / name, blocks_of(tensors))
 
 
 def write_json(folder: Path, name: str, value: Mapping[str, Any]) -> WrittenFile:
     """Write `value` as indented JSON, fsynced."""
-    return _write(folder / name, [(json.dumps(value, indent=1) + "\n").encode()])
+    return write_blocks(folder / name, [(json.dumps(value, indent=1) + "\n").encode()])
+
+
+def blocks_of(tensors: Mapping[str, Tensor]) -> Iterator[Block]:
+    """The bytes of a safetensors file."""
+    blocks = (
+        tensors[key].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for key in _order(tensors)
+    )
+    return itertools.chain([_header(tensors)], blocks)
+
+
+def write_blocks(path: Path, blocks: Iterable[Block]) -> WrittenFile:
+    """Write a new file, fsynced; the checksum is taken, beside the writing, of the very bytes
+    handed to the disk.
+    """
+    digest, size = hashlib.sha256(), 0
+    with refusals(path), path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
+        for block in map(memoryview, blocks):
+            for start in range(0, len(block), BLOCK):
+                piece = block[start : start + BLOCK]
+                hashed = hasher.submit(digest.update, piece)
+                file.write(piece)
+                hashed.result()
+            size += len(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return WrittenFile(path.name, size, digest.hexdigest())
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -122,18 +145,3 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
     """Wide types first, so that tensors stay aligned without holes (which the format forbids)."""
     return sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
-
-
-def _write(path: Path, *parts: Iterable[bytes | memoryview]) -> WrittenFile:
-    digest, size = hashlib.sha256(), 0
-    with refusals(path), path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
-        for block in (memoryview(block) for blocks in parts for block in blocks):
-            for start in range(0, len(block), BLOCK):
-                piece = block[start : start + BLOCK]
-                hashed = hasher.submit(digest.update, piece)
-                file.write(piece)
-                hashed.result()
-            size += len(block)
-        file.flush()
-        os.fsync(file.fileno())
-    return WrittenFile(path.name, size, digest.hexdigest())

@@ -1,4 +1,4 @@
-"""An experiment from its checked dictionary to exported weights, on every rank or alone.
+"""Runs one experiment, from its checked dictionary to exported weights, on every rank or alone.
 
 RunPlan (training/run_plan.py) -> Chosen (choose.py) -> PreparedRun (prepare.py) -> ReadyRun
 (start.py), which holds the Session (training/session.py) of the loop (training/loop.py).
@@ -10,16 +10,14 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
-from trainer.launch import late, memory
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.launch.choose import Chosen, choose
-from trainer.launch.prepare import PreparedRun, prepare
-from trainer.launch.run_folder import claimed, open_record, push
+from trainer.launch.prepare import is_in_memory, prepare
+from trainer.launch.run_folder import claimed, push, recorded
 from trainer.launch.start import ReadyRun, start
 from trainer.runtime import device_defaults, distributed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
-from trainer.survival import groups, lifeline, mirror
 from trainer.training.bad_steps import RolledBack
 from trainer.training.run import run as run_session
 
@@ -37,7 +35,7 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     or 75 if preempted.
 
     Every rank calls it. Raises LatheError (and records it in status.json) when the run cannot go
-    on; PeerLost when another rank is gone, of a run that survives that.
+    on, and PeerLost when another rank of a run with --survive is lost.
     """
     logger.info("experiment %s", f"{plan.name}, {plan.id}" if plan.name else plan.id)
     device_defaults.settle(
@@ -46,25 +44,11 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
         compiles=plan.cfg.train.compile,
     )
     chosen = choose(plan, options)
-    with claimed(chosen.plan, options) as lock:
-        lifeline.tell("begun", id=plan.id, folder=str(plan.folder.absolute()))
-        record = open_record(chosen.plan, options)
-        try:
-            is_done = _train_or_stop(chosen, options, record, preemption, lock)
-            record.status("succeeded" if is_done else "preempted")
-            logger.info(
-                "%s: %s", "finished" if is_done else "stopped, to be run again", plan.folder
-            )
-        except BaseException as error:
-            if isinstance(error, Exception) and groups.is_peer_lost(error):
-                record.status("running")  # goodput goes on from what is known now
-                raise lifeline.PeerLost from error
-            with contextlib.suppress(StorageError):  # a full disk must not hide what went wrong
-                record.fail(error)
-            raise
-        finally:
-            record.close()
-        return EXIT_OK if is_done else EXIT_PREEMPTED
+    with claimed(chosen.plan, options) as lock, recorded(chosen.plan, options) as record:
+        is_done = _train_or_stop(chosen, options, record, preemption, lock)
+        record.status("succeeded" if is_done else "preempted")
+        logger.info("%s: %s", "finished" if is_done else "stopped, to be run again", plan.folder)
+    return EXIT_OK if is_done else EXIT_PREEMPTED
 
 
 def _train_or_stop(
@@ -72,34 +56,32 @@ def _train_or_stop(
 ) -> bool:
     """True when all steps are done, False when a signal came: before the first step, or later."""
     while True:
-        is_in_memory = mirror.newest(options.memory, chosen.plan.id) is not None
+        is_kept = is_in_memory(chosen.plan, options)
         try:
-            # what ranks keep beyond the last checkpoint is saved after the step that follows
-            with contextlib.nullcontext() if is_in_memory else preemption.nothing_to_save():
+            # state that is only in memory is saved after the next step, so a signal must wait for
+            # it
+            with contextlib.nullcontext() if is_kept else preemption.nothing_to_save():
                 prepared = prepare(chosen, options, record.startup.lap)
                 ready = start(prepared, options, record, preemption, lock)
         except Stopped:
-            # the other ranks may be anywhere: they were asked to stop as well, or fail
+            # do not wait for the other ranks: each has its own signal, or fails
             distributed.leave_alone()
             return False
-        with contextlib.suppress(RolledBack):  # then the run is prepared again, as at a resume
-            return _train(prepared, ready, pushes=options.push_to_hub)
-        chosen = Chosen(chosen.plan)  # rows that changed meanwhile are noticed
+        with contextlib.suppress(RolledBack):  # then the run is prepared again, as for a resume
+            return _train(chosen.plan, ready, pushes=options.push_to_hub)
+        chosen = Chosen(chosen.plan)  # reads the rows again, to notice changes
 
 
-def _train(run: PreparedRun, ready: ReadyRun, *, pushes: bool) -> bool:
-    """Every step that is left, and the export. False when a signal came before the last one."""
-    session, progress = ready.session, ready.progress
+def _train(plan: RunPlan, ready: ReadyRun, *, pushes: bool) -> bool:
+    """Train the remaining steps, and export. False when a signal came before the last step."""
+    session = ready.session
     try:
-        inside = memory.enforced(ready.memory_plan, session, run)
-        is_done = run_session(session, progress, inside=inside)
-        late.tell(session.meter, session.run)
-        if ready.mirror is not None:
-            logger.info("%s", ready.mirror.told())
+        is_done = run_session(session, ready.progress, inside=ready.around_steps)
+        ready.tell_costs()
         if is_done:
             ready.export("final")
             if pushes:
-                on_main(lambda: push(run.plan))
+                on_main(lambda: push(plan))
         with session.meter.pause("saving"):
             ready.saves.wait()
         if is_done:

@@ -1,4 +1,4 @@
-"""The folder of a run: claimed by one process, of one dictionary and its data, with its exports."""
+"""The folder of a run: one process holds it, and it belongs to one dictionary and its data."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from trainer.files.atomic import refusals, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
+from trainer.survival import groups, lifeline
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import tracked_runs, tracker_names
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The files of a run folder that its one training alone replaces, again and again.
+# The files that the process which trains a run replaces again and again.
 WRITTEN_AGAIN = (
     "score_list.json",
     "score_list.pkl",
@@ -42,11 +43,21 @@ WRITTEN_AGAIN = (
     "data.json",
     "memory_plan.json",
 )
+_NEW_SHARES = (
+    " The rule of data.valid_share is another one than before 2026-11-26 (CHANGELOG.md): a run "
+    "that began before starts over."
+)
 
 
-def open_record(plan: RunPlan, options: Options) -> RunRecord:
-    """The record of a run: on the console, in its folder, in wandb and in other trackers."""
-    return RunRecord(
+@contextlib.contextmanager
+def recorded(plan: RunPlan, options: Options) -> Iterator[RunRecord]:
+    """The record of a run, open while the block lasts: on the console, in the run folder, in wandb
+    and in other trackers. It keeps the error that the block ends with.
+
+    Raises PeerLost for an error that comes of the loss of another rank.
+    """
+    lifeline.tell("begun", id=plan.id, folder=str(plan.folder.absolute()))
+    run_record = RunRecord(
         plan.folder,
         total=plan.cfg.train.steps,
         wandb=options.wandb(plan.values),
@@ -59,11 +70,22 @@ def open_record(plan: RunPlan, options: Options) -> RunRecord:
             values=plan.values,
         ),
     )
+    try:
+        yield run_record
+    except BaseException as error:
+        if isinstance(error, Exception) and groups.is_peer_lost(error):
+            run_record.status("running")  # goodput goes on from what is known now
+            raise lifeline.PeerLost from error
+        with contextlib.suppress(StorageError):  # a full disk must not hide what went wrong
+            run_record.fail(error)
+        raise
+    finally:
+        run_record.close()
 
 
 @contextlib.contextmanager
 def claimed(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
-    """The run folder, made if need be and held by this run alone while the block lasts."""
+    """Make the run folder if it is missing, and lock it for this run while the block lasts."""
     lock = HeldLock(options.savedir_base / f".{plan.id}.lock", what=str(plan.folder))
     try:
         on_main(lambda: _claim(plan, options, lock))
@@ -73,7 +95,14 @@ def claimed(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
 
 
 def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
-    _make_base(options.savedir_base)
+    base = options.savedir_base
+    for path in (base, *base.parents):
+        if path.exists() and not path.is_dir():
+            raise StorageError(
+                f"--savedir_base {base}: {path} is a file. Give a folder, which is made if need be."
+            )
+    with refusals(base):
+        base.mkdir(parents=True, exist_ok=True)
     lock.acquire()
     if options.resets(plan.id) and plan.folder.exists():
         aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -81,7 +110,7 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
         logger.info("reset: the old folder is now %s", aside)
     plan.folder.mkdir(exist_ok=True)
     lock.hold(plan.folder)
-    for name in WRITTEN_AGAIN:  # what a killed process was writing aside
+    for name in WRITTEN_AGAIN:  # temporary files of a killed process
         for left in plan.folder.glob(f".{name}.*.tmp"):
             left.unlink(missing_ok=True)
     _check_files(plan)
@@ -91,19 +120,9 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
     write_json(plan.folder / "ds_config.json", plan.ds)
 
 
-def _make_base(base: Path) -> None:
-    for path in (base, *base.parents):
-        if path.exists() and not path.is_dir():
-            raise StorageError(
-                f"--savedir_base {base}: {path} is a file. Give a folder, which is made if need be."
-            )
-    with refusals(base):
-        base.mkdir(parents=True, exist_ok=True)
-
-
 def _check_files(plan: RunPlan) -> None:
-    """ResumeError that names every file of an earlier start that does not hold what a run writes
-    and cannot be made again. None of them is touched.
+    """Raise a ResumeError that names every damaged file of an earlier start that cannot be made
+    again. The files are not changed.
 
     exp_dict.json is made again when resolved.json is of this very experiment; data.json from a
     checkpoint, if there is one (check_identity); score_list.json from metrics.jsonl, and
@@ -130,7 +149,7 @@ MEND = (
 
 
 def _problem(path: Path, is_ours: Callable[[Any], bool]) -> str:
-    """What is wrong with a file of the run folder; "" for one that is right, or not there."""
+    """What is wrong with a file of the run folder; "" if nothing is, or if it does not exist."""
     try:
         value = _read(path)
     except FileNotFoundError:
@@ -145,7 +164,7 @@ def _is_identity(value: Any) -> bool:
 
 
 def _is_resolved(plan: RunPlan) -> bool:
-    """Whether resolved.json says of every key that it has what this experiment says."""
+    """Whether every key in resolved.json has the value that this experiment gives it."""
     try:
         stored = _read(plan.folder / "resolved.json")
     except (OSError, ValueError):
@@ -164,8 +183,8 @@ def _read(path: Path) -> Any:
 
 
 def recorded_recomputation(folder: Path) -> bool | int | None:
-    """What train.gradient_checkpointing was in the last start of a run; None: its folder does not
-    say.
+    """The value of train.gradient_checkpointing in the last start of a run; None if its folder
+    does not say it.
     """
     try:
         how = _read(folder / "resolved.json")["train"]["gradient_checkpointing"]
@@ -175,8 +194,8 @@ def recorded_recomputation(folder: Path) -> bool | int | None:
 
 
 def _check_dictionary(plan: RunPlan) -> None:
-    """A folder belongs to one dictionary; ids are md5 of joined text and can collide, the digest
-    cannot.
+    """ResumeError if the folder belongs to another dictionary. The ids of two dictionaries can
+    collide (md5 of joined text); their digests cannot.
     """
     path = plan.folder / "exp_dict.json"
     if not path.exists():
@@ -196,9 +215,10 @@ def _check_dictionary(plan: RunPlan) -> None:
 def check_identity(
     plan: RunPlan, task: Task, stores: dict[str, TokenStore], newest: SavedState | None
 ) -> dict[str, str]:
-    """Data and base model must be those that the run began with; their digests. A collective.
+    """Check that data and base model are those that the run began with. Returns their digests. A
+    collective.
 
-    newest: the checkpoint that the run goes on from, which knows them where data.json is damaged.
+    newest: the checkpoint to resume from. It has the digests too, in case data.json is damaged.
     """
     facts = {split: store.summary() for split, store in stores.items()}
 
@@ -217,9 +237,10 @@ def check_identity(
             and not (key in stores and _is_of_earlier_version(task, key, began.get(key)))
         ]
         if changed:
+            is_shared = plan.values.get("data", {}).get("valid_share")
             raise ResumeError(
                 f"{plan.folder}: cannot resume, these changed since the run began: "
-                f"{'; '.join(changed)}.\n"
+                f"{'; '.join(changed)}.{_NEW_SHARES if is_shared else ''}\n"
                 "Put them back, or start over with -r 1 (the old folder is moved aside)."
             )
         write_json(path, {"identity": now, "splits": facts})
@@ -229,7 +250,7 @@ def check_identity(
 
 
 def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
-    """Whether an earlier version recorded this digest for the rows that the split has now."""
+    """Whether an earlier version of Lathe gave the present rows of the split this digest."""
     return any(
         content_of_rows(lambda: task.rows(split), encoding_id, split)[0] == recorded
         for encoding_id in task.earlier_encoding_ids()
@@ -237,7 +258,7 @@ def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
 
 
 def _beginning(path: Path, newest: SavedState | None) -> dict[str, Any] | None:
-    """The digests that a run began with; None for one that begins now."""
+    """The digests that the run began with; None if it begins now."""
     problem = _problem(path, _is_identity)
     if not problem:
         return _read(path)["identity"] if path.exists() else None
@@ -249,7 +270,7 @@ def _beginning(path: Path, newest: SavedState | None) -> dict[str, Any] | None:
 
 
 def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
-    """The trained weights as <run>/<name>/, in the task's layout; complete or not there."""
+    """Write the trained weights to <run>/<name>/ in the task's layout, completely or not at all."""
     weights = live.weights(lambda k: distributed.is_main())
 
     def write() -> None:
@@ -269,7 +290,7 @@ def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
                     os.replace(target, old)
                 os.replace(temporary, target)
                 shutil.rmtree(old, ignore_errors=True)
-        finally:  # on a full disk, what was written so far is the room that is missing
+        finally:  # on a full disk these files take the room
             shutil.rmtree(temporary, ignore_errors=True)
 
     on_main(write)
@@ -294,7 +315,7 @@ def _hub_errors(advice: str) -> Iterator[None]:
 
 
 def check_hub() -> None:
-    """ConfigError before anything is trained when nothing could be uploaded afterwards."""
+    """ConfigError, before training, if the trained model could not be uploaded afterwards."""
     from huggingface_hub import HfApi
 
     with _hub_errors(

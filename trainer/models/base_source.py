@@ -38,7 +38,8 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
 
     An experiment becomes the path of its final/ folder, or with `adapted` of the folder that is
     made from it; "package:NAME/FOLDER" becomes the path of that folder. A name may end with
-    "#sha256=" and the digest of its weights: ConfigError when the weights have another digest.
+    "#sha256=" and the digest of its weights. ConfigError when the weights have another digest, or
+    when a name is neither a folder nor a Hub id.
     """
     if isinstance(base, ExperimentBase):
         folder = places.savedir_base / exp_id(base.experiment) / "final"
@@ -56,15 +57,11 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
     if isinstance(base, RandomBase):
         return base
     source = folder_or_id(base, places.cache_dir)
-    if not source or not Path(source).is_dir():
-        _ask_the_hub(source)
-    return source
-
-
-def _ask_the_hub(source: str) -> None:
-    """ConfigError for a name that is no folder here and cannot be a Hub id."""
+    if source and Path(source).is_dir():
+        return source
     if vocabulary.may_be_hub_id(source):
-        return hub.use_cache_where_unreachable()
+        hub.use_cache_where_unreachable()
+        return source
     problem = "it is a file" if Path(source).is_file() else "there is no such folder here"
     raise ConfigError(
         f"base={source!r}: {problem}. Give the folder that holds config.json and the weights, a "

@@ -46,6 +46,9 @@ class Family:
     scale_key: str | None = None
     # A part of its weights reads pictures. It stays frozen, because every row here is a text.
     reads_pictures: bool = False
+    # Of a decoder-only model: the encoder-decoder whose halves may both begin with its weights
+    # (decoder/halves.py).
+    becomes_halves_of: str | None = None
 
 
 _TABLE = (
@@ -99,6 +102,7 @@ _TABLE = (
         model_type="gemma3_text",
         name="Gemma 3",
         reader="rotary_decoder",
+        becomes_halves_of="t5gemma2",
     ),
     # T5 v1.1, flan-T5 and ByT5 have this model_type, too.
     Family(
@@ -188,6 +192,7 @@ T5 = tuple(row.model_type for row in _TABLE if row.reader == "t5_encoder")
 DECODERS = tuple(
     row.model_type for row in _TABLE if row.reader in ("rotary_decoder", "gpt_bigcode")
 )
+HALVES = tuple(row.model_type for row in _TABLE if row.becomes_halves_of)
 SUMMARISERS = tuple(row.model_type for row in _TABLE if row.start_key)
 
 

@@ -73,8 +73,11 @@ def operator_of(
         sides = (first[0] if len(first) == 3 else 1, first[-2], second[-1], first[-1])
         return Operator(name, 2.0 * math.prod(sides), nbytes, sides, dtype)
     if _ATTENTION in name:
-        heads = (math.prod(outputs[0].shape[:2]),)
-        return Operator(name, _attention_flops(name, args), nbytes, heads, dtype)
+        is_backward = name.endswith("backward")
+        query, key = args[1 if is_backward else 0], args[2 if is_backward else 1]
+        products = 5 if is_backward else 2  # backward computes the scores again
+        flops = products * (2.0 * query.numel() * key.shape[-2])
+        return Operator(name, flops, nbytes, (math.prod(outputs[0].shape[:2]),), dtype)
     count = flop_registry.get(func._overloadpacket)
     flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
     return Operator(name, flops, nbytes, (), dtype)
@@ -83,11 +86,3 @@ def operator_of(
 def _nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor in memory, where an expanded axis is stored once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _attention_flops(name: str, args: Any) -> float:
-    """FLOPs of fused attention: two products forward, five backward (scores are recomputed)."""
-    is_backward = name.endswith("backward")
-    query, key = args[1 if is_backward else 0], args[2 if is_backward else 1]
-    product = 2.0 * query.numel() * key.shape[-2]
-    return (5 if is_backward else 2) * product

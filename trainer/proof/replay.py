@@ -15,7 +15,6 @@ from typing import Any
 from trainer.config.auto import with_micro_batch, with_recomputation
 from trainer.errors import CheckpointError, ConfigError
 from trainer.files.held_lock import HeldLock
-from trainer.launch import memory
 from trainer.launch.choose import Chosen
 from trainer.launch.prepare import prepare
 from trainer.launch.start import start as start_run
@@ -120,7 +119,7 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
         )
         then = _origin(scratch, start)
         try:
-            with memory.enforced(again.memory_plan, session, prepared):
+            with again.around_steps:
                 fit(session, again.progress, until=stop)
         finally:
             session.engine.destroy()

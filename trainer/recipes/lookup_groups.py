@@ -1,8 +1,8 @@
-"""Does it learn? Readers on the made-up corpus (trainer/data/lookup.py), from random weights: what
-a new machine, cluster or recipe is tried on first. Imports no torch.
+"""Small experiments on the made-up corpus (trainer/data/lookup.py), from random weights. They show
+whether training works at all on a new machine, cluster or recipe. Imports no torch.
 
-The experiments of a group build on each other: what must be copied is learnt from one passage,
-what must be chosen from two and more.
+The experiments of a group build on each other: with one passage a model learns to copy the answer,
+with two and more it learns to choose the right passage.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ T5: Values = {
     }
 }
 
-# Fusion-in-Decoder: a place is copied (one passage), chosen by its relation (two, of one person),
-# by its person (five), and found among twenty.
+# Fusion-in-Decoder learns in four steps: to copy the answer (one passage), to choose the passage by
+# its relation (two passages about one person) and by its person (five), and to find it among
+# twenty.
 FID_COPIES: Values = {
     "task": "fid",
     "base": T5,
@@ -78,9 +79,10 @@ FID_READS_20 = vary(
     data={"contexts": 20},
 )
 
-# The second and third steps of benchmarks/chain.py, which makes their files: the reader of twenty
-# goes on with the five that a retriever found, which are about people of like names; a verifier
-# that begins with the reader's encoder judges whether a passage supports an answer.
+# The second and third steps of benchmarks/chain.py, which writes their files. The reader of twenty
+# passages is trained on with the five passages that a retriever returns; they are about people with
+# similar names. Then a verifier, initialised from the reader's encoder, learns to judge whether a
+# passage supports an answer.
 FID_RETRIEVED = vary(
     FID_READS_20,
     base={"experiment": FID_READS_20},
@@ -88,9 +90,9 @@ FID_RETRIEVED = vary(
     data={"source": "fid", "contexts": 5},
 )
 
-# The verifier: sums, orders and members, judged by what a statement says itself. Statements of a
-# group differ in what makes them false, which is what it learns from; the contrastive term would
-# push apart groups that differ in names alone.
+# The verifier judges statements about sums, orders and members; each holds all that is needed to
+# judge it. The statements of a group differ only in what makes them false, and the model learns
+# from that. The contrastive term is off: it would push apart groups that differ in names only.
 VERA_LOOKUP: Values = {
     "task": "vera",
     "base": {"config": T5["config"] | {"num_layers": 4}},
@@ -129,7 +131,7 @@ VERA_ANSWERS = vary(
     },
 )
 
-# Sizes of the language models below.
+# The sizes of the language models below.
 DECODER: Values = {
     "vocab_size": 768,
     "hidden_size": 128,
@@ -145,11 +147,11 @@ DECODER: Values = {
     "initializer_range": 0.05,
 }
 
-# Cross-attention: a small language model learns to answer from a text in front of the question;
-# frozen, it is then given the text through the new layers alone. A fact has to be gathered in one
-# token before it can be found: the first two blocks see eight tokens, which is a fact, and rotate
-# fast, so that near positions differ; the last one sees the whole text, hardly rotates, and looks
-# up.
+# Cross-attention: a small language model learns to answer from a text in front of the question.
+# Then it is frozen, and the new layers alone give it the text. To find a fact, the model must first
+# gather it in one token. Therefore the first two blocks see a window of eight tokens, the length of
+# a fact, with fast rotations, so that near positions differ; the last block sees the whole text
+# with slow rotations, and looks the fact up.
 GEMMA: Values = {
     "config": {
         "model_type": "gemma3_text",
@@ -183,9 +185,9 @@ LM_LOOKUP: Values = {
     "data": {"source": "lookup", "max_tokens": 192, "loss_on": "answer"},
     "deepspeed": "zero2",
 }
-# With a loss on answers alone nothing says what the last block writes behind the facts of a text,
-# and it covers what they say (docs/log.md): most of it is gone from the states that are read. A
-# loss on all tokens mends that in a few steps.
+# With a loss on answers only, nothing trains what the last block writes at the other tokens, and it
+# overwrites most of what the facts' states held (docs/log.md), which cross-attention reads. A few
+# steps with a loss on all tokens restore it.
 LM_ALL_TOKENS = vary(
     LM_LOOKUP,
     base={"experiment": LM_LOOKUP},
@@ -221,8 +223,9 @@ CROSSATTN_LOOKUP["data"] = {
     "answer_tokens": 8,
 }
 
-# The summariser: both halves begin with the language model, which knows already what a fact is and
-# whose. Weights drawn apart learn to copy facts, but never of which person (docs/log.md).
+# The summariser: encoder and decoder both start from the language model, which already knows what a
+# fact is and whom it is about. Halves with separate random weights learn to copy facts, but never
+# those of the right person (docs/log.md).
 SUMMARISE_LOOKUP = vary(
     LM_LOOKUP,
     task="summariser",
@@ -248,10 +251,10 @@ SUMMARISE_LOOKUP["data"] = {
     "target_tokens": 32,
 }
 
-# The same with fewer facts and kinds of statements, in a few minutes.
+# The same experiments with fewer facts and kinds of statements. They take a few minutes.
 TWO_FACTS = {"facts": 2}
 FID_TWO = vary(FID_CHOOSES, train={"steps": 600}, schedule={"shape": "linear"})
-# Of two facts the relation alone decides, and any base will do.
+# With two facts the relation alone decides, so any base can learn it.
 LLAMA: Values = {"config": {"model_type": "llama", **DECODER}}
 SLOWER: Values = {"optim": {"lr": 1e-3}, "schedule": {"warmup_steps": 50}}
 LM_TWO = vary(
@@ -268,7 +271,7 @@ CROSSATTN_TWO = vary(
     data=TWO_FACTS,
     **SLOWER,
 )
-# From a reader that copies: of two facts both are told.
+# Starts from the reader that copies. With two facts the summary holds both.
 SUMMARISE_TWO = vary(
     FID_COPIES,
     task="summariser",

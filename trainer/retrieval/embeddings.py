@@ -1,44 +1,40 @@
-"""A folder of vectors: written shard by shard over ranks, restartable, read through memory maps.
+"""Vectors in a folder of shards (trainer/data/shard_folder.py), read through memory maps.
 
-plan.json        what is being written, stated before the first vector: model, side, dtype, rows,
-                 rows per shard
-ids.txt          one id a line, in the order of the vectors
+plan.json        model, side, dtype, rows, rows per shard
+ids.txt          one id a line, in the order of the vectors; written before meta.json
 vectors-<n>.npy  (rows, D) float16 or float32; every shard but the last has the plan's rows
-vectors-<n>.json its rows, size and SHA-256: written when the shard is whole
-meta.json        the plan with D and every shard's record: written last, so a folder without it is
-                 not finished
+meta.json        the plan with D and every shard's record
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.data.shard_folder import META, ShardFolder, Values
 from trainer.errors import ConfigError, DataError, DivergedError, LatheError
-from trainer.files.atomic import refusals, replace_file, sha256_of, write_json
+from trainer.files.atomic import refusals, replace_file, sha256_of
 from trainer.files.safetensors_file import WrittenFile, checksum_problem
 from trainer.protocol.task import Row
-from trainer.runtime import distributed
 
 if TYPE_CHECKING:
     from trainer.protocol.abilities import Embeds, Side
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
 MAX_SHARD_ROWS = 65_536  # what a kill costs a rank at most; 96 MiB of 768 fp16 numbers each
-_IDS, _META, _PLAN = "ids.txt", "meta.json", "plan.json"
+_IDS = "ids.txt"
 
 Encoder = Callable[[Sequence[Row]], Tensor]  # N texts -> (N, D) on any device
 
@@ -113,25 +109,21 @@ class Embeddings:
 
 def read(folder: Path) -> Embeddings:
     """A finished folder; ConfigError when there is none, or it is not finished."""
-    path = folder / _META
-    if not path.is_file():
+    shards = _shards(folder)
+    if not shards.is_finished:
         state = (
             "is not finished: run the same encode command again"
-            if (folder / _PLAN).is_file()
+            if shards.is_begun
             else "is not there"
         )
-        raise ConfigError(f"{folder}: {path.name} is missing. This folder of vectors {state}.")
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        if meta.pop("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
-        shards = [WrittenFile(**record) for record in meta.pop("shards")]
+        raise ConfigError(f"{folder}: {META} is missing. This folder of vectors {state}.")
+
+    def convert(meta: Values) -> Embeddings:
+        records = [WrittenFile(**record) for record in meta.pop("shards")]
         dim = meta.pop("dim")
-        return Embeddings(folder, EmbeddingsPlan(**meta), dim, shards)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} cannot be read ({error}). Delete {folder} and encode anew."
-        ) from error
+        return Embeddings(folder, EmbeddingsPlan(**meta), dim, records)
+
+    return shards.read(META, convert)
 
 
 def verify(embeddings: Embeddings) -> None:
@@ -217,21 +209,17 @@ def write(
     """Every row of `rows()`, which must have an "id", as a vector in `folder`; what is there
     already is kept.
 
-    A collective: shard n is the work of rank n modulo the ranks, and each reads the rows for
-    itself. A folder that was begun is continued, on any number of ranks, with the shards it was
-    begun with. ConfigError when it was begun with another model, other texts, another side or
-    dtype.
+    A collective, in which each rank reads the rows for itself and writes some of the shards. A
+    folder that was begun is continued with the shards it was begun with. ConfigError when it was
+    begun with another model, other texts, another side or dtype.
     """
-    plan = _begun(folder, plan)
-    if not (folder / _META).is_file():
-        own_shards = range(plan.num_shards)[distributed.rank() :: distributed.world()]
-        missing = {shard for shard in own_shards if _record(folder, shard) is None}
-        for shard, of_shard in _of_shards(rows(), plan, missing):
-            _write_shard(folder, shard, encoder(of_shard), plan)
-        distributed.barrier()
-        if distributed.is_main():
-            _finish(folder, rows(), plan)
-        distributed.barrier()
+    shards = _shards(folder)
+    plan = EmbeddingsPlan(**shards.begin(asdict(plan), choice="shard_rows"))
+    if not shards.is_finished:
+        own = set(shards.own_missing(plan.num_shards))
+        for number, of_shard in _of_shards(rows(), plan, own):
+            _write_shard(shards, number, encoder(of_shard), plan)
+        shards.finish(plan.num_shards, lambda records: _facts(folder, rows(), plan, records))
     return read(folder)
 
 
@@ -240,40 +228,8 @@ def shard_rows(count: int, world: int) -> int:
     return max(1, min(MAX_SHARD_ROWS, -(-count // world)))
 
 
-def _begun(folder: Path, plan: EmbeddingsPlan) -> EmbeddingsPlan:
-    """The plan that the folder was begun with, which is `plan` for a new one. A collective."""
-    path = folder / _PLAN
-    outcome: dict[str, Any] = {}
-    if distributed.is_main():
-        try:
-            with refusals(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                has_strangers = not path.is_file() and any(folder.iterdir())
-            if has_strangers:
-                raise ConfigError(
-                    f"{folder} holds other files and no vectors of ours. Name a new folder."
-                )
-            if not path.is_file():
-                write_json(path, asdict(plan))
-            outcome = {"plan": json.loads(path.read_text(encoding="utf-8"))}
-        except (LatheError, ValueError) as error:
-            outcome = {"error": str(error)}
-    outcome = distributed.broadcast(outcome)
-    if "error" in outcome:
-        raise ConfigError(outcome["error"])
-    begun, expected = outcome["plan"], asdict(plan)
-    differing = [
-        name for name in expected if name != "shard_rows" and begun.get(name) != expected[name]
-    ]
-    if differing:
-        differences = "; ".join(
-            f"{name} was {begun.get(name)!r}, is {expected[name]!r}" for name in differing
-        )
-        raise ConfigError(
-            f"{folder} was begun with something else ({differences}). Name a new folder, or delete "
-            "this one."
-        )
-    return EmbeddingsPlan(**begun)
+def _shards(folder: Path) -> ShardFolder:
+    return ShardFolder(folder, "vectors", ".npy", "encode", refusal=ConfigError)
 
 
 def _of_shards(
@@ -291,65 +247,36 @@ def _of_shards(
             rows_of_shard = []
 
 
-def _write_shard(folder: Path, shard: int, vectors: Tensor, plan: EmbeddingsPlan) -> None:
-    """The .npy, then its record; a shard without a record is made again."""
+def _write_shard(shards: ShardFolder, number: int, vectors: Tensor, plan: EmbeddingsPlan) -> None:
     exact = vectors.detach().float().cpu().numpy()
     if not np.isfinite(exact).all():
         raise DivergedError(
-            f"shard {shard}: a vector holds NaN or infinity. Use another model, or fp32."
+            f"shard {number}: a vector holds NaN or infinity. Use another model, or fp32."
         )
     with np.errstate(over="ignore"):
-        array = exact.astype(plan.dtype)
+        array = exact.astype(plan.dtype, order="C")
     if not np.isfinite(array).all():
         raise ConfigError(
             f"--dtype float16: a vector reaches {np.abs(exact).max():.3g}, float16 65504. Use "
             "float32."
         )
-    path = folder / f"vectors-{shard:05d}.npy"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with refusals(path):
-        mapped = np.lib.format.open_memmap(
-            temporary, mode="w+", dtype=array.dtype, shape=array.shape
-        )
-        mapped[:] = array
-        mapped.flush()
-        del mapped
-        digest = sha256_of(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    record = WrittenFile(path.name, path.stat().st_size, digest)
-    write_json(
-        path.with_suffix(".json"), {**asdict(record), "rows": len(array), "dim": array.shape[1]}
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    blocks = [header.getvalue(), array.reshape(-1).view(np.uint8).data]
+    shards.write_shard(number, blocks, rows=len(array), dim=array.shape[1])
+    logger.info(
+        "%s: shard %d of %d, %d vectors", shards.path, number + 1, plan.num_shards, len(array)
     )
-    logger.info("%s: shard %d of %d, %d vectors", folder, shard + 1, plan.num_shards, len(array))
 
 
-def _record(folder: Path, shard: int) -> dict[str, Any] | None:
-    """What a finished shard's record says; None when it is not whole."""
-    path = folder / f"vectors-{shard:05d}.npy"
-    try:
-        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return record if path.stat().st_size == record["size"] else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _finish(folder: Path, rows: Iterable[Row], plan: EmbeddingsPlan) -> None:
-    records = [_record(folder, shard) for shard in range(plan.num_shards)]
-    lost = [shard for shard, record in enumerate(records) if record is None]
-    if lost:
-        raise LatheError(f"{folder}: shards {lost} are not whole. Run the same command again.")
-    whole = [record for record in records if record is not None]
-    dims = {record["dim"] for record in whole}
+def _facts(
+    folder: Path, rows: Iterable[Row], plan: EmbeddingsPlan, records: list[Values]
+) -> Values:
+    """What meta.json says besides the shards; ids.txt is written first."""
+    dims = {record["dim"] for record in records}
     if len(dims) != 1:
         raise LatheError(
             f"{folder}: shards hold vectors of {sorted(dims)} numbers. Delete it and encode anew."
         )
-    for torn in folder.glob(".*.tmp"):  # of processes that were killed
-        torn.unlink(missing_ok=True)
     replace_file(folder / _IDS, "".join(f"{row['id']}\n" for row in rows).encode())
-    shards = [{name: record[name] for name in ("name", "size", "sha256")} for record in whole]
-    write_json(
-        folder / _META, {"format": FORMAT, **asdict(plan), "dim": dims.pop(), "shards": shards}
-    )
+    return {**asdict(plan), "dim": dims.pop()}

@@ -25,15 +25,15 @@ def numbers_on_device(numbers: Sequence[int]) -> Tensor:
 
 
 class OnDevice(Sequence[dict[str, Tensor]]):
-    """The micro-batches of a window on the device, two at a time: the one that was asked for, and
-    the one behind it, which is copied by a stream of its own while the first one is computed with.
+    """The micro-batches of a step on the device, at most two at a time: while one is used, a CUDA
+    stream of its own copies the next one.
 
-    So a window takes the memory of two micro-batches, however many it has; one that is asked for
-    again (GradCache) is copied again.
+    So a step needs the memory of two micro-batches, however many it has. GradCache reads them
+    twice; they are then copied twice.
     """
 
     def __init__(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """batches: pinned, on the host."""
+        """batches: on the host, in pinned memory."""
         self._host = batches
         self._copies: dict[int, _Copy] = {}
 
@@ -63,7 +63,7 @@ class OnDevice(Sequence[dict[str, Tensor]]):
 class _Copy:
     """A micro-batch that is copied by a CUDA stream of its own."""
 
-    _stream: Any = None  # of this process, made when the first copy is
+    _stream: Any = None  # one for the process, made with the first copy
 
     def __init__(self, batch: Mapping[str, Tensor]) -> None:
         if _Copy._stream is None:
@@ -74,13 +74,13 @@ class _Copy:
             self._event.record()
 
     def on_current_stream(self) -> dict[str, Tensor]:
-        """The batch, for the current stream: what is computed there waits for the copy, the host
-        does not.
+        """The batch, for use in the current stream. That stream waits for the copy; the host does
+        not wait.
         """
         here = torch.cuda.current_stream()
         here.wait_event(self._event)
         for tensor in self._batch.values():
-            # its memory belongs to the other stream, and must not be used again too early
+            # the allocator must not reuse this memory before the current stream is done with it
             tensor.record_stream(here)
         return self._batch
 

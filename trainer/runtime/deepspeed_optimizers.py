@@ -1,4 +1,4 @@
-"""Changes to DeepSpeed's optimizers (0.19.8) that no option of theirs allows."""
+"""Changes to DeepSpeed's optimizers (0.19.8) for which it has no option."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def every_gradient_refused(optimizer: Any) -> Iterator[None]:
     }
     if isinstance(optimizer, torch.optim.Optimizer):
         replacements = {"step": lambda *_, **__: None}
-    elif hasattr(optimizer, "_skip_invalid_grad_norm"):  # also where step() is ours
+    elif hasattr(optimizer, "_skip_invalid_grad_norm"):  # also if step() is ours
         replacements["step"] = lambda *_, **__: optimizer._skip_invalid_grad_norm()
     with ExitStack() as stack:
         for name, value in replacements.items():
@@ -44,8 +44,8 @@ def every_gradient_refused(optimizer: Any) -> Iterator[None]:
 
 
 class NumbersMadeThere(TorchFunctionMode):
-    """Inside, torch.tensor(-1.0, device=GPU) fills a tensor there; by itself, it copies one from
-    the host and waits for that.
+    """Inside, torch.tensor(-1.0, device=GPU) fills a tensor on the GPU. Otherwise torch copies the
+    number from the host and waits for the copy.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,8 +56,8 @@ class NumbersMadeThere(TorchFunctionMode):
 
 
 def step_of_whole_weights(optimizer: Any, closure: None = None) -> bool:
-    """What FP16_UnfusedOptimizer.step does for bf16, by the same arithmetic, with one wait: for
-    whether the norm is finite. True when the update is left out.
+    """FP16_UnfusedOptimizer.step for bf16 with the same arithmetic. It waits for the device only
+    once, to learn whether the norm is finite. True when the update is left out.
     """
     squares: list[Tensor] = []
     for halves, wholes in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -88,7 +88,7 @@ def step_of_whole_weights(optimizer: Any, closure: None = None) -> bool:
 
 
 def unscale_and_clip(optimizer: Any, gradients: list[Tensor], norm: Tensor | None) -> None:
-    """What DeepSpeedZeroOptimizer.unscale_and_clip_grads does with a norm that is finite."""
+    """DeepSpeedZeroOptimizer.unscale_and_clip_grads for a norm that is known to be finite."""
     scale = optimizer.loss_scale
     if optimizer.clip_grad > 0:
         assert norm is not None, "DeepSpeed 0.19.8 computes the norm where it clips"
@@ -101,11 +101,11 @@ def unscale_and_clip(optimizer: Any, gradients: list[Tensor], norm: Tensor | Non
 
 
 def keep_frozen_whole(model: nn.Module) -> None:
-    """From here on weights that do not train stay whole on every rank at ZeRO-3, once a forward has
-    gathered them; below, they are.
+    """Keep the frozen weights whole on every rank at ZeRO-3, once a forward has gathered them.
+    Below ZeRO-3 all weights are whole.
 
-    deepspeed 0.19.8, partitioned_param_coordinator.py: what is persistent is not released once the
-    order of the modules is known; only optimized weights are gathered anew after a step.
+    deepspeed 0.19.8, partitioned_param_coordinator.py: persistent weights are not released once the
+    order of the modules is known; only trained weights are gathered again after a step.
     """
     for parameter in model.parameters():
         if hasattr(parameter, "ds_persist") and not parameter.requires_grad:
@@ -113,11 +113,11 @@ def keep_frozen_whole(model: nn.Module) -> None:
 
 
 def forget_old_orders(engine: Any) -> None:
-    """From here on a new order of modules decides anew which weights ZeRO-3 lets go of.
+    """Make ZeRO-3 decide again which weights it releases whenever the order of modules changes.
 
-    deepspeed 0.19.8 remembers for ever what follows from the first order that it saw (lru_cache of
-    PartitionedParameterCoordinator.__params_to_release). Where that was of a forward alone, as
-    GradCache begins, every later backward gathers again, weight by weight, what its forward had.
+    deepspeed 0.19.8 keeps for ever what it decided for the first order that it saw (lru_cache of
+    PartitionedParameterCoordinator.__params_to_release). GradCache begins with a forward alone;
+    then every later backward would gather each weight again that its forward had gathered.
     """
     if not engine.zero_optimization_partition_weights():
         return
@@ -128,7 +128,7 @@ def forget_old_orders(engine: Any) -> None:
     invalidate = coordinator._invalidate_trace
 
     def forgetting() -> None:
-        for function in remembered:  # a later version may remember nothing
+        for function in remembered:  # a later version of DeepSpeed may have no cache
             function.cache_clear()
         invalidate()
 

@@ -23,7 +23,7 @@ class DeviceDefaults:
     precision: str  # of the experiment
     allows_tf32: bool
     allocator: str
-    has_triton: bool  # long rows of a T5 attend in the stream
+    has_triton: bool  # then long rows of a T5 use the stream kernel
     optimizer: str
     compiles: bool
 
@@ -62,10 +62,10 @@ class DeviceDefaults:
 
 
 def before_torch() -> None:
-    """Tell the allocator of CUDA, which reads it once, to grow segments: packed shapes hardly ever
-    repeat, and blocks of fixed size would lie about unused.
+    """Make torch's CUDA allocator use expandable segments: packed shapes hardly ever repeat, so
+    blocks of fixed size would often stay unused. The allocator reads the environment only once.
 
-    Whatever the environment says already stays.
+    A value that the environment has already stays.
     """
     os.environ.setdefault(_ALLOCATOR, "expandable_segments:True")
 

@@ -1,4 +1,4 @@
-"""Rank, world and device, and exchanges between ranks: no-ops without a process group."""
+"""Rank, world, device, and collectives. Without a process group collectives do nothing."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from trainer.files.atomic import refusals
 T = TypeVar("T")
 
 _leaves_alone = False
-# What a group waits for a rank that does not come.
+# How long a collective waits for a rank that does not come.
 GROUP_TIMEOUT_S = 1800.0
-# What ranks wait for one that still loads: a corpus may be encoded for hours.
+# How long ranks wait for one that still loads: encoding a corpus may take hours.
 PATIENCE_S = 24 * 3600.0
 _timeout = timedelta(seconds=GROUP_TIMEOUT_S)  # of collectives; init() sets it
 _side_group: dist.ProcessGroup | None = None
@@ -131,7 +131,7 @@ def _backend() -> str:
 
 
 def give_every_group_the_timeout() -> None:
-    """Let the groups that DeepSpeed made wait as long as ours.
+    """Give the groups that DeepSpeed made the timeout of our group.
 
     deepspeed 0.19.8, utils/groups.py _clone_world_group: dist.new_group without a timeout, which
     is 10 minutes for NCCL.
@@ -142,7 +142,7 @@ def give_every_group_the_timeout() -> None:
 
 
 def make_side_group() -> None:
-    """Make, once, the gloo group for exchanges beside the run. A collective."""
+    """Make the gloo group for collectives of background threads, once. A collective."""
     global _side_group
     if world() > 1 and _side_group is None:
         group = dist.new_group(backend="gloo", timeout=_timeout)
@@ -152,7 +152,7 @@ def make_side_group() -> None:
 
 @contextlib.contextmanager
 def on_side_group() -> Iterator[None]:
-    """Inside, this thread's gather() and barrier() go over the group of make_side_group()."""
+    """Inside, gather() and barrier() of this thread use the group of make_side_group()."""
     _thread.is_beside = True
     try:
         yield
@@ -178,10 +178,10 @@ def barrier() -> None:
 
 
 def wait_for_all(patience_s: float = PATIENCE_S) -> None:
-    """Wait until every rank is here, for longer than a collective may: they load rows and weights
-    at the speed of their disks.
+    """Wait until every rank is here. It may take longer than a collective, because ranks load rows
+    and weights at the speed of their disks.
 
-    LatheError that names the ranks which do not come.
+    Raises a LatheError that names the ranks which did not come.
     """
     if world() == 1:
         return
@@ -235,7 +235,7 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
     wire = rows.detach().to(_wire_device()).contiguous()
     sizes = [torch.zeros(1, dtype=torch.int64, device=wire.device) for _ in range(world())]
     dist.all_gather(sizes, torch.tensor([len(wire)], device=wire.device))
-    counts: list[int] = torch.cat(sizes).tolist()  # one wait for a GPU, not one a rank
+    counts: list[int] = torch.cat(sizes).tolist()  # one wait for the GPU, not one for each rank
     padded = wire.new_zeros(max(counts), *wire.shape[1:])
     padded[: len(wire)] = wire
     parts = [torch.empty_like(padded) for _ in counts]
@@ -244,7 +244,7 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
 
 
 def broadcast(value: Any) -> Any:
-    """Rank 0's `value` on all ranks; what the others pass is ignored. For small JSON values."""
+    """The `value` of rank 0, on all ranks; other ranks' values are ignored. For small JSON."""
     text = json.dumps(value if is_main() else None)
     if world() == 1:
         return json.loads(text)
@@ -270,16 +270,16 @@ def _from_wire(wire: Tensor) -> Any:
 
 
 def abort(*, with_outgoing: bool = False) -> None:
-    """Make what waits for other ranks fail, now; any thread may call it.
+    """Make collectives that wait for other ranks fail now. Any thread may call it.
 
-    torch 2.13: gloo's abort() and shutdown() free nobody, and a group closes its connections only
-    when the last reference to it is gone. So they are closed here: those that came in at a port
-    on which this process listens, which of any two ranks is one's.
+    torch 2.13: gloo's abort() and shutdown() do not end a wait, and a group closes its connections
+    only when the last reference to it is gone. So this function closes the connections which came
+    in at a port on which this process listens. Of any two ranks, one has such a connection.
 
-    with_outgoing: those to other machines as well, the store's among them, for the other rank may
-    be gone, or its machine.
+    with_outgoing: also close the connections to other machines, the store's included, because the
+    other rank or its machine may be gone.
     """
-    # another thread may just have left the group; torch 2.13 says so by either
+    # another thread may just have left the group: torch 2.13 raises one of these two
     with contextlib.suppress(ValueError, AssertionError):
         if has_group() and dist.get_backend() == "nccl":
             torch.distributed.distributed_c10d._abort_process_group()
@@ -292,7 +292,7 @@ def abort(*, with_outgoing: bool = False) -> None:
     }
     for stream in streams:
         if not stream.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            with contextlib.suppress(OSError):  # connected to nobody any more
+            with contextlib.suppress(OSError):  # the other side has closed it
                 is_incoming = stream.getsockname()[1] in listening
                 if is_incoming or (with_outgoing and _is_away(stream.getpeername()[0])):
                     stream.shutdown(socket.SHUT_RDWR)
@@ -300,12 +300,12 @@ def abort(*, with_outgoing: bool = False) -> None:
 
 
 def _stream(descriptor: int) -> socket.socket | None:
-    """A duplicate of the TCP socket that a descriptor of this process is; None for others."""
+    """A duplicate of a file descriptor if it is a TCP socket, else None."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None
         stream = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # closed in the meantime
+    except OSError:  # it was closed in the meantime
         return None
     if stream.type == socket.SOCK_STREAM and stream.family in (socket.AF_INET, socket.AF_INET6):
         return stream
@@ -314,7 +314,7 @@ def _stream(descriptor: int) -> socket.socket | None:
 
 
 def _is_away(address: str) -> bool:
-    """Whether an address is another machine's, as far as it tells: every one but loopback."""
+    """Whether an address may be that of another machine: it is not loopback."""
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return not (mapped or parsed).is_loopback
@@ -326,7 +326,7 @@ def leave_group() -> None:
     _side_group = None
     if has_group():
         abort()
-    if has_group():  # of NCCL nothing is left by now
+    if has_group():  # nothing is left of an NCCL group by now
         dist.destroy_process_group()
 
 
@@ -344,10 +344,11 @@ def leaves_alone() -> bool:
 def shutdown(exit_code: int = EXIT_OK) -> NoReturn:
     """End this process at once with `exit_code`; every rank calls it.
 
-    The ranks of a run that ended in order (done, or preempted and saved) wait for each other. One
-    that failed does not: its peers may never come, and its closed sockets tell them sooner. The
-    interpreter's own way out is not taken: gloo's threads then abort finished ranks in up to half
-    of the runs (torch 2.13: "terminate called without an active exception", exit code -6).
+    The ranks of a run that ended in order (done, or preempted and saved) wait for each other. A
+    rank that failed does not wait: its peers may never come, and they notice its closed sockets
+    sooner. The interpreter's own exit is not used, because gloo's threads then abort finished ranks
+    in up to half of the runs (torch 2.13: "terminate called without an active exception", exit code
+    -6).
     """
     if exit_code in (EXIT_OK, EXIT_PREEMPTED) and has_group() and not _leaves_alone:
         try:
@@ -362,11 +363,10 @@ def shutdown(exit_code: int = EXIT_OK) -> NoReturn:
 
 
 def on_main(action: Callable[[], T]) -> T:
-    """`action()` on rank 0 only; every rank gets its (JSON-able) result, or raises its error. A
-    collective.
+    """Run `action()` on rank 0. Every rank gets its result, which must be JSON, or raises its
+    error. A collective.
 
-    Whatever goes wrong becomes a LatheError on all ranks: one that left alone would leave the
-    others waiting.
+    Any error of rank 0 becomes a LatheError on all ranks; otherwise the others would wait for it.
     """
     outcome: dict[str, Any] = {}
     cause: LatheError | None = None

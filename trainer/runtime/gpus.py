@@ -11,21 +11,22 @@ from trainer.errors import ConfigError, nearest
 
 GIB = 2**30
 _UNITS = {"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
-# Bytes of cuBLAS's workspace, torch's default: 4096 x 2 + 16 x 8 KiB before sm90, 32 MiB from then.
-_SMALL_CUBLAS, _LARGE_CUBLAS = 8_519_680, 32 * 2**20
-CONTEXT = int(0.5 * GIB)  # CUDA's own, outside torch's allocator: 0.4 to 0.6 GiB
-NCCL = int(0.5 * GIB)  # of a process group: 0.1 to 1 GiB
-FILLED = 0.95  # of the device, where the run itself chooses: what lies about unused is not planned
+# Bytes of cuBLAS's workspaces, torch's default: 4096 x 2 + 16 x 8 KiB before sm90, then 32 MiB.
+# There are two: forward and backward run in two threads, each of which has a handle of its own.
+_SMALL_CUBLAS, _LARGE_CUBLAS = 2 * 8_519_680, 2 * 32 * 2**20
+CONTEXT = int(0.5 * GIB)  # CUDA's context, outside torch's allocator: 0.4 to 0.6 GiB
+NCCL = int(0.5 * GIB)  # NCCL's buffers for a process group: 0.1 to 1 GiB
+FILLED = 0.95  # share that a run fills if it chooses for itself: fragments are not planned
 
 
 @dataclass(frozen=True)
 class _Card:
-    name: str  # in torch's name of the device; the first card whose name is in it counts
-    options: dict[str, float]  # what --device calls it: GiB that the driver shows of it
-    peak_flops: float | None = None  # dense bf16, without sparsity, of NVIDIA's data sheets
+    name: str  # a part of torch's name of the device; the first card that matches counts
+    options: dict[str, float]  # names for --device: the GiB that the driver shows
+    peak_flops: float | None = None  # dense bf16, without sparsity, from NVIDIA's data sheets
     is_sm90: bool = False  # or later
-    bytes_per_s: float | None = None  # of its memory, of NVIDIA's data sheets
-    link_bytes_per_s: float = 32e9  # to others of its node, one way: NVLink, or else PCIe 4
+    bytes_per_s: float | None = None  # its memory's, from NVIDIA's data sheets
+    link_bytes_per_s: float = 32e9  # to a GPU of the same node, one way: NVLink, or else PCIe 4
 
 
 # GiB are nvidia-smi's total less what the driver reserves; the names on boxes are rounded.
@@ -65,20 +66,20 @@ _CARDS = (
 
 @dataclass(frozen=True)
 class Device:
-    """One device of a run."""
+    """A device that a run uses."""
 
     name: str
     nbytes: int
     cublas_nbytes: int = _LARGE_CUBLAS
 
     def usable(self, world: int) -> int:
-        """Bytes that torch's allocator can have: less CUDA's context and, with several ranks,
-        NCCL's buffers.
+        """Bytes that torch's allocator can use: the memory without CUDA's context and, with several
+        ranks, without NCCL's buffers.
         """
         return self.nbytes - CONTEXT - (NCCL if world > 1 else 0)
 
     def bytes_to_fill(self, world: int) -> int:
-        """How many of them a run fills where it chooses for itself."""
+        """How many of the usable bytes a run fills if it chooses for itself."""
         return int(FILLED * self.usable(world))
 
 
@@ -102,9 +103,8 @@ def device_of(text: str) -> Device:
 
 
 def device_to_plan_for(name: str | None) -> Device | None:
-    """The device that a run is planned for; None when there is none.
-
-    It is that of --device, or else the GPU of this process.
+    """The device that a run is planned for: the one of --device, or else the GPU of this process.
+    None when there is neither.
     """
     return device_of(name) if name is not None else device_here()
 
@@ -124,7 +124,7 @@ def device_here() -> Device | None:
 
 @dataclass(frozen=True)
 class DataSheet:
-    """What NVIDIA says of a GPU: dense bf16 FLOP/s, bytes/s of its memory and to its neighbours."""
+    """NVIDIA's figures for a GPU: dense bf16 FLOP/s, bytes/s of its memory and of its links."""
 
     peak_flops: float
     bytes_per_s: float
@@ -132,8 +132,8 @@ class DataSheet:
 
 
 def data_sheet(name: str) -> DataSheet | None:
-    """Of a GPU by what --device or torch calls it; None where ours does not say enough, and of a
-    MIG slice, which is a part of one.
+    """The figures of a GPU, by its name for --device or for torch. None if we do not know all of
+    them, and for a MIG slice, which is only a part of a GPU.
     """
     card = next((card for card in _CARDS if name.lower() in card.options), None) or _card(name)
     if card is None or card.peak_flops is None or card.bytes_per_s is None:
@@ -153,7 +153,7 @@ def peak_flops(name: str | None = None) -> float | None:
 
 
 def _card(name: str) -> _Card | None:
-    """The card of torch's name of a device: "NVIDIA L40" is no L4, and a MIG slice none at all."""
+    """The card that torch's name of a device means: "NVIDIA L40" is no L4. None for a MIG slice."""
     if "MIG" in name:
         return None
     return next((card for card in _CARDS if re.search(rf"\b{card.name}\b", name)), None)

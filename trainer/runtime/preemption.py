@@ -16,8 +16,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(BaseException):
-    """This process was asked to stop where nothing is to be saved, or an evaluation was left for
-    it. No Exception, for whoever catches those means errors.
+    """A signal asked this process to stop, either where there is nothing to save or during an
+    evaluation. It is no Exception, because code that catches Exception means errors.
     """
 
 
@@ -45,7 +45,7 @@ class Preemption:
                 raise KeyboardInterrupt
             return
         self.requested = True
-        # Another thread: this one may be in the middle of a line, whose lock it holds.
+        # In another thread: this one may be writing a log line, and hold the lock for that.
         self._teller = threading.Thread(target=_say, args=(number, self._has_nothing_to_save))
         self._teller.start()
         if self._has_nothing_to_save:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Life = Literal["alive", "gone", "restarted", "unseen"]
-STUCK_S = 60.0  # how long torchrun may take to notice that a rank of its own has ended
+STUCK_S = 60.0  # how long torchrun may take to notice that one of its ranks has ended
 PARENT = "LATHE_PARENT"  # facts of a process that replaces this one when it dies (--survive)
 
 

@@ -21,16 +21,17 @@ MT_WORDS = 624  # words of a Mersenne Twister's state; Python appends its positi
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed every generator of this process; ranks of one seed, and seeds of one rank, get unrelated
-    streams.
+    """Seed every generator of this process. Different ranks, and different seeds, get unrelated
+    random numbers.
 
-    Mixed by numpy's SeedSequence rather than added: seed 42 on rank 1 is not seed 43 on rank 0.
+    numpy's SeedSequence mixes seed and rank. Adding them would give rank 1 of seed 42 the numbers
+    of rank 0 of seed 43.
     """
     sequence = np.random.SeedSequence((seed, rank))
     words = [int(word) for word in sequence.generate_state(4, np.uint64)]
     random.seed(words[0])
     np.random.seed(words[1] & 0xFFFFFFFF)
-    torch.manual_seed(words[2] >> 1)  # also every CUDA device, now or when it is first used
+    torch.manual_seed(words[2] >> 1)  # seeds every CUDA device, too
 
 
 def capture() -> dict[str, Tensor]:
@@ -52,8 +53,8 @@ def capture() -> dict[str, Tensor]:
 
 
 def restore(state: Mapping[str, Tensor]) -> None:
-    """Put a captured state back; CUDA devices that it knows and this machine lacks are left out,
-    and vice versa.
+    """Put a captured state back. A CUDA device that is only in the state or only on this machine is
+    left out.
 
     Raises CheckpointError when a generator is missing or its state has the wrong length.
     """

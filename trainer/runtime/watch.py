@@ -1,9 +1,9 @@
-"""Ranks watch each other, because an exchange waits half an hour for a machine that is gone.
+"""Ranks watch each other, because a collective waits half an hour for a machine that is gone.
 
-A thread of every rank tells rank 0 every few seconds that its process lives, over a connection of
-its own, and hears the same of rank 0, which hands on what it knows of the others. How long a step,
-a save or a compilation takes does not matter to it: silence means a process that was killed or
-stopped, or a machine or a wire that is gone. Then every rank ends, by itself.
+A thread of every rank sends rank 0 a sign of life every few seconds, over its own connection, and
+receives one from rank 0, which also passes on what it knows about the other ranks. The thread runs
+during long steps, saves and compilations, so silence means that a process was killed or stopped, or
+that a machine or the network is gone. Every rank then ends its own process.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError, RankLostError
 from trainer.runtime import distributed, process
 from trainer.runtime.peers import Line, Message, Patience, Peer
 
-LEAVE_S = 30.0  # how long what waits for a lost rank may take to feel that it is gone
-CLOSE_S = 150.0  # how long the end of a run may take then: trackers upload for two minutes
-WORDS_S = 20.0  # how long last words may take: the disk may have been the lost machine's
-FEEL_S = 1.5  # how long after a failed exchange a broken connection is noticed
+LEAVE_S = 30.0  # how long the main thread may take to notice that a rank is lost
+CLOSE_S = 150.0  # how long it may then take to end the run: trackers upload for two minutes
+WORDS_S = 20.0  # how long last_words may take: the disk may be on the lost machine
+FEEL_S = 1.5  # a broken connection is noticed within this time after a failed collective
 _KEY = "lathe/peers"
 
 log = logging.getLogger(__name__)
@@ -41,17 +41,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class PeerWatch(ABC):
-    """The thread of one rank. on_loss is called there, once, with the reason."""
+    """The thread of one rank. It calls on_loss once, with the reason."""
 
     rank: int
     patience: Patience
     on_loss: Callable[[RankLostError], None]
     name: str = field(default_factory=lambda: f"process {os.getpid()} on {socket.gethostname()}")
     lost: RankLostError | None = None  # why the run ends
-    has_come_out: threading.Event = field(default_factory=threading.Event)  # its main thread
+    has_come_out: threading.Event = field(
+        default_factory=threading.Event
+    )  # the main thread noticed the loss
     has_left: threading.Event = field(default_factory=threading.Event)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    suspicion: str = ""  # what explains an exchange that fails now
+    suspicion: str = ""  # the likely reason if a collective fails now
     _is_suspicious: threading.Event = field(default_factory=threading.Event)
     _ends: bool = False
 
@@ -59,18 +61,18 @@ class PeerWatch(ABC):
         threading.Thread(target=self._run, name="peers", daemon=True).start()
 
     def leave(self, text: str, *, is_orderly: bool) -> None:
-        """Tell the other ranks that this rank leaves; neither side watches the other any more."""
+        """Tell the other ranks that this rank leaves, and end the watch on both sides."""
         self.has_come_out.set()
         self.has_left.set()
         self.tell({"is": "bye", "text": text, "is_orderly": is_orderly})
 
     def cause_of(self, error: Exception) -> Exception:
-        """`error`, or the loss of another rank if that caused it."""
+        """The loss of another rank if that caused `error`, else `error`."""
         self.has_come_out.set()
         is_own = isinstance(error, (LatheError, torch.OutOfMemoryError))
         if self.lost is not None and not isinstance(error, LatheError):
             return self.lost
-        if is_own or not isinstance(error, RuntimeError):  # as torch raises of exchanges
+        if is_own or not isinstance(error, RuntimeError):  # torch raises it when a collective fails
             return error
         if not self._is_suspicious.wait(FEEL_S):
             return error
@@ -96,7 +98,7 @@ class PeerWatch(ABC):
                     self._lose(verdict)
 
     def suspect(self, text: str) -> None:
-        """Remember which loss is suspected ("": none), and tell the connected ranks."""
+        """Remember which rank is probably lost ("": none), and tell the connected ranks."""
         if text != self.suspicion:
             self.suspicion = text
             self.tell({"is": "suspect", "text": text})
@@ -135,13 +137,13 @@ class Hub(PeerWatch):
 
     def __init__(self, patience: Patience, on_loss: Callable[[RankLostError], None]) -> None:
         super().__init__(0, patience, on_loss)
-        self.token = secrets.token_hex(8)  # anybody may connect to a port
+        self.token = secrets.token_hex(8)  # other programs may connect to the port
         self._listener = _listener()
         self.port: int = self._listener.getsockname()[1]
         self.selector.register(self._listener, selectors.EVENT_READ)
         self._lines: dict[socket.socket, tuple[Line, Peer | None]] = {}
         self._peers: dict[int, Peer] = {}
-        self._suspect: Peer | None = None  # the first one, for those that follow may be its victims
+        self._suspect: Peer | None = None  # the first one: later ones may be its victims
 
     def peers(self) -> list[Peer]:
         return list(self._peers.values())
@@ -162,7 +164,7 @@ class Hub(PeerWatch):
         try:
             for message in line.receive():
                 self._take(line, message)
-        except (EOFError, KeyError, TypeError):  # gone, or none of ours
+        except (EOFError, KeyError, TypeError):  # it is gone, or not one of our ranks
             self._drop(ready)
         if self._suspect is None or not self._suspect.suspicion():
             self._suspect = next((peer for peer in self.peers() if peer.suspicion()), None)
@@ -207,7 +209,7 @@ class Spoke(PeerWatch):
         self._main: Peer | None = None
         self._told = ""  # what rank 0 suspects
         self._began_at = time.monotonic()
-        self._has_said = False  # that it cannot reach rank 0
+        self._has_said = False  # that rank 0 cannot be reached
 
     def peers(self) -> list[Peer]:
         return [] if self._main is None else [self._main]
@@ -286,16 +288,16 @@ def _listener() -> socket.socket:
 # -------------------------------------------------------------------------------------------
 
 _current: PeerWatch | None = None
-_record: Callable[[LatheError], None] | None = None  # tells the run's folder
+_record: Callable[[LatheError], None] | None = None  # writes into the run folder
 
 
 @contextmanager
 def watch_ranks(last_words: Callable[[LatheError], None]) -> Iterator[None]:
-    """Inside, the ranks of the process group watch each other; leave() ends that. A failed exchange
-    is raised as RankLostError where another rank's end explains it. A collective.
+    """Inside, the ranks of the process group watch each other, until leave(). If a collective fails
+    because another rank ended, the error becomes a RankLostError. A collective.
 
-    last_words: told why, from another thread, when this process is ended because its main thread
-    hangs.
+    last_words: called with the reason from another thread if the main thread hangs and this process
+    has to be ended.
     """
     global _current
     _current = _begun(lambda error: _end(error, last_words)) if distributed.world() > 1 else None
@@ -309,8 +311,8 @@ def watch_ranks(last_words: Callable[[LatheError], None]) -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """`error`, or what it came of: another rank was lost. The run ends by it: what comes now is
-    waited for.
+    """The loss of another rank if that caused `error`, else `error`. The run is about to end by it,
+    so the watch gives the main thread time for that.
     """
     if _current is None or not isinstance(error, Exception):
         return error
@@ -318,7 +320,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def record_by(record: Callable[[LatheError], None] | None) -> None:
-    """Set the function that records the end of the run if its main thread hangs; None: no one."""
+    """Set the function that records why the run ended if its main thread hangs; None: none."""
     global _record
     _record = record
 
@@ -331,7 +333,7 @@ def leave(code: int, text: str = "") -> None:
 
 
 def _begun(on_loss: Callable[[RankLostError], None]) -> PeerWatch | None:
-    """The watch of this rank; rank 0 decides whether there is one."""
+    """Start the watch of this rank, if rank 0 decides that there is one."""
     store = dist.distributed_c10d._get_default_store()
     watch: PeerWatch | None = None
     if distributed.is_main():
@@ -351,7 +353,7 @@ def _begun(on_loss: Callable[[RankLostError], None]) -> PeerWatch | None:
 
 
 def _own_address() -> str:
-    """The address at which other machines reach this one, on the network of the rendezvous."""
+    """The address of this machine on the network of the rendezvous."""
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     with suppress(OSError, ValueError):
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -360,12 +362,12 @@ def _own_address() -> str:
             address = probe.getsockname()[0]
         if not ipaddress.ip_address(address).is_loopback:
             return address
-    return host  # this machine hosts the rendezvous: the others know it by that name
+    return host  # this machine hosts the rendezvous, so the others reach it by that name
 
 
 def _end(error: RankLostError, last_words: Callable[[LatheError], None]) -> None:
-    """The end of this process, for another one is lost: by its main thread, which feels it now, or
-    else without it.
+    """End this process, because another rank is lost: through its main thread, whose collective
+    fails now, or else from this thread.
     """
     watch = _current
     assert watch is not None, "it calls this"

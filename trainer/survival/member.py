@@ -53,6 +53,11 @@ class Member:
         return self.state in ("running", "stranded")
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether a run that ends waits for it: a rank, or a dismissed one that has not left."""
+        return self.is_rank or self.state == "dismissed"
+
+    @property
     def exit_code(self) -> int | None:
         """The code that it announced, or else that of its process; None before it has ended."""
         return self.process.exitcode if self.code is None else self.code

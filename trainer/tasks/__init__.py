@@ -6,7 +6,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.schema import Experiment, validate
+from trainer.config.block import validate
+from trainer.config.schema import Experiment
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

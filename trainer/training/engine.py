@@ -173,7 +173,10 @@ class Engine:
         if self.stage == 0:
             # step() below reduces once per window, and not at all alone
             engine.enable_backward_allreduce = False
-            self._undo_initial_step()
+            # deepspeed 0.19.8, FP16_UnfusedOptimizer.initialize_optimizer_states: runs a real AdamW
+            # step on zero gradients while it is built, which would count one step too many (the
+            # weights are safe: our groups start at lr 0)
+            self.optimizer.inner().state.clear()
         scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
             # deepspeed 0.19.8, DynamicLossScaler.update_scale: raises a bare Exception there. The
@@ -347,7 +350,9 @@ class Engine:
         be copied before the next step. A collective only where NVMe holds them.
         """
         world, rank = distributed.world(), distributed.rank()
-        if self._is_on_nvme():  # what is there lies in memory for a moment only
+        on_nvme = ("swap_optimizer", "params_in_nvme_and_cpu")
+        if any(getattr(self.model.optimizer, flag, False) for flag in on_nvme):
+            # what is there lies in memory for a moment only
             return self.weights(lambda k: k % world == rank), self.optimizer.tensors(
                 lambda k: k % world == rank
             )
@@ -362,11 +367,6 @@ class Engine:
             elif k % world == rank:
                 weights[name] = parameter.detach()
         return weights, self.optimizer.own_tensors()
-
-    def _is_on_nvme(self) -> bool:
-        optimizer: Any = self.model.optimizer
-        flags = ("swap_optimizer", "params_in_nvme_and_cpu")
-        return any(getattr(optimizer, flag, False) for flag in flags)
 
     # The host runs ahead of a GPU
     # ---------------------------------------------------------------------------------------
@@ -385,12 +385,6 @@ class Engine:
             # stage 3 waits on the host for every micro-batch's reduction. What follows reads the
             # sums on the device; only an offloaded optimizer reads them on the host.
             stream.synchronize = lambda: torch.cuda.current_stream().wait_stream(stream)
-
-    def _undo_initial_step(self) -> None:
-        # deepspeed 0.19.8, FP16_UnfusedOptimizer.initialize_optimizer_states: runs a real AdamW
-        # step on zero gradients while it is built, which would count one step too many (the weights
-        # are safe: our groups start at lr 0).
-        self.optimizer.inner().state.clear()
 
     def _clip(self) -> Tensor:
         parameters = list(self._parameters.values())

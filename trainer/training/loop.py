@@ -61,7 +61,8 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
             return False
         for window in source:
             due = session.cadence.due(window.step + 1, steps)
-            lr = _learning_rate(session, progress, window.step)
+            factor = schedule.factor(session.cfg.schedule, window.step, steps)
+            lr = session.cfg.optim.lr * factor * progress.plateau.factor
             with session.meter.stepping():
                 step = train_step(
                     session,
@@ -75,7 +76,10 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
             if step.diverged:  # the verdict on a step comes with the counts of the next one
                 raise _divergence("loss or gradient norm", math.nan, progress.step - 1, previous)
             was_unsound, previous = (~step.is_sound).long(), window
-            _treat_left_out(session, progress, step, window)
+            if step.trouble:
+                _treat(session, progress, step.trouble, window)
+            else:
+                _count_skipped(session, progress, step, window)
             saves = step.stop or due.save
             session.report(Moved(progress.step, is_stepping=not (due.evaluation or saves)))
             if due.log or due.evaluation or saves or progress.step == 1:
@@ -109,12 +113,6 @@ def _windows(
         stop_step=min(train.steps, until or train.steps),
         is_shuffled=train.order == "shuffled",
     )
-
-
-def _learning_rate(session: Session, progress: Progress, step: int) -> float:
-    """The learning rate of the step behind `step` others."""
-    factor = schedule.factor(session.cfg.schedule, step, session.cfg.train.steps)
-    return session.cfg.optim.lr * factor * progress.plateau.factor
 
 
 def _count(session: Session, progress: Progress, step: Step, window: StepBatches) -> None:
@@ -195,13 +193,6 @@ def _no_label(step: int, window: StepBatches) -> DataError:
         "off (`python -m trainer stats` counts what limits cut), take such rows out, or use a "
         "larger train.global_batch."
     )
-
-
-def _treat_left_out(session: Session, progress: Progress, step: Step, window: StepBatches) -> None:
-    if step.trouble:
-        _treat(session, progress, step.trouble, window)
-    else:
-        _count_skipped(session, progress, step, window)
 
 
 def _treat(session: Session, progress: Progress, trouble: Trouble, window: StepBatches) -> None:

@@ -254,7 +254,11 @@ class OptimizerState:
         for group in inner.param_groups:
             group["lr"] = 0.0
         if self._stage == 3:
-            self._make_empty_state_of_stage_3(inner)
+            zero = self._engine.optimizer
+            for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+                gradient, flat.grad = flat.grad, torch.zeros_like(flat)
+                zero._optimizer_step(index)  # steps `inner` over this one sub-group
+                flat.grad = gradient
             return
         owned = [parameter for group in inner.param_groups for parameter in group["params"]]
         before = [parameter.grad for parameter in owned]
@@ -275,13 +279,6 @@ class OptimizerState:
         if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
             wrapper._hp_optimizer_states_linked = False
             wrapper._lazy_init_hp_params_optimizer_state()
-
-    def _make_empty_state_of_stage_3(self, inner: torch.optim.Optimizer) -> None:
-        zero = self._engine.optimizer
-        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            before, flat.grad = flat.grad, torch.zeros_like(flat)
-            zero._optimizer_step(index)  # steps `inner` over this one sub-group
-            flat.grad = before
 
 
 def dtype_of(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:

@@ -54,7 +54,11 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     """
     try:
         with session.meter.pause():
-            improved = _is_best(session, progress, _evaluate(session, progress.step))
+            scores = _scores(session, progress.step)
+            metrics = {f"valid/{name}": value for name, value in scores.items()}
+            session.run.log(progress.step, **metrics)
+            session.run.score(progress.step, **metrics)
+            improved = _is_best(session, progress, metrics)
     except Stopped:
         if not is_saved:
             session.save(progress)
@@ -84,15 +88,6 @@ def _stop_if_asked(session: Session) -> None:
     """Raise Stopped on all ranks when one of them was asked to stop. A collective."""
     if int(distributed.total(torch.tensor(int(session.preemption.requested)))):
         raise Stopped
-
-
-def _evaluate(session: Session, step: int) -> dict[str, float]:
-    """Score the validation split and log it."""
-    scores = _scores(session, step)
-    metrics = {f"valid/{name}": value for name, value in scores.items()}
-    session.run.log(step, **metrics)
-    session.run.score(step, **metrics)
-    return metrics
 
 
 def _is_best(session: Session, progress: Progress, metrics: Mapping[str, float]) -> bool:

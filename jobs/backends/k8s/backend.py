@@ -112,7 +112,7 @@ class K8s:
         return ids
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """What the cluster says of these ids, of the objects and of their pods."""
+        """The states of these ids, from their objects and pods."""
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for job_id in ids:
             namespace, kind, name = _parts(job_id)
@@ -133,7 +133,7 @@ class K8s:
         return {job_id: answers[job_id] for job_id in ids if job_id in answers}
 
     def cancel(self, job_id: str) -> None:
-        """Delete the object. It stays, marked, until its pods have had their grace."""
+        """Delete the object. It stays, marked as deleted, until its pods have ended."""
         namespace, kind, name = _parts(job_id)
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         group, version, plural = KINDS[kind]
@@ -148,7 +148,7 @@ class K8s:
                 raise Unreachable(f"cannot delete {job_id}: {answer}") from None
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
-        """Lines of the newest pod of the first node; nothing before it has started."""
+        """Lines of the newest pod of the first node. There are none before that pod has started."""
         namespace, _, name = _parts(job_id)
         pods = [pod for pod in _pods(namespace, [token_in(name)]) if rank_of(pod) == "0"]
         if not pods:

@@ -43,16 +43,27 @@ def manifest(spec: JobSpec) -> dict[str, Any]:
     ConfigError names everything that cannot be rendered: a key of another backend, a missing image,
     a bad name.
     """
-    job, is_gang = check_spec(spec).job, spec.job.nodes > 1
-    body: dict[str, Any] = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2" if is_gang else "batch/v1",
-        "kind": "JobSet" if is_gang else "Job",
-        "metadata": metadata(spec),
-        "spec": _gang(spec) if is_gang else wire(job_spec(spec)),
-    }
+    job = check_spec(spec).job
+    version, kind = "batch/v1", "Job"
+    body: dict[str, Any] = wire(job_spec(spec))
+    if job.nodes > 1:  # one child Job with a pod per node, and DNS names for the rendezvous
+        version, kind = "jobset.x-k8s.io/v1alpha2", "JobSet"
+        preempted = {
+            "name": "preempted",
+            "action": "RestartJobSet",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+        }
+        body = {
+            "failurePolicy": {
+                "maxRestarts": job.max_preemptions,
+                "rules": [preempted, {"name": "failed", "action": "FailJobSet"}],
+            },
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "replicatedJobs": [{"name": REPLICATED, "replicas": 1, "template": {"spec": body}}],
+        }
     if job.queue is not None:
-        body["spec"]["suspend"] = True  # Kueue starts it
-    return body
+        body["suspend"] = True  # Kueue starts it
+    return {"apiVersion": version, "kind": kind, "metadata": metadata(spec), "spec": body}
 
 
 def metadata(spec: JobSpec) -> dict[str, Any]:
@@ -119,25 +130,6 @@ def _on_disruption(action: str) -> Any:
         type="DisruptionTarget", status="True"
     )
     return models.V1PodFailurePolicyRule(action=action, on_pod_conditions=[pattern])
-
-
-def _gang(spec: JobSpec) -> dict[str, Any]:
-    """The JobSet's spec: one child Job with a pod per node, and DNS names for the rendezvous."""
-    preempted = {
-        "name": "preempted",
-        "action": "RestartJobSet",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-    }
-    return {
-        "failurePolicy": {
-            "maxRestarts": spec.job.max_preemptions,
-            "rules": [preempted, {"name": "failed", "action": "FailJobSet"}],
-        },
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "replicatedJobs": [
-            {"name": REPLICATED, "replicas": 1, "template": {"spec": wire(job_spec(spec))}}
-        ],
-    }
 
 
 def head_node(spec: JobSpec) -> str:

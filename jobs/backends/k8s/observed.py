@@ -1,4 +1,4 @@
-"""What a Job or JobSet and its pods say of the state of a job."""
+"""The state of a job, read from its Job or JobSet and its pods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEEDS_A_PERSON = {
 
 
 def observe(item: Object, pods: Sequence[Object]) -> Observed:
-    """What a Job or JobSet and its pods add up to."""
+    """The state of a job, from its Job or JobSet and its pods."""
     conditions = {
         c["type"]: c
         for c in item.get("status", {}).get("conditions", [])
@@ -42,30 +42,7 @@ def observe(item: Object, pods: Sequence[Object]) -> Observed:
         return Observed("held", text, restarts=restarts)
     if not newest:
         return Observed("queued", "no pod yet", restarts=restarts)
-    return _living(newest[-1], restarts)
-
-
-def _failure(condition: Object, pods: Sequence[Object], restarts: int) -> Observed:
-    """Failed for good: why is best seen in the container that ended last and badly."""
-    reason = ": ".join(text for key in ("reason", "message") if (text := condition.get(key)))
-    ends: list[Object] = []
-    for pod in sorted(pods, key=creation_time):
-        for container in pod.get("status", {}).get("containerStatuses", []):
-            end = container.get("state", {}).get("terminated")
-            if container.get("name") == CONTAINER and end and end.get("exitCode") != 0:
-                ends.append(end)
-    is_late = condition.get("reason") == "DeadlineExceeded" or any(
-        pod.get("status", {}).get("reason") == "DeadlineExceeded" for pod in pods
-    )
-    if is_late:
-        return Observed("timeout", reason, host=_host(pods), restarts=restarts)
-    state: JobState = "oom" if any(end.get("reason") == "OOMKilled" for end in ends) else "failed"
-    code = ends[-1].get("exitCode") if ends else None
-    return Observed(state, reason, host=_host(pods), exit_code=code, restarts=restarts)
-
-
-def _living(pod: Object, restarts: int) -> Observed:
-    """The state of a Job that has not ended, from the newest pod of its first node."""
+    pod = newest[-1]  # of the first node
     status = pod.get("status", {})
     phase = status.get("phase")
     if phase == "Running":
@@ -88,8 +65,27 @@ def _living(pod: Object, restarts: int) -> Observed:
     return Observed("queued", why[0] if why else None, restarts=restarts)
 
 
+def _failure(condition: Object, pods: Sequence[Object], restarts: int) -> Observed:
+    """A job that failed for good. The reason comes from the container that failed last."""
+    reason = ": ".join(text for key in ("reason", "message") if (text := condition.get(key)))
+    ends: list[Object] = []
+    for pod in sorted(pods, key=creation_time):
+        for container in pod.get("status", {}).get("containerStatuses", []):
+            end = container.get("state", {}).get("terminated")
+            if container.get("name") == CONTAINER and end and end.get("exitCode") != 0:
+                ends.append(end)
+    is_late = condition.get("reason") == "DeadlineExceeded" or any(
+        pod.get("status", {}).get("reason") == "DeadlineExceeded" for pod in pods
+    )
+    if is_late:
+        return Observed("timeout", reason, host=_host(pods), restarts=restarts)
+    state: JobState = "oom" if any(end.get("reason") == "OOMKilled" for end in ends) else "failed"
+    code = ends[-1].get("exitCode") if ends else None
+    return Observed(state, reason, host=_host(pods), exit_code=code, restarts=restarts)
+
+
 def rank_of(pod: Object) -> str:
-    """The rank of the node that a pod stands for, "0" where there is one."""
+    """The rank of the node that a pod stands for; "0" for a job of one node."""
     return pod["metadata"].get("annotations", {}).get(RANK, "0")
 
 

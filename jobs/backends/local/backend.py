@@ -41,7 +41,7 @@ OF_A_JOB = (
 
 
 class Local:
-    """jobs/backends/local/queue.py as a backend."""
+    """The queue of this machine (jobs/backends/local/queue.py) as a backend."""
 
     name: ClassVar[str] = "local"
     traits: ClassVar[Traits] = Traits(runs_here=True, shares_disk=True, keeps_queue=True)
@@ -135,9 +135,9 @@ class Local:
         return "fits this machine"
 
     def submit(self, rendered: Rendered) -> str:
-        """Put it into the queue and see that a runner lives.
+        """Put a job into the queue and make sure that a runner lives. Returns the job's id.
 
-        Unreachable when it may be in another queue already.
+        Unreachable when the job may be in another queue already.
         """
         self.rehearse(rendered)
         entry = json.loads(rendered.text)
@@ -149,7 +149,9 @@ class Local:
         return entry["id"]
 
     def find(self, token: str) -> list[str]:
-        """Its id if it is in this queue. Unreachable if this machine cannot have sent it here."""
+        """The job's id if it is in this queue. Unreachable if this machine cannot have sent it
+        here.
+        """
         entry = self._queue.entry(token)
         if entry.folder.exists():
             if entry.read_end() is None:
@@ -160,12 +162,14 @@ class Local:
         return []
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """What the queue's files say; a runner is started when jobs wait or run without one.
-        Unreachable when it sees no job.
+        """The states of these jobs, from the queue's files. Starts a runner when there is none and
+        jobs wait or run.
+
+        Unreachable when none of these jobs can be seen from here.
         """
         answers: dict[str, Observed] = {}
         unseen: dict[str, str] = {}
-        outlook = _Outlook(self._queue)
+        outlook = _Outlook(self._queue, read_json(self._queue.folder / "free.json") or {})
         for job_id in ids:
             token = self._own(job_id)
             if token is None:
@@ -195,7 +199,8 @@ class Local:
         )
 
     def cancel(self, job_id: str) -> None:
-        """Ask for its end: a waiting job leaves the queue, a running one gets SIGTERM and may save.
+        """Ask for the end of a job: a waiting one leaves the queue, a running one gets SIGTERM and
+        may save.
 
         Unreachable when its queue cannot be seen.
         """
@@ -234,13 +239,12 @@ class Local:
 
 @dataclass(frozen=True)
 class _Outlook:
-    """One look at the queue's files, for all the jobs of one question."""
+    """The queue's files as they are during one query. free: the cores, GPUs and running jobs of
+    each group, as the runner last wrote them.
+    """
 
     queue: Queue
-
-    @cached_property
-    def _free(self) -> dict[str, Any]:
-        return read_json(self.queue.folder / "free.json") or {}
+    free: Mapping[str, Any]
 
     @cached_property
     def _attempts(self) -> dict[str, list[str]]:
@@ -250,7 +254,7 @@ class _Outlook:
         return tokens
 
     def of(self, entry: QueuedJob) -> Observed | None:
-        """What is known of a job; None when it was started where nothing can be seen from here."""
+        """The state of a job; None when it was started where nothing can be seen from here."""
         if (ended := entry.read_end()) is not None:
             return _ending(ended)
         started = entry.read_start()
@@ -268,11 +272,11 @@ class _Outlook:
         return Observed("failed", "its wrapper is gone: killed, as its runner was", host=host)
 
     def _why(self, facts: Mapping[str, Any]) -> str:
-        """What a job waits for."""
+        """The reason why a job waits."""
         before = [job_id for job_id in facts["after"] if not self._has_succeeded(job_id)]
         if before:
             return f"waits for {', '.join(before)}"
-        free = self._free
+        free = self.free
         peers, limit = free.get("groups", {}).get(facts["group"], 0), facts["max_parallel"]
         if limit is not None and peers >= limit:
             return f"waits for its group: {peers} of at most {limit} run"

@@ -88,20 +88,17 @@ class QueuedJob:
         return read_json(self.folder / "ended.json")
 
     def is_cancelled(self) -> bool:
-        """Whether somebody asked for its end."""
+        """Whether a person or a command asked for the end of the job."""
         return (self.folder / "cancel").exists()
 
     def end(self, code: int, reason: str | None) -> None:
-        """Record its end; the first one counts."""
+        """Record how the job ended. The first record counts."""
         create_json(self.folder / "ended.json", {"code": code, "reason": reason})
 
 
 @dataclass(frozen=True)
 class Queue:
-    """The folder, for those who submit and look.
-
-    environment: of the runner that they wake; None: their own.
-    """
+    """The folder of a queue. environment: of a runner that this process starts; None: its own."""
 
     folder: Path
     environment: Mapping[str, str] | None = None
@@ -225,7 +222,7 @@ class Queue:
 
 
 def attempt_of(token: str) -> tuple[str, int]:
-    """(what all attempts at this experiment have in common, the attempt's number)."""
+    """(the part of the token that all attempts at this experiment share, the attempt's number)."""
     match = ATTEMPT.match(token)
     return (match[1], int(match[2])) if match else (token, 0)
 

@@ -81,7 +81,7 @@ class Capacity:
 
 @dataclass
 class Live:
-    """A job that runs: as this runner's child, or adopted from a runner that was killed."""
+    """A running job: a child of this runner, or a job that a killed runner had started."""
 
     entry: QueuedJob
     facts: dict[str, Any]  # entry.json
@@ -92,7 +92,7 @@ class Live:
     asked_at: float | None = None
 
     def code(self) -> int | None:
-        """The exit code when it has ended; an adopted job's is not known: -1."""
+        """The exit code; None while the job runs, -1 for an adopted job, whose code is unknown."""
         if self.child is not None:
             return self.child.poll()
         return None if process.birth(self.pid) == self.birth else -1
@@ -113,8 +113,19 @@ class Runner:
     free_on_disk: dict[str, Any] = field(default_factory=dict[str, Any])
     looked_at: float = -float("inf")
 
+    def work(self) -> None:
+        """Take turns until there was nothing to do for IDLE_S. A job whose exit code only this
+        process can learn is never left, however long this process was suspended.
+        """
+        idle_since = time.monotonic()
+        while not self.is_idle() or time.monotonic() - idle_since < queue_folder.IDLE_S:
+            self.turn()
+            if not self.is_idle():
+                idle_since = time.monotonic()
+            time.sleep(POLL_S)
+
     def turn(self) -> None:
-        """Look once: who is new, who has ended, who is to be stopped, who can start."""
+        """Read the queue once: add jobs, record ends, stop cancelled jobs, start those that fit."""
         self.verdicts.clear()
         self.welcome()
         for token in [token for token, live in self.live.items() if live.code() is not None]:
@@ -137,7 +148,7 @@ class Runner:
         return not self.live and not self.waiting
 
     def welcome(self) -> None:
-        """Take in new entries, and adopt those that a killed runner had started."""
+        """Add new entries, and adopt the jobs that a killed runner had started."""
         # once more: a job that one of them waits for may be newer
         while names := self.queue.tokens() - self.tokens:
             self.tokens |= names
@@ -241,7 +252,7 @@ class Runner:
 
 
 def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Live | None:
-    """Start a job; None when it did not: it has ended then, or somebody else had started it."""
+    """Start a job. None when it did not start, or another process had started it."""
 
     def announce() -> (
         None
@@ -295,7 +306,7 @@ def serve(queue: Queue) -> None:
         with runner_lock(queue.folder, fcntl.LOCK_EX) as is_mine:
             if is_mine:
                 runner = Runner(queue, capacity)
-                _work(runner)
+                runner.work()
         if runner is None:  # a runner has it, or somebody who looks whether there is one
             tries += 1
             time.sleep(POLL_S)
@@ -305,18 +316,6 @@ def serve(queue: Queue) -> None:
         runner.welcome()
         if runner.is_idle():
             return
-
-
-def _work(runner: Runner) -> None:
-    """Until there has been nothing to do for IDLE_S. However long this process is kept from
-    running, it does not leave a job whose exit code only it can learn.
-    """
-    idle_since = time.monotonic()
-    while not runner.is_idle() or time.monotonic() - idle_since < queue_folder.IDLE_S:
-        runner.turn()
-        if not runner.is_idle():
-            idle_since = time.monotonic()
-        time.sleep(POLL_S)
 
 
 def main() -> int:

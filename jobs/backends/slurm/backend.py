@@ -99,7 +99,7 @@ class Slurm:
         return Rendered(spec.token, "rendered.sbatch", _script(argv, spec, spec.wrapper), argv)
 
     def rehearse(self, rendered: Rendered) -> str | None:
-        """What `sbatch --test-only` says: when and where it would start. Refused, Unreachable."""
+        """When and where it would start, by `sbatch --test-only`. Refused, Unreachable."""
         reply = call(
             [rendered.argv[0], "--test-only", *rendered.argv[1:]],
             text=rendered.text,
@@ -110,9 +110,10 @@ class Slurm:
         return reply.words.removeprefix("sbatch: ") or None
 
     def submit(self, rendered: Rendered) -> str:
-        """The id. Refused: Slurm looked at it and said no.
+        """The id of the job.
 
-        Unreachable: there was no clear answer, so it may be there.
+        Refused: Slurm rejected the job. Unreachable: there was no clear answer, so the job may
+        exist.
         """
         if shutil.which(rendered.argv[0]) is None:
             raise Refused(
@@ -160,7 +161,7 @@ class Slurm:
         return {job_id: observe(rows[job_id], around) for job_id in own_ids if job_id in rows}
 
     def cancel(self, job_id: str) -> None:
-        """Ask for its end; one that has ended or is forgotten is fine.
+        """Ask for the end of a job. Nothing happens if it has ended or Slurm has forgotten it.
 
         Refused when it is not ours, Unreachable when the scheduler cannot be seen.
         """
@@ -249,10 +250,24 @@ def _sbatch(options: Sequence[str]) -> tuple[str, ...]:
 
 
 def _options(spec: JobSpec, token: str) -> list[str]:
-    """The options of sbatch for this job, one argument each."""
-    job = spec.job
+    """The options of sbatch for this job, one argument each. ConfigError."""
+    job, wrong = spec.job, list[str]()  # wrong: every value that Slurm would misread
     job.refuse_foreign("slurm", OWN)
-    _refuse_unusable(spec, token)
+    if not TOKEN.match(token):
+        wrong.append(f"token {token!r}: want [a-z0-9_], at most 64")
+    wrong += [
+        f"after {text!r}: not the id of a Slurm job" for text in spec.after if not ID.match(text)
+    ]
+    for key in ("nodelist", "exclude"):
+        if "/" in (getattr(job, key) or ""):  # sbatch would read it as the name of a file
+            wrong.append(f"{key} {getattr(job, key)!r}: want names of nodes, not a file")
+    if job.signal_s is not None and job.signal_s > 65535:
+        wrong.append(f"signal_s={job.signal_s}: at most 65535")
+    for key in ("gpu_mem", "gpu_model"):
+        if (value := getattr(job.resources, key)) is not None:
+            wrong.append(f"resources.{key}={value!r}: ask by gres ('gpu:a100:4') or constraint")
+    if wrong:
+        raise ConfigError("slurm: " + "\n".join(wrong))
     gres = job.gres or (f"gpu:{job.resources.gpu}" if job.resources.gpu else None)
     after = [f"afterok:{':'.join(spec.after)}"] if spec.after else []
     options = [
@@ -280,29 +295,9 @@ def _options(spec: JobSpec, token: str) -> list[str]:
     return options + ([f"--signal=B:USR1@{job.signal_s}"] if job.signal_s is not None else [])
 
 
-def _refuse_unusable(spec: JobSpec, token: str) -> None:
-    """ConfigError for every value that Slurm would misread."""
-    job, wrong = spec.job, list[str]()
-    if not TOKEN.match(token):
-        wrong.append(f"token {token!r}: want [a-z0-9_], at most 64")
-    wrong += [
-        f"after {text!r}: not the id of a Slurm job" for text in spec.after if not ID.match(text)
-    ]
-    for key in ("nodelist", "exclude"):
-        if "/" in (getattr(job, key) or ""):  # sbatch would read it as the name of a file
-            wrong.append(f"{key} {getattr(job, key)!r}: want names of nodes, not a file")
-    if job.signal_s is not None and job.signal_s > 65535:
-        wrong.append(f"signal_s={job.signal_s}: at most 65535")
-    for key in ("gpu_mem", "gpu_model"):
-        if (value := getattr(job.resources, key)) is not None:
-            wrong.append(f"resources.{key}={value!r}: ask by gres ('gpu:a100:4') or constraint")
-    if wrong:
-        raise ConfigError("slurm: " + "\n".join(wrong))
-
-
 def _output(folder: PurePath, name: str) -> list[str]:
-    r"""Where Slurm's own text goes. In a file pattern "%" is doubled; a backslash cannot be had
-    (22.05 drops it).
+    r"""The options for Slurm's own log. In a file pattern "%" is doubled; Slurm 22.05 drops a
+    backslash, so a path with one is refused.
     """
     text = str(folder)
     if not folder.is_absolute() or "\\" in text:

@@ -1,7 +1,7 @@
-"""What Slurm's clients answer: calling them, the columns of squeue and sacct, and what a job's
-words mean.
+"""Calls Slurm's clients and reads their answers: the columns of squeue and sacct, and the state
+that they mean for a job.
 
-Source of the states and reasons: squeue(1), and Slurm 22.05.8 as it was seen to behave.
+Source of the states and reasons: squeue(1), and the behaviour of Slurm 22.05.8.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ HISTORY = "JobID,State,ExitCode,NodeList"  # its Reason is why the job once wait
 
 @dataclass(frozen=True)
 class Reply:
-    """How a client ended."""
+    """The exit code and the output of a client."""
 
     code: int
     out: str
@@ -142,14 +142,14 @@ class Reply:
 
     @property
     def words(self) -> str:
-        """What it had to say, on one line."""
+        """Its error output, or else its output, on one line."""
         return "; ".join(
             line.strip() for line in (self.err or self.out).splitlines() if line.strip()
         )
 
 
 def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Reply:
-    """Run a client to its end. Unreachable when it cannot be run or does not end in time."""
+    """Run a client to its end. Unreachable when it cannot start or does not end in time."""
     env = {
         name: value
         for name in (*HANDED_ON, *DEFAULTS)
@@ -175,7 +175,7 @@ def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Reply:
 
 
 def ask(*argv: str) -> list[str]:
-    """The lines that a client answers; Unreachable for any failure."""
+    """The lines of a client's output. Unreachable for any failure."""
     reply = call(argv, timeout_s=ASK_S)
     if reply.code != 0:
         raise Unreachable(f"{argv[0]}: {reply.words}")
@@ -183,7 +183,7 @@ def ask(*argv: str) -> list[str]:
 
 
 def rejection(reply: Reply, what: str) -> Refused | Unreachable:
-    """Refused when Slurm has clearly said no, else Unreachable: a lost answer is no answer."""
+    """Refused when Slurm has clearly said no; else Unreachable: a lost answer says nothing."""
     kind = (
         Unreachable if reply.code < 0 or not reply.words or UNSEEN.search(reply.words) else Refused
     )
@@ -191,7 +191,7 @@ def rejection(reply: Reply, what: str) -> Refused | Unreachable:
 
 
 def list_lines(ids: Sequence[str], columns: str) -> list[str]:
-    """Lines of squeue for these jobs, dead ones too, none for an unknown id. Unreachable."""
+    """Lines of squeue for these jobs, ended ones included; none for unknown ids. Unreachable."""
     reply = call(
         ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", columns],
         timeout_s=ASK_S,
@@ -213,9 +213,8 @@ def queue_lines(ids: Sequence[str]) -> Iterator[QueueLine]:
 
 
 def past(ids: Sequence[str]) -> Iterator[QueueLine]:
-    """Rows of the ended jobs that accounting knows.
-
-    One that it calls alive is left out: the controller would know it.
+    """Rows of ended jobs from accounting. A job that accounting calls alive is left out, because
+    the controller would know it.
     """
     for line in history(f"--jobs={','.join(ids)}", f"--format={HISTORY}"):
         fields = line.split("|")
@@ -227,10 +226,7 @@ def past(ids: Sequence[str]) -> Iterator[QueueLine]:
 
 
 def history(*options: str) -> list[str]:
-    """Lines of sacct; none without accounting, and none while its database is away.
-
-    They only add to what squeue says.
-    """
+    """Lines of sacct, which only add to those of squeue; none without accounting."""
     try:
         reply = call(
             ["sacct", "--noheader", "--parsable2", "--allocations", *options], timeout_s=ASK_S
@@ -243,8 +239,8 @@ def history(*options: str) -> list[str]:
 
 
 def observe(row: QueueLine, around: Sequence[Node]) -> Observed:
-    """What a row says of its job. `around`: the cluster's nodes, needed when the row says that
-    there are too few.
+    """The state of a job, from its row. `around`: the cluster's nodes, needed when the row says
+    that there are too few.
 
     exit_code is 128 + the signal, as in a shell, for a job that a signal ended; None for one that
     never ran.
@@ -279,7 +275,7 @@ def observe(row: QueueLine, around: Sequence[Node]) -> Observed:
 def _waiting(
     row: QueueLine, state: JobState, reason: str | None, around: Sequence[Node]
 ) -> tuple[JobState, str | None]:
-    """A pending job: whether time alone will start it, and if not, what will."""
+    """The state of a pending job: queued if time alone starts it, else held until a person acts."""
     for start, cure in CURES.items():
         if row.reason.startswith(start):
             return "held", f"{row.reason}: {cure.format(id=row.id)}"

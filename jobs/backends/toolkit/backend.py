@@ -156,7 +156,7 @@ class Toolkit:
         return [job.id for job in self.list_jobs("-N", token) if job.name == token]
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """States of these jobs. An id that is left out is one that the service does not know."""
+        """The states of these jobs. An id that the service does not know is left out."""
         return {job_id: job.observe() for job_id, job in self.details(ids).items()}
 
     def details(self, ids: Sequence[str]) -> dict[str, EaiJob]:
@@ -177,7 +177,7 @@ class Toolkit:
         return {job_id: jobs[job_id] for job_id in unique if job_id in jobs}
 
     def cancel(self, job_id: str) -> None:
-        """Ask for the end of a job; one that has ended or is unknown is fine."""
+        """Ask for the end of a job. Nothing happens if it has ended or is unknown."""
         answer = self._read("job", "kill", job_id)
         if answer.code == 0 or ENDED.search(answer.text):
             return
@@ -299,7 +299,7 @@ def _argv(values: Mapping[str, Any]) -> Iterator[str]:
 def _key_problems(
     token: str, job: JobConfig, environment: Mapping[str, str], kind: str
 ) -> list[str]:
-    """What this backend cannot do with a job dictionary, or must not."""
+    """A sentence for each key of a job dictionary that this backend cannot or must not obey."""
     problems: list[str] = []
     if job.nodes > 1:
         problems.append(
@@ -336,9 +336,9 @@ def _key_problems(
 
 
 def _mount_problems(job: JobConfig, workdir: str, writes: Sequence[str]) -> list[str]:
-    """Folders that the container would not have.
+    """The folders that lie in no mount, a sentence each.
 
-    It sees nothing of the submitter's disk but the mounts.
+    A container sees nothing of the submitter's disk but its mounts.
     """
     mounts = [match for text in _mounts(job) if (match := MOUNT.match(text))]
     rw = [match for match in mounts if match[2] != "ro"]

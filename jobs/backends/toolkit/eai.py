@@ -105,7 +105,7 @@ class EaiJob:
 
 @dataclass(frozen=True)
 class ToolkitReply:
-    """What one call of `eai` came back with."""
+    """The exit code and the output of one call of `eai`."""
 
     code: int | None  # None: there was no answer
     out: str

@@ -32,7 +32,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from jobs.backends.toolkit.backend import Toolkit, rendered_job
 from jobs.config import JobConfig
 from jobs.errors import Unreachable
-from trainer.config.schema import validate
+from trainer.config.block import validate
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _words(command: str) -> list[str]:
 
 @cache
 def _load(name: str) -> Any:
-    """haven.<name>, cured. ConfigError when haven is not installed."""
+    """haven.<name>, with three defects repaired. ConfigError when haven is not installed."""
     if importlib.util.find_spec("haven") is None:
         raise ConfigError(f"haven is not installed. {INSTALL}")
     try:
@@ -245,9 +245,9 @@ def _load(name: str) -> Any:
 
 @contextmanager
 def _pkg_resources() -> Generator[None]:
-    """Answer haven's one question to pkg_resources, where setuptools has none.
+    """Answer the one question that haven asks of pkg_resources, which newer setuptools lack.
 
-    The answer is gone after the block: others must not find it.
+    The stand-in is removed after the block, so that no other package finds it.
     """
     if "haven" in sys.modules or importlib.util.find_spec("pkg_resources") is not None:
         yield

@@ -132,9 +132,7 @@ class Worker:
                         one.end(error)
 
     async def _exchange(self, batch: list[Waiting]) -> None:
-        """Send a batch and hand each piece to its question. The caller holds the lock.
-        CannotAnswer.
-        """
+        """Send a batch, and hand each piece to its question; under the lock. CannotAnswer."""
         is_whole = False
         try:
             process = await self._ready_process()

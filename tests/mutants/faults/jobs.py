@@ -156,7 +156,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/record/verdict.py",
-        "is_fresh=seconds_since(sent_at) < FRESH_S",
+        "is_fresh=seconds_since(sent_at) < LISTING_S",
         "is_fresh=False",
         why="a job is called lost before its scheduler has listed it",
         tests=STATES,

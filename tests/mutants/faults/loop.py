@@ -100,8 +100,8 @@ FAULTS = [
     ),
     Fault(
         FILE,
-        "return session.cfg.optim.lr * factor * progress.plateau.factor",
-        "return session.cfg.optim.lr * factor",
+        "lr = session.cfg.optim.lr * factor * progress.plateau.factor",
+        "lr = session.cfg.optim.lr * factor",
         why="reduce_on_plateau never reaches the optimizer: the log shows a rate that was not used",
         tests=FIT,
     ),

@@ -65,8 +65,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/uploads.py",
-        "    if not parts.is_whole:\n",
-        "    if False:\n",
+        "        if not self.is_whole:\n",
+        "        if False:\n",
         why="half of an upload is kept as a file",
         tests=HOSTILE,
     ),

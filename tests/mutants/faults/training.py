@@ -323,7 +323,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/group.py",
-        "if not is_in_memory and int(distributed.total(torch.tensor(int(preemption.requested)))):",
+        "if not is_in_memory(plan, options) and int(distributed.total(is_asked_to_stop)):",
         "if preemption.requested:",
         why="between two experiments one rank stops and the others wait for it",
         tests=GROUPS,

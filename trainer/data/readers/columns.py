@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.formats.lists import as_list, is_nan, structure
 from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError, nearest
 
@@ -16,26 +15,24 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 _LOOKED_AT = 100  # a column must occur in so many first rows; JSON lines may leave columns out
-_LISTS = ("[", "{")  # the first characters of JSON lists and objects
-_SURE_LISTS = ('["', "['", "[{", '{"', "{'")  # beginnings that no ordinary text has
 
 Placed = Iterator[tuple[str, "Row"]]
 
 
 def in_our_names(
-    rows: Iterable[tuple[str, Row]], columns: Mapping[str, str], layout: Layout, *, are_cells: bool
+    rows: Iterable[tuple[str, Row]], columns: Mapping[str, str], layout: Layout
 ) -> Placed:
-    """The same rows with columns renamed by `columns` (our name -> their name), and cells parsed.
+    """The same rows with columns renamed by `columns` (our name -> their name).
 
-    A mapped name replaces every other name for the same thing. are_cells: the rows are those of a
-    table, whose cells may hold a list as JSON; for a name that needs a list, any other text becomes
-    a list of one. ConfigError for a column that none of the first rows has.
+    A mapped name replaces every other name for the same thing. A name that needs a list gets one,
+    out of a text too (see lists.py). ConfigError for a column that none of the first rows has.
     """
     rows = iter(rows)
     if columns:
         first = list(itertools.islice(rows, _LOOKED_AT))
         _check_columns(first, columns)
         rows = itertools.chain(first, rows)
+    names = {name for group in layout.groups for name in group}
     replaced = {other for name in columns for other in layout.alternatives(name)}
     for place, raw in rows:
         row = {name: value for name, value in raw.items() if name not in replaced}
@@ -43,9 +40,15 @@ def in_our_names(
             value = raw[column] if column in raw else _follow(raw, _parts(column), place, column)
             if value is not None:
                 _write(row, name, value, place)
-        if are_cells:
-            for name in layout.lists & row.keys():
-                row[name] = _list_of_cell(row[name], place, name)
+        row |= {name: None for name, value in row.items() if is_nan(value)}
+        for name in names & row.keys():
+            if isinstance(row[name], bytes):
+                raise DataError(
+                    f"{place}: {name!r} is {preview(row[name])}, bytes of a binary column, want "
+                    "text. Write the column as strings, in UTF-8."
+                )
+        for name in layout.lists & row.keys():
+            row[name] = as_list(row[name], place, name)
         yield place, row
 
 
@@ -78,7 +81,7 @@ def _parts(column: str) -> list[str]:
 def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
     for number, part in enumerate(parts):
         name = part.removesuffix("[]")
-        value = _parse(value)
+        value = _structure(value, place, column)
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -89,7 +92,7 @@ def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
         value = value.get(name)
         if not part.endswith("[]"):
             continue
-        items, rest = _parse(value), parts[number + 1 :]
+        items, rest = _structure(value, place, column), parts[number + 1 :]
         if items is not None and not isinstance(items, list):
             raise DataError(
                 f"{place}: {column!r} of data.columns wants a list, got {preview(items)}. Leave "
@@ -101,13 +104,21 @@ def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
     return value
 
 
+def _structure(value: Any, place: str, column: str) -> Any:
+    """The object or list that a cell holds as text; any other value unchanged."""
+    found = structure(value, place, column) if isinstance(value, str) else None
+    return value if found is None else found
+
+
 def _write(row: Row, name: str, value: Any, place: str) -> None:
     """Write a value under our name. A name like "ctxs[].text" writes into the objects of a list."""
     outer, brackets, inner = name.partition("[].")
     if not brackets:
         row[name] = value
         return
-    values = _list_of_cell(value, place, name)
+    values = as_list(value, place, name)
+    if values is None:
+        return
     if not isinstance(values, list):
         raise DataError(f"{place}: {name!r} of data.columns is {preview(value)}, want a list.")
     objects = row.setdefault(outer, [{} for _ in values])
@@ -119,37 +130,3 @@ def _write(row: Row, name: str, value: Any, place: str) -> None:
     for one, item in zip(objects, values, strict=True):
         if item is not None:
             one[inner] = item
-
-
-# Cells
-# --------------------------------------------------------------------------------------------------
-
-
-def _list_of_cell(value: Any, place: str, name: str) -> Any:
-    """The list in a cell. Any other text becomes a list of one; a value that is no text stays."""
-    if not isinstance(value, str):
-        return value
-    parsed = _parse(value)
-    if isinstance(parsed, list):
-        return parsed
-    if value.lstrip().startswith(_SURE_LISTS):
-        raise DataError(
-            f"{place}: {name!r} is {preview(value)}, which begins as a list and is none. Write it "
-            'as JSON: ["one", "two"].'
-        )
-    return [value]
-
-
-def _parse(value: Any) -> Any:
-    """The value of a text that is a JSON list or object, or a list as Python prints it; any other
-    value unchanged.
-    """
-    if not isinstance(value, str) or not value.lstrip().startswith(_LISTS):
-        return value
-    for read in (json.loads, ast.literal_eval):  # pandas writes lists into CSV as Python does
-        try:
-            parsed = read(value.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        return parsed if isinstance(parsed, (list, dict)) else value
-    return value

@@ -38,7 +38,8 @@ def data_set(
     try:
         if any((place / file).is_file() for file in _SAVED):
             saved = datasets.load_from_disk(str(place))
-            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+            saved = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+            return saved.with_format(None)  # lists, where it was saved to give arrays
         source = str(place) if place.is_dir() else name
         cache = None if cache_dir is None else str(cache_dir / "datasets")
         return datasets.load_dataset(

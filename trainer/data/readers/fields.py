@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.formats.lists import as_list
 from trainer.data.readers.jsonl import preview
 from trainer.errors import DataError
 
@@ -19,6 +20,7 @@ PASSAGE_IDS = ("docid", "_id", "id", "passage_id", "psg_id")  # Tevatron; BEIR; 
 QUESTION_IDS = ("query_id", "_id", "qid", "id")  # Tevatron; BEIR; NaturalQuestions here; FiD
 QUESTIONS = ("query", "query_text", "question", "text")  # Tevatron 1 and 2; FiD and DPR; BEIR
 _ANSWERS = ("answers", "answer")
+_MARKS = {"0": 0, "1": 1}  # of a context, in the cell of a table
 
 
 def first_given(raw: Row, names: Sequence[str], default: str | None = None) -> tuple[str, Any]:
@@ -52,12 +54,15 @@ def required_text(raw: Row, name: str, place: str) -> str:
 
 
 def texts(value: Any, place: str, name: str) -> list[str]:
-    """The value, which must be a list of texts that are not blank."""
-    if not isinstance(value, list) or not value:
+    """The value, which must be a list of texts that are not blank, or one text; see lists.py."""
+    items = as_list(value, place, name)
+    if not isinstance(items, list) or not items:
         raise DataError(
             f"{place}: {name!r} is {preview(value)}, want a list of texts that is not empty."
         )
-    return [text(one, place, f"{name}[{index}]") for index, one in enumerate(value)]
+    if items == [value]:
+        return [text(value, place, name)]
+    return [text(one, place, f"{name}[{index}]") for index, one in enumerate(items)]
 
 
 def titles(value: Any, place: str, count: int) -> list[str]:
@@ -66,6 +71,16 @@ def titles(value: Any, place: str, count: int) -> list[str]:
     if len(values) != count:
         raise DataError(f"{place}: {len(values)} titles for {count} contexts; give one each.")
     return values
+
+
+def passages(value: Any, place: str, name: str) -> list[Row]:
+    """The passages of a list of objects and ids, each as `passage` reads it."""
+    values = as_list(value, place, name)
+    if not isinstance(values, list):
+        raise DataError(
+            f"{place}: {name!r} is {preview(value)}, want a list of passages or of their ids."
+        )
+    return [passage(one, place, f"{name}[{index}]") for index, one in enumerate(values)]
 
 
 def contexts(raw: Row, place: str) -> list[Row] | None:
@@ -86,31 +101,37 @@ def contexts(raw: Row, place: str) -> list[Row] | None:
 def answers(raw: Row, place: str) -> list[str]:
     """The answers of a question, a list or one text; none when the file does not know them."""
     name, value = first_given(raw, _ANSWERS)
-    if value is None or value == []:
-        return []
-    if isinstance(value, str):
-        return [text(value, place, name)]
-    if not isinstance(value, list):
+    value = as_list(value, place, name)
+    return [] if value is None or value == [] else texts(value, place, name)
+
+
+def useful_contexts(raw: Row, place: str, count: int) -> list[int]:
+    """Whether each of `count` contexts answers the question, 0 or 1."""
+    given = as_list(raw["useful_contexts"], place, "useful_contexts")
+    marks: list[Any] = [
+        _MARKS.get(one, one) if isinstance(one, str) else one for one in given or ()
+    ]
+    if len(marks) != count or not all(mark in (0, 1) for mark in marks):
         raise DataError(
-            f"{place}: {name!r} is {preview(value)}, want a list of texts, or one text."
+            f"{place}: 'useful_contexts' is {preview(given)}, want a 0 or 1 for each context."
         )
-    return texts(value, place, name)
+    return marks
 
 
 def identity(value: Any, place: str, name: str) -> str:
-    """An id as text: an integer, or text that is not blank."""
+    """An id as text without white space around it: an integer, or text that is not blank."""
     is_text = isinstance(value, str) and bool(value.strip())
     if not is_text and (not isinstance(value, int) or isinstance(value, bool)):
         raise DataError(
             f"{place}: {name!r} is {preview(value)}, want an id: a number without decimals, or "
             "text."
         )
-    return str(value)
+    return str(value).strip()
 
 
 def column_identity(value: Any, place: str, name: str) -> str:
     """An id that a run file can hold between its blanks."""
-    if isinstance(value, str) and value.split() != [value]:
+    if isinstance(value, str) and len(value.split()) != 1:
         raise DataError(
             f"{place}: {name!r} is {preview(value)}, want an id: an integer, or text without "
             "blanks."

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.config.own_rows import COMPLETIONS, QUESTIONS, TEXTS, Layout, OwnRows
+from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields
 from trainer.data.readers.fields import first_given
 from trainer.data.readers.folders import CORPUS, QUERIES, nq_folder, split_names
-from trainer.data.readers.jsonl import numbered_jsonl, objects, preview
+from trainer.data.readers.jsonl import numbered_jsonl, objects
 from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.passages import nq_passages
 from trainer.data.stdlib_docs import is_held_out
@@ -59,9 +60,9 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
             raise DataError(f"{place}: the id {name!r} stands twice; give every question its own.")
         ids.add(name)
         key, value = first_given(raw, _POSITIVES)
-        values: list[Any] = value if isinstance(value, list) else [value]
+        values = as_list(value, place, key)
         positives: list[str] = []
-        for one in values if value is not None else ():
+        for one in [values] if isinstance(values, dict) else values or ():
             passage = first_given(one, fields.PASSAGE_IDS)[1] if isinstance(one, dict) else one
             positives.append(fields.column_identity(passage, place, key))
         yield Query(name, text, fields.answers(raw, place), positives)
@@ -136,10 +137,10 @@ def nq_rows(folder: Path | None, split: str) -> Iterator[Row]:
     """
     of_split = list(nq_lines(folder, split))
     folder = nq_folder(folder)
-    ids = {str(raw.get("gold")) for _, _, raw in of_split}
+    ids = {str(raw.get("gold")).strip() for _, _, raw in of_split}
     gold = {passage["id"]: passage for passage in nq_passages(folder) if passage["id"] in ids}
     for _, place, raw in of_split:
-        passage = gold.get(str(raw.get("gold")))
+        passage = gold.get(str(raw.get("gold")).strip())
         if passage is None:
             raise DataError(f"{place}: gold={raw.get('gold')!r} is no id in {folder / CORPUS}.")
         yield {
@@ -201,10 +202,9 @@ def question_row(raw: Row, place: str) -> Row:
     if raw.get("dataset") is not None:
         row["dataset"] = fields.text(raw["dataset"], place, "dataset")
     if raw.get("ctxs") is not None and not _present(raw, ("context", "contexts")):
-        values = raw["ctxs"]
-        if not isinstance(values, list) or not values:
-            raise DataError(f"{place}: 'ctxs' is {preview(values)}, want a list that is not empty.")
-        passages = [fields.passage(one, place, f"ctxs[{n}]") for n, one in enumerate(values)]
+        passages = fields.passages(raw["ctxs"], place, "ctxs")
+        if not passages:
+            raise DataError(f"{place}: 'ctxs' is [], want a list that is not empty.")
         row["contexts"] = fields.texts([one.get("text") for one in passages], place, "ctxs")
         titles = [one["title"] for one in passages if one.get("title")]
         if len(titles) == len(passages):
@@ -220,18 +220,13 @@ def question_row(raw: Row, place: str) -> Row:
     if raw.get("titles") is not None:
         row["titles"] = fields.titles(raw["titles"], place, count)
     if raw.get("useful_contexts") is not None:
-        row["useful_contexts"] = useful = raw["useful_contexts"]
-        if not isinstance(useful, list) or len(useful) != count or not set(useful) <= {0, 1}:
-            raise DataError(
-                f"{place}: 'useful_contexts' is {preview(useful)}, want a 0 or 1 for each context."
-            )
+        row["useful_contexts"] = fields.useful_contexts(raw, place, count)
     return row
 
 
 def _required_answers(raw: Row, place: str) -> list[str]:
-    if _one_of(raw, ("answer", "answers"), place) == "answer":
-        return [fields.text(raw["answer"], place, "answer")]
-    return fields.texts(raw["answers"], place, "answers")
+    name = _one_of(raw, ("answer", "answers"), place)
+    return fields.texts(raw[name], place, name)
 
 
 def _present(raw: Row, names: tuple[str, str]) -> list[str]:

@@ -11,6 +11,8 @@ from trainer.data.readers.fields import finite
 from trainer.data.readers.jsonl import bad_line, lines, preview
 from trainer.errors import DataError
 
+_MAX_DIGITS = 18  # of a rank or a relevance: 64 bits
+
 
 class RankedPassage(NamedTuple):
     """A line of a ranking. score: None where the file has ranks alone."""
@@ -81,14 +83,27 @@ def read_run(path: Path) -> Rankings:
 def read_qrels(path: Path) -> Qrels:
     """Judgements: TREC's question, iteration, passage, relevance; or BEIR's question, passage,
     score with a header. A pair may occur twice, as in SciFact of BEIR; it counts once.
+
+    Columns are separated by any white space, as trec_eval has it; an id with white space in it,
+    which tabs would allow, is refused.
     """
     qrels: Qrels = {}
     for line, text in lines(path):
-        columns = text.split("\t") if "\t" in text else text.split()
+        columns = text.split()
+        of_tabs = [column.strip() for column in text.split("\t")]
+        is_trec = len(columns) == 4 and columns[1] in ("0", "Q0")
+        has_more = len(columns) > len(of_tabs) and not is_trec
+        if has_more and len(of_tabs) in (3, 4) and _is_integer(of_tabs[-1]):
+            broken = next(column for column in of_tabs if len(column.split()) > 1)
+            raise bad_line(
+                path,
+                line,
+                f"the id {broken!r} holds white space, which separates columns; want ids without",
+            )
         is_judgement = len(columns) in (3, 4)
         if not text.strip() or (line == 1 and is_judgement and not _is_number(columns[-1])):
             continue  # blank, or the header
-        if not is_judgement or not _is_integer(columns[-1].strip()):
+        if not is_judgement or not _is_integer(columns[-1]):
             raise bad_line(
                 path,
                 line,
@@ -139,7 +154,7 @@ def _rank(value: str, last: int | None, path: Path, line: int) -> int:
 
 
 def _is_integer(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
+    return text.removeprefix("-").isdecimal() and len(text) <= _MAX_DIGITS
 
 
 def _is_number(text: str) -> bool:

@@ -19,7 +19,6 @@ from trainer.config.own_rows import QUESTIONS, OwnRows, Splits
 from trainer.data import lookup, stdlib_docs
 from trainer.data.readers import fields
 from trainer.data.readers.folders import split_file
-from trainer.data.readers.jsonl import preview
 from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.questions import nq_lines
 from trainer.data.readers.rankings import RankedPassage, check_distinct, ranked_passages
@@ -105,10 +104,9 @@ def question_with_passages(raw: Row, place: str, *, contexts: int, sort_by_score
 
 def _nq_rows(data_path: Path | None, split: str, files: Splits) -> Iterator[Row]:
     for index, place, raw in nq_lines(data_path, split, getattr(files, split, None)):
-        ctxs = [
-            fields.passage(passage, place, f"bm25[{rank}]")
-            for rank, passage in enumerate(_list(raw, "bm25", place))
-        ]
+        if "bm25" not in raw:
+            raise DataError(f"{place}: 'bm25' is missing (keys: {fields.keys(raw)}).")
+        ctxs = fields.passages(raw["bm25"], place, "bm25")
         yield {**_question(raw, place, index=index, split=split), "ctxs": ctxs}
 
 
@@ -241,14 +239,6 @@ def _passages(raw: Row, place: str) -> list[Row]:
         )
     passages: list[Row] = []
     for name in names:
-        values = _list(raw, name, place) if raw.get(name) is not None else []
-        for rank, value in enumerate(values):
-            passages.append(fields.passage(value, place, f"{name}[{rank}]"))
+        if raw.get(name) is not None:
+            passages += fields.passages(raw[name], place, name)
     return passages
-
-
-def _list(raw: Row, name: str, place: str) -> list[Any]:
-    if not isinstance(raw.get(name), list):
-        value = preview(raw[name]) if name in raw else f"missing (keys: {fields.keys(raw)})"
-        raise DataError(f"{place}: {name!r} is {value}, want a list of passages or of their ids.")
-    return raw[name]

@@ -22,6 +22,7 @@ from torch import Tensor
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
 from trainer.files.build_once import build_once
+from trainer.models.families import FAMILIES, HALVES
 from trainer.models.weights import weight_files
 
 if TYPE_CHECKING:
@@ -48,17 +49,18 @@ NO_PICTURES: dict[str, Any] = {
 
 def adapted_source(source: str, adapted: Adapted, cache_dir: Path) -> str:
     """A folder of `cache_dir` with the T5Gemma 2 whose halves begin with the weights of `source`
-    (the folder of a gemma3_text), made once however many ranks ask.
+    (the folder of a model of families.HALVES), made once however many ranks ask.
 
     ConfigError when the base is of another family, or its weights are not safetensors.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    if config.model_type != "gemma3_text":
+    if config.model_type not in HALVES:
+        names = " or a ".join(FAMILIES[model_type].name for model_type in HALVES)
         raise ConfigError(
-            f"base.adapted: a {config.model_type} ({source}), want a gemma3_text. Leave `adapted` "
-            "out, or take a Gemma 3 for texts."
+            f"base.adapted: a {config.model_type} ({source}), want a {' or a '.join(HALVES)}. "
+            f"Leave `adapted` out, or take a {names} for texts."
         )
     files = weight_files.of(source)
     if not files or files[0].suffix != ".safetensors":

@@ -1,1 +1,1 @@
-"""What a run will take: operators against a device's rates, and the fastest way that fits."""
+"""Predicts how long a run takes, and finds the fastest way to train that fits into memory."""

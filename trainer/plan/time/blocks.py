@@ -16,22 +16,22 @@ from typing import Any
 from torch import Tensor, nn
 
 SHOWN = 4  # blocks: the first and the last, and two between them, which must be equal
-# of recomputed ones: backward, the last but one frees what the others leave
+# where blocks are recomputed: in backward the last but one frees what the others keep
 SHOWN_RECOMPUTED = 5
-_NUMBERS = ("layer_idx", "layer_id", "index")  # what equal blocks differ in
+_NUMBERS = ("layer_idx", "layer_id", "index")  # attributes in which equal blocks may differ
 
 
 @dataclass(frozen=True)
 class Entered:
-    """The event of an operation that reads weights of a block after those of another."""
+    """An event: the model starts to read the weights of another block."""
 
-    stack: str  # "": no block of a stack
+    stack: str  # the name of the block's ModuleList; "": the weights belong to no such block
     index: int = 0
 
 
 @dataclass(frozen=True)
 class Part:
-    """Events that follow each other, and how often in a row."""
+    """A sequence of events, and how often it repeats in a row."""
 
     events: Sequence[Any]
     times: int = 1
@@ -43,22 +43,22 @@ class UnequalBlocksError(Exception):
 
 @dataclass
 class Stacks:
-    """The stacks of a model that were shortened."""
+    """The lists of equal blocks in a model that were shortened."""
 
-    num_left: int  # blocks that are left of each
+    num_left: int  # how many blocks of each stack are left
     missing: dict[str, int]  # blocks that were taken away, by the name of their stack
-    place_of: dict[int, Entered]  # by storage of a weight (Tensor.untyped_storage()._cdata)
+    place_of: dict[int, Entered]  # the block of each weight, by storage_of(weight)
     removed: list[nn.Module]  # the blocks that were taken away: their weights are still the model's
 
 
 def whole() -> Stacks:
-    """No stack is shortened."""
+    """The Stacks of a model that was not shortened."""
     return Stacks(0, {}, {}, [])
 
 
 def shorten(model: nn.Module, num_left: int) -> Stacks:
-    """The stacks of `model`, cut down in place to `num_left` blocks each; none of a model that says
-    `knows_blocks_by_number`.
+    """Remove all but `num_left` blocks from every stack of equal blocks in `model`, in place. A
+    model that has the attribute `knows_blocks_by_number` stays whole.
     """
     if getattr(model, "knows_blocks_by_number", False):
         return whole()
@@ -68,7 +68,10 @@ def shorten(model: nn.Module, num_left: int) -> Stacks:
     place_of: dict[int, Entered] = {}
     for name, blocks in lists:
         is_inside = any(name.startswith(f"{stack}.") for stack in missing)
-        if is_inside or len(blocks) <= num_left or not _are_alike(list(blocks)[1:]):
+        if is_inside or len(blocks) <= num_left:
+            continue
+        looks = [_look(block) for block in list(blocks)[1:]]  # the first may differ
+        if any(look != looks[0] for look in looks):
             continue
         missing[name] = len(blocks) - num_left
         removed += list(blocks)[num_left:]
@@ -82,17 +85,12 @@ def shorten(model: nn.Module, num_left: int) -> Stacks:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Which storage a tensor lies in."""
+    """A number that names the storage of a tensor."""
     return tensor.untyped_storage()._cdata
 
 
-def _are_alike(blocks: Sequence[nn.Module]) -> bool:
-    first = _look(blocks[0])
-    return all(_look(block) == first for block in blocks[1:])
-
-
 def _look(block: nn.Module) -> list[Any]:
-    """Everything by which a block may choose what it does."""
+    """What decides the work of a block: the plain attributes and weights of its modules."""
     facts: list[Any] = []
     for name, module in block.named_modules():
         plain = {
@@ -109,7 +107,8 @@ def _look(block: nn.Module) -> list[Any]:
 
 
 def parts_of_whole(events: Sequence[Any], stacks: Stacks) -> list[Part]:
-    """The events of the whole model: those recorded, a middle block's as often as it has blocks.
+    """The events of the whole model: those of the short model, with one middle block repeated for
+    every block that was removed.
 
     UnequalBlocksError when the two blocks in the middle did different things.
     """
@@ -134,7 +133,7 @@ def parts_of_whole(events: Sequence[Any], stacks: Stacks) -> list[Part]:
 
 
 def _visits(events: Sequence[Any]) -> Iterator[tuple[Entered, list[Any]]]:
-    """(where, what was done there), one after the other."""
+    """Split the events at every Entered: (the block, its events), in order."""
     place, work = Entered(""), []
     for event in events:
         if isinstance(event, Entered):
@@ -148,7 +147,7 @@ def _visits(events: Sequence[Any]) -> Iterator[tuple[Entered, list[Any]]]:
 def _passes(
     visits: Sequence[tuple[Entered, list[Any]]], num_left: int
 ) -> Iterator[list[tuple[Entered, list[Any]]]]:
-    """Visits of one stack that go through it once, up or down; else of no stack."""
+    """Group the visits: a group is one pass through a stack, up or down, or one visit outside."""
     current = [visits[0]]
     for (before, _), visit in pairwise(visits):
         place = visit[0]

@@ -1,4 +1,4 @@
-"""How fast the device of this process is, measured: what Rates holds, on one rank or several."""
+"""Measures the rates of this process's device (Rates), on one rank or several."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from trainer.plan.time.rates import Link, Rates
 from trainer.plan.time.stopwatch import Stopwatch
 from trainer.runtime import distributed
 
-_PASSES = 3  # over all that is measured: see Stopwatch
-# Numbers of a tensor whose bytes are moved: in a step the next one is another, and its results stay
+_PASSES = 3  # how often everything is measured: see Stopwatch
+# Sizes of tensors, in numbers, that are copied. Several tensors take turns, as in a training step.
 _CPU_NUMBERS, _GPU_NUMBERS = (1 << 14, 1 << 18, 1 << 21), (1 << 20, 1 << 23, 1 << 26)
-_ROTATED, _FEWEST, _MOST = 1 << 22, 2, 64  # numbers of those that take turns, and how many do
+# The tensors that take turns have _ROTATED numbers together; they are _FEWEST to _MOST.
+_ROTATED, _FEWEST, _MOST = 1 << 22, 2, 64
 _CPU_SIDES, _GPU_SIDES = (16, 32, 64, 128, 256, 512), (128, 512, 1024, 2048, 4096, 8192)
-_WIDE = 1024  # from here on a linear layer has no more rows than it is wide
-_COLD_NUMBERS = 1 << 24  # of layers that take turns: more than any cache holds, as in a model
+_WIDE = 1024  # a linear layer of this width or more is measured with as many rows as columns
+_COLD_NUMBERS = 1 << 24  # numbers of all layers that take turns: more than any cache holds
 _LONG_S = 0.2
 _CPU_LENGTHS, _GPU_LENGTHS = (32, 64, 128, 256, 512), (256, 1024, 4096)
 _DISK_BYTES = 64 << 20
-# More than caches hold, and more than the C library keeps of memory that was let go of (32 MiB).
+# More than caches hold, and more freed memory than the C library keeps (32 MiB).
 _SENT_NUMBERS = 12 << 20
-_FRESH_NUMBERS = 16 << 20  # more than malloc keeps for the next one (host_memory.py)
-_GUESSED = Link(1e9, 2e-4)  # of ranks on one processor, where there is one to measure
+_FRESH_NUMBERS = 16 << 20  # a tensor whose freed memory malloc does not keep (host_memory.py)
+_GUESSED = Link(1e9, 2e-4)  # between ranks on one processor, if there is only one rank
 
 
 def calibrate(folder: Path) -> Rates:
-    """The rates of this process's device, with those of the links between all ranks. A collective.
+    """Measure the rates of this process's device and of the links between all ranks. A collective.
 
-    folder: on the disk that checkpoints are written to.
+    folder: lies on the disk that checkpoints are written to.
     """
     watch = Stopwatch(distributed.device())
     for _ in range(_PASSES - 1):
@@ -119,7 +120,7 @@ def _working(took: float, calls: int, bare: float) -> float:
 
 
 def _products(watch: Stopwatch, dtype: torch.dtype) -> list[list[float]]:
-    """FLOP/s of the three products of a linear layer, forward and backward, by FLOPs of one."""
+    """[FLOPs of one product, FLOP/s] of a linear layer's three products, forward and backward."""
     device, bare = watch.device, _bare(watch)
     is_gpu = device.type == "cuda"
     curve: list[list[float]] = []
@@ -145,7 +146,7 @@ def _products(watch: Stopwatch, dtype: torch.dtype) -> list[list[float]]:
 
 
 class _Rotation:
-    """Tensors that are taken in turn, so that a cache does not hold the next ones."""
+    """Sets of tensors that take turns, so that no cache holds the next set."""
 
     def __init__(self, sets: list[Any]) -> None:
         self._sets, self._next = sets, 0
@@ -156,7 +157,7 @@ class _Rotation:
 
 
 def _attention(watch: Stopwatch) -> dict[str, list[list[float]]]:
-    """FLOP/s of the fused kernel, forward and backward, by FLOPs of one head of one row."""
+    """[FLOPs of one head of one row, FLOP/s] of fused attention, forward and backward."""
     device = watch.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     curves: dict[str, list[list[float]]] = {"forward": [], "backward": []}
@@ -208,7 +209,7 @@ def operators_of(run: Callable[[], Any]) -> list[Operator]:
 
 
 def _moving(watch: Stopwatch) -> dict[str, list[list[float]]]:
-    """bytes/s of operators that move memory, by bytes, each as it is counted in a step."""
+    """[bytes, bytes/s] of operators that only move memory. Bytes are counted as in a step."""
     rates: dict[str, dict[float, float]] = {}
     device, bare = watch.device, _bare(watch)
     for numbers in _GPU_NUMBERS if device.type == "cuda" else _CPU_NUMBERS:
@@ -217,7 +218,7 @@ def _moving(watch: Stopwatch) -> dict[str, list[list[float]]]:
         for place in range(len(sets[0].runs)):
 
             def run(place: int = place, sets: list[_Moved] = sets) -> list[Any]:
-                return [one.runs[place]() for one in sets]  # as in a step, results are kept
+                return [one.runs[place]() for one in sets]  # the results are kept, as in a step
 
             operators = operators_of(sets[0].runs[place])
             nbytes = sum(operator.nbytes for operator in operators)
@@ -229,14 +230,14 @@ def _moving(watch: Stopwatch) -> dict[str, list[list[float]]]:
 
 
 class _Moved:
-    """Tensors of one size, and the operators that are timed on them."""
+    """Tensors of one size, and the operators that are timed with them."""
 
     def __init__(self, numbers: int, device: torch.device) -> None:
         x_ND = torch.randn(numbers // 512, 512, device=device)
         y_ND, gate_ND = torch.randn_like(x_ND), x_ND > 0
         weight_D = torch.ones(512, device=device)
         ids_N = torch.randperm(len(x_ND), device=device)
-        wide_NV = x_ND.view(-1, min(2048, numbers))  # as a vocabulary
+        wide_NV = x_ND.view(-1, min(2048, numbers))  # as wide as logits over a vocabulary
         of_wide_NV = y_ND.view_as(wide_NV)
         aten = torch.ops.aten
         rows_N = ids_N[:, None].expand(-1, 512)
@@ -285,8 +286,8 @@ class _Moved:
 
 
 class _Block(nn.Module):
-    """A decoder's block as models write one, too small to compute anything: the host's calls and
-    its modules stand in the proportion of a model's.
+    """A decoder block that is so small that only the host's calls take time. It has as many calls
+    per module as the block of a model.
     """
 
     def __init__(self, width: int = 8, heads: int = 2) -> None:
@@ -298,7 +299,11 @@ class _Block(nn.Module):
 
     def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
         normed_BLD = self._norm(x_BLD, 0)
-        query, key, value = (self._heads(name, normed_BLD) for name in ("query", "key", "value"))
+        rows, length, _ = x_BLD.shape
+        query, key, value = (
+            self.layers[name](normed_BLD).view(rows, length, self.heads, -1).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
         query, key = (_rotate(side, cos_LK, sin_LK) for side in (query, key))
         mixed_BHLK = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         mixed_BLD = mixed_BHLK.transpose(1, 2).reshape(x_BLD.shape)
@@ -306,10 +311,6 @@ class _Block(nn.Module):
         normed_BLD = self._norm(x_BLD, 1)
         gate_BLD = F.silu(self.layers["gate"](normed_BLD))
         return x_BLD + self.layers["down"](gate_BLD * self.layers["up"](normed_BLD))
-
-    def _heads(self, name: str, x_BLD: Tensor) -> Tensor:
-        rows, length, _ = x_BLD.shape
-        return self.layers[name](x_BLD).view(rows, length, self.heads, -1).transpose(1, 2)
 
     def _norm(self, x_BLD: Tensor, place: int) -> Tensor:
         variance_BL1 = x_BLD.pow(2).mean(-1, keepdim=True)
@@ -322,8 +323,8 @@ def _rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
 
 
 def _launches(watch: Stopwatch) -> tuple[float, float]:
-    """The host's seconds for a call of a model that is too small to compute anything: forward,
-    while a graph is recorded, and backward.
+    """The host's seconds for one call: (forward, while autograd records a graph; backward). The
+    model is so small that the computation itself takes no time.
     """
     blocks = nn.ModuleList([_Block() for _ in range(4)]).to(watch.device)
     x_BLD = torch.randn(2, 4, 8, device=watch.device)
@@ -351,7 +352,7 @@ def _calls(run: Callable[[], Any]) -> int:
 
 
 def _update(watch: Stopwatch) -> float:
-    """Seconds of AdamW for a number."""
+    """Seconds that AdamW takes to update one number."""
     device = watch.device
     weights = [nn.Parameter(torch.randn(1 << 18, device=device)) for _ in range(16)]
     for weight in weights:
@@ -369,7 +370,7 @@ def _host_link(watch: Stopwatch, operators: dict[str, list[list[float]]]) -> flo
 
 
 def _disk(watch: Stopwatch, folder: Path) -> float:
-    """bytes/s of a file that is on the disk when it is closed."""
+    """bytes/s of writing a file, until the disk has it (fsync)."""
     content = os.urandom(1 << 20) * (_DISK_BYTES >> 20)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         start = time.perf_counter()
@@ -380,13 +381,13 @@ def _disk(watch: Stopwatch, folder: Path) -> float:
 
 
 def _fresh(watch: Stopwatch) -> float:
-    """bytes/s read and written where the result is memory that is taken, and let go of after."""
+    """bytes/s read and written when the result goes to new memory, which is freed afterwards."""
     parts = [torch.randn(_FRESH_NUMBERS // 4, device=watch.device) for _ in range(4)]
     return 2 * 4 * _FRESH_NUMBERS / watch.seconds("fresh", lambda: torch.cat(parts))
 
 
 def _links(watch: Stopwatch) -> dict[str, Link]:
-    """What all ranks carry together, by what it is called in Rates."""
+    """The links between all ranks, by their names in Rates."""
     world = distributed.world()
     if world == 1:
         return {"within": _GUESSED}
@@ -398,7 +399,7 @@ def _links(watch: Stopwatch) -> dict[str, Link]:
 
     def gather(numbers: int) -> Callable[[], Any]:
         own = torch.zeros(numbers // world, device=device)
-        # as stage 3 does, into memory that is taken for it
+        # into new memory, as stage 3 does
         return lambda: group.all_gather_into_tensor(own.new_empty(world * len(own)), own)
 
     def scatter(numbers: int) -> Callable[[], Any]:
@@ -408,7 +409,7 @@ def _links(watch: Stopwatch) -> dict[str, Link]:
 
     share = (world - 1) / world
     return {
-        "within": _link(watch, "reducing", reduce, 2 * share),  # it goes both ways
+        "within": _link(watch, "reducing", reduce, 2 * share),  # a reduction sends the bytes twice
         "gathering": _link(watch, "gathering", gather, share),
         "scattering": _link(watch, "scattering", scatter, share),
     }
@@ -417,7 +418,7 @@ def _links(watch: Stopwatch) -> dict[str, Link]:
 def _link(
     watch: Stopwatch, name: str, collective_of: Callable[[int], Callable[[], Any]], share: float
 ) -> Link:
-    """Bandwidth and latency of a collective. share: of the bytes, how many are sent."""
+    """Bandwidth and latency of a collective. share: of its bytes that a rank sends."""
     latency = watch.together(f"{name}, few", collective_of(distributed.world()))
     took = watch.together(f"{name}, many", collective_of(_SENT_NUMBERS))
     return Link(share * 4 * _SENT_NUMBERS / max(1e-9, took - latency), latency)

@@ -1,9 +1,10 @@
-"""The fastest way to train that fits: every DeepSpeed file, micro-batch and recomputation at the
-same global batch, by predicted time and memory.
+"""Finds the fastest way to train that fits into memory. It predicts time and memory for every
+DeepSpeed file, micro-batch size and recomputation at the same global batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from trainer.plan.memory.subject import Subject
     from trainer.plan.time.rates import Rates
 
-_FEW, _SOME = 2, 8  # rows that are measured
-_CUBLAS = 32 * 2**20  # of its workspace, at most
+_FEW, _SOME = 2, 8  # rows of the two micro-batches that are measured
+_CUBLAS = 64 * 2**20  # the largest workspaces of cuBLAS
 _CHECKPOINTING = "train.gradient_checkpointing"
 
 
@@ -32,14 +33,14 @@ class Way:
 
     preset: str
     micro_batch: int
-    recompute_every: int | None  # so many blocks, one is computed again; None: none is
+    recompute_every: int | None  # every n-th block is recomputed in backward; None: none
     accumulation: int
-    time: StepTime  # of a step
+    time: StepTime  # of one step
     peak: int  # bytes per device
     host: int
 
     def changes(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The experiment that trains so."""
+        """The experiment dictionary that trains this way."""
         changed = with_value(values, "train.micro_batch", self.micro_batch)
         every = self.recompute_every
         return with_value(changed, _CHECKPOINTING, every if every and every > 1 else bool(every))
@@ -54,14 +55,14 @@ class Way:
 
 @dataclass(frozen=True)
 class _Points:
-    """Steps of two numbers of rows, from which those of any other follow."""
+    """Two measured steps with few and with more rows; a step of any other size is interpolated."""
 
-    typical: list[tuple[int, MicroBatches]]  # of rows of the middle length
+    typical: list[tuple[int, MicroBatches]]  # (rows, times); the rows have the middle length
     longest: list[tuple[int, Measured]]
     by_rows: dict[int, Measured] = field(default_factory=dict[int, Measured])
 
     def batches(self, rows: int, count: int) -> list[tuple[StepTime, float]]:
-        """A step of `count` micro-batches of so many rows: the time of each, and how many."""
+        """(time of one, how many) of a step's `count` micro-batches of `rows` rows each."""
         (few, less), (some, more) = self.typical
         of_one = between((few, less.of_one), (some, more.of_one), rows)
         of_last = between((few, less.of_last), (some, more.of_last), rows)
@@ -85,12 +86,15 @@ def ways(
 ) -> list[Way]:
     """Every way that fits into `usable` bytes, the fastest first.
 
-    micro_batches: those that are tried; None: all that divide a rank's rows of a step. recomputed:
-    of so many blocks one is; None: none, every one, and every second, fourth, eighth, ...
+    micro_batches: the sizes to try; None: all that divide a rank's rows of a step. recomputed: n
+    for every n-th block; None: try no block, all, and every second, fourth, eighth, ...
     """
     share = subject.cfg.train.global_batch // cluster.world
     sizes = micro_batches or [n for n in range(1, share + 1) if share % n == 0]
-    zeros = _zeros(subject, presets)
+    zeros: dict[str, Zero] = {}
+    for preset in presets:
+        with contextlib.suppress(ConfigError):  # Adafactor above stage 0: nothing to choose
+            zeros[preset] = subject.zero_of(subject.with_deepspeed(preset))
     all_ways: list[Way] = []
     for every, points in _measure(subject, rates, recomputed).items():
         for preset, zero in zeros.items():
@@ -110,7 +114,7 @@ def ways(
 
 
 def why(best: Way, others: Sequence[Way]) -> str:
-    """What the first way saves against the next one that is of another kind."""
+    """What the first way saves compared with the next one of another kind."""
     other = next((way for way in others if way.preset != best.preset), None) or next(
         iter(others), None
     )
@@ -132,20 +136,10 @@ def _peak(points: _Points, zero: Zero, rows: int, share: int) -> int:
     return training(points.memory(rows), now, cublas=_CUBLAS).total
 
 
-def _zeros(subject: Subject, presets: Sequence[str]) -> dict[str, Zero]:
-    zeros: dict[str, Zero] = {}
-    for preset in presets:
-        try:
-            zeros[preset] = subject.zero_of(subject.with_deepspeed(preset))
-        except ConfigError:  # Adafactor above stage 0: nothing to choose
-            continue
-    return zeros
-
-
 def _measure(
     subject: Subject, rates: Rates, recomputed: Sequence[int | None] | None
 ) -> dict[int | None, _Points]:
-    """Steps of few and of some rows, by how much is computed again."""
+    """Measured steps of few and of more rows, by `recompute_every`."""
     lengths = subject.train.lengths
     order = np.argsort(lengths, kind="stable")
     middle, longest = order[len(order) // 2 :], order[::-1]
@@ -177,8 +171,8 @@ def _measure(
 
 
 def _of_some_blocks(none: _Points, all_: _Points) -> dict[int | None, _Points]:
-    """Steps that compute every second, fourth, eighth, ... block again: every block that they do
-    adds as much time and takes away as many bytes.
+    """Steps that recompute every second, fourth, eighth, ... block, interpolated: every recomputed
+    block adds the same time and saves the same bytes.
     """
     points_of: dict[int | None, _Points] = {}
     blocks, every = none.longest[0][1].blocks, 2
@@ -202,7 +196,7 @@ def _of_some_blocks(none: _Points, all_: _Points) -> dict[int | None, _Points]:
 
 
 def some_again(none: Measured, all_: Measured, again: int, blocks: int) -> Measured:
-    """A step that computes so many of its blocks again: its bytes, and the host's calls."""
+    """The step with `again` of its blocks recomputed: its bytes, and the host's calls."""
     calls = {
         name: round(none.calls.get(name, 0) + (most - none.calls.get(name, 0)) * again / blocks)
         for name, most in all_.calls.items()

@@ -1,4 +1,4 @@
-"""How fast a device is: a table that was measured (`calibrate-device`), or made from a data sheet.
+"""How fast a device is: a table, measured by `calibrate-device` or made from a data sheet.
 
 Imports no torch.
 """
@@ -15,63 +15,64 @@ from typing import Any
 from trainer.errors import ConfigError
 from trainer.runtime.gpus import Device, data_sheet
 
-VERSION = 3  # of the file
+VERSION = 3  # of the file format
 
-# What of a data sheet's numbers long series of large operators reach. Judgement, from published
-# matmul and copy benchmarks; a calibration replaces it.
+# The share of a data sheet's peak that long series of large operators reach. Estimated from
+# published matmul and copy benchmarks; a calibration replaces it.
 _REACHED_FLOPS, _REACHED_BYTES, _REACHED_LINK = 0.70, 0.85, 0.75
-_FULL_FLOPS = 40e9  # of one product, from which it fills an H100; half the rate at a fiftieth of it
-# The host's seconds for a call in torch's eager mode, views too; a GPU works meanwhile.
-_LAUNCH_S, _PLAIN_LAUNCH_S = 10e-6, 6e-6
+_FULL_FLOPS = 40e9  # one product of this size fills an H100; at a fiftieth the rate is half
+# The host's seconds for one call in torch's eager mode, views included; a GPU works meanwhile.
+# Calibrated on the host of an H200 (docs/log.md).
+_LAUNCH_S, _PLAIN_LAUNCH_S = 6.6e-6, 8.7e-6
 _BETWEEN_BYTES_PER_S = 50e9  # a 400 Gb/s adapter for each GPU, as DGX H100 has
 _LATENCY_S, _BETWEEN_LATENCY_S = 20e-6, 40e-6  # of a collective
 _HOST_BYTES_PER_S, _DISK_BYTES_PER_S = 25e9, 1e9
 _LINKS = ("within", "between", "gathering", "scattering")  # names in Rates
-_HOST_UPDATE_S = 4e-10  # of DeepSpeedCPUAdam for a number, on the cores of one GPU
+_HOST_UPDATE_S = 4e-10  # DeepSpeedCPUAdam, for one number, on the cores that belong to one GPU
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins ranks."""
+    """A connection between ranks."""
 
     bytes_per_s: float
-    latency_s: float  # of one collective
+    latency_s: float  # what one collective takes besides its bytes
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device does in a second."""
+    """How fast one device is."""
 
     name: str
     is_measured: bool
-    # FLOP/s of products by dtype: [FLOPs of one product, FLOP/s], smaller ones first
+    # FLOP/s of matrix products, by dtype: [FLOPs of one product, FLOP/s], smaller ones first
     matmul: dict[str, list[list[float]]]
-    # FLOP/s of a fused attention kernel, "forward" and "backward": [FLOPs of a head, FLOP/s]; on a
-    # GPU of all heads and rows
+    # FLOP/s of a fused attention kernel, "forward" and "backward": [FLOPs of one head, FLOP/s]; on
+    # a GPU [FLOPs of all heads and rows, FLOP/s]
     attention: dict[str, list[list[float]]]
-    # bytes/s read and written by operators that only move memory, as of products: [bytes, bytes/s];
-    # "": any other
+    # bytes/s that operators which only move memory read and write, by name: [bytes, bytes/s];
+    # "": every other operator
     operators: dict[str, list[list[float]]]
-    launch_s: float  # of the host, for a call while a graph is recorded
-    plain_launch_s: float  # and while none is, as in a backward pass
+    launch_s: float  # the host's time for one call while autograd records a graph
+    plain_launch_s: float  # the same without a graph, as in a backward pass
     overlaps_launches: bool  # the host runs ahead of the device: a GPU
-    update_s: float  # of the optimizer, for one number
+    update_s: float  # the optimizer's time for one number
     within: Link
     between: Link
-    # of all-gathers by the bytes that arrive, of reduce-scatters by those that leave; None: as a
-    # ring that reduces
+    # all-gathers, counted by the bytes that a rank receives, and reduce-scatters, by the bytes that
+    # it sends; None: as fast as `within` or `between`
     gathering: Link | None = None
     scattering: Link | None = None
     host_bytes_per_s: float = _HOST_BYTES_PER_S
     disk_bytes_per_s: float = _DISK_BYTES_PER_S
     host_update_s: float = _HOST_UPDATE_S
-    # read and written where the result is memory that the process did not have; None: as any other
+    # bytes/s when the result goes to memory that is new to the process; None: as for other memory
     fresh_bytes_per_s: float | None = None
-    nbytes: int = 0  # of its memory
+    nbytes: int = 0  # the size of its memory
     machine: dict[str, Any] = field(default_factory=dict[str, Any])  # where it was measured
 
     def product_s(self, flops: float, *, count: int, dtype: str) -> float:
-        """Seconds of `count` equal products of `flops` each, side by side."""
+        """Seconds of `count` equal products at the same time, of `flops` each."""
         curve = self.matmul.get(dtype) or self.matmul["float32"]
         return count * flops / _on(curve, flops * (count if self.overlaps_launches else 1))
 
@@ -87,17 +88,17 @@ class Rates:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Of large tensors."""
+        """The rate for large tensors."""
         return self.operators[""][-1][1]
 
     @property
     def device(self) -> Device:
-        """The same as a device of a memory plan."""
+        """This device as a memory plan needs it."""
         return Device(self.name, self.nbytes, 0)
 
 
 def _on(curve: list[list[float]], size: float) -> float:
-    """The rate at a size, between the sizes that were measured."""
+    """The rate at a size, interpolated between the measured sizes."""
     place = bisect_left([point[0] for point in curve], size)
     if place == 0:
         return curve[0][1]
@@ -109,7 +110,7 @@ def _on(curve: list[list[float]], size: float) -> float:
 
 
 def of_data_sheet(name: str) -> Rates | None:
-    """Of a GPU that `--device` knows by its name; None where there is no data sheet of it."""
+    """The rates of a GPU that `--device` names; None if we have no data sheet of it."""
     sheet = data_sheet(name)
     if sheet is None:
         return None
@@ -117,7 +118,7 @@ def of_data_sheet(name: str) -> Rates | None:
     full = _FULL_FLOPS * sheet.peak_flops / 989.4e12
     sizes = [full * 4.0**power for power in range(-8, 3)]
     half = [[size, peak * size / (size + full / 50)] for size in sizes]
-    single = [[size, rate / 2] for size, rate in half]  # TF32, as runs in fp32 are set to
+    single = [[size, rate / 2] for size, rate in half]  # TF32, which runs in fp32 use
     memory = _REACHED_BYTES * sheet.bytes_per_s
     return Rates(
         name=name,
@@ -128,7 +129,7 @@ def of_data_sheet(name: str) -> Rates | None:
         launch_s=_LAUNCH_S,
         plain_launch_s=_PLAIN_LAUNCH_S,
         overlaps_launches=True,
-        update_s=28 / memory,  # AdamW reads 16 bytes of a number and writes 12
+        update_s=28 / memory,  # AdamW reads 16 bytes and writes 12 for each number
         within=Link(_REACHED_LINK * sheet.link_bytes_per_s, _LATENCY_S),
         between=Link(_REACHED_LINK * _BETWEEN_BYTES_PER_S, _BETWEEN_LATENCY_S),
     )
@@ -139,12 +140,12 @@ def of_data_sheet(name: str) -> Rates | None:
 
 
 def plain(rates: Rates) -> dict[str, Any]:
-    """The content of a calibration's file."""
+    """The rates as a calibration file stores them."""
     return {"version": VERSION, **asdict(rates)}
 
 
 def read(path: Path) -> Rates:
-    """The table of a calibration's file; ConfigError for anything else."""
+    """The rates in a calibration file. ConfigError if it is no such file."""
     fix = "Give a file that `python -m trainer calibrate-device --out FILE` wrote."
     try:
         values = json.loads(path.read_text())

@@ -1,5 +1,5 @@
-"""What a whole run will take: its steps over the lengths that its rows really have, evaluations,
-generation, saving and the start.
+"""Predicts the time of a whole run: the start, steps on rows of their real lengths, evaluations,
+generation and saving.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ if TYPE_CHECKING:
     from trainer.plan.memory.subject import Subject
     from trainer.plan.time.rates import Rates
 
-_SAMPLED_STEPS = 60  # whose micro-batches stand for all
-_TYPICAL = 3  # micro-batches that are counted: of the small, the middle and the large third
-_EVERY = 1000  # steps between evaluations, and saves, where the experiment names none
-# Of writing a checkpoint, what the run waits for when it is written behind the steps (docs/log.md).
+_SAMPLED_STEPS = 60  # steps whose micro-batches stand for those of all steps
+_TYPICAL = 3  # micro-batches that are counted: a small one, a middle one and a large one
+_EVERY = 1000  # steps between evaluations and between saves, if the experiment does not say
+# The share of the writing time for which a run waits if it saves in the background (docs/log.md).
 _WAITED = 0.21
-_IMPORTS_S = 12.0  # of torch, transformers and deepspeed until a model is built
+_IMPORTS_S = 12.0  # to import torch, transformers and deepspeed, before a model is built
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """Seconds of a run on one device, or on several that work side by side."""
+    """The predicted seconds of a run, on one device or on several at once."""
 
     step: StepTime
     steps: int
-    units: float  # of a step, over all ranks
+    units: float  # in one step, on all ranks
     unit: str
-    flops: float  # of a step, of one rank
+    flops: float  # in one step, on one rank
     world: int
-    mfu: float | None  # of the data sheet's peak; on a processor of its fastest product
-    evaluation_s: float = 0.0  # of all evaluations
+    mfu: float | None  # share of the data sheet's peak, on a CPU of its fastest product
+    evaluation_s: float = 0.0  # all evaluations together
     generation_s: float = 0.0
     saving_s: float = 0.0
     startup_s: float = 0.0
     device: str = ""
-    is_measured: bool = False  # whether the rates were
+    is_measured: bool = False  # the rates are from a calibration, not from a data sheet
     notes: list[str] = field(default_factory=list[str])
 
     @property
@@ -67,10 +67,12 @@ class RunTime:
 
 
 def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
-    """The prediction for an experiment as it is. MeasuringError when a step cannot be traced."""
+    """Predict the time of an experiment. MeasuringError if a step cannot run under fake tensors."""
     kernels = "fakegpu" if rates.overlaps_launches else "cpu"
     batches, per_step = typical_batches(subject)
-    evaluated = _middle(subject.valid.lengths, _eval_rows(subject))
+    by_length = np.argsort(subject.valid.lengths, kind="stable")
+    start = max(0, (len(by_length) - _eval_rows(subject)) // 2)
+    evaluated = by_length[start : start + _eval_rows(subject)]  # rows of the middle length
     requests = [subject.training_request(numbers) for numbers in batches]
     requests.append(request_of(subject, "evaluate", subject.valid, evaluated))
     requests += answer_requests(subject, evaluated)
@@ -102,8 +104,8 @@ def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
 
 
 def typical_batches(subject: Subject) -> tuple[list[Any], float]:
-    """Row numbers of a few micro-batches of this rank that stand for all, and how many of all there
-    are in a step.
+    """(row numbers of a few typical micro-batches of this rank, the number of micro-batches in a
+    step).
     """
     train, sizes = subject.cfg.train, subject.train.sizes
     seed = train.seed if train.order == "shuffled" else None
@@ -117,13 +119,6 @@ def typical_batches(subject: Subject) -> tuple[list[Any], float]:
     count = 1 if are_alike else min(_TYPICAL, len(batches))
     places = [(2 * number + 1) * len(batches) // (2 * count) for number in range(count)]
     return [batches[place] for place in places], len(batches) / steps
-
-
-def _middle(lengths: np.ndarray, rows: int) -> np.ndarray:
-    """So many rows of like length, from the middle of all."""
-    order = np.argsort(lengths, kind="stable")
-    start = max(0, (len(order) - rows) // 2)
-    return order[start : start + rows]
 
 
 def _eval_rows(subject: Subject) -> int:
@@ -146,7 +141,7 @@ def _around(
     step: Measured,
     evaluated: tuple[Measured, Sequence[Measured]],
 ) -> RunTime:
-    """Everything but the steps."""
+    """Seconds of everything besides the steps: the start, evaluations and saves."""
     train = subject.cfg.train
     evaluations = -(-train.steps // (train.eval_every or _EVERY))
     saves = -(-train.steps // (train.save_every or _EVERY))
@@ -184,7 +179,7 @@ def _total(step: Measured, rates: Rates) -> float:
 def _answering(
     subject: Subject, answers: Sequence[Measured], rates: Rates, cluster: Cluster
 ) -> float:
-    """Seconds to answer the rows that an evaluation asks for, each to its longest answer."""
+    """Seconds to generate the answers of one evaluation, each as long as it may be."""
     if not answers or not isinstance(subject.task, Answers):
         return 0.0
     few, more = (_total(answer, rates) for answer in answers)

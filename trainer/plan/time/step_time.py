@@ -1,5 +1,5 @@
-"""Seconds of one optimizer step: its operators against a device's rates, and what DeepSpeed does
-around them.
+"""Predicts the seconds of one optimizer step from its operators, the rates of a device, and what
+DeepSpeed does besides.
 """
 
 from __future__ import annotations
@@ -15,40 +15,58 @@ if TYPE_CHECKING:
     from trainer.plan.memory.measure import Measured
     from trainer.plan.time.rates import Link, Rates
 
-# What the host does besides the model's operators, in launches. Fitted by eye to 70 measured ways
-# of ten small models on a processor (docs/log.md); none of it was measured on a GPU.
-_STEP, _PER_BATCH = 400, 400  # of a step of ours and of a micro-batch, at any stage
-_PER_WEIGHT = {0: 6, 1: 12, 2: 12, 3: 25}  # by stage: of a weight, a step
-_PER_WEIGHT_AND_BATCH = {0: 0, 1: 2, 2: 8, 3: 20}  # the same, each micro-batch
-# Of a module that has weights, forward and again in backward: Python, and a cold cache. At stage 3
-# it looks for its weights before it runs, and lets them go after.
-_PER_VISIT = {0: 12, 1: 12, 2: 12, 3: 45}
-# Passes over a rank's numbers in fp32 besides the optimizer's own: norm, clipping, copies.
+
+@dataclass(frozen=True)
+class _HostWork:
+    """What the host does besides the model's operators, counted in launches, by stage of ZeRO."""
+
+    per_weight: dict[int, float]  # for each weight in a step
+    per_weight_and_batch: dict[int, float]  # for each weight in a micro-batch
+    # For each module that runs, once in forward and once in backward: Python, and a cold cache. At
+    # stage 3 it also gathers its weights before it runs and releases them afterwards.
+    per_visit: dict[int, float]
+
+
+_STEP, _PER_BATCH = 400, 400  # for each step and each micro-batch, at any stage
+# Fitted by eye to 70 runs of ten small models on a CPU (docs/log.md).
+_ON_CPU = _HostWork(
+    per_weight={0: 6, 1: 12, 2: 12, 3: 25},
+    per_weight_and_batch={0: 0, 1: 2, 2: 8, 3: 20},
+    per_visit={0: 12, 1: 12, 2: 12, 3: 45},
+)
+# Fitted by eye to 14 runs of narrow models on an H200 (benchmarks/gpu_host.py, docs/log.md), where
+# a launch takes longer than on a CPU and Python does not. Stage 1 was not measured.
+_ON_GPU = _HostWork(
+    per_weight={0: 15, 1: 22, 2: 22, 3: 19},
+    per_weight_and_batch={0: 0, 1: 2, 2: 6, 3: 20},
+    per_visit={0: 5, 1: 4, 2: 4, 3: 48},
+)
+# How often a rank's fp32 numbers are read besides the optimizer: norm, clipping, copies.
 _PASSES = {0: 3, 1: 5, 2: 5, 3: 5}
-_ADDED = 3  # read and written where a micro-batch's gradients are added to those before
-# Read and written where gradients go through a buffer to be reduced, in their bytes: first into
-# memory that is taken for it, then scaled and copied back.
+_ADDED = 3  # passes to add the gradients of a micro-batch to those of earlier ones
+# Passes over the gradients when they are reduced through a buffer: they are copied into new memory
+# (_FLATTENED), then scaled and copied back (_COPIED).
 _FLATTENED, _COPIED = {0: 2, 1: 5, 2: 5, 3: 3}, {0: 4, 1: 6, 2: 6, 3: 6}
-# By a single rank, which flattens nothing before stage 3.
+# The same for a single rank, which flattens nothing before stage 3.
 _FLATTENED_ALONE, _COPIED_ALONE = {0: 0, 1: 0, 2: 0, 3: 3}, {0: 0, 1: 4, 2: 4, 3: 6}
-# The same of a gather of stage 3: what is sent, and every weight put together out of its shares.
+# The same for a gather of stage 3: the sent bytes, and every weight assembled from its parts.
 _PUT_TOGETHER = 4
-# What operators take in a step on a processor, of what each takes by itself in a calibration: the
-# quickest of several there, and with less in the caches here.
+# On a CPU, operators take this many times longer in a step than alone in a calibration, which keeps
+# the fastest of several runs and has more of its data in caches.
 IN_A_STEP = 1.06
-_HIDDEN = 0.9  # of what may be sent while a backward pass computes
+_HIDDEN = 0.9  # share of the communication that is hidden if it can overlap with backward
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds by part."""
+    """The seconds of a step, by part."""
 
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0  # operators that only move memory
-    launches: float = 0.0  # the host's, where the device waits for it
+    launches: float = 0.0  # the host, while the device waits for it
     optimizer: float = 0.0
-    communication: float = 0.0  # that no computation hides
+    communication: float = 0.0  # the part that no computation hides
     input: float = 0.0
 
     @property
@@ -56,7 +74,7 @@ class StepTime:
         return sum(getattr(self, field.name) for field in fields(self))
 
     def shares(self) -> dict[str, float]:
-        """The part of the whole that each is."""
+        """Each part as a share of the total."""
         return {name: value / self.total for name, value in asdict(self).items()}
 
     def times(self, factor: float) -> StepTime:
@@ -71,20 +89,20 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Work:
-    """What one micro-batch computes."""
+    """The operators of one micro-batch."""
 
-    operators: list[tuple[Operator, float]]  # and how often it runs
-    tracked: float = 0.0  # calls of the host while a graph is recorded
-    plain: float = 0.0  # and while none is
+    operators: list[tuple[Operator, float]]  # (operator, how often it runs)
+    tracked: float = 0.0  # calls of the host while autograd records a graph
+    plain: float = 0.0  # calls of the host without a graph
 
     @classmethod
     def of(cls, step: Measured) -> Work:
-        """One of a step that was measured."""
+        """Any micro-batch of a measured step, except the last one."""
         return cls._of(step.operators, step.calls)
 
     @classmethod
     def of_last(cls, step: Measured) -> Work:
-        """The last one of a step that was measured."""
+        """The last micro-batch of a measured step."""
         if not step.operators_of_last:
             return cls.of(step)
         return cls._of(step.operators_of_last, step.calls_of_last)
@@ -103,30 +121,32 @@ class Work:
 
 
 def flops_of(step: Measured, count: float) -> float:
-    """Of `count` micro-batches of a step that was measured."""
+    """FLOPs of a step with `count` micro-batches like those of a measured step."""
     return max(0.0, count - 1) * Work.of(step).flops + min(1.0, count) * Work.of_last(step).flops
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of one step: so many like each other, but for the last."""
+    """The times of the micro-batches in one step: all take the same, except for the last one."""
 
     of_one: StepTime
     of_last: StepTime
 
     @classmethod
     def of(cls, step: Measured, rates: Rates) -> MicroBatches:
-        """Those of a step that was measured, by computing()."""
+        """The times of the micro-batches of a measured step."""
         one = computing(Work.of(step), rates)
         return cls(one, computing(Work.of_last(step), rates))
 
     def of_step(self, count: float, *, share: float = 1.0) -> list[tuple[StepTime, float]]:
-        """computing() of `share` of a step of `count` micro-batches, and how many of each."""
+        """(time, how many) of `share` of a step of `count` micro-batches."""
         return [(self.of_one, share * max(0.0, count - 1)), (self.of_last, share * min(1.0, count))]
 
 
 def computing(work: Work, rates: Rates) -> StepTime:
-    """The operators of one micro-batch, and all of the host's launches: see `overlapped`."""
+    """Seconds of the operators of one micro-batch and of all launches of the host. hide_launches()
+    leaves out the launches that a GPU does not wait for.
+    """
     parts: dict[str, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
     for operator, times in work.operators:
         parts[operator.kind] += times * operator_s(operator, rates)
@@ -137,7 +157,7 @@ def computing(work: Work, rates: Rates) -> StepTime:
 
 
 def between(few: tuple[int, StepTime], some: tuple[int, StepTime], rows: int) -> StepTime:
-    """A micro-batch of `rows` rows from two others: every part grows by as much with every row."""
+    """The time of a micro-batch of `rows` rows, interpolated: every part is linear in the rows."""
     (few_rows, less), (some_rows, more) = few, some
     part = (rows - few_rows) / (some_rows - few_rows)
     values = asdict(more)
@@ -147,11 +167,11 @@ def between(few: tuple[int, StepTime], some: tuple[int, StepTime], rows: int) ->
 
 
 def hide_launches(time: StepTime, rates: Rates) -> StepTime:
-    """A GPU waits for its host only as far as launching takes longer than computing."""
+    """`time` without the launches that overlap with the work of a GPU."""
     if not rates.overlaps_launches:
         return time
-    computed = time.matmul + time.attention + time.memory
-    return replace(time, launches=max(0.0, time.launches - computed))
+    of_device = time.matmul + time.attention + time.memory + time.optimizer
+    return replace(time, launches=max(0.0, time.launches - of_device))
 
 
 def operator_s(operator: Operator, rates: Rates) -> float:
@@ -174,8 +194,9 @@ class Cluster:
     nodes: int = 1
 
     def link(self, rates: Rates) -> Link:
-        """What a ring over all ranks carries. Of a data sheet, every device has an adapter, and as
-        many rings cross the nodes side by side (NCCL); a calibration measured all of them.
+        """The bandwidth and latency of a ring over all ranks. A data sheet gives the rate of one
+        adapter. Every device has an adapter, and NCCL's rings use all of them at the same time; a
+        calibration has measured them together.
         """
         if self.nodes == 1:
             return rates.within
@@ -191,33 +212,42 @@ def step_time(
     rates: Rates,
     cluster: Cluster,
 ) -> StepTime:
-    """Of one optimizer step. batches: computing() of its micro-batches, and how many there are of
-    each. step: any of them, for the sizes of the model.
+    """The seconds of one optimizer step.
+
+    batches: (computing() of a micro-batch, how many there are of it). step: any measured step of
+    the model, for the sizes of the model.
     """
     together = StepTime()
     for time, count in batches:
-        together = together.plus(hide_launches(time, rates).times(count))
+        together = together.plus(time.times(count))
     count = sum(number for _, number in batches)
     update = _updating(step, zero, rates)
     copied = _copying(step, zero, rates, count)
-    together = together.plus(StepTime(optimizer=update, memory=copied))
-    host = rates.launch_s * _host_operators(step, zero, count)
-    if rates.overlaps_launches:
-        host = max(0.0, host - 0.5 * together.total)  # most of it runs ahead of the device
+    host = rates.launch_s * _host_operators(step, zero, rates, count)
+    together = together.plus(StepTime(optimizer=update, memory=copied, launches=host))
+    together = hide_launches(together, rates)
     sending = _sending(step, zero, cluster, rates, count)
     computed = together.matmul + together.attention + together.memory
     hideable = 0.6 * computed if zero.overlaps or zero.stage == 3 else 0.0
-    if not rates.overlaps_launches:  # a processor sends by itself what it computed
+    if not rates.overlaps_launches:  # a CPU cannot compute and send at once
         hideable = 0.0
     visible = max(sending - _HIDDEN * hideable, (1 - _HIDDEN) * sending)
-    return together.plus(StepTime(launches=host, communication=visible))
+    return together.plus(StepTime(communication=visible))
 
 
-def _host_operators(step: Measured, zero: Zero, batches: float) -> float:
+def _host_operators(step: Measured, zero: Zero, rates: Rates, batches: float) -> float:
+    work = _ON_GPU if rates.overlaps_launches else _ON_CPU
     weights, stage = step.num_weights, zero.stage
-    visits = _PER_VISIT[stage] * step.calls.get("visits", 0)
-    of_batch = _PER_BATCH + weights * _PER_WEIGHT_AND_BATCH[stage] + visits
-    return _STEP + weights * _PER_WEIGHT[stage] + batches * of_batch
+    of_step = _STEP + weights * work.per_weight[stage]
+    of_batch = _PER_BATCH + weights * work.per_weight_and_batch[stage]
+    return of_step + batches * of_batch + work.per_visit[stage] * _visits(step, batches)
+
+
+def _visits(step: Measured, batches: float) -> float:
+    """How often modules run in a step of so many micro-batches, of which the last may run fewer."""
+    of_one = step.calls.get("visits", 0)
+    of_last = step.calls_of_last.get("visits", of_one)
+    return max(0.0, batches - 1) * of_one + min(1.0, batches) * of_last
 
 
 def _updating(step: Measured, zero: Zero, rates: Rates) -> float:
@@ -229,7 +259,7 @@ def _updating(step: Measured, zero: Zero, rates: Rates) -> float:
 
 
 def _reductions(zero: Zero, batches: float) -> float:
-    """How often gradients are reduced in a step."""
+    """How often a step reduces the gradients."""
     return batches if zero.stage > 1 else 1.0
 
 
@@ -258,13 +288,13 @@ def _sending(step: Measured, zero: Zero, cluster: Cluster, rates: Rates, batches
     gather, scatter = rates.gathering or link, rates.scattering or link
     if zero.stage == 3:
         scattered = share * trained / scatter.bytes_per_s + buckets * scatter.latency_s
-        # weights that every rank keeps are gathered one by one behind the update (_post_step)
+        # weights that every rank keeps are gathered one by one after the update (_post_step)
         num_small = sum(count for size, count in step.sizes if size <= zero.persisted)
         return (
             batches * (_gathering(step, zero, rates, gather) + scattered)
             + num_small * gather.latency_s
         )
-    # Stages 1 and 2 reduce every bucket on all ranks too, each of which then takes its own part
+    # Stages 1 and 2 reduce every bucket to all ranks, too; each rank then takes its own part
     # (allreduce_and_scatter: use_multi_rank_bucket_allreduce).
     reduced = 2 * (share * trained / link.bytes_per_s + buckets * link.latency_s)
     updated = share * trained / gather.bytes_per_s + gather.latency_s if zero.stage else 0.0
@@ -272,11 +302,11 @@ def _sending(step: Measured, zero: Zero, cluster: Cluster, rates: Rates, batches
 
 
 def _gathering(step: Measured, zero: Zero, rates: Rates, link: Link) -> float:
-    """Seconds of stage 3 gathering its weights for one micro-batch."""
+    """Seconds that stage 3 takes to gather the weights for one micro-batch."""
     numbers = sum(size * count for size, count in step.sizes if size > zero.persisted)
-    # what backward needs again before so many numbers were used is not let go of after forward
+    # a weight that backward needs again within max_reuse numbers is not released after forward
     again = max(0.0, 1 - zero.max_reuse / max(1, 2 * numbers))
-    # a forward without gradients (GradCache) leaves there what its backward would need
+    # a forward without gradients (GradCache) keeps the weights that its backward would need
     times = 1 + again * step.calls.get("runs", 1)
     whole = zero.width * numbers
     share, collectives = (zero.world - 1) / zero.world, 1 + numbers / zero.prefetch_bucket

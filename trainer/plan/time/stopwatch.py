@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-_TURN_S = 0.02  # that one measurement takes at least
-_TOGETHER = 5  # calls of a collective in one measurement: as many on every rank
+_TURN_S = 0.02  # one measurement takes at least this long
+_TOGETHER = 5  # how often a measurement calls a collective: the same on every rank
 
 
 class Stopwatch:
@@ -23,7 +23,7 @@ class Stopwatch:
         self._calls: dict[str, int] = {}
 
     def seconds(self, name: str, run: Callable[[], Any]) -> float:
-        """Of one call of `run`, the quickest measured under this name so far."""
+        """Measure one call of `run`. Returns the fastest time so far under this name."""
         run()
         calls = self._calls.get(name, 1)
         while (spent := self._spent(run, calls)) < _TURN_S and name not in self._calls:
@@ -32,7 +32,7 @@ class Stopwatch:
         return self.quickest(name, spent / calls)
 
     def together(self, name: str, run: Callable[[], Any]) -> float:
-        """Of one collective: every rank has to call this."""
+        """Measure one call of a collective. Every rank calls this."""
         run()
         torch.distributed.barrier()
         start = time.perf_counter()
@@ -42,12 +42,12 @@ class Stopwatch:
         return self.quickest(name, (time.perf_counter() - start) / _TOGETHER)
 
     def quickest(self, name: str, seconds: float) -> float:
-        """`seconds`, or what was quicker before."""
+        """The fastest time so far under this name, `seconds` included."""
         self._best[name] = min(seconds, self._best.get(name, seconds))
         return self._best[name]
 
     def _spent(self, run: Callable[[], Any], calls: int) -> float:
-        # on one thread of a processor, what others do on it meanwhile is not counted
+        # with one CPU thread, CPU time leaves out what other processes do meanwhile
         is_alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         clock = time.process_time if is_alone else time.perf_counter
         self._wait()

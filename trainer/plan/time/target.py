@@ -1,4 +1,4 @@
-"""What a run is planned for: `--device` with how many there are, and how fast they are."""
+"""The devices that a run is planned for (`--device`): which, how many, and how fast."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Target:
     """Devices that train together."""
 
     device: Device | None
-    rates: Rates | None  # None: how fast they are is not known
+    rates: Rates | None  # None: not known
     cluster: Cluster
 
     @property
     def no_time(self) -> str:
-        """Why there is no prediction of time."""
+        """The reason why time cannot be predicted, as a sentence."""
         name = "no device is known" if self.device is None else self.device.name
         return (
             f"time is not planned: how fast the device is ({name}) is not known. Give --device "
@@ -32,10 +32,11 @@ class Target:
 
 
 def target_of(text: str | None, *, world: int | None, nodes: int = 1) -> Target:
-    """text: h200, 8xh100-80, 24GiB, or a calibration's file; None: the GPU of this process.
+    """The devices that `text` names: h200, 8xh100-80, 24GiB, or a calibration file. None names the
+    GPU of this process. ConfigError for anything else.
 
-    world: how many devices in all, when `text` does not say; None: as the launcher does, or one.
-    ConfigError for anything else.
+    world: the number of devices if `text` does not say it; None: as many as the launcher started,
+    or one.
     """
     if re.search(r"[,+&]", Path(text or "").name):
         raise ConfigError(

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from trainer.plan.time.step_time import StepTime
 
 _SHOWN_WAYS = 10
-_LEAST = 0.005  # of a step: smaller parts are not named
+_LEAST = 0.005  # parts below this share of a step are not named
 
 
 def page(time: RunTime) -> str:
-    """What a run takes: a step and its parts, the run and its."""
+    """The time of a step with its parts, and of the run with its parts."""
     source = "measured rates" if time.is_measured else "rates of its data sheet, not measured"
     mfu = "" if time.mfu is None else f", MFU {time.mfu:.1%}"
     rest = {
@@ -47,7 +47,7 @@ def shares(step: StepTime) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Seconds in the units that people use, such as 3.2 min."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 120:
@@ -64,7 +64,7 @@ def fastest(
     price: float | None,
     values: Mapping[str, Any],
 ) -> str:
-    """The best ways with time, memory and money, why the first wins, and how to run it."""
+    """The best ways with their time, memory and price, why the first one wins, and its command."""
     money = "" if price is None else f"{'money':>10s}"
     lines = [f"{'a step':>10s}{'hours':>9s}{money}{'GiB':>8s}{'host':>8s}  way"]
     for way in ways[:_SHOWN_WAYS]:

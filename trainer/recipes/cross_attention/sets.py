@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from trainer.errors import DataError, nearest
 from trainer.recipes.cross_attention import files, hotpotqa, natural_questions, topiocqa
@@ -144,7 +144,10 @@ def _squad(record: PublishedRecord) -> Row | None:
 def _msmarco(record: PublishedRecord) -> Row | None:
     """A query with all its passages, of which those are useful that an annotator selected."""
     raw = record.values
-    answers = [UNANSWERABLE if _says_no_answer(answer) else answer for answer in raw["answers"]]
+    answers = [
+        UNANSWERABLE if re.sub(r"\W+$", "", str(answer).strip().lower()) == _NO_ANSWER else answer
+        for answer in raw["answers"]
+    ]
     passages = raw["passages"]
     if isinstance(passages, dict):  # the Hub's: a list for each field
         pairs = zip(passages["passage_text"], passages["is_selected"], strict=True)
@@ -153,7 +156,3 @@ def _msmarco(record: PublishedRecord) -> Row | None:
     return row_of(
         record, raw["query"], answers, [(None, text, bool(selected)) for text, selected in pairs]
     )
-
-
-def _says_no_answer(answer: Any) -> bool:
-    return isinstance(answer, str) and re.sub(r"\W+$", "", answer.strip().lower()) == _NO_ANSWER

@@ -43,7 +43,7 @@ function listen(curves) {
   stream = new Stream(path, (kind, news) => {
     if (kind === "metrics") return view?.curves?.grow(news);
     const isLess = board.take(news);
-    if (!view) show();
+    if (!view || view.isMissing && view.ids.every(id => board.of(id))) show();
     else if (view.draw) view.draw();
     else view.news();
     if (isLess) {
@@ -66,11 +66,7 @@ async function show() {
   const own = ++turn;
   const [path] = location.hash.slice(1).split("?");
   const [, kind, rest] = path.split("/");
-  if (kind === "run") view = new Run(board, rest, me);
-  else if (kind === "compare") view = new Compare(board, rest.split(","));
-  else if (kind === "queue") view = new QueuePage(board, me);
-  else if (kind === "api") view = new ApiPage();
-  else view = new Overview(board);
+  const shown = view = viewOf(kind, rest);
   for (const one of document.querySelectorAll("nav a"))
     one.toggleAttribute("aria-current", one.hash === (["queue", "api"].includes(kind) ? `#/${kind}` : "#/"));
   content.replaceChildren(view.node);
@@ -80,7 +76,17 @@ async function show() {
   try {
     await view.ready;
     if (own === turn) listen(view.curves);
-  } catch (error) { content.append(h("p", { class: "s-failed", role: "alert" }, error.message)); }
+  } catch (error) {
+    shown.isMissing = error.status === 404; // it is shown again once its runs are on the board
+    if (own === turn) content.append(h("p", { class: "s-failed", role: "alert" }, error.message));
+  }
+}
+
+function viewOf(kind, rest) {
+  if (kind === "run") return new Run(board, rest, me);
+  if (kind === "compare") return new Compare(board, rest.split(","));
+  if (kind === "queue") return new QueuePage(board, me);
+  return kind === "api" ? new ApiPage() : new Overview(board);
 }
 
 addEventListener("hashchange", () => {

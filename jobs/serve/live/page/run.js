@@ -71,7 +71,7 @@ export class Curves {
 
 export class Run {
   constructor(board, id, me) {
-    Object.assign(this, { board, id, me, logAt: 0 });
+    Object.assign(this, { board, id, me, ids: [id], logAt: 0 });
     this.title = h("h1", {});
     this.acts = h("div", { class: "buttons" });
     this.message = h("pre", { class: "message", role: "status", hidden: true });
@@ -105,7 +105,7 @@ export class Run {
   update() {
     const line = this.board.of(this.id);
     if (!line) {
-      this.title.textContent = "There is no such run (any more).";
+      this.title.textContent = "There is no such run now.";
       return;
     }
     const key = JSON.stringify(line);
@@ -200,14 +200,14 @@ export async function differences(ids, labelOf) {
 export class Compare {
   constructor(board, ids) {
     const label = id => board.of(id)?.label ?? id.slice(0, 8);
-    this.board = board;
+    Object.assign(this, { board, ids });
     const hasTwins = new Set(ids.map(label)).size < ids.length;
     this.curves = new Curves(ids, id => hasTwins ? `${label(id)} ${id.slice(0, 8)}` : label(id));
     const legend = ids.map((id, at) => h("li", {}, h("i", { class: `mark k${at % 6}${at >= 6 ? " dash" : ""}` }), h("a", { href: `#/run/${id}` }, clean(`${label(id)} ${id.slice(0, 8)}`))));
     const place = panel("Differences");
     this.node = h("div", {}, h("p", {}, h("a", { href: "#/" }, "All runs")), h("h1", {}, `${ids.length} runs`), h("ul", { class: "legend" }, legend), this.curves.node, place.node);
     this.ready = this.curves.load();
-    differences(ids, label).then(node => place.fill(node));
+    differences(ids, label).then(node => place.fill(node), error => place.fill(h("p", { class: "soft" }, error.message)));
   }
 
   news() {}

@@ -6,6 +6,7 @@ A blank: wsc273, numersense, winogrande_xl, alphanli. Endings: copa, codah, swag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -16,6 +17,7 @@ from trainer.recipes.vera.adapters.adapter import (
     Adapter,
     Raw,
     Variants,
+    add_to,
     checked_text,
     column,
     csv_objects,
@@ -33,6 +35,9 @@ from trainer.recipes.vera.problem import (
     multiple_choice,
     write_padded_line,
 )
+
+ADAPTERS: dict[str, Adapter] = {}
+_adapter = partial(add_to, ADAPTERS)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -107,6 +112,13 @@ def _wsc_options(path: Path) -> list[tuple[str, str]]:
     return records
 
 
+@_adapter(
+    "wsc273",
+    {"dev": ("WSCollection.xml", "wsc273.txt?")},
+    _schemas,
+    variants={"case": ("keep", "fit")},
+    is_cloze=True,
+)
 def _wsc(row: Any, variants: Variants) -> Problem:
     schema, options = row
     gold = index_of(_xml_text(schema, "correctAnswer").strip(" ."), ("A", "B"), "correctAnswer")
@@ -130,12 +142,24 @@ def _wsc(row: Any, variants: Variants) -> Problem:
     return multiple_choice(question, choices, gold)
 
 
+@_adapter(
+    "numersense",
+    {"train": ("train.masked.tsv",), "dev": ("validation.masked.tsv",)},
+    tab_lines,
+    is_cloze=True,
+)
 def _numersense(fields: Any, _: Variants) -> Problem:
     sentence, answer = column(fields, 0, "sentence"), column(fields, 1, "answer").strip()
     gold = index_of("no" if answer == "zero" else answer, _NUMBERS, "answer")
     return multiple_choice(sentence.replace("<mask>", "_"), _NUMBERS, gold)
 
 
+@_adapter(
+    "alphanli",
+    {split: (f"{split}.jsonl", f"{split}-labels.lst") for split in ("train", "dev", "test")},
+    labelled_json_lines,
+    is_cloze=True,
+)
 def _alphanli(row: Any, _: Variants) -> Problem:
     story, label = row
     choices = [text_of(story, "hyp1"), text_of(story, "hyp2")]
@@ -147,6 +171,13 @@ def _alphanli(row: Any, _: Variants) -> Problem:
 # --------------------------------------------------------------------------------------------------
 
 
+@_adapter(
+    "copa",
+    {"dev": ("copa-dev.xml",), "test": ("copa-test.xml",)},
+    lambda paths: xml_items(paths, "item"),
+    variants={"connective": ("none", "because_so")},
+    is_joined=True,
+)
 def _copa(item: Any, variants: Variants) -> Problem:
     premise, choices = _xml_text(item, "p"), [_xml_text(item, "a1"), _xml_text(item, "a2")]
     gold = index_of(
@@ -159,12 +190,19 @@ def _copa(item: Any, variants: Variants) -> Problem:
     return multiple_choice(premise, choices, gold)
 
 
+@_adapter("codah", {"dev": ("full_data.tsv",)}, tab_lines, is_joined=True)
 def _codah(fields: Any, _: Variants) -> Problem:
     choices = [column(fields, 2 + index, f"ending {index}") for index in range(4)]
     gold = index_of(column(fields, 6, "answer"), ("0", "1", "2", "3"), "answer")
     return multiple_choice(column(fields, 1, "prompt"), choices, gold)
 
 
+@_adapter(
+    "hellaswag",
+    {"train": ("hellaswag_train.jsonl",), "dev": ("hellaswag_val.jsonl",)},
+    json_lines,
+    is_joined=True,
+)
 def _hellaswag(row: Any, _: Variants) -> Problem:
     endings = value_of(row, "endings")
     if not isinstance(endings, list):
@@ -174,6 +212,16 @@ def _hellaswag(row: Any, _: Variants) -> Problem:
     return multiple_choice(text_of(row, "ctx"), choices, gold)
 
 
+@_adapter(
+    "story_cloze_test",
+    {
+        "dev": ("cloze_test_val__spring2016 - cloze_test_ALL_val.csv",),
+        "dev_2018": ("cloze_test_val__winter2018-cloze_test_ALL_val - 1 - 1.csv",),
+        "test": ("cloze_test_test__spring2016 - cloze_test_ALL_test.csv",),
+    },
+    csv_objects,
+    is_joined=True,
+)
 def _story(row: Any, _: Variants) -> Problem:
     sentences = [text_of(row, f"InputSentence{number}").strip() for number in range(1, 5)]
     choices = [text_of(row, f"RandomFifthSentenceQuiz{number}") for number in (1, 2)]
@@ -189,20 +237,7 @@ def _lower_function_word(text: str) -> str:
     return text[:1].lower() + text[1:] if text.split(" ")[0].lower() in _FUNCTION_WORDS else text
 
 
-ADAPTERS = {
-    "wsc273": Adapter(
-        {"dev": ("WSCollection.xml", "wsc273.txt?")},
-        _schemas,
-        _wsc,
-        variants={"case": ("keep", "fit")},
-        is_cloze=True,
-    ),
-    "numersense": Adapter(
-        {"train": ("train.masked.tsv",), "dev": ("validation.masked.tsv",)},
-        tab_lines,
-        _numersense,
-        is_cloze=True,
-    ),
+ADAPTERS |= {
     "winogrande_xl": Adapter(
         {"train": ("train_xl.jsonl",), "dev": ("dev.jsonl",)},
         json_lines,
@@ -210,42 +245,15 @@ ADAPTERS = {
         is_cloze=True,
         line=write_padded_line,
     ),
-    "alphanli": Adapter(
-        {split: (f"{split}.jsonl", f"{split}-labels.lst") for split in ("train", "dev", "test")},
-        labelled_json_lines,
-        _alphanli,
-        is_cloze=True,
-    ),
-    "copa": Adapter(
-        {"dev": ("copa-dev.xml",), "test": ("copa-test.xml",)},
-        lambda paths: xml_items(paths, "item"),
-        _copa,
-        variants={"connective": ("none", "because_so")},
-        is_joined=True,
-    ),
-    "codah": Adapter({"dev": ("full_data.tsv",)}, tab_lines, _codah, is_joined=True),
     "swag": Adapter(
         {"train": ("train.csv",), "dev": ("val.csv",)},
         csv_objects,
         _by_fields(
-            "startphrase", [f"ending{index}" for index in range(4)], "label", ("0", "1", "2", "3")
+            "startphrase",
+            [f"ending{index}" for index in range(4)],
+            "label",
+            ("0", "1", "2", "3"),
         ),
-        is_joined=True,
-    ),
-    "hellaswag": Adapter(
-        {"train": ("hellaswag_train.jsonl",), "dev": ("hellaswag_val.jsonl",)},
-        json_lines,
-        _hellaswag,
-        is_joined=True,
-    ),
-    "story_cloze_test": Adapter(
-        {
-            "dev": ("cloze_test_val__spring2016 - cloze_test_ALL_val.csv",),
-            "dev_2018": ("cloze_test_val__winter2018-cloze_test_ALL_val - 1 - 1.csv",),
-            "test": ("cloze_test_test__spring2016 - cloze_test_ALL_test.csv",),
-        },
-        csv_objects,
-        _story,
         is_joined=True,
     ),
 }

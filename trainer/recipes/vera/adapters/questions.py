@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainer.recipes.vera.adapters.adapter import (
     Adapter,
     Raw,
     Variants,
+    add_to,
     checked_text,
     index_of,
     json_lines,
@@ -27,7 +29,31 @@ from trainer.recipes.vera.adapters.adapter import (
 )
 from trainer.recipes.vera.problem import BadRecord, Problem, multiple_choice, read_line
 
+ADAPTERS: dict[str, Adapter] = {}
+_adapter = partial(add_to, ADAPTERS)
+
 _OPTION_MARK = re.compile(r"\s*\([A-Z]\)\s*")
+_CAPITALS = {"train": "Train", "dev": "Dev", "test": "Test"}
+
+
+def _files_by_split(
+    pattern: str, *, train: str = "train", dev: str = "dev", test: str = "test"
+) -> dict[str, tuple[str, ...]]:
+    names = {"train": train, "dev": dev, "test": test}
+    return {split: (pattern.format(name),) for split, name in names.items()}
+
+
+def _files_with_labels(dev: str) -> dict[str, tuple[str, ...]]:
+    names = {"train": "train", "dev": dev}
+    labels = {
+        split: "|".join(f"{name}-labels.lst" for name in alternatives.split("|"))
+        for split, alternatives in names.items()
+    }
+    rows = {
+        split: "|".join(f"{name}.jsonl" for name in alternatives.split("|"))
+        for split, alternatives in names.items()
+    }
+    return {split: (rows[split], labels[split]) for split in names}
 
 
 def _stem(row: Any, _: Variants) -> Problem:
@@ -45,6 +71,7 @@ def _stem(row: Any, _: Variants) -> Problem:
     )
 
 
+@_adapter("physical_iqa", _files_with_labels("valid|dev"), labelled_json_lines)
 def _piqa(row: Any, _: Variants) -> Problem:
     goal, label = row
     return multiple_choice(
@@ -54,6 +81,7 @@ def _piqa(row: Any, _: Variants) -> Problem:
     )
 
 
+@_adapter("social_iqa", _files_with_labels("dev"), labelled_json_lines)
 def _siqa(row: Any, _: Variants) -> Problem:
     story, label = row
     choices = [text_of(story, f"answer{letter}") for letter in "ABC"]
@@ -61,6 +89,7 @@ def _siqa(row: Any, _: Variants) -> Problem:
     return multiple_choice(text_of(story, "question"), choices, gold, text_of(story, "context"))
 
 
+@_adapter("sciq", _files_by_split("{}.json", dev="valid"), json_list)
 def _sciq(row: Any, _: Variants) -> Problem:
     """The options in alphabetical order.
 
@@ -71,6 +100,7 @@ def _sciq(row: Any, _: Variants) -> Problem:
     return multiple_choice(text_of(row, "question"), choices, choices.index(right))
 
 
+@_adapter("quarel", _files_by_split("quarel-v1-{}.jsonl"), json_lines)
 def _quarel(row: Any, _: Variants) -> Problem:
     """{"question": "text (A) one (B) other", "answer_index"}."""
     question, *choices = _OPTION_MARK.split(text_of(row, "question"))
@@ -96,6 +126,19 @@ def _cycic_rows(paths: Sequence[Path | None]) -> Iterator[Raw]:
             yield raw._replace(value=(raw.value, label_of.get(str(raw.value.get("run_id")))))
 
 
+@_adapter(
+    "cycic_mc",
+    {
+        "train": tuple(
+            f"CycIC_training_{part}.jsonl|cycic_training_{part}.jsonl"
+            for part in ("questions", "labels")
+        ),
+        "dev": tuple(
+            f"CycIC_dev_{part}.jsonl|cycic_dev_{part}.jsonl" for part in ("questions", "labels")
+        ),
+    },
+    _cycic_rows,
+)
 def _cycic(row: Any, _: Variants) -> Problem:
     question, label = row
     names = sorted(name for name in question if name.startswith("answer_option"))
@@ -105,6 +148,12 @@ def _cycic(row: Any, _: Variants) -> Problem:
     )
 
 
+@_adapter(
+    "prost",
+    {"dev": ("default.jsonl|prost.jsonl",)},
+    json_lines,
+    variants={"question": ("ex_question", "masked")},
+)
 def _prost(row: Any, variants: Variants) -> Problem:
     choices = [text_of(row, letter) for letter in "ABCD"]
     gold = index_of(value_of(row, "label"), ("0", "1", "2", "3"), "label")
@@ -127,29 +176,7 @@ def unified_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
         )
 
 
-def _files_by_split(
-    pattern: str, *, train: str = "train", dev: str = "dev", test: str = "test"
-) -> dict[str, tuple[str, ...]]:
-    names = {"train": train, "dev": dev, "test": test}
-    return {split: (pattern.format(name),) for split, name in names.items()}
-
-
-def _files_with_labels(dev: str) -> dict[str, tuple[str, ...]]:
-    names = {"train": "train", "dev": dev}
-    labels = {
-        split: "|".join(f"{name}-labels.lst" for name in alternatives.split("|"))
-        for split, alternatives in names.items()
-    }
-    rows = {
-        split: "|".join(f"{name}.jsonl" for name in alternatives.split("|"))
-        for split, alternatives in names.items()
-    }
-    return {split: (rows[split], labels[split]) for split in names}
-
-
-_CAPITALS = {"train": "Train", "dev": "Dev", "test": "Test"}
-
-ADAPTERS = {
+ADAPTERS |= {
     "commonsenseqa": Adapter(
         {split: (f"{split}_rand_split.jsonl",) for split in ("train", "dev")}, json_lines, _stem
     ),
@@ -163,30 +190,7 @@ ADAPTERS = {
     "ai2_science_middle": Adapter(
         _files_by_split("Middle-NDMC-{}.jsonl", **_CAPITALS), json_lines, _stem
     ),
-    "physical_iqa": Adapter(_files_with_labels("valid|dev"), labelled_json_lines, _piqa),
-    "social_iqa": Adapter(_files_with_labels("dev"), labelled_json_lines, _siqa),
-    "sciq": Adapter(_files_by_split("{}.json", dev="valid"), json_list, _sciq),
-    "quarel": Adapter(_files_by_split("quarel-v1-{}.jsonl"), json_lines, _quarel),
     "quartz": Adapter(_files_by_split("{}.jsonl"), json_lines, _stem),
-    "cycic_mc": Adapter(
-        {
-            "train": tuple(
-                f"CycIC_training_{part}.jsonl|cycic_training_{part}.jsonl"
-                for part in ("questions", "labels")
-            ),
-            "dev": tuple(
-                f"CycIC_dev_{part}.jsonl|cycic_dev_{part}.jsonl" for part in ("questions", "labels")
-            ),
-        },
-        _cycic_rows,
-        _cycic,
-    ),
-    "prost": Adapter(
-        {"dev": ("default.jsonl|prost.jsonl",)},
-        json_lines,
-        _prost,
-        variants={"question": ("ex_question", "masked")},
-    ),
     "unifiedqa": Adapter(
         _files_by_split("{}.tsv"),
         unified_lines,

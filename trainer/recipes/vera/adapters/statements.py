@@ -6,6 +6,7 @@ They are creak, csqa2, strategyqa, spatial_cs, com2sense_paired and comve_a.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainer.recipes.vera.adapters.adapter import (
     Adapter,
     Raw,
     Variants,
+    add_to,
     column,
     csv_rows,
     index_of,
@@ -31,6 +33,9 @@ from trainer.recipes.vera.problem import (
     yes_no,
 )
 
+ADAPTERS: dict[str, Adapter] = {}
+_adapter = partial(add_to, ADAPTERS)
+
 _FALSE_TRUE, _NO_YES = ("false", "true"), ("no", "yes")
 
 
@@ -39,12 +44,21 @@ def _truth(row: Any, name: str, words: tuple[str, str]) -> bool:
     return bool(index_of(value_of(row, name), words, name))
 
 
+@_adapter(
+    "csqa2",
+    {split: (f"CSQA2_{split}.json|csqa2_{split}.json",) for split in ("train", "dev")},
+    json_lines,
+    # keep: as the author's train file has it, where a question with a line end in it makes two
+    # broken lines
+    variants={"newlines": ("join", "keep")},
+)
 def _csqa2(row: Any, variants: Variants) -> Problem:
     question, raw = text_of(row, "question"), value_of(row, "question")
     label = _truth(row, "answer", _NO_YES)
     return yes_no(raw if variants["newlines"] == "keep" else question, label=label)
 
 
+@_adapter("strategyqa", {"train": ("train.json",), "dev": ("dev.json",)}, json_list)
 def _strategyqa(row: Any, _: Variants) -> Problem:
     answer = value_of(row, "answer")
     if not isinstance(answer, bool):
@@ -77,6 +91,11 @@ def _com2sense_pairs(paths: Sequence[Path | None]) -> Iterator[Raw]:
             )
 
 
+@_adapter(
+    "com2sense_paired",
+    {split: (f"{split}.json", f"pair_id_{split}.json") for split in ("train", "dev", "test")},
+    _com2sense_pairs,
+)
 def _com2sense(pair: Any, _: Variants) -> Problem:
     for identity, row in pair:
         if row is None:
@@ -96,6 +115,18 @@ def _comve_pairs(paths: Sequence[Path | None]) -> Iterator[Raw]:
             yield raw._replace(value=(raw.value, absurd.get(raw.value[0])))
 
 
+@_adapter(
+    "comve_a",
+    {
+        "train": (
+            "subtaskA_train_data.csv|subtaskA_data_all.csv",
+            "subtaskA_train_gold.csv|subtaskA_answers_all.csv",
+        ),
+        "dev": ("subtaskA_dev_data.csv", "subtaskA_dev_gold.csv|subtaskA_gold_answers.csv"),
+        "test": ("subtaskA_test_data.csv", "subtaskA_test_gold.csv|subtaskA_gold_answers.csv"),
+    },
+    _comve_pairs,
+)
 def _comve(row: Any, _: Variants) -> Problem:
     fields, absurd = row
     if absurd is None:
@@ -104,42 +135,16 @@ def _comve(row: Any, _: Variants) -> Problem:
     return multiple_choice(None, choices, 1 - index_of(absurd, ("0", "1"), "the gold file"))
 
 
-ADAPTERS = {
+ADAPTERS |= {
     "creak": Adapter(
         {"train": ("train.json",), "dev": ("dev.json",), "contrast": ("contrast_set.json",)},
         json_lines,
         lambda row, _: statement(text_of(row, "sentence"), label=_truth(row, "label", _FALSE_TRUE)),
         is_statement=True,
     ),
-    "csqa2": Adapter(
-        {split: (f"CSQA2_{split}.json|csqa2_{split}.json",) for split in ("train", "dev")},
-        json_lines,
-        _csqa2,
-        # keep: as the author's train file has it, where a question with a line end in it makes two
-        # broken lines
-        variants={"newlines": ("join", "keep")},
-    ),
-    "strategyqa": Adapter({"train": ("train.json",), "dev": ("dev.json",)}, json_list, _strategyqa),
     "spatial_cs": Adapter(
         {"dev": ("height/data.json", "posrel/data_qa.json", "size/data.json")},
         json_lines,
         lambda row, _: yes_no(text_of(row, "question"), label=_truth(row, "label", ("0", "1"))),
-    ),
-    "com2sense_paired": Adapter(
-        {split: (f"{split}.json", f"pair_id_{split}.json") for split in ("train", "dev", "test")},
-        _com2sense_pairs,
-        _com2sense,
-    ),
-    "comve_a": Adapter(
-        {
-            "train": (
-                "subtaskA_train_data.csv|subtaskA_data_all.csv",
-                "subtaskA_train_gold.csv|subtaskA_answers_all.csv",
-            ),
-            "dev": ("subtaskA_dev_data.csv", "subtaskA_dev_gold.csv|subtaskA_gold_answers.csv"),
-            "test": ("subtaskA_test_data.csv", "subtaskA_test_gold.csv|subtaskA_gold_answers.csv"),
-        },
-        _comve_pairs,
-        _comve,
     ),
 }

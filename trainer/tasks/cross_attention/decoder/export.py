@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.config.schema import Base, RandomBase, Strict, validate
+from trainer.config.block import Strict, validate
+from trainer.config.schema import Base, RandomBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, ResumeError
 from trainer.files import safetensors_file

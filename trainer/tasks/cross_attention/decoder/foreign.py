@@ -13,7 +13,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from trainer.config.schema import RandomBase, validate
+from trainer.config.block import validate
+from trainer.config.schema import RandomBase
 from trainer.data import vocabulary
 from trainer.models import adapters
 from trainer.models.decoder.backbone import backbone_of

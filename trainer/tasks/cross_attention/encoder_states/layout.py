@@ -1,25 +1,17 @@
-"""What a folder of states holds. Every distinct context stands in it once, under a key made of its
-token ids.
+"""What a folder of states holds (a folder of shards, see trainer/data/shard_folder.py). Every
+distinct context stands in it once, under a key made of its token ids.
 
-<root>/<name>/           one folder for each identity: base model, tokenizer, template, limits,
-                         dtype
-  plan.json              what is being written, stated before the first state
-  states-<n>.safetensors `states` (tokens, D), whole contexts one after another; `offsets` (entries
-  + 1,) in tokens;
-                         `keys` (entries, 32); `checksums` (entries,); int8 has `scales` (tokens,)
-                         besides
-  states-<n>.json        its size and SHA-256: written when the shard is whole
-  meta.json              every shard's record: written last, so a folder without it is not finished
+<root>/<name>/            one for each identity: base model, tokenizer, template, limits, dtype
+  states-<n>.safetensors  `states` (tokens, D), whole contexts one after another; `offsets`
+                          (entries + 1,) in tokens; `keys` (entries, 32); `checksums` (entries,);
+                          int8 has `scales` (tokens,) besides
 
-Shards are cut where the plan says, whatever the number of ranks, and a shard's bytes depend on
-nothing but its own contexts: a restart, on any number of ranks, writes what was missing and nothing
-else.
+A shard's bytes depend on nothing but its own contexts.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,11 +23,9 @@ import torch
 from torch import Tensor
 
 from trainer.config.identity import digest
-from trainer.errors import DataError
-from trainer.files.safetensors_file import WrittenFile
+from trainer.data.shard_folder import FORMAT, ShardFolder
+from trainer.errors import StorageError
 
-FORMAT = 1
-PLAN, META = "plan.json", "meta.json"
 KEY_BYTES = 32
 MAX_SHARD_BYTES = 256 * 2**20  # held in memory while it is made; what a kill costs a rank at most
 MIN_SHARDS = 64  # of a set that is large enough for so many: that many ranks have work
@@ -113,31 +103,9 @@ def folder_name(identity: Identity) -> str:
     return digest({"format": FORMAT, **identity})[:32]
 
 
-def shard_name(number: int) -> str:
-    return f"states-{number:05d}.safetensors"
-
-
-def record_of(folder: Path, number: int) -> WrittenFile | None:
-    """What a shard's record says; None when the shard is not whole."""
-    path = folder / shard_name(number)
-    try:
-        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return WrittenFile(**record) if path.stat().st_size == record["size"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a folder of states; DataError when it cannot be read."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values.pop("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{path} cannot be read ({error}). Delete {path.parent} and prepare anew."
-        ) from error
-    return values
+def shards_in(folder: Path) -> ShardFolder:
+    """The files of a folder of states."""
+    return ShardFolder(folder, "states", ".safetensors", "prepare", refusal=StorageError)
 
 
 # int8

@@ -9,19 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.data.shard_folder import META, PLAN
 from trainer.errors import CheckpointError, ConfigError, DataError
 from trainer.files.safetensors_file import WrittenFile, tensors_of
 from trainer.tasks.cross_attention.encoder_states.layout import (
     KEY_BYTES,
-    META,
-    PLAN,
     Identity,
     StatesPlan,
     checksum,
     dequantise,
     folder_name,
     key_of,
-    read_json,
+    shards_in,
 )
 
 # numpy searches among these; it ignores zeros at their end, on both sides alike
@@ -33,8 +32,10 @@ class StateCache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.plan = StatesPlan(**read_json(folder / PLAN))
-        self.records = [WrittenFile(**record) for record in read_json(folder / META)["shards"]]
+        self.plan = shards_in(folder).read(PLAN, lambda plan: StatesPlan(**plan))
+        self.records = shards_in(folder).read(
+            META, lambda meta: [WrittenFile(**record) for record in meta["shards"]]
+        )
         self._shards = [self._map(record) for record in self.records]
         sizes = [len(shard["checksums"]) for shard in self._shards]
         keys = np.concatenate([shard["keys"].numpy().view(_KEY)[:, 0] for shard in self._shards])
@@ -102,13 +103,16 @@ class StateCache:
 def open_states(root: Path, identity: Identity) -> StateCache:
     """The states of an identity below `root`. ConfigError says what stands there instead."""
     folder = root / folder_name(identity)
-    if (folder / META).is_file():
+    if shards_in(folder).is_finished:
         return StateCache(folder)
-    if (folder / PLAN).is_file():
+    if shards_in(folder).is_begun:
         raise ConfigError(
             f"{folder} is not finished. Run the same `python -m trainer prepare` command again."
         )
-    others = [read_json(path)["identity"] for path in sorted(root.glob(f"*/{PLAN}"))]
+    others = [
+        shards_in(path.parent).read(PLAN, lambda plan: plan["identity"])
+        for path in sorted(root.glob(f"*/{PLAN}"))
+    ]
     differing = [_differences(other, identity) for other in others]
     present = f"It holds states with {' | '.join(differing)}." if others else "It holds none."
     raise ConfigError(

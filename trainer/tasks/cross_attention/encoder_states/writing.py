@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.errors import ConfigError, DivergedError, LatheError, StorageError
-from trainer.files.atomic import refusals, write_json
-from trainer.files.safetensors_file import write_tensors
-from trainer.runtime import distributed
+from trainer.data.shard_folder import FORMAT
+from trainer.errors import DivergedError, StorageError
+from trainer.files.safetensors_file import blocks_of
 from trainer.tasks.cross_attention.encoder_states.layout import (
-    FORMAT,
     KEY_BYTES,
-    META,
-    PLAN,
     TORCH,
     Dtype,
     StatesPlan,
     checksum,
     key_of,
     quantise,
-    read_json,
-    record_of,
     shard_bounds,
-    shard_name,
+    shards_in,
 )
 
 logger = logging.getLogger(__name__)
@@ -98,7 +89,7 @@ def distinct(
 def missing(folder: Path, contexts: Contexts, plan: StatesPlan) -> Missing:
     """What a folder still lacks of its plan."""
     bounds = shard_bounds(contexts.lengths, plan.shard_tokens)
-    shards = [number for number in range(len(bounds)) if record_of(folder, number) is None]
+    shards = shards_in(folder).missing(len(bounds))
     entries = sum(len(bounds[number]) for number in shards)
     tokens = sum(int(contexts.lengths[bounds[n].start : bounds[n].stop].sum()) for n in shards)
     size = plan.bytes_needed(contexts=entries, tokens=tokens, shards=len(shards))
@@ -126,32 +117,8 @@ def begun(folder: Path, plan: StatesPlan) -> StatesPlan:
 
     ConfigError when it was begun with other contexts.
     """
-    outcome: dict[str, Any] = {}
-    if distributed.is_main():
-        try:
-            with refusals(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / PLAN).is_file():
-                write_json(folder / PLAN, {"format": FORMAT, **asdict(plan)})
-            outcome = {"plan": read_json(folder / PLAN)}
-        except LatheError as error:
-            outcome = {"error": str(error)}
-    outcome = distributed.broadcast(outcome)
-    if "error" in outcome:
-        raise StorageError(outcome["error"])
-    there, expected = outcome["plan"], json.loads(json.dumps(asdict(plan)))
-    differing = [
-        name for name in expected if name != "shard_tokens" and there.get(name) != expected[name]
-    ]
-    if differing:
-        differences = "; ".join(
-            f"{name} was {there.get(name)!r}, is {expected[name]!r}" for name in differing
-        )
-        raise ConfigError(
-            f"{folder} was begun with other data ({differences}). Name a new --out, or delete this "
-            "folder."
-        )
-    return StatesPlan(**there)
+    stated = {"format": FORMAT, **asdict(plan)}
+    return StatesPlan(**shards_in(folder).begin(stated, choice="shard_tokens"))
 
 
 def write(
@@ -171,16 +138,13 @@ def write(
     now.
     """
     bounds = shard_bounds(contexts.lengths, plan.shard_tokens)
-    todo = distributed.broadcast(missing(folder, contexts, plan).shards)
-    for number in todo[distributed.rank() :: distributed.world()]:
+    shards = shards_in(folder)
+    for number in shards.own_missing(len(bounds)):
         states = _encode_shard(contexts, bounds[number], encode, plan, batch_tokens, tell)
-        _write_shard(
-            folder, number, contexts.keys[bounds[number].start : bounds[number].stop], states, plan
-        )
-    distributed.barrier()
-    if distributed.is_main():
-        _finish(folder, len(bounds))
-    distributed.barrier()
+        keys = contexts.keys[bounds[number].start : bounds[number].stop]
+        shards.write_shard(number, blocks_of(_tensors(keys, states, plan.dtype)))
+        logger.debug("%s: %d contexts", shards.shard(number), len(states))
+    shards.finish(len(bounds))
 
 
 def _encode_shard(
@@ -226,20 +190,6 @@ def _batches(entries: range, lengths: np.ndarray, batch_tokens: int) -> list[lis
     return batches
 
 
-def _write_shard(
-    folder: Path, number: int, keys: np.ndarray, states: list[Tensor], plan: StatesPlan
-) -> None:
-    """The tensors, then their record; a shard without a record is made again."""
-    name = shard_name(number)
-    temporary = f".{name}.{os.getpid()}.tmp"
-    (folder / temporary).unlink(missing_ok=True)
-    record = write_tensors(folder, temporary, _tensors(keys, states, plan.dtype))
-    with refusals(folder / name):
-        os.replace(folder / temporary, folder / name)
-    write_json((folder / name).with_suffix(".json"), asdict(replace(record, name=name)))
-    logger.debug("%s: %d contexts", folder / name, len(states))
-
-
 def _tensors(keys: np.ndarray, states: list[Tensor], dtype: Dtype) -> dict[str, Tensor]:
     lengths = torch.tensor([len(states_LD) for states_LD in states])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -257,16 +207,3 @@ def _tensors(keys: np.ndarray, states: list[Tensor], dtype: Dtype) -> dict[str, 
     parts = [tensors[field] for field in ("states", "scales") if field in tensors]
     tensors["checksums"] = torch.tensor([checksum([part[a:b] for part in parts]) for a, b in spans])
     return tensors
-
-
-def _finish(folder: Path, shards: int) -> None:
-    records = [record_of(folder, number) for number in range(shards)]
-    lost = [number for number, record in enumerate(records) if record is None]
-    if lost:
-        raise LatheError(f"{folder}: shards {lost} are not whole. Run the same command again.")
-    for torn in folder.glob(".*.tmp"):  # of processes that were killed
-        torn.unlink(missing_ok=True)
-    write_json(
-        folder / META,
-        {"format": FORMAT, "shards": [asdict(record) for record in records if record]},
-    )

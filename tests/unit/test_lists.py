@@ -1,0 +1,204 @@
+"""A list that stands in a text is the list, in every reader and kind of file; what only looks like
+one is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_own_rows import WRITERS, read, statements
+from trainer.config.block import validate
+from trainer.config.own_rows import OwnRows
+from trainer.data.formats.lists import as_list
+from trainer.data.readers import fields, questions, retrieved
+from trainer.errors import DataError
+from trainer.protocol.task import Places
+from trainer.tasks.causal_lm.chat_rows import chats
+from trainer.tasks.retriever import rows as retriever_rows
+from trainer.tasks.retriever.config import Data as RetrieverData
+from trainer.tasks.summariser import data as summaries
+from trainer.tasks.summariser.config import Data as SummaryData
+from trainer.tasks.vera import groups
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('["a", "b"]', ["a", "b"]),
+        ("['a', 'b']", ["a", "b"]),
+        ("['a' 'b']", ["a", "b"]),  # numpy has no commas
+        ("['Paris'\n 'City of Paris']", ["Paris", "City of Paris"]),
+        ("[\"it's\" 'b']", ["it's", "b"]),
+        (r"['it\'s', 'a\\b', 'c\nd', '\u00e9\xe9']", ["it's", "a\\b", "c\nd", "éé"]),
+        ("[u'a', u'b']", ["a", "b"]),
+        ("('a', 'b')", ["a", "b"]),
+        ("('a',)", ["a"]),
+        ("array(['a', 'b'], dtype=object)", ["a", "b"]),
+        ("[array(['a'], dtype=object) list(['b'])]", [["a"], ["b"]]),
+        (
+            "[{'text': 'a', 'n': None}\n {'text': \"b's\"}]",
+            [{"text": "a", "n": None}, {"text": "b's"}],
+        ),
+        ("[10 11]", [10, 11]),
+        ("[10, 11]", [10, 11]),
+        ("[ True False]", [True, False]),
+        (" [] ", []),
+        ("[\"['a' 'b']\"]", ["['a' 'b']"]),  # one level: what is in a list is no list
+    ],
+)
+def test_a_text_that_is_a_list_is_that_list(text: str, wanted: list[Any]) -> None:
+    assert as_list(text, "here", "answers") == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "[citation needed] It was.",
+            "[1] see",
+            "[sic]",
+            "[...] he said",
+            "[[Paris]] is",
+            "[10-11]",
+        ),
+        *("['Tis the season] was sung", '["We are] pleased," he said', '["Hello," he said]'),
+        *("(1, 2)", "('a')", '("Hello" she said)', "a; b", "a|b", "a, b", "{x} is", "[a, b]"),
+        "[" * 5000,
+    ],
+)
+def test_any_other_text_is_a_list_of_one(text: str) -> None:
+    assert as_list(text, "here", "answers") == [text]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("['a' 'b' ... 'y' 'z']", "items are left out"),
+        ("[0 1 2 ... 7 8]", "items are left out"),
+        ("['it''s']", "do not close"),
+        ("['it's', 'b']", "do not close"),
+        ("['a' 'b', 'c']", "do not close"),
+        ('["a", "b', "do not close"),
+        ("['a'] and ['b']", "do not close"),
+        ("[007, 008]", "do not close"),
+        ("{'a', 'b'}", "do not close"),
+        ('{"a": 1}', "it is an object"),
+        ("[{'a': 1, 'a': 2}]", "stands twice"),
+        ("[b'a']", "bytes"),
+        (r"['\d']", "stands for no character"),
+        (r'["\ud83d"]', "half of a surrogate pair"),
+        ("[" + "9" * 5000 + "]", "a number of 5000 digits"),
+    ],
+)
+def test_a_text_that_only_looks_like_a_list_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(DataError, match=rf"^here: 'answers' is .*{problem}.*Write it as JSON"):
+        as_list(text, "here", "answers")
+
+
+@pytest.mark.parametrize("missing", [None, "", float("nan")])
+def test_a_missing_value_is_no_list(missing: Any) -> None:
+    assert as_list(missing, "here", "answers") is None
+
+
+# The same row out of every kind of file
+# --------------------------------------------------------------------------------------------------
+
+CELLS = {"list": ["a", "b"], "json": '["a", "b"]', "python": "['a', 'b']", "numpy": "['a' 'b']"}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_task_reads_the_same_list_out_of_every_kind_of_file(
+    cell: str, suffix: str, tmp_path: Path
+) -> None:
+    row = {"question": "q", "answers": CELLS[cell], "contexts": CELLS[cell]}
+    WRITERS[suffix](tmp_path / f"train{suffix}", [row])
+    wanted = {"question": "q", "answers": ["a", "b"], "contexts": ["a", "b"]}
+    assert read(tmp_path, columns={}) == [wanted]
+    how: dict[str, Any] = {"source": "files", "contexts": 9, "sort_by_score": False}
+    (reader,) = retrieved.rows(tmp_path, "train", **how)
+    assert reader["answers"] == ["a", "b"]
+    assert reader["ctxs"] == [{"text": "a"}, {"text": "b"}]
+    renamed = {"document": "contexts", "summary": "answers"}
+    data = validate(SummaryData, {"source": "files", "columns": renamed})
+    (summary,) = summaries.rows(data, Places(tmp_path, tmp_path, tmp_path), "train")
+    assert (summary["document"], summary["summaries"]) == ("a b", ["a", "b"])
+    sides = {"golds": "question", "distractors": "answers"}
+    (group,) = groups.rows(statements(columns=sides), "train", tmp_path)
+    assert (group["golds"], group["distractors"]) == (["q"], ["a", "b"])
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_a_single_text_is_a_list_of_one_in_every_kind_of_file(suffix: str, tmp_path: Path) -> None:
+    WRITERS[suffix](
+        tmp_path / f"train{suffix}", [{"question": "q", "answers": "a", "contexts": "c"}]
+    )
+    assert read(tmp_path, columns={}) == [{"question": "q", "answers": ["a"], "contexts": ["c"]}]
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("cell", [["10", "11"], "[10 11]", "['10' '11']", '["10", 11]'])
+def test_ids_of_passages_are_a_list_in_every_kind_of_file(
+    cell: Any, suffix: str, tmp_path: Path
+) -> None:
+    ids = ("10", "11", "1011")
+    corpus = "".join(json.dumps({"docid": one, "text": f"text {one}"}) + "\n" for one in ids)
+    (tmp_path / "corpus.jsonl").write_text(corpus)
+    row = {"query": "q", "positive_docids": cell, "negative_docids": "1011"}
+    WRITERS[suffix](tmp_path / f"train{suffix}", [row])
+    files = {"train": f"train{suffix}"}
+    data = validate(RetrieverData, {"source": "tevatron", "corpus": "corpus.jsonl", "files": files})
+    (found,) = retriever_rows.rows(data, "train", tmp_path)
+    assert [one["id"] for one in found["positives"]] == ["10", "11"]
+    assert [one["id"] for one in found["negatives"]] == ["1011"]
+
+
+def test_objects_that_numpy_printed_are_passages_and_conversations(tmp_path: Path) -> None:
+    ctxs = "[{'title': 'T', 'text': 'a'}\n {'title': 'U', 'text': \"b's\"}]"
+    row = {"question": "q", "answers": "x", "ctxs": ctxs}
+    WRITERS[".csv"](tmp_path / "train.csv", [row])
+    (found,) = read(tmp_path, columns={})
+    assert (found["contexts"], found["titles"]) == (["a", "b's"], ["T", "U"])
+    turns = "[{'role': 'user', 'content': 'a'} {'role': 'assistant', 'content': 'b'}]"
+    WRITERS[".jsonl"](tmp_path / "valid.jsonl", [{"messages": turns, "tools": ""}])
+    (chat,) = chats(tmp_path, "valid", OwnRows())
+    assert [message["content"] for message in chat["messages"]] == ["a", "b"]
+    assert "tools" not in chat
+
+
+@pytest.mark.parametrize("marks", [[0, 1], "[0 1]", "[False  True]", ["0", "1"]])
+def test_marks_of_contexts_are_the_same_in_every_form(marks: Any) -> None:
+    assert fields.useful_contexts({"useful_contexts": marks}, "here", 2) == [0, 1]
+
+
+@pytest.mark.parametrize("marks", [[[0], [1]], [0], "[0 2]", {"a": 1}])
+def test_other_marks_are_refused_by_their_place(marks: Any) -> None:
+    with pytest.raises(DataError, match=r"here: 'useful_contexts' is .*want a 0 or 1 for each"):
+        fields.useful_contexts({"useful_contexts": marks}, "here", 2)
+
+
+def test_questions_of_every_other_reader_hold_lists_as_text(tmp_path: Path) -> None:
+    line = {"split": "dev", "question": "q", "answers": "['a' 'b']", "gold": 7, "bm25": "[8 9]"}
+    (tmp_path / "queries.jsonl").write_text(json.dumps(line) + "\n")
+    corpus = "".join(f"{number}\ttext {number}\tT\n" for number in (7, 8, 9, 89))
+    (tmp_path / "corpus.tsv").write_text("id\ttext\ttitle\n" + corpus)
+    (row,) = questions.nq_rows(tmp_path, "valid")
+    assert row["answers"] == ["a", "b"]
+    (found,) = retriever_rows.rows(validate(RetrieverData, {"source": "nq"}), "valid", tmp_path)
+    assert [one["id"] for one in found["negatives"]] == ["8", "9"]
+    (query,) = questions.queries(tmp_path / "queries.jsonl")
+    assert (query.answers, query.positives) == (["a", "b"], ["7"])
+    (reader,) = retrieved.rows(tmp_path, "valid", source="nq", contexts=9, sort_by_score=False)
+    assert [one["id"] for one in reader["ctxs"]] == ["8", "9"]
+
+
+def test_groups_of_one_json_file_hold_lists_as_text(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    group = {"golds": "['a']", "distractors": "['b' 'c']"}
+    (tmp_path / "mine" / "dev.json").write_text(json.dumps([group]))
+    (found,) = groups.rows(statements(source="groups"), "valid", tmp_path)
+    assert (found["golds"], found["distractors"]) == (["a"], ["b", "c"])

@@ -1,0 +1,3 @@
+"""What texts and files of other people hold, whatever the names of their fields: imports nothing of
+the project but its errors.
+"""

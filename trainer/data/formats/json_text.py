@@ -1,0 +1,96 @@
+"""A JSON text to its value, for all that other people wrote: what no program could use is refused.
+
+Refused are, besides malformed JSON: half of a surrogate pair (an emoji that was cut in two is no
+text to a tokenizer), lists within lists within lists beyond 100, numbers of thousands of digits,
+and a key that stands twice in an object, of which one value would be lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, cast
+
+MAX_DEPTH = 100  # lists and objects inside each other; Python itself fails from about 980
+TOO_DEEP = f"lists and objects nested deeper than {MAX_DEPTH} levels; write it flatter"
+# half of a pair: a high one without its low one, or the other way round
+_HALF = re.compile(r"[\ud800-\udfff]")
+
+
+class BadJson(ValueError):
+    """The text is no JSON that can be used; the message says why, without a full stop."""
+
+
+class MalformedJson(BadJson):
+    """The text is no JSON at all."""
+
+
+def json_value(text: str) -> Any:
+    """The value of a JSON text. BadJson for one that cannot be used."""
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise MalformedJson(f"malformed JSON ({error.msg}, column {error.colno})") from None
+    except BadJson:
+        raise
+    except RecursionError:
+        raise BadJson(TOO_DEEP) from None
+    except ValueError:  # int(): "Exceeds the limit (4300 digits)"
+        raise BadJson("a number of thousands of digits; write it as text") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
+        raise BadJson(TOO_DEEP)
+    if "\\u" in text and (half := half_of_pair(value)) is not None:
+        raise BadJson(half)
+    return value
+
+
+def preview(value: Any) -> str:
+    """The value as text for messages, at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether lists and objects are nested beyond MAX_DEPTH."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for one in level for inner in _inside(one)]
+        if not level:
+            return False
+    return True
+
+
+def half_of_pair(value: Any) -> str | None:
+    """What is wrong with a text that holds half of a surrogate pair: its own, or one inside the
+    value; None when there is none.
+    """
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        name, one = waiting.pop()
+        if isinstance(one, str) and (found := _HALF.search(one)):
+            of_key = f"{name!r} holds " if name else ""
+            return (
+                f"{of_key}\\u{ord(found[0]):04x}, half of a surrogate pair, as of an emoji that "
+                "was cut in two; take it out"
+            )
+        if isinstance(one, dict):
+            for key, inner in cast("dict[str, Any]", one).items():
+                waiting += [("a key", key), (key, inner)]
+        elif isinstance(one, list):
+            waiting += [(name, inner) for inner in cast("list[Any]", one)]
+    return None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadJson(f"the key {twice!a} stands twice in one object; leave one")
+    return values
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(cast("dict[Any, Any]", value).values())
+    return cast("list[Any]", value) if isinstance(value, list) else []

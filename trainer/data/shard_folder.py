@@ -1,0 +1,151 @@
+"""A folder of shards, which ranks write and a killed command goes on with.
+
+plan.json          what is being written, stated before the first shard
+vectors-00003.npy  a shard, for example
+vectors-00003.json its record, with name, size and SHA-256: written when the shard is whole
+meta.json          every shard's record: written last, so a folder without it is not finished
+
+Each file is written under a hidden name, fsynced and renamed. Shards are cut where the plan says,
+whatever the number of ranks: a restart writes those without a record and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.errors import ConfigError, DataError, LatheError, UserError
+from trainer.files.atomic import aside, refusals, write_json
+from trainer.files.safetensors_file import Block, WrittenFile, write_blocks
+from trainer.runtime import distributed
+
+T = TypeVar("T")
+Values = dict[str, Any]  # a JSON object
+
+FORMAT = 1
+PLAN, META = "plan.json", "meta.json"
+
+
+@dataclass(frozen=True)
+class ShardFolder:
+    """The files of one folder."""
+
+    path: Path
+    content: str  # what the shards hold: the first word of their names
+    suffix: str  # of the shards
+    command: str  # that writes the folder
+    refusal: type[UserError]  # raised when the plan can be neither read nor written
+
+    @property
+    def is_begun(self) -> bool:
+        return (self.path / PLAN).is_file()
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.path / META).is_file()
+
+    def shard(self, number: int) -> Path:
+        """The file of a shard."""
+        return self.path / f"{self.content}-{number:05d}{self.suffix}"
+
+    def record(self, number: int) -> Values | None:
+        """What a shard's record says; None when the shard is not whole."""
+        path = self.shard(number)
+        try:
+            record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+            return record if path.stat().st_size == record["size"] else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def read(self, name: str, convert: Callable[[Values], T]) -> T:
+        """`convert` of the object in plan.json or meta.json, without its format.
+
+        DataError when it cannot be read, or `convert` misses or does not know a key.
+        """
+        path = self.path / name
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values.pop("format", FORMAT) != FORMAT:  # the plans of vectors have none
+                raise ValueError(f"its format is not {FORMAT}")
+            return convert(values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} cannot be read ({error}). Delete {self.path} and {self.command} anew."
+            ) from error
+
+    def begin(self, plan: Values, *, choice: str) -> Values:
+        """The plan that the folder was begun with, which is `plan` for a new one. A collective.
+
+        choice: the one key that may differ; the folder's value of it counts. ConfigError when
+        another key differs.
+        """
+        try:
+            begun = distributed.on_main(lambda: self._begun(plan))
+        except UserError as error:
+            raise self.refusal(str(error)) from error
+        differences = "; ".join(
+            f"{name} was {begun.get(name)!r}, is {value!r}"
+            for name, value in json.loads(json.dumps(plan)).items()
+            if name not in (choice, "format") and begun.get(name) != value
+        )
+        if differences:
+            raise ConfigError(
+                f"{self.path} was begun with something else ({differences}). Name a new --out, or "
+                "delete this folder."
+            )
+        return begun
+
+    def _begun(self, plan: Values) -> Values:
+        with refusals(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            # a command that is killed while it writes the plan leaves such a file behind
+            files = [path for path in self.path.iterdir() if not path.match(f".{PLAN}.*.tmp")]
+            if not files:
+                write_json(self.path / PLAN, plan)
+        if not self.is_begun:
+            raise ConfigError(
+                f"{self.path} holds other files and no {self.content} of ours. Name a new folder."
+            )
+        return self.read(PLAN, dict)
+
+    def missing(self, count: int) -> list[int]:
+        """Those of `count` shards that are not whole."""
+        return [number for number in range(count) if self.record(number) is None]
+
+    def own_missing(self, count: int) -> list[int]:
+        """Those that this rank is to write: every r-th of all that are missing. A collective."""
+        return distributed.broadcast(self.missing(count))[distributed.rank() :: distributed.world()]
+
+    def write_shard(self, number: int, blocks: Iterable[Block], **facts: Any) -> None:
+        """Write a shard, then its record: a shard without a record is made again.
+
+        facts: what the record says besides.
+        """
+        path = self.shard(number)
+        with aside(path, is_durable=False) as temporary:
+            record = write_blocks(temporary, blocks)
+        write_json(path.with_suffix(".json"), {**asdict(record), "name": path.name, **facts})
+
+    def finish(self, count: int, facts: Callable[[list[Values]], Values] = lambda _: {}) -> None:
+        """Write meta.json, when every shard is whole. A collective.
+
+        facts: what it says besides the shards, of their records. LatheError when a shard was lost.
+        """
+        distributed.barrier()
+        distributed.on_main(lambda: self._finish(count, facts))
+
+    def _finish(self, count: int, facts: Callable[[list[Values]], Values]) -> None:
+        lost = self.missing(count)
+        if lost:
+            raise LatheError(
+                f"{self.path}: shards {lost} are not whole. Run the same command again."
+            )
+        for torn in self.path.glob(".*.tmp"):  # of processes that were killed
+            torn.unlink(missing_ok=True)
+        records = [self.record(number) or {} for number in range(count)]
+        names = [field.name for field in fields(WrittenFile)]
+        shards = [{name: record[name] for name in names} for record in records]
+        write_json(self.path / META, {"format": FORMAT, **facts(records), "shards": shards})
