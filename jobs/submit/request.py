@@ -135,7 +135,7 @@ class ActionResult:
     """The action that was (or would be) taken for one experiment."""
 
     exp_id: str
-    action: str  # send, settle, skip, wait, failed
+    action: str  # send, settle, skip, wait, unread, failed
     text: str
     state: JobState
     is_bad: bool = False
