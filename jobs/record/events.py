@@ -139,6 +139,7 @@ def read(folder: RunFolder) -> Job | None:
         content = folder.record.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    job, problem = None, None
     try:
         job = fold(_whole(content))
         problem = None if job is None else _problem(job, folder.path.name)

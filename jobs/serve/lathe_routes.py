@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from exp_configs import experiments_of
@@ -27,6 +27,7 @@ from jobs.report import logs, scores
 from jobs.serve.job_view import metric_lines
 from jobs.serve.requests import (
     Body,
+    PlainJSON,
     Refusal,
     client_of,
     keeper_of,
@@ -82,7 +83,7 @@ def list_status(request: Request) -> Response:
         and query.get("group") in (None, row["group"])
         and query.get("state") in (None, row["state"])
     ]
-    return JSONResponse(rows)
+    return PlainJSON(rows)
 
 
 def show_run(request: Request) -> Response:
@@ -95,7 +96,7 @@ def show_run(request: Request) -> Response:
         "job": None if job is None else job["id"],
         "has_memory_plan": (folder.path / MEMORY_PLAN).exists(),
     }
-    return JSONResponse({**json.loads(text), **more})
+    return PlainJSON({**json.loads(text), **more})
 
 
 def show_metrics(request: Request) -> Response:
@@ -104,7 +105,7 @@ def show_metrics(request: Request) -> Response:
     if not (text.isascii() and text.isdigit() and len(text) < 12):
         raise Refusal(400, f"since: got {quote(text)}, want a step, such as 100.", param="since")
     lines = [line for line in metric_lines(find_run(request).metrics) if _step(line) > int(text)]
-    return JSONResponse({"metrics": lines[:MAX_LINES], "has_more": len(lines) > MAX_LINES})
+    return PlainJSON({"metrics": lines[:MAX_LINES], "has_more": len(lines) > MAX_LINES})
 
 
 def show_logs(request: Request) -> Response:
@@ -118,7 +119,7 @@ def show_logs(request: Request) -> Response:
     lines = logs.show(
         find_run(request), None, attempt=attempt, err=query.get("err") == "1", tail=tail
     )
-    return JSONResponse({"lines": list(lines)})
+    return PlainJSON({"lines": list(lines)})
 
 
 def show_memory(request: Request) -> Response:
@@ -126,7 +127,7 @@ def show_memory(request: Request) -> Response:
     plan = read_json(find_run(request).path / MEMORY_PLAN)
     if plan is None:
         raise Refusal(404, "This run has no memory plan: only a run on a GPU has one.")
-    return JSONResponse(plan)
+    return PlainJSON(plan)
 
 
 def list_results(request: Request) -> Response:
@@ -136,13 +137,13 @@ def list_results(request: Request) -> Response:
     rows = [json.loads(text) for text in keeper.index.runs()]
     ids = [row["exp_id"] for row in rows if group in (None, row["group"])]
     ids = [name for name in ids if own is None or name in own]
-    return JSONResponse(scores.as_json(scores.gather(keeper.folder.base, ids)))
+    return PlainJSON(scores.as_json(scores.gather(keeper.folder.base, ids)))
 
 
 def show_doctor(request: Request) -> Response:
     """Whether the service's backend can be used: the answer of `lathe-jobs doctor --json`."""
     findings = load(keeper_of(request).send.backend).check()
-    return JSONResponse([asdict(finding) for finding in findings])
+    return PlainJSON([asdict(finding) for finding in findings])
 
 
 def cancel_run(request: Request) -> Response:
@@ -238,7 +239,7 @@ def _dry_run(keeper: Keeper, experiments: list[dict[str, Any]], flags: dict[str,
     finally:
         ONE_DRY_RUN.release()
     outcome = {"code": process.returncode, "text": process.stdout[-MAX_OUTPUT:]}
-    return JSONResponse(
+    return PlainJSON(
         {**outcome, "error": process.stderr[-MAX_OUTPUT:] if process.returncode else None}
     )
 
@@ -285,7 +286,7 @@ def _change_run(
 
 
 def _results(results: list[ActionResult]) -> Response:
-    return JSONResponse([asdict(result) for result in results])
+    return PlainJSON([asdict(result) for result in results])
 
 
 def _refuse_others(request: Request) -> None:
@@ -355,7 +356,7 @@ def openapi(request: Request) -> Response:
             }
     info = {"title": "Lathe", "version": "1"}
     bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
-    return JSONResponse(
+    return PlainJSON(
         {
             "openapi": "3.1.0",
             "info": info,

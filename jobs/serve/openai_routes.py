@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jobs.record.times import now
@@ -19,6 +19,7 @@ from jobs.serve.job_view import FINAL, checkpoints, results_csv
 from jobs.serve.offers import TuningRequest, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
     CreateJob,
+    PlainJSON,
     Refusal,
     client_of,
     keeper_of,
@@ -63,7 +64,7 @@ PAST = {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}
 async def create_file(request: Request) -> Response:
     client = writer_of(request)
     upload = await uploads.receive(request, keeper_of(request), client)
-    return JSONResponse(uploads.file_object(upload))
+    return PlainJSON(uploads.file_object(upload))
 
 
 def list_files(request: Request) -> Response:
@@ -73,14 +74,14 @@ def list_files(request: Request) -> Response:
     purpose = request.query_params.get("purpose")
     page = _page(lambda: keeper.index.uploads(cut, purpose, is_rising=order == "asc"), query.after)
     data = [uploads.file_object(Upload.model_validate(body)) for body in page.data]
-    return JSONResponse(list_object(data, has_more=page.has_more))
+    return PlainJSON(list_object(data, has_more=page.has_more))
 
 
 def retrieve_file(request: Request) -> Response:
     result = _result_file(request)
     if result is not None:
-        return JSONResponse(result)
-    return JSONResponse(uploads.file_object(_upload(request)[1]))
+        return PlainJSON(result)
+    return PlainJSON(uploads.file_object(_upload(request)[1]))
 
 
 def file_content(request: Request) -> Response:
@@ -103,7 +104,7 @@ def delete_file(request: Request) -> Response:
     with refusals(folder.path):
         uploads.remove(folder)
     keeper_of(request).index.drop_uploads([upload.id])
-    return JSONResponse({"id": upload.id, "object": "file", "deleted": True})
+    return PlainJSON({"id": upload.id, "object": "file", "deleted": True})
 
 
 def _upload(request: Request) -> tuple[UploadFolder, Upload]:
@@ -173,7 +174,7 @@ async def create_job(request: Request) -> Response:
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= MAX_KEY:
         raise Refusal(400, f"Idempotency-Key: want 1 to {MAX_KEY} letters.")
-    return JSONResponse(await run_in_threadpool(_create, keeper, client, body, key))
+    return PlainJSON(await run_in_threadpool(_create, keeper, client, body, key))
 
 
 def _create(keeper: Keeper, client: Client, body: CreateJob, key: str | None) -> dict[str, Any]:
@@ -269,11 +270,11 @@ def list_jobs(request: Request) -> Response:
     metadata, has_none = metadata_query(request)
     cut = PageRequest(client_of(request).owner, query.after, query.limit)
     page = _page(lambda: keeper.index.jobs(cut, metadata, has_none=has_none), query.after)
-    return JSONResponse(list_object(page.data, has_more=page.has_more))
+    return PlainJSON(list_object(page.data, has_more=page.has_more))
 
 
 def retrieve_job(request: Request) -> Response:
-    return JSONResponse(visible_job(request))
+    return PlainJSON(visible_job(request))
 
 
 def visible_job(request: Request) -> dict[str, Any]:
@@ -292,7 +293,7 @@ def list_events(request: Request) -> Response:
     job = visible_job(request)
     cut = PageRequest(None, query.after, query.limit)
     page = _page(lambda: keeper.index.events(job["id"], cut), query.after)
-    return JSONResponse(list_object(page.data, has_more=page.has_more))
+    return PlainJSON(list_object(page.data, has_more=page.has_more))
 
 
 def list_checkpoints(request: Request) -> Response:
@@ -307,7 +308,7 @@ def list_checkpoints(request: Request) -> Response:
         raise Refusal(400, f"after: there is no {quote(query.after)} here.", param="after")
     start = ids.index(query.after) + 1 if query.after is not None else 0
     data, rest = objects[start : start + query.limit], objects[start + query.limit :]
-    return JSONResponse(list_object(data, has_more=bool(rest)))
+    return PlainJSON(list_object(data, has_more=bool(rest)))
 
 
 def cancel_job(request: Request) -> Response:
@@ -339,7 +340,7 @@ def _wish(request: Request, wish: WishKind) -> Response:
     if not (wish == "pause" and is_paused):
         folder.add_wish(wish, client.name)
     keeper.poke()
-    return JSONResponse(keeper.look(job_id))
+    return PlainJSON(keeper.look(job_id))
 
 
 def _ticket_folder(request: Request) -> TicketFolder:
@@ -356,14 +357,14 @@ def list_models(request: Request) -> Response:
     keeper, client = keeper_of(request), client_of(request)
     bases = [_model(name, 0, "system") for name in sorted(keeper.config.models)]
     tuned = [_tuned_model(job) for job in keeper.index.tuned_models(client.owner)]
-    return JSONResponse({"object": "list", "data": bases + tuned})
+    return PlainJSON({"object": "list", "data": bases + tuned})
 
 
 def retrieve_model(request: Request) -> Response:
     name = request.path_params["model"]
     if name in keeper_of(request).config.models:
-        return JSONResponse(_model(name, 0, "system"))
-    return JSONResponse(_tuned_model(tuned_job(request, name)))
+        return PlainJSON(_model(name, 0, "system"))
+    return PlainJSON(_tuned_model(tuned_job(request, name)))
 
 
 def delete_model(request: Request) -> Response:
@@ -386,7 +387,7 @@ def delete_model(request: Request) -> Response:
             if (run.path / part).exists():
                 os.rename(run.path / part, aside / part)
     keeper.look(job["id"])
-    return JSONResponse({"id": name, "object": "model", "deleted": True})
+    return PlainJSON({"id": name, "object": "model", "deleted": True})
 
 
 def _tuned_model(job: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.errors import Unreachable, reason_of
+from jobs.errors import Unreachable, is_transient, reason_of
 from jobs.job_state import ACTIVE, JobState
 from jobs.protocol import Backend, JobSpec
 from jobs.record import events as record
@@ -170,7 +170,8 @@ def _failure(folder: RunFolder, row: Row, error: Exception) -> ActionResult:
     """What to tell of an experiment with which nothing could be done."""
     log.debug("%s", row.exp_id, exc_info=error)
     reason = reason_of(error, folder.path)
-    return ActionResult(row.exp_id, "failed", reason, row.state, is_bad=True)
+    may_pass = is_transient(error)
+    return ActionResult(row.exp_id, "failed", reason, row.state, is_bad=True, is_transient=may_pass)
 
 
 def _template(folder: RunFolder, job: Job) -> JobSpec | None:

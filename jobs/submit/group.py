@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jobs.code.snapshot import link
-from jobs.errors import Unreachable
+from jobs.errors import Unreachable, is_transient, reason_of
 from jobs.job_state import ACTIVE, STATES, JobState
 from jobs.protocol import ArrayBackend, JobSpec
 from jobs.record import events as record
@@ -193,8 +193,9 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
             return _result(name, "send", outcome)
     except Unreachable as error:
         return ActionResult(name, "settle", str(error), "submitting", is_bad=True)
-    except (LatheError, OSError) as error:
-        return ActionResult(name, "failed", str(error), _state(row), is_bad=True)
+    except Exception as error:  # of any kind: the others are sent all the same
+        reason, may_pass = reason_of(error, folder.path), is_transient(error)
+        return ActionResult(name, "failed", reason, _state(row), is_bad=True, is_transient=may_pass)
 
 
 def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:

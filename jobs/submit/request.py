@@ -140,6 +140,7 @@ class ActionResult:
     state: JobState
     is_bad: bool = False
     is_unanswered: bool = False
+    is_transient: bool = False  # it failed, and may succeed later although nobody changes anything
 
 
 def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
