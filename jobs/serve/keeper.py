@@ -54,6 +54,7 @@ from jobs.serve.tickets import (
     Ticket,
     TicketFolder,
 )
+from jobs.serve.uploads import unreadable
 from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
 from jobs.submit.policy import Limits
@@ -187,8 +188,9 @@ class Keeper:
         except Exception as error:  # of any kind: other uploads are read all the same
             reason = reason_of(error, folder.path)
             self.unreadable.note(file_id, reason, is_transient=is_transient(error))
-            return
-        self.unreadable.end(file_id)
+            upload = unreadable(file_id, reason, folder.path.lstat().st_mtime, None)
+        else:
+            self.unreadable.end(file_id)
         if upload is not None:
             self.index.write_upload(
                 upload.model_dump(mode="json"),

@@ -12,10 +12,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jobs.errors import reason_of
 from jobs.record.times import now
 from jobs.serve import uploads
 from jobs.serve.index import Page, PageRequest
-from jobs.serve.job_view import FINAL, checkpoints, results_csv
+from jobs.serve.job_view import FINAL, checkpoints, results_csv, seconds
 from jobs.serve.offers import TuningRequest, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
     CreateJob,
@@ -46,7 +47,7 @@ from jobs.serve.tickets import (
 )
 from trainer import tasks
 from trainer.config.identity import exp_id
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import refusals
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def file_content(request: Request) -> Response:
     client = client_of(request)
     if not client.may_change(upload.owner):
         raise Refusal(403, f"{upload.id} belongs to another token: its content is not shown.")
+    if not folder.content.is_file():
+        raise Refusal(409, f"The content of {upload.id} cannot be read. Upload the file again.")
     headers = {"content-disposition": "attachment"}
     return FileResponse(folder.content, media_type="application/octet-stream", headers=headers)
 
@@ -109,8 +112,10 @@ def delete_file(request: Request) -> Response:
 
 def _upload(request: Request) -> tuple[UploadFolder, Upload]:
     """The file in the request's path. Refusal when this client sees no such file."""
+    keeper, client = keeper_of(request), client_of(request)
     file_id = request.path_params["file_id"]
-    match = visible_upload(keeper_of(request), client_of(request), file_id)
+    match = visible_upload(keeper, client, file_id)
+    match = match or _unreadable_upload(keeper, client, file_id)
     if match is None:
         raise Refusal(404, f"No such file: {quote(file_id)}.", param="id")
     return match
@@ -119,12 +124,30 @@ def _upload(request: Request) -> tuple[UploadFolder, Upload]:
 def visible_upload(
     keeper: Keeper, client: Client, file_id: str
 ) -> tuple[UploadFolder, Upload] | None:
-    """A file, if this client sees it; None for any other id."""
+    """A file that can be read, if this client sees it; None for any other id."""
     folder = keeper.folder.upload(file_id)
-    upload = folder.read() if folder is not None else None
+    try:
+        upload = folder.read() if folder is not None else None
+    except (OSError, LatheError):
+        return None
     if folder is None or upload is None or not client.sees(upload.owner):
         return None
     return folder, upload
+
+
+def _unreadable_upload(
+    keeper: Keeper, client: Client, file_id: str
+) -> tuple[UploadFolder, Upload] | None:
+    """A file whose facts cannot be read, with what the index has of it, if this client sees it."""
+    folder, body = keeper.folder.upload(file_id), keeper.index.upload(file_id)
+    if folder is None or body is None or not client.sees(body["owner"]):
+        return None
+    try:
+        is_gone = folder.read() is None
+    except (OSError, LatheError) as error:
+        reason = reason_of(error, folder.path)
+        return folder, uploads.unreadable(file_id, reason, seconds(body["created_at"]), body)
+    return None if is_gone else (folder, Upload.model_validate(body))
 
 
 def _result_file(request: Request) -> dict[str, Any] | None:
@@ -299,7 +322,10 @@ def list_events(request: Request) -> Response:
 def list_checkpoints(request: Request) -> Response:
     keeper, query = keeper_of(request), page_query(request, usual=10, most=100)
     folder = _ticket_folder(request)
-    ticket = folder.read()
+    try:
+        ticket = folder.read()
+    except (OSError, LatheError) as error:
+        raise Refusal(409, reason_of(error, folder.path)) from None
     assert ticket is not None, "its job was found"
     run = keeper.folder.base.run(ticket.exp_id)
     objects = checkpoints(ticket, run, keeper.config.organization)
