@@ -31,6 +31,7 @@ PERMANENT = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
     errno.ENOENT,
+    errno.EEXIST,
     errno.ENXIO,
     errno.EINVAL,
 )

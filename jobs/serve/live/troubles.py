@@ -36,7 +36,7 @@ class Troubles:
     def end(self, name: str) -> None:
         """Forget a trouble, if there is one of this name."""
         if self._open.pop(name, None) is not None:
-            log.warning("%s: is read again", name)
+            log.info("%s: no trouble any more", name)
 
     def keep(self, names: Collection[str], *, prefix: str = "") -> None:
         """Forget all others of those whose name begins so: their folders are gone or readable."""
