@@ -5,7 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import random
+import subprocess
+import sys
 import time
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +31,20 @@ from tests.serve.poisoned import (
     new_world,
     withdraw,
 )
+from tests.serve.test_service_chaos import free_port
 from trainer.errors import StorageError
 from trainer.files.atomic import create_json
 
+ROOT = Path(__file__).resolve().parents[2]
 FINAL = ("succeeded", "failed", "cancelled")
+SIX = (
+    "half of an emoji in a row",
+    "a record that is a folder",
+    "an offer that is gone",
+    "a wish of another shape",
+    "a ticket that is a folder",
+    "metrics that are a loop",
+)
 
 
 @pytest.fixture
@@ -232,3 +247,64 @@ def test_a_trouble_is_there_for_good_when_it_lasts_and_does_not_pass() -> None:
     assert troubles.reasons == {"a": "broken otherwise"}
     troubles.keep({"b"})
     assert troubles.reasons == {}
+
+
+def killed_server(world: World, stub: Stub, tokens: Path, port: int) -> subprocess.Popen[bytes]:
+    """A server as a process of its own, over the folder of a world. It offers GONE no more."""
+    argv = [sys.executable, "-m", "jobs.serve.app", "-sb", str(world.base), "--port", str(port)]
+    argv += ["--python_binary", str(stub.python), "--allow-dirty", "--every_s", "0.2"]
+    argv += ["--token_file", str(tokens)]
+    with (world.base.parent / "server.log").open("ab") as log:
+        return subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log)
+
+
+def seconds_of(world: World, jobs: Collection[str]) -> list[int]:
+    """How long each of these jobs took from its creation to its end."""
+    ended = world.jobs()
+    return sorted(ended[name]["finished_at"] - ended[name]["created_at"] for name in jobs)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_twenty_poisoned_jobs_among_twenty_good_ones_and_six_kills_of_the_server(
+    tmp_path: Path, stub: Stub, queue: Path
+) -> None:
+    """The good ones are those of three tenants, and so are the poisoned ones, of six kinds."""
+    chance = random.Random(41)
+    spent: dict[str, list[int]] = {}
+    for name in ("alone", "among"):
+        folder = tmp_path / name
+        folder.mkdir()
+        world, bad = new_world(folder, stub), dict[str, str]()
+        good: list[str] = []
+        for number in range(20):
+            good.append(world.asked(TENANTS[number % 3])["id"])
+            if name == "among":
+                kind = SIX[number % 6]
+                job = world.asked(TENANTS[number // 6 % 3], KINDS[kind])
+                world.poison(job, KINDS[kind])
+                bad[job["id"]] = kind
+        port = free_port()
+        process = killed_server(world, stub, folder / "tokens.json", port)
+        try:
+            for _ in range(6):
+                time.sleep(chance.uniform(2.0, 5.0))
+                process.kill()
+                process.wait()
+                process = killed_server(world, stub, folder / "tokens.json", port)
+            jobs = wait_until(
+                world.jobs,
+                lambda jobs: all(one["status"] in FINAL for one in jobs.values()),
+                within_s=600,
+            )
+        finally:
+            process.kill()
+            process.wait()
+        assert {jobs[job_id]["status"] for job_id in good} == {"succeeded"}
+        for job_id, kind in bad.items():
+            assert (kind, jobs[job_id]["status"]) == (kind, "failed")
+            assert KINDS[kind].told in jobs[job_id]["error"]["message"], jobs[job_id]["error"]
+        spent[name] = seconds_of(world, good)
+    # as long as alone, but for what this machine does besides
+    assert spent["among"][-1] <= 2 * spent["alone"][-1] + 5, spent
+    assert set(Counter(stub.starts()).values()) == {1}
