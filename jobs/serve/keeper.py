@@ -7,12 +7,10 @@ attempt starts once.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -22,39 +20,28 @@ from jobs.code.snapshot import Snapshot, take
 from jobs.config import JobConfig
 from jobs.errors import Unreachable, is_transient, reason_of
 from jobs.job_state import ACTIVE, JobState
-from jobs.record.paths import RunFolder, is_exp_id, is_there
+from jobs.record.paths import is_there
 from jobs.record.patience import PatientBackends
 from jobs.record.row import Row
-from jobs.record.status import survey
 from jobs.record.times import now
 from jobs.serve import rows as uploaded_rows
-from jobs.serve.index import Index, MetricsPlace
+from jobs.serve.index import Index
 from jobs.serve.job_view import (
     FINAL,
     Facts,
-    JobEvent,
     is_paused,
-    job_object,
-    metric_events,
-    metric_lines_from,
-    seconds,
     standing,
-    state_events,
-    unreadable_job,
 )
-from jobs.serve.live.runs import mark, update_index
-from jobs.serve.live.troubles import Troubles
 from jobs.serve.offers import Offer, ServiceConfig, num_held_out
 from jobs.serve.tickets import (
-    FILE,
-    JOB,
     Checked,
     Failure,
     ServiceFolder,
     Ticket,
     TicketFolder,
 )
-from jobs.serve.uploads import unreadable
+from jobs.serve.turn.reader import FolderReader
+from jobs.serve.turn.troubles import Troubles
 from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
 from jobs.submit.policy import Limits
@@ -94,25 +81,22 @@ class Keeper:
     observed_by: PatientBackends = field(default_factory=lambda: PatientBackends(BackendCache()))
     _poked: threading.Event = field(default_factory=threading.Event)
     _is_stopped: bool = False
-    _looking: threading.Lock = field(default_factory=threading.Lock)
-    _exp_ids: dict[str, str] = field(default_factory=dict[str, str])
     _asked: dict[str, float] = field(default_factory=dict[str, float])
 
     @cached_property
-    def unreadable(self) -> Troubles:
-        """The jobs, uploads and runs whose folder cannot be read now."""
-        return Troubles(self.every_s)
+    def reader(self) -> FolderReader:
+        """Reads the folders, and has the index."""
+        return FolderReader(self.folder, self.config.organization, self.observed_by, self.every_s)
 
-    @cached_property
-    def _failing(self) -> Troubles:
-        """The jobs, and parts of the turn, that threw an error when they were last done."""
-        return Troubles(self.every_s)
-
-    @cached_property
+    @property
     def index(self) -> Index:
         """The index of the folders."""
-        with refusals(self.folder.index):
-            return Index(self.folder.index)
+        return self.reader.index
+
+    @property
+    def unreadable(self) -> Troubles:
+        """The jobs, uploads and runs whose folder cannot be read now."""
+        return self.reader.unreadable
 
     @cached_property
     def snapshot(self) -> Snapshot:
@@ -127,7 +111,7 @@ class Keeper:
         while not self._is_stopped:
             self._poked.clear()
             try:
-                facts = self._see()
+                facts = self.reader.see()
                 if acting is None or not acting.is_alive():
                     acting = threading.Thread(target=self._act, args=(facts,), daemon=True)
                     acting.start()
@@ -152,65 +136,12 @@ class Keeper:
 
     def turn(self) -> None:
         """Read everything that may have changed, and act on it."""
-        self._act(self._see())
-
-    def _see(self) -> dict[str, Facts]:
-        """Read everything that may have changed; returns the jobs among it."""
-        facts = self._apart("the jobs", lambda: self._look(self._changed()), {})
-        self._apart("the uploads", self._take_in_uploads, None)
-        self._apart("the runs", self._take_in_runs, None)
-        return facts
-
-    def _changed(self) -> list[str]:
-        """Ids of the jobs whose files may have changed since they were read."""
-        marks, waiting = self.index.job_marks(), self.index.open_jobs()
-        names = self.folder.ticket_ids()
-        self.unreadable.keep(names, prefix=JOB)
-        return [
-            name
-            for name in names
-            if name not in marks or name in waiting or self._marks(name) != marks[name]
-        ]
-
-    def _take_in_uploads(self) -> None:
-        """Write new uploads to the index, and remove those that are gone."""
-        on_disk, indexed = set(self.folder.upload_ids()), self.index.upload_ids()
-        self.index.drop_uploads(indexed - on_disk)
-        self.unreadable.keep(on_disk, prefix=FILE)
-        for file_id in (on_disk - indexed) | (on_disk & self.unreadable.reasons.keys()):
-            self._apart(f"the upload {file_id}", partial(self._take_in_upload, file_id), None)
-
-    def _take_in_upload(self, file_id: str) -> None:
-        folder = self.folder.upload(file_id)
-        assert folder is not None, "its name is well-formed"
-        try:
-            upload = folder.read()
-        except Exception as error:  # of any kind: other uploads are read all the same
-            reason = reason_of(error, folder.path)
-            self.unreadable.note(file_id, reason, is_transient=is_transient(error))
-            upload = unreadable(file_id, reason, folder.path.lstat().st_mtime, None)
-        else:
-            self.unreadable.end(file_id)
-        if upload is not None:
-            self.index.write_upload(
-                upload.model_dump(mode="json"),
-                owner=upload.owner,
-                created=seconds(upload.created_at),
-            )
-
-    def _take_in_runs(self) -> None:
-        """Write the runs that may have changed to the index."""
-        troubled = [name for name in self.unreadable.reasons if is_exp_id(name)]
-        found = update_index(self.index, self.folder.base, self.observed_by, troubled)
-        for name in set(troubled) - found.keys():
-            self.unreadable.end(name)
-        for name, reason in found.items():
-            self.unreadable.note(name, reason, is_transient=True)
+        self._act(self.reader.see())
 
     def _act(self, facts: Mapping[str, Facts]) -> None:
         """Advance jobs, and read again those for which something was done."""
         names = [name for name in facts if self._has_advanced(facts[name])]
-        self._apart("the jobs that were advanced", lambda: self._look(names), {})
+        self.reader.apart("the jobs that were advanced", lambda: self.reader.look(names), {})
 
     def _has_advanced(self, facts: Facts) -> bool:
         """Take the next step of one job; returns whether anything was done. What it throws is its
@@ -222,166 +153,22 @@ class Keeper:
         except Exception as error:  # of any kind, so that no job of another waits for ever
             reason = reason_of(error, folder.path)
             log.debug("%s", facts.ticket.id, exc_info=error)
-            if not self._failing.note(facts.ticket.id, reason, is_transient=is_transient(error)):
+            may_pass = is_transient(error)
+            if not self.reader.failing.note(facts.ticket.id, reason, is_transient=may_pass):
                 return False
             failure = Failure(at=now(), message=reason)
-            return self._apart(facts.ticket.id, partial(self._fail, folder, failure), False)
-        self._failing.end(facts.ticket.id)
+            return self.reader.apart(facts.ticket.id, partial(self._fail, folder, failure), False)
+        self.reader.failing.end(facts.ticket.id)
         return is_done
 
     def _fail(self, folder: TicketFolder, failure: Failure) -> bool:
         """Write down durably why a job cannot go on. StorageError."""
         return create_json(folder.failure_file, failure.model_dump(mode="json"))
 
-    def _apart(self, part: str, work: Callable[[], T], otherwise: T) -> T:
-        """The result of a part of the turn. When it throws, its error is logged once, and the
-        other parts are done all the same.
-        """
-        try:
-            result = work()
-        except Exception as error:
-            if part not in self._failing.reasons:
-                log.exception("%s", part)
-            self._failing.note(part, str(error), is_transient=True)
-            return otherwise
-        if part in self._failing.reasons:
-            self._failing.end(part)
-        return result
-
     def look(self, job_id: str) -> dict[str, Any] | None:
         """A job as its files are now, also written to the index; None for an unknown id."""
-        self._look([job_id])
+        self.reader.look([job_id])
         return self.index.job(job_id)
-
-    # Reading
-
-    def facts(self, job_id: str, row: Row | None) -> Facts | None:
-        """What the files of a job say; None when there is no ticket. OSError, LatheError."""
-        folder = self.folder.ticket(job_id)
-        ticket = folder.read() if folder is not None else None
-        if folder is None or ticket is None:
-            return None
-        failure = folder.read_failure()
-        return Facts(ticket, folder.read_checked(), folder.wishes(), row, failure)
-
-    def rows(self, exp_ids: Collection[str]) -> dict[str, Row]:
-        """The states of these experiments; those that were never submitted are missing."""
-        rows = survey(self.folder.base, only=exp_ids, backend_of=self.observed_by)
-        return {row.exp_id: row for row in rows}
-
-    def _look(self, job_ids: Collection[str]) -> dict[str, Facts]:
-        """Read jobs again and write them to the index."""
-        by_id: dict[str, Facts] = {}
-        with self._looking:  # older facts must not replace newer ones in the index
-            marks = {name: self._marks(name) for name in job_ids}
-            exp_ids = {name: self._exp_id(name) for name in job_ids}
-            rows = self.rows([name for name in exp_ids.values() if name is not None])
-            for name, exp_id in exp_ids.items():
-                put = partial(self._put, name, rows.get(exp_id or ""), marks[name])
-                facts = self._apart(f"{name}: the index", put, None)
-                if facts is not None:
-                    by_id[name] = facts
-        return by_id
-
-    def _put(self, job_id: str, row: Row | None, marks: str) -> Facts | None:
-        """Read one job and write it to the index; None when there is nothing to be done for it."""
-        try:
-            facts = self.facts(job_id, row)
-            if facts is None:
-                return None
-            if row is not None and row.read_error is not None:
-                kind = LatheError if row.read_error == "permanent" else Unreachable
-                raise kind(row.reason or row.folder)
-            self._write(facts, marks)
-        except Exception as error:  # of any kind: the jobs of others are read all the same
-            return self._put_unreadable(job_id, row, marks, error)
-        self.unreadable.end(job_id)
-        return facts
-
-    def _put_unreadable(
-        self, job_id: str, row: Row | None, marks: str, error: Exception
-    ) -> Facts | None:
-        """Write to the index that a job has failed because it cannot be read, with all of it that
-        can be. It stays as it was while that may pass, and when it had ended before.
-        """
-        folder = TicketFolder(self.folder.tickets / job_id)
-        reason = reason_of(error, folder.path)
-        is_of_run = row is not None and row.read_error is not None
-        name = row.exp_id if row is not None and is_of_run else job_id
-        is_lasting = self.unreadable.note(name, reason, is_transient=is_transient(error))
-        failure = _readable(folder.read_failure)
-        if failure is None and is_lasting:
-            failure = Failure(at=now(), message=reason)
-        before, ticket = self.index.job(job_id), _readable(folder.read)
-        has_ended = before is not None and before["status"] == "succeeded"
-        if has_ended or (before is not None and failure is None):
-            return None
-        if ticket is not None:
-            wishes = _readable(folder.wishes) or []
-            facts = Facts(ticket, _readable(folder.read_checked), wishes, row, failure)
-            self._write(facts, marks, is_readable=False)
-            return facts if failure is not None else None
-        if failure is not None:
-            since = folder.path.lstat().st_mtime
-            body = unreadable_job(job_id, reason, since, before)
-            self.index.write_job(
-                body,
-                created=float(body["created_at"]),
-                model="",
-                is_open=True,
-                is_deleted=False,
-                facts=marks,
-                place=self.index.metrics_place(job_id),
-                events=[],
-            )
-        return None
-
-    def _write(self, facts: Facts, marks: str, *, is_readable: bool = True) -> None:
-        """Write a job to the index. is_readable: False leaves its metrics out, and reads it again
-        at every turn.
-        """
-        ticket, organization = facts.ticket, self.config.organization
-        place = self.index.metrics_place(ticket.id)
-        metrics: list[JobEvent] = []
-        if is_readable:
-            metrics, place = new_metric_events(ticket, self._run(ticket), place)
-        events = [*state_events(facts, organization), *metrics]
-        is_alive = facts.row is not None and facts.row.state in ACTIVE
-        self.index.write_job(
-            job_object(facts, organization),
-            created=seconds(ticket.created_at),
-            model=ticket.tuned_model(organization),
-            # a cancelled job may still be running
-            is_open=is_alive or standing(facts).status not in FINAL or not is_readable,
-            is_deleted=facts.is_deleted,
-            facts=marks,
-            place=place,
-            events=sorted(events, key=lambda event: event.at),
-        )
-
-    def _exp_id(self, job_id: str) -> str | None:
-        """The experiment of a ticket, which never changes; None while there is no ticket that can
-        be read.
-        """
-        if job_id not in self._exp_ids:
-            folder = self.folder.ticket(job_id)
-            ticket = _readable(folder.read) if folder is not None else None
-            if ticket is None:
-                return None
-            self._exp_ids[job_id] = ticket.exp_id
-        return self._exp_ids[job_id]
-
-    def _run(self, ticket: Ticket) -> RunFolder:
-        return self.folder.base.run(ticket.exp_id)
-
-    def _marks(self, job_id: str) -> str:
-        """A text that changes whenever one of the files of a job changes."""
-        exp_id = self._exp_id(job_id)
-        if exp_id is None:
-            return ""
-        run = self.folder.base.run(exp_id)
-        paths = (self.folder.tickets / job_id, run.record, run.status, run.metrics)
-        return " ".join(map(mark, paths))
 
     # Acting
 
@@ -548,44 +335,7 @@ def _raise_failure(result: ActionResult) -> None:
         raise Unreachable(result.text) if result.is_transient else LatheError(result.text)
 
 
-def _readable(read: Callable[[], T]) -> T | None:
-    """What `read` returns; None when it raises."""
-    try:
-        return read()
-    except Exception:  # of any kind: it is told by whoever reads the whole job
-        return None
-
-
 def _files(ticket: Ticket) -> Iterator[tuple[str, str]]:
     yield "training_file", ticket.training_file
     if ticket.validation_file is not None:
         yield "validation_file", ticket.validation_file
-
-
-def new_metric_events(
-    ticket: Ticket, run: RunFolder, before: MetricsPlace
-) -> tuple[list[JobEvent], MetricsPlace]:
-    """The events of the lines of metrics.jsonl after a place, and the place after them.
-
-    A run that resumes truncates its file: then the events are made from the first line on, and
-    those that the index already has stay as they are.
-    """
-    try:
-        with run.metrics.open("rb") as file:
-            size, written_at = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mtime
-            is_same = size >= before.end and _digest(file, before.end) == before.mark
-            start = before.end if is_same else 0
-            if size == start:
-                return [], before
-            lines, end = metric_lines_from(file, start)
-            place = MetricsPlace(end, _digest(file, end))
-    except (FileNotFoundError, NotADirectoryError):
-        return [], MetricsPlace()
-    return list(metric_events(ticket, lines, written_at)), place
-
-
-def _digest(file: Any, end: int) -> str:
-    """A digest of the bytes just before a place in a file."""
-    start = max(end - MARK_BYTES, 0)
-    file.seek(start)
-    return hashlib.sha256(file.read(end - start)).hexdigest()[:16] if end else ""

@@ -279,7 +279,7 @@ def _change_run(
         raise Refusal(409, text, code="job_of_a_client")
     if client.role != "admin":
         raise Refusal(403, "Only a token of the role admin changes what others sent.")
-    rows = list(keeper.rows([folder.path.name]).values())
+    rows = list(keeper.reader.rows([folder.path.name]).values())
     if not rows:
         raise Refusal(400, "It was started by hand: stop or start it on its own machine.")
     return _results(act(keeper, rows))

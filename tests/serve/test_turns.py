@@ -19,7 +19,7 @@ import pytest
 from jobs.record.times import now
 from jobs.serve import keeper as keeper_module
 from jobs.serve.live.stream import Watch
-from jobs.serve.live.troubles import Troubles
+from jobs.serve.turn.troubles import Troubles
 from tests.jobs.odd_folders import folder_at, status_of, text_at
 from tests.serve.conftest import Stub, wait_until
 from tests.serve.poisoned import (
