@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from jobs.config import JobConfig
+from jobs.job_state import ACTIVE
 from jobs.record.paths import is_there
 from trainer.data.formats.json_text import is_too_deep
 from trainer.errors import LatheError
@@ -82,6 +83,11 @@ class Row:
     by_hand: bool = False  # nothing was ever submitted: only its own status.json tells of it
     # why the state is "held" and nothing else is known: its folder cannot be read, as `reason` says
     read_error: Literal["transient", "permanent"] | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is on its way or runs. A folder that cannot be read keeps nobody waiting."""
+        return self.state in ACTIVE and self.read_error is None
 
 
 def starts_of(attempt: Attempt) -> list[Start]:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -22,7 +23,7 @@ from exp_configs import experiments_of
 from jobs.backends import load
 from jobs.errors import NothingMatched, Unreachable
 from jobs.job_state import ENDED_BADLY
-from jobs.record.paths import RunFolder, is_exp_id
+from jobs.record.paths import RunFolder, is_exp_id, is_there
 from jobs.report import logs, scores
 from jobs.serve.job_view import metric_lines
 from jobs.serve.requests import (
@@ -91,10 +92,13 @@ def show_run(request: Request) -> Response:
     keeper, folder = keeper_of(request), find_run(request)
     (text,) = keeper.index.runs(folder.path.name)
     job = keeper.index.job_of_run(folder.path.name)
+    experiment = None
+    with suppress(OSError):  # then the row says so, and the rest of it is shown
+        experiment = read_json(folder.exp_dict)
     more = {
-        "experiment": read_json(folder.exp_dict),
+        "experiment": experiment,
         "job": None if job is None else job["id"],
-        "has_memory_plan": (folder.path / MEMORY_PLAN).exists(),
+        "has_memory_plan": is_there(folder.path / MEMORY_PLAN),
     }
     return PlainJSON({**json.loads(text), **more})
 

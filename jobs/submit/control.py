@@ -144,7 +144,7 @@ def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
                     "settle",
                     settle_intent(folder, job.last, backend, resend_s=request.resend_s),
                 )
-            num_alive = sum(other.group == row.group and other.state in ACTIVE for other in rows)
+            num_alive = sum(other.group == row.group and other.is_live for other in rows)
             if (
                 template.max_parallel is not None
                 and num_alive >= template.max_parallel

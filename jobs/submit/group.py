@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from jobs.code.snapshot import link
 from jobs.errors import Unreachable, is_transient, reason_of
-from jobs.job_state import ACTIVE, STATES, JobState
+from jobs.job_state import STATES, JobState
 from jobs.protocol import ArrayBackend, JobSpec
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
@@ -81,7 +81,7 @@ def submit(request: Request) -> list[ActionResult]:
         rows, budget = _rows(request, record_changes=True), _Budget()
     else:  # all live jobs of the group count, also those no longer among its experiments
         everybody = survey(request.base, backend_of=request.backend_of)
-        num_alive = sum(row.group == request.group and row.state in ACTIVE for row in everybody)
+        num_alive = sum(row.group == request.group and row.is_live for row in everybody)
         rows = {row.exp_id: row for row in everybody if row.exp_id in request.by_id}
         budget = _Budget(request.max_parallel - num_alive)
     results: dict[str, ActionResult] = {}

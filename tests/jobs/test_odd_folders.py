@@ -152,6 +152,8 @@ def test_status_shows_every_odd_folder_by_name_and_the_others_as_if_it_were_not_
     for row in others:
         same = rows[row.exp_id]
         assert (same.state, same.step, same.metrics) == (row.state, row.step, row.metrics)
+    # nobody waits for what cannot be read
+    assert not any(row.is_live for row in rows.values() if row.read_error is not None)
     results = gather(base)
     screen = Console(file=io.StringIO(), width=100)
     table.show(list(rows.values()), screen)
