@@ -28,10 +28,10 @@ _NO_BASE = "-sb/--savedir_base is required: the folder that holds all runs. For 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-# Flags are spelled as researchers of this lineage know them.
+# Flags keep the spelling of earlier projects, so that launch scripts still work.
 @dataclass(frozen=True)
 class WhichRuns:
-    """The experiments that are meant, and where their folders are."""
+    """Which experiments to run, and where their folders are."""
 
     exp_group: Annotated[
         str | None, typer.Option("-e", "--exp_group", help="Group of experiments to run.")
@@ -175,8 +175,8 @@ def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
 
 
 def _is_restart() -> bool:
-    """Whether a launcher or a scheduler runs this same command again: -r 1 was obeyed the first
-    time.
+    """Whether a launcher or a scheduler has restarted this command, which has then obeyed -r 1
+    already.
     """
     return any(
         int(os.environ.get(name, "0")) > 0
@@ -185,7 +185,7 @@ def _is_restart() -> bool:
 
 
 def _experiments(which: WhichRuns, savedir_base: Path) -> list[dict[str, Any]]:
-    """The dictionaries to run, with --steps written in: of a whole group, or of one folder."""
+    """The dictionaries of a group, or of one folder, with the value of --steps in them."""
     from exp_configs import experiments_of
 
     group, exp_id, steps = which.exp_group, which.exp_id, which.steps
@@ -221,7 +221,7 @@ def _experiments(which: WhichRuns, savedir_base: Path) -> list[dict[str, Any]]:
 
 
 def _names(which: WhichRuns) -> dict[str, str]:
-    """What people call the experiments of a group, by id; {} for a run that is named by its id
+    """The names of a group's experiments for people, by id; {} for a run that is given by its id
     alone.
     """
     from exp_configs import experiments_of

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.data.order import Sharding, step_rows
-from trainer.data.token_store import TokenStore, open_store
+from trainer.data.token_store import TokenStore, store_of
 from trainer.protocol.task import Places
 from trainer.runtime import distributed, rng
 from trainer.runtime.preemption import Preemption
@@ -101,14 +101,7 @@ class Work:
         return tasks.load(tasks.parse(self.experiment(0, self.total)), places)
 
     def store(self, split: str) -> TokenStore:
-        return open_store(
-            lambda: self.task.rows(split),
-            self.task.encode,
-            encoding_id=self.task.encoding_id(),
-            split=split,
-            cache_dir=self.folder / "cache",
-            length=self.task.length,
-        )
+        return store_of(self.task, split, self.folder / "cache")
 
     def rows_BT(self) -> list[Tensor]:
         """The (batch, TOKENS) ids of every step, those that our loop trains on."""

@@ -23,7 +23,6 @@ import logging
 import math
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,9 @@ sys.path.insert(
 )  # runs from a checkout that is not installed
 
 import torch
-from cross_attention_contestants import LAYERS, SEED, SIZES, Answers, Contestants, Work
-from fid import OURS, REFERENCE, Race, environment, table
+from cross_attention_contestants import LAYERS, SIZES, Answers, Contestants, Work
+from races import OURS, REFERENCE, Race, Turn, environment, race_parser, table
+from workload import SEED
 
 from trainer.runtime import distributed
 
@@ -63,7 +63,7 @@ def measure(work: Work, rounds: int, answers: Answers) -> dict[str, Any]:
     """What the races came to, and both shares of padding."""
     answered = answering(answers, rounds)
     all_of = Contestants(work)
-    cached: dict[str, Callable[[int], object]] = {OURS: all_of.cached.step}
+    cached: dict[str, Turn] = {OURS: all_of.cached.step}
     published = Race("step / published", PUBLISHED_TARGET, work.batch)
     races = [published.run({**cached, REFERENCE: all_of.reference.step}, rounds)]
     races.append(
@@ -95,7 +95,7 @@ def answering(answers: Answers, rounds: int) -> Race:
     torch.manual_seed(SEED)
     if not torch.equal(answers.ours(0), answers.reference(0)):
         raise SystemExit("the answers differ: this is different work")
-    turns: dict[str, Callable[[int], object]] = {OURS: answers.ours, REFERENCE: answers.reference}
+    turns: dict[str, Turn] = {OURS: answers.ours, REFERENCE: answers.reference}
     return Race(f"{answers.new_tokens} new tokens", ANSWERING_TARGET, answers.rows).run(
         turns, rounds
     )
@@ -105,16 +105,14 @@ def total_ratio(race: Race) -> dict[str, float]:
     """How many times faster we are over all turns together: with bucket_steps only these hold the
     same rows.
     """
-    clocks = {"wall": race.wall_s, "cpu": race.cpu_s}
     return {
-        clock: sum(seconds[REFERENCE]) / sum(seconds[OURS]) for clock, seconds in clocks.items()
+        clock: sum(seconds[REFERENCE]) / sum(seconds[OURS])
+        for clock, seconds in race.seconds.items()
     }
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description="Cross-attention layers: prepared states, online, and as published."
-    )
+    made = race_parser("Cross-attention layers: prepared states, online, and as published.")
     made.add_argument(
         "--data_path", type=Path, required=True, help="a folder with queries.jsonl and corpus.tsv"
     )
@@ -155,15 +153,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--answers_only", action="store_true", help="no training step, which takes longest"
     )
-    made.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
-        help="cpu: judge by it, on a busy machine",
-    )
-    made.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
-    )
     return made
 
 
@@ -199,7 +188,11 @@ def main() -> None:
 
 def report(options: argparse.Namespace, work: Work, answers: Answers) -> None:
     checked = check(work)
-    found = {"environment": environment(), **checked, **measure(work, options.rounds, answers)}
+    found = {
+        "environment": environment(),
+        **checked,
+        **measure(work, options.rounds, answers),
+    }
     if options.json:
         print(json.dumps(found, indent=1))
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from workload import SEED, Workload
 
 from trainer import tasks
 from trainer.data.order import Sharding, Sizes, sizes_of, window_rows
 from trainer.data.readers import questions
-from trainer.data.token_store import TokenStore, open_store
+from trainer.data.token_store import TokenStore, store_of
 from trainer.models.packed.layout import grids_of
 from trainer.protocol.task import Batch, Places
 from trainer.recipes.cross_attention import preparation
@@ -31,7 +32,7 @@ from trainer.tasks.cross_attention.decoder.generation import greedy
 
 # B rows, T decoder tokens, L context tokens, G generated tokens
 
-LR, CLIP, SEED = 5e-4, 1.0, 5
+LR, CLIP = 5e-4, 1.0
 SIZES: dict[str, dict[str, Any]] = {  # 1b as bigcode/starcoderbase-1b
     "tiny": {"n_embd": 512, "n_layer": 12, "n_head": 4},
     "small": {"n_embd": 768, "n_layer": 24, "n_head": 6},  # as deep as 1b
@@ -40,53 +41,38 @@ SIZES: dict[str, dict[str, Any]] = {  # 1b as bigcode/starcoderbase-1b
 LAYERS = {"tiny": (4, 3), "small": (6, 3), "1b": (6, 3)}  # how many are added, and their stride
 
 
-@dataclass(frozen=True)
-class Work:
-    """What all do: `num_batches` steps of `batch` rows, again and again."""
+@dataclass(frozen=True, kw_only=True)
+class Work(Workload):
+    """Questions of NaturalQuestions on their contexts."""
 
-    data_path: Path
-    folder: Path  # for rows, states and caches
     tokenizer: Path
-    size: str = "small"
-    batch: int = 64
     micro_batch: int = 16  # of the reference, in the order of the rows
     micro_tokens: int = 4096  # ours
     bucket_steps: int = 1
-    num_batches: int = 8
     with_contexts: bool = False  # every context is predicted too, as published
     precision: str = "fp32"
-    dropout: float = 0.1
     packed: bool = True  # ours; the reference pads
 
     def experiment(self, encode: str, *, packed: bool = False) -> dict[str, Any]:
         (count, stride), shape = LAYERS[self.size], SIZES[self.size]
-        return {
-            "task": "cross_attention",
-            "base": {
-                "config": {
-                    "model_type": "gpt_bigcode",
-                    "vocab_size": 49152,
-                    "n_positions": 2048,
-                    "n_inner": 4 * shape["n_embd"],
-                    "multi_query": True,
-                    "bos_token_id": 0,
-                    "eos_token_id": 0,
-                    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-                    **shape,
-                },
-                "seed": SEED,
-            },
-            "tokenizer": str(self.tokenizer),
-            "train": {
-                "steps": 1,
-                "global_batch": self.batch,
-                "micro_batch": self.batch,
-                "micro_tokens": self.micro_tokens,
-                "precision": self.precision,
-            },
-            "optim": {"lr": LR, "betas": [0.9, 0.95], "eps": 1e-6, "clip": CLIP},
-            "schedule": {"shape": "constant"},
-            "layers": {
+        config = {
+            "model_type": "gpt_bigcode",
+            "vocab_size": 49152,
+            "n_positions": 2048,
+            "n_inner": 4 * shape["n_embd"],
+            "multi_query": True,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+            **shape,
+        }
+        return self.values(
+            "cross_attention",
+            config,
+            self.tokenizer,
+            train={"micro_tokens": self.micro_tokens, "precision": self.precision},
+            optim={"lr": LR, "betas": [0.9, 0.95], "eps": 1e-6, "clip": CLIP},
+            layers={
                 "count": count,
                 "stride": stride,
                 "width": shape["n_embd"] // 2,
@@ -95,7 +81,7 @@ class Work:
                 "attention_dropout": self.dropout,
                 "initialisation": "published",
             },
-            "data": {
+            data={
                 "source": "jsonl",
                 "decoder_tokens": 1024,
                 "context_tokens": 1024,
@@ -105,12 +91,12 @@ class Work:
                 "encode": encode,
                 "state_dtype": "fp32" if self.precision == "fp32" else "bf16",
             },
-            "deepspeed": "zero0" if self.precision == "fp32" else "zero1",
-        }
+            deepspeed="zero0" if self.precision == "fp32" else "zero1",
+        )
 
     @property
     def places(self) -> Places:
-        return Places(self.folder / "prepared", self.folder / "cache", self.folder / "results")
+        return replace(super().places, data_path=self.folder / "prepared")
 
     @property
     def sharding(self) -> Sharding:
@@ -130,23 +116,16 @@ class Work:
         for split, some in (("train", rows), ("valid", rows[:1])):
             (raw / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
         cfg: Any = tasks.parse(self.experiment("cached"))
-        places = Places(raw, self.folder / "cache", self.folder / "results")
-        wanted = preparation.Wanted(self.folder / "prepared", {})
-        preparation.write_rows(cfg, places, wanted)
-        preparation.write_states(cfg, places, wanted)
+        places = replace(self.places, data_path=raw)
+        request = preparation.Preparation(self.folder / "prepared", {})
+        preparation.write_rows(cfg, places, request)
+        preparation.write_states(cfg, places, request)
 
     def task(self, encode: str, *, packed: bool = False) -> Any:
         return tasks.load(tasks.parse(self.experiment(encode, packed=packed)), self.places)
 
     def store(self, task: Any) -> TokenStore:
-        return open_store(
-            lambda: task.rows("train"),
-            task.encode,
-            encoding_id=task.encoding_id(),
-            split="train",
-            cache_dir=self.places.cache_dir,
-            length=task.length,
-        )
+        return store_of(task, "train", self.places.cache_dir)
 
 
 class Ours:
@@ -221,21 +200,8 @@ class _MeanLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        labels: Tensor,
-        context_input_ids: Tensor,
-        context_attention_mask: Tensor,
-    ) -> dict[str, Tensor]:
-        output = self.model(
-            input_ids,
-            attention_mask,
-            labels=labels,
-            context_input_ids=context_input_ids,
-            context_attention_mask=context_attention_mask,
-        )
+    def forward(self, labels: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
+        output = self.model(labels=labels, **inputs)
         return {"loss": output.loss / (labels[:, 1:] != -100).sum()}
 
 
@@ -275,8 +241,7 @@ class Reference:
         return self._work.batch // self._work.micro_batch
 
     def _batches(self, number: int) -> Iterator[Batch]:
-        start = number % self._work.num_batches * self._work.batch
-        for first in range(start, start + self._work.batch, self._work.micro_batch):
+        for first in self._work.span(number)[:: self._work.micro_batch]:
             yield self.task.collate(self._rows[first : first + self._work.micro_batch])
 
     def step(self, number: int) -> float:

@@ -25,7 +25,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,8 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
 )  # runs from a checkout that is not installed
 
-import torch
 from contestants import CHECKED, TOKENS, BareTorch, Work, hugging_face, lathe, write_data
+from races import environment, ratio
 
 from trainer.runtime import distributed
 
@@ -101,9 +100,7 @@ class Line:
 
     @classmethod
     def of(cls, match: Match, against: str, ours: list[float], theirs: list[float]) -> Line:
-        low, _, high = statistics.quantiles(
-            [one / two for one, two in zip(ours, theirs, strict=True)], n=4
-        )
+        times = ratio(ours, theirs)
         ours_ms, theirs_ms = 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs)
         return cls(
             match.batch,
@@ -112,8 +109,8 @@ class Line:
             ours_ms,
             theirs_ms,
             ours_ms / theirs_ms,
-            low,
-            high,
+            times["low"],
+            times["high"],
             TARGETS[against],
         )
 
@@ -265,13 +262,6 @@ def measure(batch: int, *, rounds: int, steps: int, clock: str) -> list[Match]:
     return [bare, *trainers.values()]
 
 
-def environment() -> str:
-    names = ("torch", "deepspeed", "transformers", "accelerate")
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{versions}; {device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Step time of our loop against bare torch and the Trainer."
@@ -297,13 +287,13 @@ def main() -> None:
     worst = max(disagreement(losses) for match in matches for losses in match.losses)
     if options.json:
         found = {
-            "environment": environment(),
+            "environment": environment("accelerate"),
             "loss_difference": worst,
             "lines": [asdict(line) for line in lines],
         }
         print(json.dumps(found, indent=1))
     else:
-        print(environment())
+        print(environment("accelerate"))
         print(
             f"{options.rounds} round(s) of {options.steps} steps, {options.clock} clock, fp32, "
             "clip 1.0"

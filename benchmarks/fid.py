@@ -18,15 +18,11 @@ import argparse
 import json
 import logging
 import math
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,71 +31,17 @@ sys.path.insert(
 )  # runs from a checkout that is not installed
 
 import torch
-from fid_contestants import CLIP, SEED, SIZES, Ours, Reference, Work
+from fid_contestants import CLIP, SIZES, Ours, Reference, Work
+from races import OURS, REFERENCE, SETTLING, Race, environment, race_parser, table
+from workload import SEED
 
 from trainer.runtime import distributed
 from trainer.telemetry.meter import Meter
 
-OURS, REFERENCE = "ours", "reference"
 CONTESTANTS: dict[str, Callable[[Work], Any]] = {OURS: Ours, REFERENCE: Reference}
 CHECKED = 2  # steps without dropout, whose losses must agree
 TOLERANCE = 1e-5  # of those losses
-SETTLING = 1  # turns that are not timed
 TRAINING_TARGET, ANSWERING_TARGET = 1.4, 1.3  # times the reference's examples/s
-
-
-@dataclass
-class Race:
-    """The turns of both at one kind of work."""
-
-    name: str
-    target: float
-    batch: int
-    wall_s: dict[str, list[float]] = field(default_factory=lambda: {OURS: [], REFERENCE: []})
-    cpu_s: dict[str, list[float]] = field(default_factory=lambda: {OURS: [], REFERENCE: []})
-
-    def run(self, turns: dict[str, Callable[[int], object]], rounds: int) -> Race:
-        for number in range(SETTLING + rounds):
-            order = list(turns) if number % 2 else list(turns)[::-1]
-            for name in order:
-                wall_s, cpu_s = _timed(turns[name], number)
-                if number >= SETTLING:
-                    self.wall_s[name].append(wall_s)
-                    self.cpu_s[name].append(cpu_s)
-        return self
-
-    def summary(self) -> dict[str, Any]:
-        """Medians of both, and how many times faster we are, with its quartiles over the pairs of
-        turns.
-        """
-        found: dict[str, Any] = {"work": self.name, "target": self.target}
-        for clock, seconds in (("wall", self.wall_s), ("cpu", self.cpu_s)):
-            ratios = [
-                theirs / ours
-                for ours, theirs in zip(seconds[OURS], seconds[REFERENCE], strict=True)
-            ]
-            low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            found |= {f"{clock}_ratio": median, f"{clock}_low": low, f"{clock}_high": high}
-            found |= {
-                f"{clock}_s_{name}": statistics.median(values) for name, values in seconds.items()
-            }
-        return found | {
-            f"examples_per_s_{name}": self.batch / found[f"wall_s_{name}"] for name in CONTESTANTS
-        }
-
-
-def _timed(turn: Callable[[int], object], number: int) -> tuple[float, float]:
-    """Seconds on the clock, and of all this process's threads."""
-    _synchronise()
-    wall, cpu = time.perf_counter(), time.process_time()
-    turn(number)
-    _synchronise()
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 # Equality
@@ -184,43 +126,8 @@ def _answering(contestant: Any, answer_tokens: int) -> Callable[[int], object]:
     return lambda number: contestant.answers(number, answer_tokens)
 
 
-def environment() -> str:
-    versions = ", ".join(
-        f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers")
-    )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{versions}; {device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)"
-
-
-def table(found: dict[str, Any], judge: str) -> str:
-    """The races line by line. judge: the clock that the targets are held against."""
-    lines = [f"{'':18s}{'':8s}{OURS:>9s}{REFERENCE:>11s}   ratio   quartiles    target"]
-    for race in found["races"]:
-        target = race["target"]
-        for clock in ("wall", "cpu"):
-            ratio = race[f"{clock}_ratio"]
-            seconds = f"{race[f'{clock}_s_{OURS}']:9.3f}{race[f'{clock}_s_{REFERENCE}']:11.3f}"
-            spread = f"{race[f'{clock}_low']:.2f}-{race[f'{clock}_high']:.2f}"
-            met = f"{target:.1f} {'met' if ratio >= target else 'missed'}" if clock == judge else ""
-            lines.append(
-                f"{race['work']:18s}{clock + ' s':8s}{seconds}{ratio:8.2f}   {spread}    {met}"
-            )
-        rates = f"{race[f'examples_per_s_{OURS}']:9.3f}{race[f'examples_per_s_{REFERENCE}']:11.3f}"
-        lines.append(f"{'':18s}{'ex./s':8s}{rates}")
-    if found["peak_gib"]:
-        ours, theirs = found["peak_gib"][OURS], found["peak_gib"][REFERENCE]
-        verdict = f"lower {'met' if ours < theirs else 'missed'}"
-        lines.append(
-            f"{'peak memory':18s}{'GiB':8s}{ours:9.2f}{theirs:11.2f}{theirs / ours:8.2f}   "
-            f"{'':9s}    {verdict}"
-        )
-    return "\n".join(lines)
-
-
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description="Fusion-in-Decoder, ours against stock T5 as minFiD uses it."
-    )
+    made = race_parser("Fusion-in-Decoder, ours against stock T5 as minFiD uses it.")
     made.add_argument(
         "--data_path", type=Path, required=True, help="a folder with queries.jsonl and corpus.tsv"
     )
@@ -241,19 +148,10 @@ def parser() -> argparse.ArgumentParser:
         help="at most, with the start token",
     )
     made.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
-        help="cpu: judge by it, on a busy machine",
-    )
-    made.add_argument(
         "--only", choices=tuple(CONTESTANTS), help="one of them alone, with --measure_memory"
     )
     made.add_argument(
         "--measure_memory", action="store_true", help="print the peak of --only and stop"
-    )
-    made.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
     )
     return made
 
@@ -262,10 +160,9 @@ def main() -> None:
     options = parser().parse_args()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        shape = {
-            name: getattr(options, name) for name in ("size", "contexts", "passage_tokens", "batch")
-        }
-        work = Work(options.data_path, Path(folder), num_batches=options.rounds, **shape)
+        names = ("data_path", "size", "contexts", "passage_tokens", "batch")
+        shape = {name: getattr(options, name) for name in names}
+        work = Work(folder=Path(folder), num_batches=options.rounds, **shape)
         if options.measure_memory:
             print(json.dumps({"peak_gib": peak_gib(work, options.only, min(options.rounds, 3))}))
         else:

@@ -11,24 +11,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from workload import Workload
 
 from trainer import tasks
 from trainer.data.readers import retrieved
 from trainer.data.readers.passages import corpus_passages
 from trainer.models import base_model, base_source
 from trainer.models.losses import IGNORED
-from trainer.protocol.task import Places, Row
+from trainer.protocol.task import Row
 from trainer.runtime import distributed
 
 # B questions, N passages of each, L tokens of each passage, T target tokens, G generated tokens, D
 # width
 
-LR, DECAY, CLIP, SEED = 1e-4, 1e-2, 1.0, 5  # the published recipe, but for its schedule
+LR, DECAY, CLIP = 1e-4, 1e-2, 1.0  # the published recipe, but for its schedule
 SIZES: dict[
     str, dict[str, Any]
 ] = {  # small and base as in google-t5/t5-small and t5-base; tiny to try this out
@@ -38,50 +38,30 @@ SIZES: dict[
 }
 
 
-@dataclass(frozen=True)
-class Work:
-    """What both do: `num_batches` batches of `batch` questions, again and again."""
+@dataclass(frozen=True, kw_only=True)
+class Work(Workload):
+    """Questions of NaturalQuestions."""
 
-    data_path: Path
-    folder: Path  # for caches
-    size: str = "small"
     contexts: int = 10
     passage_tokens: int = 250
-    batch: int = 2
-    num_batches: int = 8
-    dropout: float = 0.1
-
-    def rows(self, number: int) -> range:
-        """The questions of step `number`, by their place in the train split."""
-        first = number % self.num_batches * self.batch
-        return range(first, first + self.batch)
 
     def experiment(self, answer_tokens: int) -> dict[str, Any]:
         """answer_tokens: generated at most, the start token counted."""
-        return {
-            "task": "fid",
-            "base": {
-                "config": {
-                    "model_type": "t5",
-                    "vocab_size": 32128,
-                    "pad_token_id": 0,
-                    "eos_token_id": 1,
-                    "decoder_start_token_id": 0,
-                    "dropout_rate": self.dropout,
-                    **SIZES[self.size],
-                },
-                "seed": SEED,
-            },
-            "tokenizer": "../tokenizers/t5",
-            "train": {
-                "steps": 1,
-                "global_batch": self.batch,
-                "micro_batch": self.batch,
-                "precision": "fp32",
-            },
-            "optim": {"lr": LR, "weight_decay": DECAY, "decay": "all", "clip": CLIP},
-            "schedule": {"shape": "constant"},
-            "data": {
+        config = {
+            "model_type": "t5",
+            "vocab_size": 32128,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 0,
+            "dropout_rate": self.dropout,
+            **SIZES[self.size],
+        }
+        return self.values(
+            "fid",
+            config,
+            "../tokenizers/t5",
+            optim={"lr": LR, "weight_decay": DECAY, "decay": "all", "clip": CLIP},
+            data={
                 "source": "nq",
                 "corpus": "corpus.tsv",
                 "contexts": self.contexts,
@@ -89,12 +69,7 @@ class Work:
                 "answer_tokens": answer_tokens,
                 "sample_targets": False,
             },
-            "deepspeed": "zero0",
-        }
-
-    @property
-    def places(self) -> Places:
-        return Places(self.data_path, self.folder / "cache", self.folder / "results")
+        )
 
     @cached_property
     def questions(self) -> list[Row]:
@@ -142,7 +117,7 @@ class Ours:
     def step(self, number: int) -> Tensor:
         """Train on batch `number`; its loss, still on the device, as in a run."""
         batch = self._task.collate(
-            [self._rank.session.train[row] for row in self._work.rows(number)]
+            [self._rank.session.train[row] for row in self._work.span(number)]
         )
         return self._rank.step(number, [batch], lr=LR)
 
@@ -153,7 +128,7 @@ class Ours:
             cfg = tasks.parse(self._work.experiment(answer_tokens))
             self._answering[answer_tokens] = tasks.load(cfg, self._work.places)
         self._rank.engine.eval()
-        rows = self._work.rows(number)
+        rows = self._work.span(number)
         encoded, raw = (
             [self._rank.session.train[row] for row in rows],
             [self._work.questions[row] for row in rows],
@@ -188,7 +163,7 @@ class Reference:
 
     def _padded(self, number: int) -> dict[str, Tensor]:
         """ids, mask (B, N, L), always as long as passages may be; labels (B, T)."""
-        work, rows = self._work, [self._work.questions[row] for row in self._work.rows(number)]
+        work, rows = self._work, [self._work.questions[row] for row in self._work.span(number)]
         prompts = [
             f"question: {row['question']} title: {passage['title']} context: {passage['text']}"
             for row in rows

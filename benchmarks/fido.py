@@ -32,11 +32,12 @@ sys.path.insert(
 )  # runs from a checkout that is not installed
 
 import torch
-from fid import environment
-from fid_contestants import SEED, SIZES, shrink_embeddings
+from fid_contestants import SIZES, shrink_embeddings
+from races import environment, race_parser
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
+from workload import SEED
 
 from trainer.models.base_model import DTYPES
 from trainer.protocol.task import Batch
@@ -264,9 +265,7 @@ def table(races: list[Race], judge: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description="Fusion-in-Decoder with and without FiDO's switches."
-    )
+    made = race_parser("Fusion-in-Decoder with and without FiDO's switches.")
     made.add_argument("--size", choices=tuple(SIZES), default="base", help="of a random T5")
     made.add_argument("--contexts", type=int, default=100, help="passages of the question")
     made.add_argument("--passage_tokens", type=int, default=250)
@@ -275,15 +274,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     made.add_argument("--rounds", type=int, default=5, help="timed turns of each")
     made.add_argument("--whole_rounds", type=int, default=2, help="the same, encoder included")
-    made.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
-        help="cpu: judge by it on a busy machine",
-    )
-    made.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
-    )
     return made
 
 

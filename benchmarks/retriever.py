@@ -27,7 +27,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,10 @@ sys.path.insert(
 
 import psutil
 import torch
-from fid import environment
-from retriever_contestants import CLIP, LR, SEED, SIZES, Contestant, Maker, Ours, Reference, Work
+from races import environment, race_parser, ratio, take_turns
+from retriever_contestants import CLIP, LR, SIZES, Contestant, Maker, Ours, Reference, Work
 from torch.utils.flop_counter import FlopCounterMode
+from workload import SEED
 
 from trainer.runtime import distributed
 from trainer.telemetry.meter import Meter
@@ -50,14 +50,11 @@ CHECKED = 2  # steps without dropout, whose losses must agree
 TOLERANCE = (
     1e-5  # of those losses, relative: AdamW makes a whole step of what is noise in a gradient
 )
-SETTLING = 1  # turns that are not timed
 MOST_COST, LEAST_GAIN, MOST_GROWTH = 1.30, 1.2, 1.1
 
 # Makes glibc give freed tensors back at once. By itself it learns to keep them, and a process then
 # holds up to twice of what is alive (man mallopt, M_MMAP_THRESHOLD). Without meaning on a GPU.
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-
-Seconds = dict[str, dict[str, list[float]]]  # by clock and contestant
 
 
 def contestants(options: argparse.Namespace) -> dict[str, Maker]:
@@ -97,26 +94,6 @@ def check(work: Work, makers: dict[str, Maker]) -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------
 
 
-def race(everyone: dict[str, Contestant], rounds: int) -> Seconds:
-    """Seconds of every turn."""
-    seconds: Seconds = {clock: {name: [] for name in everyone} for clock in ("wall", "cpu")}
-    for number in range(SETTLING + rounds):
-        for name in list(everyone) if number % 2 else list(everyone)[::-1]:
-            wall, cpu = time.perf_counter(), time.process_time()
-            everyone[name].step(number)  # it reads the loss, and so waits for the device
-            if number >= SETTLING:
-                seconds["wall"][name].append(time.perf_counter() - wall)
-                seconds["cpu"][name].append(time.process_time() - cpu)
-    return seconds
-
-
-def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> dict[str, float]:
-    """How many times longer `slow` takes: median and quartiles over the pairs of turns."""
-    ratios = [one / other for one, other in zip(seconds[slow], seconds[fast], strict=True)]
-    low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return {"median": median, "low": low, "high": high}
-
-
 def flops(contestant: Contestant) -> int:
     """Of the matrix products of one step, which no other process on the machine disturbs."""
     with FlopCounterMode(display=False) as counter:
@@ -131,15 +108,16 @@ def measure(work: Work, makers: dict[str, Maker], rounds: int) -> dict[str, Any]
     everyone = {name: make(work) for name, make in makers.items()}
     torch.manual_seed(SEED)
     counted = {name: flops(contestant) for name, contestant in everyone.items()}
-    seconds = race(everyone, rounds)
+    steps = {name: contestant.step for name, contestant in everyone.items()}
+    seconds = take_turns(steps, rounds)
     found: dict[str, Any] = {}
     for name, contestant in everyone.items():
         found[name] = {"padding": contestant.padding(), "flops": counted[name] / counted[DIRECT]}
         for clock, of_clock in seconds.items():
             found[name] |= {
                 f"{clock}_s": statistics.median(of_clock[name]),
-                f"{clock}_over_{DIRECT}": ratio(of_clock, name, DIRECT),
-                f"{clock}_over_{WINDOW}": ratio(of_clock, name, WINDOW),
+                f"{clock}_over_{DIRECT}": ratio(of_clock[name], of_clock[DIRECT]),
+                f"{clock}_over_{WINDOW}": ratio(of_clock[name], of_clock[WINDOW]),
             }
         contestant.close()
     return found
@@ -236,9 +214,7 @@ def memory_table(found: dict[str, dict[int, float]]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description="A dense retriever: GradCache's cost and memory, and as published."
-    )
+    made = race_parser("A dense retriever: GradCache's cost and memory, and as published.")
     made.add_argument(
         "--data_path", type=Path, required=True, help="a folder with queries.jsonl and corpus.tsv"
     )
@@ -273,16 +249,7 @@ def parser() -> argparse.ArgumentParser:
         help="queries a step; none: left out",
     )
     made.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
-        help="cpu: judge by it, on a busy machine",
-    )
-    made.add_argument(
         "--only", choices=(DIRECT, WINDOW, CHUNKS), help="print the peak memory of one, and stop"
-    )
-    made.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the tables"
     )
     return made
 

@@ -19,19 +19,16 @@ import torch
 import torch.nn.functional as F
 from one_rank import OneRank, store_of
 from torch import Tensor, nn
+from workload import Workload
 
 from trainer import tasks
 from trainer.data.order import Sharding, sizes_of, window_rows
-from trainer.protocol.task import DRAW, EPOCH, Batch, Places, Row
+from trainer.protocol.task import DRAW, EPOCH, Batch, Row
 from trainer.runtime import distributed
 
 # Q queries, P passages, L tokens, D width
 
-LR, CLIP, SEED = (
-    1e-5,
-    1.0,
-    5,
-)  # the published learning rate, constant, and clipping; no weight decay
+LR, CLIP = 1e-5, 1.0  # the published learning rate, constant, and clipping; no weight decay
 SIZES: dict[str, dict[str, int]] = {  # base as google-bert/bert-base-uncased; tiny to try this out
     "tiny": {
         "num_hidden_layers": 2,
@@ -54,46 +51,31 @@ SIZES: dict[str, dict[str, int]] = {  # base as google-bert/bert-base-uncased; t
 }
 
 
-@dataclass(frozen=True)
-class Work:
-    """What all do: `num_batches` batches of `batch` queries, again and again."""
+@dataclass(frozen=True, kw_only=True)
+class Work(Workload):
+    """Queries of NaturalQuestions."""
 
-    data_path: Path
-    folder: Path  # for caches
     tokenizer: Path
-    size: str = "small"
-    batch: int = 64
     passages: int = 2  # of a query
     query_tokens: int = 32
     passage_tokens: int = 156
-    num_batches: int = 6
-    dropout: float = 0.1
 
     def experiment(self, micro_batch: int, loss: dict[str, int]) -> dict[str, Any]:
-        return {
-            "task": "retriever",
-            "base": {
-                "config": {
-                    "model_type": "bert",
-                    "vocab_size": 30522,
-                    "pad_token_id": 0,
-                    "hidden_dropout_prob": self.dropout,
-                    "attention_probs_dropout_prob": self.dropout,
-                    **SIZES[self.size],
-                },
-                "seed": SEED,
-            },
-            "tokenizer": str(self.tokenizer),
-            "train": {
-                "steps": 1,
-                "global_batch": self.batch,
-                "micro_batch": micro_batch,
-                "precision": "fp32",
-                "order": "as_given",
-            },
-            "optim": {"lr": LR, "weight_decay": 0.0, "clip": CLIP},
-            "schedule": {"shape": "constant"},
-            "data": {
+        config = {
+            "model_type": "bert",
+            "vocab_size": 30522,
+            "pad_token_id": 0,
+            "hidden_dropout_prob": self.dropout,
+            "attention_probs_dropout_prob": self.dropout,
+            **SIZES[self.size],
+        }
+        return self.values(
+            "retriever",
+            config,
+            self.tokenizer,
+            train={"micro_batch": micro_batch, "order": "as_given"},
+            optim={"lr": LR, "weight_decay": 0.0, "clip": CLIP},
+            data={
                 "source": "nq",
                 "query_tokens": self.query_tokens,
                 "passage_tokens": self.passage_tokens,
@@ -101,13 +83,11 @@ class Work:
                 "select_positive": "first",
                 "select_negatives": "first",
             },
-            "loss": loss,
-            "deepspeed": "zero0",
-        }
+            loss=loss,
+        )
 
     def task(self, micro_batch: int, loss: dict[str, int]) -> Any:
-        places = Places(self.data_path, self.folder / "cache", self.folder / "results")
-        return tasks.load(tasks.parse(self.experiment(micro_batch, loss)), places)
+        return tasks.load(tasks.parse(self.experiment(micro_batch, loss)), self.places)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -167,13 +147,12 @@ class Ours:
         ], rows
 
     def padding(self) -> float:
-        """The share of padding in what is encoded."""
+        """The share of padding in what is encoded; of packed texts only attention has any."""
         batches = [
             batch for number in range(self._work.num_batches) for batch in self._batches(number)[0]
         ]
-        return _padding(
-            [batch[f"{side}_mask"] for batch in batches for side in ("query", "passage")]
-        )
+        masks = [x for batch in batches for name, x in batch.items() if "_grid_" in name]
+        return _padding(masks)
 
     def close(self) -> None:
         self._rank.close()
@@ -209,8 +188,8 @@ class Reference:
 
     def _padded(self, number: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(Q, L) ids and mask of the queries, and (P, L) of their passages, the positive first."""
-        work, start = self._work, number * self._work.batch
-        rows = work.rows[start : start + work.batch]
+        work = self._work
+        rows = [work.rows[row] for row in work.span(number)]
         passages = [passage for row in rows for passage in (*row["positives"], *row["negatives"])]
         texts = [
             f"{passage['title']} {passage['text']}" if passage.get("title") else passage["text"]

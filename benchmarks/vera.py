@@ -31,18 +31,18 @@ sys.path.insert(
 )  # runs from a checkout that is not installed
 
 import torch
-from fid import OURS, REFERENCE, SETTLING, Race, environment
+from races import OURS, REFERENCE, SETTLING, Race, environment, race_parser
 from vera_contestants import (
     EVALUATED_SLOTS,
     LR,
     MAX_TOKENS,
-    SEED,
     SIZES,
     TRAINED_SLOTS,
     Ours,
     Reference,
     Work,
 )
+from workload import SEED
 
 from trainer.runtime import distributed
 
@@ -108,7 +108,7 @@ def summary(race: Race, work: Work, slots: int) -> dict[str, Any]:
     slots: how many statements of a group are looked at.
     """
     found = race.summary()
-    for name, seconds in race.wall_s.items():
+    for name, seconds in race.seconds["wall"].items():
         counts = [work.num_statements(SETTLING + turn, slots) for turn in range(len(seconds))]
         rates = [count / turn_s for count, turn_s in zip(counts, seconds, strict=True)]
         found[f"statements_per_s_{name}"] = statistics.median(rates)
@@ -136,9 +136,7 @@ def table(found: dict[str, Any], judge: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description="A statement verifier, ours against the original's padding."
-    )
+    made = race_parser("A statement verifier, ours against the original's padding.")
     made.add_argument(
         "--data_path", type=Path, required=True, help="a folder with <task>/train.json"
     )
@@ -159,15 +157,6 @@ def parser() -> argparse.ArgumentParser:
         choices=tuple(SIZES),
         default="small",
         help="of a T5 v1.1 encoder with random weights",
-    )
-    made.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
-        help="cpu: judge by it, on a busy machine",
-    )
-    made.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
     )
     return made
 

@@ -12,25 +12,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from one_rank import OneRank, store_of
 from torch import Tensor
+from workload import Workload
 
 from trainer import tasks
 from trainer.data.order import Sharding
 from trainer.models.packed.layout import grids_of
-from trainer.protocol.task import DRAW, Batch, Places, Row
+from trainer.protocol.task import DRAW, Batch, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
 from trainer.tasks.vera import groups, losses
 
 # B groups, C slots of each, S statements (of which R are real), L tokens, D width
 
-LR, SEED = 1e-5, 5  # the published learning rate, constant, without clipping
+LR = 1e-5  # the published learning rate, constant, without clipping
 MAX_TOKENS, TRAINED_SLOTS, EVALUATED_SLOTS = 128, 4, 11  # what the original pads to
 ABSENT = -1e9  # its logit of an empty slot
 SIZES: dict[
@@ -42,51 +42,31 @@ SIZES: dict[
 }
 
 
-@dataclass(frozen=True)
-class Work:
-    """What both do: `num_batches` batches of `batch` groups, again and again."""
+@dataclass(frozen=True, kw_only=True)
+class Work(Workload):
+    """Groups of statements."""
 
-    data_path: Path
-    folder: Path  # for caches
     tokenizer: str
     tasks: tuple[str, ...]
-    size: str = "small"
-    batch: int = 16
-    num_batches: int = 8
-    dropout: float = 0.1
-
-    def rows(self, number: int) -> range:
-        """The groups of step `number`, by their place in `groups`."""
-        first = number % self.num_batches * self.batch
-        return range(first, first + self.batch)
 
     @property
     def experiment(self) -> dict[str, Any]:
-        return {
-            "task": "vera",
-            "base": {
-                "config": {
-                    "model_type": "t5",
-                    "vocab_size": 32128,
-                    "pad_token_id": 0,
-                    "eos_token_id": 1,
-                    "feed_forward_proj": "gated-gelu",
-                    "dropout_rate": self.dropout,
-                    **SIZES[self.size],
-                },
-                "seed": SEED,
-            },
-            "tokenizer": self.tokenizer,
-            "train": {
-                "steps": 1,
-                "global_batch": self.batch,
-                "micro_batch": self.batch,
-                "precision": "fp32",
-                "order": "as_given",
-            },
-            "optim": {"lr": LR, "weight_decay": 0.0, "clip": 0.0},
-            "schedule": {"shape": "constant"},
-            "data": {
+        config = {
+            "model_type": "t5",
+            "vocab_size": 32128,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "feed_forward_proj": "gated-gelu",
+            "dropout_rate": self.dropout,
+            **SIZES[self.size],
+        }
+        return self.values(
+            "vera",
+            config,
+            self.tokenizer,
+            train={"order": "as_given"},
+            optim={"lr": LR, "weight_decay": 0.0, "clip": 0.0},
+            data={
                 "source": "groups",
                 "train_tasks": list(self.tasks),
                 "valid_tasks": list(self.tasks),
@@ -95,9 +75,8 @@ class Work:
                 "sample_distractors": False,
                 "order": "legacy",
             },
-            "loss": {"mode": "original"},
-            "deepspeed": "zero0",
-        }
+            loss={"mode": "original"},
+        )
 
     @cached_property
     def cfg(self) -> Any:
@@ -105,9 +84,7 @@ class Work:
 
     @cached_property
     def task(self) -> Any:
-        return tasks.load(
-            self.cfg, Places(self.data_path, self.folder / "cache", self.folder / "results")
-        )
+        return tasks.load(self.cfg, self.places)
 
     @cached_property
     def groups(self) -> list[Row]:
@@ -128,7 +105,7 @@ class Work:
 
     def num_statements(self, number: int, slots: int) -> int:
         """Real statements of batch `number`, at most `slots` of a group."""
-        return sum(min(slots, _num_statements(self.groups[row])) for row in self.rows(number))
+        return sum(min(slots, _num_statements(self.groups[row])) for row in self.span(number))
 
 
 def _num_statements(row: Row) -> int:
@@ -164,7 +141,7 @@ class Ours:
         group.
         """
         rows: list[dict[str, Any]] = [
-            self._rank.session.train[row] for row in self._work.rows(number)
+            self._rank.session.train[row] for row in self._work.span(number)
         ]
         if is_trained:
             rows = [
@@ -223,7 +200,7 @@ class Reference:
         ]
 
     def _padded(self, number: int, slots: int) -> Padded:
-        rows = [self._work.groups[row] for row in self._work.rows(number)]
+        rows = [self._work.groups[row] for row in self._work.span(number)]
         texts = [[*row["golds"], *row["distractors"]][:slots] for row in rows]
         read = self._work.task.tokenizer(
             [text for group in texts for text in group + [""] * (slots - len(group))],

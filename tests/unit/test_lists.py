@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.unit.test_own_rows import WRITERS, read, statements
+from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
-from trainer.config.schema import validate
 from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields, questions, retrieved
 from trainer.errors import DataError

@@ -1,1 +1,1 @@
-"""The commands of `python -m trainer`, a file for each family of them."""
+"""The commands of `python -m trainer`; each file holds related ones."""

@@ -1,16 +1,8 @@
-"""One trained model that answers, for the service: `python -m trainer.commands.answer RUN CACHE`.
+"""Answers questions with one trained model, for the service, which lets people try a model:
+`python -m trainer.commands.answer RUN CACHE`.
 
-A line of JSON in: `{"many": [questions]}`, those that wait. Lines of JSON out, each with the number
-of its question (`of`), at last `{"done": true}`. Meant to look at a model.
-
-    {"texts": ["..."], "side": "query"}                 -> {"vectors": [[...]], "tokens": 5}
-    {"statements": ["..."]}                             -> {"scores": [0.9]}
-    {"question": "...", "contexts": ["..."], "max_tokens": 9, "temperature": null, "stop": []}
-                        -> {"text": "...", "prompt_tokens": 4, "tokens": 7}
-    {"prompt": "...", "max_tokens": 9, "temperature": 0, "seed": 1, "stop": []}
-                        -> {"text": "..."} ..., {"finish": "stop", "prompt_tokens": 4, "tokens": 7}
-    {"messages": [{"role": "user", "content": "..."}], ...}     as with a prompt
-    whatever cannot be done                             -> {"error": "..."}
+It reads lines of JSON: `{"many": [questions]}`, the waiting questions. For these it writes lines of
+JSON, each with the number of its question (`of`), and at last `{"done": true}`.
 """
 
 from __future__ import annotations
@@ -40,7 +32,7 @@ from trainer.training.options import Options
 def main() -> int:
     """Answer until the end of standard input."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print goes to standard error
     folder, cache = Path(sys.argv[1]), Path(sys.argv[2])
     values = read_json(folder / "exp_dict.json")
     if values is None:
@@ -77,7 +69,7 @@ class Opened:
 
 @torch.inference_mode()
 def answers(opened_run: Opened, questions: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Pieces of the answers to questions that wait together, each with its question's number."""
+    """Pieces of the answers to waiting questions, each with the number of its question."""
     task, model = opened_run.task, opened_run.model
     texts: dict[int, GrowingText] = {}
     others: list[int] = []
@@ -107,7 +99,7 @@ def answers(opened_run: Opened, questions: list[dict[str, Any]]) -> Iterator[dic
 
 
 def _answer(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers to questions that are alike; where one of them cannot be answered, each alone."""
+    """Answer equal kinds of questions together; one by one if one of them cannot be answered."""
     try:
         return _of_kind(opened_run, group)
     except LatheError as error:
@@ -143,7 +135,7 @@ def _vectors(task: Embeds, model: Any, group: list[dict[str, Any]]) -> list[dict
 
 
 def _read(task: Any, model: Any, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a reader answers to questions, each with its own contexts."""
+    """A reader's answers to questions, each with its own contexts."""
     raw = [_row(task, one) for one in group]
     encoded = [task.encode(row) for row in raw]
     rows = [{name: np.asarray(ids) for name, ids in one.items()} for one in encoded]
@@ -179,7 +171,7 @@ def _row(task: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_prompt(task: Any, messages: list[dict[str, Any]]) -> str:
-    """Messages as the task's template writes them, up to where the assistant speaks."""
+    """The messages in the task's chat template, up to where the assistant begins."""
     if task.cfg.data.source != "chat":
         raise ConfigError("it has not learnt from conversations: ask /v1/completions")
     try:

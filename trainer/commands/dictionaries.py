@@ -1,4 +1,4 @@
-"""What may stand in an experiment's dictionary, and which groups of them there are."""
+"""Shows which keys an experiment's dictionary may have, and which groups there are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keys(
         bool, typer.Option("--json_schema", help="Print the JSON Schema of the whole dictionary.")
     ] = False,
 ) -> None:
-    """Every key of a task's dictionary: what it may be, its default, what it means."""
+    """List the keys of a task's dictionary with their types, defaults and meanings."""
     from trainer import tasks
 
     config = tasks.config_of(task)
@@ -51,7 +51,7 @@ def keys(
 
 
 def text_of(key: reference.Key) -> str:
-    """A key and what is said of it, in lines that a terminal shows."""
+    """A key and its description as lines for a terminal."""
     default = "required" if key.default is None else f"default {key.default}"
     lines = textwrap.wrap(f"{key.path}: {key.kind}; {default}", WIDTH, subsequent_indent="    ")
     lines += textwrap.wrap(key.description, WIDTH, initial_indent="    ", subsequent_indent="    ")
@@ -73,7 +73,7 @@ def groups(
     ] = None,
     exp_configs: ExpConfigs = None,
 ) -> None:
-    """The groups that -e takes: their tasks and steps, or one of them as dictionaries."""
+    """List the groups for -e with their tasks and steps, or print the dictionaries of one."""
     from exp_configs import read_groups
 
     all_groups = read_groups(exp_configs)

@@ -1,4 +1,4 @@
-"""A trained model over a split."""
+"""Evaluates a trained model on a split."""
 
 from __future__ import annotations
 

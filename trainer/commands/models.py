@@ -1,4 +1,4 @@
-"""Models in and out: import and export."""
+"""Imports published models, and exports trained ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def export(
     layout: Layout = None,
     merge: Merge = False,
 ) -> None:
-    """Read a trained model and write it as other programs read it."""
+    """Read a trained model and write it in the format of other programs."""
     from trainer import tasks
     from trainer.exports import card, record
 

@@ -1,4 +1,4 @@
-"""What the commands of `python -m trainer` share: their options and the experiment they name."""
+"""The options that commands of `python -m trainer` share, and the experiment that these name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ExpConfigs = Annotated[
 
 @dataclass(frozen=True)
 class ExperimentOptions:
-    """The one experiment that a command is about, and where its files are."""
+    """Which experiment a command works on, and where its files are."""
 
     savedir_base: SavedirBase
     exp_group: Annotated[
@@ -89,8 +89,8 @@ class ExperimentOptions:
 
 @dataclass(frozen=True)
 class UntrainedOptions(ExperimentOptions):
-    """The same of a command that needs no trained model, and so no folder of runs, unless the base
-    of the experiment is a run.
+    """ExperimentOptions of a command that needs no trained model. It needs no folder of runs
+    either, unless the base of the experiment is a run.
     """
 
     savedir_base: SavedirBase = Path("results")
@@ -145,7 +145,7 @@ def module_of(task: str, name: str, what: str, *, room: str = "tasks") -> Any:
 def experiment(
     group: str | None, exp_id: str | None, file: Path | None, savedir_base: Path, steps: int | None
 ) -> dict[str, Any]:
-    """The one experiment that is meant: of a group, by its id, or out of its folder."""
+    """The experiment that the options name: from a group, by its id, or from its folder."""
     from exp_configs import experiments_of
 
     if group is None:
@@ -181,8 +181,8 @@ def experiment(
 
 
 def guard(function: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer reads it (spread), which ends as trainval.py does: an error of ours is
-    one message on stderr, and its own exit code.
+    """A command for typer (see spread) that ends like trainval.py: an error of ours becomes one
+    message on stderr and its own exit code.
     """
     command = spread(function)
 
@@ -211,7 +211,7 @@ def guard(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def log_to_stderr() -> None:
-    """Messages of ours on standard error from now on: standard output is for results alone."""
+    """Log to standard error from now on, because standard output is for results only."""
     from rich.console import Console
 
     from trainer.telemetry.console import ConsoleHandler
@@ -224,8 +224,8 @@ def log_to_stderr() -> None:
 
 
 def spread(command: Callable[..., R]) -> Callable[..., R]:
-    """The same command with the signature that typer reads: each parameter that is a dataclass is
-    replaced by the fields of it, which are declared as parameters are (Annotated).
+    """The command with a signature for typer: each parameter that is a dataclass is replaced by its
+    fields, which are declared like parameters (Annotated).
     """
     kinds = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -273,7 +273,7 @@ def _parameters_of(table: Any) -> Iterator[inspect.Parameter]:
 
 
 def on_or_off(value: str) -> bool:
-    """on/off, true/false, yes/no, 1/0, as researchers of this lineage write them."""
+    """Read on/off, true/false, yes/no or 1/0: users of older scripts write all of them."""
     text = value.strip().lower()
     if text not in _WORDS:
         close = difflib.get_close_matches(text, _WORDS, n=1)

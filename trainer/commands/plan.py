@@ -1,4 +1,4 @@
-"""How much memory and time an experiment will need, before it is launched; how fast devices are."""
+"""Predicts the memory and the time of an experiment, and measures how fast a device is."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def plan(
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
 ) -> None:
-    """Say how much memory a run needs, by category, what would fit, and how long it takes; runs its
+    """Predict the memory of a run by category, what would fit, and how long it takes. It runs the
     steps without computing anything.
     """
-    gc.disable()  # what is imported stays: looking through it took a fifth of a plan's seconds
+    gc.disable()  # garbage collections of imported objects took a fifth of a plan's time
     _import_models_without_scipy()
     from trainer.plan.memory.measure import with_value
     from trainer.plan.time.target import target_of
@@ -90,7 +90,7 @@ def plan(
         key, separator, value = text.partition("=")
         if not separator:
             raise ConfigError(f"--set {text}: want KEY=VALUE, such as data.source_tokens=512.")
-        with suppress(json.JSONDecodeError):  # a text that is no JSON stands for itself
+        with suppress(json.JSONDecodeError):  # text that is not JSON is the value itself
             value = json.loads(value)
         values = with_value(values, key.strip(), value)
     target = target_of(device, world=world, nodes=nodes)
@@ -103,8 +103,8 @@ def plan(
 
 
 def _import_models_without_scipy() -> None:
-    """transformers' models (5.23), but not scipy.optimize, which they import for the losses of
-    detection in images: .3 s of the processor.
+    """Import the models of transformers (5.23) without scipy.optimize, which only the losses for
+    object detection need. It would take 0.3 s of CPU time.
     """
     from trainer.models.packed.replaced import replaced
 
@@ -170,7 +170,7 @@ def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_j
 
 
 def subject_for(values: dict[str, Any], run_options: Options, world: int) -> Subject:
-    """What is planned for, with the rows that a run would read."""
+    """The subject of a plan, with the rows that a run would read."""
     from trainer.data.token_store import store_of
     from trainer.plan.memory.subject import subject_of
     from trainer.training import run_plan
@@ -192,8 +192,8 @@ def calibrate_device(
         Path, typer.Option("--out", help="JSON to write; `plan --device FILE` reads it.")
     ] = Path("device.json"),
 ) -> None:
-    """Measure this device's products, memory, launches, links and disk; under torchrun the links
-    between all ranks.
+    """Measure how fast this device multiplies, moves memory, launches and writes to disk; under
+    torchrun also the links between all ranks.
     """
     from trainer.files.atomic import write_json
     from trainer.plan.time.calibration import calibrate

@@ -1,6 +1,4 @@
-"""A trained model over rows that nobody has answered, and one that is asked about what it has
-read.
-"""
+"""Applies a trained model to new rows, and lets a reader answer questions about texts."""
 
 from __future__ import annotations
 
@@ -56,8 +54,8 @@ def predict(
     seed: Seed = 0,
     cache_dir: CacheDir = Path("tmp-cache"),
 ) -> None:
-    """Write what a trained model says of each row of a file; under torchrun, on all its ranks. The
-    same command again goes on where a killed one was.
+    """Write the predictions of a trained model for each row of a file; under torchrun, on all
+    ranks. After a kill, the same command goes on where it was.
     """
     from trainer.evaluation import predict as prediction
     from trainer.protocol.abilities import Prediction, Search
@@ -94,8 +92,8 @@ def read(
     device: Device = "cpu",
     cache_dir: CacheDir = Path("tmp-cache"),
 ) -> None:
-    """Read texts once with a model of cross_attention, and answer questions about them, a line
-    each, as they are written.
+    """Read texts once with a cross_attention model, and answer questions about them. Each answer is
+    a line, printed while it is generated.
     """
     from trainer.evaluation.predict import export_of
 

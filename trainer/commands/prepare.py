@@ -1,4 +1,4 @@
-"""Data made ready for training."""
+"""Prepares data for training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prepare(
     shard_tokens: ShardTokens = None,
     num_proc: NumProc = None,
 ) -> None:
-    """Write a group's rows, and what its frozen base makes of their contexts; under torchrun, on
+    """Write the rows of a group, and its frozen base's states of their contexts; under torchrun, on
     every device.
 
     The folder is then the --data_path of its runs. data.encode='cached' reads the states, 'online'
@@ -132,7 +132,7 @@ def fetch(
         ),
     ] = None,
 ) -> None:
-    """Fetch a public set into the layout that the built-in groups read, checked by its digests."""
+    """Fetch a public set, check its digests, and write it in the layout of the built-in groups."""
     from trainer.files import hub
     from trainer.files.atomic import refuse_existing
     from trainer.recipes.public_sets import catalogue, fetching

@@ -37,7 +37,7 @@ Start = Annotated[
         "--from", min=0, help="Replay from the checkpoint of this step; 0: from the beginning."
     ),
 ]
-_NAMED = ("loss", "grad_norm", "lr")  # what is shown of a step that differs
+_NAMED = ("loss", "grad_norm", "lr")  # shown for a step that differs
 
 
 @options.guard
@@ -48,8 +48,9 @@ def verify(
     data_path: DataPath = None,
     cache_dir: CacheDir = Path("tmp-cache"),
 ) -> None:
-    """Check that metrics.jsonl is as the run wrote it, and that its steps come out again: exit code
-    1 names the first that does not. Under torchrun, on as many ranks as the run had.
+    """Check that metrics.jsonl is as the run wrote it, and that its steps give the same numbers
+    when they are run again. Exit code 1, and the first step that differs, if not. Run it under
+    torchrun with as many ranks as the run had.
     """
     from trainer.training.options import Options
 
@@ -111,12 +112,12 @@ def _replay(
 
 
 def _replays() -> Any:
-    """trainer/proof/replay.py, imported when it is needed: it stands on the whole of training."""
+    """trainer/proof/replay.py, imported only when it is needed: it imports all of training."""
     return importlib.import_module("trainer.proof.replay")
 
 
 def _tell(folder: Path, result: Any) -> None:
-    """What a replay showed. ProofError when a step came out otherwise."""
+    """Print the result of a replay. ProofError if a step differs."""
     _say(f"replayed steps {result.start + 1} to {result.stop}: {len(result.agreed)} proof(s) agree")
     if not result.differing:
         if not result.agreed:
@@ -154,7 +155,8 @@ def doctor(
 ) -> None:
     """Train small networks on two ranks at ZeRO 0 to 3 (accumulation, a module used twice, tied
     weights, a frozen base, GradCache, bf16 masters, clipping, uneven ranks) against plain torch,
-    and look at the disk that runs are saved on: exit code 1 names what is not as it should be.
+    and examine the disk that runs are saved on. Exit code 1, and a list of problems, if there are
+    any.
     """
     if "RANK" not in os.environ:
         raise typer.Exit(_on_two_ranks(savedir_base))
@@ -182,7 +184,7 @@ def doctor(
 
 
 def _on_two_ranks(savedir_base: Path) -> int:
-    """The exit code of this command as two ranks on the CPU, which every machine has."""
+    """Run this command as two ranks on the CPU, and return its exit code."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""From a corpus to what a reader reads: encode, search, bm25, judge, mine, contexts."""
+"""The commands between a corpus and a reader: encode, search, bm25, judge, mine, contexts."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def encode(
         ),
     ] = None,
 ) -> None:
-    """Write the vectors of a corpus or of questions; under torchrun, a shard at a time on every
-    rank.
+    """Write the vectors of a corpus or of questions; under torchrun, every rank writes a shard at a
+    time.
     """
     from trainer.evaluation.run import Question, open_model
     from trainer.protocol.abilities import Embeds
@@ -159,8 +159,8 @@ def search(
         bool, typer.Option("--verify", help="Check the checksums of all vectors first.")
     ] = False,
 ) -> None:
-    """Find the best passages of every question: exactly, by dot product, on a GPU where there is
-    one.
+    """Find the passages with the highest dot products for every question, exactly; on a GPU if
+    there is one.
     """
     import numpy as np
 
@@ -203,7 +203,7 @@ def bm25(
     split: OfSplit = None,
     run_format: Format = "trec",
 ) -> None:
-    """Find passages by their words (BM25), to compare with or to mine from; needs the extra
+    """Find passages by their words (BM25), to compare with or to mine from; requires the extra
     bm25.
     """
     from trainer.data.readers import passages as corpora
@@ -310,7 +310,7 @@ def mine(
         typer.Option("--keep_answers", help="Allow passages that hold an answer as negatives."),
     ] = False,
 ) -> None:
-    """Write a new training file: hard negatives are what a run ranks high and is not relevant."""
+    """Write a training file with hard negatives: passages that rank high and are not relevant."""
     from trainer.data.readers import passages as corpora
     from trainer.data.readers.questions import queries as read_queries
     from trainer.data.readers.rankings import read_qrels, read_run
@@ -339,8 +339,8 @@ def contexts(
     depth: Depth = 100,
     split: OfSplit = None,
 ) -> None:
-    """Write what a reader reads: every question with its answers and the passages that a
-    run found.
+    """Write the input of a reader: every question with its answers and the passages of a run
+    file.
     """
     from trainer.data.readers import passages as corpora
     from trainer.data.readers.questions import queries as read_queries

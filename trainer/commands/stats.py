@@ -1,4 +1,4 @@
-"""The statistics of an experiment's data, before anything is trained on it."""
+"""Shows statistics of an experiment's data before training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def stats(
     splits: Splits = "train,valid",
     out: Out = None,
 ) -> None:
-    """Lengths, what limits cut off, padding, duplicates and three decoded rows: a table,
-    stats.json, stats.png.
+    """Show lengths, what limits cut off, padding, duplicates and three decoded rows, and write
+    stats.json and stats.png.
     """
     from trainer import tasks
     from trainer.files.atomic import refusals, write_json

@@ -1,4 +1,4 @@
-"""What only a plausibility verifier needs: convert, calibrate, score."""
+"""The commands of the plausibility verifier: convert, calibrate, score."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def convert(
     ] = 64,
     cache_dir: CacheDir = Path("tmp-cache"),
 ) -> None:
-    """Make statement groups for the plausibility verifier out of publishers' question-answering
+    """Make statement groups for the plausibility verifier from publishers' question-answering
     data.
     """
     from trainer.recipes.vera import convert as conversion
@@ -139,7 +139,7 @@ def score(
         typer.Option("--in", help="A file with one statement per line; default: standard input."),
     ] = None,
 ) -> None:
-    """Write how plausible each statement is, 0 to 1, a tab, and the statement."""
+    """Write a line for each statement: its plausibility from 0 to 1, a tab, and the statement."""
     from trainer.evaluation.run import Question, open_model
 
     options.log_to_stderr()  # standard output is for scores

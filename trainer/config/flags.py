@@ -16,14 +16,14 @@ import typer
 
 @dataclass(frozen=True)
 class OnOff:
-    """How a flag is declared that is followed by on or off: `--push_to_hub true`."""
+    """A flag with a value of on or off, such as `--push_to_hub true`."""
 
     name: str
     help: str
 
 
 def _text_or_none(text: str | None) -> str | None:
-    """Launch scripts of this lineage write "None" for a flag that they do not give."""
+    """Launch scripts of earlier projects write "None" for a flag that they do not give."""
     return None if text in ("None", "none") else text
 
 
@@ -43,7 +43,7 @@ NumProc = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """What a run reads besides its dictionary: no part of an experiment's identity."""
+    """The flags that a run reads besides its dictionary. They never change the experiment's id."""
 
     data_path: DataPath = None
     cache_dir: CacheDir = Path("tmp-cache")

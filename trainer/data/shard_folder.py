@@ -1,9 +1,9 @@
 """A folder of shards, which ranks write and a killed command goes on with.
 
-plan.json         what is being written, stated before the first shard
-<shard>           for example vectors-00003.npy
-<shard>.json      its name, size and SHA-256: written when the shard is whole
-meta.json         every shard's record: written last, so a folder without it is not finished
+plan.json          what is being written, stated before the first shard
+vectors-00003.npy  a shard, for example
+vectors-00003.json its record, with name, size and SHA-256: written when the shard is whole
+meta.json          every shard's record: written last, so a folder without it is not finished
 
 Each file is written under a hidden name, fsynced and renamed. Shards are cut where the plan says,
 whatever the number of ranks: a restart writes those without a record and nothing else.
@@ -75,9 +75,6 @@ class ShardFolder:
             raise DataError(
                 f"{path} cannot be read ({error}). Delete {self.path} and {self.command} anew."
             ) from error
-
-    # Writing
-    # ----------------------------------------------------------------------------------------------
 
     def begin(self, plan: Values, *, choice: str) -> Values:
         """The plan that the folder was begun with, which is `plan` for a new one. A collective.

@@ -1,1 +1,1 @@
-"""A run before its first step: what is chosen, checked and planned, and who starts it."""
+"""Everything before the first step of a run: choices, checks, plans, and the start itself."""

@@ -1,4 +1,4 @@
-"""RunPlan -> Chosen: what an experiment leaves "auto" is chosen by planning memory and time."""
+"""RunPlan -> Chosen: replaces every "auto" of an experiment by planning memory and time."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chosen:
-    """A run plan in which nothing is "auto" any more."""
+    """A run plan without any "auto"."""
 
     plan: RunPlan
-    # digest and number of the rows of each split, where choosing has read them; else {}
+    # (digest, number of rows) of each split that was read in order to choose
     content: Mapping[str, Content] = field(default_factory=dict[str, Content])
 
 
 def choose(plan: RunPlan, options: Options) -> Chosen:
-    """Choose the DeepSpeed file, the micro-batch, what is computed again and where frozen weights
-    lie, each where the experiment says "auto". The task and the rows are loaded once for all of
-    them, by rank 0. A collective.
+    """Choose the DeepSpeed file, the micro-batch, the recomputed blocks and the place of frozen
+    weights, each if the experiment says "auto". Rank 0 loads the task and the rows once for all
+    choices. A collective.
 
-    ConfigError where nothing is known to choose by; DoesNotFitError when nothing fits.
+    ConfigError if the device is not known; DoesNotFitError if nothing fits.
     """
     if options.device is not None:
-        target_of(options.device, world=None)  # a device that is not known is refused at once
+        target_of(options.device, world=None)  # refuses an unknown device at once
     train = plan.cfg.train
     preset = options.deepspeed or plan.cfg.deepspeed
     is_open = AUTO in (preset, plan.values["train"]["micro_batch"])
@@ -108,9 +108,11 @@ def _with_choices(plan: RunPlan, chosen: Mapping[str, Any]) -> RunPlan:
 def _preset_and_rows(run: PreparedRun, preset: str, name: str | None) -> tuple[str, int]:
     """The DeepSpeed file and the micro-batch of a run that says "auto" for one of them.
 
-    preset: the file, or "auto". Where the device's rates are known, the fastest way that fits; else
-    the first of presets_of() that fits, with the largest micro-batch that does and divides a rank's
-    rows of a step, so that global_batch stays. DoesNotFitError when nothing fits.
+    If the rates of the device are known, this is the fastest way that fits. Otherwise it is the
+    first of presets_of() that fits, with its largest micro-batch that fits and divides a rank's
+    rows of a step, so that global_batch stays. DoesNotFitError if nothing fits.
+
+    preset: the file, or "auto".
     """
     target = target_of(name, world=run.plan.sharding.world)
     device = target.device
@@ -139,7 +141,7 @@ def _picks_rows(run: PreparedRun) -> bool:
 def _fastest(
     run: PreparedRun, presets: Sequence[str], target: Target, device: Device
 ) -> tuple[str, int] | None:
-    """The way that is predicted to take least, among those that fit; None when none does."""
+    """The way with the shortest predicted time among those that fit; None if none fits."""
     train = run.plan.cfg.train
     assert target.rates is not None, "the caller has looked"
     fitting = ways(
@@ -166,7 +168,7 @@ def _fastest(
 def _first_that_fits(
     run: PreparedRun, presets: Sequence[str], device: Device
 ) -> tuple[str, int] | None:
-    """The first file under which the longest rows fit, with nothing computed again if possible."""
+    """The first file under which the longest rows fit, without recomputation if possible."""
     train, world = run.plan.cfg.train, run.plan.sharding.world
     recomputed = train.gradient_checkpointing
     for how in (False, True) if recomputed == AUTO else (recomputed,):
@@ -191,8 +193,8 @@ def _first_that_fits(
 
 
 def recomputation(run: PreparedRun, *, name: str | None, recorded: bool | int | None) -> bool | int:
-    """What train.gradient_checkpointing "auto" becomes: what it was in an earlier start of the run,
-    unless that does not fit this device. ConfigError where nothing can be planned.
+    """The value for train.gradient_checkpointing="auto": that of an earlier start of the run,
+    unless it does not fit this device. ConfigError if memory cannot be planned.
     """
     device = target_of(name, world=run.plan.sharding.world).device
     if recorded is not None and (
@@ -214,7 +216,7 @@ def recomputation(run: PreparedRun, *, name: str | None, recorded: bool | int | 
 
 
 def frozen(run: PreparedRun, *, name: str | None) -> str:
-    """What train.frozen "auto" becomes: "replicate" where the run then fits its device."""
+    """The value for train.frozen="auto": "replicate" if the run then fits its device."""
     plan = run.plan
     target = target_of(name, world=plan.sharding.world).device
     if target is None or plan.ds["zero_optimization"]["stage"] < 3:

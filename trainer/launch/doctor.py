@@ -1,8 +1,8 @@
-"""An engine examined before it is trusted: steps under DeepSpeed against ten lines of torch.
+"""Examines the engine: compares steps under DeepSpeed with the same steps in ten lines of torch.
 
-Every case is a small network trained for STEPS steps on all ranks (two of gloo, for the command) at
-ZeRO 0 to 3, beside the same steps in plain torch on one rank. What differs by more than rounding is
-a finding. A run does so at its own stage when it is the first of its cache with these versions.
+Every case trains a small network for STEPS steps on all ranks (two gloo ranks for the command) at
+ZeRO 0 to 3, and with plain torch on one rank. A difference above rounding is a finding. A run
+examines its own stage if its cache has not seen these versions of DeepSpeed and torch yet.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from trainer.runtime import distributed, rng
 from trainer.training.engine import Engine
 
 STEPS, WIDTH, LR = 4, 8, 0.01
-# Beside gradients of about 1. With AdamW's usual 1e-8 a step has the size of the rate however small
-# its gradient is, and one that is zero up to bf16's rounding goes either way.
+# Gradients here are about 1. With AdamW's usual 1e-8 every step has the size of the learning rate,
+# however small its gradient, so a gradient that is only bf16's rounding would step in any
+# direction.
 EPS = 0.1
-# Largest difference of a weight below 1 after STEPS steps: some last places of fp32, and two
-# of bf16's, in which weights are kept beside fp32 masters. Measured here: 6e-8 and 1.6e-3.
+# The largest difference of a weight below 1 after STEPS steps: a few last places of fp32, and two
+# of bf16, because the weights are bf16 beside fp32 masters. Measured here: 6e-8 and 1.6e-3.
 TOLERANCE = {"fp32": 2e-6, "bf16": 8e-3}
-# Relative, of the gradient's norm. Measured here: 1.7e-7 and 1.3e-3.
+# The relative difference of the gradient norm. Measured here: 1.7e-7 and 1.3e-3.
 NORM_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
 STAGES = (0, 1, 2, 3)
@@ -46,19 +47,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Case:
-    """What is special about a run."""
+    """One kind of training that is examined."""
 
     name: str
     clip: float = 0.0
     precision: str = "fp32"
-    micro_batches: tuple[int, int] = (1, 1)  # in a step, of ranks 0, 2, 4.. and of 1, 3, 5..
+    micro_batches: tuple[int, int] = (1, 1)  # in a step, on even and on odd ranks
     is_twice: bool = False  # a layer is used twice in a forward
     is_tied: bool = False  # two layers share a weight
     is_frozen: bool = False  # the first layer does not train
-    is_retained: bool = False  # the forward is done again for each part, as GradCache does
+    is_retained: bool = False  # each part runs forward twice, as GradCache does
     is_in_two_forwards: bool = False  # two forwards, one backward through both
-    is_managed: bool = False  # DeepSpeed accumulates by itself, which no run here asks it to
-    is_beside: bool = False  # a layer is used once more, beside the engine's own forward
+    is_managed: bool = False  # DeepSpeed accumulates itself; no run of ours lets it
+    is_beside: bool = False  # a layer is also called outside the engine's forward
 
 
 CASES = (
@@ -82,7 +83,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Examined:
-    """How a case came out at a stage."""
+    """The result of a case at a stage."""
 
     case: str
     stage: int
@@ -92,12 +93,12 @@ class Examined:
     error: str = ""
 
     def text(self) -> str:
-        """In words: how far off, or what was raised."""
+        """The result in words: the differences, or the error."""
         return self.error or f"weights {self.weights:.1e}, norm {self.norm:.1e} off"
 
 
 class Net(nn.Module):
-    """Three layers, of which a case ties, freezes or repeats some."""
+    """Three layers; a case ties, freezes or repeats some of them."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ def examine(stages: Sequence[int] = STAGES) -> Iterator[Examined]:
 def before_first_use(stage: int, cache_dir: Path) -> None:
     """Examine the engine at this stage, unless `cache_dir` knows these versions. A collective.
 
-    ProofError for what does not do what plain torch does; on a GPU a warning. Random state stays.
+    ProofError if the engine differs from plain torch; on a GPU a warning. Random state is kept.
     """
     if os.environ.get(SWITCH) == "off":
         return
@@ -150,7 +151,7 @@ def before_first_use(stage: int, cache_dir: Path) -> None:
             f"torch does: {wrong}.\nInstall the versions of constraints.txt; `python -m trainer "
             f"doctor` tells more. "
         )
-        if distributed.is_gpu():  # the tolerances were never measured on one
+        if distributed.is_gpu():  # the tolerances were not measured on GPUs
             log.warning("%sIt trains all the same.", text)
             return
         raise ProofError(f"{text}{SWITCH}=off in the environment trains all the same.")
@@ -180,11 +181,11 @@ def table(findings: Sequence[Examined]) -> list[str]:
 
 
 def named(findings: Sequence[Examined]) -> str:
-    """What is not sound: each thing that went wrong with the cases and stages that it befell."""
+    """The unsound findings as text: each problem, with the cases and stages that have it."""
     places: dict[str, list[str]] = {}
     for one in findings:
         if not one.is_sound:
-            # what was raised befalls many alike, figures do not
+            # many cases may raise the same error, but differences are their own
             key = one.error or f"{one.case}, {one.text()}"
             place = f"{one.case} at ZeRO-{one.stage}" if one.error else f"ZeRO-{one.stage}"
             places.setdefault(key, []).append(place)
@@ -196,7 +197,7 @@ def _compare(case: Case, stage: int, twin: tuple[dict[str, Tensor], list[float]]
     try:
         ours, our_norms = _under_deepspeed(case, stage)
     except Exception as error:
-        # any: a version of DeepSpeed that cannot do it is what is looked for
+        # any error: a version of DeepSpeed that fails here is what we look for
         text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return Examined(case.name, stage, float("nan"), float("nan"), False, text)
     off = max(float((ours[name].float() - weights[name]).abs().max()) for name in weights)
@@ -212,7 +213,7 @@ def _net(case: Case) -> Net:
 
 
 def _rows(case: Case, step: int) -> list[list[Tensor]]:
-    """(2, WIDTH) inputs by rank and micro-batch: the same on every rank."""
+    """(2, WIDTH) inputs of every rank and micro-batch. Every rank gets all of them."""
     made = torch.Generator().manual_seed(100 + step)
     return [
         [torch.randn(2, WIDTH, generator=made) for _ in range(case.micro_batches[rank % 2])]
@@ -225,7 +226,7 @@ def _loss(outputs_BD: Tensor) -> Tensor:
 
 
 def _of_forwards(case: Case, model: Any, inputs_BD: Tensor) -> Tensor:
-    """The loss of one forward, or of two that share their weights."""
+    """The loss of one forward, or of two forwards with the same weights."""
     loss = _loss(model(inputs_BD))
     if case.is_beside:
         loss = loss + _loss(getattr(model, "module", model).middle(inputs_BD))
@@ -233,7 +234,7 @@ def _of_forwards(case: Case, model: Any, inputs_BD: Tensor) -> Tensor:
 
 
 def _twin(case: Case) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights by name and the norms of the gradients, of plain torch on all rows at once."""
+    """(weights by name, gradient norms) after plain torch has trained on all rows at once."""
     net = _net(case)
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, eps=EPS, weight_decay=0.0)
@@ -282,7 +283,7 @@ def _under_deepspeed(case: Case, stage: int) -> tuple[dict[str, Tensor], list[fl
 
 
 def _step(case: Case, engine: Engine, step: int, dtype: torch.dtype) -> float:
-    """One step of this rank's rows; the gradient's norm. As the loop and GradCache do it."""
+    """Train one step on this rank's rows, as the loop and GradCache do: its gradient norm."""
     rows = _rows(case, step)
     count = sum(len(batch) for own in rows for batch in own)
     own = [batch.to(distributed.device(), dtype) for batch in rows[distributed.rank()]]
@@ -294,7 +295,7 @@ def _step(case: Case, engine: Engine, step: int, dtype: torch.dtype) -> float:
             engine.model.backward(loss)
             engine.model.step()
         return engine.grad_norm()
-    # every rank goes forward as often as the others: ZeRO-3 gathers weights on all of them
+    # all ranks run the same number of forwards, because ZeRO-3 gathers weights on all of them
     most = max(case.micro_batches)
     scales = [1.0] * len(own) + [0.0] * (most - len(own))
     own += [own[-1]] * (most - len(own))

@@ -19,8 +19,8 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 def end(command: Callable[[], int]) -> NoReturn:
-    """Run `command` and exit with its code. An error of ours is one message; any other is shown
-    whole, and then gloo's threads must not turn the exit code into an abort.
+    """Run `command` and exit with its code. An error of ours is shown as one message, any other
+    with its traceback. gloo's threads cannot turn the exit code into that of an abort.
     """
     set_up_logging()
     text: str | None = None
@@ -52,17 +52,17 @@ def end(command: Callable[[], int]) -> NoReturn:
 
 
 def last_words(error: LatheError) -> None:
-    """What end() tells of an error, where its process is ended by another thread."""
+    """Report an error as end() does, for a process that another thread ends."""
     text = f"{type(error).__name__}: {error}"
     typer.echo(text, err=True)
     _tell_wrapper(error.exit_code, text)
 
 
 def _tell_wrapper(code: int, text: str | None) -> None:
-    """Leave the exit code where the wrapper of a job looks for it: torchrun turns every one but 0
-    into 1.
+    """Write the exit code where the wrapper of a job looks for it, because torchrun turns every
+    code but 0 into 1.
 
-    A rank that fails is believed at once, and the first one is; success is for rank 0 to tell.
+    The first rank that fails writes its code; success is written by rank 0 only.
     """
     path = os.environ.get("LATHE_OUTCOME")
     if path is None or (code == EXIT_OK and os.environ.get("RANK", "0") != "0"):
@@ -75,8 +75,8 @@ def _tell_wrapper(code: int, text: str | None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with `code`. Once torch.distributed is up the interpreter's own way out can abort (see
-    distributed).
+    """Exit with `code`. Once torch is imported, distributed.shutdown() ends the process, because
+    the interpreter's own exit may abort.
     """
     if "torch" in sys.modules:
         from trainer.runtime import distributed
@@ -86,12 +86,12 @@ def leave(code: int) -> NoReturn:
 
 
 def set_up_logging() -> None:
-    """Messages of ours on standard output, from rank 0 alone; of libraries only warnings."""
+    """Log our messages to standard output, from rank 0 only, and the warnings of libraries."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    from trainer.telemetry.console import ConsoleHandler  # rich, which --help needs not
+    from trainer.telemetry.console import ConsoleHandler  # imports rich, which --help does not need
 
     logging.basicConfig(level=level, format="%(message)s", handlers=[ConsoleHandler()])
     for name in ("httpx", "filelock", "DeepSpeed", "torch", "wandb", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # an unreachable Hub ends in one ConfigError of ours
+    # we raise one ConfigError when the Hub cannot be reached
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The experiments of a group, one after another, on every rank or alone."""
+"""Runs the experiments of a group, one after another, on every rank or alone."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_group(plans: Sequence[RunPlan], options: Options) -> int:
-    """Train every experiment in order, leaving out finished ones; stops at the first that does not
-    finish.
-
-    A signal between two experiments counts as well. Returns the exit code of the last one that ran.
+    """Train the experiments in order, without those that are finished. Stops at the first one that
+    does not finish, or at a signal between two of them. Returns the last exit code.
     """
     preemption = Preemption()
     try:
@@ -38,7 +36,7 @@ def run_group(plans: Sequence[RunPlan], options: Options) -> int:
 
 
 def run_each(plans: Sequence[RunPlan], options: Options, preemption: Preemption) -> int:
-    """As run_group, with somebody else's look-out for signals."""
+    """run_group with the caller's Preemption."""
     for plan in plans:
         if not options.resets(plan.id) and on_main(functools.partial(is_finished, plan)):
             logger.info("%s is finished; -r 1 starts it over", plan.folder)

@@ -1,4 +1,4 @@
-"""How long a run took against its prediction, and which part was late."""
+"""Compares the time of a run with its prediction, and names the part that took longer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LATE = 1.15  # times the prediction: a run that took longer says which part did
-KEY = "time"  # of the predicted seconds in memory_plan.json, of the measured ones in status.json
-# What the host of a run can tell apart of a step, and what of a prediction it holds.
+LATE = 1.15  # a run that takes this many times its prediction is late
+KEY = "time"  # the key of predicted seconds in memory_plan.json, of measured in status.json
+# The parts of a step that a run can time, and the parts of a prediction that each consists of.
 _OF_PREDICTION = {
     "forward and backward": ("matmul", "attention", "memory", "launches"),
     "update": ("optimizer", "communication"),
@@ -33,11 +33,11 @@ _OF_PREDICTION = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run's mean step against its prediction."""
+    """The mean step of a run, compared with its prediction."""
 
     predicted_s: float
     measured_s: float
-    late_part: str | None  # the one that explains most of it; None: it was not late
+    late_part: str | None  # the part with the largest delay; None: the run was not late
     parts: dict[str, list[float]]  # [predicted, measured] seconds of a step
 
     def plain(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        """One line."""
+        """The comparison as one line."""
         ratio = self.measured_s / self.predicted_s
         said = (
             f"time: {duration(self.measured_s)} a step, {duration(self.predicted_s)} predicted "
@@ -61,9 +61,8 @@ class Comparison:
 
 
 def predicted(subject: Subject, target: Target) -> dict[str, Any] | None:
-    """The prediction of a run on this device, told in one line; None where its rates are unknown.
-
-    ConfigError for a calibration of another machine.
+    """Predict the time of a run on this device, and log it in one line. None if the rates of the
+    device are not known. ConfigError for a calibration of another machine.
     """
     rates = target.rates
     if rates is None:
@@ -94,7 +93,7 @@ def _refuse_another(machine: Mapping[str, Any], name: str) -> None:
 
 
 def tell(meter: Meter, record: RunRecord) -> None:
-    """Say and keep how long the steps took against their prediction, where there is one."""
+    """Log and record how long the steps took compared with their prediction, if there is one."""
     found = compared(meter)
     if found is None:
         return
@@ -104,7 +103,7 @@ def tell(meter: Meter, record: RunRecord) -> None:
 
 
 def compared(meter: Meter) -> Comparison | None:
-    """The steps that were timed, but for the first, against their prediction; None of none."""
+    """Compare the timed steps (all but the first) with their prediction. None if there are none."""
     count, prediction = meter.timed_steps, meter.prediction
     if count == 0 or prediction is None:
         return None
@@ -119,7 +118,7 @@ def compared(meter: Meter) -> Comparison | None:
 
 
 def of_plan(memory: Mapping[str, Any] | None, file: Path) -> Mapping[str, Any] | None:
-    """The prediction that lies beside a run's memory plan, if any."""
+    """The prediction in the file of a run's memory plan, if there is one."""
     from trainer.files.atomic import read_json
 
     if memory is None:

@@ -1,5 +1,5 @@
-"""The memory plan of a run: made before its first step, enforced while it trains, and compared with
-what the allocator gave.
+"""Makes the memory plan of a run before its first step, enforces it while the run trains, and
+compares it with the memory that was allocated.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ FILE = "memory_plan.json"
 
 
 def plan_before_start(run: PreparedRun, options: Options) -> dict[str, Any] | None:
-    """plan_memory() on rank 0, for all ranks. A collective."""
+    """Run plan_memory() on rank 0, and give every rank its result. A collective."""
     return distributed.on_main(lambda: plan_memory(run, options))
 
 
 @measuring()
 def plan_memory(run: PreparedRun, options: Options) -> dict[str, Any] | None:
-    """The plan as plain values, shown in one line and written into the run folder; None without a
-    device to plan for.
+    """Plan memory and time, log the plan in one line, and write it into the run folder. Returns it
+    as plain values; None if there is no device to plan for.
 
-    DoesNotFitError, with what would fit, unless --force is given. A step that cannot be measured is
-    reported, not refused.
+    DoesNotFitError, which says what would fit, unless --force is given. If a step cannot be
+    measured, a warning says so.
     """
     world, file = run.plan.sharding.world, run.plan.folder / FILE
     target = target_of(options.device, world=world)
@@ -85,17 +85,17 @@ def _earlier(path: Path, key: str) -> MemoryPlan | None:
         return None
     try:
         return MemoryPlan.of(stored["plan"])
-    except (KeyError, TypeError, ValueError):  # not whole, or an older form: it is made again
+    except (KeyError, TypeError, ValueError):  # damaged, or in an older form: it is made again
         return None
 
 
 @contextmanager
 def enforced(memory: dict[str, Any] | None, engine: Engine, run: PreparedRun) -> Iterator[None]:
-    """Around the steps of a run: the heaviest batches are tried first, and afterwards the memory
-    that was used is compared with the plan.
+    """Inside, the steps of a run are trained. Before them the heaviest batches are tried; after
+    them the memory that was used is compared with the plan.
 
-    memory: from plan_memory(). An OutOfMemoryError inside becomes a DoesNotFitError that says where
-    memory went.
+    memory: from plan_memory(). An OutOfMemoryError inside becomes a DoesNotFitError that says what
+    took the memory.
     """
     folder = run.plan.folder
     plan = MemoryPlan.of(memory) if memory is not None else None
@@ -103,7 +103,7 @@ def enforced(memory: dict[str, Any] | None, engine: Engine, run: PreparedRun) ->
         if plan is not None:
             rehearse(engine, run, plan.heaviest, plan.heaviest_evaluated)
         elif run.plan.cfg.train.compile:
-            # equal runs compile for the same rows, wherever they begin: equal kernels, equal bits
+            # always compile for the same rows, also in a resumed run: equal kernels give equal bits
             first = list(range(run.plan.sharding.micro_batch))
             rehearse(engine, run, first, first)
         yield
@@ -116,11 +116,11 @@ def enforced(memory: dict[str, Any] | None, engine: Engine, run: PreparedRun) ->
 def rehearse(
     engine: Engine, run: PreparedRun, trained_rows: Sequence[int], evaluated_rows: Sequence[int]
 ) -> None:
-    """Run a micro-batch and an evaluation batch of these rows before step 1: now is the time to
-    fail, and to compile.
+    """Run a micro-batch and an evaluation batch of these rows before step 1, so that a failure or a
+    compilation happens now.
 
-    Nothing that counts is changed: no optimizer step, gradients that no weight keeps, random state
-    put back. Every rank calls it, for a forward may be a collective.
+    The run is not changed: the optimizer does not step, the weights keep no gradient, and random
+    state is restored. Every rank calls it, because a forward may be a collective.
     """
     state = rng.capture()
     engine.train()
@@ -139,8 +139,7 @@ def rehearse(
     with name_batch_when_out_of_memory([trained]):
         for loss in task.losses(module, [to_device(trained)]):
             with _dropped(weights):
-                # not backward(): DeepSpeed's hooks would add what it gives to the first step's
-                # gradient
+                # not backward(): DeepSpeed's hooks would add these gradients to the first step's
                 torch.autograd.grad(loss, weights, allow_unused=True)
             del loss
     engine.eval()
@@ -153,8 +152,8 @@ def rehearse(
 
 @contextmanager
 def _dropped(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, autograd.grad keeps no gradient of these: all of them at once are as large as the
-    model, and from ZeRO-2 on no step holds them.
+    """Inside, autograd.grad drops the gradient of each of these weights. All gradients at once
+    would be as large as the model, and from ZeRO-2 on no step holds them all.
     """
     hooks = [
         weight.register_hook(lambda gradient: gradient.new_zeros(()).expand_as(gradient))
@@ -168,7 +167,7 @@ def _dropped(weights: Sequence[Tensor]) -> Iterator[None]:
 
 
 def compare(plan: MemoryPlan, folder: Path) -> None:
-    """Say and keep what was planned and what came, on a GPU."""
+    """Log and record the planned and the measured peak; on a GPU only."""
     if not torch.cuda.is_available():
         return
     planned, measured = plan.peak.peak.total, torch.cuda.max_memory_allocated()
@@ -180,7 +179,7 @@ def compare(plan: MemoryPlan, folder: Path) -> None:
 def out_of_memory(
     plan: MemoryPlan | None, engine: Engine, folder: Path, error: torch.OutOfMemoryError
 ) -> DoesNotFitError:
-    """The page on an OutOfMemoryError, which is also written into the run folder."""
+    """An error that explains an OutOfMemoryError. Its text is also written into the run folder."""
     held = engine.held_bytes()
     taken = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else sum(held.values())
     text = plan_text.out_of_memory(

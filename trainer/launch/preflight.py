@@ -1,7 +1,7 @@
-"""What a run would refuse in its first minutes, looked for in its first seconds.
+"""Finds in the first seconds what a run would refuse in its first minutes.
 
-A dry run looks at all of it, and at the first rows of every split. A run looks before it encodes
-anything, and at the rows once they are encoded.
+A dry run makes all checks, the rows' on the first rows of every split. A run makes the others
+before it encodes anything, and the rows' once they are encoded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trainer.training.run_plan import RunPlan
 
 SPLITS = ("train", "valid")
-FIRST_ROWS = 64  # of a split that a dry run encodes
+FIRST_ROWS = 64  # how many rows of each split a dry run encodes
 SHOWN_ROWS = 2
 _FP32_NBYTES = 4
 
@@ -51,17 +51,17 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Findings:
-    """What a dry run found out."""
+    """The results of a dry run."""
 
-    problems: list[str] = field(default_factory=list)  # that a run would end with, exit code 2
+    problems: list[str] = field(default_factory=list)  # a run would end with these, exit code 2
     warnings: list[str] = field(default_factory=list)
     parameters: str = ""
-    # the first training rows as the model gets them: by the name of a text, its segments
+    # the first training rows as the model gets them: {name of a text: its segments}
     rows: list[dict[str, list[Segment]]] = field(default_factory=list)
 
 
 def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findings:
-    """Everything that can be known without training. Reads first rows and headers of weights.
+    """Check everything that needs no training. Reads the first rows and headers of weights.
 
     is_awaited: the base is trained by an earlier experiment of the same group.
     """
@@ -134,10 +134,10 @@ def _mark_segments(segments: list[Segment]) -> str:
 
 
 def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
-    """Raise what is wrong before a row is read; every problem at once. On one rank."""
+    """Raise one ConfigError with every problem that shows before a row is read. On one rank."""
     problems = [*_of_best(plan), *_of_folder(plan), *_of_memory(plan, options)]
     for problem in _of_schedule(plan):
-        if options.is_shortened:  # a quick look at a group, whose schedule is for all of its steps
+        if options.is_shortened:  # --steps shortens a run, but not its schedule
             log.warning("%s", problem)
         else:
             problems.append(problem)
@@ -157,7 +157,7 @@ def _of_memory(plan: RunPlan, options: Options) -> Iterator[str]:
 
 
 def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: float) -> None:
-    """Raise what is wrong with encoded rows, and warn of validation rows that are trained on."""
+    """Raise what is wrong with encoded rows, and warn if validation rows are also trained on."""
     for store in stores.values():
         refuse_lost_labels(store, most=most_lost)
     train, valid = stores["train"], stores["valid"]
@@ -170,8 +170,8 @@ def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: floa
 
 
 def has_begun(plan: RunPlan) -> bool:
-    """Whether an earlier start of the run has saved a checkpoint, whole. One that was killed in its
-    first save begins anew, with the random numbers of a run that begins.
+    """Whether an earlier start of the run has saved a whole checkpoint. A run that was killed in
+    its first save begins again, with the random numbers of a new run.
     """
     return bool(checkpoint.candidates(plan.checkpoints))
 
@@ -183,7 +183,7 @@ def has_begun(plan: RunPlan) -> bool:
 def _of_schedule(plan: RunPlan) -> Iterator[str]:
     train, schedule = plan.cfg.train, plan.cfg.schedule
     warmup = warmup_steps(schedule, train.steps)
-    if warmup > train.steps and not has_begun(plan):  # those of older versions go on
+    if warmup > train.steps and not has_begun(plan):  # runs of older versions go on
         yield (
             f"schedule.warmup_steps={warmup} is longer than the run of train.steps={train.steps}: "
             f"its learning rate would never be reached. Use at most {train.steps}, a "
@@ -192,7 +192,7 @@ def _of_schedule(plan: RunPlan) -> Iterator[str]:
 
 
 def _of_device(options: Options) -> Iterator[str]:
-    """A --device that names nothing that is known."""
+    """The error of an unknown --device, if there is one."""
     try:
         if options.device is not None:
             target_of(options.device, world=None)
@@ -201,7 +201,7 @@ def _of_device(options: Options) -> Iterator[str]:
 
 
 def _of_best(plan: RunPlan) -> Iterator[str]:
-    """A metric that no evaluation can give, whatever is in the rows: its name says so."""
+    """The problem of a train.best that is the name of no validation metric."""
     best = plan.cfg.train.best
     if best is not None and not best.startswith("valid/"):
         yield (
@@ -211,7 +211,7 @@ def _of_best(plan: RunPlan) -> Iterator[str]:
 
 
 def _of_folder(plan: RunPlan) -> Iterator[str]:
-    """A place for run folders that is no folder, or that this user may not write into."""
+    """The problem of a --savedir_base that is no folder, or not writable."""
     base = plan.folder.parent
     nearest = _nearest(base)
     if not nearest.is_dir():
@@ -221,13 +221,13 @@ def _of_folder(plan: RunPlan) -> Iterator[str]:
 
 
 def _nearest(path: Path) -> Path:
-    """The path itself, or the first above it that is there."""
+    """The path itself if it exists, or its first parent that exists."""
     return next((one for one in (path, *path.parents) if one.exists()), Path.cwd())
 
 
 def _of_model(plan: RunPlan, places: Places, task: Task) -> tuple[str, list[str]]:
-    """How many parameters there are, as text, and what keeps the base from being trained: of
-    another family, torn, or with checkpoints that the disk has no room for.
+    """(the number of parameters as text, why the base cannot be trained: a family that does not
+    fit, damaged files, or checkpoints too large for the disk).
     """
     try:
         model = task.skeleton()
@@ -241,7 +241,7 @@ def _of_model(plan: RunPlan, places: Places, task: Task) -> tuple[str, list[str]
 
 
 def _of_disk(plan: RunPlan, needed: int) -> Iterator[str]:
-    """A disk without room for one checkpoint, with which the first save would be refused."""
+    """The problem of a disk that has no room for one checkpoint."""
     free = shutil.disk_usage(_nearest(plan.folder)).free
     if free < needed:
         yield (
@@ -251,7 +251,7 @@ def _of_disk(plan: RunPlan, needed: int) -> Iterator[str]:
 
 
 def checkpoint_nbytes(model: nn.Module, plan: RunPlan) -> int:
-    """Bytes of one checkpoint, at least: what trains and what the optimizer remembers."""
+    """The least bytes of a checkpoint: trained weights and the optimizer's state."""
     cfg = plan.cfg
     nbytes = 0
     for weight in model.parameters():
@@ -267,7 +267,9 @@ def checkpoint_nbytes(model: nn.Module, plan: RunPlan) -> int:
 
 
 def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
-    """The first rows of a split, encoded; none where one of them is refused, which is added."""
+    """The first rows of a split, encoded. [] if a row fails to encode; its error goes to
+    `problems`.
+    """
     try:
         rows = [task.encode(row) for row in islice(task.rows(split), FIRST_ROWS)]
     except LatheError as error:
@@ -279,7 +281,7 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
 
 
 def _lost_labels(rows: Sequence[Encoded], split: str, *, most: float) -> str | None:
-    """What to say when limits cut off more than the share `most` of the labels of first rows."""
+    """The problem of limits that cut off more than the share `most` of these rows' labels."""
     lost, of = (sum(row.lost_labels[part] for row in rows) for part in (0, 1))
     if lost <= most * of:
         return None
@@ -291,12 +293,12 @@ def _lost_labels(rows: Sequence[Encoded], split: str, *, most: float) -> str | N
 
 
 def _units(task: Task, rows: Iterable[Mapping[str, Any]]) -> int:
-    """How many units the loss of these rows is summed over."""
+    """The number of units in the loss of these rows."""
     return sum(int(task.units(task.collate([_with_draw(row)]))) for row in rows)
 
 
 def _with_draw(row: Mapping[str, Any]) -> dict[str, Any]:
-    """An encoded row as collate gets it in training."""
+    """An encoded row with the fields that training adds for collate."""
     zero = np.zeros(1, dtype=np.int64)
     return {**{name: np.asarray(ids) for name, ids in row.items()}, DRAW: zero, EPOCH: zero}
 
@@ -310,13 +312,13 @@ def _no_label(count: int) -> str:
 
 
 def _contents(rows: Sequence[Encoded]) -> set[str]:
-    """What rows say, without the fields that only some splits have."""
+    """The contents of rows as text, without fields that only some rows have."""
     common = set.intersection(*(set(row) for row in rows)) if rows else set[str]()
     return {repr([list(row[name]) for name in sorted(common)]) for row in rows}
 
 
 def shared_rows(train: TokenStore, valid: TokenStore) -> int:
-    """How many validation rows are, token for token in the fields of both, training rows too."""
+    """How many validation rows have the same tokens as a training row, in the fields of both."""
     fields = sorted(set(train.meta["fields"]) & set(valid.meta["fields"]))
     return int(np.isin(valid.row_hashes(fields), train.row_hashes(fields)).sum())
 

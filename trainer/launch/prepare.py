@@ -1,4 +1,4 @@
-"""Chosen -> PreparedRun: the task of a run, its rows as tokens, and the state it goes on from."""
+"""Chosen -> PreparedRun: loads the task, encodes the rows, and finds the state to resume from."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class PreparedRun:
     places: Places
     questions: Sequence[Row] = ()  # validation rows that each evaluation answers by generation
     identity: Mapping[str, str] = field(default_factory=dict[str, str])  # digests: base, splits
-    newest: SavedState | None = None  # what the run goes on from
+    newest: SavedState | None = None  # the state to resume from
 
     @property
     def zero_stage(self) -> int:
         return self.plan.ds["zero_optimization"]["stage"]
 
     def subject(self) -> Subject:
-        """What the plan of memory and time is about."""
+        """This run as the planners of memory and time need it."""
         plan = self.plan
         rows = {split: StoredRows(store, self.task, split) for split, store in self.stores.items()}
         return Subject(
@@ -71,7 +71,7 @@ class PreparedRun:
         )
 
     def key(self, target: Device) -> str:
-        """Names everything that a memory plan for this device depends on."""
+        """A digest of everything that a memory plan for this device depends on."""
         plan, train = self.plan, self.plan.cfg.train
         digests = {split: store.digest for split, store in self.stores.items()}
         versions = {"torch": version("torch"), "transformers": version("transformers")}
@@ -85,10 +85,10 @@ class PreparedRun:
 
 
 def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> PreparedRun:
-    """Load the task, encode the rows once, and find the state that the run goes on from. Everything
-    that can be refused without a weight is refused here. A collective.
+    """Load the task, encode the rows once, and find the state to resume from. Every check that
+    needs no weights is made here. A collective.
 
-    lap: told the name of each part of the start as it ends.
+    lap: called with the name of each part of the start when it ends.
     """
     plan, cfg = chosen.plan, chosen.plan.cfg
     lap("imports")
@@ -107,7 +107,7 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
 
     stores = open_stores(task, options, content)
     distributed.wait_for_all()
-    distributed.make_side_group()  # here: a rank that dies while the group is made is noticed late
+    distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
     lap("rows")
     newest = newest_state(plan, options)
     identity = check_identity(plan, task, stores, newest)
@@ -124,7 +124,7 @@ def is_in_memory(plan: RunPlan, options: Options) -> bool:
 
 
 def newest_state(plan: RunPlan, options: Options) -> SavedState | None:
-    """What ranks have kept in memory, else the newest good checkpoint. A collective."""
+    """The state that ranks keep in memory, else the newest good checkpoint. A collective."""
     in_memory = mirror.newest(options.memory, plan.id)
     if in_memory is not None:
         return in_memory
@@ -135,10 +135,10 @@ def newest_state(plan: RunPlan, options: Options) -> SavedState | None:
 def open_stores(
     task: Task, options: Options, content: Callable[[str], Content]
 ) -> dict[str, TokenStore]:
-    """The token store of each split, encoded now if need be. The smaller split comes first, so that
-    what is wrong with its rows is said before the other one is read.
+    """Open the token store of each split, and encode its rows first if they are not encoded yet.
+    The smaller split comes first, so that its errors come before the other one is read.
 
-    content: the digest of a split's rows and their number.
+    content: gives (digest of the rows, number of rows) of a split.
     """
     return {
         split: store_of(

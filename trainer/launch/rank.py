@@ -1,6 +1,7 @@
-"""A process of `--survive`: one rank after another, until the run is done or its own end comes.
+"""A process of `--survive`. It takes the place of one rank after another, until the run is done.
 
-Importing this module imports all that a rank needs, so that a fork starts at once.
+Importing this module imports everything that a rank needs, so that a forked process can start
+at once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from trainer.training.run_plan import plan
 groups.import_late_parts()
 # A table of 900 regular expressions that every from_pretrained of transformers 5.23 compiles first.
 get_checkpoint_conversion_mapping("t5")
-# what is here stays: the next collection need not look at it again, which takes .4 s
+# these objects stay for ever: each garbage collection would look at them again, for 0.4 s
 gc.collect()
 gc.freeze()
 
@@ -48,7 +49,7 @@ def become(
 
     outputs: the agent's standard output and error.
     """
-    os.setsid()  # a Ctrl-C is the agent's to pass on
+    os.setsid()  # a Ctrl-C goes to the agent, which passes it on
     os.environ.clear()
     os.environ.update(environment)
     for number, output in enumerate(outputs, start=1):
@@ -59,7 +60,7 @@ def become(
 
 
 def train(experiments: Sequence[dict[str, Any]], options: Options, line: Lifeline) -> int:
-    """Train every experiment in whatever place the agent gives this process. Returns the exit
+    """Train every experiment as the rank that the agent assigns to this process. Returns the exit
     code of the run.
     """
     # forked from a process that may have been started for another number of threads
@@ -85,7 +86,7 @@ def _as_rank(
     seat: Seat,
     preemption: Preemption,
 ) -> int | None:
-    """The exit code; None when another rank was lost."""
+    """Train as this rank. Returns the exit code; None when another rank was lost."""
     logging.getLogger().setLevel(logging.INFO if seat.rank == 0 else logging.WARNING)
     here = replace(options, memory=seat.memory, begun=tuple(seat.begun))
     plans = [
@@ -97,7 +98,7 @@ def _as_rank(
         line.tell("joined")
         code = run_each(plans, here, preemption)
         if code == EXIT_OK:
-            distributed.barrier()  # whoever passes it knows that all have come to the end
+            distributed.barrier()  # a rank that passes it knows that all ranks are done
         return code
     except Exception as error:
         if not groups.is_peer_lost(error):

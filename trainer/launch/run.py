@@ -1,4 +1,4 @@
-"""An experiment from its checked dictionary to exported weights, on every rank or alone.
+"""Runs one experiment, from its checked dictionary to exported weights, on every rank or alone.
 
 RunPlan (training/run_plan.py) -> Chosen (choose.py) -> PreparedRun (prepare.py) -> ReadyRun
 (start.py), which holds the Session (training/session.py) of the loop (training/loop.py).
@@ -35,7 +35,7 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     or 75 if preempted.
 
     Every rank calls it. Raises LatheError (and records it in status.json) when the run cannot go
-    on; PeerLost when another rank is gone, of a run that survives that.
+    on, and PeerLost when another rank of a run with --survive is lost.
     """
     logger.info("experiment %s", f"{plan.name}, {plan.id}" if plan.name else plan.id)
     device_defaults.settle(
@@ -58,21 +58,22 @@ def _train_or_stop(
     while True:
         is_kept = is_in_memory(chosen.plan, options)
         try:
-            # what ranks keep beyond the last checkpoint is saved after the step that follows
+            # state that is only in memory is saved after the next step, so a signal must wait for
+            # it
             with contextlib.nullcontext() if is_kept else preemption.nothing_to_save():
                 prepared = prepare(chosen, options, record.startup.lap)
                 ready = start(prepared, options, record, preemption, lock)
         except Stopped:
-            # the other ranks may be anywhere: they were asked to stop as well, or fail
+            # do not wait for the other ranks: each has its own signal, or fails
             distributed.leave_alone()
             return False
-        with contextlib.suppress(RolledBack):  # then the run is prepared again, as at a resume
+        with contextlib.suppress(RolledBack):  # then the run is prepared again, as for a resume
             return _train(chosen.plan, ready, pushes=options.push_to_hub)
-        chosen = Chosen(chosen.plan)  # rows that changed meanwhile are noticed
+        chosen = Chosen(chosen.plan)  # reads the rows again, to notice changes
 
 
 def _train(plan: RunPlan, ready: ReadyRun, *, pushes: bool) -> bool:
-    """Every step that is left, and the export. False when a signal came before the last one."""
+    """Train the remaining steps, and export. False when a signal came before the last step."""
     session = ready.session
     try:
         is_done = run_session(session, ready.progress, inside=ready.around_steps)

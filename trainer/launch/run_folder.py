@@ -1,4 +1,4 @@
-"""The folder of a run: claimed by one process, of one dictionary and its data, with its exports."""
+"""The folder of a run: one process holds it, and it belongs to one dictionary and its data."""
 
 from __future__ import annotations
 
@@ -35,13 +35,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The files of a run folder that its one training alone replaces, again and again.
+# The files that the process which trains a run replaces again and again.
 WRITTEN_AGAIN = (
     "score_list.json",
     "score_list.pkl",
     "status.json",
     "data.json",
     "memory_plan.json",
+)
+_NEW_SHARES = (
+    " The rule of data.valid_share is another one than before 2026-11-26 (CHANGELOG.md): a run "
+    "that began before starts over."
 )
 
 
@@ -81,7 +85,7 @@ def recorded(plan: RunPlan, options: Options) -> Iterator[RunRecord]:
 
 @contextlib.contextmanager
 def claimed(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
-    """The run folder, made if need be and held by this run alone while the block lasts."""
+    """Make the run folder if it is missing, and lock it for this run while the block lasts."""
     lock = HeldLock(options.savedir_base / f".{plan.id}.lock", what=str(plan.folder))
     try:
         on_main(lambda: _claim(plan, options, lock))
@@ -106,7 +110,7 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
         logger.info("reset: the old folder is now %s", aside)
     plan.folder.mkdir(exist_ok=True)
     lock.hold(plan.folder)
-    for name in WRITTEN_AGAIN:  # what a killed process was writing aside
+    for name in WRITTEN_AGAIN:  # temporary files of a killed process
         for left in plan.folder.glob(f".{name}.*.tmp"):
             left.unlink(missing_ok=True)
     _check_files(plan)
@@ -117,8 +121,8 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
 
 
 def _check_files(plan: RunPlan) -> None:
-    """ResumeError that names every file of an earlier start that does not hold what a run writes
-    and cannot be made again. None of them is touched.
+    """Raise a ResumeError that names every damaged file of an earlier start that cannot be made
+    again. The files are not changed.
 
     exp_dict.json is made again when resolved.json is of this very experiment; data.json from a
     checkpoint, if there is one (check_identity); score_list.json from metrics.jsonl, and
@@ -145,7 +149,7 @@ MEND = (
 
 
 def _problem(path: Path, is_ours: Callable[[Any], bool]) -> str:
-    """What is wrong with a file of the run folder; "" for one that is right, or not there."""
+    """What is wrong with a file of the run folder; "" if nothing is, or if it does not exist."""
     try:
         value = _read(path)
     except FileNotFoundError:
@@ -160,7 +164,7 @@ def _is_identity(value: Any) -> bool:
 
 
 def _is_resolved(plan: RunPlan) -> bool:
-    """Whether resolved.json says of every key that it has what this experiment says."""
+    """Whether every key in resolved.json has the value that this experiment gives it."""
     try:
         stored = _read(plan.folder / "resolved.json")
     except (OSError, ValueError):
@@ -179,8 +183,8 @@ def _read(path: Path) -> Any:
 
 
 def recorded_recomputation(folder: Path) -> bool | int | None:
-    """What train.gradient_checkpointing was in the last start of a run; None: its folder does not
-    say.
+    """The value of train.gradient_checkpointing in the last start of a run; None if its folder
+    does not say it.
     """
     try:
         how = _read(folder / "resolved.json")["train"]["gradient_checkpointing"]
@@ -190,8 +194,8 @@ def recorded_recomputation(folder: Path) -> bool | int | None:
 
 
 def _check_dictionary(plan: RunPlan) -> None:
-    """A folder belongs to one dictionary; ids are md5 of joined text and can collide, the digest
-    cannot.
+    """ResumeError if the folder belongs to another dictionary. The ids of two dictionaries can
+    collide (md5 of joined text); their digests cannot.
     """
     path = plan.folder / "exp_dict.json"
     if not path.exists():
@@ -211,9 +215,10 @@ def _check_dictionary(plan: RunPlan) -> None:
 def check_identity(
     plan: RunPlan, task: Task, stores: dict[str, TokenStore], newest: SavedState | None
 ) -> dict[str, str]:
-    """Data and base model must be those that the run began with; their digests. A collective.
+    """Check that data and base model are those that the run began with. Returns their digests. A
+    collective.
 
-    newest: the checkpoint that the run goes on from, which knows them where data.json is damaged.
+    newest: the checkpoint to resume from. It has the digests too, in case data.json is damaged.
     """
     facts = {split: store.summary() for split, store in stores.items()}
 
@@ -232,9 +237,10 @@ def check_identity(
             and not (key in stores and _is_of_earlier_version(task, key, began.get(key)))
         ]
         if changed:
+            is_shared = plan.values.get("data", {}).get("valid_share")
             raise ResumeError(
                 f"{plan.folder}: cannot resume, these changed since the run began: "
-                f"{'; '.join(changed)}.\n"
+                f"{'; '.join(changed)}.{_NEW_SHARES if is_shared else ''}\n"
                 "Put them back, or start over with -r 1 (the old folder is moved aside)."
             )
         write_json(path, {"identity": now, "splits": facts})
@@ -244,7 +250,7 @@ def check_identity(
 
 
 def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
-    """Whether an earlier version recorded this digest for the rows that the split has now."""
+    """Whether an earlier version of Lathe gave the present rows of the split this digest."""
     return any(
         content_of_rows(lambda: task.rows(split), encoding_id, split)[0] == recorded
         for encoding_id in task.earlier_encoding_ids()
@@ -252,7 +258,7 @@ def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
 
 
 def _beginning(path: Path, newest: SavedState | None) -> dict[str, Any] | None:
-    """The digests that a run began with; None for one that begins now."""
+    """The digests that the run began with; None if it begins now."""
     problem = _problem(path, _is_identity)
     if not problem:
         return _read(path)["identity"] if path.exists() else None
@@ -264,7 +270,7 @@ def _beginning(path: Path, newest: SavedState | None) -> dict[str, Any] | None:
 
 
 def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
-    """The trained weights as <run>/<name>/, in the task's layout; complete or not there."""
+    """Write the trained weights to <run>/<name>/ in the task's layout, completely or not at all."""
     weights = live.weights(lambda k: distributed.is_main())
 
     def write() -> None:
@@ -284,7 +290,7 @@ def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
                     os.replace(target, old)
                 os.replace(temporary, target)
                 shutil.rmtree(old, ignore_errors=True)
-        finally:  # on a full disk, what was written so far is the room that is missing
+        finally:  # on a full disk these files take the room
             shutil.rmtree(temporary, ignore_errors=True)
 
     on_main(write)
@@ -309,7 +315,7 @@ def _hub_errors(advice: str) -> Iterator[None]:
 
 
 def check_hub() -> None:
-    """ConfigError before anything is trained when nothing could be uploaded afterwards."""
+    """ConfigError, before training, if the trained model could not be uploaded afterwards."""
     from huggingface_hub import HfApi
 
     with _hub_errors(

@@ -1,4 +1,4 @@
-"""PreparedRun -> ReadyRun: the engine in the state that a run goes on from, and the session."""
+"""PreparedRun -> ReadyRun: builds the engine, reads the newest state into it, makes the session."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
 from trainer.launch import doctor, late, memory, run_folder
+from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
+from trainer.models.weights import unsound
 from trainer.runtime import distributed, rng
 from trainer.runtime.beside import Beside
 from trainer.runtime.deepspeed_optimizers import keep_frozen_whole
@@ -44,19 +46,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReadyRun:
-    """A run before its next step."""
+    """A run that is ready for its next step."""
 
     session: Session
     progress: Progress
-    export: Callable[[str], None]  # the present weights as a folder of this name; a collective
+    # writes the present weights into the folder of this name; a collective
+    export: Callable[[str], None]
     saves: Beside  # the checkpoint that is being written, if any
-    mirror: Mirror | None  # of a run that survives its ranks
+    mirror: Mirror | None  # the copies in memory of a run with --survive
     checkpoints: Path
     around_steps: AbstractContextManager[None]  # the memory plan is enforced inside
 
     def tidy(self) -> None:
-        """Remove old checkpoints at the end of a run: one that was killed behind its last save has
-        not done so yet. Rank 0 alone.
+        """Remove old checkpoints at the end of a run. An earlier process may have been killed after
+        its last save, before it removed them. Rank 0 only.
         """
         best = {self.progress.best_step} - {0}
         keep_last = self.session.cfg.train.keep_last
@@ -76,10 +79,10 @@ def start(
     preemption: Preemption,
     lock: HeldLock,
 ) -> ReadyRun:
-    """Plan memory, examine DeepSpeed where this machine has not done so yet, build the engine, read
-    the newest state into it, and put the session together. Nothing is saved yet. A collective.
+    """Plan memory, examine DeepSpeed if this machine has not done so yet, build the engine, read
+    the newest state into it, and make the session. Nothing is saved yet. A collective.
 
-    DoesNotFitError when the plan says that the run does not fit its device.
+    DoesNotFitError if the plan says that the run does not fit its device.
     """
     plan, cfg = run.plan, run.plan.cfg
     memory_plan = memory.plan_before_start(run, options)
@@ -112,6 +115,12 @@ def start(
             own_mirror.keep(live, progress, chain)
             lifeline.moved(progress.step, is_stepping=progress.step < cfg.train.steps)
 
+    def refuse_unsound_base() -> None:
+        begun_with = [base_source.resolve(cfg.base, run.places), getattr(cfg, "init_from", None)]
+        folders = [source for source in begun_with if isinstance(source, str)]
+        dtype = base_model.DTYPES[cfg.train.precision]
+        on_main(lambda: unsound.refuse(folders, dtype))
+
     session = Session(
         cfg=cfg,
         task=run.task,
@@ -131,6 +140,7 @@ def start(
         left_out=bad_steps.left_out(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),
         after_step=mirror_step,
+        refuse_unsound_base=refuse_unsound_base,
         report=_report,
     )
     enforced = memory.enforced(memory_plan, live, run)
@@ -142,7 +152,7 @@ def _report(event: Moved) -> None:
 
 
 def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:
-    """The task's model under DeepSpeed, with the state that the run goes on from. A collective."""
+    """The task's model under DeepSpeed, in the state to resume from. A collective."""
     plan, newest = run.plan, run.newest
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
@@ -167,9 +177,9 @@ def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progr
 
 
 def restore(live: Engine, saved: SavedState, *, seed: int) -> Progress:
-    """Put the optimizer and the random state of a run back, and return its progress. A collective.
+    """Restore the optimizer and the random state of a run, and return its progress. A collective.
 
-    seed: of the run. On another number of ranks random state is drawn anew from it.
+    seed: that of the run. It makes new random state if the number of ranks has changed.
     """
     state = saved.state()
     live.optimizer.restore(saved.optimizer(live.optimizer.shapes()), state["engine"])
@@ -185,8 +195,8 @@ def restore(live: Engine, saved: SavedState, *, seed: int) -> Progress:
 
 
 def _cadence(train: Train, options: Options) -> Cadence:
-    """What the dictionary says, else the flag --log_every, else a default. Lines are logged a
-    hundred times in a run, and never more than DEFAULT_EVERY steps apart.
+    """The intervals of the dictionary, else of the flag --log_every, else the defaults: a hundred
+    log lines in a run, evaluations and saves every DEFAULT_EVERY steps.
     """
     log_every, otherwise = train.log_every or options.log_every, options.log_every or DEFAULT_EVERY
     return Cadence(
@@ -200,9 +210,9 @@ def _cadence(train: Train, options: Options) -> Cadence:
 def snapshot(
     plan: RunPlan, live: Engine, progress: Progress, identity: Mapping[str, Any]
 ) -> Callable[[], Path]:
-    """The present state as a checkpoint that another thread writes. This rank's own part of weights
-    and moments, 12 to 14 bytes / world of a trainable parameter, is copied by that thread, too.
-    What is returned is a collective.
+    """A function that writes the present state as a checkpoint. It is a collective for another
+    thread, which first copies this rank's part of weights and moments (12 to 14 bytes per trainable
+    parameter, divided by the world size).
     """
     weights, optimizer = live.own_tensors()
     live.state_copy.of({**weights, **optimizer})

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, rsLoRA, DoRA) in a base that stays as it is, in peft's own files.
+"""Low-rank adapters (LoRA, rsLoRA, DoRA) in a frozen base, stored in peft's file format.
 
-peft puts its layers in the place of the base's linear ones, so that the base keeps its class and
-its methods: tasks call it as they call a stock one.
+peft replaces the base's linear layers by its own. The base keeps its class and its methods, so
+tasks call it like a base without adapters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ADAPTER, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "adapter_base.json"  # what the adapters were trained on
 _PREFIX = "base_model.model."  # of every name in peft's files
 _MARK = re.compile(r"\.lora_(A|B|magnitude_vector)\.default(\.weight)?$")
-# What a decoder of Llama's kin has in a block; where all of them are, they are the default.
+# The linear layers in a block of a Llama-like decoder; a base that has all of them gets adapters
+# there.
 _LLAMA = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 _TASK_TYPES = {
     "causal_lm": "CAUSAL_LM",
@@ -49,10 +50,11 @@ class _TrainedOn(Strict):
 
 
 def adapted(base: PreTrainedModel, how: Lora, *, seed: int) -> PreTrainedModel:
-    """The same base with new adapters in it, its only parameters that train.
+    """The same base with new adapters in it, which are its only trainable parameters.
 
-    It may be on the meta device, or partitioned (ZeRO-3). They are drawn under a seed of their own:
-    all ranks must begin with the same ones. ConfigError for targets that it does not have.
+    The base may be on the meta device, or partitioned (ZeRO-3). Adapters are drawn under `seed`,
+    for all ranks must begin with the same ones. ConfigError for targets that the base does not
+    have.
     """
     peft = _peft()
     targets = _targets(base, how.targets, peft)
@@ -86,14 +88,14 @@ def layers_of(model: nn.Module) -> list[Any]:
 
 
 def freeze_rest(base: nn.Module) -> None:
-    """Let nothing in a base train but its adapters: a task may have added weights of its own."""
+    """Freeze everything in a base except its adapters, also weights that a task has added."""
     for name, parameter in base.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
 
 @contextlib.contextmanager
 def switched_off(layers: Collection[Any]) -> Iterator[None]:
-    """Inside, layers with adapters compute what the base does."""
+    """Switches the adapters of these layers off for as long as it is open."""
     # not enable_adapters(False): it makes them untrainable too, which an engine would not expect
     for layer in layers:
         layer._disable_adapters = True
@@ -126,9 +128,10 @@ def remove(base: nn.Module) -> None:
 def merged_weights(
     model: nn.Module, weights: Mapping[str, Tensor], *, bases: Collection[str]
 ) -> dict[str, Tensor]:
-    """The trained weights of a model by name, those of its `bases` whole instead of their adapters.
+    """The trained weights of a model by name, where each of `bases` has merged weights instead of
+    adapters.
 
-    model: new, as the run began with it, on the CPU, in the dtype that was trained in; it is
+    model: a new model as at the start of the run, on the CPU and in the dtype of training; it is
     changed. bases: names of its modules that hold adapters.
     """
     own = dict(model.named_parameters())
@@ -148,7 +151,11 @@ def merged_weights(
 
 
 def _targets(base: Any, targets: list[str] | str | None, peft: Any) -> Any:
-    """What peft is told to adapt. ConfigError names every target that is not there."""
+    """The layers to adapt, as peft takes them. ConfigError names every target that does not exist.
+
+    The default is all seven projections of a Llama-like decoder, else peft's choice for the family,
+    else all linear layers.
+    """
     if isinstance(targets, str):
         return targets
     linear = {
@@ -157,7 +164,10 @@ def _targets(base: Any, targets: list[str] | str | None, peft: Any) -> Any:
         if is_linear(module) and not _is_tied(base, module)
     }
     if targets is None:
-        return _default(base, linear, peft)
+        if linear.issuperset(_LLAMA):
+            return list(_LLAMA)
+        peft_targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        return peft_targets.get(base.config.model_type, "all-linear")
     problems = [_problem(base, target, linear) for target in targets]
     problems = [problem for problem in problems if problem]
     if problems:
@@ -197,14 +207,6 @@ def _problem(base: nn.Module, target: str, linear: set[str]) -> str | None:
     if not all(map(is_linear, matched)):
         return f"{target!r} is no linear layer but a {type(matched[0]).__name__}"
     return None
-
-
-def _default(base: Any, linear: set[str], peft: Any) -> Any:
-    """All seven projections of Llama's kin, else what peft takes for the family, else all."""
-    if linear.issuperset(_LLAMA):
-        return list(_LLAMA)
-    peft_targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    return peft_targets.get(base.config.model_type, "all-linear")
 
 
 def _leaf(name: str) -> str:

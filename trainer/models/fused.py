@@ -1,13 +1,13 @@
-"""Operators that stock transformers spells out, as the one kernel that a GPU has for them, or with
-less kept of them; and blocks compiled once for streams and rows of any length, by torch.compile.
+"""Replaces operators of transformers by fused ones that take less time or memory, and compiles
+blocks by torch.compile, once for streams and rows of any length.
 
-Eager mode reads and writes every step of a formula. T5's norm is five such steps and its gated GELU
-eight, which are a quarter of an encoder's time on an H200 by counting (docs/log.md). On the CPU the
-modules stay as they are, to the last bit.
+Eager mode reads and writes every step of a formula. T5's norm has five such steps and its gated
+GELU has eight; counted, they are a quarter of an encoder's time on an H200 (docs/log.md). On the
+CPU the modules are unchanged, to the last bit.
 
-Where blocks are compiled, every norm, activation, dropout and residual is fused with its
-neighbours. Attention of streams is left out: it has kernels of its own, which know where rows
-begin. A graph ends before it and another one begins behind it.
+In a compiled block every norm, activation, dropout and residual is fused with its neighbours. The
+attention of streams is not compiled, for it has kernels of its own, which know where rows begin: a
+graph ends before it, and another graph begins behind it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _CPU = torch.device("cpu")
 
 
 def fuse(model: nn.Module) -> None:
-    """From here on, RMS norms and the tanh form of GELU in `model` are one kernel each on a device
-    that is not the CPU. The norm rounds once, behind the weight, where transformers rounds twice.
+    """Make the RMS norms and the tanh form of GELU in `model` one kernel each, except on the CPU.
+    The norm rounds once, after the product with its weight, where transformers rounds twice.
 
-    T5's ReLU and the dropout behind it keep one tensor for the backward pass instead of three, with
-    the same bits.
+    T5's ReLU with its dropout then keeps one tensor for the backward pass instead of three; the
+    results have the same bits.
     """
     for module in model.modules():
         forward = _FUSED.get(type(module).__name__)
@@ -40,8 +40,8 @@ def fuse(model: nn.Module) -> None:
 
 @functools.cache
 def _like(stock: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """The same class with another forward. Not a forward of every module's own: torch.compile would
-    compile the code around it anew for each of them.
+    """A subclass of `stock` with another forward. A forward set on each module instead would make
+    torch.compile compile the code around every module anew.
     """
     return type(stock.__name__, (stock,), {"forward": forward})
 
@@ -69,8 +69,8 @@ def _dense(self: Any, hidden: Tensor) -> Tensor:
 
 
 class _DroppedReLU(torch.autograd.Function):
-    """dropout(relu(x)), which is 0 exactly where no gradient flows: the result says it all, and the
-    layer behind keeps it anyway.
+    """dropout(relu(x)). The result is 0 exactly where no gradient flows, so the backward pass needs
+    only the result, which the next layer keeps anyway.
     """
 
     @staticmethod
@@ -117,10 +117,10 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def compile_blocks(model: nn.Module) -> int:
-    """From here on the blocks of `model` run compiled; returns how many there are.
+    """Make the blocks of `model` run compiled; returns the number of blocks.
 
-    Blocks of one kind share their code, for they differ in their weights alone. The first call of
-    one compiles it; torch.compile's cache on the disk spares most of that the next time.
+    Blocks of one kind share their compiled code, for they differ only in their weights. The first
+    call of a block compiles it; torch.compile's cache on the disk saves most of that time later.
     """
     import torch._dynamo.config
     import torch._inductor.config
@@ -155,7 +155,7 @@ def _compiled_kind(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def _set(config: Any, name: str) -> None:
-    """Switch it on where this version of torch has it."""
+    """Switch an option of torch on, if this version of torch has it."""
     if hasattr(config, name):
         setattr(config, name, True)
 
@@ -184,9 +184,10 @@ def of_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _apart(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """function(*given), never compiled: a graph ends before it."""
+_never_compiled: Any = torch.compiler.disable  # torch 2.13 types it without arguments
+
+
+@_never_compiled
+def apart(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """function(*given, **named), which is never compiled: a compiled graph ends before it."""
     return function(*given, **named)
-
-
-apart: Callable[..., Any] = torch.compiler.disable(_apart)

@@ -1,8 +1,8 @@
-"""Masks of transformers on a device: never looked into, and left out where causality hides pads.
+"""Keeps transformers from reading masks on a GPU, and leaves masks out where causality hides pads.
 
-Whether a mask hides nothing, and can be left out, is a number of the device: the host would wait
-for it in every micro-batch. transformers (5.23, masking_utils) does not look when it is being
-traced, and then keeps the mask. Only masks on the CPU are looked into here.
+transformers (5.23, masking_utils) leaves a mask out if it hides nothing. To know that, the host
+reads a value from the device, and waits for it in every micro-batch. transformers does not read the
+mask while it is traced; this module makes it believe so for masks that are not on the CPU.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ _CPU = torch.device("cpu")
 
 
 def keep_masks_of_devices() -> None:
-    """From here on no mask on a GPU is looked into in this process, nor positions, for rows that
-    follow one another: none of ours are packed so.
+    """Make transformers, in this process, read no mask and no positions on a GPU. It reads
+    positions to detect rows packed into one sequence, which we never give it.
     """
+
+    def packed_indices(position_ids: Tensor) -> Tensor | None:
+        is_on_cpu = position_ids.device == _CPU
+        return find_packed_sequence_indices(position_ids) if is_on_cpu else None
+
     setattr(masking_utils, "is_tracing", _is_kept)  # noqa: B010 (no public name there)
-    setattr(masking_utils, "find_packed_sequence_indices", _no_packed_rows)  # noqa: B010
+    setattr(masking_utils, "find_packed_sequence_indices", packed_indices)  # noqa: B010
 
 
 def of_right_padded(mask_BT: Tensor, config: Any) -> Tensor | None:
-    """What a base gets of the mask of rows padded on the right: nothing on a device, where it reads
-    from left to right. No token sees the pads behind it, and attention without a mask is flash's.
+    """The mask to give to a base for rows padded on the right; None on a GPU for a base that reads
+    from left to right. There no token sees the pads behind it, and attention without a mask runs as
+    flash attention.
     """
     reads_ahead = getattr(config, "use_bidirectional_attention", False)
     is_known = config.model_type in DECODERS and not reads_ahead
@@ -38,10 +44,10 @@ def of_right_padded(mask_BT: Tensor, config: Any) -> Tensor | None:
 
 
 def mend_attention(model: nn.Module) -> None:
-    """Attention that transformers gets wrong in silence before 5.23, as that version does it.
+    """Correct attention that transformers before 5.23 computes wrongly without an error.
 
-    In 5.17 torch's kernel leaves out the cap on Gemma 2's scores, and umT5's decoder looks ahead
-    wherever rows have no pads and so no mask.
+    In 5.17 torch's kernel ignores the cap on Gemma 2's scores, and umT5's decoder attends to later
+    tokens when rows have no pads and therefore no mask.
     """
     config: Any = getattr(model, "config", None)
     if getattr(config, "attn_logit_softcapping", None):
@@ -55,7 +61,3 @@ def mend_attention(model: nn.Module) -> None:
 def _is_kept(tensor: Any = None) -> bool:
     is_on_device = isinstance(tensor, Tensor) and tensor.device != _CPU
     return is_on_device or is_tracing(tensor)
-
-
-def _no_packed_rows(position_ids: Tensor) -> Tensor | None:
-    return find_packed_sequence_indices(position_ids) if position_ids.device == _CPU else None

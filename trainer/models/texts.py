@@ -1,6 +1,8 @@
-"""Texts that a language model goes on with, several in one forward, each as it grows."""
+"""Generates texts with a language model, several in one forward pass, and yields each as it
+grows.
+"""
 
-# R rows that still grow, L tokens of a step, V vocabulary
+# R texts that are not finished, L tokens of a step, V vocabulary
 
 from __future__ import annotations
 
@@ -14,26 +16,26 @@ from torch import Tensor
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 
-TORN = "\ufffd"  # of a letter whose bytes are several tokens, before the last of them
+TORN = "\ufffd"  # stands for a character of which only some tokens are generated yet
 Piece = dict[str, Any]
 
 
 @dataclass
 class GrowingText:
-    """One text: its prompt, what was asked of it, and what was made so far."""
+    """One text that is being generated."""
 
-    prompt: list[int]
-    most: int
+    prompt: list[int]  # token ids
+    most: int  # the most tokens to generate
     temperature: float
-    stops: list[str]
-    chance: torch.Generator
-    made: list[int] = field(default_factory=list[int])
-    text: str = ""
-    told: int = 0  # letters of it that were told already
-    finish: str = ""
+    stops: list[str]  # the text ends before the first of these
+    chance: torch.Generator  # for the draws
+    made: list[int] = field(default_factory=list[int])  # token ids that were generated
+    text: str = ""  # of these tokens
+    told: int = 0  # how many characters of it were returned already
+    finish: str = ""  # why it ended: "stop" or "length"; "" while it grows
 
     def take(self, token: int, tokenizer: Any, end: int) -> Piece | None:
-        """Add a token. Returns the new letters that no later token can change, if any."""
+        """Add a token; returns the new characters that no later token can change, if any."""
         if token == end:
             self.finish = "stop"
             return self._rest()
@@ -57,13 +59,13 @@ class GrowingText:
         return {"text": piece} if piece else None
 
     def last(self) -> Piece:
-        """How it ended, and what it took."""
+        """The reason why it ended, and its numbers of tokens."""
         counts = {"prompt_tokens": len(self.prompt), "tokens": len(self.made)}
         return {"finish": self.finish, **counts}
 
 
 def begun(task: Any, base: Any, prompt: str, asked: dict[str, Any]) -> GrowingText:
-    """A text to go on with. ConfigError for a prompt that has no tokens, or too many."""
+    """A text that continues `prompt`. ConfigError for a prompt without tokens, or with too many."""
     limit: int = getattr(base.config, "max_position_embeddings", None) or 1 << 20
     ids: list[int] = task.tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not ids or len(ids) >= limit:
@@ -78,15 +80,17 @@ def begun(task: Any, base: Any, prompt: str, asked: dict[str, Any]) -> GrowingTe
 
 
 def grown(task: Any, base: Any, texts: Sequence[GrowingText]) -> Iterator[tuple[int, Piece]]:
-    """(number of the text, a piece of it), a token of each at a time; last its end.
+    """Generate all texts, one token of each at a time, and yield (number of the text, new piece).
+    The last piece of a text tells its end.
 
-    Each draws by its own generator, so that it is, up to rounding, what it would be alone.
+    Each text draws from its own generator, so that, up to rounding, it is the same as when it is
+    generated alone.
     """
     alive = list(range(len(texts)))
     reversed_RL, mask_RL = pad_right([text.prompt[::-1] for text in texts], task.pad)
     step_RL, mask_RL = reversed_RL.flip(1), mask_RL.flip(1)
     cache = None
-    # of a prompt all but the last: tokens times vocabulary is gigabytes
+    # only the last token's logits: those of a whole prompt can take gigabytes
     last = {"logits_to_keep": 1} if base._supports_logits_to_keep() else {}
     while alive:
         positions_RL = (mask_RL.cumsum(-1) - 1).clamp(min=0)[:, -step_RL.shape[1] :]
@@ -118,7 +122,7 @@ def grown(task: Any, base: Any, texts: Sequence[GrowingText]) -> Iterator[tuple[
 
 
 def unsure(text: str, stops: list[str]) -> int:
-    """How many letters at the end may still change, or become a stop text that is not told."""
+    """How many characters at the end a later token may change or turn into a stop text."""
     whole = text.rstrip(TORN)
     starts = [
         length for stop in stops for length in range(1, len(stop)) if whole.endswith(stop[:length])
@@ -127,7 +131,7 @@ def unsure(text: str, stops: list[str]) -> int:
 
 
 def _pick_token(logits_V: Tensor, text: GrowingText) -> int:
-    """(V,) logits -> a token: the likeliest at temperature 0, else drawn."""
+    """A token from (V,) logits: the most likely one at temperature 0, else a random one."""
     if not text.temperature:
         return int(logits_V.argmax())
     chances_V = (logits_V.float().cpu() / text.temperature).softmax(-1)

@@ -47,8 +47,8 @@ from trainer.survival.stragglers import Stragglers
 
 POLL_S = 0.2
 STEPS_OF_PATIENCE = 10  # a rank may be silent for so many steps, if that is more than hang_s
-LEAVE_S = 30.0  # how long ranks may stay once the first one has left
-VERDICT_S = 5.0  # how long after an error a death can still be the cause of it
+LEAVE_S = 30.0  # how long the other ranks may stay after the first one has left
+VERDICT_S = 5.0  # a death within this time after an error may have caused it
 MOST_IN_VAIN = 3  # in a row: generations that made no step, processes that ended while importing
 WARM_S = 900.0  # how long a process may import: a cold network disk takes minutes
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class RunPhase(Enum):
-    """What the run is doing; it decides what the agent looks for."""
+    """What the run does now. It decides what the agent looks for."""
 
     GATHERING = "no process runs a generation: the next one begins when enough are ready"
     RUNNING = "the ranks of a generation work"
@@ -81,7 +81,7 @@ class Agent:
         outputs, environment, *args). Importing it is what warms a process up.
         """
         self._survival, self._target, self._args = survival, target, args
-        # as torchrun: several ranks share the cores
+        # one thread, as torchrun sets it, because several ranks share the cores
         self._environment = {"OMP_NUM_THREADS": "1", **os.environ, PARENT: json.dumps(facts())}
         # a fork of a process that has imported everything starts at once; CUDA forbids forks
         kind = "spawn" if Path("/dev/nvidiactl").exists() else "forkserver"
@@ -202,7 +202,7 @@ class Agent:
         """Read what processes have sent within POLL_S, and bury those that have ended."""
         ready = connection.wait([member.line for member in self._members], POLL_S)
         for member in list(self._members):
-            # looked up before the line is read, which a child of a dead process may hold open
+            # checked before the line is read: a child of a dead process may keep the line open
             has_ended = birth(member.process.pid) is None
             try:
                 while (has_ended or member.line in ready) and member.line.poll():
@@ -246,8 +246,8 @@ class Agent:
     def _move(self, member: Member, step: int, place: str) -> None:
         """A rank has completed `step` steps, and now does what `place` says (Member.place)."""
         now = time.monotonic()
-        # Until a step has been timed, the whole start stands for one: the length of a step is
-        # unknown, and patience must outlast it.
+        # Until a step has been timed, the time of the whole start stands for it: patience must be
+        # longer than a step of unknown length.
         is_timed = (
             step == member.step + 1 if member.place == "step" else not self._stragglers.step_s()
         )
@@ -255,7 +255,7 @@ class Agent:
             self._stragglers.step(member.rank, now - member.moved_at)
         is_new = member.state == "running"
         if self._break is not None:
-            # what ranks did before they heard of a death may be read after it
+            # a message from before the loss may be read after it
             is_new &= self._generation > self._break.generation and step > self._break.step
         member.step, member.place, member.moved_at = step, place, now
         self._reached = max(self._reached, step)
@@ -272,9 +272,9 @@ class Agent:
         member.line.close()
         os.close(member.stacks)
         exitcode = member.process.exitcode
-        # 255 is what Python says when the fork server is gone too, and it does not know the code
+        # Python gives 255 if the fork server is gone, too, so that it cannot know the code
         is_error = exitcode is not None and 0 < exitcode < 255
-        # an error that another process in its place would meet as well
+        # another process in its place would raise the same error
         is_own_error = is_error and (member.is_rank or not self._generation)
         if member.code is not None or is_own_error:
             if self._ending is None or self._ending.code == EXIT_OK:
@@ -323,7 +323,7 @@ class Agent:
             self._replace(stuck, f"has made no progress for {patience_s:.0f} s")
 
     def _replace(self, hung: list[Member], why: str) -> None:
-        """End processes that hang, after the stacks of every rank are logged."""
+        """Log the stacks of every rank, then end the processes that hang."""
         if not hung:
             return
         for member in [*hung, *(one for one in self._ranks() if one not in hung)]:
@@ -341,7 +341,7 @@ class Agent:
     # ---------------------------------------------------------------------------------------
 
     def _break_generation(self) -> None:
-        """This generation is over: its ranks are told to let go."""
+        """End this generation: tell its ranks to abandon the process group."""
         now = time.monotonic()
         if self._break is None:
             self._break = Break(now, self._reached)
@@ -352,7 +352,7 @@ class Agent:
             member.send(do="let go")
 
     def _send_the_rest_away(self, now: float) -> None:
-        """The run ends: stranded ranks are told how, and those that stay too long are killed."""
+        """End the run: tell stranded ranks how it ended, and kill the ranks that stay too long."""
         assert self._ending is not None, "the phase is ENDING"
         if now - self._ending.at > LEAVE_S:
             for member in filter(lambda one: one.is_awaited, self._members):

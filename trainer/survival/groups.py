@@ -1,6 +1,6 @@
-"""Process groups that are let go of while other ranks may be gone, with all that remembers them.
+"""Abandons process groups while other ranks may be gone, with everything that refers to them.
 
-Beside trainer/training/engine.py, this imports deepspeed: its memory of groups is emptied here.
+Like trainer/training/engine.py, this module imports deepspeed, to empty its caches of groups.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from trainer.survival.lifeline import PeerLost
 
 
 def is_peer_lost(error: Exception) -> bool:
-    """Whether `error` came of another rank's end and this one, under `--survive`, is to take its
-    next place. It has left its groups by then: who waits for it there feels it, too.
+    """Whether the end of another rank caused `error`, so that this one, under `--survive`, must
+    take its next place. By then it has left its groups, so that ranks which wait for it notice,
+    too.
     """
     line = lifeline.current()
     if line is None or isinstance(error, (LatheError, PeerLost)):
-        return isinstance(error, PeerLost)  # one that was asked about already
+        return isinstance(error, PeerLost)  # this error was asked about before
     cause: BaseException | None = error
-    while cause is not None:  # locals of what failed hold the engine, and that its connections
+    while cause is not None:  # the frames hold the engine, and the engine holds connections
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__context__
     leave_groups()
@@ -35,8 +36,8 @@ def is_peer_lost(error: Exception) -> bool:
 
 
 def import_late_parts() -> None:
-    """Import what DeepSpeed 0.19.8 imports when its first engine is made: 600 modules of torch's
-    compiler come with it, 1.5 CPU seconds a process.
+    """Import now what DeepSpeed 0.19.8 imports when its first engine is made: it takes 600 modules
+    of torch's compiler and 1.5 CPU seconds for each process.
     """
     late = (
         "comm.mori",
@@ -49,12 +50,12 @@ def import_late_parts() -> None:
 
 
 def leave_groups() -> None:
-    """Drop every process group, though other ranks may be gone; distributed.init() may follow."""
-    # deepspeed 0.19.8 remembers its backend and the groups that it made
+    """Leave every process group, even if other ranks are gone; distributed.init() may follow."""
+    # deepspeed 0.19.8 keeps its backend and the groups that it made
     deepspeed.utils.groups._release_process_group_references(None)
     deepspeed.comm.comm.cdb = None
-    # ZeRO-3 compares the numbers of weights and modules over ranks, and a new rank counts from 0;
-    # the modules of a forward that failed are still open
+    # ZeRO-3 compares the numbers of weights and modules between ranks, and a new rank counts from
+    # 0; the modules of the failed forward are still on its stack
     offload: Any = deepspeed.runtime.zero.parameter_offload
     deepspeed.zero.Init.param_id = 0
     offload.FWD_MODULE_STACK.clear()

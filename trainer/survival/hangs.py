@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 from trainer.survival.member import Member
 
-JOIN_S = 20.0  # how long a process may go on joining a group of which another one has died
-FREE_S = 10.0  # how long a rank may go on waiting for the others after it was told to let go
+JOIN_S = 20.0  # how long a process may still try to join a group in which another one died
+FREE_S = 10.0  # how long a rank may still wait for others after it was told to let go
 
 
 def silent(ranks: Sequence[Member], now: float, patience_s: float) -> list[Member]:
-    """The ranks of which nothing was heard for longer than patience_s."""
+    """The ranks that have sent nothing for longer than patience_s."""
     return [rank for rank in ranks if now - rank.heard_at > patience_s]
 
 
 def holders(ranks: Sequence[Member], since_s: float, patience_s: float) -> list[Member]:
-    """The ranks that still hold on to a group that broke since_s seconds ago, and should not."""
+    """The ranks that hold on for too long to a group that broke since_s seconds ago."""
     return [rank for rank in ranks if since_s > _hold_limit_s(rank, patience_s)]
 
 
 def stuck(ranks: Sequence[Member], now: float, patience_s: float) -> list[Member]:
     """The ranks that the others wait for, if no rank has moved for longer than patience_s.
 
-    If all ranks wait for each other, the last one: new connections are all that can be tried.
+    If all ranks wait for each other it is the last one, because only new connections may help.
     """
     if any(rank.place != "step" or now - rank.moved_at <= patience_s for rank in ranks):
         return []
@@ -34,5 +34,6 @@ def stuck(ranks: Sequence[Member], now: float, patience_s: float) -> list[Member
 def _hold_limit_s(member: Member, patience_s: float) -> float:
     if not member.has_joined:
         return JOIN_S
-    # torch 2.13: gloo making a group waits for a rank that is gone, and no closed socket ends that
+    # torch 2.13: while gloo makes a group, it waits for a lost rank, and closed sockets do not end
+    # it
     return FREE_S if member.waited_s > FREE_S else patience_s

@@ -1,5 +1,6 @@
-"""The line of a rank to the agent of `--survive` that started it (agent.py): what it is told to
-be, and what it tells of itself. Without an agent every call does nothing.
+"""The connection of a rank to the agent of `--survive` that started it (agent.py). The agent tells
+the process which rank to be, and the process reports what it does. Without an agent every call does
+nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from trainer.runtime import distributed
 
 SAMPLE_S, SAMPLES_A_BEAT = 0.1, 5
 EXCHANGES = ("distributed_c10d.py", "lifeline.py")  # files whose frames wait for other ranks
-DEEPEST = 4  # frames from the innermost in which an exchange shows
+DEEPEST = 4  # a wait shows in one of so many innermost frames
 
 log = logging.getLogger(__name__)
 
 
 class PeerLost(Exception):
-    """Another rank is gone: this one is to let go of everything and take its next place."""
+    """Another rank is lost: this process must release everything and take its next place."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """What the agent tells a process to be."""
+    """The place that the agent gives a process."""
 
     rank: int
     world: int
@@ -43,7 +44,7 @@ class Seat:
 
 @dataclass
 class Lifeline:
-    """A process's end of the line, and a thread that listens and tells how the process is."""
+    """The process's end of the connection, with a thread that reads orders and sends beats."""
 
     line: Connection[Any, Any]
     memory: list[list[str]]
@@ -77,8 +78,8 @@ class Lifeline:
         return Seat(order["rank"], order["world"], order["begun"], self.memory)
 
     def is_peer_lost(self, error: Exception) -> bool:
-        """Whether `error` is what this rank felt of another's end. It has let go of its groups
-        by now, so that those which wait for it feel it as well.
+        """Whether the end of another rank caused `error`. This rank has abandoned its groups by
+        now, so that ranks which wait for it notice, too.
         """
         if isinstance(error, LatheError) or self._is_own:
             return False
@@ -89,7 +90,7 @@ class Lifeline:
         return not self._is_own
 
     def moved(self, step: int, *, is_stepping: bool) -> None:
-        """So many steps are done; whether what follows is a step, whose length is known."""
+        """Report that `step` steps are done. is_stepping: the next thing is a training step."""
         self._in_step = is_stepping
         self.tell("moved", step=step, place="step" if is_stepping else "other")
 
@@ -111,7 +112,7 @@ class Lifeline:
                     self.tell("beat", busy=busy, of=of, waited_s=waited_s)
                     busy = of = 0
         except (EOFError, OSError):
-            os._exit(1)  # the agent is gone, and with it everything that this rank could go on from
+            os._exit(1)  # the agent is gone, and with it the memory files to resume from
 
     def _take(self, order: dict[str, Any]) -> None:
         if order["do"] == "let go":
@@ -135,12 +136,12 @@ _current: Lifeline | None = None
 
 
 def current() -> Lifeline | None:
-    """That of this process; None without an agent."""
+    """The Lifeline of this process; None without an agent."""
     return _current
 
 
 def attach(line: Connection[Any, Any], stacks: str, memory: list[list[str]]) -> Lifeline:
-    """Make `line` the one of this process."""
+    """Make the Lifeline of this process, with `line` as its connection."""
     global _current
     _current = Lifeline(line, memory)
     _current.begin(stacks)

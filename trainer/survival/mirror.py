@@ -1,11 +1,12 @@
-"""What a rank needs to go on from a step's end, in memory that outlives it.
+"""Keeps the training state of every rank in memory that outlives the rank.
 
 Every rank of `--survive` copies its own part of masters and moments, its random state and its
-progress into one of two memory files that its agent holds (agent.py), in turns: one is
-whole at any moment. A process that takes a rank's place, and those that live, read what they need
-out of the files of all ranks, as they would out of a checkpoint: at any world size.
+progress into two memory files in turn, so that one is complete at any moment. The agent holds the
+files (agent.py). When a rank is lost, all ranks resume from the files of all ranks, as from a
+checkpoint, at any world size.
 
-A file is: step + 1 (0: not whole), where its JSON begins, how long that is; the tensors; the JSON.
+A file holds: step + 1 (0: not complete), the offset and the length of the JSON; the tensors; the
+JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from trainer.training.engine import Engine
     from trainer.training.session import Progress
 
-BYTES = 12  # a trained parameter: an fp32 master and two moments
+BYTES = 12  # for each trained parameter: an fp32 master and two moments
 _HEAD, _WHOLE, _ALIGNED = struct.Struct("<qqq"), struct.Struct("<q"), 64
 
 
@@ -47,14 +48,14 @@ class Mirror:
     run: str  # the id of the experiment
     every: int = 1  # steps
     bytes: int = 0
-    cpu_s: float = 0.0  # of this thread
+    cpu_s: float = 0.0  # CPU time of this thread
     count: int = 0
     _maps: dict[int, mmap.mmap] = field(default_factory=dict[int, mmap.mmap])
 
     def keep(self, live: Engine, progress: Progress, chain: StepChain) -> None:
-        """Copy the present state, if this step is one for it. No collective."""
+        """Copy the present state if it is the turn of this step. No collective."""
         if progress.step % self.every or not live.optimizer.inner().state:
-            return  # an optimizer that has not stepped yet knows nothing
+            return  # the optimizer has no state before its first step
         cpu = time.thread_time()
         pieces = {f"{name}|{key}": (at, part) for name, key, at, part in live.optimizer.pieces()}
         random = {f"rng|{name}": (0, state) for name, state in rng.capture().items()}
@@ -82,8 +83,8 @@ class Mirror:
         self.cpu_s += time.thread_time() - cpu
 
     def forget_after(self, step: int) -> None:
-        """What this rank kept beyond `step` counts no more: not every rank did, and steps that are
-        done again need not have the same bits on every device.
+        """Invalidate copies of later steps than `step`. Not every rank has them, and steps that are
+        trained again may have other bits on some devices.
         """
         for file in map(Path, self.files):
             header = _header(file)
@@ -92,7 +93,7 @@ class Mirror:
                     memory.write(_WHOLE.pack(0))
 
     def told(self) -> str:
-        """What keeping has cost this rank so far."""
+        """The cost of the copies on this rank so far, as a sentence."""
         count, cpu_s = max(self.count, 1), time.process_time()
         return (
             f"mirrored {self.count} steps in host memory: {size_of(self.bytes // count)} and "
@@ -111,8 +112,8 @@ class Mirror:
 
 
 def _table(tensors: Mapping[str, tuple[int, Tensor]]) -> tuple[list[list[Any]], int]:
-    """[name, where its piece begins in the flat tensor, elements, dtype, place in the file] of
-    every tensor, and where they end.
+    """([name, start of the piece in the flat tensor, elements, dtype, offset in the file] of every
+    tensor, the offset where the tensors end).
     """
     rows, end = list[list[Any]](), _ALIGNED
     for name, (start, tensor) in tensors.items():
@@ -130,7 +131,7 @@ def _view(memory: mmap.mmap | memoryview, row: list[Any]) -> Tensor:
 
 @dataclass
 class MirroredState:
-    """The state of all ranks at one step, as read back: a SavedState (training/checkpoint.py)."""
+    """The state of all ranks at one step, read back; a SavedState (training/checkpoint.py)."""
 
     step: int
     headers: list[dict[str, Any]]  # by rank
@@ -144,17 +145,17 @@ class MirroredState:
 
     @property
     def world(self) -> int:
-        """How many ranks kept it."""
+        """How many ranks copied it."""
         return len(self.headers)
 
     def state(self) -> dict[str, Any]:
-        """As state.json of a checkpoint: of rank 0, with the links of all ranks."""
+        """The content of a checkpoint's state.json: from rank 0, with the links of all ranks."""
         links = [header["link"] for header in self.headers]
         first = self.headers[0]
         return {"progress": {**first["progress"], "links": links}, "engine": first["engine"]}
 
     def random_state(self, rank: int) -> dict[str, Tensor]:
-        """That of one rank."""
+        """The random state of one rank."""
         return {
             name.removeprefix("rng|"): _view(self.maps[rank], row).clone()
             for name, row in self._rows[rank].items()
@@ -170,7 +171,7 @@ class MirroredState:
         return Whole(self, {name: (name, shape) for name, shape in shapes.items()})
 
     def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """(where it begins, values) of every piece of a flat tensor."""
+        """(start, values) of every piece of a flat tensor."""
         for rows, memory in zip(self._rows, self.maps, strict=True):
             if name in rows:
                 yield rows[name][1], _view(memory, rows[name])
@@ -178,7 +179,7 @@ class MirroredState:
 
 @dataclass
 class Whole(Mapping[str, Tensor]):
-    """Full tensors, each put together out of the ranks' pieces when it is asked for."""
+    """Full tensors by name. Each is assembled from the ranks' pieces when it is read."""
 
     saved: MirroredState
     names: dict[str, tuple[str, torch.Size]]
@@ -200,11 +201,10 @@ class Whole(Mapping[str, Tensor]):
 def of_this_rank(
     memory: list[list[str]], run: str, live: Engine, *, step: int, every: int
 ) -> Mirror | None:
-    """The mirror of this rank; None for a run that does not survive its ranks.
+    """The mirror of this rank; None for a run without --survive.
 
-    memory: two files of each rank. step: the one that the run goes on from. every: how many steps
-    lie between two copies. DoesNotFitError before the first step when the host has no room for what
-    all ranks keep.
+    memory: the two files of each rank. step: the step to resume from. every: steps between two
+    copies. DoesNotFitError, before the first step, if the host has no memory for all copies.
     """
     if not memory:
         return None
@@ -228,7 +228,7 @@ def _refuse_too_large(live: Engine, held: int) -> None:
 
 
 def newest(memory: list[list[str]], run: str) -> MirroredState | None:
-    """What all ranks of some world kept of `run` at the last step that they have in common."""
+    """The last state of `run` of which all ranks of a world have a copy; None if there is none."""
     kept: dict[tuple[int, int], dict[int, Path]] = {}
     for rank, files in enumerate(memory):
         for file in files:

@@ -1,4 +1,4 @@
-"""What tasks that answer by generation share: texts of generated tokens, and their `predict`."""
+"""Shared by tasks that generate their answers: texts of generated tokens, and `predict`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def text_of(
 
 
 def refuse_sampling(search: Search, *, task: str, texts: str) -> None:
-    """ConfigError for a search that draws tokens. texts: what the task writes."""
+    """ConfigError for a search that samples tokens. texts: what the task writes ("answers")."""
     if search.temperature is not None:
         raise ConfigError(f"task {task!r} draws no {texts}. Leave out --temperature.")
 
 
 def predictions(n_best: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """{"prediction"} of each row, and "n_best" where a row has several texts, the best first."""
+    """{"prediction"} for each row, and "n_best" for a row of several texts, the best first."""
     return [
         {"prediction": texts[0]} if len(texts) == 1 else {"prediction": texts[0], "n_best": texts}
         for texts in n_best
@@ -47,7 +47,7 @@ def predictions(n_best: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
 def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
-    """`predict` of a task that has the ability Answers; rows without references."""
+    """The predictions of a task that has the ability Answers, for rows without references."""
     encoded = [task.encode(row) for row in rows]
     raw = [{"question": "", "answers": []}] * len(rows)
     answers = task.answers(model, encoded, raw, search=how.search, max_tokens=how.max_tokens)

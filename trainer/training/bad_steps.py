@@ -1,5 +1,5 @@
-"""Steps whose update is left out: what fp16's loss scale skips, of which a few are normal and many
-are a run that does not learn; and bad steps, whose numbers go wrong (train.on_bad_step).
+"""Steps without an update. fp16's loss scale skips some: a few are normal, many mean that the run
+does not learn. Bad steps are those with a loss or gradient that is wrong (train.on_bad_step).
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILE = "bad_steps.json"  # of a run folder: the windows that rollbacks have left out
+FILE = "bad_steps.json"  # in the run folder: the windows that rollbacks leave out
 
 # The median absolute deviation of a normal distribution is its standard deviation over this.
 # Source: Rousseeuw & Croux 1993, "Alternatives to the Median Absolute Deviation", section 1.
 NORMAL = 1.4826
-# Losses that hardly vary would make a spike of rounding; less than this share of the median is
-# taken for no deviation.
+# If losses hardly vary, rounding would look like a spike. A deviation below this share of the
+# median counts as none.
 LEAST_SHARE = 1e-3
 
-# A dynamic scale halves at an overflow and doubles after a thousand good steps. When it has no
-# lower value left, or is static, another try at the same scale helps only if the rows were to
-# blame; ten windows of other rows say that they were not.
+# A dynamic scale halves at an overflow and doubles after a thousand good steps. If it cannot fall
+# any further, or is static, more steps at the same scale help only if the rows caused the overflow.
+# After ten windows of other rows they did not.
 MOST_IN_A_ROW = 10
-# A scale that begins at 2^32 has fallen to 1 after 33 skipped steps, so the share says nothing
-# before; from then on more left out than done is no training.
+# A scale that begins at 2^32 needs 33 skipped steps to fall to 1, so the share of skipped steps
+# means nothing before. After that, a run that skips more than half of its steps does not train.
 JUDGED_FROM_STEP = 100
 LARGEST_SHARE = 0.5
 
 
 class RolledBack(Exception):
-    """The run goes back to its last good checkpoint; the window to leave out is on the disk."""
+    """The run must go back to its last good checkpoint. FILE holds the window to leave out."""
 
 
 @dataclass(frozen=True)
 class Trouble:
     """What is wrong with a step."""
 
-    kind: str  # "loss" or "gradient": not finite; "spike": the loss is far above its like
+    kind: str  # "loss" or "gradient": it is not finite; "spike": the loss is far above the others
     loss: float  # over all ranks
-    deviations: float | None = None  # of a spike: from the median of the window
-    is_rolled_back: bool = False  # known from an earlier pass: the window was not even looked at
+    deviations: float | None = None  # a spike's distance from the median of the window
+    is_rolled_back: bool = False  # an earlier pass found it, so the window was not computed
 
     def numbers(self) -> dict[str, float]:
-        """What a line of metrics.jsonl says of it, besides its kind."""
+        """The numbers for a line of metrics.jsonl."""
         known = {"bad_loss": self.loss, "deviations": self.deviations}
         return {k: v for k, v in known.items() if v is not None and math.isfinite(v)}
 
     def text(self) -> str:
-        """In words, for a message."""
+        """The trouble in words, for a message."""
         if self.kind == "spike":
             return f"the loss is {self.loss:.6g}, {self.deviations:.1f} deviations above its like"
         return f"the {self.kind} is not finite"
@@ -67,15 +67,15 @@ class Trouble:
 
 @dataclass
 class BadSteps:
-    """The bad steps of a run so far, and the losses that a spike is told by. Saved with every
-    checkpoint, so that a resumed run judges as the undisturbed one does.
+    """The bad steps of a run so far, and the losses to compare with. Every checkpoint saves them,
+    so that a resumed run judges like an undisturbed one.
     """
 
     steps: list[int] = field(default_factory=list[int])  # counted from 1
     losses: list[float] = field(default_factory=list[float])  # of the latest good steps
 
     def judge(self, loss: float, train: Train) -> Trouble | None:
-        """What is wrong with this loss, over all ranks; a good one is remembered."""
+        """What is wrong with the loss of all ranks; None, and it is remembered, if it is good."""
         if not math.isfinite(loss):
             return Trouble("loss", loss)
         if train.spike_z is None:
@@ -88,7 +88,7 @@ class BadSteps:
         return None
 
     def count(self, step: int, trouble: Trouble, train: Train, *, rows: str) -> None:
-        """Take in a bad step. DivergedError when the run stops at one, or there are too many.
+        """Count a bad step. DivergedError if the run stops at one, or if there are too many.
 
         rows: this rank's first rows of the window, for the message.
         """
@@ -117,20 +117,20 @@ class BadSteps:
 
 @dataclass
 class SkippedSteps:
-    """How many updates a run has left out so far; saved with every checkpoint."""
+    """How many updates a run has skipped so far. Every checkpoint saves it."""
 
     total: int = 0
-    in_a_row: int = 0  # of the latest steps, at a loss scale that cannot fall any further
+    in_a_row: int = 0  # the latest steps, if the loss scale cannot fall any further
 
     def count(self, *, is_skipped: bool, scale: float, least: float) -> None:
-        """Take in one step. scale: after it; least: the value below which the scale never falls."""
+        """Count one step. scale: the scale after it; least: the lowest value of the scale."""
         self.total += is_skipped
         self.in_a_row = self.in_a_row + 1 if is_skipped and scale <= least else 0
 
     def refuse_too_many(self, step: int, *, last: int, scale: float) -> None:
-        """DivergedError when the run does not learn.
+        """DivergedError if so many updates were skipped that the run does not learn.
 
-        step: done so far, of `last`; scale: as it is now.
+        step: the steps done so far, of `last`; scale: the present one.
         """
         is_stuck = self.in_a_row >= MOST_IN_A_ROW
         is_judged = step >= min(JUDGED_FROM_STEP, last)
@@ -182,13 +182,13 @@ def left_out(folder: Path) -> dict[int, str]:
 
 
 def leave_out_from_now_on(folder: Path, step: int, kind: str) -> None:
-    """Write down that the window of `step` is left out, before the run goes back. Rank 0 alone."""
+    """Record that the window of `step` is left out, before the run goes back. Rank 0 only."""
     events = {**left_out(folder), step: kind}
     write_json(folder / FILE, [{"step": at, "kind": what} for at, what in sorted(events.items())])
 
 
 def roll_back(folder: Path, step: int, trouble: Trouble) -> None:
-    """Leave that window out from now on. A collective."""
+    """Leave the window of `step` out from now on. A collective."""
     on_main(lambda: leave_out_from_now_on(folder, step, trouble.kind))
     logger.warning(
         "step %d: %s; back to the last good checkpoint, without that window", step, trouble.text()

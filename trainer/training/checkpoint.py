@@ -1,5 +1,5 @@
-"""Checkpoints that are whole or invisible: written aside, checksummed, committed by one rename,
-verified before use.
+"""Writes and reads checkpoints. A checkpoint is complete or invisible: it is written to a temporary
+folder, gets checksums, is committed by one rename, and is verified before use.
 
     checkpoints/step-<n>/  weights-<rank>-of-<world>.safetensors     named tensors or pieces of
                            them (files/saved_tensors.py), any rank may hold any
@@ -46,9 +46,9 @@ from trainer.files.saved_tensors import SavedTensors
 from trainer.runtime import distributed
 
 MANIFEST, STATE = "manifest.json", "state.json"
-VERSION = 2  # of the layout above
-READABLE = (1, 2)  # 1: whole tensors alone
-JSON_ROOM = 2**20  # bytes set aside for state.json, manifest.json and the folder itself
+VERSION = 2  # the version of the layout above
+READABLE = (1, 2)  # version 1 has whole tensors only
+JSON_ROOM = 2**20  # bytes for state.json, manifest.json and the folder itself
 DAMAGED = "%s is damaged and passed over: %s"
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class SavedState(Protocol):
-    """What a run goes on from: a checkpoint, or what ranks keep in memory (survival/mirror.py)."""
+    """A state to resume from: a checkpoint, or copies in memory (survival/mirror.py)."""
 
     @property
     def world(self) -> int:
@@ -64,11 +64,11 @@ class SavedState(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """As state.json of a checkpoint: at least "progress" and "engine"."""
+        """The content of state.json: at least "progress" and "engine"."""
         ...
 
     def random_state(self, rank: int) -> dict[str, Tensor]:
-        """That of one of its ranks."""
+        """The random state of one rank."""
         ...
 
     def weights(self, shapes: Mapping[str, torch.Size]) -> Mapping[str, Tensor]:
@@ -82,7 +82,7 @@ class SavedState(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on the disk as a SavedState. It knows its shapes by itself."""
+    """A checkpoint on the disk as a SavedState. It knows the shapes itself."""
 
     folder: Path
 
@@ -158,7 +158,7 @@ def _everywhere(step: int, action: Callable[[], T]) -> list[T]:
     try:
         outcome: dict[str, Any] = {"result": action()}
     except Exception as error:
-        # any: a rank that leaves alone would hang the others in their next collective
+        # any error: if one rank left alone, the others would hang in their next collective
         cause = error
         text = str(error) if isinstance(error, LatheError) else f"{type(error).__name__}: {error}"
         outcome = {"error": text, "is_storage": isinstance(error, (StorageError, OSError))}
@@ -199,20 +199,20 @@ def _conclude(root: Path, step: int, state: Mapping[str, Any], records: list[Wri
 
 
 def tidy(root: Path, step: int, keep_last: int, keep: Collection[int]) -> None:
-    """Prune behind a save, which is safe whatever becomes of that. Rank 0 alone calls it.
+    """Prune after a save. If pruning fails, the save is safe all the same. Rank 0 only.
 
-    At the end of a run it is the last chance to clear what a killed one was removing.
+    At the end of a run it also removes what a killed process was removing.
     """
     try:
         with refusals(root):
             clear(root)
         prune(root, keep_last=keep_last, keep=set(keep), written=step)
-    except StorageError as error:  # the new checkpoint is safe; only room is lost
+    except StorageError as error:  # the new checkpoint is safe, only room is lost
         log.warning("old checkpoints stay: %s", error)
 
 
 def begin(root: Path, step: int) -> Path:
-    """The empty temporary folder of a save, after clearing what dead saves left.
+    """Remove the remains of killed saves, and make the temporary folder of a new one.
 
     Rank 0 alone calls it.
     """
@@ -225,9 +225,10 @@ def begin(root: Path, step: int) -> Path:
 
 
 def clear(root: Path) -> None:
-    """Remove what dead saves and removals left under `root`, which one process alone writes to now.
+    """Remove what killed saves and removals left under `root`. No other process may write there.
 
-    What was set aside for a replacement that never came is put back. Raises OSError.
+    A checkpoint that was set aside for a replacement, which never came, is put back. Raises
+    OSError.
     """
     for leftover in root.glob(".step-*"):
         visible = root / leftover.stem[1:]
@@ -239,8 +240,8 @@ def clear(root: Path) -> None:
 
 
 def commit(temporary: Path, root: Path, step: int, records: Sequence[WrittenFile]) -> Path:
-    """Turn a written temporary folder into step-<step>; returns it. Before the rename nobody sees
-    it.
+    """Rename a written temporary folder to step-<step>, and return it. Before the rename no reader
+    sees it.
 
     A step-<step> that is already there is replaced. Raises StorageError when a file is not there in
     full.
@@ -272,9 +273,11 @@ def commit(temporary: Path, root: Path, step: int, records: Sequence[WrittenFile
 
 
 def problems(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, one line per file: missing, extra, size, checksum.
+    """What is wrong with a checkpoint, one line per file: missing, extra, size, checksum. [] if it
+    is good.
 
-    Empty when it is good. part: of `parts` that share the checksums; each looks at names and sizes.
+    part: which of `parts` processes this is. They divide the checksums among them; each checks all
+    names and sizes.
     """
     records, wrong = _contents(folder)
     suspects = [
@@ -292,9 +295,9 @@ def problems(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def newest_good(root: Path) -> Path | None:
-    """The newest checkpoint under `root` without problems, or None.
+    """The newest checkpoint under `root` without problems; None if there is none.
 
-    Each damaged newer one is warned of by name.
+    A warning names each damaged newer one.
     """
     for _, folder in reversed(candidates(root)):
         wrong = problems(folder)
@@ -305,7 +308,7 @@ def newest_good(root: Path) -> Path | None:
 
 
 def resume_point(root: Path) -> Path | None:
-    """`newest_good` of what rank 0 sees, on every rank; each checks its share. A collective."""
+    """The newest good checkpoint that rank 0 sees. Every rank checks a share. A collective."""
     names = (
         [folder.name for _, folder in reversed(candidates(root))] if distributed.is_main() else 0
     )
@@ -324,9 +327,9 @@ def prune(
 ) -> list[int]:
     """Remove old checkpoints, and damaged ones; returns the steps removed. Rank 0 alone calls it.
 
-    The newest `keep_last`, the steps in `keep` and the last good one always stay; with no good one
-    nothing is removed. written: a step that this process has just committed, which is then not read
-    again to know that it is good.
+    The newest `keep_last`, the steps in `keep` and the last good one always stay; without a good
+    one nothing is removed. written: a step that this process has just committed, so that it need
+    not be checked.
     """
     last = _step_of(newest_good(root)) if written is None else written
     if last is None:
@@ -343,7 +346,7 @@ def prune(
 
 
 def _contents(folder: Path) -> tuple[list[WrittenFile], list[str]]:
-    """The manifest's records, and what names and sizes in the folder say against them.
+    """The records of the manifest, and the names and sizes in the folder that contradict them.
 
     Reads no file but the manifest.
     """
@@ -372,8 +375,8 @@ def _contents(folder: Path) -> tuple[list[WrittenFile], list[str]]:
 
 
 def candidates(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint, oldest first; a set-aside one stands in where its
-    replacement never came.
+    """(step, folder) of every checkpoint, oldest first. A checkpoint that was set aside counts if
+    its replacement never came.
     """
     found = {
         int(path.name[5:]): path
@@ -401,9 +404,9 @@ def _temporary(root: Path, step: int) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder; it is renamed first.
+    """Rename a folder, then delete it.
 
-    So a delete that dies half-way leaves no torn checkpoint behind.
+    So a process that is killed meanwhile leaves no incomplete checkpoint.
     """
     if not folder.is_dir():
         folder.unlink()
@@ -415,14 +418,14 @@ def _remove(folder: Path) -> None:
 
 # ---------------------------------------------------------------- reading
 
-# Older checkpoints of retrievers with adapters name peft's wrapper, which no longer stands around
-# a base.
+# In older checkpoints of retrievers with adapters, names contain peft's wrapper of the base, which
+# no longer exists.
 _WRAPPED = ".base_model.model."
 
 
 def read_tensors(folder: Path, prefix: str) -> SavedTensors:
-    """The tensors of all ranks that wrote `prefix` ("weights", "optimizer") by name, whatever the
-    world; each is read when it is asked for, and of a part no more than that.
+    """The tensors of `prefix` ("weights", "optimizer") by name, from the files of all ranks, for
+    any world size. A tensor, or a part of one, is read only when it is used.
 
     Raises CheckpointError when a shard is missing or two hold the same elements.
     """
@@ -432,7 +435,7 @@ def read_tensors(folder: Path, prefix: str) -> SavedTensors:
 def read_rng(folder: Path, rank: int) -> dict[str, Tensor]:
     """The random state that `rank` saved.
 
-    It means something only to a run of the same `saved_world`.
+    Only a run with the same number of ranks (`saved_world`) can use it.
     """
     shards = _shards(folder, "rng")
     if rank >= len(shards):
@@ -474,7 +477,7 @@ def _shards(folder: Path, prefix: str) -> list[Path]:
 
 
 def made_with() -> dict[str, str]:
-    """What the bits of a step depend on besides the dictionary: versions and the device."""
+    """The versions and the device, on which the bits of a step depend besides the dictionary."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     versions = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
     threads = {} if torch.cuda.is_available() else {"threads": str(torch.get_num_threads())}

@@ -157,7 +157,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/fid/tokens.py",
-        "targets[int(row[DRAW][0]) % len(targets) if DRAW in row else 0]",
+        "targets[int(row[DRAW][0]) % len(targets) if is_random and DRAW in row else 0]",
         "targets[0]",
         why="of several answers only the first is ever trained on",
         tests="tests/unit/test_fid_tokens.py",

@@ -12,6 +12,7 @@ import re
 from typing import Any, cast
 
 MAX_DEPTH = 100  # lists and objects inside each other; Python itself fails from about 980
+TOO_DEEP = f"lists and objects nested deeper than {MAX_DEPTH} levels; write it flatter"
 # half of a pair: a high one without its low one, or the other way round
 _HALF = re.compile(r"[\ud800-\udfff]")
 
@@ -20,20 +21,24 @@ class BadJson(ValueError):
     """The text is no JSON that can be used; the message says why, without a full stop."""
 
 
+class MalformedJson(BadJson):
+    """The text is no JSON at all."""
+
+
 def json_value(text: str) -> Any:
     """The value of a JSON text. BadJson for one that cannot be used."""
     try:
         value = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise BadJson(f"malformed JSON ({error.msg}, column {error.colno})") from None
+        raise MalformedJson(f"malformed JSON ({error.msg}, column {error.colno})") from None
     except BadJson:
         raise
     except RecursionError:
-        raise BadJson(_too_deep()) from None
+        raise BadJson(TOO_DEEP) from None
     except ValueError:  # int(): "Exceeds the limit (4300 digits)"
         raise BadJson("a number of thousands of digits; write it as text") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
-        raise BadJson(_too_deep())
+        raise BadJson(TOO_DEEP)
     if "\\u" in text and (half := half_of_pair(value)) is not None:
         raise BadJson(half)
     return value
@@ -83,10 +88,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise BadJson(f"the key {twice!a} stands twice in one object; leave one")
     return values
-
-
-def _too_deep() -> str:
-    return f"lists and objects nested deeper than {MAX_DEPTH} levels; write it flatter"
 
 
 def _inside(value: Any) -> list[Any]:

@@ -8,15 +8,15 @@ list, counted from 1.
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import ijson
-
+from trainer.data.formats.json_stream import json_items
+from trainer.data.formats.json_text import BadJson, MalformedJson, json_value
 from trainer.data.formats.json_text import preview as preview
+from trainer.data.formats.packed import MAX_LINE, open_file
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,8 +29,13 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number, line without its end) of a text file. DataError for what cannot be read."""
     number = 0
     try:
-        with _open(path) as file:
-            for number, content in enumerate(file, start=1):
+        with open_file(path) as file:
+            while content := file.readline(MAX_LINE + 1):
+                number += 1
+                if len(content) > MAX_LINE:
+                    raise bad_line(
+                        path, number, f"longer than {MAX_LINE:,} bytes; write one row a line"
+                    )
                 yield number, _decode(content, path, number)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _torn(path, f"line {number}", error) from error
@@ -56,13 +61,10 @@ def numbered_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
         if not text.strip():
             continue
         try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise bad_line(
-                path,
-                line,
-                f"malformed JSON ({error.msg}, column {error.colno}); write one object a line",
-            ) from None
+            row = json_value(text)
+        except BadJson as error:
+            advice = "; write one object a line" if isinstance(error, MalformedJson) else ""
+            raise bad_line(path, line, f"{error}{advice}") from None
         yield line, _object(row, f"{path}, line {line}")
         is_empty = False
     if is_empty:
@@ -90,12 +92,6 @@ def objects(path: Path) -> Iterator[tuple[str, Row]]:
 def bad_line(path: Path, line: int, problem: str) -> DataError:
     """The error that names a line of a file."""
     return DataError(f"{path}, line {line}: {problem}.")
-
-
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast("IO[bytes]", gzip.open(path, "rb"))
-    return path.open("rb")
 
 
 def _torn(path: Path, place: str, error: Exception) -> DataError:
@@ -126,7 +122,7 @@ def begins_as_json(path: Path) -> bool:
 def _beginning(path: Path) -> bytes:
     """The first bytes of a file after white space; b"" if the file cannot be read."""
     try:
-        with _open(path) as file:
+        with open_file(path) as file:
             start = file.read(4096)
     except (OSError, EOFError, zlib.error):
         return b""  # the reader of lines meets the same error, and says what to do
@@ -135,18 +131,12 @@ def _beginning(path: Path) -> bytes:
 
 def _items(path: Path) -> Iterator[Any]:
     number = 0
-    with _open(path) as file:
-        if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
-            file.seek(0)
+    with open_file(path) as file:
         try:
-            for item in ijson.items(file, "item", use_float=True):
+            for item in json_items(file):
                 number += 1
                 yield item
-        except (ijson.JSONError, UnicodeDecodeError) as error:
-            reason = str(error).strip().split("\n", 1)[0].rstrip(".")
-            raise DataError(
-                f"{path}, item {number + 1}: malformed JSON ({reason}); write one list of objects. "
-                "NaN is no JSON, and an integer beyond 64 bits is wanted as text."
-            ) from None
+        except BadJson as error:
+            raise DataError(f"{path}, item {number + 1}: {error}.") from None
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise _torn(path, f"item {number}", error) from error

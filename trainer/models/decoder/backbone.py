@@ -1,6 +1,5 @@
-"""What is particular to the family of the base model.
-
-How its blocks are called, and what its config calls things.
+"""Runs decoders of different families block by block: how each family's blocks are called, and the
+names in its config.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from trainer.models.packed.stock import Rows, attending
 
 # B batch, T tokens, S tokens seen so far (T + cached), D width, V vocabulary
 
-# Those whose frequencies depend on nothing but the config; "dynamic" and "longrope" change them
-# with the length.
+# Rotations whose frequencies depend only on the config; "dynamic" and "longrope" change them with
+# the length of a text.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -56,10 +55,10 @@ class Backbone(Protocol):
         positions_BT: Tensor,
         cache: Cache | None,
     ) -> dict[str, Any]:
-        """What the blocks are called with besides the states: for each window a causal mask, blind
-        to pads; their positions.
+        """The arguments of every block besides the states: for each window a causal mask that hides
+        pads, and the positions.
 
-        Rows in the place of a mask: the states are a stream of them, (1, M, D).
+        With Rows instead of a mask, the states are a stream of these rows, (1, M, D).
         """
         ...
 
@@ -150,13 +149,12 @@ class GPTBigCodeBackbone:
 class RotaryBackbone:
     """A decoder whose positions are rotations and whose MLP is gated.
 
-    They differ in what their blocks do by themselves (norms before or behind, of queries and keys,
-    fused projections), and in what stands here: which blocks see a window only, how fast each of
-    them rotates (Gemma 3), whether the embedding and the logits are scaled (Gemma).
+    The stock blocks differ in their norms and projections. This class knows the other differences:
+    which blocks see a window only, and how fast each block rotates (Gemma 3).
 
-    It rotates by frequencies of its own in fp32: the base keeps them in a buffer, which whoever
-    casts the model to bf16 casts as well, and then position 4000 is off by whole turns. Source:
-    transformers 5.23, models/<family>.
+    It keeps the rotation frequencies in fp32. The base holds them in a buffer, which is rounded
+    when the model is cast to bf16; position 4000 is then off by whole turns. Source: transformers
+    5.23, models/<family>.
     """
 
     def __init__(self, base: PreTrainedModel) -> None:
@@ -177,7 +175,13 @@ class RotaryBackbone:
         self.initial_std: float = config.initializer_range
         self.rope_theta: float | None = _rope_of(config, None)["rope_theta"]
         for window in set(self.windows):
-            _check_rope(_rope_of(config, window)["rope_type"])
+            rope_type = _rope_of(config, window)["rope_type"]
+            if rope_type not in ROPE_TYPES:
+                raise ConfigError(
+                    f"base model: got rope_type {rope_type!r}, want one of "
+                    f"{', '.join(ROPE_TYPES)}. Choose another base, or set rope_parameters of its "
+                    "config."
+                )
         if getattr(config, "use_bidirectional_attention", False):
             raise ConfigError(
                 "base model: its config says use_bidirectional_attention, but it is to write from "
@@ -190,7 +194,7 @@ class RotaryBackbone:
         self._frequencies, self._rope_scales = self._rotations()
 
     def _rotations(self) -> tuple[dict[int | None, Tensor], dict[int | None, float]]:
-        """By window: the frequencies of its blocks, and what their rotations are multiplied by."""
+        """For each window, the frequencies of its blocks and the factor of their rotations."""
         rotary: Any = self._model.rotary_emb
         frequencies: dict[int | None, Tensor] = {}
         scales: dict[int | None, float] = {}
@@ -241,12 +245,12 @@ class RotaryBackbone:
 
 
 def _body_of(base: Any) -> Any:
-    """The part of a causal LM without its head; a body itself."""
+    """The body of a causal LM, or `base` itself if it has no head."""
     return getattr(base, base.base_model_prefix, base)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    """The window of every block; None: it sees all that is before."""
+    """The window of every block; None: the block sees all tokens before."""
     window = getattr(config, "sliding_window", None)  # getattr: a Llama config has none
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -255,7 +259,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _kind(window: int | None) -> str:
-    """What transformers calls blocks with this window."""
+    """The name that transformers gives to blocks with this window."""
     return "full_attention" if window is None else "sliding_attention"
 
 
@@ -269,18 +273,10 @@ def _rope_of(config: Any, window: int | None) -> dict[str, Any]:
     return ropes[_kind(window)] if _is_by_kind(config) else ropes
 
 
-def _check_rope(rope_type: str) -> None:
-    if rope_type not in ROPE_TYPES:
-        raise ConfigError(
-            f"base model: got rope_type {rope_type!r}, want one of {', '.join(ROPE_TYPES)}. "
-            "Choose another base, or set rope_parameters of its config."
-        )
-
-
 def _causal_masks(
     backbone: Backbone, hidden_BTD: Tensor, mask_BS: Tensor | Rows, cache: Cache | None
 ) -> Mapping[int | None, Any]:
-    """What the blocks of each window get as their mask."""
+    """The mask for the blocks of each window."""
     if isinstance(mask_BS, Rows):
         return dict.fromkeys(backbone.windows, mask_BS)
     arguments: dict[str, Any] = {

@@ -1,6 +1,4 @@
-"""Operations on a pretrained model: which parameters move, how many they are, and what they start
-from.
-"""
+"""Chooses and counts the trainable parameters of a model, and loads tensors into it."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ _SHOWN = 5  # names listed in an error before "and n more"
 
 @dataclass(frozen=True)
 class TrainableReport:
-    """How many numbers a model has and how many of them move; a shared parameter counts once."""
+    """The size of a model and of its trainable part; a shared parameter counts once."""
 
-    total: int
-    trainable: int
+    total: int  # numbers in all parameters
+    trainable: int  # numbers in the trainable parameters
     names: tuple[str, ...]  # of the trainable parameters, in the model's order
 
     @property
@@ -40,12 +38,14 @@ def freeze_except(model: nn.Module, trainable: Chooser) -> None:
     """Set requires_grad on every parameter of `model`: True for the chosen ones, False for the
     others.
 
-    trainable: a predicate on parameter names, or the modules whose parameters move. A parameter
-    with several names moves when any of them is chosen. ConfigError when nothing is chosen.
+    trainable: a predicate on parameter names, or the modules whose parameters train. A parameter
+    with several names trains when any of them is chosen. ConfigError when nothing is chosen.
     """
-    trained = (
-        _choice_by_name(model, trainable) if callable(trainable) else _parameters_of(trainable)
-    )
+    if callable(trainable):
+        named = model.named_parameters(remove_duplicate=False)
+        trained = {id(parameter) for name, parameter in named if trainable(name)}
+    else:
+        trained = {id(parameter) for module in trainable for parameter in module.parameters()}
     own = list(model.parameters())
     if not any(id(parameter) in trained for parameter in own):
         raise ConfigError(
@@ -57,20 +57,10 @@ def freeze_except(model: nn.Module, trainable: Chooser) -> None:
         parameter.requires_grad_(id(parameter) in trained)
 
 
-def _choice_by_name(model: nn.Module, predicate: Callable[[str], bool]) -> set[int]:
-    return {
-        id(parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if predicate(name)
-    }
-
-
-def _parameters_of(modules: Iterable[nn.Module]) -> set[int]:
-    return {id(parameter) for module in modules for parameter in module.parameters()}
-
-
 def trainable_report(model: nn.Module) -> TrainableReport:
-    """Counts and names of what trains in `model`. Right for partitioned parameters too (ZeRO-3)."""
+    """Counts and names of the trainable parameters of `model`, which ZeRO-3 may have
+    partitioned.
+    """
     parameters = list(model.named_parameters())
     moving = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     return TrainableReport(
@@ -90,10 +80,10 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     """Copy named tensors into the parameters and saved buffers of `model`, each exactly once,
     casting to its dtype.
 
-    The names must be exactly those of the model; a shared tensor needs one of its names, and all
-    that are given must agree. source: where the tensors came from, for the message. ConfigError
-    lists every missing, unexpected and misshaped name at once. To be called before the engine
-    partitions the model.
+    The names must be exactly those of the model. A shared tensor needs one of its names; tensors
+    under several of its names must be equal. source: where the tensors came from, for the message.
+    ConfigError lists every missing, unexpected and misshaped name at once. It must be called before
+    the engine partitions the model.
     """
     groups = _names_by_tensor(model)
     targets = {name: target for names, target in groups for name in names}

@@ -1,8 +1,9 @@
 """The linear layers of a frozen base in 8 or 4 bits: a quarter or an eighth of fp32's bytes.
 
-8: rows of int8 with a scale each, as LLM.int8() (Dettmers et al. 2022) has its weights, and plain
-torch. 4: NF4 in blocks of 64 (QLoRA, Dettmers et al. 2023), packed and unpacked by bitsandbytes. A
-product unpacks its weight, forward and backward, and keeps neither the weight nor its input.
+8 bits: rows of int8 with one scale for each row, like the weights of LLM.int8() (Dettmers et al.
+2022), in plain torch. 4 bits: NF4 in blocks of 64 (QLoRA, Dettmers et al. 2023), packed and
+unpacked by bitsandbytes. A product unpacks its weight in the forward and in the backward pass, and
+keeps neither the weight nor its input.
 
 bitsandbytes' own layers are not used: in evaluation on a CPU with AVX-512 its 4-bit one (0.50.2)
 packs its weight anew, and the next training step has no gradient.
@@ -29,11 +30,11 @@ _BLOCK, _KIND = 64, "nf4"
 
 
 def quantize(model: PreTrainedModel, bits: Bits, dtype: torch.dtype) -> None:
-    """Put `bits` in the place of every linear layer of a model that is frozen, one after another.
+    """Replace the linear layers of a frozen model by QuantizedLinear, one after another.
 
-    Left as they are: the output layer, and what transformers itself keeps in fp32 (`wo` of a T5).
-    dtype: what products are computed in. It may lie on the meta device. ConfigError for a model
-    that has no such layer, and for 4 bits without bitsandbytes.
+    The output layer is left unchanged, and so are layers that transformers keeps in fp32 (`wo` of a
+    T5). dtype: of the products. The model may be on the meta device. ConfigError for a model
+    without such a layer, and for 4 bits without bitsandbytes.
     """
     names = list(_names(model))
     if not names:
@@ -56,8 +57,8 @@ def _names(model: Any) -> Iterator[str]:
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer whose weight is unpacked where it is read. Its packed weight and scales
-    are buffers: nothing of them trains, is saved, or is converted with the model.
+    """A frozen linear layer that unpacks its weight for each product. Its packed weight and scales
+    are buffers, which are not trained, not saved, and not cast with the model.
     """
 
     packed: Tensor
@@ -93,7 +94,7 @@ class QuantizedLinear(nn.Linear):
         return _Product.apply(input, self)  # pyright: ignore[reportReturnType]
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
-        """Moves it, and changes what it computes in; scales stay in fp32."""
+        """Moves the layer, and casts the dtype of its products; scales stay in fp32."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device)).dtype
         scales = self.scales
         super()._apply(fn, recurse)
@@ -103,7 +104,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """input @ weight.T + bias, which holds on to the layer alone."""
+    """input @ weight.T + bias; it keeps only the layer for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, layer: QuantizedLinear) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

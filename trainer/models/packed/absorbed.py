@@ -1,11 +1,11 @@
-"""Cross-attention of few queries over many states, which makes no keys and no values of them.
+"""Cross-attention of few queries over many states, without computing the states' keys and values.
 
-A score is q.(W s) = (q W).s: a head's weight of keys is applied to its few queries instead of to
-all states, and its weight of values to what was mixed of the states. For an answer of 7 tokens and
-heads 64 wide that is an eighth of cross-attention's products, and nothing as long as the states is
-kept but they themselves. Equal to the ordinary form but for rounding, with the same dropout.
-Source: the absorbed weights of DeepSeek-V2 2024 (arXiv 2405.04434), 2.1.2, there for a cache, here
-for training.
+A score is q.(W s) = (q W).s. So a head's weight of keys is applied to its few queries instead of to
+all states, and its weight of values is applied to the mixed states. For an answer of 7 tokens and
+heads of width 64 this takes an eighth of cross-attention's products, and no tensor as long as the
+states is kept except the states. The result equals that of the ordinary form except for rounding,
+with the same dropout. Source: the absorbed weights of DeepSeek-V2 2024 (arXiv 2405.04434), 2.1.2,
+there for a cache, here for training.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor, nn
 
 from trainer.models.packed.dropped import Dropout
 
-# N query tokens of all rows, B rows, T queries of the row that has most, A = T x heads, S states of
-# the row that has most, D width, H heads, C width of one, I = H x C
+# N query tokens of all rows, B rows, T most queries of a row, A = T x heads, S most states of a
+# row, D width, H heads, C width of one head, I = H x C
 
-_FEW = 0.5  # absorbed where it takes about so much of the ordinary form's products, or less
+_FEW = 0.5  # weights are absorbed if that takes at most this share of the ordinary form's products
 
 
 @dataclass(frozen=True)
 class FewQueries:
-    """B rows of few queries and the states that each reads, as rectangles."""
+    """B rows of few queries, and the states that each row reads, as rectangles."""
 
     states_BSD: Tensor
-    is_state_BS: Tensor | None  # None: all are
-    cells_N: Tensor  # where each query lies among all B * T
+    is_state_BS: Tensor | None  # False for filling; None: there is none
+    cells_N: Tensor  # the place of each query among all B * T
     queries: int  # T
 
     @property
@@ -42,12 +42,12 @@ class FewQueries:
 
 
 def is_few(queries: int, rows: int, heads: Any) -> bool:
-    """Whether absorbing is much less work, for so many queries of all rows together."""
+    """Whether absorbing the weights is much less work. queries: those of all rows together."""
     return is_absorbable(heads) and queries * heads.n_heads <= _FEW * rows * heads.k.out_features
 
 
 def is_absorbable(heads: Any) -> bool:
-    """Whether a T5Attention's keys and values are one plain weight each: not adapted, not
+    """Whether a T5Attention has one plain weight for keys and one for values: without adapters, not
     quantized, not shared by the heads.
     """
     plain = all(type(layer) is nn.Linear and layer.bias is None for layer in (heads.k, heads.v))
@@ -59,36 +59,33 @@ def attend(heads: Any, rows: FewQueries, normed_ND: Tensor) -> Tensor:
     are called in the order of the ordinary form, whatever other ranks do.
     """
     q_NHC = heads.q(normed_ND).unflatten(-1, (heads.n_heads, -1))
-    q_NHD = _call_as(heads.k, _absorb, q_NHC)
+    q_NHD = _call_narrow(heads.k, q_NHC, is_back=False)
     rate = getattr(heads.dropout, "p", heads.dropout) if heads.training else 0.0
     drop = Dropout.drawn(rate, q_NHD.device) if rate else None
-    mixed_BAD = _Mix.apply(_spread(q_NHD, rows), rows, drop, rows.states_BSD)
+    if rows.count > 1:  # zeros where a row has fewer queries
+        cells = q_NHD.new_zeros(rows.count * rows.queries, *q_NHD.shape[1:])
+        q_NHD = cells.index_copy(0, rows.cells_N, q_NHD)
+    q_BAD = q_NHD.reshape(rows.count, -1, q_NHD.shape[-1])
+    mixed_BAD = _Mix.apply(q_BAD, rows, drop, rows.states_BSD)
     mixed_NHD = mixed_BAD.reshape(-1, heads.n_heads, mixed_BAD.shape[-1])  # pyright: ignore[reportOptionalMemberAccess]
     if rows.count > 1:
         mixed_NHD = mixed_NHD.index_select(0, rows.cells_N)
-    return _call_as(heads.v, _values_of, mixed_NHD).flatten(1)
-
-
-def _spread(q_NHD: Tensor, rows: FewQueries) -> Tensor:
-    """(B, A, D), with zeros where a row has fewer queries."""
-    if rows.count > 1:
-        cells = q_NHD.new_zeros(rows.count * rows.queries, *q_NHD.shape[1:])
-        q_NHD = cells.index_copy(0, rows.cells_N, q_NHD)
-    return q_NHD.reshape(rows.count, -1, q_NHD.shape[-1])
+    return _call_narrow(heads.v, mixed_NHD, is_back=True).flatten(1)
 
 
 # A weight on the other side
 # --------------------------------------------------------------------------------------------------
 
 
-def _call_as(
-    layer: nn.Module, forward: Callable[[Tensor, Tensor], Tensor], inputs: Tensor
-) -> Tensor:
-    """forward(given, weight) as if it were the layer's own, so that whoever hooks into the layer
-    has its weight there: ZeRO-3.
+def _call_narrow(layer: nn.Module, x_NHX: Tensor, *, is_back: bool) -> Tensor:
+    """_Narrow with the weight of `layer`, as a call of that layer: ZeRO-3 gathers its weight in the
+    hooks of a call.
+
+    The weight of keys maps each head's queries to (N, H, D); with is_back the weight of values maps
+    each head's mixed states to (N, H, C).
     """
-    with _instead(layer, lambda x: forward(x, layer.weight)):  # pyright: ignore[reportArgumentType]
-        return layer(inputs)
+    with _instead(layer, lambda x: _Narrow.apply(x, layer.weight, is_back)):  # pyright: ignore[reportArgumentType]
+        return layer(x_NHX)
 
 
 @contextmanager
@@ -100,21 +97,11 @@ def _instead(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[
         del layer.forward  # the class's again
 
 
-def _absorb(q_NHC: Tensor, weight_ID: Tensor) -> Tensor:
-    """(N, H, D): each head's queries times its rows of the weight."""
-    return _Narrow.apply(q_NHC, weight_ID, False)  # pyright: ignore[reportReturnType]
-
-
-def _values_of(mixed_NHD: Tensor, weight_ID: Tensor) -> Tensor:
-    """(N, H, C): each head's rows of the weight times what it mixed."""
-    return _Narrow.apply(mixed_NHD, weight_ID, True)  # pyright: ignore[reportReturnType]
-
-
 class _Narrow(torch.autograd.Function):
-    """Head by head through a weight (I, D), from C to D, or, `is_back`, from D to C.
+    """The product with a weight (I, D), head by head: from C to D or, with is_back, from D to C.
 
-    The weight itself is kept for the backward pass, no view of it, so that ZeRO-3 can take it away
-    between the two.
+    It keeps the weight itself for the backward pass, and no view of it, so that ZeRO-3 can release
+    the weight in between.
     """
 
     @staticmethod
@@ -146,8 +133,8 @@ def _through(x_NHX: Tensor, weight_ID: Tensor, *, is_back: bool) -> Tensor:
 
 
 class _Mix(torch.autograd.Function):
-    """(B, A, D): the states mixed for every query. Scores are not kept but computed twice, in
-    fp32.
+    """(B, A, D): the states mixed for every query. The fp32 scores are not kept, but computed again
+    in the backward pass.
     """
 
     @staticmethod
@@ -192,7 +179,7 @@ def _scores(q: Tensor, states: Tensor, rows: FewQueries) -> Tensor:
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """Their batched product, not rounded from fp32."""
+    """The batched product in fp32, without rounding to the inputs' dtype."""
     if one.dtype == torch.float32:
         return torch.bmm(one, other)
     if one.device.type == "cpu":  # torch 2.13 has no product there with an output of another kind
@@ -212,7 +199,7 @@ def _drop_mask(drop: Dropout, shares: Tensor, rows: FewQueries) -> Tensor:
 
 
 def _drop(x: Tensor, drop: Dropout | None, is_dropped: Tensor | None) -> Tensor:
-    """In place: 0 where dropped, and the rest made up for it."""
+    """Applies dropout in place: 0 where dropped, other values scaled up."""
     if drop is not None and is_dropped is not None:
         x.masked_fill_(is_dropped, 0.0).div_(1 - drop.rate)
     return x

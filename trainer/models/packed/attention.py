@@ -27,11 +27,10 @@ AttendBy = Callable[[Any], Attend]
 
 
 def in_grids(table: Any, grids: Sequence[Tensor], cells: Tensor, *, dropout: float) -> Attend:
-    """Attention inside the passages of grids (packing.pack); everything else of a block runs on
-    real tokens only.
+    """Attention within passages that are laid out in grids (layout.pack).
 
-    table: the T5Attention that holds the table of position biases. Bias and mask are put together
-    here, once for every block that shares the table.
+    table: the T5Attention that holds the table of position biases. Bias and mask are added here,
+    once for all blocks that share the table.
     """
     longest = max(grid.shape[1] for grid in grids)
     bias_1HLL = table.compute_bias(longest, longest, cells.device)
@@ -63,20 +62,22 @@ def _attend(qkv: Sequence[Tensor], bias_NHLL: Tensor, dropout: float) -> Tensor:
 
 
 def in_streams(table: Any, batch: Mapping[str, Tensor], *, dropout: float) -> Attend:
-    """The same inside the rows of a packed batch, without grids, in memory that is linear in their
+    """Attention within the rows of a packed batch, without grids, in memory that is linear in their
     length.
-
-    How long the longest row is, its grid says: the lengths themselves are on the device.
     """
+    # the grids tell the longest row; reading the lengths would wait for the device
     longest = max(grid.shape[1] for grid in grids_of(batch))
     return in_rows(table, Rows(batch["starts"], batch["starts"], longest), dropout=dropout)
 
 
 def in_rows(table: Any, rows: Rows, *, dropout: float) -> Attend:
-    """The same inside rows; of a decoder's table, where they are causal."""
+    """Attention within rows, which are causal for the table of a decoder."""
     buckets = torch.arange(table.relative_attention_num_buckets, device=rows.queries.device)
+    # all distances beyond the largest one are in the last bucket
+    num_distances = table.relative_attention_max_distance + 1
+    bucket_of = _buckets(table, num_distances, buckets.device)[1:].to(torch.int32)
     # called as a module, for under ZeRO-3 a call gathers the table
-    biases = Biases(table.relative_attention_bias(buckets), _buckets_of_distances(table, buckets))
+    biases = Biases(table.relative_attention_bias(buckets), bucket_of)
 
     def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
         q, k, v = (x.unflatten(-1, (table.n_heads, -1)) for x in (q_MI, k_MI, v_MI))
@@ -85,18 +86,11 @@ def in_rows(table: Any, rows: Rows, *, dropout: float) -> Attend:
     return attend
 
 
-def _buckets_of_distances(table: Any, like: Tensor) -> Tensor:
-    """(2 * largest + 1,) int32: beyond the largest distance all are in one bucket."""
-    largest = table.relative_attention_max_distance
-    return _buckets(table, largest + 1, like.device)[1:].to(torch.int32)
-
-
 def flex(passage: Tensor, position: Tensor) -> AttendBy:
-    """Attention as one block-sparse product over the stream: no rectangle of passages at all. CUDA
-    only.
+    """Attention as one block-sparse product over the stream, without grids; CUDA only.
 
-    torch's FlexAttention has no dropout, so attention probabilities get none; every other dropout
-    stays. ConfigError without CUDA: there it has no backward.
+    torch's FlexAttention has no dropout on attention probabilities; other dropout is not affected.
+    ConfigError without CUDA, where FlexAttention has no backward pass.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -1,5 +1,5 @@
-"""What `generate` of transformers is told: a cache that fits, and generation_config.json of an
-export: where it ends, and how it writes unless it is told otherwise.
+"""Settings of transformers' `generate`: a cache for decoders of any depth, and
+generation_config.json of an export.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "generation_config.json"
 
 
 def write(folder: Path, model_config: Any, **said: Any) -> None:
-    """What transformers takes from the model's config, with `said` in the place of it."""
+    """Write the settings that transformers derives from the model's config, replaced by `said`."""
     values = GenerationConfig.from_model_config(model_config).to_diff_dict()
     values.pop("_from_model_config", None)
     # not save_pretrained: it refuses what published bases say (a temperature that nothing reads)
@@ -38,7 +38,7 @@ def cache_of(config: Any) -> Any:
 
 
 def of_base(source: Any) -> dict[str, Any]:
-    """What the file of a base says, a folder or Hub id; {} when it has none."""
+    """The content of the file in a base, a folder or Hub id; {} when it has none."""
     file = find_file(source, NAME) if isinstance(source, str) else None
     values = {} if file is None else json.loads(file.read_text())
     return {name: value for name, value in values.items() if name != "transformers_version"}

@@ -1,7 +1,7 @@
-"""The encoder's half of a T5 checkpoint: what a verifier or a retriever needs of it, memory-mapped.
+"""Extracts the encoder of a T5 checkpoint, which is all that a verifier or a retriever reads.
 
 google/t5-v1_1-xxl is one pickle of 44.5 GB, of which the encoder is 19.0 GB; every rank of a
-machine would read it all.
+machine would read all of it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _encoder_tensors(files: list[Path]) -> dict[str, Tensor]:
         tensors |= {
             name: tensor
             for name, tensor in weight_files.read_pickle(file).items()
-            if _is_encoders(name)
+            if name == "shared.weight" or name.startswith("encoder.")
         }
     if "shared.weight" not in tensors:
         tensors["shared.weight"] = tensors.pop("encoder.embed_tokens.weight", torch.empty(0))
@@ -66,7 +66,3 @@ def _encoder_tensors(files: list[Path]) -> dict[str, Tensor]:
             "checkpoint."
         )
     return tensors
-
-
-def _is_encoders(name: str) -> bool:
-    return name == "shared.weight" or name.startswith("encoder.")

@@ -1,4 +1,4 @@
-"""What transformers 5.23 does wrong when it builds or reads a model under ZeRO-3, mended."""
+"""Corrects errors of transformers 5.23 when it builds or reads a model under ZeRO-3."""
 
 from __future__ import annotations
 

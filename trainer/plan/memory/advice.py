@@ -1,6 +1,6 @@
-"""What would make a run fit, or fit better.
+"""Finds changes with which a run needs less memory.
 
-Each change is measured under fake tensors, with what it saves.
+Each change is measured under fake tensors.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ if TYPE_CHECKING:
     from trainer.runtime.gpus import Device
 
 RECOMPUTED = "train.gradient_checkpointing"  # the key
-_SHORTER = (2, 4, 8)  # a limit is tried at so many parts of it
+_SHORTER = (2, 4, 8)  # limits that are tried: a half, a quarter and an eighth of the present one
 _SHORTEST = 32
 _MOST_ROWS = 1 << 24
-_FEW, _SOME = (
-    2,
-    4,
-)  # rows, to see what one more row costs; a single row has no padding, and so other kernels
+# Numbers of rows, to see what one more row costs. A single row has no padding, so it would use
+# other kernels.
+_FEW, _SOME = 2, 4
 STAGES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
 @dataclass(frozen=True)
 class Fix:
-    """One change of the experiment, or of how it is run."""
+    """One change of the experiment or of a flag."""
 
     what: str
-    total: int  # bytes per device afterwards, in its phase
+    total: int  # bytes per device after the change, in its phase
     saving: int
     phase: str = TRAINING
 
@@ -66,22 +65,22 @@ class Stage:
 
 @dataclass(frozen=True)
 class Advice:
-    """What could be chosen instead."""
+    """The changes that would save memory."""
 
     stages: list[Stage]
-    fixes: list[Fix] = field(default_factory=list)  # the one that saves most first
-    largest_rows: int = 0  # rows of the longest kind in a micro-batch, at most; 0: none fits
-    largest_tokens: int = 0  # the same in padded tokens
-    seconds: float = 0.0  # of the processor, that measuring took
+    fixes: list[Fix] = field(default_factory=list)  # those that save most come first
+    largest_rows: int = 0  # how many of the longest rows fit into a micro-batch
+    largest_tokens: int = 0  # the same number in padded tokens
+    seconds: float = 0.0  # CPU seconds that measuring took
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def largest_fitting(peak_at: Callable[[int], int], nbytes: int) -> int:
-    """The largest number of rows that needs at most `nbytes`; 0 when none does.
+    """The largest number of rows that needs at most `nbytes`; 0 if one row needs more.
 
-    peak_at: bytes at a number of rows, which more rows do not make fewer.
+    peak_at: gives the bytes for a number of rows. They must not fall with more rows.
     """
     if peak_at(1) > nbytes:
         return 0
@@ -112,9 +111,9 @@ def stages(subject: Subject, basis: Basis, *, cublas: int) -> list[Stage]:
 
 
 def advise(subject: Subject, basis: Basis, device: Device | None, *, cublas: int) -> Advice:
-    """Every change worth knowing, with its predicted peak.
+    """The changes that save memory, with their predicted peaks.
 
-    device: the one that the run should fit; None: no limit is known.
+    device: the device that the run should fit; None: no limit is known.
     """
     step, now = basis.worst, basis.total
     usable = device.usable(subject.sharding.world) if device is not None else None
@@ -166,7 +165,7 @@ def advise(subject: Subject, basis: Basis, device: Device | None, *, cublas: int
 
 
 def _counts(subject: Subject, basis: Basis) -> tuple[int, ...]:
-    """How many of the longest rows are measured: once, where the plan itself is a second point."""
+    """The numbers of longest rows to measure. One is enough if the plan is a second point."""
     lengths, rows = subject.train.lengths, len(basis.numbers)
     if rows >= _SOME and bool((lengths[basis.numbers] == lengths.max()).all()):
         return (rows // 2,)
@@ -179,7 +178,7 @@ def _of_longest(subject: Subject, rows: int) -> MeasureRequest:
 
 
 def _other_attention(subject: Subject, basis: Basis) -> list[tuple[str, MeasureRequest]]:
-    """Other values of a key named attention, where a task has one; flex runs on CUDA only."""
+    """Requests for other values of a key named attention. flex is left out: it needs CUDA."""
     requests: list[tuple[str, MeasureRequest]] = []
     for block in type(subject.cfg).model_fields:
         schema = getattr(type(getattr(subject.cfg, block, None)), "model_fields", {}).get(
@@ -203,9 +202,8 @@ def _other_attention(subject: Subject, basis: Basis) -> list[tuple[str, MeasureR
 def _shorter(
     subject: Subject, basis: Basis, *, shortest_only: bool
 ) -> list[tuple[str, MeasureRequest]]:
-    """The worst micro-batch under shorter limits, encoded anew.
-
-    With micro_tokens it then holds more rows.
+    """Requests for the heaviest micro-batch, encoded again with shorter limits. With micro_tokens
+    it then holds more rows.
     """
     limit = binding_limit(subject.task)
     if limit is None:
@@ -227,7 +225,7 @@ def _encoded_anew(
     cfg = tasks.parse(values)
     task = tasks.load(cfg, subject.places)
     raw = subject.train.raw(basis.numbers)
-    different = {id(row): row for row in raw}  # those that are made up are all the same one
+    different = {id(row): row for row in raw}  # made-up rows are all the same object
     encoded = {number: Specimens(task, row) for number, row in different.items()}
     specimens = [encoded[id(row)] for row in raw]
     count = len(basis.numbers)
@@ -243,7 +241,7 @@ def _encoded_anew(
 def _limit_change(
     subject: Subject, basis: Basis, peaks: dict[str, int], usable: int | None
 ) -> list[tuple[str, int]]:
-    """The shortest limit tried; and where the run does not fit, the longest that does."""
+    """The shortest limit that was tried; if the run does not fit, also the longest that fits."""
     if not peaks:
         return []
     key, value = binding_limit(subject.task) or ("", 0)
@@ -262,7 +260,7 @@ def _limit_change(
 def _fewer_rows(
     subject: Subject, peak_at: Callable[[int], int], usable: int | None
 ) -> list[tuple[str, int]]:
-    """A smaller micro-batch, and more of them: the largest that fits, or half."""
+    """A smaller micro-batch with more accumulation: the largest that fits, or half of it."""
     train = subject.cfg.train
     if train.micro_tokens is not None or train.micro_batch == 1:
         return []
@@ -274,9 +272,9 @@ def _fewer_rows(
 
 
 def fewer_evaluated(plan: MemoryPlan, usable: int | None) -> list[Fix]:
-    """Smaller batches in evaluation, where that is what needs most: the largest that fits, or half.
+    """Smaller batches in evaluation, if that phase has the peak: the largest that fits, or half.
 
-    What is not weights or optimizer is of the rows, and grows with their number.
+    Everything but weights and optimizer is taken to grow with the number of rows.
     """
     worst = plan.peak
     if worst.name == TRAINING or worst.rows == 1:
@@ -300,7 +298,7 @@ def largest_divisor(number: int, most: int) -> int:
 def largest_rows(
     subject: Subject, presets: Sequence[str], *, usable: int, cublas: int
 ) -> dict[str, int]:
-    """How many of the longest rows fit into a micro-batch, under each of these DeepSpeed files."""
+    """How many of the longest rows fit into a micro-batch, for each of these DeepSpeed files."""
     counts = (_FEW, _SOME)
     few, some = measure([_of_longest(subject, rows) for rows in counts], subject.places)
     most_rows: dict[str, int] = {}
@@ -320,21 +318,21 @@ def largest_rows(
 
 
 def recomputation_line(how: bool | int) -> str:
-    """Which blocks are computed again, as text."""
+    """Which blocks are recomputed, as text."""
     if how is False:
         return "none"
     return "every block" if how == 1 else f"every {how}th block"
 
 
 def recomputing(subject: Subject, how: bool | int) -> Subject:
-    """The subject with that choice in place of its own."""
+    """The subject with this recomputation instead of its own."""
     values = with_value(subject.values, RECOMPUTED, how)
     return replace(subject, values=values, cfg=with_recomputation(subject.cfg, how))
 
 
 def choose_recomputation(subject: Subject, device: Device | None) -> Subject:
-    """The subject with what "auto" becomes on a device, and a note of it. ConfigError without one,
-    or where no plan can be basis.
+    """The subject with the recomputation that "auto" stands for on a device, and a note about it.
+    ConfigError without a device, or if memory cannot be planned.
     """
     if subject.cfg.train.gradient_checkpointing != AUTO:
         return subject
@@ -344,8 +342,8 @@ def choose_recomputation(subject: Subject, device: Device | None) -> Subject:
 
 
 def least_recomputed(subject: Subject, device: Device | None) -> bool | int:
-    """The least that fits: none, else every k-th block of the largest k that does, else every one.
-    ConfigError without a device, or where no plan can be basis.
+    """The least recomputation that fits: none, else every k-th block with the largest k that fits,
+    else every block. ConfigError without a device, or if memory cannot be planned.
     """
     if device is None:
         raise ConfigError(
@@ -362,7 +360,7 @@ def least_recomputed(subject: Subject, device: Device | None) -> bool | int:
 
 
 def fits_recomputed(subject: Subject, how: bool | int, device: Device) -> bool:
-    """Whether a training step with that choice does. True where no plan can be basis."""
+    """Whether a training step with this recomputation fits. True if memory cannot be planned."""
     room = Room(subject, device)
     try:
         return room.has(how)
@@ -371,7 +369,7 @@ def fits_recomputed(subject: Subject, how: bool | int, device: Device) -> bool:
 
 
 class Room:
-    """What a device has for the heaviest training step."""
+    """Compares the heaviest training step with the memory of a device."""
 
     def __init__(self, subject: Subject, device: Device) -> None:
         self._subject, self._cublas = subject, device.cublas_nbytes
@@ -394,7 +392,7 @@ class Room:
         return self.step(how)[0] <= self._usable
 
     def _heaviest(self, how: bool | int) -> tuple[int, Measured]:
-        """The peak of the micro-batch with the highest, and its step."""
+        """(highest peak of all micro-batches, the step that has it)."""
         subject = self._subject
         values: dict[str, Any] = with_value(subject.values, RECOMPUTED, how)
         requests = [subject.training_request(batch.numbers, values) for batch in self._batches]

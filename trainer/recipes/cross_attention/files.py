@@ -5,16 +5,19 @@ JSON, JSON lines, gzip of these, or a data set of the `datasets` library.
 
 from __future__ import annotations
 
-import gzip
-import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ijson
 
+from trainer.data.formats.json_stream import checked, json_items
+from trainer.data.formats.json_text import BadJson
+from trainer.data.formats.packed import open_file
+from trainer.data.readers import jsonl
 from trainer.errors import ConfigError, DataError
 
 Part = Literal["train", "dev"]
@@ -102,35 +105,23 @@ def _of_file(path: Path) -> Iterator[PublishedRecord]:
     is_lines = path.name.removesuffix(".gz").endswith(".jsonl")
     try:
         yield from _lines(path) if is_lines else _document(path)
-    except (OSError, EOFError, ijson.JSONError, UnicodeDecodeError) as error:
+    except (
+        *(OSError, EOFError, zlib.error),
+        *(ijson.JSONError, BadJson, UnicodeDecodeError),
+    ) as error:
         raise DataError(f"{path}: cannot be read ({error}). Download it again.") from error
 
 
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # pyright: ignore[reportReturnType]
-
-
 def _lines(path: Path) -> Iterator[PublishedRecord]:
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{where}: malformed JSON ({error.msg}, column {error.colno})."
-                ) from None
-            yield _record(values, where)
+    for number, values in jsonl.numbered_jsonl(path):
+        yield _record(values, f"{path}, line {number}")
 
 
 def _document(path: Path) -> Iterator[PublishedRecord]:
     """A list of records, or an object: SQuAD's with articles under "data", or one of columns."""
-    with _open(path) as file:
-        first = next(
-            (event, value) for _, event, value in ijson.parse(file) if event != "start_map"
-        )
+    with open_file(path) as file:
+        events = ijson.parse(checked(file), use_float=True)
+        first = next((event, value) for _, event, value in events if event != "start_map")
     if first[0] == "start_array":
         yield from _items(path, "item")
     elif first[1] == "version" or first[1] == "data":
@@ -141,8 +132,8 @@ def _document(path: Path) -> Iterator[PublishedRecord]:
 
 
 def _items(path: Path, prefix: str) -> Iterator[PublishedRecord]:
-    with _open(path) as file:
-        for number, values in enumerate(ijson.items(file, prefix, use_float=True), start=1):
+    with open_file(path) as file:
+        for number, values in enumerate(json_items(file, prefix), start=1):
             yield _record(values, f"{path}, item {number}")
 
 
@@ -168,8 +159,8 @@ def _of_columns(path: Path) -> Iterator[PublishedRecord]:
     """Columns side by side, each from its own reading of the file: it does not fit into memory."""
     with ExitStack() as stack:
         columns: list[Any] = [
-            ijson.kvitems(stack.enter_context(_open(path)), name, use_float=True)
-            for name in _COLUMNS
+            ijson.kvitems(checked(file), name, use_float=True)
+            for file, name in ((stack.enter_context(open_file(path)), name) for name in _COLUMNS)
         ]
         for pairs in zip(*columns, strict=True):
             numbers = {number for number, _ in pairs}

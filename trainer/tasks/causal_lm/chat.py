@@ -1,9 +1,9 @@
-"""Conversations as token ids, and which of them the assistant says.
+"""Conversations as token ids, with the tokens that the assistant says.
 
-A chat template is a program that writes a conversation as one text; it does not say who wrote what.
-So a turn of the assistant is found between two renderings: of all that stands before it, opened for
-an answer, and of the same with the turn. That holds if each is how the next one begins, which is
-checked for every turn of every row.
+A chat template is a program that writes a conversation as one text; it does not tell who says what.
+So a turn of the assistant is located by two renderings: one of all turns before it, opened for an
+answer, and one that also holds the turn. This is right if each rendering begins with the one before
+it, which is checked for every turn of every row.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Llama 3 writes the day into the system turn, by default today's: rows would change overnight. This
-# is the one that its own template falls back on.
+# Llama 3's template writes a date into the system turn, by default today's, so that rows would
+# change from day to day. This is the date that the template falls back on.
 _DATE = {"date_string": "26 Jul 2024"}
 
 Message = Mapping[str, Any]
-Span = tuple[int, int]  # [first, behind the last) in characters
+Span = tuple[int, int]  # (start, end) in characters, end exclusive
 
 
 @dataclass(frozen=True)
 class Spoken:
-    """A conversation as text, and where in it stands what is learnt."""
+    """A conversation as text, with the spans of the turns that are learnt."""
 
     text: str
     spans: list[Span]
-    needs_end: bool  # the last span does not end in a token that ends a turn
+    needs_end: bool  # whether the last span lacks a token that ends a turn
 
 
 class ChatTemplate:
@@ -53,8 +53,8 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, data_path: Path | None) -> ChatTemplate:
-        """The template that data.chat_template names, which becomes the tokenizer's own; else that
-        of the tokenizer.
+        """The template that data.chat_template names, which replaces the tokenizer's; without a
+        name, the tokenizer's own.
 
         ConfigError when there is none.
         """
@@ -69,13 +69,13 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """What the template says, also where a tokenizer has several."""
+        """The source of the template, or of all templates where a tokenizer has several."""
         return str(self.tokenizer.chat_template)
 
     def tokens(self, row: Row, end: int) -> dict[str, list[int]]:
-        """A whole conversation: "ids", and "scored", 1 for those that are learnt.
+        """A whole conversation: "ids", and "scored", which is 1 for each id that is learnt.
 
-        end: the id behind an answer that no token ends.
+        end: the id that is appended when no token ends the last answer.
         """
         spoken = self.spoken(row)
         encoding = self.tokenizer(
@@ -86,9 +86,9 @@ class ChatTemplate:
         return {"ids": [*encoding["input_ids"], *behind], "scored": [*scored, *(1 for _ in behind)]}
 
     def spoken(self, row: Row) -> Spoken:
-        """The text of a conversation, and the assistant's turns in it that count.
+        """The text of a conversation, and the spans of the assistant's turns that are learnt.
 
-        DataError where the template refuses it, or says too little of who speaks where.
+        DataError when the template refuses the conversation, or does not tell where a turn stands.
         """
         messages, tools = row["messages"], row.get("tools")
         whole = self._written(messages, tools)
@@ -98,14 +98,19 @@ class ChatTemplate:
         except _NoPrefix as error:
             spans = self._mark_turns(messages, tools, counted)
             if spans is None:
-                raise self._unclear(messages, str(error)) from None
+                raise DataError(
+                    f"{_name_roles(messages)}: the chat template {self.name} does not tell what "
+                    f'the assistant says: {error}. Give that turn "weight": 0, part the '
+                    "conversation into rows of one answer, or name a template in "
+                    f"data.chat_template: {_legal()}."
+                ) from None
         last = spans[-1][1]
         is_last = not whole[last:].strip() and not whole[:last].endswith(self._ends)
         return Spoken(whole, spans, needs_end=is_last)
 
     def turn_end(self, end: int) -> int:
-        """The token that ends a turn of the assistant; `end` where none does, or the template does
-        not tell.
+        """The token that ends a turn of the assistant; `end` if the template writes none, or if the
+        turn cannot be located.
         """
         messages = [{"role": role, "content": "a"} for role in ("user", ASSISTANT)]
         try:
@@ -122,7 +127,7 @@ class ChatTemplate:
         return self._written(row["messages"], row.get("tools"), is_opened=True)
 
     def _span(self, messages: Sequence[Message], tools: Any, number: int, whole: str) -> Span:
-        """Where the assistant's turn `number` stands, up to the token that ends it."""
+        """The span of the assistant's turn `number`, with the token that ends it."""
         if number == 0:
             raise _NoPrefix("it begins with the assistant")
         before = messages[:number]
@@ -144,8 +149,8 @@ class ChatTemplate:
     def _mark_turns(
         self, messages: Sequence[Message], tools: Any, counted: Sequence[int]
     ) -> list[Span] | None:
-        """The turns as {% generation %} marks them; None where the template does not, or not each
-        of them.
+        """The spans that {% generation %} marks; None if the template does not mark every turn of
+        the assistant.
         """
         template = self.tokenizer.get_chat_template(None, tools)
         if not _GENERATION.search(template):
@@ -173,22 +178,20 @@ class ChatTemplate:
                 add_generation_prompt=is_opened,
                 **_DATE,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except RecursionError:
+            raise ConfigError(
+                f"data.chat_template: the chat template {self.name} calls itself without an end. "
+                f"Mend it, or name another: {_legal()}."
+            ) from None
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise DataError(
                 f"{_name_roles(messages)}: the chat template {self.name} refuses it: {error}. Mend "
                 "the row, or name another template in data.chat_template."
             ) from None
 
-    def _unclear(self, messages: Sequence[Message], reason: str) -> DataError:
-        return DataError(
-            f"{_name_roles(messages)}: the chat template {self.name} does not tell what the "
-            f'assistant says: {reason}. Give that turn "weight": 0, part the conversation into '
-            f"rows of one answer, or name a template in data.chat_template: {_legal()}."
-        )
-
 
 class _NoPrefix(Exception):
-    """A rendering is not how the next one begins."""
+    """A rendering does not begin with the one before it."""
 
 
 def counts(message: Message) -> bool:
@@ -203,7 +206,7 @@ def meets(token: Span, spans: Sequence[Span]) -> bool:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates know it."""
+    """A message without our own key, which templates do not know."""
     return {name: value for name, value in message.items() if name != "weight"}
 
 

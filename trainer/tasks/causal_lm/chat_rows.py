@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import CHATS, OwnRows
+from trainer.data.formats.json_text import json_value
 from trainer.data.readers.jsonl import preview
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError
@@ -16,18 +16,18 @@ from trainer.tasks.causal_lm.chat import ASSISTANT, counts
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
-# ShareGPT's names of things.
+# ShareGPT's names of the roles, and ours.
 _ROLES = {"human": "user", "gpt": ASSISTANT}
 
 
 def chats(
     folder: Path | None, split: str, own: OwnRows, *, cache_dir: Path | None = None
 ) -> Iterator[Row]:
-    """Rows of "messages", a list of {"role", "content"}, with "tools" where the file has some.
+    """Rows of "messages", a list of {"role", "content"}, and of "tools" if the file has some.
 
-    A turn of the assistant may have a "weight", 0 or 1: with 0 it is read and not learnt; it may
-    have "tool_calls" in place of a content. ShareGPT's "from" and "value", "human" and "gpt" will
-    do, too, and so will "prompt" and "completion". DataError names the place of what is wrong.
+    A turn of the assistant may have a "weight", 0 or 1: a turn with 0 is read but not learnt. It
+    may have "tool_calls" instead of a content. ShareGPT's names ("from", "value", "human", "gpt")
+    are understood, and so are "prompt" and "completion". DataError names the place of a wrong row.
     """
     placed = own_rows(own, split, folder, layout=CHATS, first=".jsonl", cache_dir=cache_dir)
     for place, raw in placed:
@@ -49,8 +49,8 @@ def chats(
 
 
 def opened(raw: Row, place: str) -> Row:
-    """The conversation of an object in our names, up to where the assistant is to speak: its last
-    turns are left out, if they are there. DataError names the place of what is wrong.
+    """The conversation of an object in our names, without turns of the assistant at its end, so
+    that the assistant speaks next. DataError names the place of a wrong object.
     """
     if raw.get("messages") is None and raw.get("prompt") is not None:
         raw = {**raw, "completion": ""}
@@ -66,7 +66,9 @@ def opened(raw: Row, place: str) -> Row:
 
 
 def _values(raw: Row, place: str) -> Any:
-    """The messages of a row; of one with prompt and completion, a question and its answer."""
+    """The messages of a row; those of a row with prompt and completion are a question and its
+    answer.
+    """
     if raw.get("messages") is not None:
         return raw["messages"]
     if raw.get("prompt") is not None and raw.get("completion") is not None:
@@ -96,24 +98,21 @@ def _message(value: Any, place: str) -> dict[str, Any]:
         message.setdefault("content", "")
     if not isinstance(message.get("content"), str):
         raise DataError(f"{place}.content is {preview(message.get('content'))}, want text.")
-    _check_weight(message, place)
+    if "weight" in message:
+        weight = message["weight"]
+        if message["role"] != ASSISTANT or weight not in (0, 1):
+            raise DataError(
+                f"{place}.weight is {preview(weight)} of role {message['role']!r}: want 0 or 1, on "
+                "turns of the assistant alone."
+            )
+        message["weight"] = int(weight)
     return message
 
 
-def _check_weight(message: dict[str, Any], place: str) -> None:
-    if "weight" not in message:
-        return
-    weight = message["weight"]
-    if message["role"] != ASSISTANT or weight not in (0, 1):
-        raise DataError(
-            f"{place}.weight is {preview(weight)} of role {message['role']!r}: want 0 or 1, on "
-            "turns of the assistant alone."
-        )
-    message["weight"] = int(weight)
-
-
 def _call(call: Any, place: str) -> Any:
-    """A tool's call with its arguments as an object, which templates write; OpenAI has a text."""
+    """A tool's call with its arguments as an object, which templates need; OpenAI writes them as
+    text.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise DataError(
@@ -123,7 +122,7 @@ def _call(call: Any, place: str) -> Any:
     fields = {name: one for name, one in function.items() if one is not None}
     if isinstance(fields.get("arguments"), str):
         try:
-            fields["arguments"] = json.loads(fields["arguments"])
+            fields["arguments"] = json_value(fields["arguments"])
         except ValueError as error:
             raise DataError(f"{place}.tool_calls: arguments are no JSON ({error}).") from None
     return {**{name: one for name, one in call.items() if one is not None}, "function": fields}
@@ -133,7 +132,7 @@ def _tools(raw: Row, place: str) -> dict[str, Any]:
     tools = raw.get("tools")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = json_value(tools) if tools.strip() else None
         except ValueError as error:
             raise DataError(f"{place}: 'tools' are no JSON ({error}).") from None
     if not tools:

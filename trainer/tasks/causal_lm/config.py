@@ -23,13 +23,13 @@ class Data(OwnRows):
     lookup: made-up facts. nq: corpus.tsv of NaturalQuestions.
     """
     facts: Positive = 8
-    """Of "lookup": told in a text at most."""
+    """Of "lookup": the most facts that a text tells."""
     max_tokens: Positive = 1024
-    """Longer texts are cut into pieces of this length; what is longer of a conversation is cut off.
-    """
+    """Longer texts are cut into pieces of this length; a longer conversation loses its end."""
     loss_on: Literal["all", "answer"] = "all"
-    """answer: on completions alone ("files" with "prompt" and "completion"), or on the answers of
-    the made-up corpus. A conversation's is on what the assistant says, always.
+    """The tokens that the loss counts. answer: only completions ("files" with "prompt" and
+    "completion"), or the answers of the made-up corpus. In a conversation it is always what the
+    assistant says.
     """
     chat_template: str | None = None
     """Of "chat": a file (also below --data_path) or the name of a built-in one, "chatml" or

@@ -35,21 +35,24 @@ class CausalLM(nn.Module):
     """
 
     def __init__(self, base: Any, read: Read | None = None) -> None:
-        """read: how streams are read, of its body (streams.reader_of); None: rows have pads."""
+        """read: the function with which the body reads streams (streams.reader_of); None: rows are
+        padded.
+        """
         super().__init__()
         self.base, self._read = base, read
 
     def forward(self, labels: Tensor, scored: Tensor, **batch: Tensor) -> dict[str, Tensor]:
-        """Rows as packing.pack_labelled lays them out, or (B, T) input_ids, attention_mask and
-        labels with scored = losses.scored_before(labels) -> {"loss": () fp32, the sum over labelled
-        tokens}.
+        """{"loss": () fp32, the sum over labelled tokens}.
+
+        batch: rows as layout.pack_labelled packs them, or (B, T) input_ids, attention_mask and
+        labels with scored = losses.scored_before(labels).
         """
         hidden_MD = self._states(**batch).index_select(0, scored)
         targets_N = labels.flatten().index_select(0, scored + 1)
         return {"loss": OutputLayer(self.base).loss(hidden_MD, targets_N)}
 
     def _states(self, **batch: Tensor) -> Tensor:
-        """(M, D) of a stream; (B * T, D) of padded rows."""
+        """Last hidden states: (M, D) of a stream, (B * T, D) of padded rows."""
         if "tokens" in batch:
             assert self._read is not None
             return self._read(batch)
@@ -85,8 +88,8 @@ class Task(TokenTask[Config]):
         return CausalLM(base, self.reader(getattr(base, base.base_model_prefix)))
 
     def generation(self) -> dict[str, Any]:
-        """As the base's own file says, but that a text ends with its end, and an answer of a
-        conversation with the token that ends a turn.
+        """The base's own settings; texts also end at the end token, and answers of a conversation
+        at the token that ends a turn.
         """
         of_base_file = generation_file.of_base(base_source.resolve(self.cfg.base, self.places))
         of_base = of_base_file.get("eos_token_id", [])
@@ -100,7 +103,9 @@ class Task(TokenTask[Config]):
 
     @cached_property
     def turn_end(self) -> int:
-        """What follows an answer: in a conversation what ends a turn, else the end of a text."""
+        """The token behind an answer: in a conversation the one that ends a turn, else the end
+        token.
+        """
         return self.end if self.chat is None else self.chat.turn_end(self.end)
 
     def rows(self, split: str) -> Iterable[Row]:
@@ -130,7 +135,9 @@ class Task(TokenTask[Config]):
         return self.cfg.data.loss_on == "answer"
 
     def _pieces(self, row: Row) -> Iterator[Row]:
-        """The row itself, or numbered pieces of a text that is longer than data.max_tokens."""
+        """The row as piece 0; a text longer than data.max_tokens becomes several numbered
+        pieces.
+        """
         limit = self.cfg.data.max_tokens
         # a byte-level vocabulary never makes more tokens than bytes
         if len(row["text"].encode()) < limit:
@@ -140,8 +147,8 @@ class Task(TokenTask[Config]):
             yield {**row, "piece": piece}
 
     def _tokens(self, row: Row) -> dict[str, list[int]]:
-        """A whole text and its end: "ids" and, where answers alone are labels, "scored", 1 for
-        those. The end is one of them.
+        """A whole text with its end token: "ids" and, when only answers are labels, "scored", which
+        is 1 for the tokens of answers and the end token.
         """
         encoding = self.tokenizer(
             row["text"], add_special_tokens=False, return_offsets_mapping=self._is_on_answers
@@ -160,8 +167,8 @@ class Task(TokenTask[Config]):
         return Encoded({name: values[of_piece] for name, values in self._tokens(row).items()})
 
     def _conversation(self, whole: Mapping[str, list[int]]) -> Encoded:
-        """The first tokens of a conversation: what is behind them has lost its beginning, and
-        would be learnt without it.
+        """The first data.max_tokens tokens of a conversation. The rest is dropped, for it would be
+        learnt without the turns before it.
         """
         limit = self.cfg.data.max_tokens
         first_tokens = {name: values[:limit] for name, values in whole.items()}
@@ -175,8 +182,8 @@ class Task(TokenTask[Config]):
         )
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
-        """ids: nothing is cut off, for a text that is too long goes on in the next row. Of a
-        conversation the end is, and labels are counted from the first one.
+        """ids. A text has no limit, because a long one continues in the next row. A conversation is
+        cut at its end, and its labels count from the first one.
         """
         if self.chat is not None:
             whole, limit = self.chat.tokens(row, self.end), self.cfg.data.max_tokens
@@ -206,7 +213,7 @@ class Task(TokenTask[Config]):
         return len(encoded["ids"])
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """packing.pack_labelled's of the rows; of a base that reads no streams, input_ids,
+        """The rows as layout.pack_labelled packs them; for a base that reads no streams input_ids,
         attention_mask and labels (B, T), and scored (N,).
         """
         has_labels = self._is_on_answers or self.chat is not None

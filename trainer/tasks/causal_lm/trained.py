@@ -1,4 +1,4 @@
-"""A trained language model: how others load it, and how it goes on with prompts."""
+"""A trained language model: programs that load its export, and its continuations of prompts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def usage(cfg: Config, folder: Path) -> Usage:
 
 
 def row_to_predict(task: Any, raw: Row, place: str) -> Row:
-    """What is to be gone on with: messages (or a prompt) of a conversation; else prompt or text."""
+    """{"text"}: the text to continue, from messages or a prompt of a conversation, else from prompt
+    or text.
+    """
     if task.chat is not None:
         return {"text": task.chat.opened(opened(raw, place))}
     name, text = fields.first_given(raw, ("prompt", "text"))
@@ -71,7 +73,9 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
 def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
-    """As generated.predictions. Of a prompt that is too long for the model only the end is read."""
+    """Continuations as generated.predictions returns them. A prompt too long for the model loses
+    its beginning.
+    """
     base: Any = model.base
     search, most = how.search, how.max_tokens or _MAX_TOKENS
     ids = task.tokenizer([row["text"] for row in rows], add_special_tokens=False)["input_ids"]

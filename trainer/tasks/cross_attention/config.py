@@ -86,7 +86,7 @@ class Data(OwnRows):
     older name. stdlib_docs: the embedded corpus. lookup: made-up facts. nq: NaturalQuestions.
     """
     facts: Positive = 8
-    """Of "lookup": told in a context at most."""
+    """Of "lookup": the most facts that a context tells."""
     template: Literal["chat", "plain", "mistral", "bare"] = "chat"
     """How question and answer become one text; bare: the texts alone."""
     question_on_context: bool = False
@@ -102,7 +102,7 @@ class Data(OwnRows):
     include_context_ids: bool = False
     """Training also predicts every context itself, through the layers that read it."""
     fim_rate: Rate = 0.5
-    """Of those contexts: how many are reordered to fill in the middle."""
+    """The share of those contexts that are reordered to fill in the middle."""
     training_data_subset: str = "all"
     """Only rows of this "dataset" ("nq", ...)."""
     validation_data_subset: str = "all"
@@ -112,7 +112,7 @@ class Data(OwnRows):
     `python -m trainer prepare` made them before.
     """
     state_dtype: Literal["bf16", "fp32", "int8"] = "bf16"
-    """Of prepared states; int8 has a scale for each token."""
+    """The dtype of prepared states; int8 has a scale for each token."""
     shuffled_context: bool = False
     """Evaluation also reports the loss under another row's context."""
     packed: bool | None = None
@@ -120,7 +120,7 @@ class Data(OwnRows):
     attention is torch's, which it is unless the base says otherwise.
     """
     answer_tokens: Positive = 30
-    """Generated at most for an answer (--do_extra_evals)."""
+    """The most tokens of a generated answer (--do_extra_evals)."""
 
     def layout(self) -> Layout | None:
         return QUESTIONS if self.source in ("files", "jsonl") else None

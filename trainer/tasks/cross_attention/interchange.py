@@ -1,4 +1,4 @@
-"""Trained layers for elsewhere: a folder that refers to its base, or one that holds it."""
+"""Exports trained layers as a folder that refers to its base, or one that holds it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ log = logging.getLogger(__name__)
 
 
 def export_model(folder: Path, *, out: Path, merge: bool = False) -> None:
-    """Write a best/ or final/ folder of a run as one that `reader.Reader` and plain transformers
-    open.
+    """Write a best/ or final/ folder of a run as a folder that `reader.Reader` and plain
+    transformers open.
 
-    merge: with the base's weights in it, so that nothing else is needed. ConfigError when the
-    folder is no export of ours or `out` exists, ResumeError when its base is another by now;
-    nothing half-written is left.
+    merge: write the base's weights into it as well. ConfigError when the folder is no export of
+    ours or `out` exists, ResumeError when its base has changed; `out` is written whole or not at
+    all.
     """
     refuse_existing(out)
     export.described(folder)

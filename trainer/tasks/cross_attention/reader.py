@@ -1,4 +1,4 @@
-"""A trained model at work: contexts and questions in, answers out."""
+"""Answers questions about contexts with a trained model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.tasks.cross_attention.text.prompts import Prompts
 if TYPE_CHECKING:
     from trainer.protocol.task import Encoded
 
-_TORN = "\ufffd"  # of a letter whose bytes are several tokens, before the last of them
+_PARTIAL = "\ufffd"  # stands for a character of which only some tokens are written yet
 
 
 class Reader:
@@ -37,11 +37,10 @@ class Reader:
         savedir_base: Path | None = None,
         cache_dir: Path = Path("tmp-cache"),
     ) -> None:
-        """precision: None: as it was trained. savedir_base: where the run of its base lies, if it
-        has one; None: two folders up.
+        """precision: None: that of training. savedir_base: the folder of runs that holds the base's
+        run, if the base comes from one; None: two folders up.
 
-        Raises ConfigError when the folder is no export, ResumeError when its base is another by
-        now.
+        Raises ConfigError when the folder is no export, ResumeError when its base has changed.
         """
         folder = Path(folder)
         content = export.described(folder)
@@ -106,11 +105,11 @@ class Reader:
 
 
 class Reading:
-    """A context that a reader has read, to be asked any number of questions."""
+    """A context that a reader has encoded; it answers any number of questions."""
 
     def __init__(self, reader: Reader, contexts: list[str]) -> None:
         self._reader, self._contexts = reader, contexts
-        # which depends on the question where that is written before the context
+        # None: the question stands before the context, which is then encoded for each question
         self._kept = None if reader.prompts.data.question_on_context else self._encoded("")
 
     def answer(self, question: str, *, search: Search = GREEDY) -> str:
@@ -124,7 +123,7 @@ class Reading:
         return best
 
     def stream(self, question: str) -> Iterator[str]:
-        """The most likely answer in pieces, as it is written."""
+        """The most likely answer, piece by piece as it is generated."""
         reader = self._reader
         prompts, most = reader.prompts, reader.prompts.data.answer_tokens
         prompt = prompts.asked([self._row(question)], most_prompt_tokens(reader.model, most))
@@ -139,7 +138,7 @@ class Reading:
         ):
             tokens.append(token)
             text = prompts.text(tokens)
-            sure = len(text.rstrip(_TORN))
+            sure = len(text.rstrip(_PARTIAL))
             if sure > num_yielded:
                 yield text[num_yielded:sure]
                 num_yielded = sure

@@ -41,7 +41,8 @@ from trainer.tasks.token_task import TokenTask
 if TYPE_CHECKING:
     from trainer.tasks.cross_attention.encoder_states.reading import StateCache
 
-# The keys of data that every encoding id counts; one that came later counts where it is set.
+# The keys of `data` that every encoding id holds; a key that was added later is in the id if it is
+# set.
 _ALWAYS_COUNTED = (
     "source",
     "facts",
@@ -54,14 +55,13 @@ _ALWAYS_COUNTED = (
     "include_context_ids",
     "shuffled_context",
 )
-_OTHER = "other"  # the field with another row's context, in evaluation
+_OTHER = "other"  # the field that holds another row's context, in evaluation
 IS_CONTEXT = "is_context"  # marks a row, raw or encoded, whose decoder predicts the context itself
 
 
 class Task(TokenTask[Config]):
-    """A question (and the answer being written) in the decoder.
-
-    Its context is behind the cross-attention.
+    """The decoder reads a question and writes its answer; cross-attention layers read the
+    context.
     """
 
     rows_are_of_files: ClassVar[bool] = True
@@ -76,15 +76,12 @@ class Task(TokenTask[Config]):
 
     def model(self) -> nn.Module:
         model: Any = super().model()
-        if self.cfg.init_from is not None:
-            self._start_from(model, Path(self.cfg.init_from))
-        return model
-
-    def _start_from(self, model: CrossAttentionModel, folder: Path) -> None:
-        """Fill the added layers, and adapters that were trained with them, from a folder."""
+        if self.cfg.init_from is None:
+            return model
+        folder = Path(self.cfg.init_from)
         load_added(model, read_added(folder), source=str(folder))
         if not adapters.are_in(folder):
-            return
+            return model
         if self.cfg.lora is None:
             raise ConfigError(
                 f"init_from={str(folder)!r}: its layers were trained with adapters in their base, "
@@ -92,6 +89,7 @@ class Task(TokenTask[Config]):
             )
         adapters.check_base(folder, self.fingerprint())
         adapters.load(model.base, folder)
+        return model
 
     def operate(self, base: Any) -> CrossAttentionModel:
         model = CrossAttentionModel(base, self.cfg.layers, seed=self.cfg.train.seed)
@@ -134,7 +132,7 @@ class Task(TokenTask[Config]):
         )
 
     def rows(self, split: str) -> Iterable[Row]:
-        _ = self._states  # when there are none, it is said before anything is tokenised or loaded
+        _ = self._states  # missing states are an error before anything is tokenised or loaded
         data, places = self.cfg.data, self.places
         subset = {"train": data.training_data_subset, "valid": data.validation_data_subset}.get(
             split, "all"
@@ -150,9 +148,8 @@ class Task(TokenTask[Config]):
         return questions.with_another_context(list(rows))
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids: decoder text with its end and EOS, and the context's chunks.
-
-        Each is cut to its limit.
+        """Token ids of the decoder's text, with EOS, and of the context's chunks, each cut to its
+        limit.
         """
         if not self.cfg.data.include_context_ids:
             return self.prompts.encode(row)
@@ -165,10 +162,12 @@ class Task(TokenTask[Config]):
         data = self.cfg.data
         if data.source == "lookup":
             return self._encoded_under(set(), rows=lookup.num_contexts(data.facts))
-        return self._encoded_under({"facts"})  # which other rows know nothing of
+        return self._encoded_under({"facts"})  # only the rows of "lookup" depend on it
 
     def earlier_encoding_ids(self) -> Sequence[str]:
-        """`facts` counted for every source from 2026-11-23 to 25; on -21 only questions trained."""
+        """Ids of older versions: from 2026-11-23 to 2026-11-25 they held `facts` for every source,
+        and on 2026-11-21 only questions were trained.
+        """
         ids = [self._encoded_under(set())]
         if not self.cfg.data.include_context_ids:
             ids.append(self._encoded_under({"facts", "include_context_ids"}))
@@ -199,12 +198,12 @@ class Task(TokenTask[Config]):
         return IS_CONTEXT  # a question has some 40 tokens in the decoder, a context hundreds
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """Streams of real tokens (streams.py), where this is packed and every row has a context, or
-        rectangles:
+        """A packed batch (packed_batch.py) if is_packed and every row has a context, else a padded
+        one.
 
-        input_ids, attention_mask, labels (B, T), scored_flat (N,), and the context:
-        context_input_ids and context_attention_mask, (B, L) or (B, C, L), or encoder_hidden_states
-        (B, L, D) and encoder_attention_mask (B, L).
+        A padded batch holds input_ids, attention_mask, labels (B, T), scored_flat (N,), and the
+        context: context_input_ids and context_attention_mask, (B, L) or (B, C, L), or
+        encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L).
         """
         fields = ["context", *([_OTHER] if _OTHER in rows[0] else [])]
         if self.is_packed and can_be_streams(rows, fields):
@@ -230,10 +229,8 @@ class Task(TokenTask[Config]):
 
     @cached_property
     def is_packed(self) -> bool:
-        """Whether batches are packed.
-
-        ConfigError when that is asked for and the base's attention is not the one that can be
-        replaced.
+        """Whether batches are packed. ConfigError if data.packed is True and the base's attention
+        has no packed replacement.
         """
         is_packed = self.cfg.data.packed
         if is_packed is False:
@@ -247,7 +244,7 @@ class Task(TokenTask[Config]):
         return attention in REPLACED
 
     def _streams(self, rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> Batch:
-        """A packed batch; of another row's context the names begin with `other_`."""
+        """A packed batch; the names of another row's context begin with `other_`."""
         decoders = [self._decoder(row) for row in rows]
         is_answer = self.cfg.data.loss_on == "answer"
         batch = decoder_stream(
@@ -262,9 +259,8 @@ class Task(TokenTask[Config]):
         return batch
 
     def _decoder(self, row: Mapping[str, Any]) -> list[int]:
-        """The decoder's ids.
-
-        In training, a context may have its parts reordered, anew whenever it is visited.
+        """The decoder's ids. In training, a row that predicts its context has the parts of the
+        context reordered with probability data.fim_rate, anew in every step.
         """
         ids = [int(token) for token in row["decoder"]]
         if IS_CONTEXT not in row or not row[IS_CONTEXT][0] or DRAW not in row:
@@ -291,9 +287,8 @@ class Task(TokenTask[Config]):
             yield _loss(model, batch)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
-        """loss: per labelled token.
-
-        shuffled_loss: the same under another row's context; higher, if the layers read it.
+        """loss: per labelled token. shuffled_loss: the same with another row's context, which is
+        higher if the layers use the context.
         """
         units = self.units(batch)
         scores: dict[str, Ratio | GatheredValues] = {"loss": Ratio(_loss(model, batch), units)}
@@ -316,8 +311,8 @@ class Task(TokenTask[Config]):
         search: Search = GREEDY,
         max_tokens: int | None = None,
     ) -> Answered:
-        """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of
-        the best ones.
+        """Answers of at most data.answer_tokens tokens, and em, f1, precision, recall and recall_em
+        of each row's best answer.
         """
         is_synced = distributed.must_keep_step(model)
         how: dict[str, Any] = {"device": distributed.device(), "is_synced": is_synced}
@@ -338,7 +333,9 @@ class Task(TokenTask[Config]):
     # ----------------------------------------------------------------------------------------
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
-        """decoder: prompt and answer, or the context that is learnt; context: every chunk."""
+        """decoder: prompt and answer, or the context that the row predicts; context: every
+        chunk.
+        """
         data = self.cfg.data
         whole = self._without_limits.encode(
             row, predicts_context=data.include_context_ids and IS_CONTEXT in row
@@ -365,6 +362,6 @@ class Task(TokenTask[Config]):
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    """() the sum over the labelled tokens of a batch under its own context."""
+    """() the summed loss of a batch's labelled tokens, with the rows' own contexts."""
     own = {name: tensor for name, tensor in batch.items() if not name.startswith(f"{_OTHER}_")}
     return (model(packed=own) if "scored" in own else model(**own)).loss

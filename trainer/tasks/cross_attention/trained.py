@@ -1,4 +1,4 @@
-"""A trained model of this task: how others load it, and its predictions for unlabelled rows."""
+"""A trained model: programs that load its export, and its predictions for unlabelled rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
 
 
 def row_to_predict(task: Any, raw: Row, place: str) -> Row:
-    """question, with context, contexts or ctxs."""
+    """A question with its contexts, from context, contexts or ctxs."""
     own = {name: value for name, value in raw.items() if name not in ("answer", "answers")}
     return {**question_row({**own, "answers": ["?"]}, place), "answers": [""]}
 
@@ -68,8 +68,8 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
 def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
-    """As generated.predictions. Contexts are encoded here: the states that the experiment prepared
-    are those of other contexts.
+    """Answers as generated.predictions returns them. The model encodes the contexts, for the states
+    that the experiment prepared belong to other contexts.
     """
     prompts = Prompts(task.tokenizer, task.cfg.data)
     encoded = [prompts.encode(row) for row in rows]

@@ -38,19 +38,19 @@ class Data(OwnRows):
     corpus: str | None = None
     """A TSV of id, text, title, which passages given by id are read from."""
     contexts: Positive
-    """Passages per question: the first ones, fewer where there are fewer."""
+    """The number of passages of a question: its first ones, or all if it has fewer."""
     passage_tokens: Positive = 250
-    """Of question, title and text together; what is longer is cut."""
+    """The most tokens of question, title and text together; longer ones are cut."""
     target_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Of a target with its end; what is longer loses its end."""
+    """The most tokens of a target with its end token; a longer target loses its end."""
     answer_tokens: Annotated[int, Field(ge=2)] = 50
-    """Generated at most, the start token counted as published."""
+    """The most tokens of a generated answer; the start token counts, as published."""
     sort_by_score: bool = True
-    """Where all passages of a question have one, the highest first."""
+    """Sort the passages of a question by score, highest first, if all of them have one."""
     sample_targets: bool = True
-    """A random answer in every epoch; False: always the first."""
+    """Train on a random answer in every epoch; False: always on the first."""
     clean_up_spaces: bool = True
-    """Of decoded answers: " ," becomes ",", as the references' tokenizers did."""
+    """Remove spaces before punctuation in generated answers, as the published programs do."""
 
     def layout(self) -> Layout | None:
         return QUESTIONS if self.source in ("fid", "files", "ranked") else None

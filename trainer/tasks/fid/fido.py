@@ -1,13 +1,14 @@
-"""FiDO: a T5 whose decoder looks at the passages in few of its blocks, and there through one head
-of keys and values.
+"""FiDO: a T5 whose decoder has cross-attention in few of its blocks, with one head of keys and
+values.
 
-Writing an answer reads the keys and values of all passages again for every token; 100 passages of
-250 tokens are 1.8 GB in a T5-base, and 26 MB of it are left with both switches. Source: de Jong et
-al. 2022 (arXiv 2212.08153), section 3; which blocks keep their cross-attention: its published code,
-google/flaxformer, fido_architecture.py, encoder_decoder_attention_period.
+A decoder reads the keys and values of all passages again for every token that it writes. For 100
+passages of 250 tokens they take 1.8 GB in a T5-base, and 26 MB with both switches of this module.
+Source: de Jong et al. 2022 (arXiv 2212.08153), section 3; which blocks keep their cross-attention
+is taken from the published code (google/flaxformer, fido_architecture.py,
+encoder_decoder_attention_period).
 
-What remains keeps the names that it has in a T5. A folder of such weights has a model_type of its
-own, so that a program that knows T5 alone does not fill the holes with random numbers.
+The weights that remain keep their names in a T5. Their folder has a model_type of its own: a
+program that knows only T5 would otherwise fill the missing weights with random numbers.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
     from trainer.tasks.fid.config import Reader
 
 # B questions, T tokens of the decoder, S tokens of the passages of a question, H heads, C width of
-# one, I width of all together, D width
+# one head, I width of all heads, D width, Q = H * T queries
 
 MODEL_TYPE = "fido_t5"
 
 
 class FiDOConfig(T5Config):
-    """What config.json of a FiDO reader says besides a T5's."""
+    """A T5's config.json with the two switches of a FiDO reader."""
 
     model_type = MODEL_TYPE
 
@@ -49,7 +50,7 @@ class FiDOConfig(T5Config):
 
 @dataclass(frozen=True)
 class Switches:
-    """Which cross-attention a decoder has; a T5 as it comes has (1, False)."""
+    """Which cross-attention a decoder has; an unchanged T5 has (1, False)."""
 
     every: int
     multi_query: bool
@@ -72,12 +73,12 @@ class Switches:
 
 
 def switch(t5: Any, reader: Reader) -> None:
-    """Take from the decoder of `t5` what `reader` does without, in place.
+    """Change the cross-attention of the decoder of `t5`, in place, to what `reader` states.
 
-    A block that loses its cross-attention loses its weights; one head of keys and values starts as
-    the mean of all heads (Ainslie et al. 2023, arXiv 2305.13245, section 2.1). A base that was
-    trained so already stays as it is. At ZeRO-3 every rank calls it. ConfigError when the base has
-    less than `reader` wants.
+    A block without cross-attention drops its weights. A single head of keys and values starts as
+    the mean of all heads (Ainslie et al. 2023, arXiv 2305.13245, section 2.1). A base that already
+    has these switches is left unchanged. At ZeRO-3 every rank must call it. ConfigError when
+    `reader` wants cross-attention that the base no longer has.
     """
     has, wants = Switches.of_config(t5.config), Switches.of_reader(reader)
     _check_depth(t5.config, wants)
@@ -96,8 +97,8 @@ def switch(t5: Any, reader: Reader) -> None:
 
 
 def check_trained(config: Any, reader: Reader, *, folder: object) -> None:
-    """ConfigError when the reader in `folder`, by its config, is not one that was trained with
-    these switches.
+    """ConfigError when `config`, that of the reader in `folder`, states other switches than
+    `reader`.
     """
     has, wants = Switches.of_config(config), Switches.of_reader(reader)
     if has != wants:
@@ -109,8 +110,8 @@ def check_trained(config: Any, reader: Reader, *, folder: object) -> None:
 
 
 def check_base(config: Any, reader: Reader, *, has_adapters: bool) -> None:
-    """ConfigError when the switches are asked of a base whose cross-attention is not T5's own, or
-    would have to remove and merge weights that have adapters.
+    """ConfigError when `reader` sets the switches for a base that is no T5, or when they would
+    remove or merge weights that have adapters.
     """
     if has_adapters and Switches.of_config(config) != Switches.of_reader(reader):
         raise ConfigError(
@@ -129,7 +130,7 @@ def check_base(config: Any, reader: Reader, *, has_adapters: bool) -> None:
 
 
 def described(config: Any, reader: Reader) -> Any:
-    """The config of a base, as config.json of what is trained on it has to be."""
+    """The config.json of a reader that is trained on a base with this config."""
     wants = Switches.of_reader(reader)
     if wants == Switches(1, False):
         return config
@@ -141,7 +142,7 @@ def described(config: Any, reader: Reader) -> Any:
 
 
 def cross_layers(t5: Any) -> list[Any]:
-    """The cross-attention layers that a decoder has, in the order of its blocks."""
+    """The cross-attention layers of the decoder, in the order of its blocks."""
     layers = [block.layer[1] for block in t5.decoder.block]
     return [layer for layer in layers if not isinstance(layer, NoCrossAttention)]
 
@@ -156,14 +157,16 @@ def _check_depth(config: Any, wants: Switches) -> None:
 
 
 def _remove(t5: Any, every: int) -> None:
-    """Leave cross-attention to the last of every `every` blocks."""
+    """Keep cross-attention only in the last of every `every` blocks."""
     for number, block in enumerate(t5.decoder.block, start=1):
         if number % every:
             block.layer[1] = NoCrossAttention()
 
 
 class NoCrossAttention(nn.Module):
-    """Stands where a T5Block has cross-attention, so that the feed-forward layer keeps its name."""
+    """Takes the place of a T5Block's cross-attention, so that the feed-forward layer keeps its
+    name.
+    """
 
     def forward(
         self, hidden_BTD: Tensor, position_bias: Tensor | None = None, **unused: Any
@@ -173,13 +176,13 @@ class NoCrossAttention(nn.Module):
 
 
 class MultiQueryAttention(nn.Module):
-    """Cross-attention of all heads over one head of keys and values, in the place of a T5Attention.
+    """Cross-attention of all query heads over one head of keys and values; replaces a T5Attention.
 
     Source: Shazeer 2019 (arXiv 1911.02150). Its cache holds (B, 1, S, C) keys and values.
     """
 
     def __init__(self, heads: Any) -> None:
-        """heads: the T5Attention whose queries and output it takes over."""
+        """heads: the T5Attention whose query and output projections it takes over."""
         super().__init__()
         self.n_heads, self.layer_idx = heads.n_heads, heads.layer_idx
         self.dropout = nn.Dropout(heads.dropout)
@@ -189,12 +192,12 @@ class MultiQueryAttention(nn.Module):
         self.k = nn.Linear(*shape, bias=False, **like)
         self.v = nn.Linear(*shape, bias=False, **like)
         self.o = heads.o
-        for new in (self.k, self.v):  # as T5 draws those of a T5Attention
+        for new in (self.k, self.v):  # T5 initialises those of a T5Attention alike
             nn.init.normal_(new.weight, std=heads.config.initializer_factor * shape[0] ** -0.5)
 
     @torch.no_grad()
     def start_as_mean_of(self, heads: Any) -> None:
-        """Keys and values become the mean of those of a T5Attention's heads."""
+        """Set the projections of keys and values to the mean over a T5Attention's heads."""
         for own, theirs in ((self.k, heads.k), (self.v, heads.v)):
             with _whole(theirs.weight) as weight_ID:
                 of_heads = weight_ID.float().unflatten(0, (self.n_heads, -1))
@@ -209,11 +212,13 @@ class MultiQueryAttention(nn.Module):
         past_key_values: Any = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """What T5Attention.forward of transformers 5.23 returns; cross-attention has no bias."""
+        """Returns what T5Attention.forward of transformers 5.23 does; cross-attention has no
+        bias.
+        """
         del unused
         assert key_value_states is not None, "a decoder without passages needs no cross-attention"
         k_B1SC, v_B1SC = self._keys_and_values(key_value_states, past_key_values)
-        # every head's query is one more query of the one head
+        # the queries of all heads become queries of the single head
         q_BTI = self.q(hidden_BTD)
         q_B1QC = q_BTI.unflatten(-1, (self.n_heads, -1)).flatten(1, 2).unsqueeze(1)
         mixed_B1QC = F.scaled_dot_product_attention(
@@ -227,7 +232,7 @@ class MultiQueryAttention(nn.Module):
         return self.o(mixed_B1QC.reshape(q_BTI.shape)), position_bias, None
 
     def _keys_and_values(self, states_BSD: Tensor, past: Any) -> tuple[Tensor, Tensor]:
-        """(B, 1, S, C) each, out of the cache once it has them."""
+        """(B, 1, S, C) each; from the cache when it holds them."""
         if past is not None and past.is_updated.get(self.layer_idx):
             cached = past.cross_attention_cache.layers[self.layer_idx]
             return cached.keys, cached.values
@@ -240,9 +245,9 @@ class MultiQueryAttention(nn.Module):
 
 @contextmanager
 def _whole(weight: Any) -> Iterator[Tensor]:
-    """Inside, a weight that was read partitioned (ZeRO-3) is whole; every rank takes part.
+    """Gathers a weight that ZeRO-3 partitioned for as long as it is open; every rank takes part.
 
-    deepspeed 0.19.8, GatheredParameters, does the same for weights that nobody changes.
+    Source: GatheredParameters of deepspeed 0.19.8, for weights that nobody changes.
     """
     is_partitioned = hasattr(weight, "ds_id")
     if is_partitioned:
@@ -255,7 +260,7 @@ def _whole(weight: Any) -> Iterator[Tensor]:
 
 
 class FiDOT5(T5ForConditionalGeneration):
-    """A T5 that is built with the cross-attention of its config, for weights trained so."""
+    """A T5 that is built with the switches of its config, to load the weights of a FiDO reader."""
 
     config_class = FiDOConfig
 

@@ -1,4 +1,6 @@
-"""Ragged passages -> one stream of real tokens, and where each token lies in its question's."""
+"""Passages of different lengths as one stream of real tokens, with the place of each token among
+the tokens of its question.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,22 @@ from trainer.models.packed import layout
 if TYPE_CHECKING:
     from trainer.protocol.task import Batch
 
-# B questions, P passages of all of them, M tokens of all of those, S tokens of the question that
-# has most
+# B questions, P passages of all questions, M tokens of all passages, S tokens of the longest
+# question (all its passages)
 
 
 def pack(
     questions: Sequence[Sequence[Sequence[int]]], *, bucketed: bool, cross_width: int | None = None
 ) -> Batch:
-    """The passages of B questions, each a list of token ids, as packing.pack returns them, and in
-    addition:
+    """The passages of B questions, each a list of token ids, as layout.pack packs them, with these
+    tensors in addition:
 
-    question (P,) the question of each passage; question_starts (B + 1,) int32, where the tokens of
-    each question begin, and where those of the last one end; fused_mask (B, S) bool and fused (M,):
-    where each token lies among all those of its question.
+    question (P,): the question of each passage. question_starts (B + 1,) int32: where the tokens of
+    each question begin, and last where those of the last question end. fused_mask (B, S) bool: True
+    where there is a token. fused (M,): the place of each token in fused_mask, flattened.
 
-    cross_width: None puts the tokens of a question close together; a number leaves every passage
-    that much room, which is the references' layout. A question needs at least one passage, and a
+    cross_width: None puts the tokens of a question side by side; a number gives every passage that
+    many places, as the reference implementations do. A question needs at least one passage, and a
     passage at least one token.
     """
     passages = [passage for question in questions for passage in question]
@@ -53,7 +55,7 @@ def _fuse(
     position: np.ndarray,
     cross_width: int | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(B, S) mask, and the place of every token in the flat (B * S,) of it."""
+    """(B, S) mask, and the place of every token in the flattened mask (B * S,)."""
     rooms = lengths if cross_width is None else np.full_like(lengths, cross_width)
     per_question = np.bincount(question, weights=rooms).astype(np.int64)
     width = (
@@ -61,7 +63,7 @@ def _fuse(
         if cross_width is None
         else int(per_question.max())
     )
-    before = np.cumsum(rooms) - rooms  # room taken by earlier passages of all questions
+    before = np.cumsum(rooms) - rooms  # places of all earlier passages, of all questions
     before_question = np.cumsum(per_question) - per_question
     fused = question[passage] * width + (before - before_question[question])[passage] + position
     mask = np.zeros(len(per_question) * width, dtype=bool)

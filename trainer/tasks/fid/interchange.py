@@ -2,8 +2,8 @@
 facebookresearch/FiD.
 
 A reader is a T5 whose encoder was wrapped, so its files differ from those of a stock T5 in names
-alone: `encoder.encoder.block.0.module.layer...` for `encoder.block.0.layer...`, with another word
-for "module", and with a prefix, in minFiD.
+alone: FiD writes `encoder.encoder.block.0.module.layer...` for `encoder.block.0.layer...`; minFiD
+writes another word for "module" and puts a prefix in front.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Source:
 
     path: Path
     config: dict[str, Any]  # as config.json states it
-    tensors: dict[str, Tensor]  # by plain T5 name; tied ones once, as shared.weight
-    copied: tuple[Path, ...] = ()  # the tokenizer and the generation settings
+    tensors: dict[str, Tensor]  # by plain T5 name; tied tensors stand once, as shared.weight
+    copied: tuple[Path, ...] = ()  # files to copy: the tokenizer and the generation settings
     tokenizer_hint: str = "google-t5/t5-base"
 
 
@@ -66,7 +66,7 @@ def import_model(
     source: a folder of facebookresearch/FiD or of a plain T5, or a file that minFiD saved.
     tokenizer: a folder or Hub id whose files are written too, instead of those beside the reader.
     compat_cross_bias: keep the position bias of cross-attention, for an experiment with
-    reader.compat_cross_bias. Raises ConfigError and StorageError; then `out` is not there.
+    reader.compat_cross_bias. Raises ConfigError and StorageError; `out` then does not exist.
     """
     refuse_existing(out)
     read = _check(_read_pickle(source) if source.is_file() else _read_folder(source))
@@ -89,7 +89,7 @@ def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
     reads it.
 
     layout: "t5", or "fid" for FiDT5.from_pretrained of transformers 3.0.2. Raises ConfigError when
-    that cannot hold the model, and StorageError; then `out` is not there.
+    transformers 3.0.2 cannot express the model, and StorageError; `out` then does not exist.
     """
     if layout not in LAYOUTS:
         raise ConfigError(
@@ -175,9 +175,9 @@ def _read_pickle(file: Path) -> Source:
 
 
 def _unpickle(file: Path) -> Any:
-    """The content of a file of torch.save.
+    """The content of a file that torch.save wrote.
 
-    Tensors, plain containers and argparse.Namespace, never anything else.
+    It may hold tensors, plain containers and argparse.Namespace. ConfigError for anything else.
     """
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -193,7 +193,7 @@ def _unpickle(file: Path) -> Any:
             "made it, with tensors alone."
         ) from None
     except Exception as error:
-        # any: bytes that are no pickle can make the unpickler fail in every way
+        # every exception: bytes that are no pickle can make the unpickler fail in any way
         raise ConfigError(
             f"{file}: cannot be read ({error}). Copy the checkpoint again."
         ) from error
@@ -210,7 +210,13 @@ def _tensors_by_name(value: Any, file: Path) -> dict[str, Tensor]:
 
 
 def _rename(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
-    plain = {_plain_name(name): tensor for name, tensor in tensors.items()}
+    """The tensors under the names that a plain T5 gives them."""
+    plain: dict[str, Tensor] = {}
+    for wrapped_name, tensor in tensors.items():
+        # minFiD has these two prefixes, the second in its translate_model.py
+        name = re.sub(r"^(t5|seq2seq)\.", "", wrapped_name)
+        name = re.sub(r"^encoder\.encoder\.", "encoder.", name)
+        plain[_WRAPPED_BLOCK.sub(r"encoder.block.\1.layer.", name)] = tensor
     if len(plain) < len(tensors):
         raise ConfigError(
             f"{source}: holds the same tensors under plain and under wrapped names. Keep one of "
@@ -219,21 +225,10 @@ def _rename(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
     return plain
 
 
-def _plain_name(name: str) -> str:
-    name = re.sub(r"^(t5|seq2seq)\.", "", name)  # minFiD, and minFiD's translate_model.py
-    name = re.sub(r"^encoder\.encoder\.", "encoder.", name)
-    return _WRAPPED_BLOCK.sub(r"encoder.block.\1.layer.", name)
-
-
-def _wrapped_name(name: str) -> str:
-    name = re.sub(r"^encoder\.", "encoder.encoder.", name)
-    return re.sub(r"^(encoder\.encoder\.block\.\d+\.)layer\.", r"\1module.layer.", name)
-
-
 def _config_of(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Any]:
-    """What config.json would say, from the shapes; the rest as every published T5 has it.
+    """The config.json of a reader whose file holds none, as minFiD's do.
 
-    minFiD stores no config.
+    Sizes are read off the tensors' shapes; other values are those of every published T5.
     """
     block = "encoder.block.0.layer."
     gated = f"{block}1.DenseReluDense.wi_0.weight" in tensors
@@ -284,8 +279,8 @@ def _num_blocks(stack: str, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _check(source: Source) -> Source:
-    """`found` with tied tensors stored once, and a config that says the same to every version of
-    transformers.
+    """The source with each tied tensor stored once, and with a config that every version of
+    transformers reads alike.
 
     ConfigError names every missing, unexpected and misshaped tensor at once.
     """
@@ -294,9 +289,15 @@ def _check(source: Source) -> Source:
     embedding = next((name for name in (_EMBEDDING, *_TIED) if name in tensors), _EMBEDDING)
     if embedding in tensors:
         tensors.setdefault(_EMBEDDING, tensors[embedding])
-    is_untied = _is_untied(config, tensors)
+    # T5 v1.1 has an output layer of its own, and does not scale the decoder's output
+    has_both = _HEAD in tensors and _EMBEDDING in tensors
+    is_untied = (
+        not config.scale_decoder_outputs
+        and has_both
+        and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
+    )
     model = _skeleton(config, is_untied=is_untied, has_cross_bias=CROSS_BIAS in tensors)
-    # into no storage: only names and shapes are looked at
+    # the model has no storage, so this compares names and shapes only
     load_into(model, tensors, source=str(source.path))
     once = {
         name: t.contiguous()
@@ -313,13 +314,6 @@ def _t5_config(source: Source) -> Any:
         raise ConfigError(
             f"{source.path}: its config.json describes no T5 ({error}). Correct it."
         ) from None
-
-
-def _is_untied(config: Any, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether it has an output layer of its own: T5 v1.1, which scales no decoder output either."""
-    if config.scale_decoder_outputs or _HEAD not in tensors or _EMBEDDING not in tensors:
-        return False
-    return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
 
 
 def _plain_config(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -408,10 +402,14 @@ def _write_fid(source: Source, out: Path) -> None:
         tensors[CROSS_BIAS] = torch.zeros(shape, dtype=tensors[_EMBEDDING].dtype)
         log.info("added: a position bias of zeros for cross-attention, which changes nothing")
     tensors |= dict.fromkeys(_TIED, tensors[_EMBEDDING])
-    order = _skeleton(config, is_untied=False, has_cross_bias=True).state_dict()
+    wrapped: dict[str, Tensor] = {}
+    for name in _skeleton(config, is_untied=False, has_cross_bias=True).state_dict():
+        wrapped_name = re.sub(r"^encoder\.", "encoder.encoder.", name)
+        block = r"^(encoder\.encoder\.block\.\d+\.)layer\."
+        wrapped[re.sub(block, r"\1module.layer.", wrapped_name)] = tensors[name]
     with new_folder(out) as folder:
         _write_config(folder, config_302(config) | {"architectures": ["FiDT5"]})
-        _save({_wrapped_name(name): tensors[name] for name in order}, folder / "pytorch_model.bin")
+        _save(wrapped, folder / "pytorch_model.bin")
     log.info("%s: %s", out, _describe(source))
 
 

@@ -1,9 +1,9 @@
 """Fusion-in-Decoder on a stock T5: passages are encoded one by one, without padding, and decoded
 over all together.
 
-Source: Izacard & Grave 2021 (arXiv 2007.01282). The T5's modules and parameter names stay as
-transformers made them, but for what fido.py takes away on demand; only the order in which they are
-called is ours.
+Source: Izacard & Grave 2021 (arXiv 2007.01282). The T5's modules and parameter names are those of
+transformers, and only the order in which they are called is ours; fido.py removes some of them
+where an experiment says so.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Batch
     from trainer.tasks.fid.config import Reader
 
-# B questions, P passages of all of them, M tokens of all of those, S tokens of the question that
-# has most, T target tokens, G generated tokens, D width, I width of all heads together
+# B questions, P passages of all questions, M tokens of all passages, S tokens of the longest
+# question (all its passages), T target tokens, G generated tokens, D width, I width of all heads
 
 
 @dataclass(frozen=True)
 class Generation:
     """How answers are written."""
 
-    max_length: int  # the start token counts
+    max_length: int  # tokens, the start token included
     num_beams: int = 1  # 1: greedy
-    num_answers: int = 1  # the n best of them; at most num_beams
-    is_synced: bool = False  # ranks make equally many forwards, as ZeRO-3 wants
+    num_answers: int = 1  # how many of the best answers are returned; at most num_beams
+    is_synced: bool = False  # all ranks run the same number of forwards, as ZeRO-3 needs
 
 
 class FiD(nn.Module):
-    """A T5 whose forward reads a packed batch (packing.pack)."""
+    """A T5 whose forward reads a packed batch (fused_layout.pack)."""
 
     def __init__(self, t5: Any, reader: Reader, *, recompute_every: int | None = None) -> None:
-        """t5: a T5ForConditionalGeneration, which loses what reader's cross_attention_every and
-        cross_attention_multi_query say.
+        """t5: a T5ForConditionalGeneration; fido.switch removes cross-attention weights from it as
+        reader.cross_attention_every and reader.cross_attention_multi_query say.
 
-        recompute_every: of so many encoder blocks, one is computed again in backward.
+        recompute_every: k computes every k-th encoder block again in the backward pass.
         """
         super().__init__()
         fido.switch(t5, reader)
@@ -63,11 +63,11 @@ class FiD(nn.Module):
     def forward(
         self, generation: Generation | None = None, *, score_passages: bool = False, **batch: Tensor
     ) -> dict[str, Tensor]:
-        """What is asked for, of a packed batch with labels (B, T).
+        """The loss, the answers or the passage scores of a packed batch with labels (B, T).
 
-        Nothing asked for: {"loss": () fp32, the sum over labelled tokens}. generation: {"tokens":
-        (B * num_answers, G) with the start token, "scores": (B * num_answers,) of beams}.
-        score_passages: {"passage_scores": (P,) fp32}.
+        By default {"loss": () fp32, the sum over labelled tokens}. With `generation` {"tokens":
+        (B * num_answers, G) with the start token, "scores": (B * num_answers,) of beams}. With
+        score_passages {"passage_scores": (P,) fp32}.
         """
         states_MD = self.encode(batch)
         if generation is None and not score_passages and not self.reader.compat_cross_bias:
@@ -82,7 +82,9 @@ class FiD(nn.Module):
         return {"loss": loss}
 
     def _loss(self, states_MD: Tensor, batch: Batch) -> Tensor:
-        """() fp32 of a decoder that reads the tokens of its question, and no pads."""
+        """() fp32, the summed loss; the decoder attends to the tokens of its question, not to
+        pads.
+        """
         labels_BT, scored_N = batch["labels"], batch["scored"]
         written_BT = self.t5.prepare_decoder_input_ids_from_labels(labels_BT)
         longest = max(labels_BT.shape[1], batch["fused_mask"].shape[1])
@@ -97,7 +99,10 @@ class FiD(nn.Module):
         return OutputLayer(self.t5).loss(hidden_ND, targets_N)
 
     def _few(self, states_MD: Tensor, batch: Batch) -> absorbed.FewQueries | None:
-        """What the decoder reads where answers are so short that its states need no keys."""
+        """The decoder's input for absorbed attention, which projects no keys of the encoder states.
+
+        None when answers are too long for it to be faster.
+        """
         scored_N, (rows, longest) = batch["scored"], batch["labels"].shape
         written, layers = len(scored_N), fido.cross_layers(self.t5)
         is_few = all(absorbed.is_few(written, rows, layer.EncDecAttention) for layer in layers)
@@ -116,9 +121,8 @@ class FiD(nn.Module):
         return t5_encoder.encode(self.t5.encoder, batch, **how)
 
     def fuse(self, states_MD: Tensor, batch: Batch) -> Tensor:
-        """(M, D) states of all tokens -> (B, S, D).
-
-        So the decoder sees all passages of a question at once.
+        """(M, D) states of all tokens -> (B, S, D), one row for each question, so that the decoder
+        attends to all passages of a question at once.
         """
         mask_BS = batch["fused_mask"]
         flat = states_MD.new_zeros(mask_BS.numel(), states_MD.shape[-1]).index_copy(
@@ -159,11 +163,11 @@ class FiD(nn.Module):
         return output | ({"scores": generated.sequences_scores} if how.num_beams > 1 else {})
 
     def _passage_scores(self, fused_BSD: Tensor, batch: Batch) -> Tensor:
-        """(P,) fp32: mean over tokens, heads and those decoder layers that have cross-attention, of
-        the first decoder step's scores before the softmax.
+        """(P,) fp32: the cross-attention scores of the first decoder step, before the softmax, as
+        their mean over a passage's tokens, the heads and the layers that have cross-attention.
 
-        Source: Izacard & Grave 2021b (arXiv 2012.04584); it teaches a retriever. Answers are not
-        touched by it.
+        Source: Izacard & Grave 2021b (arXiv 2012.04584). A retriever learns from these scores; they
+        do not change answers.
         """
         config = self.t5.config
         start_B1 = torch.full_like(
@@ -177,48 +181,35 @@ class FiD(nn.Module):
                 use_cache=False,
             )
         pairs = projected()
-        scores_BS = sum(
-            (k_BSI.float() @ _summed_queries(q_B1I, k_BSI).transpose(1, 2)).squeeze(-1)
-            for q_B1I, k_BSI in pairs
-        )
-        scores_M = (
-            torch.as_tensor(scores_BS).flatten()[batch["fused"]] + self._cross_bias_at_start()
-        )
+        layer_scores = []
+        for q_B1I, k_BSI in pairs:
+            # (B, 1, width of a key): its product with a key is the sum over heads of all q.k. Where
+            # every head has keys of its own, a key is as wide as all queries together; keys that
+            # heads share meet the sum of their queries.
+            query_B1I = q_B1I.float().unflatten(-1, (-1, k_BSI.shape[-1])).sum(-2)
+            layer_scores.append((k_BSI.float() @ query_B1I.transpose(1, 2)).squeeze(-1))
+        scores_BS = sum(layer_scores)
+        scores_M = torch.as_tensor(scores_BS).flatten()[batch["fused"]]
+        if self.reader.compat_cross_bias:
+            # at the first step the position bias is the same for every token, in all layers
+            first = self.t5.decoder.block[0].layer[1].EncDecAttention
+            bias_of_heads = first.compute_bias(1, 1, first.q.weight.device).float().sum()
+            scores_M = scores_M + bias_of_heads * config.num_decoder_layers
         total_P = scores_M.new_zeros(len(batch["question"])).index_add(
             0, batch["passage"], scores_M
         )
         tokens_P = torch.bincount(batch["passage"], minlength=len(total_P))
         return total_P / (tokens_P * len(pairs) * config.num_heads)
 
-    def _cross_bias_at_start(self) -> Tensor | float:
-        """What the position bias of transformers 3.0.2 adds to every token at the first step, over
-        heads and layers.
-        """
-        if not self.reader.compat_cross_bias:
-            return 0.0
-        first = self.t5.decoder.block[0].layer[1].EncDecAttention
-        return (
-            first.compute_bias(1, 1, first.q.weight.device).float().sum()
-            * self.t5.config.num_decoder_layers
-        )
-
-
-def _summed_queries(q_B1I: Tensor, k_BSI: Tensor) -> Tensor:
-    """The query whose product with a key is the sum over heads of all q.k: (B, 1, width of a key).
-
-    Where every head has keys of its own, a key is as wide as all queries together; keys that heads
-    share meet the sum of their queries.
-    """
-    return q_B1I.float().unflatten(-1, (-1, k_BSI.shape[-1])).sum(-2)
-
 
 def _add_cross_bias(t5: Any) -> None:
     """Give cross-attention the table of position biases that it had in transformers 3.0.2, filled
     with zeros.
 
-    All keys get the bias of distance 0 but the first t of the first passage, at decoder step t.
-    transformers removed it in 4.0 (PR 8518). In 5.23 cross-attention counts the present tokens
-    twice, because self-attention has already put them into the cache: hence the subtraction.
+    At decoder step t every key gets the bias of distance 0, except the first t keys of the first
+    passage. transformers removed the table in 4.0 (PR 8518). In 5.23 cross-attention counts the
+    present tokens twice, because self-attention has already put them into the cache: hence the
+    subtraction.
     """
     first = t5.decoder.block[0].layer[1].EncDecAttention
     table = torch.zeros(
@@ -238,9 +229,9 @@ def _add_cross_bias(t5: Any) -> None:
 
 @contextmanager
 def _cross_projections(t5: Any) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
-    """Inside, every cross-attention's projected queries and keys are kept.
+    """While it is open, the projected queries and keys of every cross-attention are recorded.
 
-    The yielded call gives the pairs.
+    It yields a function that returns the pairs (queries, keys), one for each layer.
     """
     layers = fido.cross_layers(t5)
     values: dict[tuple[int, str], Tensor] = {}
@@ -252,14 +243,6 @@ def _cross_projections(t5: Any) -> Iterator[Callable[[], list[tuple[Tensor, Tens
         for number, layer in enumerate(layers):
             for part in ("q", "k"):
                 module = getattr(layer.EncDecAttention, part)
-                hooks.enter_context(_with_hook(module, functools.partial(keep, (number, part))))
+                handle = module.register_forward_hook(functools.partial(keep, (number, part)))
+                hooks.callback(handle.remove)
         yield lambda: [(values[number, "q"], values[number, "k"]) for number in range(len(layers))]
-
-
-@contextmanager
-def _with_hook(module: nn.Module, hook: Any) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -28,7 +28,7 @@ from trainer.models.frozen.quantized import Bits
 from trainer.models.packed.layout import pack_targets
 from trainer.models.weights import weight_files
 from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, scored_answers
-from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Places, Row
+from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
 from trainer.tasks.fid import fido
@@ -132,7 +132,7 @@ class Task(TokenTask[Config]):
 
     @cached_property
     def _corpus(self) -> TokenStore | None:
-        """The passages of data.corpus, tokenised once; None when passages stand in the rows."""
+        """The passages of data.corpus, tokenised once; None when the rows hold their passages."""
         file = self.cfg.data.corpus
         if file is None:
             return None
@@ -140,7 +140,11 @@ class Task(TokenTask[Config]):
         def passages() -> Iterable[Row]:
             return corpus_passages(self.places.data_path, file)
 
-        encoding_id = canonical_json({"task": "fid", "corpus": self._passages_id()})
+        passages_id = {
+            "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
+            "passage_tokens": self.cfg.data.passage_tokens,
+        }
+        encoding_id = canonical_json({"task": "fid", "corpus": passages_id})
         cache, split = self.places.cache_dir, "corpus"
         settings = canonical_json({"data_path": str(self.places.data_path), "corpus": file})
         return open_store(
@@ -156,21 +160,17 @@ class Task(TokenTask[Config]):
             ),
         )
 
-    def _passages_id(self) -> dict[str, Any]:
-        return {
-            "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
-            "passage_tokens": self.cfg.data.passage_tokens,
-        }
-
     @cached_property
     def _corpus_rows(self) -> dict[str, int]:
-        """Where each passage stands in the corpus, by its id."""
+        """The row number of each passage of the corpus, by the passage's id."""
         assert self.cfg.data.corpus is not None
         passages = corpus_passages(self.places.data_path, self.cfg.data.corpus)
         return {passage["id"]: number for number, passage in enumerate(passages)}
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids: the question, its passages (or their rows in the corpus) and its targets."""
+        """Token ids of the question, its passages and its targets; for passages of data.corpus
+        their row numbers there.
+        """
         question, limit = self.prompts.question(row["question"]), self.cfg.data.passage_tokens
         encoded = {"question": question, **flat(self.prompts.targets(row), "targets")}
         cuts: dict[str, Cut] = {}
@@ -194,7 +194,7 @@ class Task(TokenTask[Config]):
         return {"data.passage_tokens": data.passage_tokens, **targets}
 
     def specimen(self) -> Row:
-        """Its passages stand in it, also where the experiment looks passages up in a corpus."""
+        """A row that holds its passages, even when the experiment looks passages up in a corpus."""
         data = self.cfg.data
         answer = self.filler() if data.target_tokens is not None else "word " * data.answer_tokens
         passages = [{"title": "", "text": self.filler()}] * data.contexts
@@ -217,7 +217,7 @@ class Task(TokenTask[Config]):
         return number
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
-        """targets, and where passages stand in the rows: each with its question in front."""
+        """targets; and passages, each behind its question, when the rows hold them."""
         data = self.cfg.data
         whole = Prompts(
             self.tokenizer, data.model_copy(update={"passage_tokens": None, "target_tokens": None})
@@ -249,8 +249,9 @@ class Task(TokenTask[Config]):
         return sum(len(prompt) for prompt in self._prompts_of(encoded))
 
     def _prompts_of(self, encoded: Mapping[str, Any]) -> list[list[int]]:
-        """Question and passage together, cut to data.passage_tokens, for every passage; the
-        question alone of none.
+        """One prompt for each passage: the question and the passage, cut to data.passage_tokens.
+
+        A question without passages has one prompt, the question alone.
         """
         if "corpus_rows" in encoded:
             assert self._corpus is not None
@@ -263,8 +264,8 @@ class Task(TokenTask[Config]):
         ]
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """A packed batch of the rows' passages (packing.pack), and their targets
-        (packing.pack_targets).
+        """A packed batch of the rows' passages (fused_layout.pack) and targets
+        (layout.pack_targets).
         """
         data, reader = self.cfg.data, self.cfg.reader
         batch = pack(
@@ -272,7 +273,7 @@ class Task(TokenTask[Config]):
             bucketed=reader.attention == "bucketed",
             cross_width=data.passage_tokens if reader.compat_cross_bias else None,
         )
-        targets = [drawn_target(row if data.sample_targets else _undrawn(row)) for row in rows]
+        targets = [drawn_target(row, is_random=data.sample_targets) for row in rows]
         return batch | pack_targets(targets)
 
     # Answers
@@ -290,8 +291,8 @@ class Task(TokenTask[Config]):
         search: Search = GREEDY,
         max_tokens: int | None = None,
     ) -> Answered:
-        """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of
-        the best ones.
+        """Answers of at most data.answer_tokens tokens, and em, f1, precision, recall and recall_em
+        of each row's best answer.
         """
         refuse_sampling(search, task="fid", texts="answers")
         how = Generation(
@@ -307,22 +308,19 @@ class Task(TokenTask[Config]):
     def passage_scores(
         self, model: nn.Module, rows: Sequence[Mapping[str, Any]]
     ) -> list[list[float]]:
-        """How much the first decoder step attends to each passage (FiD-KD).
+        """How much the first decoder step attends to each passage of each row (FiD-KD).
 
-        The list of a question without passages is empty.
+        A question without passages has an empty list.
         """
+        passage_field = "passages_lengths" if self.cfg.data.corpus is None else "corpus_rows"
         batch = self._on_device(rows)
         scores = model(score_passages=True, **batch)["passage_scores"].tolist()
         question = batch["question"].tolist()
         of_row: list[list[float]] = [[] for _ in rows]
         for score, number in zip(scores, question, strict=True):
-            if len(rows[number][self._passage_field]):
+            if len(rows[number][passage_field]):
                 of_row[number].append(score)
         return of_row
-
-    @property
-    def _passage_field(self) -> str:
-        return "passages_lengths" if self.cfg.data.corpus is None else "corpus_rows"
 
     def _on_device(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         return to_device(self.collate(rows))
@@ -335,7 +333,3 @@ def _with_text(passage: Row, row: Row) -> Row:
             "text. Write the text there, or name the file that holds it in data.corpus."
         )
     return passage
-
-
-def _undrawn(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: values for name, values in row.items() if name != DRAW}

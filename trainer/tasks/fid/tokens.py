@@ -1,9 +1,9 @@
 """Questions, passages and answers as token ids.
 
-The reader sees "question: Q title: T context: C" for every passage. The question is tokenised once
-and the passage once: a space is where SentencePiece and byte-level tokenizers always cut, so the
-two halves make the whole. Source of the prompt: facebookresearch/FiD and karlstratos/minFiD, which
-agree on it.
+The reader sees "question: Q title: T context: C" for every passage. The question and the passage
+are tokenised apart, each once: SentencePiece and byte-level tokenizers always cut at a space, so
+the ids of both halves, joined, are those of the whole. Source of the prompt: facebookresearch/FiD
+and karlstratos/minFiD, which agree on it.
 """
 
 from __future__ import annotations
@@ -28,38 +28,37 @@ class Prompts:
         self.end = eos_id(tokenizer)
 
     def question(self, text: str) -> list[int]:
-        """What stands in front of every passage of a question.
+        """Ids of the question, which stands before every passage.
 
-        Alone it is the prompt of a question without passages.
+        A question without passages has this prompt alone.
         """
         return self._ids([f"question: {text}"])[0]
 
     def passages(self, passages: Sequence[Mapping[str, str]]) -> list[list[int]]:
-        """What stands behind the question, cut to data.passage_tokens.
+        """Ids of the passages, without the question, cut to data.passage_tokens.
 
-        A missing title is an empty one.
+        A missing title counts as an empty one.
         """
         return [ids[: self.data.passage_tokens] for ids in self.whole_passages(passages)]
 
     def whole_passages(self, passages: Sequence[Mapping[str, str]]) -> list[list[int]]:
-        """The same, cut nowhere."""
+        """Ids of the passages, without the question, uncut."""
         texts = [
             f" title: {passage.get('title', '')} context: {passage['text']}" for passage in passages
         ]
         return self._ids(texts)
 
     def targets(self, row: Row) -> list[list[int]]:
-        """The texts that the decoder may learn to write for `row`, each with its end: `target`, or
-        else every answer.
+        """Ids of the texts that the decoder may learn to write for `row`, each with its end token:
+        the row's `target` if it has one, else every answer.
 
-        Cut to data.target_tokens, which may cut the end off, as published.
+        They are cut to data.target_tokens, which may cut the end token off, as published.
         """
         return [ids[: self.data.target_tokens] for ids in self._whole_targets(row)]
 
     def lost_labels(self, row: Row) -> tuple[int, int]:
-        """(tokens that data.target_tokens cuts off all targets, of how many).
-
-        Zeros where there is no limit.
+        """How many tokens of all targets data.target_tokens cuts off, and how many tokens all
+        targets have; (0, 0) without a limit.
         """
         if self.data.target_tokens is None:
             return 0, 0
@@ -79,10 +78,13 @@ class Prompts:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
-def drawn_target(row: Mapping[str, Any]) -> Sequence[int]:
+def drawn_target(row: Mapping[str, Any], *, is_random: bool = True) -> Sequence[int]:
     """One target of an encoded row; [] when it has none.
 
-    In training the one that the row's draw falls on, else the first.
+    is_random: a training row, which carries a draw, gets a random target. Otherwise it is the
+    first.
     """
     targets = unflat(row, "targets")
-    return targets[int(row[DRAW][0]) % len(targets) if DRAW in row else 0] if targets else []
+    if not targets:
+        return []
+    return targets[int(row[DRAW][0]) % len(targets) if is_random and DRAW in row else 0]

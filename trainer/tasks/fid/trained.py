@@ -1,4 +1,4 @@
-"""A trained reader: how others load it, and its predictions for unlabelled rows."""
+"""A trained reader: programs that load its export, and its predictions for unlabelled rows."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
 
 
 def row_to_predict(task: Any, raw: Row, place: str) -> Row:
-    """question, with ctxs or contexts."""
+    """A question with its passages, from ctxs or contexts."""
     data = task.cfg.data
     return retrieved.question_with_passages(
         raw, place, contexts=data.contexts, sort_by_score=data.sort_by_score

@@ -1,4 +1,4 @@
-"""What a T5 is to transformers 3.0.2, on which facebookresearch/FiD runs."""
+"""The T5s that transformers 3.0.2, on which facebookresearch/FiD runs, can express."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from trainer.errors import ConfigError
 
 
 def refuse_newer(config: Any, path: Path) -> None:
-    """ConfigError for a T5 that transformers 3.0.2, on which FiD runs, cannot express.
-
-    It names everything about the T5 that it cannot.
+    """ConfigError for a T5 that transformers 3.0.2 cannot express; it names every reason at
+    once.
     """
     problems: list[str] = []
     if config.feed_forward_proj != "relu":

@@ -1,4 +1,4 @@
-"""Names of a reader's weights, and the one table that plain T5 lacks."""
+"""The table of position biases in cross-attention, which a plain T5 lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.models.weights.weight_files import find_file
 if TYPE_CHECKING:
     from trainer.config.schema import RandomBase
 
-# The table that transformers before 4.0 gave cross-attention and that no later one has (huggingface
+# transformers before 4.0 gave cross-attention this table, later versions do not (huggingface
 # #8518).
 CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
@@ -21,7 +21,7 @@ CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.we
 def add_cross_bias(t5: Any, source: str | RandomBase) -> None:
     """Fill the table of cross-attention's position biases from the folder `source`.
 
-    ConfigError when it has none.
+    ConfigError when the folder holds no such table.
     """
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""How rows become a batch: which of their passages are looked at, and how texts are laid out."""
+"""Makes batches of rows: chooses the passages of each row, and lays texts out for the model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from trainer.tasks.retriever.tokens import Tokens, passage_of, words_of
 
 @dataclass(frozen=True)
 class Batches:
-    """Makes batches of one experiment's rows."""
+    """Makes batches of the rows of one experiment."""
 
     cfg: Config
     tokens: Tokens
-    is_packed: bool  # texts are streams of real tokens; else rows with pads
+    is_packed: bool  # True: texts are streams of real tokens; False: padded rows
 
     def of_rows(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """Q queries, and P passages query by query, a positive first.
+        """A batch of Q queries and P passages. The passages stand query by query, a positive first.
 
         Texts are streams (model.packed), or query_ids, query_mask (Q, L) and passage_ids,
-        passage_mask (P, L). Besides: counts (Q,) of passages; identities (P,); positive_ids,
-        positive_counts (Q,); teacher (P,) scores; numbers (Q,) of the rows.
+        passage_mask (P, L). Other tensors: counts (Q,), the passages of each query; identities
+        (P,); positive_ids, the identities of all positives; positive_counts (Q,); teacher (P,), the
+        scores of a teacher; numbers (Q,), the numbers of the rows.
         """
         choices = [self.choose(row) for row in rows]
         passages = [
@@ -59,8 +60,8 @@ class Batches:
         }
 
     def choose(self, row: Mapping[str, Any]) -> list[int]:
-        """The places of the passages of a row that are looked at: in training (rows that draw)
-        data.passages of them, else all positives and the first negatives.
+        """The places of the chosen passages of a row: in training, where rows carry a draw, a
+        positive and data.passages - 1 negatives; else all positives and the first negatives.
         """
         data, total, positives = self.cfg.data, len(row["lengths"]), int(row["num_positives"][0])
         if DRAW not in row:

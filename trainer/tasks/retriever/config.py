@@ -61,7 +61,7 @@ class Data(OwnRows):
     passage_tokens: Annotated[int, Field(ge=2)] = 128
     """Longer passages are cut."""
     passages: Positive = 8
-    """Of a query in training: one positive, and negatives."""
+    """The number of passages of a query in training: one positive, and negatives."""
     select_positive: Selection = "by_epoch"
     """by_epoch: what Tevatron v1 takes in this epoch. drawn: at random. first: always the first
     ones.
@@ -106,7 +106,7 @@ class Projection(Strict):
     width: Positive = 768
     """Numbers of a vector behind the projection."""
     in_width: Positive | None = None
-    """Of the states; only checked: it is the base's own."""
+    """The width of the base's states, which is only checked."""
     tied: bool | None = None
     """One for both sides; None: as the encoders."""
 
@@ -132,7 +132,7 @@ class Distillation(Strict):
     """
 
     coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """Of this term in the loss."""
+    """The factor of this term in the loss."""
     teacher_temperature: Annotated[float, Field(gt=0)] = 1.0
     """The teacher's scores are divided by it."""
 
@@ -152,7 +152,7 @@ class Loss(Strict):
     at once.
     """
     passage_chunk: Positive | None = None
-    """The same of passages; None: all at once."""
+    """As query_chunk, for passages; None: all at once."""
     pool_on_host: bool = False
     """Keep representations and scores in the CPU's memory."""
     mask_duplicates: bool = False

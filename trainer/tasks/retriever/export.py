@@ -1,8 +1,8 @@
-"""A trained retriever as a folder: Tevatron's layout, beside what must be known to use it.
+"""A trained retriever as a folder: Tevatron's layout, and a description of how to use it.
 
-One encoder for both sides lies in the folder itself, two in query_model/ and passage_model/; a
-pooler in pooler.pt with pooler_config.json; the tokenizer in the folder. Adapters (LoRA) lie where
-the encoder would, without it.
+One encoder for both sides lies in the folder itself, two encoders lie in query_model/ and
+passage_model/. A pooler lies in pooler.pt with pooler_config.json, the tokenizer in the folder.
+Adapters (LoRA) lie in the place of the encoder, which is then left out.
 """
 
 from __future__ import annotations
@@ -26,13 +26,22 @@ if TYPE_CHECKING:
     from trainer.tasks.retriever.model import Pooler
 
 DESCRIPTION = "retriever_config.json"
+# the keys of an experiment's `data` that the description states, and that hold for the model
+DESCRIBED_DATA = (
+    "separator",
+    "query_prefix",
+    "passage_prefix",
+    "query_tokens",
+    "passage_tokens",
+    "append_eos",
+)
 POOLER, POOLER_CONFIG = "pooler.pt", "pooler_config.json"
 QUERY, PASSAGE = "query_model", "passage_model"  # Tevatron's folders, and the names of our modules
 
 
 class Described(Strict):
-    """retriever_config.json: how texts become vectors. `base` and its fingerprint stand there for
-    adapters only.
+    """retriever_config.json: how texts become vectors. base_fingerprint is "" for an experiment
+    without lora.
     """
 
     pooling: str
@@ -59,10 +68,10 @@ def write(
     adapters_into: Callable[[Mapping[str, Tensor], Path], None],
     fingerprint: str,
 ) -> None:
-    """Write a folder of trained weights by name.
+    """Write trained weights, given by name, as a folder.
 
-    configs: the transformers config of each side's base. adapters_into: writes the adapters of one
-    side into its folder, where they are exported without their base.
+    configs: the transformers config of each side's base. adapters_into: a function that writes the
+    adapters of one side into its folder, called when adapters are exported without their base.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for side, place in sides(folder, tied=cfg.encoder.tied).items():
@@ -78,9 +87,8 @@ def write(
         config.dtype = next(iter(weights_of_side.values())).dtype
         model_folder.write(place, config, tokenizer, weights_of_side)
         if place != folder:
-            config.save_pretrained(
-                folder
-            )  # by its config.json others find the model that an experiment trained
+            # an experiment whose base is this one finds the folder by its config.json
+            config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     pooler = {
         name.partition(".")[2]: values
@@ -93,31 +101,20 @@ def write(
         width = configs[QUERY].hidden_size
         ours = {name: values for name, values in pooler.items() if name.startswith("linear_q.")}
         sentence_folder.write(folder, cfg, width=width, pooler=ours)
-    _write_description(folder, cfg, fingerprint)
-
-
-def sides(folder: Path, *, tied: bool) -> dict[str, Path]:
-    """Where the encoder of each side lies: query_model alone where one serves both."""
-    return {QUERY: folder} if tied else {QUERY: folder / QUERY, PASSAGE: folder / PASSAGE}
-
-
-def _write_description(folder: Path, cfg: Config, fingerprint: str) -> None:
-    data, how = cfg.data.model_dump(), cfg.encoder.model_dump(mode="json")
-    names = (
-        "separator",
-        "query_prefix",
-        "passage_prefix",
-        "query_tokens",
-        "passage_tokens",
-        "append_eos",
-    )
-    content = {**how, **{name: data[name] for name in names}, "base_fingerprint": fingerprint}
+    data = cfg.data.model_dump()
+    content = cfg.encoder.model_dump(mode="json") | {name: data[name] for name in DESCRIBED_DATA}
+    content["base_fingerprint"] = fingerprint
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
 
 
+def sides(folder: Path, *, tied: bool) -> dict[str, Path]:
+    """The folder of each side's encoder; query_model alone when one encoder serves both sides."""
+    return {QUERY: folder} if tied else {QUERY: folder / QUERY, PASSAGE: folder / PASSAGE}
+
+
 def read_description(folder: Path) -> Described | None:
-    """What an export says about itself; None for a folder that Tevatron wrote. ConfigError when it
-    is malformed.
+    """The description in an export; None for a folder that Tevatron wrote. ConfigError when it is
+    malformed.
     """
     path = folder / DESCRIPTION
     if not path.is_file():
@@ -130,8 +127,8 @@ def read_description(folder: Path) -> Described | None:
 
 
 def described(folder: Path, otherwise: Encoder) -> Encoder:
-    """How the model in a folder embeds: as its description says, or as its files and the experiment
-    do.
+    """How the model in a folder embeds texts: by its description if it has one, else by its files,
+    and by `otherwise` where they say nothing.
     """
     description = read_description(folder)
     if description is not None:
@@ -177,7 +174,9 @@ def _write_pooler(folder: Path, weights: Mapping[str, Tensor], how: Encoder) -> 
 
 @torch.no_grad()
 def load_pooler(pooler: Pooler, folder: Path) -> None:
-    """Fill a pooler from a folder; ConfigError when it has none, or one that does not fit."""
+    """Fill a pooler from a folder; ConfigError when the folder has none, or one of another
+    shape.
+    """
     path = folder / POOLER
     if not path.is_file():
         raise ConfigError(

@@ -14,8 +14,8 @@ from torch import Tensor
 QUERY = 0.0  # a query: its number and vector
 PASSAGE = 1.0  # a passage: its id and vector
 RELEVANT = 2.0  # the number of a query and the id of a passage that is relevant to it
-# Columns before the vector: the kind, 3 of the number and 4 of the id. Each holds 16 bits, because
-# an fp32 number holds integers up to 24 bits only.
+# Columns before the vector: 1 of the kind, 3 of the number and 4 of the id. Each holds 16 bits, for
+# fp32 holds integers exactly up to 24 bits only.
 KEYS = 8
 DEPTHS = (1, 5, 20)
 MRR_DEPTH = 10
@@ -34,7 +34,7 @@ def rows_of(kind: float, *, numbers: Tensor, ids: Tensor, vectors: Tensor) -> Te
 
 
 def table_of(batch: Mapping[str, Tensor], queries_QE: Tensor, passages_PE: Tensor) -> Tensor:
-    """The rows of a batch (batches.py), whose texts have these vectors."""
+    """The table rows of a batch (batches.py), given the vectors of its texts."""
     numbers, ids = batch["numbers"], batch["identities"]
     numbers_R = torch.repeat_interleave(numbers, batch["positive_counts"])
     no_ids, no_numbers = torch.zeros_like(numbers), torch.zeros_like(ids)
@@ -98,8 +98,8 @@ def _ranks(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
 
 
 def _losses(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
-    """(Q,) the mean of -log softmax over a query's relevant passages, each among itself and the
-    passages that are not relevant.
+    """(Q,) the mean of -log softmax over a query's relevant passages. The softmax of each is over
+    itself and all passages that are not relevant.
     """
     others_Q1 = scores_QP.masked_fill(relevant_QP, float("-inf")).logsumexp(-1, keepdim=True)
     surprise_QP = torch.logaddexp(scores_QP, others_Q1) - scores_QP
@@ -107,8 +107,8 @@ def _losses(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
 
 
 def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids of passages without duplicates, ascending, and the vector of each; the order in which
-    batches came changes nothing.
+    """The ids of passages without duplicates, ascending, and the vector of each. The result does
+    not depend on the order of the batches.
     """
     ids, place = _integer(rows[:, 4:8]).sort(stable=True)
     is_first = torch.ones_like(ids, dtype=torch.bool)

@@ -1,5 +1,5 @@
-"""Two encoders, or one for both sides: the state that stands for a text, perhaps projected and
-normalised.
+"""One or two encoders, and how a text's states become its vector: pooled, and then projected and
+normalised if the experiment says so.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _VECTORS: dict[Side, str] = {"query": "queries", "passage": "passages"}
 
 
 class Pooler(nn.Module):
-    """A linear layer for each side, or one for both, computed in fp32. Named as Tevatron names them
-    in pooler.pt.
+    """A linear layer for each side, or one for both, computed in fp32. Its weights have the names
+    that Tevatron gives them in pooler.pt.
     """
 
     def __init__(
@@ -40,10 +40,8 @@ class Pooler(nn.Module):
         super().__init__()
         self.linear_q = nn.Linear(in_width, width, dtype=dtype)
         self.linear_p = None if tied else nn.Linear(in_width, width, dtype=dtype)
-        generator, bound = (
-            torch.Generator().manual_seed(seed),
-            1 / math.sqrt(in_width),
-        )  # torch's own for such a layer
+        generator = torch.Generator().manual_seed(seed)
+        bound = 1 / math.sqrt(in_width)  # torch initialises a linear layer with the same bound
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter.device.type != "meta":
@@ -68,8 +66,8 @@ class Retriever(nn.Module):
         pooler: Pooler | None = None,
         read: Mapping[str, Read | None] | None = None,
     ) -> None:
-        """passage_model: None where one encoder serves both sides. read: how the encoder of each
-        side reads streams (streams.reader_of); None: rows have pads.
+        """passage_model: None when one encoder serves both sides. read: the function with which
+        each side's encoder reads streams (streams.reader_of); None: rows are padded.
         """
         super().__init__()
         for model in (query_model, passage_model):
@@ -84,15 +82,15 @@ class Retriever(nn.Module):
         calls: Sequence[int] = (0, 0),
         **batch: Tensor,
     ) -> dict[str, Tensor]:
-        """Texts as packed() lays them out, or (N, L) right-padded query_ids, query_mask,
-        passage_ids and passage_mask -> {"queries": (Q, E), "passages": (P, E)} of what was given,
-        in fp32.
+        """{"queries": (Q, E), "passages": (P, E)} in fp32, for each side that the batch holds.
 
-        chunks: so many queries and so many passages (None: all) are encoded at a time, or as many
-        as packed() was told; no activations are kept, the backward pass encodes every chunk again
-        with the same random numbers. The last chunk alone keeps them, for the backward pass comes
-        to it first. calls: how often the encoders run at least, for queries and for passages, as
-        often as on the other ranks: under ZeRO-3 each time gathers their weights.
+        batch: texts as packed() lays them out, or (N, L) right-padded query_ids, query_mask,
+        passage_ids and passage_mask. chunks: how many queries and how many passages are encoded at
+        a time (None: all); streams have the size that packed() was given. The activations of a
+        chunk are not kept: the backward pass encodes it again with the same random numbers. Only
+        the last chunk keeps them, because the backward pass reaches it first. calls: the least
+        number of encoder runs, for queries and for passages. Under ZeRO-3 each run gathers the
+        weights, so all ranks must run the encoders equally often.
         """
         pieces: dict[Side, list[dict[str, Tensor]]] = {
             side: _pieces(batch, side, size)
@@ -132,8 +130,9 @@ class Retriever(nn.Module):
 
 
 def packed(texts: Sequence[Sequence[int]], side: Side, *, size: int | None) -> dict[str, Tensor]:
-    """Texts of one side as streams, `size` of them in each; None: all in one. Their names
-    (packing.pack) begin with the side and the number of the stream.
+    """Texts of one side as streams (layout.pack) of `size` texts each; None: one stream of all.
+
+    The names of a stream's tensors begin with the side and the number of the stream.
     """
     size = size or len(texts)
     streams = [pack(texts[at : at + size], bucketed=True) for at in range(0, len(texts), size)]
@@ -145,15 +144,15 @@ def packed(texts: Sequence[Sequence[int]], side: Side, *, size: int | None) -> d
 
 
 def most_calls(batch: Mapping[str, Tensor]) -> list[int]:
-    """How often the encoders run for queries and for passages, on the rank where they do so most
-    often for its batch. A collective.
+    """The numbers of encoder runs, for queries and for passages, on the rank that needs most for
+    its batch. A collective.
     """
     own = [len(_pieces(batch, side, None)) for side in _VECTORS]
     return [max(of_side) for of_side in zip(*distributed.gather(own), strict=True)]
 
 
 def _pieces(batch: Mapping[str, Tensor], side: Side, size: int | None) -> list[dict[str, Tensor]]:
-    """The texts of a side as they are encoded together."""
+    """The texts of a side, in groups that are encoded together."""
     if f"{side}_ids" in batch:
         ids, mask = batch[f"{side}_ids"], batch[f"{side}_mask"]
         cut = zip(ids.split(size or len(ids)), mask.split(size or len(ids)), strict=True)
@@ -190,8 +189,8 @@ def described(batch: Mapping[str, Tensor]) -> dict[str, Text]:
 
 
 def pooled(states_NLD: Tensor, mask_NL: Tensor, pooling: str) -> Tensor:
-    """(N, D) in fp32 (fp64 stays): of each text the first state, the mean of all, or the last that
-    is no padding.
+    """(N, D) in fp32, or fp64 for fp64 states: the first state of each text, the mean of its
+    states, or its last state before the padding.
     """
     if pooling == "mean":
         weights_NL1 = mask_NL.unsqueeze(-1).to(_wide(states_NLD).dtype)
@@ -203,7 +202,7 @@ def pooled(states_NLD: Tensor, mask_NL: Tensor, pooling: str) -> Tensor:
 
 
 def pooled_stream(states_MD: Tensor, piece: Mapping[str, Tensor], pooling: str) -> Tensor:
-    """The same of the states of a packed batch."""
+    """(N, D) pooled states as `pooled` gives them, from the states of a packed batch."""
     starts = piece["starts"]
     if pooling == "mean":
         states_MD = _wide(states_MD)

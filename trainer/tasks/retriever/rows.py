@@ -1,15 +1,14 @@
-"""Queries with positive and negative passages, out of every layout that retrievers are trained on.
+"""Reads queries with their positive and negative passages from every layout of retriever data.
 
-A row is {"id", "query", "positives", "negatives"}: id is text; query is text, or token ids; a
-passage is {"id"?, "title"?, "text", "score"?}, or token ids. Rows come in the order of the file.
-Passages that are looked up in a corpus keep that corpus in memory, everything else is read row by
-row.
+A row is {"id", "query", "positives", "negatives"}. The id is text; the query is text or token ids;
+a passage is {"id"?, "title"?, "text", "score"?} or token ids. Rows keep the order of their file.
+They are read one by one; only a corpus, where passages are looked up by id, is held in memory.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_ALL = 1_000_000_000  # passages of a question: however many the file has
+_ALL = 1_000_000_000  # a limit on the passages of a question that no file reaches
 _VALID_OF_1000 = 100  # queries held out of a BEIR set that has no validation split
 _DOCUMENTED_NEGATIVES = 3
 _POSITIVES = ("positive_passages", "positive_docids", "positive_document_ids")
@@ -45,8 +44,8 @@ _NEGATIVES = ("negative_passages", "negative_docids", "negative_document_ids")
 def rows(
     data: Data, split: str, folder: Path | None, *, cache_dir: Path | None = None
 ) -> Iterator[Row]:
-    """The rows of a split; see the module and config.Data.source. DataError names file and line of
-    what is wrong.
+    """The rows of a split, read as config.Data.source says. DataError names the file and line of a
+    wrong row.
     """
     if data.source in ("files", "tevatron"):
         layout = TEVATRON if data.source == "tevatron" else QUESTIONS
@@ -71,8 +70,8 @@ def rows(
 
 
 def trainable(rows: Iterable[Row], passages: int) -> Iterator[Row]:
-    """The same rows; DataError for one that has no positive, or no negative where some are
-    needed.
+    """The same rows. DataError for a row without a positive passage, or without a negative one when
+    `passages` is above 1.
     """
     for row in rows:
         missing = None
@@ -94,27 +93,24 @@ def trainable(rows: Iterable[Row], passages: int) -> Iterator[Row]:
 
 
 def _tevatron_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterator[Row]:
+    """Rows in Tevatron's layout, of which version 2 gives passages by their ids in the corpus.
+
+    A row without an id is named by the number at the end of its place, or else by its own number.
+    """
     for number, (place, raw) in enumerate(placed, start=1):
         line = place.rpartition(" ")[2]
         default_id = line if line.isdecimal() else str(number)
-        yield _tevatron_row(raw, place, corpus.passage, default_id=default_id)
-
-
-def _tevatron_row(
-    raw: Row, place: str, look_up: Callable[[str, str], Row], *, default_id: str
-) -> Row:
-    """One row of Tevatron's JSON lines (v1, or v2 with ids); look_up: an id -> its passage."""
-    name, query = first_given(raw, fields.QUESTIONS)
-    row: Row = {"id": _id_of(raw, place, default_id), "query": fields.text(query, place, name)}
-    for side, names in (("positives", _POSITIVES), ("negatives", _NEGATIVES)):
-        name, values = first_given(raw, names)
-        if values is None and side == "positives":
-            raise DataError(f"{place}: {name!r} is missing (keys: {fields.keys(raw)}).")
-        row[side] = [
-            one if "text" in one else look_up(one["id"], place)
-            for one in fields.passages(values or [], place, name)
-        ]
-    return row
+        name, query = first_given(raw, fields.QUESTIONS)
+        row: Row = {"id": _id_of(raw, place, default_id), "query": fields.text(query, place, name)}
+        for side, names in (("positives", _POSITIVES), ("negatives", _NEGATIVES)):
+            name, values = first_given(raw, names)
+            if values is None and side == "positives":
+                raise DataError(f"{place}: {name!r} is missing (keys: {fields.keys(raw)}).")
+            row[side] = [
+                one if "text" in one else corpus.passage(one["id"], place)
+                for one in fields.passages(values or [], place, name)
+            ]
+        yield row
 
 
 def _pretokenised_rows(path: Path) -> Iterator[Row]:
@@ -137,9 +133,10 @@ def _are_ids(value: Any) -> bool:
 
 
 def _beir_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
-    """Queries of qrels/<split>.tsv in its order. A set without a validation split lends it a tenth
-    of its training queries, chosen by their first relevant document, so that queries about one
-    document stay together.
+    """The queries of qrels/<split>.tsv, in the order of that file.
+
+    Where there is no validation file, a tenth of the training queries is held out for validation.
+    The first relevant document decides, so that queries about one document stay in one split.
     """
     folder = required_folder(folder, "corpus.jsonl, queries.jsonl and qrels/<split>.tsv")
     judged = _relevant(data, split, folder)
@@ -160,13 +157,8 @@ def _beir_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
         }
 
 
-def _is_held_out(documents: Sequence[str]) -> bool:
-    """Whether a query with these relevant documents is held out for validation."""
-    return stdlib_docs.is_held_out(min(documents), per_mille=_VALID_OF_1000)
-
-
 def _relevant(data: Data, split: str, folder: Path) -> dict[str, list[str]]:
-    """Relevant documents by query of a split, which may be a part of the training queries."""
+    """The ids of each query's relevant documents, for the queries of a split."""
     paths = getattr(data.files, split)
     names = [Path(paths).stem] if paths else split_names(split)
     files = [folder / "qrels" / f"{name}.tsv" for name in names]
@@ -175,12 +167,12 @@ def _relevant(data: Data, split: str, folder: Path) -> dict[str, list[str]]:
     )
     if has_valid or split == "test":
         return _relevant_of(next((path for path in files if path.is_file()), files[0]))
-    judged = _relevant_of(folder / "qrels" / "train.tsv")
-    return {
-        query: documents
-        for query, documents in judged.items()
-        if _is_held_out(documents) == (split == "valid")
-    }
+    judged: dict[str, list[str]] = {}
+    for query, documents in _relevant_of(folder / "qrels" / "train.tsv").items():
+        is_valid = stdlib_docs.is_held_out(min(documents), per_mille=_VALID_OF_1000)
+        if is_valid == (split == "valid"):
+            judged[query] = documents
+    return judged
 
 
 def _relevant_of(path: Path) -> dict[str, list[str]]:
@@ -193,7 +185,7 @@ def _relevant_of(path: Path) -> dict[str, list[str]]:
 
 
 def _queries(folder: Path) -> dict[str, str]:
-    """Text by id of queries.jsonl, or of queries.<split>.jsonl together."""
+    """The text of each query by its id, from queries.jsonl or from all queries.<split>.jsonl."""
     files = (
         [folder / "queries.jsonl"]
         if (folder / "queries.jsonl").is_file()
@@ -218,8 +210,8 @@ def _negative_ids(path: Path) -> dict[str, list[str]]:
 
 
 def _dpr_rows(path: Path) -> Iterator[Row]:
-    """DPR's training files: hard negatives; where a question has none, the easy ones. Rows without
-    positives go.
+    """DPR's training files. The negatives are a question's hard ones, or its easy ones if it has
+    none. Questions without positives are left out.
     """
     left_out = 0
     for index, (place, raw) in enumerate(objects(path)):
@@ -241,8 +233,8 @@ def _dpr_rows(path: Path) -> Iterator[Row]:
 
 
 def _question_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterator[Row]:
-    """Questions with contexts: positives are those that useful_contexts marks, else a context that
-    stands alone, else those that hold an answer. Rows without positives go.
+    """Questions with contexts. The positives are those that useful_contexts marks; without marks, a
+    question's only context, or those that hold an answer. Questions without positives are left out.
     """
     left_out = 0
     for number, (place, raw) in enumerate(placed, start=1):
@@ -267,7 +259,7 @@ def _question_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterat
 
 
 def _marks(raw: Row, passages: Sequence[Row], place: str) -> list[bool]:
-    """For every passage of a question whether it is a positive."""
+    """Whether each passage of a question is a positive."""
     if raw.get("useful_contexts") is not None:
         return [bool(one) for one in fields.useful_contexts(raw, place, len(passages))]
     if len(passages) == 1:
@@ -279,8 +271,8 @@ def _marks(raw: Row, passages: Sequence[Row], place: str) -> list[bool]:
 def _scored_rows(
     data: Data, split: str, folder: Path | None, cache_dir: Path | None
 ) -> Iterator[Row]:
-    """A reader's file with ctxs[].score: the passage of the highest score is the positive, the
-    others negatives.
+    """The rows of a reader's file with ctxs[].score: the passage with the highest score is the
+    positive, the others are negatives.
     """
     corpus = _Corpus(data.corpus, folder)
     how: dict[str, Any] = {"contexts": _ALL, "sort_by_score": True, "cache_dir": cache_dir}
@@ -300,7 +292,9 @@ def _scored_rows(
 
 
 def _nq_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
-    """The gold passage, and those of BM25's ranking that hold no answer."""
+    """Questions of NaturalQuestions: the gold passage is the positive, the negatives are passages
+    of BM25's ranking that hold no answer.
+    """
     texts = {passage["id"]: passage for passage in nq_passages(folder)}
     for index, place, raw in nq_lines(folder, split, getattr(data.files, split)):
         ranked = [str(one).strip() for one in as_list(raw.get("bm25"), place, "bm25") or ()]
@@ -323,8 +317,8 @@ def _holds(text: str, answers: Sequence[str]) -> bool:
 
 
 def _documentation_rows(split: str) -> Iterator[Row]:
-    """The first sentence of a docstring looks for the rest of it, among the rests that follow in
-    the library.
+    """Rows of the embedded corpus: the query is the first sentence of a docstring, the positive is
+    the rest of that docstring, and the negatives are the rests of the docstrings that follow it.
     """
     documented = stdlib_docs.qa_rows(split)
     bodies = [
@@ -348,7 +342,9 @@ def _documentation_rows(split: str) -> Iterator[Row]:
 
 
 def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | None) -> Iterator[Row]:
-    """Rows of a data set of the Hub (or a folder that `datasets` reads) in Tevatron's layout."""
+    """The rows of a data set on the Hub, or of a folder that `datasets` reads, in Tevatron's
+    layout.
+    """
     files = getattr(data.files, split, None)
     source = files if files and "/" in files else data.dataset
     assert source is not None, "config.Data demands it"
@@ -364,9 +360,7 @@ def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | Non
     dataset = data_set(name, of_split, folder=folder, **how)
     placed = ((f"{name} ({of_split}), row {index}", raw) for index, raw in enumerate(dataset))
     placed = in_our_names(placed, data.columns, TEVATRON)
-    corpus = _Corpus(data.corpus, folder)
-    for index, (place, raw) in enumerate(placed):
-        yield _tevatron_row(raw, place, corpus.passage, default_id=str(index))
+    yield from _tevatron_rows(placed, _Corpus(data.corpus, folder))
 
 
 # Parts
@@ -374,7 +368,7 @@ def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | Non
 
 
 class _Corpus:
-    """Passages by id, read when the first one is asked for."""
+    """Passages by id; the file is read when the first passage is looked up."""
 
     def __init__(self, name: str | None, folder: Path | None) -> None:
         self.name, self.folder = name, folder
@@ -398,7 +392,7 @@ class _Corpus:
 def _file(
     data: Data, split: str, folder: Path | None, *, suffixes: Sequence[str] = (".jsonl",)
 ) -> Path:
-    """The file that the experiment names for a split, else the one that is called like it."""
+    """The file that the experiment names for a split, else the file that bears the split's name."""
     name = getattr(data.files, split)
     return split_file(folder, split, suffixes, name=name, key="data.files")
 

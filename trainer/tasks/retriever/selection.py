@@ -1,5 +1,5 @@
-"""Which passages of a query are trained on: Tevatron v1's choice by epoch, a random one, or the
-first ones.
+"""Chooses the passages of a query that a training step uses: by epoch as Tevatron v1 does, at
+random, or always the first ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a choice may depend on."""
+    """What a choice may depend on: the row, the epoch and random numbers."""
 
     item: int  # the row's place in its data set
     epoch: int
@@ -30,8 +30,8 @@ class Turn:
 
 
 def positive(count: int, turn: Turn, how: Selection) -> int:
-    """Which of `count` positives is taken. Source of by_epoch: texttron/tevatron, branch
-    tevatron-v1.
+    """The index of the chosen positive, out of `count`. Source of by_epoch: texttron/tevatron,
+    branch tevatron-v1.
     """
     if how == "first":
         return 0
@@ -39,11 +39,11 @@ def positive(count: int, turn: Turn, how: Selection) -> int:
 
 
 def negatives(count: int, num_chosen: int, turn: Turn, how: Selection) -> list[int]:
-    """Which of `count` negatives are taken, `wanted` of them; some twice where there are fewer.
+    """The indices of num_chosen negatives, out of `count`; some repeat when `count` is smaller.
 
-    by_epoch walks through one shuffled order, epoch by epoch. Where there are too few, the
-    published program draws from the process's random state, which cannot be resumed; here the row
-    and the epoch fix the draw.
+    by_epoch walks through one shuffled order, epoch by epoch. When there are too few negatives, the
+    published program draws from the process's random state, which a resumed run cannot restore;
+    here the row and the epoch fix the draw.
     """
     if num_chosen == 0:
         return []
@@ -60,7 +60,7 @@ def negatives(count: int, num_chosen: int, turn: Turn, how: Selection) -> list[i
 
 
 def _draws(turn: Turn, count: int) -> np.ndarray:
-    """1 + count raw 64-bit numbers of PCG64, whose stream numpy guarantees; the first one chooses a
-    positive.
+    """1 + count raw 64-bit numbers of PCG64, whose stream numpy guarantees. The first is for the
+    positive, the others are for the negatives.
     """
     return np.random.PCG64(turn.draw).random_raw(1 + count) >> np.uint64(1)

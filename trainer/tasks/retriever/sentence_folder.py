@@ -1,7 +1,7 @@
-"""What sentence-transformers needs beside the weights to make the same vectors: modules.json and a
-folder for each module.
+"""Writes the files that sentence-transformers needs beside the weights to make the same vectors:
+modules.json and a folder for each module.
 
-Written in the form of its version 2, which every later one reads (6.2 is tested).
+They have the form of its version 2, which later versions read as well (6.2 is tested).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def can_say(cfg: Config) -> bool:
-    """Whether sentence-transformers has words for this retriever: one whole encoder for both sides,
+    """Whether sentence-transformers can express this retriever: one whole encoder for both sides,
     with the tokenizer's own special tokens.
     """
     return cfg.encoder.tied and not cfg.exports_adapters and not cfg.data.append_eos
@@ -39,9 +39,10 @@ def can_say(cfg: Config) -> bool:
 def write(folder: Path, cfg: Config, *, width: int, pooler: dict[str, Tensor]) -> None:
     """Write the modules of a retriever whose states have `width` numbers.
 
-    pooler: its weights by name (linear_q.weight, linear_q.bias), or none. Queries and passages may
-    have prefixes, which become the prompts of encode_query and encode_document; the longer of the
-    two limits holds for both sides. The temperature is not part of a vector.
+    pooler: its weights by name (linear_q.weight, linear_q.bias), or an empty dictionary. The
+    prefixes of queries and passages become the prompts of encode_query and encode_document. The
+    longer of the two limits is written for both sides. The temperature is left out, for it does not
+    change a vector.
     """
     how, data = cfg.encoder, cfg.data
     dense = {f"linear.{name.partition('.')[2]}": values for name, values in pooler.items()}
@@ -82,8 +83,8 @@ def write(folder: Path, cfg: Config, *, width: int, pooler: dict[str, Tensor]) -
 
 
 def warn_of_another(folder: Path, how: Encoder) -> None:
-    """Log where an experiment embeds otherwise than the base, which was trained for sentences, says
-    itself.
+    """Log a warning when an experiment's pooling or normalisation differs from what a
+    sentence-transformers folder, its base, was trained with.
     """
     settings = _settings_of(folder)
     ours = {"pooling": how.pooling, "normalize": how.normalize}
@@ -98,8 +99,8 @@ def warn_of_another(folder: Path, how: Encoder) -> None:
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
-    """pooling and normalize of a folder that sentence-transformers wrote; nothing where it has
-    none, or words that we do not have.
+    """pooling and normalize of a folder that sentence-transformers wrote; {} for another folder.
+    A pooling that we do not have is left out.
     """
     try:
         modules = json.loads((folder / MODULES).read_text())

@@ -1,4 +1,6 @@
-"""Queries and passages become vectors, a query's nearest to its own passage's."""
+"""A dense retriever: it maps queries and passages to vectors, and learns to put a query's vector
+near those of its passages.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,9 @@ from trainer.tasks.token_task import TokenTask
 
 log = logging.getLogger(__name__)
 
-# Keys of `data` that an exported model states in its own description, and that hold for it.
-_DESCRIBED = (
-    "separator",
-    "query_prefix",
-    "passage_prefix",
-    "query_tokens",
-    "passage_tokens",
-    "append_eos",
-)
-
 
 class Task(TokenTask[Config]):
-    """A query at a time, with passages; the loss is a mean over queries."""
+    """A row is a query with its passages; the loss is a mean over queries."""
 
     unit: ClassVar[str] = "queries"
     kind: ClassVar[base_model.Kind] = "encoder"
@@ -124,7 +116,7 @@ class Task(TokenTask[Config]):
             return self._retriever(side, self.cfg.encoder)
 
     def _both(self, base: Base, how: Encoder, lora: Lora | None) -> Retriever:
-        """The encoders of both sides, or the one for both, with new adapters, if any."""
+        """A retriever of one or two loaded encoders, with new adapters if `lora` is given."""
         loaded: Any = {"precision": self.cfg.train.precision, "kind": "encoder"}
         loaded["bits"] = None if lora is None else self.cfg.train.base_bits
 
@@ -160,12 +152,12 @@ class Task(TokenTask[Config]):
         )
 
     def _follow(self, folder: Path, how: Encoder) -> None:
-        """Embed texts as the exported model was trained to, whatever this experiment says."""
+        """Embed texts as the exported model was trained, even if this experiment says otherwise."""
         self.how = how
         description = export.read_description(folder)
         if description is None:
             return
-        trained = {name: getattr(description, name) for name in _DESCRIBED}
+        trained = {name: getattr(description, name) for name in export.DESCRIBED_DATA}
         changed = {
             name: value for name, value in trained.items() if value != getattr(self.cfg.data, name)
         }
@@ -199,8 +191,8 @@ class Task(TokenTask[Config]):
         return ({**row, "item": item} for item, row in enumerate(usable))
 
     def encode(self, row: Row) -> Encoded:
-        """The query and all its passages, positives first, as ids; what each passage is, and its
-        teacher's score.
+        """Ids of the query and of all its passages, positives first; the identity of each passage,
+        and its score by a teacher.
         """
         texts = [*row["positives"], *row["negatives"]]
         whole = {
@@ -233,7 +225,7 @@ class Task(TokenTask[Config]):
         )
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
-        """query; passages: positives and negatives, each with its special tokens."""
+        """query; and passages, positives and negatives; all with their special tokens."""
         data = self.cfg.data
         texts = [*row["positives"], *row["negatives"]]
         return {
@@ -247,7 +239,7 @@ class Task(TokenTask[Config]):
 
     @cached_property
     def _whole(self) -> Tokens:
-        """The same texts as ids, cut nowhere."""
+        """The same tokens without limits."""
         lifted = {"query_tokens": sys.maxsize, "passage_tokens": sys.maxsize}
         return Tokens(self.tokenizer, self.cfg.data.model_copy(update=lifted))
 
@@ -258,7 +250,9 @@ class Task(TokenTask[Config]):
         }
 
     def specimen(self) -> Row:
-        """As many passages as a query has in training. Where data are token ids, so are these."""
+        """A row with as many passages as a query has in training; token ids if the data hold
+        ids.
+        """
         text: Any = (
             [self.pad] * max(self.limits().values())
             if self.cfg.data.source == "pretokenised"
@@ -271,7 +265,7 @@ class Task(TokenTask[Config]):
         data: Data = self.cfg.data
         # the stored lengths depend on the number of passages
         return self.encoded_under(
-            passages=data.passages, **{name: getattr(data, name) for name in _DESCRIBED}
+            passages=data.passages, **{name: getattr(data, name) for name in export.DESCRIBED_DATA}
         )
 
     def length(self, encoded: Mapping[str, Any]) -> int:
@@ -297,8 +291,8 @@ class Task(TokenTask[Config]):
         return self._pool_loss.of_window(model, window)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
-        """Every metric of metrics.retrieval_metrics, of this split's queries over all passages of
-        its rows.
+        """Every metric of metrics.retrieval_metrics: each query of the split is compared with the
+        passages of all its rows.
         """
         texts = texts_of(batch)
         vectors = model(**texts, calls=most_calls(texts))

@@ -1,4 +1,4 @@
-"""Texts to token ids: with the tokenizer's special tokens around them, cut to a side's limit."""
+"""Texts as token ids, with the tokenizer's special tokens, cut to the limit of their side."""
 
 from __future__ import annotations
 
@@ -26,35 +26,37 @@ class Tokens:
     def __init__(self, tokenizer: Any, data: Data) -> None:
         self.tokenizer, self.data = tokenizer, data
         self.pad = vocabulary.pad_id(tokenizer)
-        self.separator = _separator(tokenizer, data.separator)
+        # Tevatron also takes the name of an attribute of the tokenizer, such as sep_token
+        value = getattr(tokenizer, data.separator, None) if data.separator.isidentifier() else None
+        self.separator = value if isinstance(value, str) else data.separator
         self.before, self.after = _special_tokens(tokenizer)
         if data.append_eos:
             end = vocabulary.eos_id(tokenizer)
             self.after = [*self.after, end] if self.after[-1:] != [end] else self.after
 
     def limit(self, side: Side) -> int:
-        """Most tokens of a text, special ones included."""
+        """The most tokens that a text may have, special tokens included."""
         return self.data.query_tokens if side == "query" else self.data.passage_tokens
 
     def ids(self, texts: Sequence[str | Row | Sequence[int]], side: Side) -> list[list[int]]:
-        """Ids of queries (text), of passages ({"text", "title"?}), or of what is token ids without
-        special ones.
+        """Ids, with special tokens and cut to the side's limit, of queries (text), of passages
+        ({"text", "title"?}), or of token ids without special tokens.
         """
         return self.cut(self.plain_ids(texts, side), side)
 
     def cut(self, plain: Sequence[Sequence[int]], side: Side) -> list[list[int]]:
-        """Ids without special ones as `ids` gives them: within the side's limit, with those."""
+        """Adds special tokens to ids that have none, and cuts them to the side's limit."""
         room = self.limit(side) - len(self.before) - len(self.after)
         return [[*self.before, *tokens[:room], *self.after] for tokens in plain]
 
     def cut_of(self, plain: Sequence[Sequence[int]], side: Side) -> Cut:
-        """What `cut` takes off ids without special ones."""
+        """How long the texts are with special tokens, beside the limit that `cut` applies."""
         around = len(self.before) + len(self.after)
         lengths = [len(ids) + around for ids in plain]
         return Cut(f"data.{side}_tokens", self.limit(side), lengths)
 
     def plain_ids(self, texts: Sequence[str | Row | Sequence[int]], side: Side) -> list[list[int]]:
-        """The same ids, cut nowhere and without special ones."""
+        """Ids as `ids` takes texts, uncut and without special tokens."""
         spelled = [self._text(text, side) for text in texts if isinstance(text, (str, Mapping))]
         sequences = iter(
             self.tokenizer(spelled, add_special_tokens=False)["input_ids"] if spelled else []
@@ -71,25 +73,19 @@ class Tokens:
         return f"{prefix}{title}{text['text']}"
 
     def width(self, longest: int, side: Side) -> int:
-        """To how many tokens a batch is padded whose longest text has `longest`."""
+        """The number of tokens to which a batch is padded when its longest text has `longest`."""
         multiple = self.data.pad_to_multiple_of
         return max(longest, min(-(-longest // multiple) * multiple, self.limit(side)))
 
 
 def identity(ids: Sequence[int]) -> list[int]:
-    """Two 32-bit numbers that name a passage by its tokens: equal passages are one passage."""
+    """Two 32-bit numbers that identify a passage by its tokens; equal passages have equal ones."""
     digest = hashlib.blake2b(np.asarray(ids, dtype="<i4").tobytes(), digest_size=8).digest()
     return np.frombuffer(digest, dtype="<i4").tolist()
 
 
-def _separator(tokenizer: Any, separator: str) -> str:
-    """As Tevatron reads it: the name of an attribute of the tokenizer stands for its value."""
-    value = getattr(tokenizer, separator, None) if separator.isidentifier() else None
-    return value if isinstance(value, str) else separator
-
-
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a text."""
+    """The ids that the tokenizer puts before a text, and behind it."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a", add_special_tokens=True)["input_ids"]
     start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
@@ -103,16 +99,16 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def passage_of(row: Mapping[str, Any], index: int) -> Any:
-    """The ids of a row's passage `index`, out of those of all, which stand one after another."""
+    """The ids of a row's passage `index`; the row stores the ids of all passages in one list."""
     start = int(np.sum(row["lengths"][:index]))
     return row["passages"][start : start + int(row["lengths"][index])]
 
 
 def words_of(identities: Any) -> np.ndarray:
-    """(N,) int64 of twice as many 32-bit numbers."""
+    """(2 * N,) 32-bit numbers -> (N,) int64."""
     return np.ascontiguousarray(identities, dtype="<i4").view("<i8")
 
 
 def bits_of(scores: Tensor) -> Tensor:
-    """The fp32 numbers of `scores` bit for bit as int32: what travels with ids."""
+    """The bits of fp32 scores as int32, so that they are exchanged together with ids."""
     return scores.view(torch.int32)

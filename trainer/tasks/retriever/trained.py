@@ -1,4 +1,6 @@
-"""A trained retriever: how others load it, and how it scores the passages of a query."""
+"""A trained retriever: programs that load its export, and its scores for the passages of a
+query.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def usage(cfg: Config, folder: Path) -> Usage:
 def _plain(cfg: Config, folder: Path) -> str:
     how, data = cfg.encoder, cfg.data
     has_pooler = (folder / export.POOLER).is_file()
-    kind = "AutoModelForTextEncoding" if _is_t5(folder) else "AutoModel"
+    config = folder / "config.json"
+    is_t5 = config.is_file() and json.loads(config.read_text()).get("model_type") in T5
+    kind = "AutoModelForTextEncoding" if is_t5 else "AutoModel"
     return _PLAIN.format(
         kind=kind,
         models=_models(cfg, folder, kind),
@@ -127,13 +131,8 @@ def _models(cfg: Config, folder: Path, kind: str) -> str:
     return "\n".join(lines)
 
 
-def _is_t5(folder: Path) -> bool:
-    path = folder / "config.json"
-    return path.is_file() and json.loads(path.read_text()).get("model_type") in T5
-
-
 def row_to_predict(task: Any, raw: Row, place: str) -> Row:
-    """query, perhaps with the passages that are to be scored: ctxs, contexts or context."""
+    """{"query", "ctxs"}: ctxs are the passages to score (ctxs, contexts or context), or None."""
     name, query = fields.first_given(raw, fields.QUESTIONS)
     row: Row = {"query": fields.text(query, place, name)}
     if raw.get("ctxs") is None:
@@ -148,7 +147,7 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
 def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
-    """{"scores"}, one for each passage of the query; of a query without passages its {"vector"}."""
+    """{"scores"} of a query with passages, one for each; {"vector"} of a query without passages."""
     queries = task.ids([{"text": row["query"]} for row in rows], side="query")
     passages = [passage for row in rows for passage in row["ctxs"] or ()]
     vectors = task.embed(model, queries, side="query").cpu()

@@ -25,23 +25,23 @@ class Data(OwnRows):
     lookup: made-up facts, and what they say of one person.
     """
     facts: Annotated[int, Field(ge=2)] = 8
-    """Of "lookup": told in a document at most; two of them are of the person it names first."""
+    """Of "lookup": the most facts of a document; two of them are about its first person."""
     document: str = "document"
-    """The older way of naming columns, which knows texts that lie in lists and several references.
-    the column with the text; a list of texts is joined by spaces.
+    """The column with the text; a list of texts is joined by spaces. This key and the next two are
+    an older way to name columns, which also allows lists of texts and several references.
     """
     summaries: Annotated[tuple[str, ...], Field(min_length=1)] = ("summary",)
-    """columns: a reference, or a list of them."""
+    """The columns of the references; each holds a reference, or a list of references."""
     id: str = "id"
     """The column that names a row; where there is none, its number in the file."""
     prefix: str = "summarize: "
     """Stands before every document, as T5 was trained."""
     source_tokens: TokensWithEnd = 512
-    """Of prefix and document with their end; what is longer is cut."""
+    """The most tokens of prefix and document with the end token; longer ones are cut."""
     target_tokens: TokensWithEnd = 128
-    """Of a summary with its end; what is longer is cut."""
+    """The most tokens of a summary with its end token; a longer one is cut."""
     sample_summaries: bool = False
-    """A random reference in every epoch; False: always the first."""
+    """Train on a random reference in every epoch; False: always on the first."""
 
     def layout(self) -> Layout | None:
         return SUMMARIES if self.source in ("files", "datasets") else None
@@ -77,9 +77,9 @@ class Generation(Strict):
     length_penalty: float = 1.0
     """A beam's score is divided by length to this power: above 1.0 favours long ones."""
     max_tokens: Positive = 128
-    """Written at most, the end counted."""
+    """The most tokens of a generated summary, with its end token."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    """The end token may not come before so many."""
+    """The least number of tokens before the end token."""
     no_repeat_ngram: Annotated[int, Field(ge=0)] = 0
     """No sequence of that many tokens twice; 0: anything goes."""
 

@@ -1,13 +1,14 @@
 """Documents with their summaries: a user's own rows, the embedded corpus, or the made-up one.
 
-Every row is {"id": text, "document": text, "summaries": [texts]}, always in the same order. A blank
-document stays (`python -m trainer stats` counts it); blank summaries are left out, and a row
-without any trains nothing.
+Every row is {"id": text, "document": text, "summaries": [texts]}; the order of rows never changes.
+A blank document is kept (`python -m trainer stats` counts it). Blank summaries are left out, and a
+row without summaries has no label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import SUMMARIES
@@ -26,23 +27,30 @@ if TYPE_CHECKING:
 def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
     """The rows of "train", "valid" or "test".
 
-    DataError names file and line of what is missing or of another type.
+    DataError names the file and line where a value is missing or has another type.
     """
     if data.source == "lookup":
         yield from lookup.summaries(split, facts=data.facts)
         return
     split_names(split)
     if data.source == "stdlib_docs":
-        yield from _docstrings(split)
+        # the first line of a docstring is the summary of what follows a blank line (PEP 257)
+        for row in stdlib_docs.texts(split):
+            name, _, docstring = row["text"].partition("\n")
+            summary, _, body = docstring.partition("\n\n")
+            if body.strip() and "\n" not in summary:
+                document = " ".join(body.split())
+                yield {"id": name, "document": document, "summaries": [summary.strip()]}
         return
-    how: dict[str, Any] = {"layout": SUMMARIES, "cache_dir": places.cache_dir}
+    layout = replace(SUMMARIES, groups=((data.document,), *SUMMARIES.groups))
+    how: dict[str, Any] = {"layout": layout, "cache_dir": places.cache_dir}
     for number, (place, raw) in enumerate(own_rows(data, split, places.data_path, **how), start=1):
         line = place.rpartition(" ")[2]
         yield _row(raw, data, place=place, number=line if line.isdecimal() else str(number))
 
 
 def unsummarised(raw: Row, data: Data, place: str) -> Row:
-    """The row of an object whose summaries, if any, are not read."""
+    """The row of an object, without its summaries."""
     return _row({**raw, **dict.fromkeys(data.summaries)}, data, place=place, number="0")
 
 
@@ -70,7 +78,7 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
 
 
 def _texts(value: Any, column: str, place: str) -> list[str]:
-    """A text, a list of texts, or nothing at all, as a list."""
+    """A list of texts, from a text, a list of texts or None."""
     values = as_list(value, place, column)
     values = values if isinstance(values, list) else [] if values is None else [values]
     wrong = [item for item in values if not isinstance(item, str)]
@@ -79,12 +87,3 @@ def _texts(value: Any, column: str, place: str) -> list[str]:
             f"{place}: {column!r} is {preview(wrong[0])}, want a text or a list of texts."
         )
     return values
-
-
-def _docstrings(split: str) -> Iterator[Row]:
-    """The first line of a docstring as the summary of what follows a blank line (PEP 257)."""
-    for row in stdlib_docs.texts(split):
-        name, _, docstring = row["text"].partition("\n")
-        summary, _, body = docstring.partition("\n\n")
-        if body.strip() and "\n" not in summary:
-            yield {"id": name, "document": " ".join(body.split()), "summaries": [summary.strip()]}

@@ -1,4 +1,4 @@
-"""A stock T5 whose forward gives the summed loss of summaries, or writes them."""
+"""A stock T5 whose forward returns the summed loss of summaries, or generates summaries."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from trainer.models.weights import generation_file
 if TYPE_CHECKING:
     from trainer.tasks.summariser.config import Generation
 
-# B rows, S source tokens, T target tokens, G generated tokens, D width; of all rows M source and N
-# target tokens
+# B rows, S source tokens, T target tokens, G generated tokens, D width, M source tokens of all
+# rows, N target tokens of all rows
 
 
 class Summariser(nn.Module):
-    """Any seq2seq model of the T5 families; in a loss, its head sees labelled positions only."""
+    """Any seq2seq model of the T5 families. For a loss, its head reads labelled positions only."""
 
     def __init__(
         self, base: Any, *, label_smoothing: float, recompute_every: int | None = None
     ) -> None:
-        """recompute_every: in training, every so many blocks on streams are computed again in
-        backward.
-        """
+        """recompute_every: k computes every k-th block of a stream again in the backward pass."""
         super().__init__()
         self.base, self.label_smoothing = base, label_smoothing
         self.recompute_every = recompute_every
@@ -44,13 +42,12 @@ class Summariser(nn.Module):
         generation: Any = None,
         **source: Tensor,
     ) -> dict[str, Tensor]:
-        """Documents as packing.pack lays them out, or (B, S) input_ids and attention_mask, and
-        what packing.pack_targets says of summaries -> {"loss": () fp32, the sum over labelled
-        tokens}.
+        """{"loss": () fp32, the sum over labelled tokens}, smoothed in training mode only.
 
-        scored: None works it out, which waits for the device. generation: arguments of `generate`;
-        then {"tokens": (rows * answers, G) with the start token}. The loss is smoothed in training
-        mode only.
+        source: documents as layout.pack packs them, or (B, S) input_ids and attention_mask. labels,
+        scored, target_starts: summaries as layout.pack_targets packs them; scored=None computes it
+        from the labels, which waits for the device. generation: arguments of `generate`; the result
+        is then {"tokens": (rows * answers, G) with the start token}.
         """
         if generation is not None:
             return {"tokens": self._generated(source, generation)}
@@ -60,7 +57,7 @@ class Summariser(nn.Module):
         if target_starts is not None and "tokens" in source:
             hidden_ND = self._decode(source, labels, scored, target_starts)
         else:
-            # without the pads: a vocabulary of logits for each of them would cost most
+            # pads are dropped first, for the logits of all pads would be most of the cost
             hidden_ND = self._padded(source, labels).flatten(0, 1).index_select(0, scored)
         smoothing = self.label_smoothing if self.training else 0.0
         targets_N = labels.flatten().index_select(0, scored)
@@ -73,7 +70,7 @@ class Summariser(nn.Module):
     def _decode(
         self, source: Mapping[str, Tensor], labels: Tensor, scored: Tensor, starts: Tensor
     ) -> Tensor:
-        """(N, D) states of the decoder under teacher forcing, where a label is."""
+        """(N, D) states of the decoder at labelled positions, under teacher forcing."""
         written = self.base.prepare_decoder_input_ids_from_labels(labels)
         return t5_decoder.decode(
             self.base.decoder,
@@ -84,7 +81,7 @@ class Summariser(nn.Module):
         )
 
     def _padded(self, source: Mapping[str, Tensor], labels: Tensor) -> Tensor:
-        """(B, T, D) states of the decoder under teacher forcing, of rows with pads."""
+        """(B, T, D) states of the decoder for padded rows, under teacher forcing."""
         written = self.base.prepare_decoder_input_ids_from_labels(labels)
         if hasattr(self.base, "model"):  # a T5Gemma, which has its body in one module
             return self.base.model(
@@ -116,15 +113,15 @@ class Summariser(nn.Module):
 
 
 def _longest(source: Mapping[str, Tensor]) -> int:
-    """Room for the longest document."""
+    """The number of places for the longest document."""
     return max(grid.shape[1] for grid in grids_of(source))
 
 
 def arguments(
     how: Generation, *, num_beams: int, num_answers: int, is_synced: bool
 ) -> dict[str, Any]:
-    """What `generate` of transformers 5.23 is told. is_synced: ranks make equally many forwards, as
-    ZeRO-3 wants.
+    """The arguments of `generate` in transformers 5.23. is_synced: all ranks run the same number of
+    forwards, as ZeRO-3 needs.
     """
     beams = {"length_penalty": how.length_penalty, "early_stopping": False} if num_beams > 1 else {}
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -26,28 +26,25 @@ def scores(prediction: str, references: Sequence[str], how: Rouge) -> dict[str, 
     """F1 of each kind of ROUGE, 0.0 to 1.0, against the best of at least one reference.
 
     how.best: "each" takes the best reference for each kind on its own (Lin 2004; rouge-score's
-    score_multi); "rouge1" takes all kinds from the reference with the best ROUGE-1, the first of
-    equals (Cachola et al. 2020, SciTLDR's cal-rouge.py). The ROUGE-1 of the two is the same.
+    score_multi). "rouge1" takes all kinds from the reference with the best ROUGE-1, the first one
+    in a tie (Cachola et al. 2020, SciTLDR's cal-rouge.py). ROUGE-1 itself is the same in both.
     """
-    by_reference = [_against(prediction, reference, how) for reference in references]
+    scorer = _scorer(how.stemmer)
+    by_reference: list[dict[str, float]] = []
+    for reference in references:
+        of_reference = scorer.score(lines(reference), lines(prediction))
+        by_reference.append({kind: float(of_reference[name][2]) for kind, name in KINDS.items()})
     if how.best == "rouge1":
         return max(by_reference, key=lambda of_reference: of_reference["rouge1"])
     return {kind: max(of_reference[kind] for of_reference in by_reference) for kind in KINDS}
 
 
-def _against(prediction: str, reference: str, how: Rouge) -> dict[str, float]:
-    scores: Mapping[str, tuple[float, float, float]] = _scorer(how.stemmer).score(
-        lines(reference), lines(prediction)
-    )
-    return {kind: float(scores[name][2]) for kind, name in KINDS.items()}
-
-
 def lines(text: str) -> str:
-    """A sentence a line, as ROUGE-Lsum wants it; other kinds do not see where lines end.
+    """The text with one sentence on each line, as ROUGE-Lsum wants it; other kinds ignore lines.
 
-    rouge-score would split with a model of NLTK's that has to be downloaded. This cuts behind . ! ?
-    and keeps the lines that a text has: an abbreviation becomes a sentence of its own, on both
-    sides.
+    rouge-score would split sentences with a model of NLTK that has to be downloaded. This function
+    cuts behind . ! ? and keeps the lines of the text. It also cuts behind abbreviations, in
+    predictions and references alike.
     """
     return "\n".join(
         _END_OF_SENTENCE.sub("\n", line.strip()) for line in text.splitlines() if line.strip()
@@ -58,6 +55,6 @@ def lines(text: str) -> str:
 def _scorer(stemmer: bool) -> RougeScorer:
     from rouge_score.rouge_scorer import RougeScorer
 
-    # it tells which tokenizer it uses, every time
+    # each scorer would log which tokenizer it uses
     logging.getLogger("absl").setLevel(logging.WARNING)
     return RougeScorer(list(KINDS.values()), use_stemmer=stemmer)

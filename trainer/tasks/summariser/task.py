@@ -1,5 +1,5 @@
-"""Documents in, summaries out: any seq2seq model of the T5 families. Without `lora` every weight
-trains but those that read pictures.
+"""Summarisation with any seq2seq model of the T5 families. Without `lora` all weights train, except
+those that read pictures.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Task(TokenTask[Config]):
         return family_of(base_source.config_of(self.cfg.base, self.places)).reads_pictures
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """The whole model: what reads pictures as the base brought it."""
+        """Writes the whole model, with the base's own weights in the part that reads pictures."""
         if self._has_frozen_weights and self.cfg.lora is None:
             of_base = self.model().named_parameters()
             frozen = {name: weight.detach() for name, weight in of_base if not weight.requires_grad}
@@ -108,7 +108,9 @@ class Task(TokenTask[Config]):
         return data.rows(self.cfg.data, self.places, split)
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids of the document and of every reference, each cut to its limit, its end kept."""
+        """Token ids of the document and of every reference, each cut to its limit with its end
+        token kept.
+        """
         fields = self.uncut_fields(row)
         source, targets = fields["source"], fields["targets"]
         cut = [self._cut(ids, self.cfg.data.target_tokens) for ids in targets.texts]
@@ -130,7 +132,7 @@ class Task(TokenTask[Config]):
         )
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
-        """source: prefix and document with their end; targets: every reference with its end."""
+        """source: prefix, document and end token; targets: every reference with its end token."""
         limits = self.cfg.data
         texts = self.tokenizer(
             [limits.prefix + row["document"], *row["summaries"]],
@@ -164,13 +166,16 @@ class Task(TokenTask[Config]):
         return {"id": "0", "document": self.filler(), "summaries": [self.filler()]}
 
     def length(self, encoded: Mapping[str, Any]) -> int:
-        """Of the document and the longest reference: which one is trained on is drawn later."""
+        """The tokens of the document and of the longest reference, for a reference is drawn
+        later.
+        """
         return len(encoded["source"]) + max(map(int, encoded["targets_lengths"]), default=0)
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """packing.pack of the documents and packing.pack_targets of the summaries; of a base that
-        reads no streams input_ids, attention_mask (B, S) instead of the first, S and T rounded up
-        to multiples of 8.
+        """Documents as layout.pack packs them, and summaries as layout.pack_targets does.
+
+        For a base that reads no streams, documents are input_ids and attention_mask (B, S), with S
+        and T rounded up to multiples of 8.
         """
         sources, targets = [row["source"] for row in rows], [self._target(row) for row in rows]
         if self.is_packed:
@@ -186,7 +191,9 @@ class Task(TokenTask[Config]):
         }
 
     def _target(self, row: Mapping[str, Any]) -> Sequence[int]:
-        """The first reference, or in training the one that the row's draw falls on; [] of none."""
+        """The first reference; in training a random one if data.sample_summaries; [] if there is
+        none.
+        """
         targets = unflat(row, "targets")
         is_drawn = self.cfg.data.sample_summaries and DRAW in row
         return targets[int(row[DRAW][0]) % len(targets) if is_drawn else 0] if targets else []
@@ -214,7 +221,7 @@ class Task(TokenTask[Config]):
     ) -> Answered:
         """Summaries, and the mean of each kind of ROUGE over the rows that have references.
 
-        One beam, the default of `search`, stands for generation.num_beams of the experiment.
+        The default `search` takes the number of beams from the experiment's generation.num_beams.
         """
         refuse_sampling(search, task="summariser", texts="summaries")
         how = self.cfg.generation
@@ -237,5 +244,5 @@ class Task(TokenTask[Config]):
 
 
 def _align(ids: Tensor, pad: int) -> Tensor:
-    """The same rows, their width rounded up to a multiple of 8."""
+    """Rows padded on the right until their width is a multiple of 8."""
     return F.pad(ids, (0, -ids.shape[1] % ALIGNED), value=pad)

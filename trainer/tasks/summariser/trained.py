@@ -1,4 +1,6 @@
-"""A trained summariser: how others load it, and its predictions for documents without summary."""
+"""A trained summariser: programs that load its export, and its summaries of unlabelled
+documents.
+"""
 
 from __future__ import annotations
 
@@ -45,5 +47,5 @@ def usage(cfg: Config, folder: Path) -> Usage:
 
 
 def row_to_predict(task: Any, raw: Row, place: str) -> Row:
-    """The column of the document; those of summaries are not read."""
+    """The row of an object's document; summaries are not read."""
     return documents.unsummarised(raw, task.cfg.data, place)

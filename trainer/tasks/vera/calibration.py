@@ -1,14 +1,14 @@
-"""How far scores can be believed: calibration error in quantile bins, and the one temperature that
-mends most of it.
+"""Calibration of a verifier's scores: its error in quantile bins, and the temperature that
+lowers it.
 
-A statement's score is sigmoid(logit / temperature). Dividing by one positive number changes no
-ranking, so AUROC, average precision and accuracy stay what they were.
+A statement's score is sigmoid(logit / temperature). A positive temperature changes no ranking, so
+AUROC, average precision and accuracy do not depend on it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,11 +22,12 @@ Values = Tensor | np.ndarray | Sequence[float]  # (N,)
 Objective = Literal["ece", "nll"]
 
 COLDEST, HOTTEST = 0.01, 100.0
-STEPS = 60  # of the first, geometric search: neighbours are 17 % apart
-NARROWER = 40  # steps of each later search, between the neighbours of the best
-SEARCHES = 3  # later ones: after the third, neighbours are 5e-6 apart
-# Values that differ by no more are equal: fp32 scores have their last bit from the processor, and
-# where the error does not depend on the temperature, that bit must not choose one.
+STEPS = 60  # steps of the first, geometric search: neighbours are 17 % apart
+NARROWER = 40  # steps of each later search, between the neighbours of the best temperature
+SEARCHES = 3  # number of later searches: after the third, neighbours are 5e-6 apart
+# Objective values that differ by at most this much count as equal. The last bit of an fp32 score
+# depends on the processor, and must not choose the temperature where the error does not depend on
+# it.
 SLACK: dict[Objective, float] = {"ece": 2e-7, "nll": 0.0}
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Bins:
-    """The occupied bins of some scores, the lowest first: three arrays of their number."""
+    """The occupied bins of some scores, the lowest scores first; each array has one value a bin."""
 
     mean_score: np.ndarray
     share_true: np.ndarray
@@ -43,7 +44,9 @@ class Bins:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted temperature, and what it did to the very rows it was fitted on."""
+    """A fitted temperature, with ECE and NLL before and after it on the rows that it was fitted
+    to.
+    """
 
     temperature: float
     objective: Objective
@@ -58,9 +61,9 @@ class Calibration:
 def scores_of(logits: Values, *, temperature: float = 1.0) -> np.ndarray:
     """(N,) scores between 0 and 1, float64; equal logits have equal scores.
 
-    Scores are rounded to fp32, as the published program's are: whether two logits tie, and so fall
-    into one bin, is decided there. The sigmoid itself is taken in float64: torch's in fp32 gives a
-    logit another last bit where it stands in what is left over from whole vectors.
+    Scores are rounded to fp32, as in the published program, for the rounding decides which scores
+    are equal and fall into one bin. The sigmoid is computed in float64: in fp32, torch gives a
+    logit another last bit when it stands behind the last full vector of the processor.
     """
     logits_N = torch.from_numpy(_array(logits) / temperature)
     return logits_N.float().double().sigmoid().float().double().numpy()
@@ -69,15 +72,15 @@ def scores_of(logits: Values, *, temperature: float = 1.0) -> np.ndarray:
 def quantile_bins(
     scores: Values, labels: Values, bins: int = 10, *, weights: Values | None = None
 ) -> Bins:
-    """The occupied ones of `bins` bins that hold equally many statements, ties apart. DataError
-    without statements.
+    """The occupied bins among `bins` bins, which hold the same number of statements except for
+    ties. DataError without statements.
 
-    scores: 0 to 1. labels: 1 for true, 0 for false. weights: of the means within a bin; the edges
-    ignore them.
+    scores: 0 to 1. labels: 1 for true, 0 for false. weights: of the statements in the means of a
+    bin; the edges of the bins ignore them.
     """
     scores_N, labels_N, weights_N = _statements(scores, labels, weights)
-    # 100 * linspace(0, 1) rounds other than linspace(0, 100): an edge on a statement is where the
-    # published one is.
+    # 100 * linspace(0, 1) rounds as the published program does, linspace(0, 100) does not; an edge
+    # can fall exactly on a score
     edges = np.percentile(scores_N, 100 * np.linspace(0, 1, bins + 1))
     bin_N = np.searchsorted(edges[1:-1], scores_N)
     count = np.bincount(bin_N, minlength=bins)
@@ -91,10 +94,10 @@ def quantile_bins(
 
 
 def ece(scores: Values, labels: Values, bins: int = 10, *, weights: Values | None = None) -> float:
-    """Expected calibration error: mean over the occupied quantile bins of |share true - mean
-    score|, bins alike.
+    """Expected calibration error: the unweighted mean of |share true - mean score| over the
+    occupied quantile bins.
 
-    Source: Liu et al. 2023 (Vera). Elsewhere ECE often means bins of equal width, weighted by their
+    Source: Liu et al. 2023 (Vera). Other work often uses bins of equal width, weighted by their
     counts.
     """
     bins_of_scores = quantile_bins(scores, labels, bins, weights=weights)
@@ -113,17 +116,25 @@ def nll(
 def fit_temperature(
     logits: Values, labels: Values, *, objective: Objective = "ece", weights: Values | None = None
 ) -> float:
-    """The temperature between 0.01 and 100 that makes the objective least; of equals, the one
-    nearest to 1.
+    """The temperature between 0.01 and 100 with the lowest objective; among equal ones the nearest
+    to 1.
 
     The order of the rows does not matter, and the objective is never worse than at 1. ECE has
-    several minima in T: a geometric search sees all but the narrowest of them, and later ones
-    narrow down on the best. objective: "ece" as in Liu et al. 2023 (Vera), or "nll", smooth and
-    steadier on few rows (Guo et al. 2017). weights: one for each row, as 1 / the statements of its
-    task. DataError without rows or with a logit not finite.
+    several minima in T: a geometric search finds all but the narrowest, and later searches narrow
+    down on the best. objective: "ece" as in Liu et al. 2023 (Vera), or "nll", which is smooth and
+    steadier on few rows (Guo et al. 2017). weights: one for each row, for example 1 / the
+    statements of its task. DataError without rows or when a logit is not finite.
     """
-    sorted_rows = _sort(*_statements(logits, labels, weights))
-    loss = _objective(objective, *sorted_rows)
+    logits_N, labels_N, weights_N = _statements(logits, labels, weights)
+    # sorted, so that sums round alike in whatever order the rows came
+    order = np.lexsort((weights_N, labels_N, logits_N))
+    logits_N, labels_N, weights_N = logits_N[order], labels_N[order], weights_N[order]
+
+    def loss(temperature: float) -> float:
+        if objective == "nll":
+            return nll(logits_N, labels_N, temperature=temperature, weights=weights_N)
+        return ece(scores_of(logits_N, temperature=temperature), labels_N, weights=weights_N)
+
     tried = {
         temperature: loss(temperature)
         for temperature in [1.0, *np.geomspace(COLDEST, HOTTEST, STEPS + 1)]
@@ -154,11 +165,10 @@ def calibrate(
     objective: Objective = "ece",
     weights: Values | None = None,
 ) -> Calibration:
-    """The temperature that suits these rows, and their ECE and NLL at 1 and at it; `weights` only
-    shape the fit.
+    """The temperature fitted to these rows, and their ECE and NLL at 1 and at that temperature.
 
-    split: where the rows are from. Numbers "after" flatter: report those of rows that were not
-    fitted on as well.
+    `weights` count in the fit only. split: the name of the rows' split. The numbers "after" are too
+    good, for they are of the rows of the fit: report those of other rows as well.
     """
     temperature = fit_temperature(logits, labels, objective=objective, weights=weights)
     return Calibration(
@@ -173,29 +183,11 @@ def calibrate(
     )
 
 
-def _objective(
-    name: Objective, logits: np.ndarray, labels: np.ndarray, weights: np.ndarray
-) -> Callable[[float], float]:
-    if name == "nll":
-        return lambda temperature: nll(logits, labels, temperature=temperature, weights=weights)
-    return lambda temperature: ece(
-        scores_of(logits, temperature=temperature), labels, weights=weights
-    )
-
-
 def _best(tried: dict[float, float], slack: float) -> float:
     """The temperature nearest to 1 among those whose objective is within `slack` of the least."""
     least = min(tried.values())
     equal = [temperature for temperature, value in tried.items() if value <= least + slack]
     return float(min(equal, key=lambda temperature: abs(np.log(temperature))))
-
-
-def _sort(
-    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The rows in an order of their own, so that sums round alike whatever order they came in."""
-    order = np.lexsort((weights, labels, logits))
-    return logits[order], labels[order], weights[order]
 
 
 def _statements(

@@ -43,13 +43,13 @@ class Data(OwnRows):
     boolean: tuple[str, ...] = ()
     """Tasks whose statements are true or false by themselves, beside the published ones."""
     max_tokens: Annotated[int, Field(ge=2)] = 128
-    """Of a statement with its end."""
+    """The most tokens of a statement with its end token."""
     statements: Annotated[int, Field(ge=1)] = 4
-    """Of a group in training: the gold and as many distractors as fit."""
+    """The most statements of a group in training: the gold and some distractors."""
     sample_distractors: bool = True
-    """Other ones in every epoch; False: always the first, as published."""
+    """Train on other distractors in every epoch; False: always on the first, as published."""
     valid_limit: Positive | None = 2000
-    """Of a valid task's groups, drawn as published; None: all."""
+    """The most groups of a valid task, sampled as published; None: all."""
     order: Literal["reshuffled", "legacy"] = "reshuffled"
     """legacy: one shuffle for all epochs, as published."""
 
@@ -111,9 +111,9 @@ class Loss(Strict):
     contrastive: Literal[0, 1, 2, 3, 4] = 4
     """Which form of the contrastive term (docs/tasks/vera.md); 0: none."""
     temperature: Annotated[float, Field(gt=0)] = 0.05
-    """Of the contrastive term."""
+    """The temperature of the contrastive term."""
     coefficient: Annotated[float, Field(ge=0)] = 0.1
-    """Of the contrastive term."""
+    """The factor of the contrastive term in the loss."""
     classes: Literal["label", "column"] = "label"
     """label: true and false statements are two classes. column: the first of a group and the
     others, as published, which takes a false boolean statement for a true one.

@@ -1,8 +1,9 @@
-"""Groups of statements: read from converted data sets, or made of the embedded corpus."""
+"""Reads groups of statements: from converted data sets, a user's own files or the embedded
+corpora.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.config.own_rows import STATEMENTS
 from trainer.data import lookup, stdlib_docs
+from trainer.data.formats.json_text import json_value
 from trainer.data.formats.lists import as_list
 from trainer.data.readers.folders import required_folder, split_names
 from trainer.data.readers.own_rows import own_rows
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SEED = 19260817  # of the published program's shuffle and of its cut of large dev sets
-# Of the published data sets, those whose statements are judged one by one. Source: its
-# FORMAT_BY_TASK.
+SEED = 19260817  # the published program's seed of its shuffle and of its samples of large dev sets
+# The published data sets whose statements are judged one by one. Source: FORMAT_BY_TASK of the
+# published program.
 BOOLEAN = {
     "csqa2",
     "symkd_anno",
@@ -35,7 +37,7 @@ BOOLEAN = {
     "creak",
     "rainier_anno",
 }
-# Tasks of the embedded corpora, and whether they are boolean.
+# The tasks of the embedded corpora, and whether each is boolean.
 EMBEDDED = {"docs_choice": False, "docs_boolean": True, **dict.fromkeys(lookup.STATEMENTS, False)}
 _FILES = {"train": "train.json", "valid": "dev.json", "test": "test.json"}
 _CHOICES = 4
@@ -44,7 +46,7 @@ _LABELS = {"1": True, "0": False, "true": True, "false": False, "yes": True, "no
 
 
 def tasks_of(data: Data, split: str) -> Sequence[str]:
-    """The tasks of a split in their order; test falls back on valid_tasks.
+    """The tasks of a split in their order; those of "test" are the valid tasks if none are named.
 
     DataError for an unknown split.
     """
@@ -61,9 +63,8 @@ def tasks_of(data: Data, split: str) -> Sequence[str]:
 
 
 def is_boolean(task: str, data: Data) -> bool:
-    """Whether the statements of a task are true or false by themselves.
-
-    Else one statement of each group is true.
+    """Whether each statement of a task is true or false by itself; otherwise one statement of each
+    group is true.
     """
     is_embedded = data.source != "groups"
     return task in BOOLEAN or task in data.boolean or (is_embedded and EMBEDDED.get(task, False))
@@ -72,12 +73,12 @@ def is_boolean(task: str, data: Data) -> bool:
 def rows(
     data: Data, split: str, folder: Path | None, *, cache_dir: Path | None = None
 ) -> list[Row]:
-    """{"task", "number", "golds", "distractors"} of every group, tasks one after the other; number:
-    the place there.
+    """The groups of a split, task by task: {"task", "number", "golds", "distractors"}, where number
+    counts the groups of a task from 0.
 
-    Legacy order shuffles the training groups once, as published. A valid task of more groups than
-    data.valid_limit is cut to a sample of them, drawn as published. DataError names the file and
-    the group of whatever is wrong.
+    data.order "legacy" shuffles the training groups once, as published. A valid task with more
+    groups than data.valid_limit is cut to a sample of them, drawn as published. DataError names the
+    file and the group that is wrong.
     """
     rows: list[Row] = []
     for task in tasks_of(data, split):
@@ -100,7 +101,13 @@ def _of_task(
     elif data.source == "groups":
         groups = _read(task, data, split, folder)
     else:
-        groups = _lookup_rows(task, split, data.source)
+        is_lookup = data.source == "lookup"
+        legal = [name for name in EMBEDDED if (name in lookup.STATEMENTS) == is_lookup]
+        if task not in legal:
+            raise DataError(
+                f"task {task!r} is not in {data.source}. Use one of {', '.join(legal)}."
+            )
+        groups = list(lookup.statements(task, split)) if is_lookup else _docs_rows(task, split)
     if split == "valid" and data.valid_limit is not None and len(groups) > data.valid_limit:
         log.info("%s: %d of its %d validation groups are used", task, data.valid_limit, len(groups))
         groups = random.Random(SEED).sample(groups, data.valid_limit)
@@ -111,18 +118,20 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
     root = required_folder(
         folder, f"<task>/train.json and <task>/dev.json, for example {task}/{_FILES[split]}"
     )
-    # many sets publish no test answers
+    # many data sets publish no answers of their test split: it is then read from dev.json
     names = [_FILES[split]] if split != "test" else [_FILES["test"], _FILES["valid"]]
     path = next(
         (root / task / name for name in names if (root / task / name).is_file()),
         root / task / names[0],
     )
-    if not path.is_file() and _has_own(root / task, split):
+    # a split may be another kind of file than JSON
+    others = (file for stem in split_names(split) for file in (root / task).glob(f"{stem}.*"))
+    if not path.is_file() and any(others):
         return _own(task, data, split, root / task, None)
     if split == "test":
         log.info("%s: test groups of %s", task, path.name)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json_value(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. Task {task!r} of data.{split}_tasks wants "
@@ -140,15 +149,12 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
     ]
 
 
-def _has_own(folder: Path, split: str) -> bool:
-    """Whether a task's folder holds a split as another kind of file than train.json."""
-    return any(path for stem in split_names(split) for path in folder.glob(f"{stem}.*"))
-
-
 def _own(
     task: str, data: Data, split: str, folder: Path | None, cache_dir: Path | None
 ) -> list[Row]:
-    """The groups of a task out of a user's rows: golds with distractors, or statement and label."""
+    """The groups of a task from a user's rows, which hold golds and distractors, or a statement and
+    its label.
+    """
     has_labels = is_boolean(task, data)
     placed = own_rows(data, split, folder, layout=STATEMENTS, cache_dir=cache_dir)
     return [_group(raw, place, task, is_boolean=has_labels) for place, raw in placed]
@@ -218,42 +224,22 @@ def _texts(values: Any, where: str, name: str) -> list[str]:
     return cast(list[str], values)
 
 
-def _lookup_rows(task: str, split: str, source: str) -> list[Row]:
-    of_source = [name for name in EMBEDDED if (name in lookup.STATEMENTS) == (source == "lookup")]
-    if task not in of_source:
-        raise DataError(f"task {task!r} is not in {source}. Use one of {', '.join(of_source)}.")
-    if source == "lookup":
-        return list(lookup.statements(task, split))
-    return _docs_rows("valid" if split == "test" else split, is_boolean=EMBEDDED[task])
-
-
-def _docs_rows(split: str, *, is_boolean: bool) -> list[Row]:
-    """Statements about functions, true or with another function's summary."""
-    rows = stdlib_docs.qa_rows(split)
+def _docs_rows(task: str, split: str) -> list[Row]:
+    """Groups of statements about functions of the standard library; a false statement gives another
+    function's summary.
+    """
+    rows, is_boolean = stdlib_docs.qa_rows("valid" if split == "test" else split), EMBEDDED[task]
     names = [row["question"].removeprefix("What does ").removesuffix(" do?") for row in rows]
     summaries = [row["answers"][0] for row in rows]
-    if is_boolean:
-        return [_boolean_group(number, names, summaries) for number in range(len(rows))]
-    return [
-        {
-            "golds": [_statement(names[number], summaries[number])],
-            "distractors": [
-                _statement(names[number], summaries[(number + step) % len(rows)])
-                for step in range(1, _CHOICES)
-            ],
-        }
-        for number in range(len(rows))
-    ]
-
-
-def _boolean_group(number: int, names: Sequence[str], summaries: Sequence[str]) -> Row:
-    if number % 2:
-        return {
-            "golds": [],
-            "distractors": [_statement(names[number], summaries[(number + 7) % len(names)])],
-        }
-    return {"golds": [_statement(names[number], summaries[number])], "distractors": []}
-
-
-def _statement(name: str, summary: str) -> str:
-    return f"{name}: {summary}"
+    groups: list[Row] = []
+    for number, name in enumerate(names):
+        gold = f"{name}: {summaries[number]}"
+        steps = [7] if is_boolean else range(1, _CHOICES)
+        others = [f"{name}: {summaries[(number + step) % len(rows)]}" for step in steps]
+        if not is_boolean:
+            groups.append({"golds": [gold], "distractors": others})
+        elif number % 2:
+            groups.append({"golds": [], "distractors": others})
+        else:
+            groups.append({"golds": [gold], "distractors": []})
+    return groups

@@ -1,9 +1,9 @@
-"""Verifiers as the public releases pack them: the head, its bias and the temperature stand in
-unused embedding rows.
+"""Converts verifiers from and to the form of the public releases, which store the head, its bias
+and the temperature in unused rows of the embedding.
 
-Source: the model cards of liujch1998/vera and vera-*: row 32099 of the embedding is the head,
-column 0 of row 32098 its bias, of row 32097 the temperature. 1.0 there means that nothing was
-calibrated.
+Source: the model cards of liujch1998/vera and vera-*. Row 32099 of the embedding is the head,
+column 0 of row 32098 is its bias, and column 0 of row 32097 is the temperature, 1.0 without
+calibration.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def import_model(source: Path, *, out: Path, tokenizer: str | None = None) -> No
     temperature in vera.json.
 
     tokenizer: a folder or Hub id whose tokenizer is written instead of the source's. ConfigError
-    when the folder is no packed verifier, or `out` exists; nothing half-written is left.
+    when the folder is no packed verifier, or `out` exists; `out` is written whole or not at all.
     """
     refuse_existing(out)
     config, tensors = _read(source)

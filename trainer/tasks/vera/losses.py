@@ -1,9 +1,10 @@
 """The verifier's losses: scoring terms per group of statements, contrastive terms per statement.
 
-Statements stand flat, in any order; no group is padded. `corrected_sums` is what training
-minimises: sums that their counts over all ranks divide once, so that neither ranks nor
-micro-batches change the loss. `original` gives the published program's numbers, its infinite ones
-included. Source: Liu et al. 2023, Vera, sec. 3.2, and the program published with it.
+The statements of all groups stand in one list, in any order; no group is padded. Training minimises
+`corrected_sums`: sums that are divided once, by their counts over all ranks, so that the loss does
+not depend on the number of ranks or micro-batches. `original` computes the loss of the published
+program, which can be infinite. Source: Liu et al. 2023, Vera, sec. 3.2, and the program published
+with it.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from trainer.runtime import distributed
 # A anchors, D width, G groups, K keys, S statements
 
 LossName = Literal["margin", "bce", "mce", "mce+bce"]
-# 0: none. 1, 3: a statement against those of the other class. 2, 4: those of its own class among
-# all others. 1, 2: dot products. 3, 4: cosines.
+# 0: no contrastive term. 1, 3: a statement is contrasted with those of the other class. 2, 4: the
+# other statements of its class are contrasted with all others. 1, 2: by dot product. 3, 4: by
+# cosine.
 ContrastiveType = Literal[0, 1, 2, 3, 4]
-# What divides the sum of cross-entropies. mc: the multiple-choice groups of all ranks.
-# all_problems: all groups of all ranks. rank_mc: the multiple-choice groups of this batch, and the
-# means of all batches are averaged.
+# The number that divides the sum of cross-entropies. mc: that of the multiple-choice groups of all
+# ranks. all_problems: that of all groups of all ranks. rank_mc: that of the multiple-choice groups
+# of this batch; the means of all batches are then averaged.
 CrossEntropyNorm = Literal["mc", "all_problems", "rank_mc"]
 
-COSINE_EPSILON = 1e-8  # torch.nn.functional.cosine_similarity's own
+COSINE_EPSILON = 1e-8  # the default of torch.nn.functional.cosine_similarity
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def margin(statements: Statements) -> Tensor:
 
 
 def bce(statements: Statements) -> Tensor:
-    """(G,): binary cross-entropy of the first statement, plus the mean of that of the others where
-    there are any.
+    """(G,): the binary cross-entropy of a group's first statement, plus the mean binary
+    cross-entropy of its other statements, if any.
     """
     logits_S = _precise(statements.logits_S)
     is_other_GS = statements.members(columns="others")
@@ -82,7 +84,7 @@ def bce(statements: Statements) -> Tensor:
 
 
 def cross_entropy(statements: Statements) -> Tensor:
-    """(G,): -log of the first statement's softmax share of its group; 0 for groups that are not
+    """(G,): -log softmax of the first statement over its group; 0 for groups that are not
     multiple-choice.
     """
     logits_S = _precise(statements.logits_S)
@@ -96,7 +98,7 @@ def _first(statements: Statements, values_S: Tensor) -> Tensor:
 
 
 def _summed(values: Tensor, mask_GS: Tensor) -> Tensor:
-    # Dense, because a scattered sum adds in another order in every run on CUDA.
+    # a dense sum, because on CUDA a scattered sum adds in another order in every run
     return torch.where(mask_GS, values, 0.0).sum(-1)
 
 
@@ -110,30 +112,29 @@ def _precise(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Keys:
-    """What anchors are compared with. Every anchor is one of the keys."""
+    """The statements that anchors are compared with. Every anchor is one of them."""
 
     hidden_KD: Tensor
-    class_K: Tensor  # int64 or bool; only equality counts
-    own_A: Tensor  # int64: which key an anchor itself is
+    class_K: Tensor  # int64 or bool; classes are only compared for equality
+    own_A: Tensor  # int64: the index of an anchor among the keys
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """Terms and how often each one counts."""
+    """Contrastive terms and their weights."""
 
     terms_A: Tensor
     weights_A: Tensor  # int64, 0 or 1
 
 
 def keys_by_label(statements: Statements) -> Keys:
-    """The statements as keys and anchors in one, by class: true (gold) or false."""
+    """The statements as keys, of which each is an anchor; their classes: true (gold) and false."""
     return _keys(statements, statements.is_gold_S)
 
 
 def keys_by_column(statements: Statements) -> Keys:
-    """The statements as keys and anchors in one, by class.
-
-    The classes: first of its group, which a false statement can be, or not.
+    """The statements as keys, of which each is an anchor; their classes: the first of its group,
+    even if it is false, and the others.
     """
     return _keys(statements, statements.column_S > 0)
 
@@ -141,13 +142,13 @@ def keys_by_column(statements: Statements) -> Keys:
 def contrastive(
     hidden_AD: Tensor, *, keys: Keys, contrastive_type: ContrastiveType, temperature: float
 ) -> Weighted:
-    """The contrastive term of every anchor; 0 without gradient where the weight is 0 (see
+    """The contrastive term of every anchor; it is 0 and has no gradient where the weight is 0 (see
     `anchor_weights`).
 
-    A term is -log of the share, among the anchor's candidates, of its positives, each key weighing
-    exp(similarity / temperature). Types 2 and 4: the positives are the keys of its class, the
-    candidates all keys, both without itself. Types 1 and 3: the positive is itself, the candidates
-    are itself and the keys of other classes.
+    A term is -log(sum over the positives / sum over the candidates) of exp(similarity /
+    temperature). Types 2 and 4: the positives are the other keys of the anchor's class, and the
+    candidates are all other keys. Types 1 and 3: the positive is the anchor itself, and the
+    candidates are the anchor and the keys of other classes.
     """
     weights_A = anchor_weights(keys.class_K, own_A=keys.own_A, contrastive_type=contrastive_type)
     if contrastive_type == 0:
@@ -157,10 +158,10 @@ def contrastive(
 
 
 def anchor_weights(class_K: Tensor, *, own_A: Tensor, contrastive_type: ContrastiveType) -> Tensor:
-    """(A,) int64: 1 for anchors with something to learn, which depends on classes alone.
+    """(A,) int64: 1 for an anchor that has something to contrast, else 0; only classes decide.
 
-    Types 2 and 4 need another key of the class. Types 1 and 3 need a key of another class: without
-    it the term is 0.
+    Types 2 and 4 need another key of the anchor's class. Types 1 and 3 need a key of another class:
+    without one the term is 0.
     """
     if contrastive_type == 0:
         return torch.zeros_like(own_A)
@@ -176,13 +177,15 @@ def _contrast(
     """(A,) terms; infinite, and without gradient, for an anchor without positives."""
     candidates_AK, positives_AK = _compared(keys.class_K, keys.own_A, contrastive_type)
     is_alone_A = ~positives_AK.any(-1)
-    # An empty row is inf - inf, with nan behind it in the gradient: it may compare with everything,
-    # and is not used.
+    # Masking a whole row would give inf - inf, and nan in the gradient. So an anchor without
+    # positives keeps all its keys, and its term is replaced below.
     left_out_AK = ~(candidates_AK | is_alone_A[:, None])
     unlike_AK = ~(positives_AK | is_alone_A[:, None])
-    scores_AK = (
-        _similarity(_precise(hidden_AD), _precise(keys.hidden_KD), contrastive_type) / temperature
-    )
+    anchors_AD, keys_KD = _precise(hidden_AD), _precise(keys.hidden_KD)
+    if contrastive_type in (3, 4):
+        anchors_AD = F.normalize(anchors_AD, dim=-1, eps=COSINE_EPSILON)
+        keys_KD = F.normalize(keys_KD, dim=-1, eps=COSINE_EPSILON)
+    scores_AK = anchors_AD @ keys_KD.T / temperature
     log_shares_AK = scores_AK.masked_fill(left_out_AK, -torch.inf).log_softmax(-1)
     terms_A = -log_shares_AK.masked_fill(unlike_AK, -torch.inf).logsumexp(-1)
     return terms_A.masked_fill(is_alone_A, torch.inf)
@@ -191,19 +194,12 @@ def _contrast(
 def _compared(
     class_K: Tensor, own_A: Tensor, contrastive_type: ContrastiveType
 ) -> tuple[Tensor, Tensor]:
-    """(A, K) bool candidates and positives."""
+    """(A, K) bool: the candidates of each anchor, and its positives."""
     is_self_AK = own_A[:, None] == torch.arange(len(class_K), device=class_K.device)
     is_same_AK = class_K[own_A][:, None] == class_K
     if contrastive_type in (1, 3):
         return is_self_AK | ~is_same_AK, is_self_AK
     return ~is_self_AK, is_same_AK & ~is_self_AK
-
-
-def _similarity(hidden_AD: Tensor, keys_KD: Tensor, contrastive_type: ContrastiveType) -> Tensor:
-    if contrastive_type in (3, 4):
-        hidden_AD = F.normalize(hidden_AD, dim=-1, eps=COSINE_EPSILON)
-        keys_KD = F.normalize(keys_KD, dim=-1, eps=COSINE_EPSILON)
-    return hidden_AD @ keys_KD.T
 
 
 def _keys(statements: Statements, class_S: Tensor) -> Keys:
@@ -216,8 +212,8 @@ def _keys(statements: Statements, class_S: Tensor) -> Keys:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a mean: the sums of all ranks and batches are divided, once, by their
-    counts.
+    """One batch's part of a mean. The sums of all batches and ranks are added and then divided
+    once, by the sum of their counts.
     """
 
     sum: Tensor  # ()
@@ -246,12 +242,12 @@ def corrected_sums(
     temperature: float,
     keys: Keys | None = None,
 ) -> dict[str, Share]:
-    """What `loss_fn` consists of (margin, bce, cross_entropy), and "contrastive" unless its type is
-    0.
+    """The terms of `loss_fn` (margin, bce, cross_entropy) by name, and "contrastive" unless its
+    type is 0.
 
-    keys: the statements are its anchors; None: each other's keys, by label. The loss is the sum of
-    the shares' means, the contrastive one times its coefficient. A share whose global count is 0
-    has sum 0: divide by at least 1.
+    keys: what the statements, as anchors, are compared with; None: keys_by_label of the statements.
+    The loss is the sum of the means of all shares, the contrastive one times its coefficient. A
+    share whose global count is 0 has sum 0, so divide by at least 1.
     """
     shares: dict[str, Share] = {}
     for name in _PARTS[loss_fn]:
@@ -277,9 +273,8 @@ def corrected_sums(
 
 
 def cross_entropy_count(is_multiple_choice_G: Tensor, *, norm: CrossEntropyNorm) -> Tensor:
-    """() int64: what a batch adds to the number that divides the cross-entropies.
-
-    It is known before the forward pass.
+    """() int64: what a batch adds to the number that divides the cross-entropies. No forward pass
+    is needed to know it.
     """
     if norm == "mc":
         return is_multiple_choice_G.sum()
@@ -296,9 +291,8 @@ def _count(number: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The statements of all ranks as keys without gradient.
-
-    Also how much this rank's contrastive term counts.
+    """The statements of all ranks as keys without gradient, and the weight of this rank's
+    contrastive term.
     """
 
     keys: Keys
@@ -324,12 +318,12 @@ def original(
     gathered: Gathered | None = None,
     is_infinite: bool = True,
 ) -> Original:
-    """What the published program minimises; on many ranks it averages the ranks' gradients.
+    """The loss of the published program, which averages the gradients of its ranks.
 
-    Cross-entropy is averaged over this batch's multiple-choice groups, the rest over its groups.
-    Classes are columns. An anchor without a positive makes the loss infinite and adds nothing to
-    the gradient; is_infinite=False counts its term as 0 instead, with the same gradient. gathered:
-    see `gather`; None: one process, where the keys have a gradient too.
+    Cross-entropy is averaged over this batch's multiple-choice groups, other terms over all its
+    groups. The classes are those of keys_by_column. An anchor without a positive makes the loss
+    infinite and adds nothing to the gradient; is_infinite=False counts its term as 0 instead, with
+    the same gradient. gathered: see `gather`; None: one process, whose keys have a gradient too.
     """
     num_multiple_choice = statements.is_multiple_choice_G.sum().clamp(min=1)
     scoring = torch.zeros((), device=statements.logits_S.device)
@@ -356,7 +350,7 @@ def gather(statements: Statements) -> Gathered:
     def everywhere(own_S: Tensor) -> Tensor:
         placed_K = own_S.new_zeros(num_all, *own_S.shape[1:])
         placed_K[start : start + own] = own_S
-        # exact: every row is one rank's, plus zeros
+        # the sum is exact: each row comes from one rank, the others add zeros
         return distributed.total(placed_K).to(own_S.dtype)
 
     keys = keys_by_column(statements)

@@ -1,31 +1,24 @@
-"""What an evaluation says of a verifier, from one table that holds every scored statement once.
+"""The metrics of a verifier, computed from one table that holds every scored statement once.
 
-A metric's name is <metric>/<set>. Sets are "mean" (accuracy) or "all" (the others), "seen",
-"unseen", "unseen1", "unseen2" and each task. Definitions are those of the published program (Liu et
-al. 2023, Vera), odd ones included:
+A metric's name is <metric>/<set>. Sets are "mean" (for accuracy and tied) or "all" (for other
+metrics), "seen", "unseen", "unseen1", "unseen2" and each task. The definitions are those of the
+published program (Liu et al. 2023, Vera), even where they are odd:
 
-accuracy        share of multiple-choice problems whose best statement is the true one. The first
-                statement wins a tie,
-                and the true one comes first: a verifier that says the same of everything is right
-                every time.
-tied            share of multiple-choice problems with such a tie. Not published; accuracy is no
-                surer than this.
-weighted_accuracy, auroc, ap_true, ap_false
-                over statements, each weighing 1 / the statements of its task. Predicted true is a
-                logit above 0. The
-                false class is scored by the negated logit.
-precision_true, recall_true, f1_true, ..._false
-                read off the precision-recall curve at the first threshold above 0. Where all logits
-                have one sign
-                there is no such place or nothing beyond it, and they are 1, 0 and 0: right for the
-                class that is never
-                predicted, wrong for the other. F1 is 0 where precision and recall are 0; it was
-                published as NaN.
-ece             expected calibration error in 10 quantile bins of all statements, whatever their
-                task; no temperature.
+accuracy        The share of multiple-choice problems whose best statement is the true one. The
+first statement wins a tie, and the true statement comes first: a verifier that gives all statements
+the same score has accuracy 1. tied            The share of multiple-choice problems with such a
+tie. The published program does not report it; accuracy can be too high by as much.
+weighted_accuracy, auroc, ap_true, ap_false Over statements, each with the weight 1 / the statements
+of its task. A logit above 0 predicts "true". The score of the false class is the negated logit.
+precision_true, recall_true, f1_true, ..._false Read off the precision-recall curve at the first
+threshold above 0. Where all logits have one sign, the curve has no such point or none beyond it,
+and the values are 1, 0 and 0. That is right for the class that is never predicted, and wrong for
+the other. F1 is 0 where precision and recall are 0; the published program gives NaN. ece
+The expected calibration error in 10 quantile bins of all statements of all tasks, without a
+temperature.
 
-A metric of nothing does not exist: no accuracy of a boolean task, no AUROC of one class, no ap_true
-without a true one.
+A metric that has nothing to measure is left out: accuracy of a boolean task, AUROC of one class,
+ap_true without a true statement.
 """
 
 from __future__ import annotations
@@ -57,7 +50,7 @@ def statement_metrics(
     kinds: Mapping[str, Kind],
     parts: Mapping[str, Part],
 ) -> dict[str, float]:
-    """Every metric that this table has, by name; none for an empty table.
+    """Every metric of a table, by name; {} for an empty table.
 
     table: (N, 5) float64, in any order: number of the task in `tasks`, number of the problem
     (unique within its task), column within the problem, logit, label (1 true, 0 false).
@@ -85,9 +78,9 @@ def statement_metrics(
 
 
 def best_rows(table: Tensor | np.ndarray) -> np.ndarray:
-    """The row of each problem's highest logit, the lowest column of equals.
+    """The row number of each problem's highest logit; among equal logits that of the lowest column.
 
-    The problems are in order of task and number.
+    The problems are sorted by task and number.
     """
     rows = _rows(table)
     ranked, firsts = _rank(rows)
@@ -104,17 +97,16 @@ def _choices(rows: np.ndarray) -> dict[str, float]:
 
 
 def _rank(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers by task, problem, falling logit and column; and where each problem begins."""
+    """Row numbers sorted by task, problem, falling logit and column; and where each problem begins
+    among them.
+    """
     ranked = np.lexsort((rows[:, COLUMN], -rows[:, LOGIT], rows[:, GROUP], rows[:, TASK]))
     problems = rows[ranked][:, [TASK, GROUP]]
     return ranked, np.flatnonzero(np.any(np.diff(problems, axis=0, prepend=-1) != 0, axis=1))
 
 
 def _averages(by_task: Mapping[str, float], parts: Mapping[str, Part]) -> dict[str, float]:
-    """The tasks' values, and their means over all tasks and over each part.
-
-    Every task weighs the same.
-    """
+    """The value of each task, and the unweighted means over all tasks and over each part."""
     means = {"mean": float(np.mean(list(by_task.values())))} if by_task else {}
     for name, own in PARTS.items():
         values = [value for task, value in by_task.items() if parts[task] in own]
@@ -124,7 +116,7 @@ def _averages(by_task: Mapping[str, float], parts: Mapping[str, Part]) -> dict[s
 
 
 def _sets(of_task: Mapping[str, np.ndarray], parts: Mapping[str, Part]) -> dict[str, np.ndarray]:
-    """Which rows are of each set that has any; (N,) masks."""
+    """(N,) bool for each set that has rows: which rows belong to it."""
     masks = {"all": np.any(list(of_task.values()), axis=0)} if of_task else {}
     for name, own in PARTS.items():
         of_part = [mask for task, mask in of_task.items() if parts[task] in own]
@@ -154,14 +146,14 @@ def _of_statements(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) 
 
 
 def _of_class(is_member: np.ndarray, logits: np.ndarray, weights: np.ndarray) -> dict[str, float]:
-    """ap, precision, recall, f1 of a class that has members; its logits are high."""
+    """ap, precision, recall and f1 of a class that has members, whose logits should be high."""
     from sklearn.metrics import average_precision_score, precision_recall_curve
 
     precisions, recalls, thresholds = precision_recall_curve(
         is_member, logits, sample_weight=weights
     )
     above = int(np.searchsorted(thresholds, 0.0, side="right"))
-    # with none at or below 0 as with none above: the curve's last point, (1, 0)
+    # without a threshold at or below 0, or without one above, it is the curve's last point, (1, 0)
     place = above or len(thresholds)
     precision, recall = float(precisions[place]), float(recalls[place])
     return {

@@ -35,7 +35,7 @@ class Verifier(nn.Module):
     """An encoder (T5's, or a decoder's body) and a head on each statement's last token."""
 
     def __init__(self, encoder: Any, *, seed: int, recompute_every: int | None = None) -> None:
-        """recompute_every: in training, of so many blocks one is computed again in backward.
+        """recompute_every: k computes every k-th block again in the backward pass.
 
         ConfigError for an encoder of another family.
         """
@@ -52,8 +52,8 @@ class Verifier(nn.Module):
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
         """Statements as read_by lays them out -> {"hidden": (S, D), "logits": (S,) fp32}.
 
-        hidden: the states of the last tokens. (S, L) input_ids and attention_mask, padded on the
-        right, do as well, and cost more.
+        hidden: the states of the last tokens. A batch may also hold (S, L) input_ids and
+        attention_mask, padded on the right, which takes longer.
         """
         if "tokens" in batch:
             hidden_SD = self._states(batch)[batch["last"]]
@@ -71,7 +71,7 @@ class Verifier(nn.Module):
         return {"hidden": hidden_SD, "logits": logits_S}
 
     def _states(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """(M, D) states of every token of a packed batch."""
+        """(M, D) states of the tokens of a packed batch."""
         if self.backbone is not None:
             every = self.recompute_every if self.training else None
             return streams.encode(self.backbone, batch, recompute_every=every)
@@ -80,12 +80,12 @@ class Verifier(nn.Module):
 
 
 def read_by(statements: Sequence[Sequence[int]], *, once: bool = False) -> dict[str, Tensor]:
-    """Token rows as a verifier reads them: one stream of real tokens (packing.pack) and `last`,
-    (S,) where each statement ends in it.
+    """Token rows as a verifier reads them: one stream of real tokens (layout.pack), and `last`
+    (S,), the place of each statement's last token in it.
 
-    once: equal statements are read once, and `which` (S,) says where each one's states and logit
-    are; they are then equal to the last bit. A tie counts as answered rightly, and rounding must
-    not break it.
+    once: equal statements are read once, so that their logits are equal to the last bit; `which`
+    (S,) then gives the place of each statement's state and logit. Metrics count a tie as right, and
+    rounding must not break it.
     """
     keys = [tuple(int(token) for token in statement) for statement in statements]
     places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
@@ -96,7 +96,7 @@ def read_by(statements: Sequence[Sequence[int]], *, once: bool = False) -> dict[
 
 
 def layout_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a batch read_by made."""
+    """The tensors of a batch that read_by made."""
     names = ("tokens", "passage", "position", "starts", "cells", "last", "which")
     return {
         name: tensor for name, tensor in batch.items() if name in names or name.startswith("grid_")
@@ -104,12 +104,12 @@ def layout_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_description(folder: Path, temperature: float, **more: Any) -> None:
-    """Say beside a verifier what its logits are divided by, and what else is to be known."""
+    """Write vera.json beside a verifier: the temperature that divides its logits, and `more`."""
     (folder / DESCRIPTION).write_text(json.dumps({"temperature": temperature, **more}) + "\n")
 
 
 def read_temperature(folder: Path) -> float:
-    """What logits of the model in `folder` are divided by; 1.0 where nothing was calibrated."""
+    """The temperature that divides logits of the model in `folder`; 1.0 without calibration."""
     path = folder / DESCRIPTION
     if not path.is_file():
         return 1.0

@@ -1,7 +1,8 @@
-"""Two pictures of a verifier's scores, as PNG files of 800 x 600 pixels; both read without colour.
+"""Draws two pictures of a verifier's scores, as PNG files of 800 x 600 pixels that can be read
+without colour.
 
-Drawn on figures of their own, never through pyplot: no window, no state shared with whoever else
-draws.
+Each has a figure of its own and does not use pyplot, so it opens no window and shares no state with
+other code that draws.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 INCHES, DOTS_PER_INCH = (8.0, 6.0), 100
 GREY, LIGHT_GREY = "#666666", "#CCCCCC"
-BLUE, ORANGE = "#0072B2", "#E69F00"  # of Okabe & Ito's palette, told apart by every kind of eye
+BLUE, ORANGE = "#0072B2", "#E69F00"  # of Okabe & Ito's palette, for every kind of colour vision
 SCORE = "score (probability that the statement is true)"
 WIDTH = 0.05  # of a bar of the histogram
 
@@ -30,10 +31,9 @@ WIDTH = 0.05  # of a bar of the histogram
 def reliability_diagram(
     path: Path, scores_before: Values, scores_after: Values, labels: Values
 ) -> None:
-    """Write how often statements were true against how true they were said to be, before and after
-    calibration.
+    """Plot the share of true statements over the mean score, before and after calibration.
 
-    Points are the 10 quantile bins of `ece`; bars below say how many statements each bin holds.
+    Points are the 10 quantile bins of `ece`; bars below show how many statements each bin holds.
     DataError without statements; StorageError when the disk refuses.
     """
     lines = (
@@ -66,7 +66,7 @@ def reliability_diagram(
 
 
 def score_histogram(path: Path, scores: Values, labels: Values) -> None:
-    """Write how many true and how many false statements got each score.
+    """Plot how many true and how many false statements got each score.
 
     StorageError when the disk refuses.
     """
@@ -93,10 +93,10 @@ def score_histogram(path: Path, scores: Values, labels: Values) -> None:
 
 
 def _draw_counts(axes: Axes, before: np.ndarray, after: np.ndarray) -> None:
-    """A bar and its number for each occupied bin: one where calibration left all counts alone, as
-    it does but for ties.
+    """Draw a bar with its number for each occupied bin: one bar if calibration changed no count,
+    which only ties can do, else one before and one after calibration.
 
-    Numbers of neighbouring bars stand at two heights, so that five digits find room.
+    The numbers of neighbouring bars stand at two heights, so that five digits find room.
     """
     which, most = "", max(len(before), len(after))
     if np.array_equal(before, after):
@@ -121,7 +121,7 @@ def _draw_counts(axes: Axes, before: np.ndarray, after: np.ndarray) -> None:
 
 
 def _default_style() -> AbstractContextManager[None]:
-    """Light, whatever style this machine's users prefer; theirs is back afterwards."""
+    """Uses matplotlib's default style instead of the user's for as long as it is open."""
     from matplotlib import style
 
     return style.context("default")

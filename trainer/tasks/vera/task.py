@@ -1,5 +1,5 @@
-"""Statements in, plausibilities out: a verifier trained on groups of one true statement and several
-false ones.
+"""A plausibility verifier: it scores statements, and is trained on groups of one true statement and
+several false ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Task(TokenTask[Config]):
-    """A group of statements at a time; the loss is a mean over groups."""
+    """A row is a group of statements; the loss is a mean over groups."""
 
     unit: ClassVar[str] = "groups"
     kind: ClassVar[base_model.Kind] = "encoder"
@@ -50,8 +50,8 @@ class Task(TokenTask[Config]):
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
-        self.temperature = 1.0  # of an exported model that was calibrated
-        self._told: set[str] = set()  # splits whose mixture was shown
+        self.temperature = 1.0  # load_export sets it to that of a calibrated model
+        self._logged: set[str] = set()  # splits whose numbers of groups were logged
         self.tasks = list(
             dict.fromkeys([*cfg.data.train_tasks, *cfg.data.valid_tasks, *cfg.data.test_tasks])
         )
@@ -90,7 +90,9 @@ class Task(TokenTask[Config]):
         shutil.copyfile(plausibility.__file__, folder / Path(plausibility.__file__).name)
 
     def exported_config(self) -> Any:
-        """As it came; but of a decoder, which may come as a language model, the body is named."""
+        """The base's config; for a decoder, whose base may be a language model, with the class of
+        its body.
+        """
         config = base_source.config_of(self.cfg.base, self.places)
         return super().exported_config() if config.model_type in DECODERS else config
 
@@ -100,8 +102,8 @@ class Task(TokenTask[Config]):
     def rows(self, split: str) -> Iterable[Row]:
         cache_dir = self.places.cache_dir
         of_split = groups.rows(self.cfg.data, split, self.places.data_path, cache_dir=cache_dir)
-        if split not in self._told:
-            self._told.add(split)
+        if split not in self._logged:
+            self._logged.add(split)
             log.info(
                 "%s: %s",
                 split,
@@ -112,8 +114,8 @@ class Task(TokenTask[Config]):
         return of_split
 
     def encode(self, row: Row) -> Encoded:
-        """The statements of a group as ids with their end, the gold first, and what kind of group
-        it is.
+        """Ids of a group's statements with their end tokens, the gold first, and the kind of the
+        group.
         """
         ids = self._ids([*row["golds"], *row["distractors"]])
         cut = [self._ended(tokens) for tokens in ids]
@@ -135,7 +137,7 @@ class Task(TokenTask[Config]):
         )
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
-        """statements: each with its end."""
+        """statements, each with its end token."""
         texts = [[*ids, self.end] for ids in self._ids([*row["golds"], *row["distractors"]])]
         return {"statements": Uncut(texts, self.cfg.data.max_tokens, "data.max_tokens")}
 
@@ -143,7 +145,7 @@ class Task(TokenTask[Config]):
         return {"data.max_tokens": self.cfg.data.max_tokens}
 
     def specimen(self) -> Row:
-        """As many statements as a group has in training."""
+        """A group of as many statements as a training group has."""
         text = self.filler()
         return {
             "golds": [text],
@@ -160,7 +162,7 @@ class Task(TokenTask[Config]):
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def _ended(self, tokens: list[int]) -> list[int]:
-        """Cut to data.max_tokens; the end, whose state is read, is never cut off."""
+        """Cuts ids to data.max_tokens. The end token, whose state is scored, is never cut off."""
         return [*tokens[: self.cfg.data.max_tokens - 1], self.end]
 
     def encoding_id(self) -> str:
@@ -176,11 +178,11 @@ class Task(TokenTask[Config]):
         return sum(int(length) for length in encoded["lengths"][: self.cfg.data.statements])
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """What the model reads (model.read_by); group, column, is_gold (S,); is_multiple_choice,
-        task, number (G,).
+        """The statements as the model reads them (model.read_by), with group, column and is_gold
+        (S,), and is_multiple_choice, task and number (G,).
 
-        In training (rows that draw) a group has at most data.statements statements, otherwise all
-        of them.
+        In training, where rows carry a draw, a group has at most data.statements statements;
+        otherwise it has all of them.
         """
         statements: list[Sequence[int]] = []
         group, column, is_gold = [], [], []
@@ -204,12 +206,12 @@ class Task(TokenTask[Config]):
         }
 
     def read(self, statements: Sequence[Sequence[int]], *, once: bool = False) -> Batch:
-        """Token rows as the model reads them, see model.read_by."""
+        """A batch of token rows, see model.read_by."""
         return read_by(statements, once=once)
 
     def _chosen(self, row: Mapping[str, Any]) -> list[int]:
-        """Which statements of a group are looked at: in training the gold and some distractors,
-        else all.
+        """The indices of a group's chosen statements: in training the gold and some distractors,
+        else all statements.
         """
         everyone = list(range(len(row["lengths"])))
         most, gold = self.cfg.data.statements, int(row["has_gold"][0])
@@ -228,7 +230,7 @@ class Task(TokenTask[Config]):
         return torch.tensor(len(batch["is_multiple_choice"]), device=batch["group"].device)
 
     def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """Every term is normalised over the groups or statements of all ranks and micro-batches."""
+        """Each term is a mean over the groups or statements of all ranks and micro-batches."""
         if self.cfg.loss.mode == "original":
             yield from self._as_published(model, window)
             return
@@ -245,9 +247,8 @@ class Task(TokenTask[Config]):
         )
 
     def _scored_apart(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """Without a contrastive term no statement needs another group's.
-
-        Ranks exchange only their counts.
+        """Losses without the contrastive term. They need no statements of other micro-batches, so
+        ranks exchange only their counts.
         """
         kinds = torch.cat([batch["is_multiple_choice"] for batch in window])
         own = [
@@ -264,10 +265,11 @@ class Task(TokenTask[Config]):
             yield self._total(shares, counts, num_groups)
 
     def _as_published(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """The published program averages its micro-batches and ranks, whatever is in them.
+        """Losses of the published program, which averages micro-batches and ranks however many
+        groups each of them has.
 
-        Where its loss is infinite its gradients are not; the loop stops at an infinite loss, so
-        such terms count as 0.
+        An infinite term of its loss has a finite gradient. The training loop stops at an infinite
+        loss, so such terms count as 0.
         """
         loss, num_groups = self.cfg.loss, sum(len(batch["is_multiple_choice"]) for batch in window)
         total = int(distributed.total(torch.tensor(num_groups)))
@@ -302,7 +304,7 @@ class Task(TokenTask[Config]):
         counts: Mapping[str, Tensor],
         num_groups: int | Tensor,
     ) -> Tensor:
-        """The sum that, divided by the groups of all ranks, is the sum of the terms' means."""
+        """The sum of the means of all terms, times num_groups, by which the engine divides it."""
         means = [
             share.sum
             / counts[name].clamp(min=1)
@@ -312,10 +314,10 @@ class Task(TokenTask[Config]):
         return torch.stack(means).sum() * num_groups
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
-        """loss: cross-entropy and binary cross-entropy per group; and every metric of
-        metrics.statement_metrics.
+        """loss: cross-entropy plus binary cross-entropy, per group; and every metric of
+        metrics.statement_metrics, of the logits before calibration.
 
-        Of a calibrated model ece_calibrated/... too; all others are of logits as they are.
+        A calibrated model also has ece_calibrated/..., the error after calibration.
         """
         statements = _statements(_represented(model, batch))
         terms_G = losses.cross_entropy(statements) + losses.bce(statements)
@@ -355,7 +357,9 @@ class Task(TokenTask[Config]):
 
 
 def _represented(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Pooled states and logits of a batch, with what says how its statements belong together."""
+    """Pooled states and logits of a batch, with the tensors that tell how its statements form
+    groups.
+    """
     return {
         **model(**layout_of(batch)),
         "column": batch["column"],
@@ -365,7 +369,7 @@ def _represented(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _statements(pool: Mapping[str, Tensor]) -> losses.Statements:
-    """Statements of many batches, one after the other: every column 0 begins a group."""
+    """The statements of one or several batches, in order; every column 0 begins a group."""
     return losses.Statements(
         logits_S=pool["logits"],
         hidden_SD=pool["hidden"],

@@ -1,4 +1,4 @@
-"""A trained verifier: how others load it, and how plausible it finds statements."""
+"""A trained verifier: programs that load its export, and its scores for unlabelled statements."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
 
 
 def row_to_predict(task: Any, raw: Row, place: str) -> Row:
-    """One statement, or several that are scored side by side."""
+    """{"statement"} of an object with one, or {"statements"} of an object with several."""
     if raw.get("statements") is not None:
         return {"statements": fields.texts(raw["statements"], place, "statements")}
     return {"statement": fields.required_text(raw, "statement", place)}
@@ -62,7 +62,7 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
 def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
-    """{"score"} of a statement, 0 to 1; {"scores"} of several."""
+    """{"score"} for a row of one statement, 0 to 1; {"scores"} for a row of several."""
     texts = [text for row in rows for text in row.get("statements", [row.get("statement")])]
     batch = task.read([task.statement_ids(text) for text in texts])
     logits_S = model(**to_device(batch))["logits"].double().cpu()

@@ -1,6 +1,5 @@
-"""What is done with a trained verifier.
-
-Its temperature is fitted and kept with it, and statements are scored.
+"""Uses a trained verifier: fits its temperature and stores it with the model, and scores
+statements.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _TOGETHER = 64  # statements in one forward
 def calibrate_model(
     folder: Path, table: Tensor, *, split: str, objective: Objective, report: Path
 ) -> Calibration:
-    """Fit the temperature of the model in `folder` on scored statements
-    (metrics.statement_metrics), each task weighing the same, and store it there; calibration.json,
-    reliability.png and scores.png are written into `report`.
+    """Fit the temperature of the model in `folder` to a table of scored statements (see
+    metrics.statement_metrics) and store it in the folder. All tasks have the same weight.
 
-    ConfigError when the folder is no verifier of ours.
+    It writes calibration.json, reliability.png and scores.png into `report`. ConfigError when the
+    folder holds no verifier of ours.
     """
     if not (folder / HEAD_FILE).is_file():
         raise ConfigError(
@@ -75,9 +74,9 @@ def _describe(folder: Path) -> dict[str, object]:
 def plausibilities(
     task: Task, model: Verifier, texts: Sequence[str], *, folder: Path
 ) -> Iterator[float]:
-    """How plausible each text is, 0 to 1; lazily, in order.
+    """How plausible each text is, 0 to 1, in their order; a generator.
 
-    The temperature is the one stored in the model's `folder`.
+    The temperature is the one that the model's `folder` stores.
     """
     temperature = read_temperature(folder)
     for start in range(0, len(texts), _TOGETHER):

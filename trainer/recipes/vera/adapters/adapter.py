@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
+from trainer.data.formats.json_text import json_value
 from trainer.data.readers import jsonl
 from trainer.errors import DataError
 from trainer.recipes.vera.problem import BadRecord, Problem, one_line, write_line
@@ -165,7 +165,7 @@ def xml_items(paths: Sequence[Path | None], tag: str) -> Iterator[Raw]:
 
 def whole_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return json_value(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read as JSON ({error}). Take the publisher's file as it is."

@@ -1,8 +1,8 @@
 """A frozen causal language model with trainable cross-attention layers between its blocks.
 
-The base is a stock transformers model, run block by block. No autograd graph exists below the first
-added layer, so those blocks cost a forward only; gradient checkpointing, when asked for, starts
-above it.
+The base is a stock transformers model, run block by block. There is no autograd graph below the
+first added layer, so those blocks cost a forward pass only, and gradient checkpointing starts above
+them.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class CrossAttentionModel(nn.Module):
     knows_blocks_by_number = True  # an added layer follows some: a plan counts all (timing/blocks)
 
     def __init__(self, base: PreTrainedModel, layers: Layers, *, seed: int = 0) -> None:
-        """Freeze `base`, but for adapters in it, and insert the layers that `layers` states.
+        """Freeze `base` except for adapters in it, and insert the layers that `layers` states.
 
-        seed: of the initial weights; equal seeds give equal layers on every rank, whatever was
-        drawn before. Raises ConfigError for an unsupported family, layers that do not fit, or heads
-        that do not divide the width.
+        seed: of the initial weights. Equal seeds give equal layers on every rank, whatever random
+        numbers were drawn before. Raises ConfigError for an unsupported family, layers that do not
+        fit, or heads that do not divide the width.
         """
         super().__init__()
         self.base = base
@@ -100,7 +100,10 @@ class CrossAttentionModel(nn.Module):
             layers, shape, self.indices, std=self.backbone.initial_std, seed=seed
         )
         self._adapted = adapters.layers_of(base)
-        self.num_blocks_below = self._blocks_below()  # base blocks that need no backward
+        # the base blocks below the first added layer and the first adapter need no backward pass
+        blocks = self.backbone.blocks
+        adapted = (i for i, block in enumerate(blocks) if adapters.layers_of(block))
+        self.num_blocks_below = min(next(adapted, len(blocks)), self.indices[0] + layers.after)
         self.recompute_every: int | None = None  # of the blocks above, and their added layers
         freeze_except(
             self,
@@ -109,22 +112,14 @@ class CrossAttentionModel(nn.Module):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> CrossAttentionModel:
-        """Switch the added layers, and adapters in the base, to training or evaluation; the frozen
-        base always evaluates.
+        """Switch the added layers and the base's adapters to training or evaluation mode; the
+        frozen base is always in evaluation mode.
         """
         super().train(mode)
         self.base.eval()
         for layer in self._adapted:
             layer.train(mode)
         return self
-
-    def _blocks_below(self) -> int:
-        """How many blocks lie below all that trains: the first added layer, and the first
-        adapter.
-        """
-        blocks = self.backbone.blocks
-        adapted = (i for i, block in enumerate(blocks) if adapters.layers_of(block))
-        return min(next(adapted, len(blocks)), self.indices[0] + self.layers.after)
 
     def check_lengths(self, decoder_tokens: int, context_tokens: int) -> None:
         """ConfigError when sequences or context chunks are longer than the base's positions."""
@@ -153,9 +148,9 @@ class CrossAttentionModel(nn.Module):
         """(B, L) or (B, N, L) context ids -> states (B, N*L, D) of the frozen base and their bool
         mask (B, N*L).
 
-        Adapters do not take part: prepared states stay right whatever is trained. Each chunk is
-        read by itself, causally, positions from 0; a pad is False in the mask, and its state is not
-        to be used. Chunks follow one another along the length.
+        Adapters are switched off, so that training does not invalidate prepared states. Each chunk
+        is read by itself, causally, with positions from 0. The mask is False for a pad, whose state
+        must not be used. Chunks follow one another along the length.
         """
         self.check_lengths(0, ids.shape[-1])
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask
@@ -173,12 +168,12 @@ class CrossAttentionModel(nn.Module):
         *,
         positions_BL: Tensor | None = None,
     ) -> Context:
-        """Context states, (B, L, D) or one such tensor for each added layer bottom-up, projected
-        for every layer.
+        """Context states, (B, L, D) or one such tensor for each added layer from the bottom up,
+        projected for every layer.
 
-        They are projected once in all when weights and states are shared. kept_BL: bool, False for
-        pads; None: every key counts. positions_BL: of the keys, where positions are rotary; None:
-        kept keys count from 0, across chunks.
+        When layers share weights and states, they are projected once. kept_BL: bool, False for
+        pads; None: every key counts. positions_BL: the positions of the keys, for rotary positions;
+        None: kept keys are counted from 0, across chunks.
         """
         by_layer = [states] * len(self.indices) if isinstance(states, Tensor) else list(states)
         if len(by_layer) != len(self.indices):
@@ -211,8 +206,8 @@ class CrossAttentionModel(nn.Module):
     def _key_masks(
         self, context: Context, injected: Mapping[int, Tensor] | None
     ) -> dict[int, Seen]:
-        """The keys that each added layer sees: no pads, and in training none that its own draw
-        hides.
+        """The keys that each added layer sees: no pads and, in training, no keys that key dropout
+        hides from that layer.
         """
         draws = self._draw(context, injected)
         if draws is None:
@@ -228,7 +223,9 @@ class CrossAttentionModel(nn.Module):
     def _draw(
         self, context: Context, injected: Mapping[int, Tensor] | None
     ) -> Mapping[int, Tensor] | None:
-        """(B, L) bool for each added layer, False for keys hidden from it; None when none are."""
+        """(B, L) bool for each added layer, False for keys that are hidden from it; None when no
+        key is hidden.
+        """
         if injected is not None:
             return {index: injected[index].bool() for index in self.indices}
         if not (self.training and self.layers.key_dropout):
@@ -263,17 +260,17 @@ class CrossAttentionModel(nn.Module):
         """(B, T) tokens and their mask, with a context, -> the summed loss over `labels`, or logits
         without them.
 
-        context: the fields of ContextInputs by their names. With fewer contexts than rows, each
-        context serves equally many rows, which follow one another. With `past`, attention_mask is
-        (B, S) over all tokens so far.
+        context: the fields of ContextInputs by their names. When there are fewer contexts than
+        rows, each context serves the same number of consecutive rows. With `past`, attention_mask
+        is (B, S) over all tokens so far.
 
         packed: all tensors as streams (packed_batch.py); the only other argument then is key_masks,
-        (1, K). labels: (B, T), -100 where nothing is scored; they are shifted in here. scored_flat:
-        losses.scored_before(labels). key_masks: block index -> (B, L), True for keys to use,
-        instead of a random draw. record: receives `block_out.<i>`, `cross_attn_out.<i>` and
-        `cross_block_out.<i>`. position_ids: (B, T); None: what the mask says, see `positions`; the
-        published Llama and Mistral count pads in training, too. ConfigError for a sequence longer
-        than the base's positions.
+        (1, K). labels: (B, T), -100 where nothing is scored; forward() shifts them. scored_flat:
+        losses.scored_before(labels). key_masks: block index -> (B, L), True for keys to use; it
+        replaces the random draw of key dropout. record: receives `block_out.<i>`,
+        `cross_attn_out.<i>` and `cross_block_out.<i>`. position_ids: (B, T); None: computed from
+        the mask by `positions`; the published Llama and Mistral count pads in training, too.
+        ConfigError for a sequence longer than the base's positions.
         """
         if packed is not None:
             return Output(loss=self._packed_loss(packed, key_masks), logits=None)
@@ -320,8 +317,8 @@ class CrossAttentionModel(nn.Module):
     def _packed_loss(
         self, batch: Mapping[str, Tensor], key_masks: Mapping[int, Tensor] | None
     ) -> Tensor:
-        """() fp32, the SUM over the scored tokens of a packed batch. It calls the modules in the
-        order of forward().
+        """() fp32, the sum of the losses of a packed batch's scored tokens. It calls the modules in
+        the order of forward().
         """
         if "encoder_hidden_states" in batch:
             states_1KD = batch["encoder_hidden_states"][None]

@@ -1,4 +1,6 @@
-"""The added weights as files hold them, ours and published ones, under the published names."""
+"""Reads the added layers' weights from exports and published checkpoints, under the published
+names.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def added_weights(model: CrossAttentionModel) -> dict[str, Tensor]:
-    """The added layers' tensors by published name, detached, not copied; a shared layer once, by
-    its lowest index.
+    """The added layers' tensors by published name, detached and not copied. A shared layer stands
+    once, under its lowest index.
     """
     return {
         PREFIX + name: tensor.detach()
@@ -37,7 +39,7 @@ def added_weights(model: CrossAttentionModel) -> dict[str, Tensor]:
 def load_added(
     model: CrossAttentionModel, tensors: Mapping[str, Tensor], *, source: str = "added weights"
 ) -> None:
-    """Copy added weights into `model`, which was not given to an engine yet.
+    """Copy added weights into `model`, before an engine takes the model.
 
     Tensors of the base are left alone. With shared weights, published files list the one layer
     under every index; all of them must agree. Raises ConfigError that lists every missing, surplus
@@ -48,7 +50,9 @@ def load_added(
         match = _INDEXED.fullmatch(name)
         if match is None:
             continue
-        own_name = _own_name(model, int(match[1]), match[2])
+        index = int(match[1])
+        is_shared = model.layers.shared_weights and index in model.indices
+        own_name = f"{model.indices[0] if is_shared else index}.{match[2]}"
         if own_name in own_tensors and not torch.equal(own_tensors[own_name], tensor):
             raise ConfigError(
                 f"{source}: {name} differs from {PREFIX}{own_name}, but layers.shared_weights=True "
@@ -57,11 +61,6 @@ def load_added(
             )
         own_tensors[own_name] = tensor
     load_into(model.cross_attn_layers, own_tensors, source=source)
-
-
-def _own_name(model: CrossAttentionModel, index: int, rest: str) -> str:
-    shared = model.layers.shared_weights and index in model.indices
-    return f"{model.indices[0] if shared else index}.{rest}"
 
 
 def read_added(folder: Path) -> dict[str, Tensor]:

@@ -1,12 +1,10 @@
 """What a folder of states holds (a folder of shards, see trainer/data/shard_folder.py). Every
 distinct context stands in it once, under a key made of its token ids.
 
-<root>/<name>/           one folder for each identity: base model, tokenizer, template, limits,
-                         dtype
-  states-<n>.safetensors `states` (tokens, D), whole contexts one after another; `offsets` (entries
-  + 1,) in tokens;
-                         `keys` (entries, 32); `checksums` (entries,); int8 has `scales` (tokens,)
-                         besides
+<root>/<name>/            one for each identity: base model, tokenizer, template, limits, dtype
+  states-<n>.safetensors  `states` (tokens, D), whole contexts one after another; `offsets`
+                          (entries + 1,) in tokens; `keys` (entries, 32); `checksums` (entries,);
+                          int8 has `scales` (tokens,) besides
 
 A shard's bytes depend on nothing but its own contexts.
 """

@@ -1,7 +1,4 @@
-"""How a context reaches the model.
-
-As token ids, which it encodes itself, or as states that were prepared.
-"""
+"""Contexts as tensors for the model: token ids, which it encodes itself, or prepared states."""
 
 from __future__ import annotations
 
@@ -21,11 +18,9 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Batch, Places
     from trainer.tasks.cross_attention.config import Config
 
-FIELDS = (
-    "context",
-    "other",
-)  # of an encoded row; "other": another row's context, read instead in evaluation
-STATES = "states"  # the folder below --data_path or --cache_dir
+# Fields of an encoded row. "other" is another row's context, which evaluation reads instead.
+FIELDS = ("context", "other")
+STATES = "states"  # the folder of prepared states, below --data_path or --cache_dir
 
 # B batch, C chunks of a context, L tokens, D width
 
@@ -55,7 +50,7 @@ def state_batch(rows: Sequence[Mapping[str, Any]], field: str, cache: StateCache
 
 
 def identity(cfg: Config, places: Places, tokenizer: Any) -> Identity:
-    """All that the states of a context depend on besides its token ids, and what made them."""
+    """Everything that the states of a context depend on, except its token ids."""
     data, bits = cfg.data, cfg.train.base_bits
     return {
         **({} if bits is None else {"base_bits": bits}),
@@ -63,7 +58,7 @@ def identity(cfg: Config, places: Places, tokenizer: Any) -> Identity:
         "tokenizer": vocabulary.tokenizer_id(tokenizer),
         "template": data.template,
         "context_tokens": data.context_tokens,
-        "precision": cfg.train.precision,  # of the forward that makes them
+        "precision": cfg.train.precision,  # of the forward pass that computes the states
         "dtype": data.state_dtype,
     }
 
@@ -80,8 +75,8 @@ def open_cache(cfg: Config, places: Places, tokenizer: Any) -> StateCache:
 
 
 def encoded_states(model: Any, chunks: Sequence[Any], pad: int) -> list[Tensor]:
-    """The (L, D) states of chunks of token ids, on the CPU, made by the frozen base of a
-    CrossAttentionModel.
+    """The (L, D) states of each chunk of token ids, on the CPU, computed by the frozen base of
+    `model`, a CrossAttentionModel.
     """
     device = next(model.parameters()).device
     ids, mask = pad_right(chunks, pad)

@@ -1,9 +1,9 @@
-"""Fill in the middle: a text is cut in three and reordered, so that its middle is predicted from
-both sides.
+"""Fill in the middle: a text is cut into three parts and reordered, so that the model predicts its
+middle from both sides.
 
-Source: Bavarian et al. 2022 (PSM, and SPM variant 2); ServiceNow/xc-cache (HEAD 0e90cb8) for where
-it cuts. There a beginning- and an end-of-text token were moved about with the rest; here they stay
-outside.
+Source: Bavarian et al. 2022 (PSM, and SPM variant 2). The places of the cuts are those of
+ServiceNow/xc-cache (HEAD 0e90cb8), which also moves the beginning- and end-of-text tokens; here
+they keep their places.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-_FIRST_CUT = 4  # at least so many tokens stand before the first cut
+_FIRST_CUT = 4  # the least number of tokens before the first cut
 
 
 @dataclass(frozen=True)
 class Sentinels:
-    """What announces each part; of several tokens where the tokenizer has no single one."""
+    """The tokens that announce each part; several tokens if the tokenizer has no single one."""
 
     prefix: list[int]
     middle: list[int]
@@ -27,24 +27,26 @@ class Sentinels:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Sentinels:
-        """Those of StarCoder's tokenizer; for others the texts as ordinary tokens, as published."""
+        """StarCoder's sentinels. Other tokenizers cut these texts into ordinary tokens, as
+        published.
+        """
         texts = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")
         return cls(*(tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts))
 
     @property
     def num_tokens(self) -> int:
-        """Of all three."""
+        """The number of tokens of all three sentinels."""
         return len(self.prefix) + len(self.middle) + len(self.suffix)
 
 
 def fill_in_the_middle(
     tokens: Sequence[int], sentinels: Sentinels, *, max_tokens: int, random: np.random.RandomState
 ) -> list[int]:
-    """`tokens` with their parts reordered: prefix, suffix, middle; or, with probability one half,
-    suffix first.
+    """`tokens` in the order prefix, suffix, middle or, with probability one half, with the suffix
+    first.
 
-    It is longer by the sentinels; of what exceeds max_tokens, the end of the suffix is cut. Texts
-    that are too short to be cut in three are left as they are.
+    The sentinels make it longer; if it exceeds max_tokens, the end of the suffix is cut off. A text
+    too short for three parts is returned unchanged.
     """
     last_cut = min(max_tokens - sentinels.num_tokens - 1, len(tokens) - 1)
     if last_cut <= _FIRST_CUT:

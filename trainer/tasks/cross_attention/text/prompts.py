@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 class Prompts:
     """One tokenizer and one way of writing questions, answers and contexts.
 
-    states: where the prepared states of contexts are; None: the model encodes contexts itself.
+    states: a function that returns the prepared states of contexts, or None if the model encodes
+    contexts itself.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class Prompts:
         self.opening = vocabulary.opening_of(tokenizer)
 
     def encode(self, row: Row, *, predicts_context: bool = False) -> Encoded:
-        """Token ids: decoder text with its end and EOS, and the context's chunks, each cut to its
+        """Token ids of the decoder's text, with EOS, and of the context's chunks, each cut to its
         limit.
 
-        The decoder's text is the question with its answer or, where it predicts the context, that.
+        The decoder's text is the question with its answer; with predicts_context it is the context.
         """
         data = self.data
         prompt, target = (
@@ -68,6 +69,7 @@ class Prompts:
         encoded = Encoded(
             {"decoder": decoder, "answer_start": [len(prompt)]},
             is_truncated=is_cut,
+            # published recipes cut the contexts that they predict, so this is no loss
             lost_labels=(0, 0) if predicts_context else self._lost_labels(prompt, target),
             cuts={
                 "contexts": Cut("data.context_tokens", data.context_tokens, lengths),
@@ -80,15 +82,17 @@ class Prompts:
         return encoded
 
     def _lost_labels(self, prompt: list[int], target: list[int]) -> tuple[int, int]:
-        """(label tokens that data.decoder_tokens cuts off, of how many). The first token of a text
-        is no label. Of contexts that are predicted nothing counts as lost: recipes cut them.
+        """How many label tokens data.decoder_tokens cuts off, and how many there are. The first
+        token of a text is no label.
         """
         first = len(prompt) if self.data.loss_on == "answer" else 1
         length = len(prompt) + len(target)
         return max(0, length - max(first, self.data.decoder_tokens)), length - first
 
     def contexts(self, rows: Sequence[Mapping[str, Any]], field: str) -> Batch:
-        """A context field as the model takes it, padded on the right: ids, or prepared states."""
+        """A context field as tensors for the model, padded on the right: ids, or prepared
+        states.
+        """
         states = self._states()
         if states is not None:
             return state_batch(rows, field, states)
@@ -108,8 +112,8 @@ class Prompts:
         """The answers to each encoded row, the best first, of at most max_tokens tokens; None:
         data.answer_tokens.
 
-        is_synced: the ranks of a launcher answer different rows, and make equally many forwards.
-        past: the one context of all rows, instead of their own.
+        is_synced: all ranks run the same number of forwards, though they answer different rows.
+        past: one context for all rows, instead of their own.
         """
         most = self.data.answer_tokens if max_tokens is None else max_tokens
         prompts = self.asked(rows, most_prompt_tokens(model, most))
@@ -137,14 +141,17 @@ class Prompts:
             return greedy(model, **prompts, **how, always_steps=is_synced).tokens_BG
         device = prompts["input_ids"].device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(_seed(search.seed, prompts["input_ids"]))
+            # seeded by the questions: they draw the same on every rank and after any other batch
+            content = f"{search.seed}:{prompts['input_ids'].tolist()}".encode()
+            digest = hashlib.sha256(content).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             return searched(model, prompts, search, **how, is_synced=is_synced)
 
     def _prompt_and_answer(self, row: Row) -> tuple[list[int], list[int]]:
-        """Ids of the prompt, and of the answer as it stands behind it, with EOS.
+        """Ids of the prompt, and of the answer behind it, with EOS.
 
-        They are made together where the prompt's own ids begin those of the whole: SentencePiece
-        puts a space before what stands alone.
+        Both are tokenised as one text if its ids begin with those of the prompt alone;
+        SentencePiece would put a space before an answer that is tokenised alone.
         """
         text = templates.prompt(row["question"], self.data.template)
         reference = templates.answer(row["answers"][0], self.data.template)
@@ -154,9 +161,8 @@ class Prompts:
         return prompt, [*answer, self.eos]
 
     def _target(self, row: Row) -> list[int]:
-        """Ids of a context as the decoder predicts it, with EOS.
-
-        Of a chunked context, the useful chunks joined.
+        """Ids of the context that the decoder predicts, with EOS; a chunked context is the joined
+        text of its useful chunks.
         """
         contexts = questions.contexts_of(row)
         if self.data.chunked and "useful_contexts" in row:
@@ -183,23 +189,14 @@ class Prompts:
         return [*opening, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def asked(self, rows: Sequence[Mapping[str, Any]], most: int) -> dict[str, Any]:
-        """input_ids and attention_mask (B, T) of what stands before the answers, padded on the
-        left; at most the last `most` tokens.
+        """input_ids and attention_mask (B, T) of the prompts, padded on the left; a prompt keeps
+        its last `most` tokens.
         """
         prompts = [row["decoder"][: int(row["answer_start"][0])][-most:] for row in rows]
         ids, mask = pad_right([list(prompt)[::-1] for prompt in prompts], self.pad)
         return {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}
 
     def text(self, tokens: list[int]) -> str:
-        """The answer that generated tokens are, up to their end."""
+        """The answer that generated tokens spell, up to their end token."""
         text = text_of(self.tokenizer, tokens, ends=(self.eos,))
         return templates.answered(text, self.data.template)
-
-
-def _seed(seed: int, ids_BT: Tensor) -> int:
-    """The seed of the draws for a batch.
-
-    The same questions draw the same, on whichever rank and after whatever others.
-    """
-    content = f"{seed}:{ids_BT.tolist()}".encode()
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""Where the rows of the cross-attention task come from."""
+"""Reads the rows of the cross-attention task from every source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.errors import DataError, nearest
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
-OWN = ("files", "jsonl")  # sources of a user's own rows: two names of one
+OWN = ("files", "jsonl")  # two names of one source, a user's own rows
 PREPARED = "prepared.json"  # in a folder that `python -m trainer prepare` wrote; see preparation.py
 
 
@@ -31,18 +31,22 @@ def of_split(
     own: OwnRows = FILES,
     cache_dir: Path | None = None,
 ) -> Iterable[Row]:
-    """Rows with a question, answers and contexts; those of one "dataset" only, unless the subset is
-    "all". facts: of a context of the made-up corpus, at most. own: where a user's rows are, for
-    "files" and "jsonl".
+    """Rows with a question, answers and contexts.
 
-    DataError when no row is of that data set, naming those that there are.
+    subset: "all", or the "dataset" whose rows are read. facts: the most facts in a context of
+    "lookup". own: where a user's rows are, for "files" and "jsonl". DataError when no row belongs
+    to the subset; it names the subsets that exist.
     """
     if data_path is not None and (data_path / PREPARED).is_file():
         rows = _prepared_rows(source, split, data_path)
     elif source in OWN:
         rows = qa_rows(data_path, split, own, cache_dir=cache_dir)
+    elif source == "stdlib_docs":
+        rows = stdlib_docs.qa_rows(split)
+    elif source == "lookup":
+        rows = lookup.contexts(split, facts=facts)
     else:
-        rows = _of_source(source, split, data_path, facts)
+        rows = nq_rows(data_path, split)
     return rows if subset == "all" else _of_dataset(rows, subset, split)
 
 
@@ -52,9 +56,8 @@ def contexts_of(row: Row) -> list[str]:
 
 
 def with_another_context(rows: list[Row]) -> Iterator[Row]:
-    """Each row with the context of the next row that has a different one.
-
-    So the pairing depends on no batch.
+    """Each row with "other", the context of the next row whose context differs. The pairs do not
+    depend on batches.
     """
     for index, row in enumerate(rows):
         own = contexts_of(row)
@@ -63,7 +66,9 @@ def with_another_context(rows: list[Row]) -> Iterator[Row]:
 
 
 def prepared(folder: Path) -> dict[str, Any]:
-    """What stands in a folder of prepared rows: source, and by split their number and digest."""
+    """The description of a folder of prepared rows: their source, and their number and digest by
+    split.
+    """
     path = folder / PREPARED
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -71,14 +76,6 @@ def prepared(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} cannot be read ({error}). Delete {folder} and prepare anew."
         ) from error
-
-
-def _of_source(source: str, split: str, data_path: Path | None, facts: int) -> Iterable[Row]:
-    if source == "stdlib_docs":
-        return stdlib_docs.qa_rows(split)
-    if source == "lookup":
-        return lookup.contexts(split, facts=facts)
-    return nq_rows(data_path, split)
 
 
 def _prepared_rows(source: str, split: str, folder: Path) -> Iterator[Row]:

@@ -1,9 +1,9 @@
 """The exact strings that the decoder and the context encoder of the cross-attention task read.
 
-"chat" is what the published system uses for GPTBigCode, Tulu and Llama bases, "mistral" for
-Mistral, "plain" its early form. The tags are ordinary text, not special tokens. Source:
-ServiceNow/xc-cache (HEAD 0e90cb8, "plain" 7a75209). "bare" is ours: nothing but the texts, for
-bases that know no form.
+The published system uses "chat" for GPTBigCode, Tulu and Llama bases, and "mistral" for Mistral;
+"plain" is its early form. The tags are ordinary text, not special tokens. Source:
+ServiceNow/xc-cache (HEAD 0e90cb8, "plain" 7a75209). "bare" is ours: the texts alone, for bases that
+were trained on no chat format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 Template = Literal["chat", "plain", "mistral", "bare"]
 
-_CONTEXT_MARK = "<|C|>"  # stands at the end of the user's turn of a context
+_CONTEXT_MARK = "<|C|>"  # ends the user's turn that holds a context
 _LLAMA_SYSTEM = (
     "Please answer the following question given the following passages. Please be brief. "
     "If you cannot answer the question, please reply with 'UNANSWERABLE'.\n"
@@ -28,14 +28,14 @@ def prompt(question: str, template: Template) -> str:
 
 
 def answer(text: str, template: Template) -> str:
-    """An answer as it follows its prompt: without a separator, but behind a bare question, whose
-    first word would be another token without its space.
+    """An answer as it follows its prompt. A space stands before it only in "bare", where its first
+    word would otherwise become another token.
     """
     return f" {text}" if template == "bare" else text
 
 
 def answered(text: str, template: Template) -> str:
-    """The answer in a text that was written behind a prompt: `answer` undone."""
+    """The answer in a text that was generated behind a prompt; the inverse of `answer`."""
     return text.removeprefix(" ") if template == "bare" else text
 
 
@@ -44,8 +44,8 @@ def context_text(
 ) -> str:
     """The context encoder's text: all contexts joined by one space, under one header.
 
-    question_on_context: the header holds the question too. The published early system never did
-    that; "plain" then writes it in front, as "question: ... context: ...".
+    question_on_context: the header also holds the question. The published early system had no such
+    option; "plain" then writes "question: ... context: ...".
     """
     joined = " ".join(contexts)
     if template == "bare":
@@ -62,9 +62,8 @@ def context_text(
 def chunk_texts(
     question: str, contexts: Sequence[str], template: Template, *, question_on_context: bool
 ) -> list[str]:
-    """One text per context, each under a header of its own.
-
-    They are encoded one by one, and positions restart at 0.
+    """One text for each context, under a header of its own. Each is encoded by itself, with
+    positions from 0.
     """
     return [
         context_text(question, [one], template, question_on_context=question_on_context)
@@ -80,7 +79,9 @@ def context_texts(
     question_on_context: bool,
     chunked: bool,
 ) -> list[str]:
-    """What the context encoder reads: one text of all contexts, or one per context."""
+    """The texts that the context encoder reads: one of all contexts or, if chunked, one for
+    each.
+    """
     if chunked:
         return chunk_texts(question, contexts, template, question_on_context=question_on_context)
     return [context_text(question, contexts, template, question_on_context=question_on_context)]
@@ -100,7 +101,7 @@ def in_context_prompt(
 
 
 def _turn(user: str, template: Template) -> str:
-    """A user's turn and the opening of the assistant's."""
+    """A turn of the user, and the opening of the assistant's turn."""
     return (
         f"[INST] {user} [/INST] " if template == "mistral" else f"<|user|>\n{user}\n<|assistant|>\n"
     )

@@ -1,5 +1,5 @@
-"""The loss of a pool of queries and passages: which micro-batches and ranks share one, and what is
-computed over it.
+"""The loss over a pool of queries and passages, which may span the micro-batches of a window and
+all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from trainer.tasks.retriever.tokens import bits_of
 
 log = logging.getLogger(__name__)
 
-# What a rank does not exchange: its queries meet all passages, and no rank computes another's.
+# Tensors that a rank does not exchange: it computes the loss of its own queries only, over the
+# passages of all ranks.
 _OWN = ("queries", "counts", "positive_ids", "positive_counts", "teacher")
 
 
@@ -33,12 +34,12 @@ class PoolLoss:
     _is_size_logged: bool = False
 
     def of_window(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """Each query against all passages of its pool: those of the window or of its micro-batch,
-        on all ranks or on its own.
+        """The losses of a window. A query is compared with all passages of its pool: those of the
+        window or of its micro-batch, of all ranks or of its own.
         """
         cfg = self.cfg.loss
         scope = PoolScope(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
-        # one micro-batch after the other: a list of them would lie on the device as a whole
+        # one micro-batch at a time: a list would hold all of them on the device
         for pool in [window] if cfg.pool == "window" else ([batch] for batch in window):
             self._log_size_once(pool)
             yield from pooled_losses(
@@ -46,7 +47,7 @@ class PoolLoss:
             )
 
     def _represent(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """The vectors of a micro-batch, with everything else that the loss needs of it."""
+        """The vectors of a micro-batch, and the other tensors that the loss needs."""
         cfg, texts = self.cfg.loss, texts_of(batch)
         if cfg.query_chunk or cfg.passage_chunk:
             vectors = model(**texts, chunks=(cfg.query_chunk, cfg.passage_chunk))
