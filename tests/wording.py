@@ -143,6 +143,9 @@ DATA_FILES = wording(
     set_unreadable="data.dataset={dataset!r}, split {split!r}: ...data.subset and {key} choose within it",
     sources_absent="holds no source files...another data.source",
     table_one_column="its header is one column, ...separated by {separator!r}, want {wanted!r}",
+    folder_of_others="holds what is no file of rows: {others}. Want files",
+    table_quote_open="a quote opens the text and is not closed in its line",
+    column_binary="'{key}' is {value!r}, bytes of a binary column",
     table_column_twice="the header names {column!r} twice",
     table_row_fields="not as many fields as the {columns} columns of the header: {fields}. It ends in line {line}.",
     table_empty="holds no row",
@@ -284,6 +287,10 @@ SETS = wording(
 DICTIONARY = wording(
     ConfigError,
     mistakes="{count} mistake(s)",
+    value_enum="{key} is an Enum, {value}. Write its value: {plain!r}.",
+    key_enum="key {key} in {place} is an Enum. Write its value: {plain!r}.",
+    value_half_pair="{key}, {value!r}, holds half of a surrogate pair",
+    key_half_pair="key {key!r} in {place} holds half of a surrogate pair",
     value_not_json="{key} is a {kind}, {value}. Write {fix}",
     value_not_finite="{key} is {value}. Want a finite number",
     key_not_text="key {key} in {place} is an {kind}. Write it as text: {text!r}.",
@@ -755,7 +762,6 @@ SERVICE = wording(
     disk_refuses="The disk is full or refuses writes",
     ask_later="Ask again",
     row_too_wide="a row of more than {most} values",
-    row_too_deep="JSON that is nested more than {most} deep",
     worker_ended="has ended, or is stuck",
 )
 

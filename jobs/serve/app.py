@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
 from jobs import backends
+from jobs.errors import is_transient, reason_of
 from jobs.options import BackendName, Base, PythonBinary, report_errors
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
@@ -45,6 +46,7 @@ from jobs.serve.tickets import ServiceFolder
 from trainer.errors import ConfigError, LatheError, StorageError
 
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
+MOST_NAMES = 100  # of folders that cannot be read, in one answer
 ONCE = ("host", "authorization", "origin", "content-length", "content-type", "idempotency-key")
 # A page loads nothing from other servers, no page may frame it, only our own files are scripts.
 POLICY = (
@@ -145,8 +147,15 @@ PUBLIC_PATHS = (PROBE, "/", "/live")  # they hold no data: the page itself is em
 
 
 def health(request: Request) -> Response:
-    """Answers probes: the server is up."""
-    return Response("ok\n", media_type="text/plain")
+    """Answers probes: the server is up. It names the folders that it cannot read; the reasons are
+    in its log and on the page, because whoever asks here needs no token.
+    """
+    names = list(lathe_routes.keeper_of(request).unreadable.reasons)
+    if not names:
+        return Response("ok\n", media_type="text/plain")
+    lines = [f"degraded: {len(names)} folder(s) cannot be read, all others are served"]
+    lines += names[:MOST_NAMES] + (["..."] if len(names) > MOST_NAMES else [])
+    return Response("\n".join(lines) + "\n", media_type="text/plain")
 
 
 async def on_refusal(request: Request, error: Exception) -> Response:
@@ -163,6 +172,8 @@ async def on_http(request: Request, error: Exception) -> Response:
 async def on_disk(request: Request, error: Exception) -> Response:
     """The answer when a disk or the index refuses: 507 when it is full, 503 for what passes."""
     kind = disk_trouble(error)
+    if kind is None and isinstance(error, OSError):
+        return await on_unreadable(request, error)
     if kind is None:
         raise error
     log.warning("%s %s: %s", request.method, request.url.path, error)
@@ -194,6 +205,16 @@ def disk_trouble(error: BaseException | None) -> Literal["full", "busy"] | None:
 async def on_our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, LatheError), "registered for it"
     return lathe_routes.refusal_of(error).response()
+
+
+async def on_unreadable(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OSError), "registered for it"
+    if is_transient(error):
+        return await on_fault(request, error)
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    return Refusal(
+        409, f"It cannot be read: {reason_of(error, Path(request.url.path))}."
+    ).response()
 
 
 async def on_fault(request: Request, error: Exception) -> Response:

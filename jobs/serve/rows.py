@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from jobs.serve.requests import is_deeper
+from trainer.data.formats.json_text import BadJson, json_value
 from trainer.errors import DataError
 from trainer.files.atomic import aside
 
@@ -22,7 +22,6 @@ Row = dict[str, Any]
 MAX_MISTAKES = 20
 MAX_LINE = 8 << 20  # bytes; a longer line is refused
 MAX_VALUES = 100_000  # of one row; Python needs up to 250 bytes for one of two bytes, such as {}
-MAX_DEPTH = 64  # of one row
 TEXT_OR_SIGN = re.compile(rb'"[^"]*"?|[,\[{]')  # once no text holds an escaped quote
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -110,9 +109,10 @@ def write_split(source: Path, target: Path, kind: str, *, keep: Callable[[int], 
         for number, (line, content) in enumerate(_lines(source)):
             if not keep(number):
                 continue
-            row = _object(RowReport(), line, content)
+            report = RowReport()
+            row = _object(report, line, content)
             if row is None:
-                raise DataError(f"{source}, line {line}: no JSON object. Upload the file again.")
+                raise DataError(f"{source}, {report.mistakes[0]}. Upload the file again.")
             converted = KINDS[kind].files_row(row, number)
             file.write(json.dumps(converted, ensure_ascii=False).encode() + b"\n")
             written += 1
@@ -144,21 +144,15 @@ def _object(report: RowReport, line: int, content: bytes) -> Row | None:
         report.add(line, f"a row of more than {MAX_VALUES} values", "a smaller row")
         return None
     try:
-        value: Any = json.loads(content.decode())
+        value: Any = json_value(content.decode())  # as the trainings read it
     except UnicodeDecodeError as error:
         report.add(line, f"byte {error.start} that is not UTF-8", "a file saved as UTF-8")
         return None
-    except json.JSONDecodeError as error:
-        report.add(line, f"malformed JSON ({error.msg}, column {error.colno})", "one JSON object")
-        return None
-    except (ValueError, RecursionError):  # a number of thousands of digits; thousands of brackets
-        report.add(line, "JSON that is nested too deeply or too long", "one JSON object")
+    except BadJson as error:
+        report.add(line, str(error), "one JSON object")
         return None
     if not isinstance(value, dict):
         report.add(line, f"a JSON {type(value).__name__}", 'an object like {"messages": [...]}')
-        return None
-    if is_deeper(value, MAX_DEPTH):
-        report.add(line, f"JSON that is nested more than {MAX_DEPTH} deep", "a flatter object")
         return None
     return cast("Row", value)
 

@@ -4,6 +4,7 @@ name everything at once.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import re
@@ -99,6 +100,14 @@ def test_an_id_is_the_same_in_another_process() -> None:
     assert done.stdout.strip() == exp_id(EXPERIMENT)
 
 
+class Odd(str, enum.Enum):
+    TASK = "fid"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
@@ -125,6 +134,21 @@ def test_an_id_is_the_same_in_another_process() -> None:
     ],
 )
 def test_what_json_or_haven_cannot_hold_has_no_id(values: dict[str, Any], complaint: Fault) -> None:
+    with refused(complaint):
+        exp_id(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"a": Odd.TASK}, fault("value_enum", key="a", plain="fid")),
+        ({"a": {Odd.TASK: 1}}, fault("key_enum", place="a", plain="fid")),
+        ({"a": [Number.ONE]}, fault("value_enum", key="a[0]", plain=1)),
+        ({"a": ["x\ud800"]}, fault("value_half_pair", key="a[0]", value="x\ud800")),
+        ({"a": {"\udc00": 1}}, fault("key_half_pair", key="\udc00", place="a")),
+    ],
+)
+def test_odd_text_has_no_id(values: dict[str, Any], complaint: Fault) -> None:
     with refused(complaint):
         exp_id(values)
 

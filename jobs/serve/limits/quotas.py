@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Generator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from jobs.serve.requests import Refusal
 from trainer.files.atomic import refusals
@@ -17,6 +17,15 @@ from trainer.files.atomic import refusals
 if TYPE_CHECKING:
     from jobs.serve.access import Client
     from jobs.serve.keeper import Keeper
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Folder(Protocol[T_co]):
+    """The folder of a ticket or an upload."""
+
+    def read(self) -> T_co | None: ...
 
 
 @contextmanager
@@ -64,12 +73,12 @@ def refuse_bytes(client: Client, kept: int, more: int) -> None:
 def num_live_jobs(keeper: Keeper, owner: str) -> int:
     """The jobs of an owner that have not ended, with those that the index does not have yet."""
     num_indexed, indexed = keeper.index.live_jobs(owner), keeper.index.job_marks()
-    num_new = 0
-    for job_id in keeper.folder.ticket_ids():
-        folder = None if job_id in indexed else keeper.folder.ticket(job_id)
-        ticket = None if folder is None else folder.read()
-        num_new += ticket is not None and ticket.owner == owner
-    return num_indexed + num_new
+    tickets = (
+        _readable(keeper.folder.ticket(job_id))
+        for job_id in keeper.folder.ticket_ids()
+        if job_id not in indexed
+    )
+    return num_indexed + sum(ticket is not None and ticket.owner == owner for ticket in tickets)
 
 
 def bytes_kept(keeper: Keeper, owner: str) -> int:
@@ -80,10 +89,16 @@ def bytes_kept(keeper: Keeper, owner: str) -> int:
             of, size = indexed[file_id]
             total += size if of == owner else 0
             continue
-        folder = keeper.folder.upload(file_id)
-        upload = None if folder is None else folder.read()
+        upload = _readable(keeper.folder.upload(file_id))
         total += upload.bytes if upload is not None and upload.owner == owner else 0
     return total
+
+
+def _readable(folder: Folder[T] | None) -> T | None:
+    """What a folder holds; None for one that cannot be read, which may be another owner's."""
+    with suppress(Exception):  # of any kind: it keeps nobody from creating a job
+        return None if folder is None else folder.read()
+    return None
 
 
 @contextmanager
