@@ -235,9 +235,14 @@ def _job_now(keeper: Keeper, job_id: str) -> dict[str, Any] | None:
         job = keeper.look(job_id)
     if job is not None and not keeper.reader.lags(job_id):
         return job
-    facts = keeper.reader.facts(job_id, None)
+    try:
+        facts = keeper.reader.facts(job_id, None)
+    except Exception:  # of any kind: the job cannot be read, and the index says so
+        if job is None:
+            raise
+        facts = None
     if facts is None:
-        return None
+        return job
     rows = keeper.reader.rows([facts.ticket.exp_id])
     facts = replace(facts, row=rows.get(facts.ticket.exp_id))
     return job_object(facts, keeper.config.organization)

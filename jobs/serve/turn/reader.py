@@ -174,8 +174,10 @@ class FolderReader:
         return by_id
 
     def lags(self, job_id: str) -> bool:
-        """Whether the index could not be written when the job was last read."""
-        return _index_of(job_id) in self.failing.reasons
+        """Whether the index may hold older facts of a job than its files, because these could not
+        be read, or the index not be written, when it was last looked at.
+        """
+        return job_id in self.unreadable.reasons or _index_of(job_id) in self.failing.reasons
 
     def _put(self, job_id: str, row: Row | None, marks: str) -> Facts | None:
         """Read one job and write it to the index; None when there is nothing to be done for it."""
