@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import sqlite3
+import subprocess
 from pathlib import Path
 
 from trainer.errors import LatheError, StorageError, UserError
@@ -73,7 +74,10 @@ def is_transient(error: BaseException) -> bool:
         return error.errno not in PERMANENT
     # the index cannot be read or written, which is no fault of the job
     is_of_index = type(error) in (sqlite3.OperationalError, sqlite3.DatabaseError)
-    return is_of_index or isinstance(error, Unreachable | Busy | StorageError | MemoryError)
+    is_of_process = isinstance(error, MemoryError) or "can't start new thread" in str(error)
+    is_of_scheduler = isinstance(error, Unreachable | subprocess.TimeoutExpired)
+    is_of_disk = isinstance(error, Busy | StorageError)
+    return is_of_index or is_of_process or is_of_scheduler or is_of_disk
 
 
 def reason_of(error: BaseException, place: Path) -> str:

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import random
+import sqlite3
 import subprocess
 import sys
 import time
@@ -16,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from jobs.errors import Busy, Unreachable, is_transient
 from jobs.record.times import now
 from jobs.serve import keeper as keeper_module
+from jobs.serve import rows
 from jobs.serve.live.stream import Watch
 from jobs.serve.turn.troubles import Troubles
 from tests.jobs.odd_folders import folder_at, status_of, text_at
@@ -32,7 +35,8 @@ from tests.serve.poisoned import (
     withdraw,
 )
 from tests.serve.test_service_chaos import free_port
-from trainer.errors import StorageError
+from trainer.data.readers.jsonl import read_jsonl
+from trainer.errors import ConfigError, DataError, StorageError
 from trainer.files.atomic import create_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +63,9 @@ def until_all_ended(world: World) -> dict[str, dict[str, Any]]:
         world.keeper.turn()
         return world.jobs()
 
-    return wait_until(turn, lambda jobs: all(one["status"] in FINAL for one in jobs.values()))
+    return wait_until(
+        turn, lambda jobs: all(one["status"] in FINAL for one in jobs.values()), within_s=60
+    )
 
 
 def turns_until_sent(world: World, jobs: list[dict[str, Any]]) -> int:
@@ -133,6 +139,8 @@ def test_a_full_disk_fails_no_job(world: World, monkeypatch: pytest.MonkeyPatch)
     job = world.asked("anna")
 
     def refuse(path: Path, value: Any) -> bool:
+        if path.name == "failed.json":
+            return create_json(path, value)
         raise StorageError("full") from OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(keeper_module, "create_json", refuse)
@@ -186,7 +194,7 @@ def test_a_job_that_fails_so_while_it_runs_is_ended(world: World, stub: Stub) ->
         world.keeper.turn()
         return attempt.exit.exists()
 
-    wait_until(ended, bool)
+    wait_until(ended, bool, within_s=60)
     assert "wish-1.json" in world.jobs()[job["id"]]["error"]["message"]
 
 
@@ -234,6 +242,69 @@ def test_values_that_json_has_no_word_for_end_no_list(world: World) -> None:
     board = Watch(world.keeper, None, -1, {}).news()[0]
     assert "NaN" not in board
     assert "d83d" not in board
+
+
+ODD_ROWS = {
+    "half of an emoji": '{"text": "a \\ud83d"}',
+    "half of an emoji in a key": '{"text": "a", "\\ude00": 1}',
+    "a key that stands twice": '{"text": "a", "text": "b"}',
+    "101 lists": '{"text": "a", "b": ' + "[" * 101 + "]" * 101 + "}",
+    "100,000 lists": '{"text": "a", "b": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "a number of 5,000 digits": '{"text": "a", "b": ' + "9" * 5000 + "}",
+    "no JSON": '{"text": "a"',
+    "a list": '["a"]',
+}
+GOOD_ROWS = {
+    "a whole emoji, escaped": '{"text": "a \\ud83d\\ude00"}',
+    "99 lists": '{"text": "a", "b": ' + "[" * 98 + "]" * 98 + "}",
+}
+
+
+@pytest.mark.parametrize("name", [*ODD_ROWS, *GOOD_ROWS])
+def test_an_upload_is_refused_where_a_training_would_refuse_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n' + {**ODD_ROWS, **GOOD_ROWS}[name] + "\n")
+    mistakes = [str(mistake) for mistake in rows.check(path).mistakes]
+    if name in GOOD_ROWS:
+        assert mistakes == []
+        assert len(list(read_jsonl(path))) == 2
+        return
+    (mistake,) = mistakes
+    assert mistake.startswith("line 2: got ")
+    with pytest.raises(DataError) as refusal:
+        list(read_jsonl(path))
+    assert f"{path}, line 2" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (OSError(errno.ENOSPC, "full"), True),
+        (OSError(errno.EMFILE, "too many open files"), True),
+        (OSError(errno.ESTALE, "a file server is away"), True),
+        (PermissionError(errno.EACCES, "no"), False),
+        (OSError(errno.ELOOP, "a loop"), False),
+        (sqlite3.OperationalError("database is locked"), True),
+        (sqlite3.ProgrammingError("a value of no type"), False),
+        (Unreachable("slurm"), True),
+        (Busy("locked"), True),
+        (RuntimeError("can't start new thread"), True),
+        (MemoryError(), True),
+        (ConfigError("a key"), False),
+        (KeyError("model"), False),
+        (UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed"), False),
+        (RecursionError(), False),
+    ],
+    ids=repr,
+)
+def test_what_may_pass_by_itself_is_tried_again_and_all_else_is_not(
+    error: Exception, may_pass: bool
+) -> None:
+    assert is_transient(error) == may_pass
+    if isinstance(error, OSError):
+        told = StorageError("the disk refused")
+        told.__cause__ = error
+        assert is_transient(told) == may_pass
 
 
 def test_a_trouble_is_there_for_good_when_it_lasts_and_does_not_pass() -> None:

@@ -137,12 +137,11 @@ class FolderReader:
         try:
             result = work()
         except Exception as error:
-            if part not in self.failing.reasons:
+            if part not in self.failing:
                 log.exception("%s", part)
             self.failing.note(part, str(error), is_transient=True)
             return otherwise
-        if part in self.failing.reasons:
-            self.failing.end(part)
+        self.failing.end(part)
         return result
 
     def facts(self, job_id: str, row: Row | None) -> Facts | None:

@@ -44,6 +44,9 @@ class Troubles:
             if name.startswith(prefix) and name not in names:
                 self.end(name)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._open
+
     @property
     def reasons(self) -> dict[str, str]:
         """Name -> reason, by name."""
