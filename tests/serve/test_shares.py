@@ -106,7 +106,7 @@ def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
         for one in silent[10:]:
             one.sendall(b"GET /v1/models HTTP/1.1\r\nHos")  # begun, and never ended
         assert httpx.get(f"{running.url}/v1/models").status_code == 200
-        wait_until(lambda: sum(map(is_closed, silent)), lambda count: count >= 15)
+        wait_until(lambda: sum(map(is_closed, silent)), lambda count: count >= 15, within_s=10)
         assert len(running.app.idle) <= 5
 
 
