@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from jobs.errors import EXIT_DUPLICATE
 from jobs.node import host as node
+from jobs.node import rendezvous
 from jobs.record.paths import Attempt, RunFolder
 from jobs.record.state_table import ENDS, EXIT_FAILED, EXIT_FILES, End, Symptoms, first_rule
 from jobs.record.times import now, seconds_since
@@ -200,7 +201,8 @@ def _other_attempts(attempt: Attempt) -> Ending | None:
 
 def _train(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: bool) -> Ending:
     environment = environment_of(spec, attempt, os.environ)
-    argv = [*node.launcher(spec), *spec["program"]]
+    launcher = rendezvous.fill_in(spec["launcher"], spec)
+    argv = [*node.on_each_node(launcher, spec), *spec["program"]]
     attempt.outcome.unlink(missing_ok=True)
     pipe = None if has_terminal else subprocess.PIPE
     oom_before = node.oom_kills()

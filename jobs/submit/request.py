@@ -170,9 +170,7 @@ def as_attempt(template: JobSpec, number: int, nonce: str, *, folder: RunFolder)
 
 
 def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
-    launch = launch_line.read(
-        request.job.python_binary, request.job, python=request.python, exp_id=name
-    )
+    launch = launch_line.read(request.job.python_binary, request.job, python=request.python)
     cfg = tasks.parse(values, source=f"experiment {name}")
     deepspeed = request.deepspeed or cfg.deepspeed
     world = launch_line.processes(launch.argv, request.job)

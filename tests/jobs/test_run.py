@@ -391,13 +391,10 @@ def test_an_element_of_an_array_finds_its_experiment(
 
 def test_several_nodes_start_one_launcher_each_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    monkeypatch.setenv("LATHE_HEAD_NODE", "n1")
-    argv = node.launcher(
-        {"launcher": ["torchrun", "--rdzv-endpoint", "HEAD_NODE:29400"], "job": {"nodes": 2}}
-    )
+    argv = node.on_each_node(["torchrun", "--standalone"], {"job": {"nodes": 2}})
     assert argv[0] == "srun"
     assert "--ntasks=2" in argv
-    assert argv[-1] == "n1:29400"
+    assert argv[-2:] == ["torchrun", "--standalone"]
 
 
 def test_what_a_node_runs_names_every_package_as_its_own_files_do() -> None:

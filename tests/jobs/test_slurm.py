@@ -378,8 +378,9 @@ def test_the_launcher_runs_once_on_every_node_and_meets_at_the_first(
     )
     launcher = [*PYTHON[:-1], str(rank), f"HEAD_NODE:{port}"]
     code = (
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from jobs.node import host; "
-        f"argv = host.launcher({{'launcher': {launcher!r}, 'job': {{'nodes': 2}}}}); "
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from jobs.node import host, rendezvous; "
+        f"argv = rendezvous.fill_in({launcher!r}, {{}}); "
+        "argv = host.on_each_node(argv, {'job': {'nodes': 2}}); "
         "assert argv[0] == 'srun'; os.execvp(argv[0], argv)"
     )
     spec = make(code, nodes=2, resources={"cpu": 2, "mem": 1, "gpu": 1})

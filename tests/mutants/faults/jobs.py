@@ -8,11 +8,34 @@ RUN = "tests/jobs/test_run.py"
 QUEUE = "tests/jobs/test_queue.py"
 RECORD = "tests/jobs/test_record.py"
 SENDING = "tests/jobs/test_sending.py"
+MEETING = "tests/jobs/test_rendezvous.py -k 'not real_slurm and not ten_times'"
 STATES = "tests/jobs/test_states.py"
 KEYS = "tests/jobs/test_keys.py"
 SNAPSHOT = "tests/jobs/test_snapshot.py -k 'not this_repository and not git_hook'"
 
 FAULTS = [
+    # The rendezvous
+    Fault(
+        "jobs/node/rendezvous.py",
+        'f"{token} {number}".encode()',
+        'f"{number}".encode()',
+        why="all jobs of a host meet at one port",
+        tests=MEETING,
+    ),
+    Fault(
+        "jobs/node/rendezvous.py",
+        "f\"{spec['token']}_{node.restarts()}\"",
+        'f"lathe_{node.restarts()}"',
+        why="two jobs at one port become one world of mixed ranks",
+        tests=MEETING,
+    ),
+    Fault(
+        "jobs/node/rendezvous.py",
+        "if not node.is_leader() or is_free(first):",
+        "if first:",
+        why="a port that is taken is minutes of silence while GPUs are held",
+        tests=MEETING,
+    ),
     # The wrapper
     Fault(
         "jobs/node/wrapper.py",
