@@ -43,6 +43,8 @@ class JobSpec(Strict):
     after: list[str] = Field(default_factory=list)  # scheduler ids that must have succeeded
     # of this group at once, where the backend keeps a queue of its own
     max_parallel: int | None = None
+    # run folder of the experiment whose model it begins with; None: it begins with something else
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Traits:
     shares_disk: bool = False
     # it counts the live jobs of a group itself, so submission does not count max_parallel
     keeps_queue: bool = False
+    # it holds a job back until the run that is its base has left a model, so submission need not
+    awaits_bases: bool = False
 
 
 class Backend(Protocol):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed
 from jobs.record import events as record
+from jobs.record.bases import why_it_waits
 from jobs.record.by_hand import still_running
 from jobs.record.events import Job
 from jobs.record.metrics import last_metrics
@@ -171,7 +172,7 @@ def _look(name: str, ids: list[str], backend_of: Callable[[str], Backend]) -> _S
 def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
     last, files = case.job.last, case.files
     if last is None:
-        return Verdict("pending")
+        return Verdict("pending", why_it_waits(case.folder, read_json(case.folder.exp_dict) or {}))
     if case.is_final:
         return Verdict(last.state, last.reason, last.host)
     if sight is None:

@@ -14,6 +14,7 @@ from jobs.errors import Unreachable
 from jobs.job_state import ACTIVE, JobState
 from jobs.protocol import Backend, JobSpec
 from jobs.record import events as record
+from jobs.record.bases import why_it_waits
 from jobs.record.by_hand import training_now
 from jobs.record.status import record_state, survey
 from jobs.submit.policy import Limits, decide
@@ -121,29 +122,37 @@ def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
                 template.job.max_retries, template.job.max_preemptions
             )
             status = read_json(folder.status) or {}
+            backend = request.backend_of(template.backend)
             decision = decide(
                 row,
                 limits,
                 is_finished=status.get("state") == "succeeded",
                 training_now=training_now(folder, was_sent=bool(row.history)),
+                awaited=(
+                    None
+                    if backend.traits.awaits_bases
+                    else why_it_waits(folder, read_json(folder.exp_dict) or {})
+                ),
             )
+            if decision.action == "wait":
+                return ActionResult(row.exp_id, "wait", decision.reason, row.state)
             is_refused = job.last is not None and row.state == "pending"
             # refused: a person must change something
             if decision.action == "skip" or (is_refused and request.limits is None):
                 return ActionResult(row.exp_id, "skip", decision.reason, row.state)
             if decision.action == "settle" and job.last is not None:
-                backend = request.backend_of(job.last.backend)
+                of_last = request.backend_of(job.last.backend)
                 return _result(
                     row,
                     "settle",
-                    settle_intent(folder, job.last, backend, resend_s=request.resend_s),
+                    settle_intent(folder, job.last, of_last, resend_s=request.resend_s),
                 )
             num_alive = sum(other.group == row.group and other.state in ACTIVE for other in rows)
             if (
                 template.max_parallel is not None
                 and num_alive >= template.max_parallel
                 # a backend with a queue counts by itself
-                and not request.backend_of(template.backend).traits.keeps_queue
+                and not backend.traits.keeps_queue
             ):
                 return ActionResult(
                     row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
@@ -152,7 +161,7 @@ def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
             return _result(
                 row,
                 "send",
-                send(folder, fresh(job, template, folder), request.backend_of(template.backend)),
+                send(folder, fresh(job, template, folder), backend),
             )
     except Unreachable as error:
         return ActionResult(row.exp_id, "settle", str(error), row.state, is_bad=True)

@@ -26,6 +26,7 @@ def test_the_traits_of_each_backend() -> None:
     assert {name for name in traits if traits[name].is_in_process} == {"inline"}
     assert {name for name in traits if traits[name].runs_here} == {"inline", "local"}
     assert {name for name in traits if traits[name].keeps_queue} == {"inline", "local"}
+    assert {name for name in traits if traits[name].awaits_bases} == {"local"}
     assert {name for name in traits if traits[name].shares_disk} == {"inline", "local", "slurm"}
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from trainer.errors import ConfigError
@@ -40,6 +40,13 @@ def exp_id(values: dict[str, Any]) -> str:
         )
     # plain JSON types: str(numpy.float64) inside a list depends on the numpy version
     return _haven_hash(json.loads(json.dumps(values)))
+
+
+def base_id(values: Mapping[str, Any]) -> str | None:
+    """The id of the experiment whose model this one begins with; None when its base is another."""
+    base = values.get("base")
+    before = cast("dict[str, Any]", base).get("experiment") if isinstance(base, dict) else None
+    return exp_id(cast("dict[str, Any]", before)) if isinstance(before, dict) else None
 
 
 def _foreign(value: Any, path: str) -> Iterator[str]:
