@@ -4,6 +4,7 @@ trainer/errors.py.
 LatheError
 ├── UserError
 │   └── Refused      2  the scheduler looked at the job and said no: nothing was started
+├── NotYet          1  the scheduler takes no more jobs for now: nothing was started
 ├── Unreachable      4  the scheduler cannot be seen; whatever was asked may or may not have
                      happened
 ├── SomeFailed       3  some experiments of the group could not be submitted or ended badly
@@ -19,6 +20,12 @@ EXIT_SOME_FAILED, EXIT_UNREACHABLE, EXIT_NOTHING_MATCHED = 3, 4, 5
 
 class Refused(UserError):
     """The scheduler refused a job, in its own words. The job did not start and never will."""
+
+
+class NotYet(LatheError):
+    """The scheduler takes no job now, because of a limit that passes by itself: a number of jobs.
+    Nothing was started; the same job is taken later.
+    """
 
 
 class Unreachable(LatheError):

@@ -106,7 +106,9 @@ class Backend(Protocol):
         ...
 
     def submit(self, rendered: Rendered) -> str:
-        """The scheduler's id. Refused: certainly not accepted. Unreachable: it may have been."""
+        """The scheduler's id. Refused: certainly not accepted; NotYet: nor now, but later.
+        Unreachable: it may have been.
+        """
         ...
 
     def find(self, token: str) -> list[str]:

@@ -25,6 +25,8 @@ from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
 EXIT_FAILED = 1
 # the reason of a failure that happens again until a person changes something
 BAD_INPUT = "bad input: "
+# the reason of a refusal that passes by itself: the scheduler had no room for one more job
+TURN = "waits for its turn: "
 
 RuleType = TypeVar("RuleType")
 

@@ -81,6 +81,8 @@ def judge(job: Job, files: AttemptFiles, observed: Observed | None, *, is_seen: 
     if attempt is None:
         return Verdict("pending")
     observed = observed if is_seen else None
+    if observed is not None and observed.is_missing and files.starts:
+        observed = None  # it did start: its scheduler has forgotten it
     exit_file = files.exit
     sent_at = attempt.at if attempt.id is None else attempt.submitted_at
     evidence = Evidence(

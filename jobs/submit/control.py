@@ -16,10 +16,20 @@ from jobs.protocol import Backend, JobSpec
 from jobs.record import events as record
 from jobs.record.bases import why_it_waits
 from jobs.record.by_hand import training_now
+from jobs.record.state_table import TURN
 from jobs.record.status import record_state, survey
 from jobs.submit.policy import Limits, decide
 from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
-from jobs.submit.send import Outcome, fresh, give_up, ids_of, read_spec, send, settle_intent
+from jobs.submit.send import (
+    Outcome,
+    fresh,
+    give_up,
+    ids_of,
+    read_spec,
+    send,
+    settle_intent,
+    take_turn,
+)
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals
 
@@ -98,8 +108,9 @@ def _each_again(
     """
     rows = list(everything)
     results: list[ActionResult] = []
+    full: set[str] = set()  # backends that take no more jobs now
     for row in targets:
-        result = _again(request, row, rows)
+        result = _again(request, row, rows, full)
         results.append(result)
         if result.action == "send" and not result.is_bad:
             rows = [
@@ -109,7 +120,7 @@ def _each_again(
     return results
 
 
-def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
+def _again(request: Again, row: Row, rows: Sequence[Row], full: set[str]) -> ActionResult:
     folder = request.base.run(row.exp_id)
     try:
         with record.lock(folder, wait_s=LOCK_WAIT_S):
@@ -137,7 +148,9 @@ def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
             if decision.action == "wait":
                 return ActionResult(row.exp_id, "wait", decision.reason, row.state)
             is_refused = job.last is not None and row.state == "pending"
+            has_turn = is_refused and (row.reason or "").startswith(TURN)
             # refused: a person must change something
+            is_refused = is_refused and not has_turn
             if decision.action == "skip" or (is_refused and request.limits is None):
                 return ActionResult(row.exp_id, "skip", decision.reason, row.state)
             if decision.action == "settle" and job.last is not None:
@@ -157,12 +170,18 @@ def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
                 return ActionResult(
                     row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
                 )
-            job = record_state(folder, job, row)
-            return _result(
-                row,
-                "send",
-                send(folder, fresh(job, template, folder), backend),
-            )
+            if backend.name in full:
+                return ActionResult(
+                    row.exp_id, "wait", f"{backend.name} takes no more jobs now", row.state
+                )
+            if has_turn and job.last is not None:
+                outcome = take_turn(folder, job.last, backend)
+            else:
+                job = record_state(folder, job, row)
+                outcome = send(folder, fresh(job, template, folder), backend)
+            if outcome.is_waiting:
+                full.add(backend.name)
+            return _result(row, "send", outcome)
     except Unreachable as error:
         return ActionResult(row.exp_id, "settle", str(error), row.state, is_bad=True)
     except (LatheError, OSError) as error:
@@ -178,6 +197,8 @@ def _template(folder: RunFolder, job: Job) -> JobSpec | None:
 
 
 def _result(row: Row, action: str, outcome: Outcome) -> ActionResult:
+    if outcome.is_waiting:
+        return ActionResult(row.exp_id, "wait", outcome.text, row.state)
     state: JobState = "submitted" if outcome.is_sent else row.state
     return ActionResult(row.exp_id, action, outcome.text, state, is_bad=not outcome.is_sent)
 

@@ -87,10 +87,13 @@ def submit(request: Request) -> list[ActionResult]:
         everybody = survey(request.base, backend_of=request.backend_of)
         num_alive = sum(row.group == request.group and row.state in ACTIVE for row in everybody)
         rows = {row.exp_id: row for row in everybody if row.exp_id in request.by_id}
-        budget = _Budget(request.max_parallel - num_alive)
+        reason = f"max_parallel={request.max_parallel} are alive"
+        budget = _Budget(request.max_parallel - num_alive, reason)
     results: dict[str, ActionResult] = {}
     if request.use_array:
         results = _submit_arrays(request, rows)
+        if any(result.action == "wait" for result in results.values()):
+            budget.close(f"{request.backend.name} takes no more jobs now")
     others = [[name for name in level if name not in results] for level in request.levels()]
 
     def send_it(name: str) -> ActionResult:
@@ -134,6 +137,11 @@ class _Budget:
     """How many more experiments of a group may start; None when submission does not count them."""
 
     remaining: int | None = None
+    reason: str = ""  # why it is spent
+
+    def close(self, reason: str) -> None:
+        """No more may start: the scheduler takes none."""
+        self.remaining, self.reason = 0, reason
 
     def is_spent(self) -> bool:
         return self.remaining is not None and self.remaining <= 0
@@ -176,11 +184,12 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
                 )
                 return _result(name, "settle", outcome)
             if budget.is_spent():
-                text = f"max_parallel={request.max_parallel} are alive"
-                return _wait(folder, job, template, text)
+                return _wait(folder, job, template, budget.reason)
             budget.spend()
             spec = fresh(job, template, folder)
             outcome = send(folder, spec, request.backend, draft=draft)
+            if outcome.is_waiting:
+                budget.close(f"{request.backend.name} takes no more jobs now")
             if request.backend.traits.is_in_process:
                 # the experiment ran in this process
                 exit_file = read_json(folder.attempt(spec.attempt).exit) or {}
@@ -237,6 +246,8 @@ def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
 
 
 def _result(name: str, action: str, outcome: Outcome) -> ActionResult:
+    if outcome.is_waiting:
+        return ActionResult(name, "wait", outcome.text, "pending")
     state: JobState = (
         "submitted" if outcome.is_sent else "pending" if outcome.is_refused else "submitting"
     )
@@ -306,6 +317,8 @@ def _submit_arrays(request: Request, rows: Mapping[str, Row]) -> dict[str, Actio
     results: dict[str, ActionResult] = {}
     for start in range(0, len(to_send), size):
         results.update(_submit_array(request, to_send[start : start + size], rows))
+        if any(result.action == "wait" for result in results.values()):
+            break  # the scheduler takes no more
     return results
 
 

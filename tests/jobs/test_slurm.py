@@ -18,7 +18,7 @@ import pytest
 
 from jobs.backends.slurm.backend import Slurm
 from jobs.config import JobConfig
-from jobs.errors import Refused, Unreachable
+from jobs.errors import NotYet, Refused, Unreachable
 from jobs.job_state import Observed
 from jobs.protocol import ArrayBackend, Backend, JobSpec
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm, wait_for
@@ -266,6 +266,61 @@ def test_an_element_of_an_array_is_cancelled_alone(slurm: Slurm, make: Specs) ->
     assert slurm.query(elements)[elements[1]].state == "running"
     slurm.cancel(array_id)
     reached(slurm, elements[1], "cancelled")
+
+
+def test_a_waiting_element_that_a_person_cancelled_is_cancelled_and_not_forgotten(
+    slurm: Slurm, cluster: RealSlurm, make: Specs
+) -> None:
+    room = make.base / "jobs" / "node"
+    room.mkdir(parents=True)
+    (room / "wrapper.py").write_text(SLEEP)
+    specs = [make().model_copy(update={"workdir": str(make.base)}) for _ in range(4)]
+    index_file = str(make.base / "array.json")
+    array_id = slurm.submit(
+        slurm.render_array(specs, token="fta_waiting", index_file=index_file, max_parallel=1)
+    )
+    elements = [slurm.element(array_id, index) for index in range(4)]
+    reached(slurm, elements[0], "running")
+    cluster.command("scancel", elements[2])
+    observed = slurm.query(elements)
+    assert [observed[element].state for element in elements] == [
+        *("running", "queued", "cancelled", "queued"),
+    ]
+    assert observed[elements[2]].is_missing
+    assert slurm.query([elements[2]])[elements[2]].state == "cancelled"
+    assert slurm.query(["987654_2", "987654"]) == {}
+    slurm.cancel(array_id)
+    for element in elements:
+        reached(slurm, element, "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("said", "queue", "kind"),
+    [
+        ("QOSMaxSubmitJobPerUserLimit", "", NotYet),
+        ("AssocMaxSubmitJobLimit", "", NotYet),
+        ("AssocGrpSubmitJobsLimit", "", NotYet),
+        ("", "17", NotYet),  # the sentence alone, while own jobs stand in the queue
+        ("", "", Refused),  # and with none there, which could end
+        ("QOSMaxCpuPerUserLimit", "17", Refused),
+    ],
+)
+def test_a_limit_on_the_number_of_jobs_passes_by_itself(
+    make: Specs, monkeypatch: pytest.MonkeyPatch, said: str, queue: str, kind: type[Exception]
+) -> None:
+    policy = "Batch job submission failed: Job violates accounting/QOS policy"
+    text = f"sbatch: error: {said}\\nsbatch: error: {policy} (job submit limit, user's size)"
+    for name, script in (
+        ("sbatch", f'printf "{text}" >&2; exit 1'),
+        ("squeue", f"printf '{queue}'"),
+    ):
+        program = make.base / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{make.base}:{os.environ['PATH']}")
+    rendered = Slurm().render(make())
+    with pytest.raises(kind, match="violates accounting"):
+        Slurm().submit(rendered)
 
 
 def test_what_cannot_share_an_array_is_refused(slurm: Slurm, make: Specs) -> None:
@@ -533,11 +588,12 @@ def test_accounting_tells_of_jobs_that_the_controller_has_forgotten(
         "<<'END'\n9000001|COMPLETED|0:0|n1\n9000002|FAILED|75:0|n1\n9000003|FAILED|0:9|n2\n"
         "9000004|CANCELLED by 0|0:0|None "
         "assigned\n9000005|NODE_FAIL|0:0|n[1-2]\n9000006_1|OUT_OF_MEMORY|0:125|n1\n"
-        "9000007|RUNNING|0:0|n1\nEND\n"
+        "9000007|RUNNING|0:0|n1\n9000009_[2,4-8:2%3]|CANCELLED by 0|0:0|None assigned\nEND\n"
     )
     sacct.chmod(0o755)
     monkeypatch.setenv("PATH", f"{make.base}:{os.environ['PATH']}")
     ids = [*(f"900000{number}" for number in range(1, 6)), "9000006_1", "9000007", "9000008"]
+    ids += [f"9000009_{place}" for place in range(10)]
     assert slurm.query(ids) == {
         "9000001": Observed("succeeded", host="n1", exit_code=0),
         "9000002": Observed("failed", "FAILED", "n1", exit_code=75),
@@ -545,6 +601,10 @@ def test_accounting_tells_of_jobs_that_the_controller_has_forgotten(
         "9000004": Observed("cancelled", "CANCELLED by 0", never_ran=True),
         "9000005": Observed("preempted", "NODE_FAIL", "n[1-2]", exit_code=0),
         "9000006_1": Observed("oom", "OUT_OF_MEMORY", "n1"),
+        **{
+            f"9000009_{place}": Observed("cancelled", "CANCELLED by 0", never_ran=True)
+            for place in (2, 4, 6, 8)
+        },
     }  # and one that is said to run while the controller does not know it is not there
 
 

@@ -58,6 +58,35 @@ FAULTS = [
         why="an experiment whose base nobody runs waits for ever, in silence",
         tests="tests/jobs/test_order.py -k never_run",
     ),
+    # What a person and a scheduler say
+    Fault(
+        "jobs/gres.py",
+        'if name == "gpu")',
+        "if name)",
+        why="gres=gpu:4,nvme:3600 asks torchrun for 3,604 processes",
+        tests="tests/jobs/test_gres.py -k 'not real_slurm'",
+    ),
+    Fault(
+        "jobs/record/verdict.py",
+        "    if observed is not None and observed.is_missing and files.starts:",
+        "    if False:",
+        why="a job that was killed and forgotten counts as cancelled by a person",
+        tests=STATES,
+    ),
+    Fault(
+        "jobs/submit/control.py",
+        "            is_refused = is_refused and not has_turn",
+        "            pass",
+        why="what met a limit on the number of jobs is never sent",
+        tests=f"{SENDING} -k room",
+    ),
+    Fault(
+        "jobs/submit/send.py",
+        "if job is None or job.last is None or job.last.reason != reason:",
+        "if True:",
+        why="the record of a job that waits for its turn grows with each reconcile",
+        tests=f"{SENDING} -k room",
+    ),
     # The wrapper
     Fault(
         "jobs/node/wrapper.py",
