@@ -22,7 +22,7 @@ from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, starts_of
 from jobs.record.state_table import End, end_of
-from jobs.record.times import now, seconds_since
+from jobs.record.times import age_of, now
 from jobs.record.verdict import AttemptFiles, Verdict, judge
 from jobs.record.wandb_key import sync_hint
 from trainer.config.differences import names_by_difference
@@ -293,7 +293,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
         if status is None:
             return None
         state = cast(JobState, status["state"]) if status.get("state") in STATES else "pending"
-        age_s = seconds_since(status.get("updated_at"))
+        age_s = age_of(folder.status, status.get("updated_at"))
         reason = None
         if state == "running":
             state, reason = still_running(status, age_s)

@@ -8,15 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs.node import host as node
+from jobs.node import pulse
 from jobs.node import wrapper as run
 from jobs.record.paths import RunFolder
+from jobs.record.times import age_of
 from trainer.runtime.process import birth
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,6 +249,68 @@ def test_an_attempt_steps_back_while_an_earlier_one_is_alive(folder: Path) -> No
     first.terminate()
     assert first.wait(timeout=45) == 75
     assert not (folder / "ran").exists()
+
+
+def other_host(folder: Path, number: int, *, ahead_s: float) -> Path:
+    """A start on a node whose clock is ahead (or, negative, behind): its heartbeat."""
+    attempt = RunFolder(folder).attempt(number)
+    moment = datetime.now(timezone.utc) + timedelta(seconds=ahead_s)
+    at = moment.isoformat(timespec="milliseconds")
+    facts = {"at": at, "host": "another", "pid": 1, "id": "8"}
+    attempt.start_file(1).write_text(json.dumps(facts))
+    attempt.heartbeat.write_text(json.dumps({"at": at, "step": 1}))
+    return attempt.heartbeat
+
+
+@pytest.mark.parametrize("ahead_s", [240.0, 0.0, -100.0])
+def test_a_start_elsewhere_whose_heart_stopped_is_dead_whatever_its_clock_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    monkeypatch.setattr(pulse, "ALIVE_S", 0.3)
+    spec(folder, "open('ran', 'a').write('x')", number=2)
+    spec(folder, "")
+    other_host(folder, 1, ahead_s=ahead_s)
+    assert run.run(folder, 2) == 0
+    assert (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("ahead_s", [240.0, 0.0, -100.0, -2000.0])
+def test_a_start_elsewhere_whose_heart_beats_lives_whatever_its_clock_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    monkeypatch.setattr(pulse, "ALIVE_S", 10.0)
+    spec(folder, "open('ran', 'a').write('x')", number=2)
+    spec(folder, "")
+    heartbeat = other_host(folder, 1, ahead_s=ahead_s)
+    beats = threading.Timer(0.5, lambda: heartbeat.write_text('{"at": "x", "step": 2}'))
+    beats.start()
+    assert run.run(folder, 2) == 75
+    beats.join()
+    assert "attempt 1 is alive" in outcome(folder, 2)["reason"]
+    assert not (folder / "ran").exists()
+
+
+def test_a_start_elsewhere_that_is_older_than_any_clock_is_wrong_costs_no_wait(
+    folder: Path,
+) -> None:
+    spec(folder, "open('ran', 'a').write('x')", number=2)
+    spec(folder, "")
+    heartbeat = other_host(folder, 1, ahead_s=-1000.0)
+    for path in (heartbeat, *RunFolder(folder).attempt(1).starts()):
+        os.utime(path, (time.time() - 1000, time.time() - 1000))
+    begin = time.monotonic()
+    assert run.run(folder, 2) == 0
+    assert time.monotonic() - begin < 60
+
+
+def test_the_age_of_a_heartbeat_is_the_disks_when_its_clock_is_ahead(folder: Path) -> None:
+    spec(folder, "")
+    heartbeat = other_host(folder, 1, ahead_s=240.0)
+    os.utime(heartbeat, (time.time() - 700, time.time() - 700))
+    at = json.loads(heartbeat.read_text())["at"]
+    assert 690 < age_of(heartbeat, at) < 760
+    assert age_of(heartbeat, None) == float("inf")
+    assert age_of(folder / "absent", at) == 0.0
 
 
 SAVES = """

@@ -87,6 +87,20 @@ FAULTS = [
         why="the record of a job that waits for its turn grows with each reconcile",
         tests=f"{SENDING} -k room",
     ),
+    Fault(
+        "jobs/node/pulse.py",
+        "        return moment - self._since < ALIVE_S",
+        "        return by_date_s < ALIVE_S",
+        why="a dead start on a node whose clock is ahead keeps its job waiting",
+        tests=f"{RUN} -k clock",
+    ),
+    Fault(
+        "jobs/record/times.py",
+        "return max(seconds_since(at), by_disk_s if math.isfinite(by_disk_s) else 0.0, 0.0)",
+        "return seconds_since(at)",
+        why="a job whose node's clock is ahead is running while nothing runs",
+        tests=f"{RUN} -k clock",
+    ),
     # The wrapper
     Fault(
         "jobs/node/wrapper.py",
@@ -104,7 +118,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/node/wrapper.py",
-        "        if _is_alive(other):",
+        "        if _lives(other, stop):",
         "        if False:",
         why="two attempts train in one folder at the same time",
         tests=RUN,
