@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from jobs.job_state import Observed
 
 
+# a python of an environment module, or of conda, may find libpython by it alone
+OF_WRAPPER = ("LD_LIBRARY_PATH",)
+
+
 class JobSpec(Strict):
     """One attempt at one experiment: everything a backend needs to render it, and the wrapper to
     run it.
@@ -45,6 +49,11 @@ class JobSpec(Strict):
     max_parallel: int | None = None
     # run folder of the experiment whose model it begins with; None: it begins with something else
     base: str | None = None
+
+    @property
+    def wrapper_environment(self) -> dict[str, str]:
+        """What of the training's environment the wrapper's own python may need to start at all."""
+        return {name: self.environment[name] for name in OF_WRAPPER if name in self.environment}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ SHELL = re.compile(r"[$`|&<>(){}*?!\\\n\r\0]")
 COUNTS = ("--nproc-per-node", "--nproc_per_node", "--num_gpus", "--num_accelerators")
 FORM = (
     "Want: [source|conda activate ENV ;] python | torchrun FLAGS | deepspeed FLAGS, for example "
-    "'source activate /envs/lathe ; torchrun --nproc-per-node NGPUS'."
+    "'source activate /envs/lathe ; torchrun --nproc-per-node NGPUS'. Modules, containers, conda "
+    "run and uv: docs/launch-line.md."
 )
 
 

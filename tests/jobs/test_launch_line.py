@@ -79,6 +79,23 @@ def test_what_a_shell_would_run_is_refused(text: str) -> None:
         read(text, job(), python="python")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "conda run -n lathe python",
+        "uv run python",
+        "apptainer exec --nv lathe.sif python",
+        "srun --container-image=lathe python",
+        "module load python ; python",
+    ],
+)
+def test_a_program_that_starts_the_python_is_refused_with_the_page_that_says_how(
+    text: str,
+) -> None:
+    with pytest.raises(ConfigError, match=r"docs/launch-line\.md"):
+        read(text, job(), python="python")
+
+
 def test_several_nodes_meet_at_the_first() -> None:
     argv = list(read("", job(4, nodes=2), python="python").argv)
     assert argv[argv.index("--nnodes") + 1] == "2"

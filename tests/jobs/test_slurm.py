@@ -672,3 +672,26 @@ def test_a_job_that_slurm_has_forgotten_is_left_out(cluster: RealSlurm, make: Sp
         assert slurm.find(spec.token) == []
         assert list(slurm.logs(job_id, follow=False)) == []
         slurm.cancel(job_id)
+
+
+def test_the_wrappers_own_python_gets_the_library_path_that_the_training_gets(
+    slurm: Slurm, make: Specs
+) -> None:
+    libraries = "/apps/python 3.11/lib:$HOME/`x`"
+    code = "import os; open('seen', 'w').write(os.environ.get('LD_LIBRARY_PATH', '-'))"
+    for environment, seen in (({"LD_LIBRARY_PATH": libraries, "A": "b"}, libraries), ({}, "-")):
+        spec = make(code).model_copy(update={"environment": environment})
+        reached(slurm, sent(slurm, spec), "succeeded")
+        assert text_of(spec, "seen") == seen
+    with pytest.raises(ConfigError, match="control character"):
+        slurm.render(make().model_copy(update={"environment": {"LD_LIBRARY_PATH": "a\x1bb"}}))
+
+
+def test_a_wrapper_that_could_not_start_names_the_file_with_its_output(
+    slurm: Slurm, make: Specs
+) -> None:
+    spec = make("import sys; print('libpython is not there', file=sys.stderr); sys.exit(127)")
+    job_id = sent(slurm, spec)
+    observed = reached(slurm, job_id, "failed")
+    assert f"`logs` shows slurm-{job_id}.txt, where its output is" in str(observed.reason)
+    assert list(slurm.logs(job_id, follow=False)) == ["libpython is not there"]

@@ -119,6 +119,7 @@ class Local:
             "max_parallel": spec.max_parallel,
             "after": spec.after,
             "base": spec.base,
+            "environment": spec.wrapper_environment,
         }
         return Rendered(spec.token, FILE, json.dumps(entry, indent=1) + "\n")
 

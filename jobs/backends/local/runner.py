@@ -281,6 +281,7 @@ def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Li
 
     environment = {
         **os.environ,
+        **facts.get("environment", {}),
         "LATHE_JOB_ID": facts["id"],
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
     }

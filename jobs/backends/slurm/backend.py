@@ -322,7 +322,8 @@ def _output(folder: PurePath, name: str) -> list[str]:
 
 def _script(argv: Sequence[str], spec: JobSpec, wrapper: Sequence[str]) -> str:
     """The batch script: quoted words only, so that no value can be more than a word."""
-    for word in (spec.workdir, *wrapper):
+    variables = spec.wrapper_environment
+    for word in (spec.workdir, *wrapper, *variables.values()):
         if CONTROL.search(word):
             raise ConfigError(
                 f"{word!r} holds a control character, which a batch script cannot carry. Rename it."
@@ -332,6 +333,7 @@ def _script(argv: Sequence[str], spec: JobSpec, wrapper: Sequence[str]) -> str:
         f"# sent with: {shlex.join(argv)}",
         f"export SRUN_CPUS_PER_TASK={spec.job.resources.cpu}  # srun has not inherited it from "
         "the job since 22.05",
+        *(f"export {name}={shlex.quote(text)}" for name, text in variables.items()),
         f"cd -- {shlex.quote(spec.workdir)} || exit 1",
         f"exec {shlex.join(wrapper)}",
     )

@@ -101,6 +101,13 @@ FAULTS = [
         why="a job whose node's clock is ahead is running while nothing runs",
         tests=f"{RUN} -k clock",
     ),
+    Fault(
+        "jobs/backends/slurm/backend.py",
+        "for name, text in variables.items()),",
+        "for name, text in ()),",
+        why="the python of an environment module does not start on the node",
+        tests="tests/jobs/test_backends.py -k library_path",
+    ),
     # The wrapper
     Fault(
         "jobs/node/wrapper.py",
