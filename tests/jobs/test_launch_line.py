@@ -6,7 +6,7 @@ import pytest
 
 from jobs.config import JobConfig, Resources
 from jobs.submit.launch_line import processes, read
-from trainer.errors import ConfigError
+from tests.wording import refused
 
 
 def job(gpu: int = 0, nodes: int = 1) -> JobConfig:
@@ -75,7 +75,7 @@ def test_launch_lines_are_read(text: str, gpu: int, activate: str | None, argv: 
     ],
 )
 def test_what_a_shell_would_run_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--python_binary"):
+    with refused("python_binary"):
         read(text, job(), python="python")
 
 
@@ -92,7 +92,7 @@ def test_what_a_shell_would_run_is_refused(text: str) -> None:
 def test_a_program_that_starts_the_python_is_refused_with_the_page_that_says_how(
     text: str,
 ) -> None:
-    with pytest.raises(ConfigError, match=r"docs/launch-line\.md"):
+    with refused("launch_line_page"):
         read(text, job(), python="python")
 
 
@@ -101,7 +101,7 @@ def test_several_nodes_meet_at_the_first() -> None:
     assert argv[argv.index("--nnodes") + 1] == "2"
     assert argv[argv.index("--rdzv-endpoint") + 1] == "HEAD_NODE:RDZV_PORT"
     assert argv[argv.index("--rdzv-id") + 1] == "RDZV_ID"
-    with pytest.raises(ConfigError, match="Use torchrun"):
+    with refused("launcher_of_nodes"):
         read("deepspeed", job(4, nodes=2), python="python")
 
 

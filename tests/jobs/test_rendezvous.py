@@ -19,7 +19,7 @@ from jobs.protocol import token_of
 from jobs.record import events as record
 from tests.jobs.conftest import Place, wait_until
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm
-from trainer.errors import LatheError
+from tests.wording import refused
 
 WORDS = ("torchrun", "--rdzv-endpoint", "HEAD_NODE:RDZV_PORT", "--rdzv-id", "RDZV_ID")
 TOKEN = token_of("ab" * 16, "0a0b0c", 1)
@@ -137,7 +137,7 @@ def test_where_every_node_has_its_own_wrapper_a_taken_port_is_one_clear_error(
         monkeypatch.setenv("LATHE_NODE_RANK", "1")
         assert rendezvous.fill_in(WORDS, {"token": TOKEN})[2] == f"pod-0:{first}"
         monkeypatch.setenv("LATHE_NODE_RANK", "0")
-        with pytest.raises(LatheError, match=rf"port {first} of .* is taken. `retry` sends"):
+        with refused("rendezvous_port_taken", port=first):
             rendezvous.fill_in(WORDS, {"token": TOKEN})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from jobs.errors import NotYet, Refused, Unreachable
 from jobs.job_state import Observed
 from jobs.protocol import ArrayBackend, Backend, JobSpec
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm, wait_for
+from tests.wording import Fault, fault, refused
 from trainer.config.block import validate
 from trainer.errors import ConfigError
 
@@ -319,13 +321,13 @@ def test_a_limit_on_the_number_of_jobs_passes_by_itself(
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{make.base}:{os.environ['PATH']}")
     rendered = Slurm().render(make())
-    with pytest.raises(kind, match="violates accounting"):
+    with pytest.raises(kind):
         Slurm().submit(rendered)
 
 
 def test_what_cannot_share_an_array_is_refused(slurm: Slurm, make: Specs) -> None:
     specs = [make(), make(qos="other")]
-    with pytest.raises(ConfigError, match="differ in job"):
+    with refused("array_differs", keys=re.compile("job.*")):
         slurm.render_array(specs, token="fta_mixed", index_file="/x/index.json", max_parallel=None)
 
 
@@ -475,7 +477,9 @@ def test_what_slurm_cannot_run_is_refused_in_its_own_words(
     except ConfigError:
         return
     for send in (slurm.rehearse, slurm.submit):
-        with pytest.raises(Refused, match=r"nvalid|specification|not available"):
+        with refused(
+            "scheduler_says", Refused, words=re.compile("nvalid|specification|not available")
+        ):
             send(rendered)
     found = slurm.query(
         slurm.find(rendered.token)
@@ -488,17 +492,17 @@ def test_what_slurm_cannot_run_is_refused_in_its_own_words(
 @pytest.mark.parametrize(
     ("job", "name"),
     [
-        ({"image": "x"}, "image"),
-        ({"bid": 3}, "bid"),
-        ({"data": ["a:/b"]}, "data"),
-        ({"account_id": "x"}, "account_id"),
-        ({"namespace": "x"}, "namespace"),
-        ({"wandb_key_secret": "a/b"}, "wandb_key_secret"),
-        ({"resources": {"gpu_model": "A100"}}, "gpu_model"),
+        ({"image": "x"}, fault("job_keys_unknown_to", keys="image")),
+        ({"bid": 3}, fault("job_keys_unknown_to", keys="bid")),
+        ({"data": ["a:/b"]}, fault("job_keys_unknown_to", keys="data")),
+        ({"account_id": "x"}, fault("job_keys_unknown_to", keys="account_id")),
+        ({"namespace": "x"}, fault("job_keys_unknown_to", keys="namespace")),
+        ({"wandb_key_secret": "a/b"}, fault("job_keys_unknown_to", keys="wandb_key_secret")),
+        ({"resources": {"gpu_model": "A100"}}, fault("gpu_model_of_slurm", value="A100")),
     ],
 )
-def test_a_key_of_another_scheduler_is_named(make: Specs, job: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
+def test_a_key_of_another_scheduler_is_named(make: Specs, job: dict[str, Any], name: Fault) -> None:
+    with refused(name):
         Slurm().render(make(**job))
 
 
@@ -621,7 +625,7 @@ def test_a_machine_without_slurm_says_so(make: Specs, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(make.base))
     slurm, spec = Slurm(), make()
     assert [finding.is_good for finding in slurm.check()] == [False]
-    with pytest.raises(Refused, match="not on PATH"):
+    with refused("program_not_on_path"):
         slurm.submit(slurm.render(spec))
     with pytest.raises(Unreachable):
         slurm.query(["1"])
@@ -683,7 +687,7 @@ def test_the_wrappers_own_python_gets_the_library_path_that_the_training_gets(
         spec = make(code).model_copy(update={"environment": environment})
         reached(slurm, sent(slurm, spec), "succeeded")
         assert text_of(spec, "seen") == seen
-    with pytest.raises(ConfigError, match="control character"):
+    with refused("script_control_character", value="a\x1bb"):
         slurm.render(make().model_copy(update={"environment": {"LD_LIBRARY_PATH": "a\x1bb"}}))
 
 

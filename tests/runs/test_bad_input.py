@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from exp_configs import vary
+from tests.contract.runs import from_folder
 from tests.facts import TINY_BASE, experiment, facts, write_facts
 from tests.forked import TRAINVAL, run
 from tests.ranks import run_on_ranks
@@ -406,6 +408,24 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert outcome[:2] == ("DivergedError", 1)
     assert "optim.lr" in outcome[2]
     assert left, "the checkpoint before the first update with a learning rate above 0 is kept"
+
+
+@pytest.mark.parametrize(
+    "train",
+    [{"log_every": 100}, {"on_bad_step": "skip"}, {"precision": "bf16"}],
+)
+def test_a_weight_of_the_base_that_is_no_number_is_blamed_and_not_the_rows(
+    train: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    values = from_folder(experiment("causal_lm", folder, train=train), tmp_path / "bases")
+    (file, *_) = sorted(Path(str(values["base"])).glob("*.safetensors"))
+    weights = load_file(file)
+    name = next(name for name, weight in weights.items() if weight.ndim == 2)
+    weights[name][:] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    outcome, _ = run_on_ranks(1, _diverge, values, folder, tmp_path / "out")[0]
+    assert outcome[:2] == ("ConfigError", 2)
+    assert f"{file}: {name} holds NaN" in outcome[2]
 
 
 def _push(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[str, str, bool]:

@@ -11,6 +11,10 @@ from typing import Any
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import (
+    TOKENIZER_MAPPING_NAMES,
+    tokenizer_class_from_name,
+)
 
 from trainer.config.schema import EmbeddedTokenizer
 from trainer.data import byte_tokenizer, lookup, stdlib_docs
@@ -38,6 +42,8 @@ FILES = (  # what a tokenizer is made of in a model's folder
     ),
 )
 VOCABULARIES = (_TOKENIZER_FILE, "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")
+_MERGES = {"vocab.json", "merges.txt"}  # of a byte-level BPE, as GPT-2's was published
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that say nothing
 
 
 def load_tokenizer(
@@ -191,7 +197,9 @@ def _id_of(tokenizer: PreTrainedTokenizerFast, name: str) -> int | None:
 
 def _load(source: str, label: str, *, tried: list[str]) -> PreTrainedTokenizerFast:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = _of_merges(Path(source))
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # any: tokenizers (Rust) raises Exception itself for a torn file
         if is_of_foreign_code(error):
             raise ConfigError(f"{label}: {FOREIGN_CODE.format('tokenizer')}") from None
@@ -205,6 +213,46 @@ def _load(source: str, label: str, *, tried: list[str]) -> PreTrainedTokenizerFa
             f"Use a tokenizer that has a {_TOKENIZER_FILE}."
         )
     return tokenizer
+
+
+def _of_merges(folder: Path) -> Any:
+    """The tokenizer of a folder whose vocabulary is vocab.json and merges.txt alone; None for any
+    other folder, and where AutoTokenizer reads the two.
+
+    transformers 5.23 asks the model_type for the class: for some, such as gpt_bigcode, it wants a
+    tokenizer.json whatever tokenizer_config.json names, and for others, such as gemma2, it makes a
+    tokenizer without a vocabulary.
+    """
+    files = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    if not files >= _MERGES or (files & {*VOCABULARIES}) - _MERGES:
+        return None
+    said = _json_of(folder / "tokenizer_config.json")
+    named = said.get("tokenizer_class")
+    registered = TOKENIZER_MAPPING_NAMES.get(_json_of(folder / "config.json").get("model_type", ""))
+    is_read = _reads_merges(registered)
+    if "auto_map" in said or (is_read and named not in _GENERIC):
+        return None
+    name = registered if is_read else "GPT2Tokenizer" if named in (None, *_GENERIC) else named
+    if not _reads_merges(name):
+        return None
+    log.info("%s: its vocab.json and merges.txt are read as a %s's", folder, name)
+    build: Any = tokenizer_class_from_name(str(name))
+    return build.from_pretrained(str(folder))
+
+
+def _reads_merges(name: Any) -> bool:
+    """Whether a class of this name makes a tokenizer of vocab.json and merges.txt."""
+    build: Any = tokenizer_class_from_name(name) if isinstance(name, str) else None
+    return {*getattr(build, "vocab_files_names", {}).values()} >= _MERGES
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """The dictionary in a file; {} where there is none that can be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def is_of_foreign_code(error: Exception) -> bool:

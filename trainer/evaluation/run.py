@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -16,15 +17,15 @@ from torch import Tensor, nn
 
 from trainer import tasks
 from trainer.config.identity import exp_id
-from trainer.config.schema import RandomBase
+from trainer.config.schema import Experiment, RandomBase
 from trainer.data.order import evaluation_batches
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, nearest
 from trainer.files.atomic import aside, write_json
 from trainer.metrics.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
-from trainer.models import base_source
-from trainer.models.weights import weight_files
+from trainer.models import base_model, base_source
+from trainer.models.weights import unsound, weight_files
 from trainer.protocol.abilities import (
     GREEDY,
     Answers,
@@ -41,7 +42,7 @@ from trainer.training.options import Options
 from trainer.training.scoring import Frozen, answer, evaluate, pool
 
 if TYPE_CHECKING:
-    from trainer.protocol.task import Row, Task
+    from trainer.protocol.task import Places, Row, Task
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ def run(question: Question, options: Options) -> dict[str, float]:
             on_main(lambda: write_json(path, summary, is_durable=False))
     else:
         scores = evaluate(model, task, store, batch=batch, num_rows=len(raw))
+        if not all(map(math.isfinite, scores.values())):
+            _refuse_unsound(task.cfg, folder, options.places)
     if question.passage_scores is not None and isinstance(task, ScoresPassages):
         passage_scores = _passage_scores(model, task, store, len(raw), batch=batch)
         path = question.passage_scores
@@ -129,6 +132,14 @@ def run(question: Question, options: Options) -> dict[str, float]:
             [_table_cells(row) for row in predicted_rows],
         )
     return scores
+
+
+def _refuse_unsound(cfg: Experiment, folder: Path, places: Places) -> None:
+    """ConfigError names the weights that are not finite, of the model and of the base below it."""
+    sources = [str(folder), base_source.resolve(cfg.base, places)]
+    folders = [source for source in sources if isinstance(source, str)]
+    dtype = base_model.DTYPES[cfg.train.precision]
+    on_main(lambda: unsound.refuse(folders, dtype))
 
 
 def _table_cells(row: Row) -> dict[str, Any]:

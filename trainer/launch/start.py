@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
 from trainer.launch import doctor, late, memory, run_folder
+from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
+from trainer.models.weights import unsound
 from trainer.runtime import distributed, rng
 from trainer.runtime.beside import Beside
 from trainer.runtime.deepspeed_optimizers import keep_frozen_whole
@@ -113,6 +115,12 @@ def start(
             own_mirror.keep(live, progress, chain)
             lifeline.moved(progress.step, is_stepping=progress.step < cfg.train.steps)
 
+    def refuse_unsound_base() -> None:
+        begun_with = [base_source.resolve(cfg.base, run.places), getattr(cfg, "init_from", None)]
+        folders = [source for source in begun_with if isinstance(source, str)]
+        dtype = base_model.DTYPES[cfg.train.precision]
+        on_main(lambda: unsound.refuse(folders, dtype))
+
     session = Session(
         cfg=cfg,
         task=run.task,
@@ -132,6 +140,7 @@ def start(
         left_out=bad_steps.left_out(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),
         after_step=mirror_step,
+        refuse_unsound_base=refuse_unsound_base,
         report=_report,
     )
     enforced = memory.enforced(memory_plan, live, run)

@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import pickle
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from trainer.config.schema import Base, RandomBase
 from trainer.errors import ConfigError
 from trainer.models import base_source, families, fused, masks
 from trainer.models.frozen import quantized
-from trainer.models.weights import absent, weight_files
+from trainer.models.weights import absent, config_file, weight_files
 from trainer.models.weights.t5_encoder_weights import encoder_source
 from trainer.models.weights.zero3 import tied_as_saved
 
@@ -59,6 +60,7 @@ def load(
                 model = build(config, **options)
         return _mend(model, bits, precision)
     weight_files.refuse_quantized(config, source)
+    weight_files.of(source)  # transformers follows an index wherever it leads
     if kind == "encoder" and config.model_type in families.T5:
         source = encoder_source(source, places.cache_dir)
     with _reading(source), tied_as_saved(build, config, source), _pooler_unread(build, options):
@@ -83,17 +85,12 @@ def _mend(model: PreTrainedModel, bits: quantized.Bits | None, precision: str) -
     return model
 
 
-@contextlib.contextmanager
-def _buildable(config: PretrainedConfig) -> Iterator[None]:
+def _buildable(config: PretrainedConfig) -> AbstractContextManager[None]:
     """Inside, a model is built from a config; values that do not fit together are a ConfigError."""
-    try:
-        yield
-    except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"base: no {config.model_type} can be built of its config ({first_line}). Mend "
-            "base.config, or the config.json of the folder that it names."
-        ) from error
+    return config_file.refusals(
+        f"base: no {config.model_type} can be built of its config",
+        "Mend base.config, or the config.json of the folder that it names.",
+    )
 
 
 @contextlib.contextmanager

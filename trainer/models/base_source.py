@@ -4,11 +4,11 @@ experiment; and what can be read without its weights: config, tokenizer, fingerp
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from huggingface_hub.errors import StrictDataclassError
 
 from trainer.config.identity import canonical_json, exp_id
 from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
@@ -18,7 +18,7 @@ from trainer.files import hub, packages
 from trainer.files.remembered import cached_sha256
 from trainer.models import adapters
 from trainer.models.decoder.halves import adapted_source
-from trainer.models.weights import weight_files
+from trainer.models.weights import config_file, weight_files
 from trainer.models.weights.zero3 import without_partitioning
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
     from trainer.protocol.task import Places
+
+log = logging.getLogger(__name__)
 
 _DIGEST = "#sha256="
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
@@ -84,14 +86,20 @@ def config_of(base: Base, places: Places) -> PretrainedConfig:
     source = resolve(base, places)
     if isinstance(source, RandomBase):
         return random_config(source)
+    has_file = config_file.check_file(source)
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, *config_file.UNFIT) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if vocabulary.is_of_foreign_code(error):
             raise ConfigError(
                 f"base={source!r}: {vocabulary.FOREIGN_CODE.format('model')}"
             ) from None
+        if has_file:
+            raise ConfigError(
+                f"base={source!r}: of its config.json transformers makes no model ({reason}). Mend "
+                "the file, or copy it again."
+            ) from error
         raise ConfigError(
             f"base={source!r}: neither a folder with config.json ({Path(source).absolute()}) nor a "
             f"model that the Hub gives out ({reason}).\n"
@@ -149,8 +157,8 @@ def fingerprint(base: Base, places: Places) -> str:
 
 
 def random_config(base: RandomBase) -> PretrainedConfig:
-    """The transformers config that the dictionary of a random base states; ConfigError names every
-    key that its family does not have.
+    """The transformers config that the dictionary of a random base states, which may be one that
+    transformers 4 wrote; ConfigError names every key that its family does not have.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -165,13 +173,14 @@ def random_config(base: RandomBase) -> PretrainedConfig:
     default = CONFIG_MAPPING[family]()
     # decoder_start_token_id has no default, so that to_dict() lacks it
     legal = sorted({*default.to_dict(), *default.attribute_map, "decoder_start_token_id"})
-    unknown = [key for key in values if key not in legal]
-    if unknown:
+    earlier = config_file.EARLIER_KEYS if "rope_parameters" in legal else ("torch_dtype",)
+    unknown = [key for key in values if key not in legal and key not in earlier]
+    if unknown and "transformers_version" in values:  # as published, not written by hand
+        log.info("base.config: transformers reads nothing of %s", ", ".join(unknown))
+    elif unknown:
         raise ConfigError(
             "\n".join(f"base.config.{key}: no such key. {nearest(key, legal)}" for key in unknown)
         )
-    try:
-        return AutoConfig.for_model(family, **values)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"base.config: {reason}. Mend it in the experiment.") from error
+    config_file.check_values(values, "base.config.")
+    with config_file.refusals("base.config", "Mend it in the experiment."):
+        return AutoConfig.for_model(family, **copy.deepcopy(values))  # which changes inner ones

@@ -79,7 +79,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
             if step.trouble:
                 _treat(session, progress, step.trouble, window)
             else:
-                _count_skipped(session, progress, window)
+                _count_skipped(session, progress, step, window)
             saves = step.stop or due.save
             session.report(Moved(progress.step, is_stepping=not (due.evaluation or saves)))
             if due.log or due.evaluation or saves or progress.step == 1:
@@ -200,6 +200,7 @@ def _treat(session: Session, progress: Progress, trouble: Trouble, window: StepB
     RolledBack when it goes back to before it.
     """
     train = session.cfg.train
+    _blame_base(session, progress)
     progress.bad.count(progress.step, trouble, train, rows=_first_rows(window))
     if train.on_bad_step == "rollback" and not trouble.is_rolled_back:
         assert session.roll_back is not None, "launch/start.py gives it"
@@ -208,7 +209,15 @@ def _treat(session: Session, progress: Progress, trouble: Trouble, window: StepB
     session.run.bad_step(progress.step, trouble.kind, progress.bad.steps, trouble.numbers())
 
 
-def _count_skipped(session: Session, progress: Progress, window: StepBatches) -> None:
+def _blame_base(session: Session, progress: Progress) -> None:
+    """ConfigError when no update was made yet, and weights that the run began with are not
+    finite. A collective.
+    """
+    if progress.step - 1 <= len(progress.bad.steps) + progress.skipped.total:
+        session.refuse_unsound_base()
+
+
+def _count_skipped(session: Session, progress: Progress, step: Step, window: StepBatches) -> None:
     """DivergedError for an update that was left out and is not coming back: in fp16 too many, in
     other precisions one.
 
@@ -218,9 +227,12 @@ def _count_skipped(session: Session, progress: Progress, window: StepBatches) ->
     scale, is_skipped = session.engine.loss_scale(), session.engine.step_was_skipped()
     if scale is not None:
         now, least = scale
+        if progress.step == 1 and is_skipped and not distributed.total(step.loss).isfinite():
+            _blame_base(session, progress)
         progress.skipped.count(is_skipped=is_skipped, scale=now, least=least)
         progress.skipped.refuse_too_many(progress.step, last=session.cfg.train.steps, scale=now)
     elif is_skipped:
+        _blame_base(session, progress)
         raise _divergence("gradient norm", float("nan"), progress.step, window)
 
 
@@ -233,6 +245,7 @@ def _sound_loss(session: Session, step: Step, progress: Progress, window: StepBa
     if step.trouble:
         return math.nan if step.trouble.is_rolled_back else loss
     if not math.isfinite(loss):
+        _blame_base(session, progress)
         raise _divergence("loss", loss, progress.step, window)
     if not math.isfinite(norm) and not session.engine.step_was_skipped():
         raise _divergence("gradient norm", norm, progress.step, window)

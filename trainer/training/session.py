@@ -96,6 +96,10 @@ def do_nothing(engine: Engine, progress: Progress) -> None:
     """Follow a step with nothing."""
 
 
+def no_check() -> None:
+    """Blame no weight."""
+
+
 @dataclass(frozen=True)
 class Session:
     """Everything that one run of the loop needs."""
@@ -119,6 +123,8 @@ class Session:
     chain: StepChain = field(default_factory=StepChain)  # what proves the steps, from here on
     roll_back: Callable[[int, Trouble], None] | None = None  # leaves a window out; a collective
     after_step: Callable[[Engine, Progress], None] = do_nothing  # the last thing of every step
+    # ConfigError when weights that the run began with are not finite; a collective
+    refuse_unsound_base: Callable[[], None] = no_check
     report: Callable[[Moved], None] = ignore  # to whoever watches this rank
 
     @property

@@ -5,6 +5,8 @@ from tests.mutants.fault import Fault
 EXPORTS = "tests/runs/test_exports.py"
 PREDICT = "tests/runs/test_predict.py"
 CHAT = "tests/unit/test_chat.py"
+WRITTEN = "tests/unit/test_model_folder.py"
+FILES = "tests/unit/test_base_files.py"
 ABSENT = "tests/unit/test_absent_weights.py"
 
 FAULTS = [
@@ -49,6 +51,55 @@ FAULTS = [
         'compile(r"(^|\.)poolers\.")',
         why="a base without a pooler, which no task reads, is refused",
         tests=ABSENT,
+    ),
+    Fault(
+        "trainer/models/weights/weight_files.py",
+        'if ".." in Path(name).parts or Path(name).is_absolute()]',
+        "if Path(name).is_absolute()]",
+        why="the index of a base reads files outside of its folder",
+        tests=FILES,
+    ),
+    Fault(
+        "trainer/models/weights/config_file.py",
+        "and value > _MOST_LAYERS",
+        "and value > 10 * value",
+        why="a config of 10^9 layers fills the memory",
+        tests=FILES + " -k part",
+    ),
+    Fault(
+        "trainer/models/weights/unsound.py",
+        "if bool(tensor.isnan().any()):",
+        "if bool(tensor.isnan().all()):",
+        why="rows and learning rate are blamed for a NaN of the base",
+        tests=FILES,
+    ),
+    Fault(
+        "trainer/models/base_source.py",
+        'if "rope_parameters" in legal else',
+        'if "rope_theta" in legal else',
+        why="a config that transformers 4 wrote is refused",
+        tests=FILES,
+    ),
+    Fault(
+        "trainer/data/vocabulary.py",
+        '"GPT2Tokenizer" if named in (None, *_GENERIC) else named',
+        "named",
+        why="vocab.json and merges.txt of a tokenizer of no named class do not load",
+        tests=FILES,
+    ),
+    Fault(
+        "trainer/models/weights/model_folder.py",
+        "        values |= _earlier_rotations(",
+        "        dict() | _earlier_rotations(",
+        why="transformers 4 rotates by another theta, without a warning",
+        tests=WRITTEN,
+    ),
+    Fault(
+        "trainer/models/weights/model_folder.py",
+        'values.get("tokenizer_class") == "TokenizersBackend"',
+        'values.get("tokenizer_class") == "Backend"',
+        why="the tokenizer of an export does not load in transformers 4",
+        tests=WRITTEN,
     ),
     Fault(
         "trainer/exports/record.py",

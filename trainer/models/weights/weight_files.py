@@ -55,7 +55,7 @@ def of(source: str) -> list[Path]:
 
 
 def _shards(source: str, index: Path) -> list[Path]:
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    names = _listed(source, index)
     shards = [find_file(source, name) for name in names]
     missing = [name for name, path in zip(names, shards, strict=True) if path is None]
     if missing:
@@ -64,6 +64,24 @@ def _shards(source: str, index: Path) -> list[Path]:
             "again."
         )
     return [path for path in shards if path is not None]
+
+
+def _listed(source: str, index: Path) -> list[str]:
+    """The files that an index lists; ConfigError unless they are in its folder or below."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        outside = [name for name in names if ".." in Path(name).parts or Path(name).is_absolute()]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"base={source!r}: {index.name} cannot be read ({type(error).__name__}: {error}), want "
+            '{"weight_map": {NAME: FILE}}. Copy it again.'
+        ) from None
+    if outside:
+        raise ConfigError(
+            f"base={source!r}: {index.name} lists {', '.join(outside)}, outside of its folder. "
+            "Name files that lie beside the index."
+        )
+    return names
 
 
 def is_torn(path: Path) -> bool:

@@ -178,7 +178,12 @@ class ChatTemplate:
                 add_generation_prompt=is_opened,
                 **_DATE,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except RecursionError:
+            raise ConfigError(
+                f"data.chat_template: the chat template {self.name} calls itself without an end. "
+                f"Mend it, or name another: {_legal()}."
+            ) from None
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise DataError(
                 f"{_name_roles(messages)}: the chat template {self.name} refuses it: {error}. Mend "
                 "the row, or name another template in data.chat_template."
