@@ -21,6 +21,7 @@ from jobs.node import pulse
 from jobs.node import wrapper as run
 from jobs.record.paths import RunFolder
 from jobs.record.times import age_of
+from trainer.files.atomic import write_json
 from trainer.runtime.process import birth
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -282,10 +283,19 @@ def test_a_start_elsewhere_whose_heart_beats_lives_whatever_its_clock_says(
     spec(folder, "open('ran', 'a').write('x')", number=2)
     spec(folder, "")
     heartbeat = other_host(folder, 1, ahead_s=ahead_s)
-    beats = threading.Timer(0.5, lambda: heartbeat.write_text('{"at": "x", "step": 2}'))
-    beats.start()
-    assert run.run(folder, 2) == 75
-    beats.join()
+    beat, has_ended = json.loads(heartbeat.read_text()), threading.Event()
+
+    def beats() -> None:
+        while not has_ended.wait(0.2):
+            beat["step"] += 1
+            write_json(heartbeat, beat)
+
+    heart = threading.Thread(target=beats)
+    heart.start()
+    code = run.run(folder, 2)
+    has_ended.set()
+    heart.join()
+    assert code == 75
     assert "attempt 1 is alive" in outcome(folder, 2)["reason"]
     assert not (folder / "ran").exists()
 
