@@ -4,6 +4,7 @@ trainer/errors.py.
 LatheError
 ├── UserError
 │   └── Refused      2  the scheduler looked at the job and said no: nothing was started
+├── NotYet          1  the scheduler takes no more jobs for now: nothing was started
 ├── Unreachable      4  the scheduler cannot be seen; whatever was asked may or may not have
                      happened
 ├── Busy             1  another process holds the lock of an experiment
@@ -40,6 +41,12 @@ PERMANENT = (
 
 class Refused(UserError):
     """The scheduler refused a job, in its own words. The job did not start and never will."""
+
+
+class NotYet(LatheError):
+    """The scheduler takes no job now, because of a limit that passes by itself: a number of jobs.
+    Nothing was started; the same job is taken later.
+    """
 
 
 class Unreachable(LatheError):

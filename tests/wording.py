@@ -666,6 +666,13 @@ JOBS = (
         key_file_owner="owned by user {user},",
         key_file_kind="not a regular file",
         python_binary="--python_binary {value!r}: ",
+        launch_line_page="Modules, containers, conda run and uv: docs/launch-line.md",
+        gres_form="want NAME[:TYPE][:COUNT], several with a comma",
+        gres_sockets="is how scontrol shows the sockets of a node, and sbatch refuses it. Write {instead!r}",
+        sbatch_exclusive="{key}: no such key. A job gets the cores, memory and GPUs that it asks for",
+        sbatch_gpus="{key}: no such key. Here it is resources.gpu.",
+        sbatch_ntasks="{key}: no such key. ...torchrun starts the ranks",
+        script_control_character="{value!r} holds a control character, which a batch script cannot carry",
         launcher_of_nodes="nodes={nodes}: {launcher!r} cannot start on several nodes. Use torchrun",
         queue_cpus="LATHE_QUEUE_CPUS={value}: want ...1 or more...unset it",
         job_is_queued="{id} is {state} as {job}. `cancel` it first",
@@ -679,6 +686,10 @@ JOBS = (
         toolkit_secret="{name} looks like a secret",
         toolkit_file_unseen="{file} is in no mount of `data`: the job",
         toolkit_secret_mount="wandb_key_secret={value!r} is a mount: wandb_key_file must name the file in it. Got {got!r}",
+    )
+    | wording(
+        LatheError,
+        rendezvous_port_taken="port {port} of {host}, where the nodes of this job meet, is taken. `retry` sends",
     )
     | wording(
         Refused,

@@ -9,7 +9,7 @@ from typing import Any, cast
 from jobs.job_state import JobState
 from jobs.record.events import HEARTBEAT_LOST_S
 from jobs.record.paths import RunFolder
-from jobs.record.times import seconds_since
+from jobs.record.times import age_of
 from trainer.files.atomic import read_json
 from trainer.runtime.process import life
 
@@ -47,7 +47,7 @@ def training_now(folder: RunFolder, *, was_sent: bool) -> str | None:
     if status.get("state") != "running":
         return None
     process = _process(status)
-    age_s = seconds_since(status.get("updated_at"))
+    age_s = age_of(folder.status, status.get("updated_at"))
     where = f"started by hand on {status.get('host')}" if not was_sent else status.get("host")
     if life(process) == "alive":
         return f"its training runs, {where}: process {process['pid']}. Wait for it, or stop it"

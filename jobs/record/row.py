@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from jobs.config import JobConfig
+from jobs.gres import gpus_of
 from jobs.job_state import ACTIVE
 from jobs.record.paths import is_there
 from trainer.data.formats.json_text import is_too_deep
@@ -97,7 +97,7 @@ def starts_of(attempt: Attempt) -> list[Start]:
         return []
     job = cast("dict[str, Any]", (read_json(attempt.spec) or {}).get("job") or {})
     if job.get("gres"):
-        gpus_of_node = JobConfig(gres=job["gres"]).gpus
+        gpus_of_node = _gpus_of(str(job["gres"]))
     else:
         gpus_of_node = int(cast("dict[str, Any]", job.get("resources") or {}).get("gpu", 0))
     gpus: int = gpus_of_node * job.get("nodes", 1)
@@ -118,6 +118,14 @@ def starts_of(attempt: Attempt) -> list[Start]:
         host, code = facts.get("host"), (outcome or {}).get("code")
         starts.append(Start(attempt.number, k, begin, end, host, gpus, code))
     return starts
+
+
+def _gpus_of(gres: str) -> int:
+    """The GPUs of a node; 0 for what an earlier version had accepted and nobody can read."""
+    try:
+        return gpus_of(gres)
+    except ValueError:
+        return 0
 
 
 def as_shown(row: Row) -> Row:

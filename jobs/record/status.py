@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, cast
 from jobs.errors import is_transient, reason_of
 from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed
 from jobs.record import events as record
+from jobs.record.bases import why_it_waits
 from jobs.record.by_hand import still_running
 from jobs.record.events import Job
 from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder, is_there
 from jobs.record.row import Row, as_shown, experiment_of, starts_of
 from jobs.record.state_table import End, end_of
-from jobs.record.times import now, seconds_since
+from jobs.record.times import age_of, now
 from jobs.record.verdict import AttemptFiles, Verdict, judge
 from jobs.record.wandb_key import sync_hint
 from trainer.config.differences import names_by_difference
@@ -183,7 +184,7 @@ def _look(name: str, ids: list[str], backend_of: Callable[[str], Backend]) -> _S
 def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
     last, files = case.job.last, case.files
     if last is None:
-        return Verdict("pending")
+        return Verdict("pending", why_it_waits(case.folder, read_json(case.folder.exp_dict) or {}))
     if case.is_final:
         return Verdict(last.state, last.reason, last.host)
     if sight is None:
@@ -313,7 +314,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
                     "experiment again."
                 )
         state = cast(JobState, status["state"]) if status.get("state") in STATES else "pending"
-        age_s = seconds_since(status.get("updated_at"))
+        age_s = age_of(folder.status, status.get("updated_at"))
         reason = None
         if state == "running":
             state, reason = still_running(status, age_s)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from jobs.errors import Unreachable
 from jobs.protocol import Backend, JobSpec, Rendered, token_of
 from jobs.record import events as record
+from jobs.record.bases import base_of, has_model
 from jobs.submit import launch_line
 from trainer import tasks
 from trainer.config import deepspeed_config
-from trainer.config.identity import digest, exp_id
+from trainer.config.identity import base_id, digest, exp_id
 from trainer.errors import ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json
 
@@ -124,6 +125,40 @@ class Request:
             drafts[name] = AttemptDraft(spec, self.backend.render(spec), nonce)
         return drafts
 
+    def check_bases(self) -> None:
+        """ConfigError for every experiment whose base neither is in this group nor was ever sent or
+        run: its training would find no model.
+        """
+        mistakes: list[str] = []
+        for name, values in self.by_id.items():
+            base = base_of(self.base.run(name), values)
+            if base is None or base.path.name in self.by_id or has_model(base.path):
+                continue
+            if not base.record.exists() and not base.status.exists():
+                task = values["base"]["experiment"].get("task")
+                mistakes.append(
+                    f"experiment {name}: its base, experiment {base.path.name} (task {task}), was "
+                    f"never run in {self.base.path}. Submit that one's group first, or put both in "
+                    "one group."
+                )
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+
+    def levels(self) -> list[list[str]]:
+        """The ids in the order in which they can be trained: first those that need no other of this
+        group, then those whose base is among the first, and so on.
+        """
+        depths: dict[str, int] = {}
+        for name in self.by_id:
+            depth, before = 0, base_id(self.by_id[name])
+            while before in self.by_id:
+                depth, before = depth + 1, base_id(self.by_id[before])
+            depths[name] = depth
+        return [
+            [name for name in self.by_id if depths[name] == depth]
+            for depth in range(max(depths.values(), default=-1) + 1)
+        ]
+
     @functools.cached_property
     def by_id(self) -> dict[str, dict[str, Any]]:
         """The dictionaries by experiment id."""
@@ -171,9 +206,7 @@ def as_attempt(template: JobSpec, number: int, nonce: str, *, folder: RunFolder)
 
 
 def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
-    launch = launch_line.read(
-        request.job.python_binary, request.job, python=request.python, exp_id=name
-    )
+    launch = launch_line.read(request.job.python_binary, request.job, python=request.python)
     cfg = tasks.parse(values, source=f"experiment {name}")
     deepspeed = request.deepspeed or cfg.deepspeed
     world = launch_line.processes(launch.argv, request.job)
@@ -187,6 +220,7 @@ def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
             source=source,
         )
     folder = request.base.run(name)
+    base = base_of(folder, values)
     program = [
         "trainval.py",
         f"--exp_id={name}",
@@ -217,4 +251,5 @@ def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
         job=request.job,
         after=list(request.after),
         max_parallel=request.max_parallel,
+        base=None if base is None else str(base.path),
     )

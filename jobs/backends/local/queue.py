@@ -73,7 +73,8 @@ class QueuedJob:
     def read(self) -> dict[str, Any]:
         """What was submitted.
 
-        Its keys: wrapper, workdir, id, gpus, cpus, grace_s, group, max_parallel, after (ids), at.
+        Its keys: wrapper, workdir, id, gpus, cpus, grace_s, group, max_parallel, after (ids), base
+        (the run folder whose model it begins with, or null), environment (of the wrapper), at.
         """
         value = read_json(self.folder / "entry.json")
         assert value is not None, "an entry comes into the queue whole"
