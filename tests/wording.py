@@ -718,6 +718,7 @@ JOBS = (
 SNAPSHOTS = wording(
     ConfigError,
     tree_dirty="{count} file(s) differ from {commit}: {files}. Commit them...--allow-dirty",
+    tree_altered="{count} file(s) differ from {version} as it was installed: {files}. Install it again...--allow-dirty",
     tree_without_git="not in a git repository",
     tree_empty="no file to take",
     tree_holds_secret="would hold a secret: {file}, line {line}: {what}....{fix}",

@@ -105,7 +105,7 @@ def make(
     if take_snapshot and not target.traits.is_in_process:
         code = snapshot.take(PROJECT, folder, allow_dirty=allow_dirty)
         patch = " + patch" if code.is_dirty else ""
-        log.info("code: snapshot %s of commit %s%s", code.digest[:12], code.commit, patch)
+        log.info("code: snapshot %s of %s%s", code.digest[:12], code.name, patch)
     return Request(
         base=folder,
         group=group,

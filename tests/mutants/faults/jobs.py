@@ -219,6 +219,20 @@ FAULTS = [
         tests=SNAPSHOT,
     ),
     Fault(
+        "jobs/code/repository.py",
+        "    if installed is not None:",
+        "    if installed is None:",
+        why="an installed version takes all packages beside it for its code, and can send no job",
+        tests=SNAPSHOT,
+    ),
+    Fault(
+        "jobs/code/repository.py",
+        "    if record is None:\n",
+        "    if True:\n",
+        why="code that was edited where it is installed trains without anybody knowing",
+        tests=SNAPSHOT,
+    ),
+    Fault(
         "jobs/code/snapshot.py",
         "    why = secret_keys.secret_in(",
         "    why = None and secret_keys.secret_in(",
