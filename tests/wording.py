@@ -719,7 +719,6 @@ SUBMISSION = wording(
     ConfigError,
     warmup_too_long="schedule.warmup_steps={warmup} is longer than the run of train.steps={steps}",
     best_not_of_validation="train.best={best!r}: evaluations are of the validation split",
-    base_nowhere="base={base!r}: {problem}. Give the folder that holds config.json and the weights, a",
     tokenizer_nowhere="there is no such folder, neither here nor below --data_path ({data})",
     init_from_absent="init_from={folder!r}: there is no such folder here",
     survive_on_nvme="--survive: got an optimizer offloaded to NVMe",

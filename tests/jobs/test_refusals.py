@@ -51,8 +51,8 @@ TINY = CAUSAL_LM_TINY
 REFUSED: list[tuple[dict[str, Any], list[str], Fault]] = [
     (vary(TINY, train={"steps": 4}), [], fault("warmup_too_long", warmup=10, steps=4)),
     (vary(TINY, train={"best": "loss"}), [], fault("best_not_of_validation", best="loss")),
-    (vary(TINY, base="./no/folder"), [], fault("base_nowhere", base="./no/folder")),
-    (vary(TINY, base="README.md/"), [], fault("base_nowhere", base="README.md/")),
+    (vary(TINY, base="./no/folder"), [], fault("base_absent", base="./no/folder")),
+    (vary(TINY, base="README.md/"), [], fault("base_absent", base="README.md/")),
     (vary(TINY, tokenizer="../no/tokenizer"), [], fault("tokenizer_nowhere", data="not given")),
     (vary(CROSSATTN_TINY, init_from="final"), [], fault("init_from_absent", folder="final")),
     (
@@ -84,7 +84,7 @@ def test_a_job_that_would_be_refused_is_not_sent(place: Make) -> None:
     given(here, vary(TINY, base="./no/folder"))
     sent = here.submit()
     assert sent.code == 2, sent.out
-    says("base_nowhere", sent.out)
+    says("base_absent", sent.out)
     assert not list(here.base.glob("*/job.jsonl"))
 
 

@@ -10,6 +10,7 @@ RECORD = "tests/jobs/test_record.py"
 SENDING = "tests/jobs/test_sending.py"
 STATES = "tests/jobs/test_states.py"
 KEYS = "tests/jobs/test_keys.py"
+REFUSALS = "tests/jobs/test_refusals.py"
 SNAPSHOT = "tests/jobs/test_snapshot.py -k 'not this_repository and not git_hook'"
 
 FAULTS = [
@@ -238,5 +239,41 @@ FAULTS = [
         "    why = None and secret_keys.secret_in(",
         why="a key that a change removes is stored in the patch",
         tests=SNAPSHOT,
+    ),
+    # What cannot be sent
+    Fault(
+        "jobs/backends/local/queue.py",
+        '        if isinstance(end.get("code"), int):',
+        '        if "code" in end:',
+        why="an ended.json of another shape ends `status` of every job with a traceback",
+        tests=QUEUE,
+    ),
+    Fault(
+        "jobs/submit/prepare.py",
+        'dict(flags) if steps is None else {"steps": str(steps), **flags}',
+        "dict(flags)",
+        why="a run that --steps made shorter than its warm-up trains here and fails as a job",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "jobs/submit/prepare.py",
+        "            **start,\n",
+        "",
+        why="a base that is a relative folder is looked for in the snapshot, which has no weights",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "jobs/submit/refusals.py",
+        "        problems += _absent_folders(",
+        "        _absent_folders(",
+        why="a job whose base does not exist is sent, and fails on its node",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "trainer/config/userfile.py",
+        "    return path if os.path.exists(path) else name\n",
+        "    return path\n",
+        why="a Hub id is looked for in the folder in which the job was submitted",
+        tests=REFUSALS,
     ),
 ]
