@@ -723,6 +723,9 @@ SUBMISSION = wording(
     init_from_absent="init_from={folder!r}: there is no such folder here",
     survive_on_nvme="--survive: got an optimizer offloaded to NVMe",
     relative_unseen="{names}: relative to {here}, which the job's node may not see",
+) | wording(
+    StorageError,
+    run_folder_leads_out="{folder}: it is a link to {target}, outside of --savedir_base",
 )
 SNAPSHOTS = wording(
     ConfigError,

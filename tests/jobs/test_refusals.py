@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from exp_configs import CAUSAL_LM_TINY, CROSSATTN_TINY, vary
+from exp_configs import CAUSAL_LM_TINY, CROSSATTN_TINY, experiments_of, vary
 from jobs.submit.refusals import start_folder
 from tests.jobs.conftest import Place
 from tests.wording import Fault, fault, refused, says
@@ -215,3 +215,21 @@ def test_a_relative_folder_that_the_node_cannot_see_is_refused(
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\0")
     if where == "project":  # the snapshot holds all of it
         assert start_folder([values], project, shares_disk=False)
+
+
+# Run folders
+
+
+def test_a_run_folder_that_is_a_link_out_of_the_base_is_not_sent(
+    place: Make, tmp_path: Path
+) -> None:
+    here = place(2)
+    first, second = (exp_id(values) for values in experiments_of("sweep", here.groups, None))
+    (tmp_path / "elsewhere").mkdir()
+    here.base.mkdir()
+    (here.base / first).symlink_to(tmp_path / "elsewhere")
+    sent = here.submit()
+    assert sent.code == 3, sent.out
+    says("run_folder_leads_out", " ".join(sent.out.split()), folder=first)
+    assert here.until_all("succeeded")[0]["exp_id"] == second
+    assert not list((tmp_path / "elsewhere").iterdir())

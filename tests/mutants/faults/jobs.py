@@ -276,4 +276,11 @@ FAULTS = [
         why="a Hub id is looked for in the folder in which the job was submitted",
         tests=REFUSALS,
     ),
+    Fault(
+        "jobs/submit/group.py",
+        "    refuse_link_out(folder.path)\n",
+        "",
+        why="a job trains in a folder outside of its base, in which another may train",
+        tests=REFUSALS,
+    ),
 ]
