@@ -729,9 +729,22 @@ JOBS = (
         lock_busy="another process has held this",
     )
 )
+SUBMISSION = wording(
+    ConfigError,
+    warmup_too_long="schedule.warmup_steps={warmup} is longer than the run of train.steps={steps}",
+    best_not_of_validation="train.best={best!r}: evaluations are of the validation split",
+    tokenizer_nowhere="there is no such folder, neither here nor below --data_path ({data})",
+    init_from_absent="init_from={folder!r}: there is no such folder here",
+    survive_on_nvme="--survive: got an optimizer offloaded to NVMe",
+    relative_unseen="{names}: relative to {here}, which the job's node may not see",
+) | wording(
+    StorageError,
+    run_folder_leads_out="{folder}: it is a link to {target}, outside of --savedir_base",
+)
 SNAPSHOTS = wording(
     ConfigError,
     tree_dirty="{count} file(s) differ from {commit}: {files}. Commit them...--allow-dirty",
+    tree_altered="{count} file(s) differ from {version} as it was installed: {files}. Install it again...--allow-dirty",
     tree_without_git="not in a git repository",
     tree_empty="no file to take",
     tree_holds_secret="would hold a secret: {file}, line {line}: {what}....{fix}",
@@ -800,6 +813,7 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "peers": PEERS,
     "plan": PLAN,
     "jobs": JOBS,
+    "submission": SUBMISSION,
     "snapshots": SNAPSHOTS,
     "service": SERVICE,
 }

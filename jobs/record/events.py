@@ -58,6 +58,7 @@ class Sent:
     reason: str | None = None
     host: str | None = None
     is_cancelled: bool = False  # somebody asked for its end
+    end_wanted_for: str | None = None  # why, where it was for something else than its end
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _apply(job: Job, event: dict[str, Any]) -> Job:
             "host": event.get("host"),
         }
     elif event["event"] == "cancel":
-        changes = {"is_cancelled": True}
+        changes = {"is_cancelled": True, "end_wanted_for": event.get("why")}
     attempts = tuple(
         replace(attempt, **changes) if attempt.number == event["attempt"] else attempt
         for attempt in job.attempts

@@ -229,6 +229,8 @@ def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
 
 def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
     job, last, folder = case.job, case.job.last, case.folder
+    if last is not None and verdict.state == "cancelled" and last.end_wanted_for is not None:
+        verdict = replace(verdict, reason=last.end_wanted_for)
     row = Row(
         job.exp_id,
         job.group,

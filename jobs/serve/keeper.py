@@ -51,6 +51,7 @@ from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import create_json, refusals
 
 GROUP = "service"  # of every job that the service sends
+PAUSED = "paused in the service: resuming it there goes on from its last checkpoint"
 ASK_AGAIN_S = 10.0  # between two requests for the end of the same attempt
 MARK_BYTES = (
     4096  # before a place in metrics.jsonl; their digest shows whether the file is the same
@@ -185,7 +186,7 @@ class Keeper:
         is_unwanted = facts.last_wish("cancel") is not None or is_paused(facts)
         is_unwanted |= failure is not None
         if row is not None and row.state in ACTIVE and is_unwanted:
-            return self._end(row)
+            return self._end(row, why=PAUSED if is_paused(facts) else None)
         if is_unwanted or standing(facts).status in FINAL:
             return False
         if facts.checked is None:
@@ -295,7 +296,7 @@ class Keeper:
         _ = request.trials  # raises ConfigError before a run folder is written
         return request
 
-    def _end(self, row: Row) -> bool:
+    def _end(self, row: Row, *, why: str | None) -> bool:
         """Cancel an attempt; at most every ASK_AGAIN_S seconds."""
         key = f"{row.exp_id}/{row.attempt}"
         if row.read_error is not None and key in self._asked:
@@ -305,7 +306,7 @@ class Keeper:
         if time.monotonic() - self._asked.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S:
             return False
         self._asked[key] = time.monotonic()
-        for result in control.cancel(self.folder.base, [row], self.backend_of):
+        for result in control.cancel(self.folder.base, [row], self.backend_of, why=why):
             log.info("%s: %s", row.exp_id, result.text)
         return True
 

@@ -43,14 +43,18 @@ log = logging.getLogger(__name__)
 BackendOf = Callable[[str], Backend]
 
 
-def cancel(base: BaseFolder, rows: Collection[Row], backend_of: BackendOf) -> list[ActionResult]:
+def cancel(
+    base: BaseFolder, rows: Collection[Row], backend_of: BackendOf, *, why: str | None = None
+) -> list[ActionResult]:
     """Ask for the end of every live job among `rows`, including those whose submission got no
     answer.
+
+    why: the reason that `status` gives for jobs that are not cancelled for good.
     """
-    return [_cancel(base.run(row.exp_id), row, backend_of) for row in rows]
+    return [_cancel(base.run(row.exp_id), row, backend_of, why) for row in rows]
 
 
-def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
+def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf, why: str | None) -> ActionResult:
     if row.state not in ACTIVE:
         return ActionResult(row.exp_id, "skip", f"it is {row.state}: nothing runs", row.state)
     try:
@@ -60,7 +64,8 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
             if attempt is None:
                 return ActionResult(row.exp_id, "skip", "never sent", "pending")
             backend = backend_of(attempt.backend)
-            record.append(folder, {"event": "cancel", "attempt": attempt.number})
+            reason = {} if why is None else {"why": why}
+            record.append(folder, {"event": "cancel", "attempt": attempt.number, **reason})
             # for the wrapper: a scheduler that has lost sight of a job cannot end it
             files = folder.attempt(attempt.number)
             with refusals(files.folder):

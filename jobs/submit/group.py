@@ -33,7 +33,7 @@ from jobs.submit.request import (
 )
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
 from trainer.errors import ConfigError, LatheError, ResumeError
-from trainer.files.atomic import read_json, write_json
+from trainer.files.atomic import read_json, refuse_link_out, write_json
 
 if TYPE_CHECKING:
     from jobs.record.events import Job
@@ -220,6 +220,7 @@ def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
     The caller holds the lock, so nobody else writes a dictionary after it has been checked here.
     """
     template = draft.spec
+    refuse_link_out(folder.path)
     check_dictionary(folder, request.by_id[template.exp_id])
     if not folder.exp_dict.exists():
         with contextlib.suppress(FileExistsError):

@@ -12,9 +12,9 @@ from jobs.errors import Unreachable
 from jobs.protocol import Backend, JobSpec, Rendered, token_of
 from jobs.record import events as record
 from jobs.record.bases import base_of, has_model
-from jobs.submit import launch_line
+from jobs.submit import launch_line, refusals
 from trainer import tasks
-from trainer.config import deepspeed_config
+from trainer.config import auto, deepspeed_config
 from trainer.config.identity import base_id, digest, exp_id
 from trainer.errors import ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jobs.config import JobConfig
     from jobs.job_state import JobState
     from jobs.record.paths import BaseFolder, RunFolder
+    from trainer.config.schema import Experiment
 
 LOCK_WAIT_S = 60.0
 
@@ -65,17 +66,9 @@ class Request:
     @functools.cached_property
     def templates(self) -> dict[str, JobSpec]:
         """A spec for each experiment, without attempt and token; ConfigError names each mistake."""
-        for flag in self.flags:
-            name, _, text = flag.partition("=")
-            if "\0" in flag:
-                raise ConfigError(f"{name}: {text!r} holds a NUL character. Remove it.")
-            is_checked = name == "--data_path" and self.backend.traits.shares_disk
-            if is_checked and not Path(text).exists():
-                raise ConfigError(
-                    f"--data_path {text}: there is no such folder. Give one that the job's node "
-                    "sees too."
-                )
-        mistakes: list[str] = []
+        mistakes = list(
+            refusals.of_flags(self.flag_texts, shares_disk=self.backend.traits.shares_disk)
+        )
         templates: dict[str, JobSpec] = {}
         for name, values in self.by_id.items():
             try:
@@ -94,6 +87,12 @@ class Request:
                 f"-j {self.backend.name} cannot be used from here:\n  " + "\n  ".join(problems)
             )
         return templates
+
+    @property
+    def flag_texts(self) -> dict[str, str]:
+        """The flags by name: {"data_path": "/data/nq"}; "" of a switch."""
+        parts = [flag.removeprefix("--").partition("=") for flag in self.flags]
+        return {name: text for name, _, text in parts}
 
     @functools.cached_property
     def trials(self) -> dict[str, AttemptDraft]:
@@ -208,19 +207,18 @@ def as_attempt(template: JobSpec, number: int, nonce: str, *, folder: RunFolder)
 def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
     launch = launch_line.read(request.job.python_binary, request.job, python=request.python)
     cfg = tasks.parse(values, source=f"experiment {name}")
-    deepspeed = request.deepspeed or cfg.deepspeed
-    world = launch_line.processes(launch.argv, request.job)
-    if world is not None:  # else only the node knows how many devices it has
-        source = f"DeepSpeed file {deepspeed!r} with experiment {name} on {world} processes"
-        deepspeed_config.build(
-            deepspeed_config.read(deepspeed),
-            train=cfg.train,
-            optim=cfg.optim,
-            world=world,
-            source=source,
-        )
     folder = request.base.run(name)
     base = base_of(folder, values)
+    problems = refusals.of_experiment(
+        cfg,
+        ds=_deepspeed(request, name, cfg, launch_line.processes(launch.argv, request.job)),
+        job=request.job,
+        folder=folder,
+        flags=request.flag_texts,
+        shares_disk=request.backend.traits.shares_disk,
+    )
+    if problems:
+        raise ConfigError("\n".join(f"experiment {name}: {problem}" for problem in problems))
     program = [
         "trainval.py",
         f"--exp_id={name}",
@@ -252,4 +250,26 @@ def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
         after=list(request.after),
         max_parallel=request.max_parallel,
         base=None if base is None else str(base.path),
+    )
+
+
+def _deepspeed(
+    request: Request, name: str, cfg: Experiment, world: int | None
+) -> dict[str, Any] | None:
+    """The DeepSpeed dictionary of a training on `world` processes; ConfigError with its mistakes.
+
+    None when only the node knows how many devices it has.
+    """
+    deepspeed = auto.placeholder(request.deepspeed or cfg.deepspeed, cfg)
+    preset = deepspeed_config.read(deepspeed)
+    if world is None:
+        return None
+    if cfg.train.micro_batch == 0:  # "auto": the training chooses
+        cfg = auto.with_micro_batch(cfg, 1)
+    return deepspeed_config.build(
+        preset,
+        train=cfg.train,
+        optim=cfg.optim,
+        world=world,
+        source=f"DeepSpeed file {deepspeed!r} with experiment {name} on {world} processes",
     )

@@ -12,17 +12,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs.errors import Busy, Unreachable, is_transient
+from jobs.record.paths import BaseFolder
+from jobs.record.row import Row
+from jobs.record.status import survey
 from jobs.record.times import now
 from jobs.serve import keeper as keeper_module
 from jobs.serve import rows
 from jobs.serve.live.stream import Watch
 from jobs.serve.turn.troubles import Troubles
+from jobs.submit import prepare
 from tests.jobs.odd_folders import folder_at, status_of, text_at
 from tests.serve.conftest import Stub, wait_until
 from tests.serve.poisoned import (
@@ -35,6 +40,7 @@ from tests.serve.poisoned import (
     withdraw,
 )
 from tests.serve.test_service_chaos import free_port
+from tests.wording import says
 from trainer.data.readers.jsonl import read_jsonl
 from trainer.errors import ConfigError, DataError, StorageError
 from trainer.files.atomic import create_json
@@ -163,6 +169,39 @@ def test_a_trouble_of_a_moment_fails_no_job(tmp_path: Path, stub: Stub, queue: P
     assert until_all_ended(world)[job["id"]]["status"] == "succeeded"
     assert world.keeper.unreadable.reasons == {}
     assert world.client.get("/healthz").text == "ok\n"
+
+
+def test_a_job_whose_code_cannot_be_taken_fails_with_the_reason(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "trainval.py").write_text("")
+    monkeypatch.setattr(prepare, "PROJECT", tmp_path / "project")
+    world.keeper.send = replace(world.keeper.send, allow_dirty=False)
+    del world.keeper.snapshot  # that of the fixture
+    job = world.asked("anna")
+    ended = until_all_ended(world)[job["id"]]
+    assert ended["status"] == "failed"
+    says("tree_without_git", ended["error"]["message"])
+
+
+def test_status_calls_a_paused_job_paused(world: World, stub: Stub) -> None:
+    stub.says("slow")
+    job = world.asked("anna")
+    exp_id = job["lathe"]["exp_id"]
+
+    def row() -> Row:
+        world.keeper.turn()
+        backends = world.keeper.backend_of
+        rows = survey(BaseFolder(world.base), only=[exp_id], backend_of=backends)
+        return rows[0] if rows else Row(exp_id, "", "pending", "")
+
+    wait_until(row, lambda row: row.step == 2, within_s=60)
+    world.ask("POST", f"{JOBS}/{job['id']}/pause", "anna")
+    ended = wait_until(row, lambda row: row.state == "cancelled", within_s=60)
+    assert ended.reason == keeper_module.PAUSED
+    assert row().reason == keeper_module.PAUSED
+    assert world.jobs()[job["id"]]["status"] == "queued"
 
 
 def test_a_job_that_has_succeeded_stays_so_whatever_becomes_of_its_folder(world: World) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.identity import canonical_json
+from trainer.config.userfile import placed
 from trainer.errors import DataError
 from trainer.files.remembered import program, recall
 
@@ -58,7 +59,9 @@ def content_of_rows(
     if not settings or cache_dir is None:
         return read()
     facts = {"rows": settings, "encoding": encoding_id, "split": split, "program": program()}
-    facts["here"] = os.getcwd()  # a dictionary may name files by a relative path
+    facts["here"] = os.path.abspath(
+        placed(os.curdir)
+    )  # a dictionary may name files by a relative path
     digest, count = recall(cache_dir, canonical_json(facts), read)
     return digest, count
 

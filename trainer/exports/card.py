@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import tasks
-from trainer.data.vocabulary import may_be_hub_id
+from trainer.config.userfile import may_be_hub_id
 from trainer.exports.record import NAME, Record
 from trainer.models.weights.model_folder import TRIED
 from trainer.protocol.abilities import Answers, Usage

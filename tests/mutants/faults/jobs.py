@@ -11,6 +11,7 @@ SENDING = "tests/jobs/test_sending.py"
 MEETING = "tests/jobs/test_rendezvous.py -k 'not real_slurm and not ten_times'"
 STATES = "tests/jobs/test_states.py"
 KEYS = "tests/jobs/test_keys.py"
+REFUSALS = "tests/jobs/test_refusals.py"
 SNAPSHOT = "tests/jobs/test_snapshot.py -k 'not this_repository and not git_hook'"
 
 FAULTS = [
@@ -314,10 +315,67 @@ FAULTS = [
         tests=SNAPSHOT,
     ),
     Fault(
+        "jobs/code/repository.py",
+        "    if installed is not None:",
+        "    if installed is None:",
+        why="an installed version takes all packages beside it for its code, and can send no job",
+        tests=SNAPSHOT,
+    ),
+    Fault(
+        "jobs/code/repository.py",
+        "    if record is None:\n",
+        "    if True:\n",
+        why="code that was edited where it is installed trains without anybody knowing",
+        tests=SNAPSHOT,
+    ),
+    Fault(
         "jobs/code/snapshot.py",
         "    why = secret_keys.secret_in(",
         "    why = None and secret_keys.secret_in(",
         why="a key that a change removes is stored in the patch",
         tests=SNAPSHOT,
+    ),
+    # What cannot be sent
+    Fault(
+        "jobs/backends/local/queue.py",
+        '        if isinstance(end.get("code"), int):',
+        '        if "code" in end:',
+        why="an ended.json of another shape ends `status` of every job with a traceback",
+        tests=QUEUE,
+    ),
+    Fault(
+        "jobs/submit/prepare.py",
+        'dict(flags) if steps is None else {"steps": str(steps), **flags}',
+        "dict(flags)",
+        why="a run that --steps made shorter than its warm-up trains here and fails as a job",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "jobs/submit/prepare.py",
+        "            **start,\n",
+        "",
+        why="a base that is a relative folder is looked for in the snapshot, which has no weights",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "jobs/submit/refusals.py",
+        "        problems += _absent_folders(",
+        "        _absent_folders(",
+        why="a job whose base does not exist is sent, and fails on its node",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "trainer/config/userfile.py",
+        "    return path if os.path.exists(path) else name\n",
+        "    return path\n",
+        why="a Hub id is looked for in the folder in which the job was submitted",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "jobs/submit/group.py",
+        "    refuse_link_out(folder.path)\n",
+        "",
+        why="a job trains in a folder outside of its base, in which another may train",
+        tests=REFUSALS,
     ),
 ]
