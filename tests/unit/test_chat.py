@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainer.config.own_rows import OwnRows
@@ -159,6 +159,22 @@ def test_tools_reach_the_template_and_what_it_refuses_is_said() -> None:
         DataError, match=r"begins 'One.': the chat template .* chatml knows no tool"
     ):
         learnt(BUILT_IN["chatml"], turns)
+
+
+@pytest.mark.parametrize("template", [BUILT_IN["chatml"], LLAMA_3], ids=["chatml", "llama 3"])
+def test_a_conversation_begins_with_one_opening_whoever_writes_it(template: str) -> None:
+    made = tokenizer(template)
+    opening = made.convert_tokens_to_ids("<|begin_of_text|>")
+    made.bos_token = "<|begin_of_text|>"
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", opening)]
+    )
+    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    assert tokens["ids"][0] == opening
+    assert tokens["ids"].count(opening) == 1
+    assert tokens["scored"][0] == 0
+    # an export holds the template, and whoever serves it gets the same ids
+    assert made.apply_chat_template(TURNS, return_dict=True)["input_ids"] == tokens["ids"]
 
 
 def test_a_tokenizer_without_a_template_names_the_key_and_a_file_will_do(tmp_path: Path) -> None:

@@ -90,6 +90,20 @@ FAULTS = [
         tests=CHAT,
     ),
     Fault(
+        "trainer/tasks/causal_lm/task.py",
+        "return ids if is_there else [*self.opening, *ids]",
+        "return ids",
+        why="texts lack the token with which their base was trained to begin",
+        tests="tests/unit/test_causal_lm_task.py",
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/chat.py",
+        "or self._writes(self.tokenizer.bos_token):",
+        "or self.tokenizer.bos_token is None:",
+        why="a conversation begins with two tokens that begin a text",
+        tests=CHAT,
+    ),
+    Fault(
         "trainer/data/encoding.py",
         "            if len(waiting) >= _AHEAD * num_proc:",
         "            if len(waiting) > _AHEAD * num_proc and waiting.rotate() is None:",
