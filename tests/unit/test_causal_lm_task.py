@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.facts import experiment, write_facts
 from tests.tolerance import assert_close
+from tests.wording import refused
 from trainer import tasks
 from trainer.data import lookup
 from trainer.data.padding import pad_right
-from trainer.errors import ConfigError, DataError
 from trainer.models.losses import IGNORED
 from trainer.protocol.task import Places
 
@@ -91,14 +91,12 @@ def test_the_loss_is_over_the_answers_alone(folder: Path) -> None:
 
 def test_a_line_without_a_completion_is_refused(folder: Path) -> None:
     (folder / "train.jsonl").write_text('{"prompt": "Who?"}\n')
-    with pytest.raises(DataError, match=r"train\.jsonl, line 1: .*'completion'"):
+    with refused("field_missing", at="train.jsonl, line 1", key="completion"):
         list(load(folder).rows("train"))
 
 
 def test_a_source_without_answers_is_refused(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r'source=.stdlib_docs. has no answers\. Use source="files"'
-    ):
+    with refused("answers_of_source", source="stdlib_docs"):
         load(folder, source="stdlib_docs")
 
 
