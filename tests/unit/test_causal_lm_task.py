@@ -134,9 +134,9 @@ def test_a_text_and_a_prompt_begin_as_the_tokenizer_begins_texts(folder: Path) -
     later = [row for row in islice(task.rows("train"), 200) if row["piece"]]
     assert later
     assert all(1 not in task.encode(row)["ids"] for row in later)
-    with pytest.raises(DataError, match="here: 'text' is '', want text"):
+    with refused("text_blank", at="here", key="text", value=""):
         task.prompt_ids({"text": ""}, "here")
-    with pytest.raises(ConfigError, match="here: got messages, but the model has not learnt"):
+    with refused("messages_of_no_chat", at="here"):
         task.prompt_ids({"messages": [{"role": "user", "content": "a"}]}, "here")
 
 

@@ -19,6 +19,7 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data import vocabulary
+from trainer.data.formats.conversation import ASSISTANT, counts
 from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Llama 3's template writes a date into the system turn, by default today's, so that rows would
 # change from day to day. This is the date that the template falls back on.
@@ -229,11 +229,6 @@ class ChatTemplate:
 
 class _NoPrefix(Exception):
     """A rendering does not begin with the one before it."""
-
-
-def counts(message: Message) -> bool:
-    """Whether a turn is learnt."""
-    return message["role"] == ASSISTANT and message.get("weight", 1) == 1
 
 
 def meets(token: Span, spans: Sequence[Span]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import lookup, stdlib_docs, vocabulary
+from trainer.data.formats.conversation import opened, with_input
 from trainer.data.padding import pad_right
 from trainer.data.readers import fields, questions
 from trainer.errors import ConfigError
@@ -23,7 +24,7 @@ from trainer.models.weights import generation_file
 from trainer.protocol.abilities import Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.chat import ChatTemplate, meets
-from trainer.tasks.causal_lm.chat_rows import chats, opened
+from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.causal_lm.config import Config
 from trainer.tasks.token_task import TokenTask
 
@@ -128,6 +129,7 @@ class Task(TokenTask[Config]):
         """
         if raw.get("messages") is None and (self.chat is None or raw.get("prompt") is None):
             name, text = fields.first_given(raw, ("prompt", "text"))
+            text = with_input(raw) if name == "prompt" else text
             return self.ids_of(fields.text(text, place, name))
         if self.chat is None:
             raise ConfigError(
