@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from tests.wording import Fault, fault, refused
 from trainer.config.own_rows import OwnRows
@@ -172,6 +174,27 @@ def test_a_conversation_begins_with_one_opening_whoever_writes_it(template: str)
     assert tokens["scored"][0] == 0
     # an export holds the template, and whoever serves it gets the same ids
     assert made.apply_chat_template(TURNS, return_dict=True)["input_ids"] == tokens["ids"]
+
+
+def test_a_template_with_a_clock_writes_the_same_date_on_every_day(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = "{{ strftime_now('%d %B %Y') }}" + BUILT_IN["chatml"]
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Later:
+            return cls(2031, 1, 2)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Later)
+    made = tokenizer(clock)
+    chat = ChatTemplate.of(made, None, None)
+    assert chat.opened({"messages": TURNS[:2]}).startswith("26 July 2024<|im_start|>")
+    tokens = chat.tokens({"messages": TURNS}, made.eos_token_id)
+    assert made.decode(tokens["ids"]).startswith("26 July 2024<|im_start|>")
+    assert chat.identity() == {"chat_template": clock, "date": "2024-07-26"}
+    plain = ChatTemplate.of(tokenizer(LLAMA_3), None, None)
+    assert plain.identity() == {"chat_template": LLAMA_3}  # as before there was a date
 
 
 def test_a_tokenizer_without_a_template_names_the_key_and_a_file_will_do(tmp_path: Path) -> None:
