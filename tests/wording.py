@@ -203,7 +203,7 @@ CONVERSATIONS = wording(
     nothing_to_learn="no turn of the assistant counts",
     list_of_wanted="'{key}' is {value!r}, want a list",
     assistant_alone="nobody but the assistant speaks",
-    template_rewrites_turns="turn {turn} of {turns} is written otherwise once more turns follow{fix}",
+    template_drops="does not write {what} of turn {turn} of {turns}.",
     template_without_opening="has no add_generation_prompt, which opens turn {turn} of {turns}.",
     template_refuses="begins {start!r}: the chat template ...{reason}.",
 ) | wording(

@@ -176,8 +176,8 @@ def spelling_task(folder: Path, normalizer: Any, limit: int) -> Any:
         tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
     made.save_pretrained(folder / "spelling")
-    values = experiment("causal_lm", folder, data={"source": "files", "max_tokens": limit})
-    values["data"].pop("loss_on", None)
+    data = {"source": "files", "max_tokens": limit}
+    values = {**experiment("causal_lm", folder), "data": data}
     values["tokenizer"] = str(folder / "spelling")
     return tasks.load(tasks.parse(values), Places(folder, folder / "c", folder))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
@@ -124,13 +123,72 @@ def test_a_last_turn_that_no_token_ends_gets_the_end_of_the_text() -> None:
     assert tokens["ids"].count(made.eos_token_id) == 1
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_by_name() -> None:
+def test_a_learnt_turn_keeps_the_thoughts_that_the_template_drops_once_more_turns_follow() -> None:
     template = FORGETFUL.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    fix = re.compile('.*"weight": 0.*data.chat_template')
-    with refused("template_rewrites_turns", turn=3, turns=5, fix=fix):
-        learnt(template, TURNS)
-    (last,) = learnt(template, [{**TURNS[2], "weight": 0} if t == TURNS[2] else t for t in TURNS])
-    assert last == "<think></think> Zwei \n<|im_end|>"
+    wanted = ["<think></think>Eins.<|im_end|>", "<think></think> Zwei \n<|im_end|>"]
+    assert learnt(template, TURNS) == wanted
+    turns = [{**TURNS[2], "weight": 0} if turn == TURNS[2] else turn for turn in TURNS]
+    assert learnt(template, turns) == wanted[1:]
+    made = tokenizer(template)
+    tokens = ChatTemplate.of(made, None, None).tokens({"messages": turns}, made.eos_token_id)
+    assert tokens["ids"] == made.apply_chat_template(TURNS, return_dict=True)["input_ids"]
+
+
+def test_what_the_template_opens_is_not_learnt_and_stands_there() -> None:
+    """As of Qwen 3.5, which opens every answer with thoughts and drops them from earlier turns."""
+    template = (
+        "{% set last = namespace(user=-1) %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.role == 'assistant' and loop.index0 > last.user %}{{ '<think>\nSo.</think>' }}"
+        "{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    )
+    assert learnt(template, TURNS) == [
+        "So.</think>Eins.<|im_end|>",
+        "So.</think> Zwei \n<|im_end|>",
+    ]
+    made = tokenizer(template)
+    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    assert made.decode(tokens["ids"]).count("<|im_start|>assistant\n<think>\nSo.</think>") == 2
+
+
+def test_a_tail_behind_the_last_turn_is_no_obstacle() -> None:
+    """As of Phi-3, which closes a conversation that is not opened with the end of the text."""
+    template = BUILT_IN["chatml"] + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    wanted = ["Eins.<|im_end|>", " Zwei \n<|im_end|>\n<|endoftext|>"]
+    assert learnt(template, TURNS) == wanted
+
+
+def test_turns_whose_content_or_calls_are_not_written_are_refused() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [TURNS[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with refused("template_drops", what="the call of 'add'", turn=2, turns=2):
+        learnt(LLAMA_3, turns)
+    parts = LLAMA_3.replace("message.content | trim", "(message.content if loop.first else '')")
+    with refused("template_drops", what="the content", turn=2, turns=2):
+        learnt(parts, TURNS[1:3])
+
+
+def test_a_conversation_is_rendered_as_often_whatever_its_number_of_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = tokenizer(BUILT_IN["chatml"])
+    chat = ChatTemplate.of(made, None, None)
+    chat.tokens({"messages": TURNS}, made.eos_token_id)  # meets every kind of opening
+    lengths: list[int] = []
+    for name in ("_written", "_marked_text"):
+        render = getattr(chat, name)
+
+        def count(messages: Any, *rest: Any, render: Any = render, **how: Any) -> Any:
+            lengths.append(len(messages))
+            return render(messages, *rest, **how)
+
+        monkeypatch.setattr(chat, name, count)
+    turns = [TURNS[0], *(TURNS[1:3] * 100)]
+    tokens = chat.tokens({"messages": turns}, made.eos_token_id)
+    assert made.decode(tokens["ids"]).count("Eins.") == 100
+    assert sum(lengths) <= 4 * len(turns)
 
 
 def test_a_template_that_opens_no_answer_is_refused_where_it_writes_a_header() -> None:
