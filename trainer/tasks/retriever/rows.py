@@ -70,7 +70,7 @@ def rows(
 
 
 def without_own_positives(rows: Iterable[Row]) -> Iterator[Row]:
-    """The same rows, but negatives that are positives of their row. How many there were is logged."""
+    """The same rows without negatives that are positives of their row, whose number is logged."""
     left_out = in_rows = 0
     example = ""
     for row in rows:
