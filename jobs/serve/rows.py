@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from trainer.data.formats import conversation
 from trainer.data.formats.json_text import BadJson, json_value
 from trainer.errors import DataError
 from trainer.files.atomic import aside
@@ -23,7 +24,6 @@ MAX_MISTAKES = 20
 MAX_LINE = 8 << 20  # bytes; a longer line is refused
 MAX_VALUES = 100_000  # of one row; Python needs up to 250 bytes for one of two bytes, such as {}
 TEXT_OR_SIGN = re.compile(rb'"[^"]*"?|[,\[{]')  # once no text holds an escaped quote
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class Mistake(NamedTuple):
@@ -213,23 +213,10 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _chat_problems(row: Row) -> Iterator[tuple[str, str]]:
-    messages: Any = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        yield f"messages={_quote(messages)}", "a list of messages that is not empty"
-        return
-    for number, message in enumerate(cast("list[Any]", messages)):
-        place = f"messages[{number}]"
-        if not isinstance(message, dict):
-            yield f"{place}={_quote(message)}", "an object with role and content"
-            continue
-        values = cast("Row", message)
-        if values.get("role") not in ROLES:
-            yield f"{place}.role={_quote(values.get('role'))}", f"one of {', '.join(ROLES)}"
-        if not isinstance(values.get("content"), str):
-            yield f"{place}.content={_quote(values.get('content'))}", f"{place}.content as text"
-    last = cast("list[Any]", messages)[-1]
-    if isinstance(last, dict) and cast("Row", last).get("role") != "assistant":
-        yield f"a last message of {_quote(cast('Row', last).get('role'))}", "one of the assistant"
+    problems: list[conversation.RowProblem] = []
+    conversation.read(row, problems.append)
+    for name, value, want in problems:
+        yield f"{name}={_quote(value)}" if name else str(value), want
 
 
 # Other rows

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
+from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from tests.wording import Fault, fault, refused
 from trainer.config.own_rows import OwnRows
+from trainer.data.readers.questions import completions
 from trainer.tasks.causal_lm.chat import ChatTemplate
 from trainer.tasks.causal_lm.chat_rows import chats, opened
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
@@ -121,13 +123,72 @@ def test_a_last_turn_that_no_token_ends_gets_the_end_of_the_text() -> None:
     assert tokens["ids"].count(made.eos_token_id) == 1
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_by_name() -> None:
+def test_a_learnt_turn_keeps_the_thoughts_that_the_template_drops_once_more_turns_follow() -> None:
     template = FORGETFUL.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    fix = re.compile('.*"weight": 0.*data.chat_template')
-    with refused("template_rewrites_turns", turn=3, turns=5, fix=fix):
-        learnt(template, TURNS)
-    (last,) = learnt(template, [{**TURNS[2], "weight": 0} if t == TURNS[2] else t for t in TURNS])
-    assert last == "<think></think> Zwei \n<|im_end|>"
+    wanted = ["<think></think>Eins.<|im_end|>", "<think></think> Zwei \n<|im_end|>"]
+    assert learnt(template, TURNS) == wanted
+    turns = [{**TURNS[2], "weight": 0} if turn == TURNS[2] else turn for turn in TURNS]
+    assert learnt(template, turns) == wanted[1:]
+    made = tokenizer(template)
+    tokens = ChatTemplate.of(made, None, None).tokens({"messages": turns}, made.eos_token_id)
+    assert tokens["ids"] == made.apply_chat_template(TURNS, return_dict=True)["input_ids"]
+
+
+def test_what_the_template_opens_is_not_learnt_and_stands_there() -> None:
+    """As of Qwen 3.5, which opens every answer with thoughts and drops them from earlier turns."""
+    template = (
+        "{% set last = namespace(user=-1) %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.role == 'assistant' and loop.index0 > last.user %}{{ '<think>\nSo.</think>' }}"
+        "{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    )
+    assert learnt(template, TURNS) == [
+        "So.</think>Eins.<|im_end|>",
+        "So.</think> Zwei \n<|im_end|>",
+    ]
+    made = tokenizer(template)
+    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    assert made.decode(tokens["ids"]).count("<|im_start|>assistant\n<think>\nSo.</think>") == 2
+
+
+def test_a_tail_behind_the_last_turn_is_no_obstacle() -> None:
+    """As of Phi-3, which closes a conversation that is not opened with the end of the text."""
+    template = BUILT_IN["chatml"] + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    wanted = ["Eins.<|im_end|>", " Zwei \n<|im_end|>\n<|endoftext|>"]
+    assert learnt(template, TURNS) == wanted
+
+
+def test_turns_whose_content_or_calls_are_not_written_are_refused() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [TURNS[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with refused("template_drops", what="the call of 'add'", turn=2, turns=2):
+        learnt(LLAMA_3, turns)
+    parts = LLAMA_3.replace("message.content | trim", "(message.content if loop.first else '')")
+    with refused("template_drops", what="the content", turn=2, turns=2):
+        learnt(parts, TURNS[1:3])
+
+
+def test_a_conversation_is_rendered_as_often_whatever_its_number_of_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = tokenizer(BUILT_IN["chatml"])
+    chat = ChatTemplate.of(made, None, None)
+    chat.tokens({"messages": TURNS}, made.eos_token_id)  # meets every kind of opening
+    lengths: list[int] = []
+    for name in ("_written", "_marked_text"):
+        render = getattr(chat, name)
+
+        def count(messages: Any, *rest: Any, render: Any = render, **how: Any) -> Any:
+            lengths.append(len(messages))
+            return render(messages, *rest, **how)
+
+        monkeypatch.setattr(chat, name, count)
+    turns = [TURNS[0], *(TURNS[1:3] * 100)]
+    tokens = chat.tokens({"messages": turns}, made.eos_token_id)
+    assert made.decode(tokens["ids"]).count("Eins.") == 100
+    assert sum(lengths) <= 4 * len(turns)
 
 
 def test_a_template_that_opens_no_answer_is_refused_where_it_writes_a_header() -> None:
@@ -155,6 +216,43 @@ def test_tools_reach_the_template_and_what_it_refuses_is_said() -> None:
     assert found == ['{"a": 1}<|im_end|>', "Two.<|im_end|>"]
     with refused("template_refuses", start="One?", reason="chatml knows no tool calls"):
         learnt(BUILT_IN["chatml"], turns)
+
+
+@pytest.mark.parametrize("template", [BUILT_IN["chatml"], LLAMA_3], ids=["chatml", "llama 3"])
+def test_a_conversation_begins_with_one_opening_whoever_writes_it(template: str) -> None:
+    made = tokenizer(template)
+    opening = made.convert_tokens_to_ids("<|begin_of_text|>")
+    made.bos_token = "<|begin_of_text|>"
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", opening)]
+    )
+    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    assert tokens["ids"][0] == opening
+    assert tokens["ids"].count(opening) == 1
+    assert tokens["scored"][0] == 0
+    # an export holds the template, and whoever serves it gets the same ids
+    assert made.apply_chat_template(TURNS, return_dict=True)["input_ids"] == tokens["ids"]
+
+
+def test_a_template_with_a_clock_writes_the_same_date_on_every_day(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = "{{ strftime_now('%d %B %Y') }}" + BUILT_IN["chatml"]
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Later:
+            return cls(2031, 1, 2)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Later)
+    made = tokenizer(clock)
+    chat = ChatTemplate.of(made, None, None)
+    assert chat.opened({"messages": TURNS[:2]}).startswith("26 July 2024<|im_start|>")
+    tokens = chat.tokens({"messages": TURNS}, made.eos_token_id)
+    assert made.decode(tokens["ids"]).startswith("26 July 2024<|im_start|>")
+    assert chat.identity() == {"chat_template": clock, "date": "2024-07-26"}
+    plain = ChatTemplate.of(tokenizer(LLAMA_3), None, None)
+    assert plain.identity() == {"chat_template": LLAMA_3}  # as before there was a date
 
 
 def test_a_tokenizer_without_a_template_names_the_key_and_a_file_will_do(tmp_path: Path) -> None:
@@ -193,6 +291,63 @@ def test_rows_of_openai_and_of_sharegpt_are_conversations(tmp_path: Path) -> Non
     assert rows(tmp_path, {"prompt": "One?", "completion": "Eins."}) == [found[1]]
 
 
+def said_by(role: str) -> dict[str, Any]:
+    return {"messages": [TURNS[1], {"role": role, "content": "Eins."}]}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        *((name, "assistant") for name in ("gpt", "chatgpt", "model", "bot", "Assistant", "AI")),
+        *((name, "user") for name in ("human", "prompter", "User")),
+        *((name, "tool") for name in ("observation", "function", "ipython", "tool-response")),
+        *((name, "system") for name in ("developer", "SYSTEM")),
+    ],
+)
+def test_roles_that_people_write_are_one_of_four(theirs: str, ours: str, tmp_path: Path) -> None:
+    turns = [{"from": theirs, "value": "x"}, TURNS[1], TURNS[2]]
+    (row,) = rows(tmp_path, {"messages": turns})
+    assert row["messages"] == [{"role": ours, "content": "x"}, TURNS[1], TURNS[2]]
+
+
+def test_calls_of_llama_factory_are_calls_of_tools(tmp_path: Path) -> None:
+    turns = [
+        {"from": "human", "value": "Area?"},
+        {"from": "function_call", "value": '{"name": "area", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "15"},
+        {"from": "gpt", "value": "15."},
+    ]
+    (row,) = rows(tmp_path, {"messages": turns, "tools": ""})
+    call = {"type": "function", "function": {"name": "area", "arguments": {"a": 1}}}
+    assert row["messages"][1:3] == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "15"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "mark", [{"train": False}, {"loss": False}, {"loss_mask": 0}, {"weight": 0.0}, {"training": 0}]
+)
+def test_a_turn_that_says_so_is_read_and_not_learnt(mark: dict[str, Any], tmp_path: Path) -> None:
+    turns = [{**TURNS[1], **mark}, {**TURNS[2], **mark}, TURNS[3], TURNS[4]]
+    (row,) = rows(tmp_path, {"messages": turns})
+    assert row == {"messages": [TURNS[1], {**TURNS[2], "weight": 0}, TURNS[3], TURNS[4]]}
+
+
+def test_system_and_input_of_a_row_are_read(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, {"messages": TURNS[1:], "system": "Be brief."})
+    assert row["messages"] == TURNS
+    (same,) = rows(tmp_path, {"messages": TURNS, "system": "Be brief."})
+    assert same["messages"] == TURNS
+    alpaca = {"instruction": "Translate.", "input": "One", "output": "Eins", "system": ""}
+    (tmp_path / "train.jsonl").write_text(json.dumps(alpaca))
+    own = OwnRows(columns={"prompt": "instruction", "completion": "output"})
+    (row,) = chats(tmp_path, "train", own)
+    assert [turn["content"] for turn in row["messages"]] == ["Translate.\nOne", "Eins"]
+    (text,) = completions(tmp_path, "train", own)
+    assert text == {"text": "Translate.\nOneEins", "answer_spans": [(14, 18)]}
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -203,14 +358,46 @@ def test_rows_of_openai_and_of_sharegpt_are_conversations(tmp_path: Path) -> Non
         ({"messages": [{"role": "user"}]}, fault("content_wanted", turn=0, value=None)),
         (
             {"messages": [{**TURNS[1], "weight": 1}]},
-            fault("weight_wanted", turn=0, value=1, role="user"),
+            fault("weight_wanted", turn=0, key="weight", value=1, role="user"),
         ),
         (
             {"messages": [{**TURNS[2], "weight": 2}]},
-            fault("weight_wanted", turn=0, value=2, role="assistant"),
+            fault("weight_wanted", turn=0, key="weight", value=2, role="assistant"),
         ),
         ({"messages": TURNS[:2]}, fault("nothing_to_learn")),
         ({"messages": [TURNS[1], {**TURNS[2], "weight": 0}]}, fault("nothing_to_learn")),
+        (said_by("assistent"), fault("role_wanted", turn=1, value="assistent")),
+        (said_by("Narrator"), fault("role_wanted", turn=1, value="Narrator")),
+        (said_by("function_call"), fault("calls_wanted", turn=1, value="Eins.")),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "mask": True}]},
+            fault("learning_key_unknown", turn=1, key="mask", value=True),
+        ),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "loss_mask": [0, 1]}]},
+            fault("weight_wanted", turn=1, key="loss_mask", value=[0, 1], role="assistant"),
+        ),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "weight": 0.5}]},
+            fault("weight_wanted", turn=1, key="weight", value=0.5, role="assistant"),
+        ),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "train": True, "weight": 0}]},
+            fault("learning_keys_differ", turn=1, key="train", value=1, other="weight"),
+        ),
+        ({"messages": TURNS, "train": False}, fault("learning_of_row", key="train", value=False)),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "content": "", "function_call": {"name": "f"}}]},
+            fault("old_call_unread", turn=1, value={"name": "f"}),
+        ),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "content": " "}]},
+            fault("turn_empty", turn=1, value=" "),
+        ),
+        (
+            {"messages": TURNS, "system": "Be long."},
+            fault("system_differs", value="Be long.", first="Be brief."),
+        ),
         ({"messages": TURNS, "tools": "{"}, fault("list_of_wanted", key="tools", value=["{"])),
     ],
 )

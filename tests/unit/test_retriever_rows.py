@@ -278,3 +278,23 @@ def test_a_block_that_would_not_mean_what_it_says_is_refused(
 ) -> None:
     with refused(words):
         validate(Data, values)
+
+
+def test_a_positive_among_the_negatives_is_named_and_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gold, other = {"id": "1", "title": "T", "text": "a b"}, {"id": "1", "text": "c"}
+    same = {"id": "9", "title": "T", "text": "a  b"}
+    given = [
+        {"id": "q", "query": "x", "positives": [gold], "negatives": [same, other]},
+        {"id": "r", "query": "x", "positives": [[1, 2]], "negatives": [[1, 2], [3]]},
+        {"id": "s", "query": "x", "positives": [gold], "negatives": [other]},
+    ]
+    with caplog.at_level("WARNING"):
+        kept = [row["negatives"] for row in rows.without_own_positives(given)]
+    assert kept == [[other], [[3]], [other]]
+    (record,) = caplog.records
+    assert record.args == (2, 2, "q")
+    caplog.clear()
+    assert list(rows.without_own_positives(given[2:])) == given[2:]
+    assert not caplog.records

@@ -70,6 +70,40 @@ def rows(
     return _documentation_rows(split)
 
 
+def without_own_positives(rows: Iterable[Row]) -> Iterator[Row]:
+    """The same rows without negatives that are positives of their row, whose number is logged."""
+    left_out = in_rows = 0
+    example = ""
+    for row in rows:
+        positives = {_identity_of_content(one) for one in row["positives"]}
+        negatives = [one for one in row["negatives"] if _identity_of_content(one) not in positives]
+        if len(negatives) == len(row["negatives"]):
+            yield row
+            continue
+        left_out += len(row["negatives"]) - len(negatives)
+        in_rows += 1
+        example = example or row["id"]
+        yield {**row, "negatives": negatives}
+    if left_out:
+        _log.warning(
+            "left out %d negatives that are positives of the same query, in %d rows (the first: "
+            "query %r)",
+            *(left_out, in_rows, example),
+        )
+
+
+def _identity_of_content(passage: Any) -> tuple[Any, ...]:
+    """What makes two passages of a row the same: title and text, but for white space, or token ids,
+    or an id alone.
+    """
+    if not isinstance(passage, dict):
+        return ("ids", *passage)
+    if passage.get("text") is None:
+        return ("id", passage.get("id"))
+    title, text = passage.get("title") or "", passage["text"]
+    return ("text", " ".join(title.split()), " ".join(text.split()))
+
+
 def trainable(rows: Iterable[Row], passages: int) -> Iterator[Row]:
     """The same rows. DataError for a row without a positive passage, or without a negative one when
     `passages` is above 1.
