@@ -120,6 +120,7 @@ FILES = (
 # Rows, tables and the files that hold them
 DATA_FILES = wording(
     DataError,
+    strict_refuses="--strict: got what is left out of the data, or doubted, want nothing...{count} {why}: {places}\nMend",
     file_unreadable="cannot be read: {reason}. Put it there...--data_path",
     file_torn="cannot be read behind {place}: ...Fetch it again",
     file_empty="is empty. Put",
