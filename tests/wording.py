@@ -117,6 +117,17 @@ FILES = (
     )
 )
 
+# Folders of shards
+SHARDS = wording(
+    ConfigError,
+    StorageError,
+    shards_folder_taken="{folder} holds other files and no {content} of ours. Name",
+    shards_of_others="{folder} was begun with something else ({differences}). Name a new --out",
+) | wording(
+    StorageError,
+    plan_torn="{path} cannot be read (...). Delete {folder} and {command} anew",
+)
+
 # Rows, tables and the files that hold them
 DATA_FILES = wording(
     DataError,
@@ -151,7 +162,7 @@ DATA_FILES = wording(
     table_row_fields="not as many fields as the {columns} columns of the header: {fields}. It ends in line {line}.",
     table_empty="holds no row",
     table_row_unreadable="{reason}. Save it as UTF-8, with texts quoted as CSV",
-    table_cell_half_list="'{key}' is {value!r}, which looks like a list and cannot be read as one...Write it as JSON",
+    table_cell_half_list="'{key}' is {value!r}, which looks like a list and cannot be read as one...{problem}...Write it as JSON",
     column_absent_in_line="no such column. {column!r}: ...Say in data.columns",
 )
 ROWS = wording(
@@ -256,7 +267,7 @@ VECTORS = (
     | wording(
         DataError,
         vectors_altered="checksum {has}, want {wanted}. Delete",
-        vectors_torn="cannot be read (...). Delete",
+        vectors_torn="cannot be read ({reason}). Delete",
         states_altered="the checksum of its context {context} is another",
         states_size="it has {bytes} bytes, want {wanted}. Delete this file",
         states_not_prepared="no states of a context of {tokens} tokens. The data changed since they were prepared: run `python -m trainer prepare`",
@@ -407,6 +418,11 @@ BASES = wording(
     weights_unexpected="unexpected [{names}]",
     weights_unfit="{source} does not fit {model}:",
     weights_unreadable="its weights cannot be read (",
+    index_leads_out="{index} lists {file}, outside of its folder",
+    index_unreadable="{index} cannot be read ({reason}), want...weight_map",
+    template_endless="data.chat_template: the chat template {template} calls itself without an end",
+    weight_not_finite="{name} holds NaN (no number)",
+    weight_too_large="{name} holds numbers that {dtype} cannot",
     base_packed_already="has a quantization_config ({method})...{key}",
     base_without_weights="the folder holds a config.json and no weights",
     base_pickle="its pytorch_model.bin is not tensors alone",
@@ -760,6 +776,7 @@ SERVICE = wording(
 
 ROOMS: dict[str, dict[str, Wording]] = {
     "files": FILES,
+    "shards": SHARDS,
     "data files": DATA_FILES,
     "rows": ROWS,
     "conversations": CONVERSATIONS,
