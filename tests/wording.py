@@ -33,6 +33,7 @@ import pytest
 
 from jobs.errors import NothingMatched, Refused, SomeFailed, Unreachable
 from jobs.record.events import Busy
+from trainer.data.formats.json_text import BadJson
 from trainer.errors import (
     CheckpointError,
     ConfigError,
@@ -117,6 +118,22 @@ FILES = (
     )
 )
 
+# Text that no program could use
+ODD_TEXT = wording(
+    DataError,
+    BadJson,
+    json_half_pair="{escape}...half of a surrogate pair, as of an emoji that was cut in two",
+    json_too_deep="nested deeper than {depth} levels",
+    json_long_number="a number of thousands of digits",
+    json_key_twice="the key {key!r} stands twice in one object",
+) | wording(
+    DataError,
+    file_endless="its first {packed} bytes unpack to more than",
+    line_endless="longer than {most} bytes",
+    table_without_header="It has no header either",
+    table_row_for_header="which holds a list, so it is a row and no header",
+)
+
 # Folders of shards
 SHARDS = wording(
     ConfigError,
@@ -154,7 +171,7 @@ DATA_FILES = wording(
     set_has_no_split="has no split {split!r}. Name its splits in {key}.",
     set_unreadable="data.dataset={dataset!r}, split {split!r}: ...data.subset and {key} choose within it",
     sources_absent="holds no source files...another data.source",
-    table_one_column="its header is one column, ...separated by {separator!r}, want {wanted!r}",
+    table_one_column="its header is ...separated by {separator!r}, want {wanted!r}",
     folder_of_others="holds what is no file of rows: {others}. Want files",
     table_quote_open="a quote opens the text and is not closed in its line",
     column_binary="'{key}' is {value!r}, bytes of a binary column",
@@ -776,6 +793,7 @@ SERVICE = wording(
 
 ROOMS: dict[str, dict[str, Wording]] = {
     "files": FILES,
+    "odd text": ODD_TEXT,
     "shards": SHARDS,
     "data files": DATA_FILES,
     "rows": ROWS,
