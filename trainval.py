@@ -163,6 +163,7 @@ def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
         which.exp_group,
         experiments,
         flags,
+        steps=which.steps,
         base=which.savedir_base,
         resets=resets,
         backend=launch.job_scheduler,

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
+from jobs.gres import gpus_of
 from jobs.secret_keys import SECRET
 from trainer.config.block import Positive, Strict
+from trainer.config.synonyms import Synonym
 from trainer.errors import ConfigError
 from trainer.files.survive import FORM
 
@@ -19,6 +21,10 @@ from trainer.files.survive import FORM
 # or an option parser could read as more than text; no leading dash.
 Word = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9_.:/@+=,%\[\]{}!~][A-Za-z0-9_.:/@+=,%\[\]{}!~-]{0,254}$")
+]
+# of nodes, as Slurm combines them: "a100|h100", "[rack1|rack2]", "(intel&gpu)*2"
+Features = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_.(\[!][A-Za-z0-9_.:/@+=,%()\[\]!|&*-]{0,254}$")
 ]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.][A-Za-z0-9_.-]{0,63}$")]
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -34,10 +40,26 @@ class Resources(Strict):
     gpu_model: Word | None = None  # "A100", or "!A100" for any other; toolkit only
 
 
+# What sbatch takes, and people write into a job dictionary, but no key here stands for.
+SYNONYMS = {
+    "exclusive": Synonym(
+        advice="A job gets the cores, memory and GPUs that it asks for. To have a node alone, ask "
+        "for all that it has: resources.cpu, resources.mem, resources.gpu."
+    ),
+    "gpus": Synonym(keys=("resources.gpu",)),
+    "gpus_per_node": Synonym(keys=("resources.gpu",)),
+    "cpus_per_task": Synonym(keys=("resources.cpu",)),
+    "ntasks": Synonym(keys=("nodes", "resources.gpu"), advice="torchrun starts the ranks."),
+    "ntasks_per_node": Synonym(keys=("resources.gpu",), advice="torchrun starts the ranks."),
+}
+
+
 class JobConfig(Strict):
     """One job dictionary. A key that the chosen backend does not know is an error, never
     ignored.
     """
+
+    synonyms = SYNONYMS
 
     resources: Resources = Resources()
     nodes: Positive = 1
@@ -68,8 +90,9 @@ class JobConfig(Strict):
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
-    gres: Word | None = None  # instead of resources.gpu, for example "gpu:a100:4"
-    constraint: Word | None = None
+    # instead of resources.gpu, for example "gpu:a100:4"; of several entries those named gpu count
+    gres: Annotated[str, Field(min_length=1, max_length=255)] | None = None
+    constraint: Features | None = None
     reservation: Word | None = None
     exclude: Word | None = None
     nodelist: Word | None = None
@@ -83,6 +106,13 @@ class JobConfig(Strict):
     queue: Name | None = None  # Kueue's LocalQueue
     service_account: Name | None = None
     volumes: list[Word] = Field(default_factory=list)  # k8s: "<claim>:/mount[:ro]"
+
+    @field_validator("gres")
+    @classmethod
+    def _readable(cls, value: str | None) -> str | None:
+        if value is not None:
+            gpus_of(value)
+        return value
 
     @field_validator("environment_vars", mode="before")
     @classmethod
@@ -119,13 +149,8 @@ class JobConfig(Strict):
 
     @property
     def gpus(self) -> int:
-        """GPUs of one node, whether stated in `resources` or as Slurm's `gres` ("gpu:4",
-        "gpu:a100:4").
-        """
-        if self.gres is None:
-            return self.resources.gpu
-        parts = self.gres.split(":")
-        return int(parts[-1]) if parts[-1].isdigit() else 1
+        """GPUs of one node, whether stated in `resources` or as Slurm's `gres`."""
+        return self.resources.gpu if self.gres is None else gpus_of(self.gres)
 
     def refuse_foreign(self, backend: str, own: Collection[str]) -> None:
         """ConfigError for every key that is set and that `backend` neither shares with all others

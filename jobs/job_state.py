@@ -35,6 +35,8 @@ class Observed:
     restarts: int = 0
     will_rerun: bool = False  # the scheduler starts it again by itself
     never_ran: bool = False  # it ended without having run, as far as the scheduler knows
+    # concluded from the rows of its siblings: it is true only of what never started
+    is_missing: bool = False
 
 
 STATES: tuple[JobState, ...] = get_args(JobState)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from jobs.job_state import Observed
 
 
+# a python of an environment module, or of conda, may find libpython by it alone
+OF_WRAPPER = ("LD_LIBRARY_PATH",)
+
+
 class JobSpec(Strict):
     """One attempt at one experiment: everything a backend needs to render it, and the wrapper to
     run it.
@@ -43,6 +47,13 @@ class JobSpec(Strict):
     after: list[str] = Field(default_factory=list)  # scheduler ids that must have succeeded
     # of this group at once, where the backend keeps a queue of its own
     max_parallel: int | None = None
+    # run folder of the experiment whose model it begins with; None: it begins with something else
+    base: str | None = None
+
+    @property
+    def wrapper_environment(self) -> dict[str, str]:
+        """What of the training's environment the wrapper's own python may need to start at all."""
+        return {name: self.environment[name] for name in OF_WRAPPER if name in self.environment}
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,8 @@ class Traits:
     shares_disk: bool = False
     # it counts the live jobs of a group itself, so submission does not count max_parallel
     keeps_queue: bool = False
+    # it holds a job back until the run that is its base has left a model, so submission need not
+    awaits_bases: bool = False
 
 
 class Backend(Protocol):
@@ -102,7 +115,9 @@ class Backend(Protocol):
         ...
 
     def submit(self, rendered: Rendered) -> str:
-        """The scheduler's id. Refused: certainly not accepted. Unreachable: it may have been."""
+        """The scheduler's id. Refused: certainly not accepted; NotYet: nor now, but later.
+        Unreachable: it may have been.
+        """
         ...
 
     def find(self, token: str) -> list[str]:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from fnmatch import translate
 
+from trainer.config.userfile import START_FOLDER
+
 # characters; a shorter value of a variable called ..._TOKEN is a switch, not a secret
 MIN_SECRET = 20
 BLOT = "[redacted]"
@@ -60,7 +62,7 @@ _FAMILIES = (
     "NCCL_", "GLOO_", "UCX_", "DS_", "TRITON_", "WANDB_", "LATHE_",
 )
 # fmt: on
-_OF_ANOTHER_RUN = frozenset({"WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_SWEEP_ID"})
+_OF_ANOTHER_RUN = frozenset({"WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_SWEEP_ID", START_FOLDER})
 # Never CUDA_VISIBLE_DEVICES: the submitter's would go over the devices that the queue gives to each
 # job.
 _OF_THIS_MACHINE = frozenset({"TMPDIR", "CUDA_DEVICE_ORDER"})

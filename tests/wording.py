@@ -700,6 +700,13 @@ JOBS = (
         key_file_owner="owned by user {user},",
         key_file_kind="not a regular file",
         python_binary="--python_binary {value!r}: ",
+        launch_line_page="Modules, containers, conda run and uv: docs/launch-line.md",
+        gres_form="want NAME[:TYPE][:COUNT], several with a comma",
+        gres_sockets="is how scontrol shows the sockets of a node, and sbatch refuses it. Write {instead!r}",
+        sbatch_exclusive="{key}: no such key. A job gets the cores, memory and GPUs that it asks for",
+        sbatch_gpus="{key}: no such key. Here it is resources.gpu.",
+        sbatch_ntasks="{key}: no such key. ...torchrun starts the ranks",
+        script_control_character="{value!r} holds a control character, which a batch script cannot carry",
         launcher_of_nodes="nodes={nodes}: {launcher!r} cannot start on several nodes. Use torchrun",
         queue_cpus="LATHE_QUEUE_CPUS={value}: want ...1 or more...unset it",
         job_is_queued="{id} is {state} as {job}. `cancel` it first",
@@ -713,6 +720,10 @@ JOBS = (
         toolkit_secret="{name} looks like a secret",
         toolkit_file_unseen="{file} is in no mount of `data`: the job",
         toolkit_secret_mount="wandb_key_secret={value!r} is a mount: wandb_key_file must name the file in it. Got {got!r}",
+    )
+    | wording(
+        LatheError,
+        rendezvous_port_taken="port {port} of {host}, where the nodes of this job meet, is taken. `retry` sends",
     )
     | wording(
         Refused,
@@ -752,9 +763,22 @@ JOBS = (
         lock_busy="another process has held this",
     )
 )
+SUBMISSION = wording(
+    ConfigError,
+    warmup_too_long="schedule.warmup_steps={warmup} is longer than the run of train.steps={steps}",
+    best_not_of_validation="train.best={best!r}: evaluations are of the validation split",
+    tokenizer_nowhere="there is no such folder, neither here nor below --data_path ({data})",
+    init_from_absent="init_from={folder!r}: there is no such folder here",
+    survive_on_nvme="--survive: got an optimizer offloaded to NVMe",
+    relative_unseen="{names}: relative to {here}, which the job's node may not see",
+) | wording(
+    StorageError,
+    run_folder_leads_out="{folder}: it is a link to {target}, outside of --savedir_base",
+)
 SNAPSHOTS = wording(
     ConfigError,
     tree_dirty="{count} file(s) differ from {commit}: {files}. Commit them...--allow-dirty",
+    tree_altered="{count} file(s) differ from {version} as it was installed: {files}. Install it again...--allow-dirty",
     tree_without_git="not in a git repository",
     tree_empty="no file to take",
     tree_holds_secret="would hold a secret: {file}, line {line}: {what}....{fix}",
@@ -788,6 +812,14 @@ SERVICE = wording(
     contexts_unread="reads no contexts",
     makes_none="makes no {things}",
     service_token_wanted="want a token",
+    share_used="{holder} has {count} {things}; at most {most} are allowed ({key}). Wait",
+    server_busy="The server has {total} requests and streams in progress; at most {most}",
+    jobs_above_quota="{live} jobs of {owner} have not ended, at most {most} may",
+    bytes_above_quota="{owner} keeps {kept} bytes of files, and {more} more are above the quota of {most}. Delete",
+    number_too_large="{number} is larger than any number of 64 bits",
+    disk_refuses="The disk is full or refuses writes",
+    ask_later="Ask again",
+    row_too_wide="a row of more than {most} values",
     worker_ended="has ended, or is stuck",
 )
 
@@ -817,6 +849,7 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "peers": PEERS,
     "plan": PLAN,
     "jobs": JOBS,
+    "submission": SUBMISSION,
     "snapshots": SNAPSHOTS,
     "service": SERVICE,
 }

@@ -109,6 +109,7 @@ class Ray:
         # Read by Ray's supervisor, which runs in the job's environment: its own default is 3 s.
         wait_s = str(job.grace_s + GRACE_MARGIN_S)
         variables = {
+            **spec.wrapper_environment,
             "LATHE_JOB_ID": _id(job.address, spec.token),
             "RAY_JOB_STOP_WAIT_TIME_S": wait_s,
         }

@@ -1,7 +1,12 @@
-"""The files of a project's git repository, and those of them that a job gets."""
+"""The files of a project (those of its git repository, or of its installed version), and those of
+them that a job gets.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.metadata
 import logging
 import os
 import stat
@@ -24,6 +29,7 @@ WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".pkl")
 SHOWN = 5  # names in an error
 GIT_S = 120.0  # a repository of 100,000 files on a cold network file system takes tens of seconds
 PATHS_A_CALL = 200  # a command line holds 2 MiB, and a path at most 4 KiB
+PACKAGE, PROGRAM = "lathe", "trainval.py"
 # Never listed when git does not know them: names that no source folder has.
 # fmt: off
 LITTER = frozenset({
@@ -64,6 +70,12 @@ class SourceFiles:
     commit: str | None = None  # None: no git, or no commit yet
     branch: str | None = None
     is_git: bool = False
+    version: str | None = None  # of an installed version: "lathe 0.1.0"
+
+    @property
+    def name(self) -> str:
+        """What people call this state of the project."""
+        return self.version or f"commit {self.commit}"
 
 
 @dataclass(frozen=True)
@@ -76,11 +88,15 @@ class Selection:
 
 
 def read_source(project: Path) -> SourceFiles:
-    """The files of a project's repository, or of its folder alone where git does not track it.
+    """The files of a project's repository, or of its folder alone where git does not track it. Of
+    an installed version (pip install): the files that were installed.
 
     ConfigError when the folder or git refuses; LatheError when git does not answer in two minutes.
     """
     project = project.resolve()
+    installed = _installed(project)
+    if installed is not None:  # also inside of a repository, as in project/.venv
+        return installed
     try:
         output = _git(project, "rev-parse", "--show-toplevel")
     except FileNotFoundError:
@@ -170,6 +186,45 @@ def _listing(top: Path) -> tuple[set[str], set[str]]:
 
 def _names(answer: bytes) -> set[str]:
     return {os.fsdecode(name) for name in answer.split(b"\0") if name}
+
+
+def _installed(project: Path) -> SourceFiles | None:
+    """The files that pip put into this folder; None when it did not install the project there (a
+    clone, an editable installation).
+    """
+    for package in importlib.metadata.distributions(name=PACKAGE, path=[str(project)]):
+        if package.read_text("RECORD") is None:  # the .egg-info of an editable installation
+            continue
+        files = {
+            file.as_posix(): file.hash
+            for file in package.files or ()
+            if not {"..", "__pycache__"} & set(file.parts)
+            and not file.parts[0].endswith(".dist-info")
+        }
+        if PROGRAM in files:
+            altered = {
+                path: " M" for path, record in files.items() if _is_altered(project / path, record)
+            }
+            version = f"{PACKAGE} {package.version}"
+            return SourceFiles(
+                project, Path(), frozenset(files), frozenset(), altered, version=version
+            )
+    return None
+
+
+def _is_altered(path: Path, record: importlib.metadata.FileHash | None) -> bool:
+    """Whether a file differs from the digest that the installation has written down."""
+    if record is None:
+        return False
+    try:
+        digest = hashlib.new(record.mode, path.read_bytes()).digest()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}. Make the installed version readable for this user."
+        ) from None
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != record.value
 
 
 def _walk(project: Path) -> SourceFiles:
@@ -319,13 +374,18 @@ def _warn(source: SourceFiles, left_out: Mapping[str, str]) -> None:
 
 def why_dirty(source: SourceFiles, dirty: Mapping[str, str]) -> str:
     """The text of the error for a project with uncommitted changes."""
+    texts = [f"{letters.strip()} {printable_path(path)}" for path, letters in dirty.items()]
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    if source.version is not None:
+        return (
+            f"{source.top}: {len(texts)} file(s) differ from {source.version} as it was installed: "
+            f"{', '.join(texts[:SHOWN])}{more}. Install it again, or submit with --allow-dirty."
+        )
     if not source.is_git:
         return (
             f"{source.top}: not in a git repository (or git is not installed), so nobody can tell "
             "later which code ran. Commit it to one (git init), or submit with --allow-dirty."
         )
-    texts = [f"{letters.strip()} {printable_path(path)}" for path, letters in dirty.items()]
-    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     commit = "the last commit (there is none yet)"
     if source.commit:
         commit = f"commit {source.commit[:12]}"

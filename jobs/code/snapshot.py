@@ -10,7 +10,8 @@
 The digest is the sha256 over mode, sha256 and path of all files, so the same content is the same
 snapshot, whatever its commit is called and whoever submits. Taken are the files of the project's
 whole git repository as they are in the working tree: tracked ones, and untracked ones that
-.gitignore does not exclude. Left out, tracked or not:
+.gitignore does not exclude. Of an installed version (a wheel) they are the files that were
+installed, and its version stands in code.json in the commit's place. Left out, tracked or not:
 
 - .git, the savedir_base, and untracked litter (caches, virtual environments, results/, wandb/);
 - files that are called like a secret (`secret_keys.is_secret_file`);
@@ -85,6 +86,7 @@ class Snapshot:
     is_dirty: bool
     files: int
     bytes: int
+    name: str = ""  # the commit, or the installed version
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def take(project: Path, base: BaseFolder, *, allow_dirty: bool) -> Snapshot:
             bool(selection.dirty),
             len(entries),
             size,
+            source.name,
         )
     raise ConfigError(
         f"{source.top}: files change while they are copied. Stop what writes there, and submit "
@@ -300,6 +303,7 @@ def _write(
         "digest": digest,
         "taken_at": now(),
         "commit": source.commit,
+        "version": source.version,
         "branch": source.branch,
         "is_dirty": bool(selection.dirty),
         "dirty": selection.dirty,

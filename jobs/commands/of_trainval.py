@@ -19,6 +19,7 @@ def submit_group(
     experiments: list[dict[str, Any]],
     flags: RunFlags,
     *,
+    steps: int | None,
     base: Path,
     resets: bool,
     backend: str,
@@ -44,7 +45,7 @@ def submit_group(
         job=prepare.job_config(
             group, file, "" if python_binary == "python" else python_binary, survive=survive
         ),
-        flags=flags.as_text(),
+        flags=prepare.with_steps(flags.as_text(), steps),
         allow_dirty=allow_dirty or is_dry,
         take_snapshot=not is_dry,
     )

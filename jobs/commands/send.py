@@ -30,7 +30,7 @@ from jobs.options import (
 from jobs.report import selection
 from jobs.submit.control import cancel
 from jobs.submit.group import preview, scheduler_texts, submit
-from jobs.submit.prepare import job_config, make, training_flags
+from jobs.submit.prepare import job_config, make, training_flags, with_steps
 from jobs.submit.request import RESEND_S
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError, nearest
@@ -89,7 +89,7 @@ def plan_command(
         base=savedir_base,
         backend=job_scheduler,
         job=job_config(exp_group, job_configs, python_binary),
-        flags=training_flags(flags or []),
+        flags=with_steps(training_flags(flags or []), steps),
         allow_dirty=True,
         take_snapshot=False,
     )
@@ -144,7 +144,7 @@ def submit_command(
         base=savedir_base,
         backend=job_scheduler,
         job=job_config(exp_group, job_configs, python_binary),
-        flags=training_flags(flags or []),
+        flags=with_steps(training_flags(flags or []), steps),
         allow_dirty=allow_dirty,
         retry=selection.states(retry),
         max_parallel=max_parallel,
@@ -190,7 +190,7 @@ def export_command(
         base=savedir_base,
         backend="local",
         job=job_config(exp_group, job_configs, python_binary),
-        flags=training_flags(flags or []),
+        flags=with_steps(training_flags(flags or []), steps),
         allow_dirty=True,
         take_snapshot=False,
     )

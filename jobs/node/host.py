@@ -17,12 +17,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-HEAD = "HEAD_NODE"  # in a launcher: the host of the first node
 
 
 def job_id() -> str | None:
@@ -51,13 +50,8 @@ def is_leader() -> bool:
     return os.environ.get("LATHE_NODE_RANK", "0") == "0"
 
 
-def launcher(spec: Mapping[str, Any]) -> list[str]:
-    """argv before the program, with the first node's name in place of HEAD_NODE.
-
-    Under Slurm, srun starts one launcher on each node.
-    """
-    head = os.environ.get("LATHE_HEAD_NODE") or socket.gethostname()
-    argv = [part.replace(HEAD, head) for part in spec["launcher"]]
+def on_each_node(argv: Sequence[str], spec: Mapping[str, Any]) -> list[str]:
+    """The launcher `argv`; under Slurm behind srun, which starts one on each node of the job."""
     nodes = spec["job"].get("nodes", 1)
     if nodes > 1 and os.environ.get("SLURM_JOB_ID"):
         srun = [
@@ -68,7 +62,7 @@ def launcher(spec: Mapping[str, Any]) -> list[str]:
             "--kill-on-bad-exit=1",
         ]
         return [*srun, "--export=ALL", *argv]
-    return argv
+    return list(argv)
 
 
 def activation_variables(environment: str, inherited: Mapping[str, str]) -> dict[str, str]:

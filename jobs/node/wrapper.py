@@ -24,9 +24,11 @@ from typing import IO, Any
 
 from jobs.errors import EXIT_DUPLICATE
 from jobs.node import host as node
+from jobs.node import rendezvous
+from jobs.node.pulse import Pulse
 from jobs.record.paths import Attempt, RunFolder
 from jobs.record.state_table import ENDS, EXIT_FAILED, EXIT_FILES, End, Symptoms, first_rule
-from jobs.record.times import now, seconds_since
+from jobs.record.times import now
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError
 from trainer.files.atomic import create_json, read_json, write_json
 
@@ -37,7 +39,6 @@ PATIENCE_S = 120.0  # how long to wait for an earlier start's last sign of life 
 SILENT = (
     "it ended with code 0, but no training told its outcome: does the launch line run trainval.py?"
 )
-ALIVE_S = 90.0  # an earlier attempt whose heart beat so recently still runs
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,9 @@ def _lead(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: b
         if ended is not None:
             os.replace(attempt.exit, attempt.folder / f"exit-{start - 1}.json")
         write_json(attempt.env, node.facts())
-        ending = _other_attempts(attempt) or _train(attempt, spec, stop, has_terminal=has_terminal)
+        ending = _other_attempts(attempt, stop) or _train(
+            attempt, spec, stop, has_terminal=has_terminal
+        )
     except Unfit as error:
         start, ending = len(attempt.starts()), Ending("bad input", str(error))
     except (OSError, LatheError) as error:  # the disk, or a program that does not exist
@@ -129,28 +132,13 @@ def _waits_in_vain(attempt: Attempt, ended: dict[str, Any] | None, stop: Stop) -
     A scheduler that loses sight of a node starts the job on another one, while the first may still
     be writing.
     """
-    deadline = time.monotonic() + PATIENCE_S
-    while ended is None and _is_alive(attempt):
+    deadline, pulse = time.monotonic() + PATIENCE_S, Pulse(attempt)
+    while ended is None and pulse.may_live():
         if time.monotonic() > deadline or stop.name is not None:
             log.error("%s: an earlier start of it is alive; this one does nothing", attempt.folder)
             return True
         time.sleep(1)
     return False
-
-
-def _is_alive(attempt: Attempt) -> bool:
-    """Whether its last start wrote no outcome, and its heartbeat is younger than ALIVE_S."""
-    starts = attempt.starts()
-    if not starts or attempt.exit.exists():
-        return False
-    started = read_json(starts[-1]) or {}
-    if (
-        started.get("host") == socket.gethostname()
-        and not Path(f"/proc/{started.get('pid')}").exists()
-    ):
-        return False
-    beat = read_json(attempt.heartbeat) or {}
-    return min(seconds_since(started.get("at")), seconds_since(beat.get("at"))) < ALIVE_S
 
 
 def _claim(attempt: Attempt) -> int | None:
@@ -185,7 +173,7 @@ def _claim(attempt: Attempt) -> int | None:
     return start
 
 
-def _other_attempts(attempt: Attempt) -> Ending | None:
+def _other_attempts(attempt: Attempt, stop: Stop) -> Ending | None:
     """The end of this attempt when another has succeeded or is alive; else None: it may train."""
     for folder in sorted(attempt.folder.parent.iterdir()):
         other = Attempt(folder)
@@ -193,14 +181,25 @@ def _other_attempts(attempt: Attempt) -> Ending | None:
             continue
         if (read_json(other.exit) or {}).get("code") == EXIT_OK:
             return Ending("succeeded", f"attempt {other.number} had reached the end")
-        if _is_alive(other):
+        if _lives(other, stop):
             return Ending("preempted", f"attempt {other.number} is alive")
     return None
 
 
+def _lives(attempt: Attempt, stop: Stop) -> bool:
+    """Whether another attempt runs. It takes up to ALIVE_S to learn that of another host."""
+    pulse = Pulse(attempt)
+    while pulse.may_live():
+        if pulse.is_seen or stop.name is not None:
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
 def _train(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: bool) -> Ending:
     environment = environment_of(spec, attempt, os.environ)
-    argv = [*node.launcher(spec), *spec["program"]]
+    launcher = rendezvous.fill_in(spec["launcher"], spec)
+    argv = [*node.on_each_node(launcher, spec), *spec["program"]]
     attempt.outcome.unlink(missing_ok=True)
     pipe = None if has_terminal else subprocess.PIPE
     oom_before = node.oom_kills()

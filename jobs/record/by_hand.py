@@ -9,7 +9,7 @@ from typing import Any, cast
 from jobs.job_state import JobState
 from jobs.record.events import HEARTBEAT_LOST_S
 from jobs.record.paths import RunFolder
-from jobs.record.times import seconds_since
+from jobs.record.times import age_of
 from trainer.files.atomic import read_json
 from trainer.runtime.process import life
 
@@ -20,7 +20,7 @@ def still_running(status: Mapping[str, Any], age_s: float) -> tuple[JobState, st
 
     On its own machine its process is looked up. Elsewhere the reason names the file's age.
     """
-    process = cast("dict[str, Any]", status.get("process") or {})
+    process = _process(status)
     name = f"its process, {process.get('pid')} on {process.get('host')},"
     silence = (
         f"no sign of life for {age_s / 60:.0f} min"
@@ -46,11 +46,17 @@ def training_now(folder: RunFolder, *, was_sent: bool) -> str | None:
     status = read_json(folder.status) or {}
     if status.get("state") != "running":
         return None
-    process = cast("dict[str, Any]", status.get("process") or {})
-    age_s = seconds_since(status.get("updated_at"))
+    process = _process(status)
+    age_s = age_of(folder.status, status.get("updated_at"))
     where = f"started by hand on {status.get('host')}" if not was_sent else status.get("host")
     if life(process) == "alive":
         return f"its training runs, {where}: process {process['pid']}. Wait for it, or stop it"
     if was_sent or life(process) != "unseen" or age_s > HEARTBEAT_LOST_S:
         return None
     return f"its training runs, {where}: it gave a sign of life {age_s:.0f} s ago"
+
+
+def _process(status: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of the training's process; {} when status.json has none."""
+    process = status.get("process")
+    return cast("dict[str, Any]", process) if isinstance(process, dict) else {}

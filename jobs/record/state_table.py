@@ -6,9 +6,10 @@ column that a rule leaves out fits every value; a tuple fits each of its values.
 ENDS and writes exit.json, `record/verdict.py` reads exit.json and VERDICTS, `submit/policy.py`
 reads DECISIONS. Standard library only, for the wrapper may run under another interpreter.
 
-Four answers do not come from these tables: a final record stands as it is (`record/status.py`), a
+Five answers do not come from these tables: a final record stands as it is (`record/status.py`), a
 run that a person started by hand is judged in `record/by_hand.py`, a folder that cannot be read is
-"held", and `submit/policy.py` leaves a training alone that is seen alive.
+"held", and `submit/policy.py` leaves a training alone that is seen alive, and lets one wait whose
+base has no model yet.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
 EXIT_FAILED = 1
 # the reason of a failure that happens again until a person changes something
 BAD_INPUT = "bad input: "
+# the reason of a refusal that passes by itself: the scheduler had no room for one more job
+TURN = "waits for its turn: "
 
 RuleType = TypeVar("RuleType")
 
@@ -242,7 +245,7 @@ VERDICTS = (
 # What a submission does: send a new attempt, settle an intent without an answer, or skip.
 # --------------------------------------------------------------------------------------------------
 
-Action = Literal["send", "settle", "skip"]
+Action = Literal["send", "settle", "skip", "wait"]
 
 
 @dataclass(frozen=True)

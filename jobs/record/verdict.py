@@ -21,7 +21,7 @@ from jobs.record.state_table import (
     first_rule,
     record_phase,
 )
-from jobs.record.times import seconds_since
+from jobs.record.times import age_of, seconds_since
 from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
@@ -50,8 +50,11 @@ class AttemptFiles:
         attempt = folder.attempt(last.number)
         starts = attempt.starts()
         started = read_json(starts[-1]) if starts else None
-        beat = read_json(attempt.heartbeat) or started or {}
-        return cls(read_json(attempt.exit), started, len(starts), seconds_since(beat.get("at")))
+        path, beat = attempt.heartbeat, read_json(attempt.heartbeat)
+        if beat is None and starts:
+            path, beat = starts[-1], started
+        age_s = age_of(path, (beat or {}).get("at"))
+        return cls(read_json(attempt.exit), started, len(starts), age_s)
 
     @property
     def life(self) -> Life:
@@ -81,6 +84,8 @@ def judge(job: Job, files: AttemptFiles, observed: Observed | None, *, is_seen: 
     if attempt is None:
         return Verdict("pending")
     observed = observed if is_seen else None
+    if observed is not None and observed.is_missing and files.starts:
+        observed = None  # it did start: its scheduler has forgotten it
     exit_file = files.exit
     sent_at = attempt.at if attempt.id is None else attempt.submitted_at
     evidence = Evidence(

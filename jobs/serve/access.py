@@ -15,6 +15,7 @@ import secrets
 import stat
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,9 @@ from trainer.errors import ConfigError
 from trainer.files.atomic import replace_file
 
 Role = Literal["read", "run", "admin"]
-MAX_CLIENTS = 10_000  # with a rate in memory
+# Of tokens, and of addresses: name -> (requests that are left, when), the least recent first.
+Rates = tuple[OrderedDict[str, tuple[float, float]], OrderedDict[str, tuple[float, float]]]
+MAX_CLIENTS = 10_000  # with a rate in memory: tokens, and addresses beside them
 TOKEN_PREFIX = "lathe-"
 
 
@@ -93,7 +96,7 @@ class Gate:
     requests_per_minute: int
     _tokens: tuple[Token, ...] = ()
     _read_at: tuple[int, int] | None = None
-    _rates: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    _rates: Rates = field(default_factory=lambda: (OrderedDict(), OrderedDict()))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_our_host(self, host: str | None) -> bool:
@@ -128,16 +131,19 @@ class Gate:
             return None
         return Client(match.name, match.role, match.quota)
 
-    def wait_s(self, who: str) -> float:
-        """Seconds until the client may send its next request; 0 when it may now."""
+    def wait_s(self, who: str, *, has_token: bool = True) -> float:
+        """Seconds until a token, or an address without one, may send its next request; 0 when it
+        may now.
+        """
         per_s, now = self.requests_per_minute / 60, time.monotonic()
+        rates = self._rates[0 if has_token else 1]  # many addresses push out no token
         with self._lock:
-            if len(self._rates) > MAX_CLIENTS:
-                self._rates.clear()
-            budget, at = self._rates.get(who, (float(self.requests_per_minute), now))
+            budget, at = rates.pop(who, (float(self.requests_per_minute), now))
             budget = min(budget + (now - at) * per_s, float(self.requests_per_minute))
             is_free = budget >= 1
-            self._rates[who] = (budget - 1 if is_free else budget, now)
+            rates[who] = (budget - 1 if is_free else budget, now)
+            if len(rates) > MAX_CLIENTS:
+                rates.popitem(last=False)
         return 0.0 if is_free else (1 - budget) / per_s
 
 

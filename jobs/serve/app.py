@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import logging
 import socket
+import sqlite3
 import ssl
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import anyio.to_thread
 import typer
 import uvicorn
 from starlette.applications import Starlette
@@ -26,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
 from jobs import backends
+from jobs.errors import is_transient, reason_of
 from jobs.options import BackendName, Base, PythonBinary, report_errors
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
@@ -33,13 +38,15 @@ from jobs.serve.access import Gate, gate
 from jobs.serve.answers import routes as answer_routes
 from jobs.serve.answers.workers import Workers
 from jobs.serve.keeper import Keeper, Send
+from jobs.serve.limits.connections import Connection, IdleConnections, raise_file_limit
+from jobs.serve.limits.shares import THREADS, Shares, holder_of
 from jobs.serve.live import routes as live_routes
 from jobs.serve.requests import Refusal
 from jobs.serve.tickets import ServiceFolder
 from trainer.errors import ConfigError, LatheError, StorageError
 
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
-MAX_CONNECTIONS = 512
+MOST_NAMES = 100  # of folders that cannot be read, in one answer
 ONCE = ("host", "authorization", "origin", "content-length", "content-type", "idempotency-key")
 # A page loads nothing from other servers, no page may frame it, only our own files are scripts.
 POLICY = (
@@ -47,6 +54,10 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+MANY_FILES = (errno.EMFILE, errno.ENFILE)
+# SQLite's own words for the same; Python 3.10 has no error codes for them.
+FULL_INDEX = ("disk is full", "readonly database", "disk I/O error", "unable to open database")
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -62,8 +73,9 @@ log = logging.getLogger(__name__)
 class Door:
     """Admits or refuses requests by their headers, and adds our headers to every answer."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self.app, self.gate = app, gate
+    def __init__(self, app: ASGIApp, gate: Gate, shares: Shares) -> None:
+        self.app, self.gate, self.shares = app, gate, shares
+        self.idle = IdleConnections(shares.config.idle_connections, shares.config.head_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: SendMessage) -> None:
         if scope["type"] == "lifespan":
@@ -80,14 +92,19 @@ class Door:
                     headers.setdefault(name, value)
             await send(message)
 
-        try:
-            self._admit(scope)
-        except Refusal as error:
-            await error.response()(scope, receive, send_ours)
-            return
-        await self.app(scope, receive, send_ours)
+        with contextlib.ExitStack() as stack:
+            try:
+                holder = self._admit(scope)
+                kind = "streams" if scope["path"] == live_routes.STREAM else "requests"
+                if scope["path"] != PROBE:
+                    stack.enter_context(self.shares.hold(kind, holder))
+            except Refusal as error:
+                await error.response()(scope, receive, send_ours)
+                return
+            await self.app(scope, receive, send_ours)
 
-    def _admit(self, scope: Scope) -> None:
+    def _admit(self, scope: Scope) -> str:
+        """Whose share the request uses. Refusal."""
         headers = Headers(scope=scope)
         for name in ONCE:
             if len(headers.getlist(name)) > 1:
@@ -97,16 +114,20 @@ class Door:
         if not self.gate.is_our_origin(headers):
             raise Refusal(403, "Origin: a page of another site may not call this server.")
         client = self.gate.client(headers.get("authorization"))
-        address = (scope.get("client") or ("unknown", 0))[0]
-        wait_s = self.gate.wait_s(f"address {address}" if client is None else client.name)
-        if wait_s:
+        holder, state = holder_of(scope, client), scope.setdefault("state", {})
+        wait_s = self.gate.wait_s(holder, has_token=client is not None)
+        if wait_s and scope["path"] != PROBE:
             text = f"Too many requests: at most {self.gate.requests_per_minute} a minute."
             raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=wait_s)
         is_page = scope["path"] in PUBLIC_PATHS or scope["path"].startswith("/live/")
         if client is None and not is_page:
             text = "Authorization: want a token of this server: Bearer lathe-..."
             raise Refusal(401, text, code="invalid_api_key")
-        scope.setdefault("state", {})["client"] = client
+        state["client"] = client
+        connection: Connection | None = state.get("connection")
+        if connection is not None and client is not None:
+            connection.holder, connection.has_token = holder, True
+        return holder
 
 
 class Server(uvicorn.Server):
@@ -121,12 +142,20 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-PUBLIC_PATHS = ("/healthz", "/", "/live")  # they hold no data: the page itself is empty
+PROBE = "/healthz"  # a cluster restarts a server whose probe is refused: it never is
+PUBLIC_PATHS = (PROBE, "/", "/live")  # they hold no data: the page itself is empty
 
 
 def health(request: Request) -> Response:
-    """Answers probes: the server is up."""
-    return Response("ok\n", media_type="text/plain")
+    """Answers probes: the server is up. It names the folders that it cannot read; the reasons are
+    in its log and on the page, because whoever asks here needs no token.
+    """
+    names = list(lathe_routes.keeper_of(request).unreadable.reasons)
+    if not names:
+        return Response("ok\n", media_type="text/plain")
+    lines = [f"degraded: {len(names)} folder(s) cannot be read, all others are served"]
+    lines += names[:MOST_NAMES] + (["..."] if len(names) > MOST_NAMES else [])
+    return Response("\n".join(lines) + "\n", media_type="text/plain")
 
 
 async def on_refusal(request: Request, error: Exception) -> Response:
@@ -140,15 +169,52 @@ async def on_http(request: Request, error: Exception) -> Response:
     return Refusal(error.status_code, texts.get(error.status_code, error.detail)).response()
 
 
-async def on_full_disk(request: Request, error: Exception) -> Response:
-    log.warning("%s", error)
+async def on_disk(request: Request, error: Exception) -> Response:
+    """The answer when a disk or the index refuses: 507 when it is full, 503 for what passes."""
+    kind = disk_trouble(error)
+    if kind is None and isinstance(error, OSError):
+        return await on_unreadable(request, error)
+    if kind is None:
+        raise error
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    if kind == "busy":
+        text = "The server has too many files open, or waits for its index. Ask again."
+        return Refusal(503, text, code="overloaded", retry_after_s=5).response()
     text = "The disk is full or refuses writes, so nothing was done. Ask whoever runs the service."
     return Refusal(507, text, code="insufficient_storage").response()
+
+
+def disk_trouble(error: BaseException | None) -> Literal["full", "busy"] | None:
+    """What an error says about the disk: "full" (or read-only), "busy" (too many open files, an
+    index that is locked), None for another error.
+    """
+    if isinstance(error, StorageError):
+        return disk_trouble(error.__cause__) or "full"
+    if isinstance(error, OSError):
+        is_full, is_busy = error.errno in FULL, error.errno in MANY_FILES
+    elif isinstance(error, sqlite3.Error):
+        is_full = any(words in str(error) for words in FULL_INDEX)
+        is_busy = "locked" in str(error)
+    else:
+        return None
+    if is_full:
+        return "full"
+    return "busy" if is_busy else None
 
 
 async def on_our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, LatheError), "registered for it"
     return lathe_routes.refusal_of(error).response()
+
+
+async def on_unreadable(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OSError), "registered for it"
+    if is_transient(error):
+        return await on_fault(request, error)
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    return Refusal(
+        409, f"It cannot be read: {reason_of(error, Path(request.url.path))}."
+    ).response()
 
 
 async def on_fault(request: Request, error: Exception) -> Response:
@@ -161,6 +227,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
 
     @contextlib.asynccontextmanager
     async def life(app: Starlette) -> AsyncGenerator[None]:
+        anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
         thread = threading.Thread(target=keeper.run, name="keeper", daemon=True)
         if has_keeper:
             thread.start()
@@ -171,17 +238,38 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
     handlers: dict[Any, Any] = {
         Refusal: on_refusal,
         HTTPException: on_http,
-        StorageError: on_full_disk,
+        StorageError: on_disk,
+        OSError: on_disk,
+        sqlite3.Error: on_disk,
         LatheError: on_our_error,
         Exception: on_fault,
     }
-    routes = [Route("/healthz", health), *openai_routes.ROUTES, *lathe_routes.ROUTES]
+    routes = [Route(PROBE, health), *openai_routes.ROUTES, *lathe_routes.ROUTES]
     routes += [*answer_routes.ROUTES, *live_routes.PAGE_ROUTES, *live_routes.ROUTES]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
     app.router.redirect_slashes = False
-    app.state.keeper = keeper
+    shares = Shares(keeper.config)
+    app.state.keeper, app.state.shares = keeper, shares
     app.state.workers = Workers(keeper.folder.cache, keeper.config.loaded_models)
-    return Door(app, gate)
+    return Door(app, gate, shares)
+
+
+def options_of(door: Door, **where: Any) -> uvicorn.Config:
+    """How uvicorn serves an application. where: its address and its certificate."""
+    # Why not an option: uvicorn 0.54 has none for it; asyncio's own default is 60 s.
+    asyncio.constants.SSL_HANDSHAKE_TIMEOUT = door.idle.head_s  # type: ignore[attr-defined]
+    return uvicorn.Config(
+        door,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=MAX_HEADERS,
+        http=Connection,
+        loop="asyncio",
+        ws="none",
+        **where,
+    )
 
 
 def make_keeper(base: Path, config: offers.ServiceConfig, send: Send, every_s: float) -> Keeper:
@@ -245,21 +333,14 @@ def serve(
     )
     send = Send(job_scheduler, python_binary, allow_dirty)
     keeper = make_keeper(savedir_base, config, send, every)
-    options = uvicorn.Config(
+    options = options_of(
         make_app(keeper, entrance),
         host=host,
         port=port,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        h11_max_incomplete_event_size=MAX_HEADERS,
-        http="h11",
-        ws="none",
         ssl_certfile=None if tls_cert is None else str(tls_cert),
         ssl_keyfile=None if tls_key is None else str(tls_key),
     )
+    raise_file_limit()
     server = Server(options, keeper)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()

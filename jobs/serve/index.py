@@ -9,12 +9,13 @@ import json
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.report.text import plain
 from jobs.serve.job_view import FINAL, JobEvent, event_object
 from jobs.serve.live.cards import job_card
 
@@ -51,6 +52,7 @@ TICK = "(select tick from clock)"  # grows with every change that pages show
 PUT_RUN = f"""
 insert into runs values (:exp_id, :facts, :state, :body, :group, :name, :experiment, {TICK}, :card)
 on conflict (exp_id) do update set facts = :facts, state = :state, body = :body, name = :name,
+    experiment = :experiment,
     tick = iif(card = :card, tick, {TICK}), card = :card"""
 NAME_RUN = f"""
 update runs set name = ?1, card = json_set(card, '$.name', ?1), tick = {TICK},
@@ -154,10 +156,12 @@ class Index:
             facts,
             place.end,
             place.mark,
-            json.dumps(body),
-            json.dumps(job_card(body)),
+            json.dumps(plain(body)),
+            json.dumps(plain(job_card(body))),
         )
-        event_rows = [(event.id, body["id"], json.dumps(event_object(event))) for event in events]
+        event_rows = [
+            (event.id, body["id"], json.dumps(plain(event_object(event)))) for event in events
+        ]
         with self.connection as connection:
             connection.execute("begin immediate")
             connection.execute("update clock set tick = tick + 1")
@@ -215,17 +219,15 @@ class Index:
         query = f"select body from jobs where {' and '.join(where)} order by created desc, id desc"
         return [json.loads(row[0]) for row in self.connection.execute(query, values)]
 
-    def use_of(self, owner: str) -> tuple[int, float, int]:
-        """What a token uses: jobs that have not ended, GPU hours so far, bytes of files."""
-        marks = ",".join("?" * len(FINAL))
-        query = (
-            f"select sum(status not in ({marks})), "
-            "sum(json_extract(body, '$.lathe.gpu_hours')) from jobs where owner = ?"
-        )
-        live, hours = self.connection.execute(query, (*FINAL, owner)).fetchone()
-        query = "select sum(bytes) from uploads where owner = ?"
-        (size,) = self.connection.execute(query, (owner,)).fetchone()
-        return live or 0, hours or 0.0, size or 0
+    def live_jobs(self, owner: str) -> int:
+        """How many jobs of a token have not ended."""
+        query = f"select count(*) from jobs where status not in ({_marks(FINAL)}) and owner = ?"
+        return self.connection.execute(query, (*FINAL, owner)).fetchone()[0]
+
+    def gpu_hours(self, owner: str) -> float:
+        """The GPU hours that a token has used so far."""
+        query = "select sum(json_extract(body, '$.lathe.gpu_hours')) from jobs where owner = ?"
+        return self.connection.execute(query, (owner,)).fetchone()[0] or 0.0
 
     # Events
 
@@ -248,6 +250,17 @@ class Index:
         """Add an uploaded file."""
         values = (body["id"], created, owner, body["purpose"], body["bytes"], json.dumps(body))
         self.connection.execute(f"insert or replace into uploads values ({_marks(values)})", values)
+
+    def upload_sizes(self) -> dict[str, tuple[str, int]]:
+        """id -> owner and bytes, of every file in the index."""
+        rows = self.connection.execute("select id, owner, bytes from uploads")
+        return {file_id: (owner, size) for file_id, owner, size in rows}
+
+    def upload(self, file_id: str) -> dict[str, Any] | None:
+        """An uploaded file as it was when it was last read."""
+        query = "select body from uploads where id = ?"
+        row = self.connection.execute(query, (file_id,)).fetchone()
+        return None if row is None else json.loads(row[0])
 
     def upload_ids(self) -> set[str]:
         """Ids of the uploaded files in the index."""
@@ -287,7 +300,7 @@ class Index:
 
     def write_names(self, names: Mapping[str, str]) -> None:
         """Set names. names: exp_id -> what distinguishes a run from the others of its group."""
-        self._change(NAME_RUN, [(name, exp_id) for exp_id, name in names.items()])
+        self._change(NAME_RUN, [(plain(name), exp_id) for exp_id, name in names.items()])
 
     def _change(self, query: str, values: Sequence[Any]) -> None:
         """Change runs that pages show, and advance the tick, in one transaction."""
@@ -367,6 +380,17 @@ class Index:
         condition = f"where {' and '.join(where)}" if where else ""
         query = f"select body from {table} {condition} order by {order} limit ?"
         return _cut(self.connection.execute(query, [*values, cut.limit + 1]), cut.limit)
+
+
+@contextmanager
+def may_lag() -> Generator[None]:
+    """Inside, an index that cannot be written is a line in the log: the files are written already,
+    and the keeper's next turn brings them into the index.
+    """
+    try:
+        yield
+    except sqlite3.Error as error:
+        log.warning("the index lags behind the files: %s", error)
 
 
 def _where_owner(owner: str | None) -> tuple[list[str], list[Any]]:

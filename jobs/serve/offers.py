@@ -54,6 +54,12 @@ class ServiceConfig(Strict):
     max_body: Positive = MEBIBYTE  # of a JSON document
     reserve: Annotated[int, Field(ge=0)] = 1024 * MEBIBYTE  # of the disk, never filled by uploads
     requests_per_minute: Positive = 1200  # of one token, or one address without
+    requests_at_once: Positive = 32  # in progress, of one token, or one address without
+    streams_at_once: Positive = 64  # event streams of open pages, of one token
+    answers_at_once: Positive = 16  # questions to models in progress, of one token
+    all_at_once: Positive = 512  # requests and streams in progress, of everybody
+    idle_connections: Positive = 256  # without a request; above that the oldest ones are closed
+    head_s: Annotated[float, Field(gt=0)] = 10.0  # within which the head of a request must arrive
     loaded_models: Positive = 2  # at the same time, for answers
     body_s: Annotated[float, Field(gt=0)] = 30.0  # within which a JSON document must arrive
     silence_s: Annotated[float, Field(gt=0)] = (

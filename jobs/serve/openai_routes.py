@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jobs.errors import reason_of
 from jobs.record.times import now
 from jobs.serve import uploads
-from jobs.serve.index import Page, PageRequest
-from jobs.serve.job_view import FINAL, checkpoints, results_csv
+from jobs.serve.index import Page, PageRequest, may_lag
+from jobs.serve.job_view import FINAL, checkpoints, job_object, results_csv, seconds
+from jobs.serve.limits.quotas import room_for_job
 from jobs.serve.offers import TuningRequest, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
     CreateJob,
+    PlainJSON,
     Refusal,
     client_of,
     keeper_of,
@@ -28,6 +32,7 @@ from jobs.serve.requests import (
     page_query,
     quote,
     read_body,
+    shares_of,
     tuned_job,
     writer_of,
 )
@@ -45,7 +50,7 @@ from jobs.serve.tickets import (
 )
 from trainer import tasks
 from trainer.config.identity import exp_id
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import refusals
 
 if TYPE_CHECKING:
@@ -63,7 +68,7 @@ PAST = {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}
 async def create_file(request: Request) -> Response:
     client = writer_of(request)
     upload = await uploads.receive(request, keeper_of(request), client)
-    return JSONResponse(uploads.file_object(upload))
+    return PlainJSON(uploads.file_object(upload))
 
 
 def list_files(request: Request) -> Response:
@@ -73,14 +78,14 @@ def list_files(request: Request) -> Response:
     purpose = request.query_params.get("purpose")
     page = _page(lambda: keeper.index.uploads(cut, purpose, is_rising=order == "asc"), query.after)
     data = [uploads.file_object(Upload.model_validate(body)) for body in page.data]
-    return JSONResponse(list_object(data, has_more=page.has_more))
+    return PlainJSON(list_object(data, has_more=page.has_more))
 
 
 def retrieve_file(request: Request) -> Response:
     result = _result_file(request)
     if result is not None:
-        return JSONResponse(result)
-    return JSONResponse(uploads.file_object(_upload(request)[1]))
+        return PlainJSON(result)
+    return PlainJSON(uploads.file_object(_upload(request)[1]))
 
 
 def file_content(request: Request) -> Response:
@@ -91,6 +96,8 @@ def file_content(request: Request) -> Response:
     client = client_of(request)
     if not client.may_change(upload.owner):
         raise Refusal(403, f"{upload.id} belongs to another token: its content is not shown.")
+    if not folder.content.is_file():
+        raise Refusal(409, f"The content of {upload.id} cannot be read. Upload the file again.")
     headers = {"content-disposition": "attachment"}
     return FileResponse(folder.content, media_type="application/octet-stream", headers=headers)
 
@@ -102,14 +109,17 @@ def delete_file(request: Request) -> Response:
         raise Refusal(403, f"{upload.id} belongs to another token.")
     with refusals(folder.path):
         uploads.remove(folder)
-    keeper_of(request).index.drop_uploads([upload.id])
-    return JSONResponse({"id": upload.id, "object": "file", "deleted": True})
+    with may_lag():
+        keeper_of(request).index.drop_uploads([upload.id])
+    return PlainJSON({"id": upload.id, "object": "file", "deleted": True})
 
 
 def _upload(request: Request) -> tuple[UploadFolder, Upload]:
     """The file in the request's path. Refusal when this client sees no such file."""
+    keeper, client = keeper_of(request), client_of(request)
     file_id = request.path_params["file_id"]
-    match = visible_upload(keeper_of(request), client_of(request), file_id)
+    match = visible_upload(keeper, client, file_id)
+    match = match or _unreadable_upload(keeper, client, file_id)
     if match is None:
         raise Refusal(404, f"No such file: {quote(file_id)}.", param="id")
     return match
@@ -118,12 +128,30 @@ def _upload(request: Request) -> tuple[UploadFolder, Upload]:
 def visible_upload(
     keeper: Keeper, client: Client, file_id: str
 ) -> tuple[UploadFolder, Upload] | None:
-    """A file, if this client sees it; None for any other id."""
+    """A file that can be read, if this client sees it; None for any other id."""
     folder = keeper.folder.upload(file_id)
-    upload = folder.read() if folder is not None else None
+    try:
+        upload = folder.read() if folder is not None else None
+    except (OSError, LatheError):
+        return None
     if folder is None or upload is None or not client.sees(upload.owner):
         return None
     return folder, upload
+
+
+def _unreadable_upload(
+    keeper: Keeper, client: Client, file_id: str
+) -> tuple[UploadFolder, Upload] | None:
+    """A file whose facts cannot be read, with what the index has of it, if this client sees it."""
+    folder, body = keeper.folder.upload(file_id), keeper.index.upload(file_id)
+    if folder is None or body is None or not client.sees(body["owner"]):
+        return None
+    try:
+        is_gone = folder.read() is None
+    except (OSError, LatheError) as error:
+        reason = reason_of(error, folder.path)
+        return folder, uploads.unreadable(file_id, reason, seconds(body["created_at"]), body)
+    return None if is_gone else (folder, Upload.model_validate(body))
 
 
 def _result_file(request: Request) -> dict[str, Any] | None:
@@ -173,7 +201,8 @@ async def create_job(request: Request) -> Response:
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= MAX_KEY:
         raise Refusal(400, f"Idempotency-Key: want 1 to {MAX_KEY} letters.")
-    return JSONResponse(await run_in_threadpool(_create, keeper, client, body, key))
+    async with shares_of(request).turn("create", client.name):
+        return PlainJSON(await run_in_threadpool(_create, keeper, client, body, key))
 
 
 def _create(keeper: Keeper, client: Client, body: CreateJob, key: str | None) -> dict[str, Any]:
@@ -185,16 +214,38 @@ def _create(keeper: Keeper, client: Client, body: CreateJob, key: str | None) ->
     if before is None:
         ticket = _ticket(keeper, client, body, job_id)
         uploads.refuse_on_full_disk(keeper, 0)
-        _refuse_above_quota(keeper, client)
-        if not keeper.folder.create(ticket):
-            before = folder.read()
+        with room_for_job(keeper, client):
+            if not keeper.folder.create(ticket):
+                before = folder.read()
     if before is not None and before.request_digest != body.digest():
         text = f"The Idempotency-Key {quote(key)} made {job_id} of another request. Use a new key."
         raise Refusal(409, text, code="idempotency_error")
     keeper.poke()
-    job = keeper.look(job_id)
+    job = _job_now(keeper, job_id)
     assert job is not None, "its ticket is on the disk"
     return job
+
+
+def _job_now(keeper: Keeper, job_id: str) -> dict[str, Any] | None:
+    """A job as its files are now; None for an unknown id. An index that cannot be written is no
+    reason to say that nothing was done.
+    """
+    job = None
+    with may_lag():
+        job = keeper.look(job_id)
+    if job is not None and not keeper.reader.lags(job_id):
+        return job
+    try:
+        facts = keeper.reader.facts(job_id, None)
+    except Exception:  # of any kind: the job cannot be read, and the index says so
+        if job is None:
+            raise
+        facts = None
+    if facts is None:
+        return job
+    rows = keeper.reader.rows([facts.ticket.exp_id])
+    facts = replace(facts, row=rows.get(facts.ticket.exp_id))
+    return job_object(facts, keeper.config.organization)
 
 
 def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Ticket:
@@ -253,27 +304,16 @@ def _training_file(keeper: Keeper, client: Client, file_id: str, param: str) -> 
     return match[1]
 
 
-def _refuse_above_quota(keeper: Keeper, client: Client) -> None:
-    live, hours, _ = keeper.index.use_of(client.name)
-    quota = client.quota
-    if quota.jobs is not None and live >= quota.jobs:
-        text = f"{live} jobs of {client.name} have not ended, at most {quota.jobs} may. Wait."
-        raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=60)
-    if quota.gpu_hours is not None and hours >= quota.gpu_hours:
-        text = f"{client.name} has used {hours:.1f} of {quota.gpu_hours:.1f} GPU hours."
-        raise Refusal(429, text, code="insufficient_quota")
-
-
 def list_jobs(request: Request) -> Response:
     keeper, query = keeper_of(request), page_query(request, usual=20, most=100)
     metadata, has_none = metadata_query(request)
     cut = PageRequest(client_of(request).owner, query.after, query.limit)
     page = _page(lambda: keeper.index.jobs(cut, metadata, has_none=has_none), query.after)
-    return JSONResponse(list_object(page.data, has_more=page.has_more))
+    return PlainJSON(list_object(page.data, has_more=page.has_more))
 
 
 def retrieve_job(request: Request) -> Response:
-    return JSONResponse(visible_job(request))
+    return PlainJSON(visible_job(request))
 
 
 def visible_job(request: Request) -> dict[str, Any]:
@@ -281,7 +321,7 @@ def visible_job(request: Request) -> dict[str, Any]:
     keeper, job_id = keeper_of(request), request.path_params["job_id"]
     job = keeper.index.job(job_id) if is_id(job_id, JOB) else None
     if job is None and is_id(job_id, JOB):  # another server may have just created it
-        job = keeper.look(job_id)
+        job = _job_now(keeper, job_id)
     if job is None or not client_of(request).sees(job["lathe"]["owner"]):
         raise Refusal(404, f"No such fine-tuning job: {quote(job_id)}.", param="id")
     return job
@@ -292,13 +332,16 @@ def list_events(request: Request) -> Response:
     job = visible_job(request)
     cut = PageRequest(None, query.after, query.limit)
     page = _page(lambda: keeper.index.events(job["id"], cut), query.after)
-    return JSONResponse(list_object(page.data, has_more=page.has_more))
+    return PlainJSON(list_object(page.data, has_more=page.has_more))
 
 
 def list_checkpoints(request: Request) -> Response:
     keeper, query = keeper_of(request), page_query(request, usual=10, most=100)
     folder = _ticket_folder(request)
-    ticket = folder.read()
+    try:
+        ticket = folder.read()
+    except (OSError, LatheError) as error:
+        raise Refusal(409, reason_of(error, folder.path)) from None
     assert ticket is not None, "its job was found"
     run = keeper.folder.base.run(ticket.exp_id)
     objects = checkpoints(ticket, run, keeper.config.organization)
@@ -307,7 +350,7 @@ def list_checkpoints(request: Request) -> Response:
         raise Refusal(400, f"after: there is no {quote(query.after)} here.", param="after")
     start = ids.index(query.after) + 1 if query.after is not None else 0
     data, rest = objects[start : start + query.limit], objects[start + query.limit :]
-    return JSONResponse(list_object(data, has_more=bool(rest)))
+    return PlainJSON(list_object(data, has_more=bool(rest)))
 
 
 def cancel_job(request: Request) -> Response:
@@ -326,7 +369,7 @@ def _wish(request: Request, wish: WishKind) -> Response:
     """Add a wish about a job that has not ended, unless it is already fulfilled."""
     client, keeper = writer_of(request), keeper_of(request)
     folder, job_id = _ticket_folder(request), request.path_params["job_id"]
-    job = keeper.look(job_id)
+    job = _job_now(keeper, job_id)
     assert job is not None, "found a moment ago"
     if not client.may_change(job["lathe"]["owner"]):
         raise Refusal(403, f"{job_id} belongs to another token.")
@@ -339,7 +382,7 @@ def _wish(request: Request, wish: WishKind) -> Response:
     if not (wish == "pause" and is_paused):
         folder.add_wish(wish, client.name)
     keeper.poke()
-    return JSONResponse(keeper.look(job_id))
+    return PlainJSON(_job_now(keeper, job_id))
 
 
 def _ticket_folder(request: Request) -> TicketFolder:
@@ -356,14 +399,14 @@ def list_models(request: Request) -> Response:
     keeper, client = keeper_of(request), client_of(request)
     bases = [_model(name, 0, "system") for name in sorted(keeper.config.models)]
     tuned = [_tuned_model(job) for job in keeper.index.tuned_models(client.owner)]
-    return JSONResponse({"object": "list", "data": bases + tuned})
+    return PlainJSON({"object": "list", "data": bases + tuned})
 
 
 def retrieve_model(request: Request) -> Response:
     name = request.path_params["model"]
     if name in keeper_of(request).config.models:
-        return JSONResponse(_model(name, 0, "system"))
-    return JSONResponse(_tuned_model(tuned_job(request, name)))
+        return PlainJSON(_model(name, 0, "system"))
+    return PlainJSON(_tuned_model(tuned_job(request, name)))
 
 
 def delete_model(request: Request) -> Response:
@@ -385,8 +428,8 @@ def delete_model(request: Request) -> Response:
         for part in ("final", "best"):
             if (run.path / part).exists():
                 os.rename(run.path / part, aside / part)
-    keeper.look(job["id"])
-    return JSONResponse({"id": name, "object": "model", "deleted": True})
+    _job_now(keeper, job["id"])
+    return PlainJSON({"id": name, "object": "model", "deleted": True})
 
 
 def _tuned_model(job: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
@@ -13,9 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
+from jobs.report.text import plain
+
 if TYPE_CHECKING:
     from jobs.serve.access import Client
     from jobs.serve.keeper import Keeper
+    from jobs.serve.limits.shares import Shares
     from jobs.serve.offers import ServiceConfig
 
 MAX_DEPTH = 32  # of JSON
@@ -26,6 +30,17 @@ Batch = Annotated[int, Field(ge=1, le=1_000_000)] | Auto
 Factor = Annotated[float, Field(gt=0, le=1e6)] | Auto
 MetaKey = Annotated[str, Field(max_length=64)]
 MetaValue = Annotated[str, Field(max_length=512)]
+
+
+class PlainJSON(JSONResponse):
+    """An answer in JSON whose values may come from files of other people (`plain`)."""
+
+    def render(self, content: Any) -> bytes:
+        """The body of the answer."""
+        try:
+            return super().render(content)
+        except ValueError:  # half of a surrogate pair, or no finite number
+            return super().render(plain(content))
 
 
 class Refusal(Exception):
@@ -52,7 +67,7 @@ class Refusal(Exception):
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
 
-    def response(self) -> JSONResponse:
+    def response(self) -> PlainJSON:
         """The answer with the error in the format of the OpenAI API."""
         error = {
             "message": self.message,
@@ -64,7 +79,7 @@ class Refusal(Exception):
         headers = {"x-should-retry": "true" if self.retry_after_s is not None else "false"}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
-        return JSONResponse({"error": error}, self.status, headers)
+        return PlainJSON({"error": error}, self.status, headers)
 
 
 class Body(BaseModel):
@@ -160,7 +175,10 @@ async def read_json_object(request: Request, config: ServiceConfig) -> dict[str,
     content = await _content(request, config)
     try:
         value: Any = json.loads(
-            content.decode(), object_pairs_hook=_without_twins, parse_constant=_no_number
+            content.decode(),
+            object_pairs_hook=_without_twins,
+            parse_constant=_no_number,
+            parse_float=_finite,
         )
     except UnicodeDecodeError:
         raise Refusal(400, "The body is not UTF-8. Encode it as UTF-8.") from None
@@ -202,6 +220,13 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is larger than any number of 64 bits")
+    return value
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
@@ -277,6 +302,11 @@ def list_object(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]
 def keeper_of(request: Request) -> Keeper:
     """The keeper of the server that received the request."""
     return cast("Keeper", request.app.state.keeper)
+
+
+def shares_of(request: Request) -> Shares:
+    """What the clients of the server hold at present."""
+    return cast("Shares", request.app.state.shares)
 
 
 def client_of(request: Request) -> Client:

@@ -7,18 +7,22 @@ mistakes of a file and names the first ones.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from trainer.data.formats.json_text import BadJson, json_value
 from trainer.errors import DataError
 from trainer.files.atomic import aside
 
 Row = dict[str, Any]
 MAX_MISTAKES = 20
 MAX_LINE = 8 << 20  # bytes; a longer line is refused
+MAX_VALUES = 100_000  # of one row; Python needs up to 250 bytes for one of two bytes, such as {}
+TEXT_OR_SIGN = re.compile(rb'"[^"]*"?|[,\[{]')  # once no text holds an escaped quote
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -105,9 +109,10 @@ def write_split(source: Path, target: Path, kind: str, *, keep: Callable[[int], 
         for number, (line, content) in enumerate(_lines(source)):
             if not keep(number):
                 continue
-            row = _object(RowReport(), line, content)
+            report = RowReport()
+            row = _object(report, line, content)
             if row is None:
-                raise DataError(f"{source}, line {line}: no JSON object. Upload the file again.")
+                raise DataError(f"{source}, {report.mistakes[0]}. Upload the file again.")
             converted = KINDS[kind].files_row(row, number)
             file.write(json.dumps(converted, ensure_ascii=False).encode() + b"\n")
             written += 1
@@ -135,16 +140,16 @@ def _object(report: RowReport, line: int, content: bytes) -> Row | None:
     if len(content) > MAX_LINE:
         report.add(line, "a line that is too long", f"at most {MAX_LINE} bytes")
         return None
+    if _has_many_values(content):
+        report.add(line, f"a row of more than {MAX_VALUES} values", "a smaller row")
+        return None
     try:
-        value: Any = json.loads(content.decode())
+        value: Any = json_value(content.decode())  # as the trainings read it
     except UnicodeDecodeError as error:
         report.add(line, f"byte {error.start} that is not UTF-8", "a file saved as UTF-8")
         return None
-    except json.JSONDecodeError as error:
-        report.add(line, f"malformed JSON ({error.msg}, column {error.colno})", "one JSON object")
-        return None
-    except (ValueError, RecursionError):  # a number of thousands of digits; thousands of brackets
-        report.add(line, "JSON that is nested too deeply or too long", "one JSON object")
+    except BadJson as error:
+        report.add(line, str(error), "one JSON object")
         return None
     if not isinstance(value, dict):
         report.add(line, f"a JSON {type(value).__name__}", 'an object like {"messages": [...]}')
@@ -152,8 +157,28 @@ def _object(report: RowReport, line: int, content: bytes) -> Row | None:
     return cast("Row", value)
 
 
+def _has_many_values(content: bytes) -> bool:
+    """Whether the JSON of a line may have more than MAX_VALUES values; found without reading it as
+    JSON, in little memory.
+
+    Outside of texts, a value follows the beginning of the line, a comma or an opening bracket. A
+    row has at most two texts for each value: a key and the value itself.
+    """
+    if sum(content.count(sign) for sign in (b",", b"[", b"{")) < MAX_VALUES:
+        return False
+    rest = content.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_texts = num_signs = 0
+    for match in TEXT_OR_SIGN.finditer(rest):
+        is_text = rest[match.start()] == ord('"')
+        num_texts += is_text
+        num_signs += not is_text
+        if num_signs >= MAX_VALUES or num_texts > 2 * MAX_VALUES:
+            return True
+    return False
+
+
 def _quote(value: Any) -> str:
-    return _cut(repr(value))
+    return _cut(repr(value[:60] if isinstance(value, str) else value))
 
 
 def _cut(text: str) -> str:

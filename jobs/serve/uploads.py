@@ -8,7 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections import Counter
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
@@ -20,8 +24,10 @@ from starlette.requests import ClientDisconnect, Request
 
 from jobs.record.times import now
 from jobs.serve import rows
+from jobs.serve.index import may_lag
 from jobs.serve.job_view import seconds
-from jobs.serve.requests import Refusal, quote
+from jobs.serve.limits.quotas import bytes_kept, refuse_bytes, room_for_file
+from jobs.serve.requests import Refusal, quote, shares_of
 from jobs.serve.tickets import ReceivedUpload, Upload, UploadFolder
 
 if TYPE_CHECKING:
@@ -151,14 +157,16 @@ async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
     size = int(header) if header.isascii() and header.isdigit() else 0
     if size > keeper.config.max_file + OTHER_BYTES:
         raise Refusal(413, f"{size} bytes: at most {keeper.config.max_file} are allowed.")
-    _refuse_above_quota(client, keeper.index.use_of(client.name)[2] + size - OTHER_BYTES)
+    shares = shares_of(request)
+    arrival = Arrival(client, await run_in_threadpool(_kept, keeper, client), shares.arriving)
+    refuse_bytes(client, arrival.kept, size - OTHER_BYTES)
     refuse_on_full_disk(keeper, size)
-    with keeper.folder.receiving() as received:
-        parts = await _parts(request, keeper, received)
+    with keeper.folder.receiving() as received, arrival.counted():
+        parts = await _parts(request, keeper, received, arrival)
         filename = parts.checked_filename()
-        report = await run_in_threadpool(rows.check, received.content)
-        used = keeper.index.use_of(client.name)[2]
-        _refuse_above_quota(client, used + parts.size)
+        # one file of an owner at a time: the files of another owner do not wait for all of his
+        async with shares.turn("check", client.name), shares.checks:
+            report = await run_in_threadpool(rows.check, received.content)
         upload = Upload(
             id=received.id,
             created_at=now(),
@@ -172,17 +180,55 @@ async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
             num_mistakes=report.num_mistakes,
             mistakes=[str(mistake) for mistake in report.mistakes],
         )
-        await run_in_threadpool(received.keep, upload)
-    keeper.index.write_upload(
-        upload.model_dump(mode="json"), owner=upload.owner, created=seconds(upload.created_at)
-    )
+        async with shares.turn("keep", client.name):
+            await run_in_threadpool(_keep, keeper, client, received, upload)
     return upload
+
+
+def _kept(keeper: Keeper, client: Client) -> int:
+    return 0 if client.quota.bytes is None else bytes_kept(keeper, client.name)
+
+
+def _keep(keeper: Keeper, client: Client, received: ReceivedUpload, upload: Upload) -> None:
+    with room_for_file(keeper, client, upload.bytes):
+        received.keep(upload)
+    body, created = upload.model_dump(mode="json"), seconds(upload.created_at)
+    with may_lag():
+        keeper.index.write_upload(body, owner=upload.owner, created=created)
+
+
+@dataclass
+class Arrival:
+    """The bytes of an upload in progress, which its owner's quota bounds while they arrive.
+
+    kept: the bytes of the owner's files when it began. all_of: owner -> bytes of all uploads in
+    progress.
+    """
+
+    client: Client
+    kept: int
+    all_of: Counter[str]
+    size: int = 0
+
+    @contextmanager
+    def counted(self) -> Generator[None]:
+        """Inside, its bytes count among those of all uploads in progress."""
+        try:
+            yield
+        finally:
+            self.all_of[self.client.name] -= self.size
+
+    def grow_to(self, size: int) -> None:
+        """Count what has arrived since. Refusal when it is above the quota."""
+        self.all_of[self.client.name] += size - self.size
+        self.size = size
+        refuse_bytes(self.client, self.kept, self.all_of[self.client.name])
 
 
 def refuse_on_full_disk(keeper: Keeper, size: int) -> None:
     """Return if so many bytes can be written and the reserve stays free; else Refusal (507)."""
     free = shutil.disk_usage(keeper.folder.base.path).free
-    if free - size < keeper.config.reserve:
+    if free - size <= keeper.config.reserve:
         text = (
             f"The disk has {free >> 20} MiB free, of which {keeper.config.reserve >> 20} are kept "
             "for running jobs. Delete files, or ask whoever runs the service for room."
@@ -190,13 +236,9 @@ def refuse_on_full_disk(keeper: Keeper, size: int) -> None:
         raise Refusal(507, text, code="insufficient_storage")
 
 
-def _refuse_above_quota(client: Client, size: int) -> None:
-    if client.quota.bytes is not None and size > client.quota.bytes:
-        text = f"{client.name} may keep {client.quota.bytes} bytes of files. Delete some."
-        raise Refusal(429, text, code="insufficient_quota")
-
-
-async def _parts(request: Request, keeper: Keeper, received: ReceivedUpload) -> Parts:
+async def _parts(
+    request: Request, keeper: Keeper, received: ReceivedUpload, arrival: Arrival
+) -> Parts:
     with received.content.open("r+b") as file:
         parts = Parts(file, keeper.config.max_file)
         parser = parts.parser(request.headers.get("content-type", ""))
@@ -206,6 +248,7 @@ async def _parts(request: Request, keeper: Keeper, received: ReceivedUpload) -> 
                 with anyio.fail_after(keeper.config.silence_s):
                     block = await anext(blocks)
                 parser.write(block)
+                arrival.grow_to(parts.size)
                 total += len(block)
                 if total > keeper.config.max_file + OTHER_BYTES:
                     raise Refusal(413, f"More than {keeper.config.max_file} bytes.", param="file")
@@ -228,6 +271,19 @@ def remove(folder: UploadFolder) -> None:
     aside = folder.path.with_name(f".{folder.path.name}.tmp")
     os.rename(folder.path, aside)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def unreadable(file_id: str, reason: str, at: float, known: Mapping[str, Any] | None) -> Upload:
+    """What is shown of a file whose facts cannot be read: an error, and what was known of it.
+
+    at: seconds since 1970.
+    """
+    created_at = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
+    nothing = {"id": file_id, "created_at": created_at, "owner": "", "filename": "unknown"}
+    facts: dict[str, Any] = {"purpose": PURPOSE, "bytes": 0, "sha256": "", "num_rows": 0}
+    facts |= {**nothing, "kind": None, **(known or {})}
+    mistake = f"its facts cannot be read: {reason}"
+    return Upload.model_validate({**facts, "num_mistakes": 1, "mistakes": [mistake]})
 
 
 def file_object(upload: Upload) -> dict[str, Any]:

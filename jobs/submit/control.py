@@ -10,16 +10,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.errors import Unreachable
+from jobs.errors import Unreachable, is_transient, reason_of
 from jobs.job_state import ACTIVE, JobState
 from jobs.protocol import Backend, JobSpec
 from jobs.record import events as record
+from jobs.record.bases import why_it_waits
 from jobs.record.by_hand import training_now
+from jobs.record.paths import is_there
+from jobs.record.state_table import TURN
 from jobs.record.status import record_state, survey
 from jobs.submit.policy import Limits, decide
 from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
-from jobs.submit.send import Outcome, fresh, give_up, ids_of, read_spec, send, settle_intent
-from trainer.errors import ConfigError, LatheError
+from jobs.submit.send import (
+    Outcome,
+    fresh,
+    give_up,
+    ids_of,
+    read_spec,
+    send,
+    settle_intent,
+    take_turn,
+)
+from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, refusals
 
 if TYPE_CHECKING:
@@ -31,14 +43,18 @@ log = logging.getLogger(__name__)
 BackendOf = Callable[[str], Backend]
 
 
-def cancel(base: BaseFolder, rows: Collection[Row], backend_of: BackendOf) -> list[ActionResult]:
+def cancel(
+    base: BaseFolder, rows: Collection[Row], backend_of: BackendOf, *, why: str | None = None
+) -> list[ActionResult]:
     """Ask for the end of every live job among `rows`, including those whose submission got no
     answer.
+
+    why: the reason that `status` gives for jobs that are not cancelled for good.
     """
-    return [_cancel(base.run(row.exp_id), row, backend_of) for row in rows]
+    return [_cancel(base.run(row.exp_id), row, backend_of, why) for row in rows]
 
 
-def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
+def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf, why: str | None) -> ActionResult:
     if row.state not in ACTIVE:
         return ActionResult(row.exp_id, "skip", f"it is {row.state}: nothing runs", row.state)
     try:
@@ -48,7 +64,8 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
             if attempt is None:
                 return ActionResult(row.exp_id, "skip", "never sent", "pending")
             backend = backend_of(attempt.backend)
-            record.append(folder, {"event": "cancel", "attempt": attempt.number})
+            reason = {} if why is None else {"why": why}
+            record.append(folder, {"event": "cancel", "attempt": attempt.number, **reason})
             # for the wrapper: a scheduler that has lost sight of a job cannot end it
             files = folder.attempt(attempt.number)
             with refusals(files.folder):
@@ -67,8 +84,8 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
             f"asked {attempt.backend} to end {', '.join(ids) or 'nothing'}",
             row.state,
         )
-    except (LatheError, OSError) as error:
-        return ActionResult(row.exp_id, "failed", str(error), row.state, is_bad=True)
+    except Exception as error:  # of any kind: the others are cancelled all the same
+        return _failure(folder, row, error)
 
 
 @dataclass(frozen=True)
@@ -97,8 +114,9 @@ def _each_again(
     """
     rows = list(everything)
     results: list[ActionResult] = []
+    full: set[str] = set()  # backends that take no more jobs now
     for row in targets:
-        result = _again(request, row, rows)
+        result = _again(request, row, rows, full)
         results.append(result)
         if result.action == "send" and not result.is_bad:
             rows = [
@@ -108,11 +126,16 @@ def _each_again(
     return results
 
 
-def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
+def _again(request: Again, row: Row, rows: Sequence[Row], full: set[str]) -> ActionResult:
     folder = request.base.run(row.exp_id)
+    if row.read_error is not None:
+        # somebody else's folder is theirs to care for; one's own is to be mended
+        is_own = folder.path.stat().st_uid == os.geteuid()
+        return ActionResult(row.exp_id, "unread", row.reason or "", row.state, is_bad=is_own)
     try:
         with record.lock(folder, wait_s=LOCK_WAIT_S):
-            row = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)[0]
+            rows_now = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)
+            row = rows_now[0] if rows_now else row
             job = record.read(folder)
             template = _template(folder, job) if job is not None else None
             if job is None or template is None:
@@ -121,54 +144,80 @@ def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
                 template.job.max_retries, template.job.max_preemptions
             )
             status = read_json(folder.status) or {}
+            backend = request.backend_of(template.backend)
             decision = decide(
                 row,
                 limits,
                 is_finished=status.get("state") == "succeeded",
                 training_now=training_now(folder, was_sent=bool(row.history)),
+                awaited=(
+                    None
+                    if backend.traits.awaits_bases
+                    else why_it_waits(folder, read_json(folder.exp_dict) or {})
+                ),
             )
+            if decision.action == "wait":
+                return ActionResult(row.exp_id, "wait", decision.reason, row.state)
             is_refused = job.last is not None and row.state == "pending"
+            has_turn = is_refused and (row.reason or "").startswith(TURN)
             # refused: a person must change something
+            is_refused = is_refused and not has_turn
             if decision.action == "skip" or (is_refused and request.limits is None):
                 return ActionResult(row.exp_id, "skip", decision.reason, row.state)
             if decision.action == "settle" and job.last is not None:
-                backend = request.backend_of(job.last.backend)
+                of_last = request.backend_of(job.last.backend)
                 return _result(
                     row,
                     "settle",
-                    settle_intent(folder, job.last, backend, resend_s=request.resend_s),
+                    settle_intent(folder, job.last, of_last, resend_s=request.resend_s),
                 )
-            num_alive = sum(other.group == row.group and other.state in ACTIVE for other in rows)
+            num_alive = sum(other.group == row.group and other.is_live for other in rows)
             if (
                 template.max_parallel is not None
                 and num_alive >= template.max_parallel
                 # a backend with a queue counts by itself
-                and not request.backend_of(template.backend).traits.keeps_queue
+                and not backend.traits.keeps_queue
             ):
                 return ActionResult(
                     row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
                 )
-            job = record_state(folder, job, row)
-            return _result(
-                row,
-                "send",
-                send(folder, fresh(job, template, folder), request.backend_of(template.backend)),
-            )
+            if backend.name in full:
+                return ActionResult(
+                    row.exp_id, "wait", f"{backend.name} takes no more jobs now", row.state
+                )
+            if has_turn and job.last is not None:
+                outcome = take_turn(folder, job.last, backend)
+            else:
+                job = record_state(folder, job, row)
+                outcome = send(folder, fresh(job, template, folder), backend)
+            if outcome.is_waiting:
+                full.add(backend.name)
+            return _result(row, "send", outcome)
     except Unreachable as error:
         return ActionResult(row.exp_id, "settle", str(error), row.state, is_bad=True)
-    except (LatheError, OSError) as error:
-        return ActionResult(row.exp_id, "failed", str(error), row.state, is_bad=True)
+    except Exception as error:  # of any kind: the others are sent all the same
+        return _failure(folder, row, error)
+
+
+def _failure(folder: RunFolder, row: Row, error: Exception) -> ActionResult:
+    """What to tell of an experiment with which nothing could be done."""
+    log.debug("%s", row.exp_id, exc_info=error)
+    reason = reason_of(error, folder.path)
+    may_pass = is_transient(error)
+    return ActionResult(row.exp_id, "failed", reason, row.state, is_bad=True, is_transient=may_pass)
 
 
 def _template(folder: RunFolder, job: Job) -> JobSpec | None:
     """The spec of the last attempt, or of the one that waits for its turn; None without either."""
     waiting = folder.attempt(len(job.attempts) + 1)
-    if waiting.spec.exists():
+    if is_there(waiting.spec):
         return read_spec(folder, waiting.number)
     return read_spec(folder, job.last.number) if job.last is not None else None
 
 
 def _result(row: Row, action: str, outcome: Outcome) -> ActionResult:
+    if outcome.is_waiting:
+        return ActionResult(row.exp_id, "wait", outcome.text, row.state)
     state: JobState = "submitted" if outcome.is_sent else row.state
     return ActionResult(row.exp_id, action, outcome.text, state, is_bad=not outcome.is_sent)
 

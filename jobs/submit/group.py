@@ -6,6 +6,7 @@ Every dictionary, flag and job dictionary of the group is checked before the fir
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jobs.code.snapshot import link
-from jobs.errors import Unreachable
-from jobs.job_state import ACTIVE, STATES, JobState
+from jobs.errors import Unreachable, is_transient, reason_of
+from jobs.job_state import STATES, JobState
 from jobs.protocol import ArrayBackend, JobSpec
 from jobs.record import events as record
+from jobs.record.bases import why_it_waits
 from jobs.record.by_hand import training_now
 from jobs.record.state_table import end_of
 from jobs.record.status import record_state, survey
@@ -31,7 +33,7 @@ from jobs.submit.request import (
 )
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
 from trainer.errors import ConfigError, LatheError, ResumeError
-from trainer.files.atomic import read_json, write_json
+from trainer.files.atomic import read_json, refuse_link_out, write_json
 
 if TYPE_CHECKING:
     from jobs.record.events import Job
@@ -49,6 +51,7 @@ def preview(request: Request) -> list[ActionResult]:
     nothing is written or sent.
     """
     trials = request.trials
+    request.check_bases()
     rows = _rows(request, record_changes=False)
     results: list[ActionResult] = []
     for name in request.by_id:
@@ -75,19 +78,23 @@ def submit(request: Request) -> list[ActionResult]:
     A submission that was killed before the scheduler answered is resolved here: its job is adopted,
     or sent again after `resend_s`.
     """
-    drafts = request.drafts
+    _ = request.drafts  # ConfigError before anything is sent
+    request.check_bases()
     backend_counts = request.use_array or request.backend.traits.keeps_queue
     if request.max_parallel is None or backend_counts:
         rows, budget = _rows(request, record_changes=True), _Budget()
     else:  # all live jobs of the group count, also those no longer among its experiments
         everybody = survey(request.base, backend_of=request.backend_of)
-        num_alive = sum(row.group == request.group and row.state in ACTIVE for row in everybody)
+        num_alive = sum(row.group == request.group and row.is_live for row in everybody)
         rows = {row.exp_id: row for row in everybody if row.exp_id in request.by_id}
-        budget = _Budget(request.max_parallel - num_alive)
+        reason = f"max_parallel={request.max_parallel} are alive"
+        budget = _Budget(request.max_parallel - num_alive, reason)
     results: dict[str, ActionResult] = {}
     if request.use_array:
         results = _submit_arrays(request, rows)
-    others = [name for name in drafts if name not in results]
+        if any(result.action == "wait" for result in results.values()):
+            budget.close(f"{request.backend.name} takes no more jobs now")
+    others = [[name for name in level if name not in results] for level in request.levels()]
 
     def send_it(name: str) -> ActionResult:
         return _submit_one(request, name, rows.get(name), budget)
@@ -95,14 +102,15 @@ def submit(request: Request) -> list[ActionResult]:
     if request.backend.traits.is_in_process:  # each runs to its end before the next begins
         stopped = ActionResult("", "wait", "the one before it was stopped", "pending")
         was_stopped = False
-        for name in others:
+        for name in itertools.chain.from_iterable(others):
             results[name] = replace(stopped, exp_id=name) if was_stopped else send_it(name)
             was_stopped |= results[name].action == "send" and results[name].state == "preempted"
     elif budget.remaining is not None:  # each has to be counted before the next
-        results.update({name: send_it(name) for name in others})
+        results.update({name: send_it(name) for name in itertools.chain.from_iterable(others)})
     else:
         with ThreadPoolExecutor(SENDERS) as pool:
-            results.update(zip(others, pool.map(send_it, others), strict=True))
+            for names in others:  # a base before those that begin with its model
+                results.update(zip(names, pool.map(send_it, names), strict=True))
     deadline = time.monotonic() + 3 * request.resend_s + 1
     while time.monotonic() < deadline:
         unanswered = [name for name in results if results[name].is_unanswered]
@@ -129,6 +137,11 @@ class _Budget:
     """How many more experiments of a group may start; None when submission does not count them."""
 
     remaining: int | None = None
+    reason: str = ""  # why it is spent
+
+    def close(self, reason: str) -> None:
+        """No more may start: the scheduler takes none."""
+        self.remaining, self.reason = 0, reason
 
     def is_spent(self) -> bool:
         return self.remaining is not None and self.remaining <= 0
@@ -160,6 +173,8 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
             decision = _decide(request, name, row)
             if decision.action == "skip":
                 return ActionResult(name, "skip", decision.reason, _state(row))
+            if decision.action == "wait":
+                return _wait(folder, job, template, decision.reason)
             if decision.action == "settle" and job.last is not None:
                 outcome = settle_intent(
                     folder,
@@ -169,19 +184,12 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
                 )
                 return _result(name, "settle", outcome)
             if budget.is_spent():
-                # this file keeps the spec until its turn comes
-                waiting_spec = folder.attempt(len(job.attempts) + 1).spec
-                waiting_spec.parent.mkdir(parents=True, exist_ok=True)
-                write_json(waiting_spec, template.model_dump(mode="json"))
-                return ActionResult(
-                    name,
-                    "wait",
-                    f"max_parallel={request.max_parallel} are alive: `reconcile` sends it",
-                    "pending",
-                )
+                return _wait(folder, job, template, budget.reason)
             budget.spend()
             spec = fresh(job, template, folder)
             outcome = send(folder, spec, request.backend, draft=draft)
+            if outcome.is_waiting:
+                budget.close(f"{request.backend.name} takes no more jobs now")
             if request.backend.traits.is_in_process:
                 # the experiment ran in this process
                 exit_file = read_json(folder.attempt(spec.attempt).exit) or {}
@@ -193,8 +201,17 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
             return _result(name, "send", outcome)
     except Unreachable as error:
         return ActionResult(name, "settle", str(error), "submitting", is_bad=True)
-    except (LatheError, OSError) as error:
-        return ActionResult(name, "failed", str(error), _state(row), is_bad=True)
+    except Exception as error:  # of any kind: the others are sent all the same
+        reason, may_pass = reason_of(error, folder.path), is_transient(error)
+        return ActionResult(name, "failed", reason, _state(row), is_bad=True, is_transient=may_pass)
+
+
+def _wait(folder: RunFolder, job: Job, template: JobSpec, reason: str) -> ActionResult:
+    """Keep the spec in the folder of its next attempt until its turn comes."""
+    waiting_spec = folder.attempt(len(job.attempts) + 1).spec
+    waiting_spec.parent.mkdir(parents=True, exist_ok=True)
+    write_json(waiting_spec, template.model_dump(mode="json"))
+    return ActionResult(template.exp_id, "wait", f"{reason}: `reconcile` sends it", "pending")
 
 
 def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
@@ -203,6 +220,7 @@ def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
     The caller holds the lock, so nobody else writes a dictionary after it has been checked here.
     """
     template = draft.spec
+    refuse_link_out(folder.path)
     check_dictionary(folder, request.by_id[template.exp_id])
     if not folder.exp_dict.exists():
         with contextlib.suppress(FileExistsError):
@@ -230,6 +248,8 @@ def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
 
 
 def _result(name: str, action: str, outcome: Outcome) -> ActionResult:
+    if outcome.is_waiting:
+        return ActionResult(name, "wait", outcome.text, "pending")
     state: JobState = (
         "submitted" if outcome.is_sent else "pending" if outcome.is_refused else "submitting"
     )
@@ -259,6 +279,11 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
         limits,
         is_finished=status.get("state") == "succeeded",
         training_now=training_now(folder, was_sent=row is not None and bool(row.history)),
+        awaited=(
+            None
+            if request.backend.traits.awaits_bases
+            else why_it_waits(folder, request.by_id[name])
+        ),
     )
 
 
@@ -294,6 +319,8 @@ def _submit_arrays(request: Request, rows: Mapping[str, Row]) -> dict[str, Actio
     results: dict[str, ActionResult] = {}
     for start in range(0, len(to_send), size):
         results.update(_submit_array(request, to_send[start : start + size], rows))
+        if any(result.action == "wait" for result in results.values()):
+            break  # the scheduler takes no more
     return results
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from jobs.node.host import HEAD
+from jobs.node import rendezvous
 from trainer.errors import ConfigError
 from trainer.files import survive as spec
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 PYTHON = re.compile(r"python(\d+(\.\d+)*)?\Z")
 LAUNCHERS = ("torchrun", "deepspeed")
-FIRST_PORT, PORTS = 29400, 2000  # of rendezvous: two jobs that share a first node must not meet
 SHELL = re.compile(r"[$`|&<>(){}*?!\\\n\r\0]")
 COUNTS = ("--nproc-per-node", "--nproc_per_node", "--num_gpus", "--num_accelerators")
 FORM = (
     "Want: [source|conda activate ENV ;] python | torchrun FLAGS | deepspeed FLAGS, for example "
-    "'source activate /envs/lathe ; torchrun --nproc-per-node NGPUS'."
+    "'source activate /envs/lathe ; torchrun --nproc-per-node NGPUS'. Modules, containers, conda "
+    "run and uv: docs/launch-line.md."
 )
 
 
@@ -35,7 +35,7 @@ class LaunchLine:
     argv: tuple[str, ...]
 
 
-def read(text: str, job: JobConfig, *, python: str, exp_id: str) -> LaunchLine:
+def read(text: str, job: JobConfig, *, python: str) -> LaunchLine:
     """The launch of one job. NGPUS stands for the GPUs of a node of this very job (1 where it has
     none).
 
@@ -59,7 +59,7 @@ def read(text: str, job: JobConfig, *, python: str, exp_id: str) -> LaunchLine:
             " It starts its ranks itself, on one machine: use nodes=1 and python, or no survive."
         )
     if job.nodes > 1:
-        words = _across_nodes(words, job, exp_id)
+        words = _across_nodes(words, job)
     return LaunchLine(
         activate, tuple(word.replace("NGPUS", str(max(job.gpus, 1))) for word in words)
     )
@@ -95,8 +95,11 @@ def _environment(text: str, words: list[str]) -> str:
     return words[-1]
 
 
-def _across_nodes(words: list[str], job: JobConfig, exp_id: str) -> list[str]:
-    """The same torchrun with a rendezvous at the first node, whose name the wrapper fills in."""
+def _across_nodes(words: list[str], job: JobConfig) -> list[str]:
+    """The same torchrun with a rendezvous at the first node.
+
+    The wrapper fills in its host, port and id (jobs/node/rendezvous.py).
+    """
     is_torchrun = PurePath(words[0]).name == "torchrun"
     at = 1 if is_torchrun else 3
     if not is_torchrun and words[1:3] != ["-m", "torch.distributed.run"]:
@@ -105,16 +108,15 @@ def _across_nodes(words: list[str], job: JobConfig, exp_id: str) -> list[str]:
         )
     if any(word.startswith(("--nnodes", "--rdzv", "--master")) for word in words):
         return words
-    port = FIRST_PORT + int(exp_id[:6], 16) % PORTS
-    rendezvous = [
+    meeting = [
         "--rdzv-backend",
         "c10d",
         "--rdzv-endpoint",
-        f"{HEAD}:{port}",
+        f"{rendezvous.HEAD}:{rendezvous.PORT}",
         "--rdzv-id",
-        exp_id,
+        rendezvous.ID,
     ]
-    return [*words[:at], "--nnodes", str(job.nodes), *rendezvous, *words[at:]]
+    return [*words[:at], "--nnodes", str(job.nodes), *meeting, *words[at:]]
 
 
 def processes(argv: tuple[str, ...], job: JobConfig) -> int | None:

@@ -39,16 +39,25 @@ class Decision:
 
 
 def decide(
-    row: Row | None, limits: Limits, *, is_finished: bool, training_now: str | None = None
+    row: Row | None,
+    limits: Limits,
+    *,
+    is_finished: bool,
+    training_now: str | None = None,
+    awaited: str | None = None,
 ) -> Decision:
-    """Send it (a new attempt), settle it (an intent without an answer), or leave it alone.
+    """Send it (a new attempt), settle it (an intent without an answer), let it wait, or leave it
+    alone.
 
     row: None when it was never recorded. is_finished: the training itself says that it reached its
-    end. training_now: what shows that a training of it runs, though no scheduler says so.
+    end. training_now: what shows that a training of it runs, though no scheduler says so. awaited:
+    the base that it needs and that has no model yet.
     """
     decision = _decide(row, limits, is_finished=is_finished)
     if decision.action == "send" and training_now is not None:
         return Decision("skip", training_now)
+    if decision.action == "send" and awaited is not None:
+        return Decision("wait", awaited)
     return decision
 
 

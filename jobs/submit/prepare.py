@@ -19,6 +19,7 @@ from jobs.code import snapshot
 from jobs.config import JobConfig
 from jobs.record import wandb_key
 from jobs.record.paths import BaseFolder, check_base
+from jobs.submit import refusals
 from jobs.submit.request import RESEND_S, Request
 from trainer.config.block import validate
 from trainer.config.flags import PATHS, RUN_FLAGS, SWITCHES
@@ -70,6 +71,13 @@ def training_flags(words: Sequence[str]) -> dict[str, str]:
     return flags
 
 
+def with_steps(flags: Mapping[str, str], steps: int | None) -> dict[str, str]:
+    """The flags of a training whose dictionary has the value of --steps: its schedule stays, so the
+    training has to know that it was shortened.
+    """
+    return dict(flags) if steps is None else {"steps": str(steps), **flags}
+
+
 def make(
     *,
     group: str,
@@ -89,11 +97,13 @@ def make(
 ) -> Request:
     """The Request for a group.
 
+    flags: those of `training_flags`, and "steps" where --steps has shortened the experiments.
     Takes a snapshot of the code (not for a plan), and checks where the key of W&B will come from.
     """
     check_base(base)
     load = backend_of or BackendCache()
     target = load(backend)
+    start = refusals.start_folder(experiments, PROJECT, shares_disk=target.traits.shares_disk)
     folder = BaseFolder(base.absolute())
     source = wandb_key.find_key_source(job, os.environ)
     # the job reads it; its path may come from WANDB_API_KEY_FILE of this shell
@@ -105,7 +115,7 @@ def make(
     if take_snapshot and not target.traits.is_in_process:
         code = snapshot.take(PROJECT, folder, allow_dirty=allow_dirty)
         patch = " + patch" if code.is_dirty else ""
-        log.info("code: snapshot %s of commit %s%s", code.digest[:12], code.commit, patch)
+        log.info("code: snapshot %s of %s%s", code.digest[:12], code.name, patch)
     return Request(
         base=folder,
         group=group,
@@ -121,9 +131,10 @@ def make(
             for name, text in flags.items()
         ],
         deepspeed=flags.get("deepspeed"),
-        environment=secret_keys.minimal_environment(
-            os.environ, is_same_machine=target.traits.runs_here
-        ),
+        environment={
+            **secret_keys.minimal_environment(os.environ, is_same_machine=target.traits.runs_here),
+            **start,
+        },
         retry=retry,
         max_parallel=max_parallel,
         use_array=use_array,

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from jobs.errors import Unreachable
 from jobs.protocol import Backend, JobSpec, Rendered, token_of
 from jobs.record import events as record
-from jobs.submit import launch_line
+from jobs.record.bases import base_of, has_model
+from jobs.submit import launch_line, refusals
 from trainer import tasks
-from trainer.config import deepspeed_config
-from trainer.config.identity import digest, exp_id
+from trainer.config import auto, deepspeed_config
+from trainer.config.identity import base_id, digest, exp_id
 from trainer.errors import ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from jobs.config import JobConfig
     from jobs.job_state import JobState
     from jobs.record.paths import BaseFolder, RunFolder
+    from trainer.config.schema import Experiment
 
 LOCK_WAIT_S = 60.0
 
@@ -64,17 +66,9 @@ class Request:
     @functools.cached_property
     def templates(self) -> dict[str, JobSpec]:
         """A spec for each experiment, without attempt and token; ConfigError names each mistake."""
-        for flag in self.flags:
-            name, _, text = flag.partition("=")
-            if "\0" in flag:
-                raise ConfigError(f"{name}: {text!r} holds a NUL character. Remove it.")
-            is_checked = name == "--data_path" and self.backend.traits.shares_disk
-            if is_checked and not Path(text).exists():
-                raise ConfigError(
-                    f"--data_path {text}: there is no such folder. Give one that the job's node "
-                    "sees too."
-                )
-        mistakes: list[str] = []
+        mistakes = list(
+            refusals.of_flags(self.flag_texts, shares_disk=self.backend.traits.shares_disk)
+        )
         templates: dict[str, JobSpec] = {}
         for name, values in self.by_id.items():
             try:
@@ -93,6 +87,12 @@ class Request:
                 f"-j {self.backend.name} cannot be used from here:\n  " + "\n  ".join(problems)
             )
         return templates
+
+    @property
+    def flag_texts(self) -> dict[str, str]:
+        """The flags by name: {"data_path": "/data/nq"}; "" of a switch."""
+        parts = [flag.removeprefix("--").partition("=") for flag in self.flags]
+        return {name: text for name, _, text in parts}
 
     @functools.cached_property
     def trials(self) -> dict[str, AttemptDraft]:
@@ -124,6 +124,40 @@ class Request:
             drafts[name] = AttemptDraft(spec, self.backend.render(spec), nonce)
         return drafts
 
+    def check_bases(self) -> None:
+        """ConfigError for every experiment whose base neither is in this group nor was ever sent or
+        run: its training would find no model.
+        """
+        mistakes: list[str] = []
+        for name, values in self.by_id.items():
+            base = base_of(self.base.run(name), values)
+            if base is None or base.path.name in self.by_id or has_model(base.path):
+                continue
+            if not base.record.exists() and not base.status.exists():
+                task = values["base"]["experiment"].get("task")
+                mistakes.append(
+                    f"experiment {name}: its base, experiment {base.path.name} (task {task}), was "
+                    f"never run in {self.base.path}. Submit that one's group first, or put both in "
+                    "one group."
+                )
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+
+    def levels(self) -> list[list[str]]:
+        """The ids in the order in which they can be trained: first those that need no other of this
+        group, then those whose base is among the first, and so on.
+        """
+        depths: dict[str, int] = {}
+        for name in self.by_id:
+            depth, before = 0, base_id(self.by_id[name])
+            while before in self.by_id:
+                depth, before = depth + 1, base_id(self.by_id[before])
+            depths[name] = depth
+        return [
+            [name for name in self.by_id if depths[name] == depth]
+            for depth in range(max(depths.values(), default=-1) + 1)
+        ]
+
     @functools.cached_property
     def by_id(self) -> dict[str, dict[str, Any]]:
         """The dictionaries by experiment id."""
@@ -135,11 +169,12 @@ class ActionResult:
     """The action that was (or would be) taken for one experiment."""
 
     exp_id: str
-    action: str  # send, settle, skip, wait, failed
+    action: str  # send, settle, skip, wait, unread, failed
     text: str
     state: JobState
     is_bad: bool = False
     is_unanswered: bool = False
+    is_transient: bool = False  # it failed, and may succeed later although nobody changes anything
 
 
 def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
@@ -170,22 +205,20 @@ def as_attempt(template: JobSpec, number: int, nonce: str, *, folder: RunFolder)
 
 
 def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
-    launch = launch_line.read(
-        request.job.python_binary, request.job, python=request.python, exp_id=name
-    )
+    launch = launch_line.read(request.job.python_binary, request.job, python=request.python)
     cfg = tasks.parse(values, source=f"experiment {name}")
-    deepspeed = request.deepspeed or cfg.deepspeed
-    world = launch_line.processes(launch.argv, request.job)
-    if world is not None:  # else only the node knows how many devices it has
-        source = f"DeepSpeed file {deepspeed!r} with experiment {name} on {world} processes"
-        deepspeed_config.build(
-            deepspeed_config.read(deepspeed),
-            train=cfg.train,
-            optim=cfg.optim,
-            world=world,
-            source=source,
-        )
     folder = request.base.run(name)
+    base = base_of(folder, values)
+    problems = refusals.of_experiment(
+        cfg,
+        ds=_deepspeed(request, name, cfg, launch_line.processes(launch.argv, request.job)),
+        job=request.job,
+        folder=folder,
+        flags=request.flag_texts,
+        shares_disk=request.backend.traits.shares_disk,
+    )
+    if problems:
+        raise ConfigError("\n".join(f"experiment {name}: {problem}" for problem in problems))
     program = [
         "trainval.py",
         f"--exp_id={name}",
@@ -216,4 +249,27 @@ def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
         job=request.job,
         after=list(request.after),
         max_parallel=request.max_parallel,
+        base=None if base is None else str(base.path),
+    )
+
+
+def _deepspeed(
+    request: Request, name: str, cfg: Experiment, world: int | None
+) -> dict[str, Any] | None:
+    """The DeepSpeed dictionary of a training on `world` processes; ConfigError with its mistakes.
+
+    None when only the node knows how many devices it has.
+    """
+    deepspeed = auto.placeholder(request.deepspeed or cfg.deepspeed, cfg)
+    preset = deepspeed_config.read(deepspeed)
+    if world is None:
+        return None
+    if cfg.train.micro_batch == 0:  # "auto": the training chooses
+        cfg = auto.with_micro_batch(cfg, 1)
+    return deepspeed_config.build(
+        preset,
+        train=cfg.train,
+        optim=cfg.optim,
+        world=world,
+        source=f"DeepSpeed file {deepspeed!r} with experiment {name} on {world} processes",
     )

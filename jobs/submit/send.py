@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from jobs.errors import Refused, Unreachable
+from jobs.errors import NotYet, Refused, Unreachable
 from jobs.protocol import ArrayBackend, Backend, JobSpec, Rendered, array_token
 from jobs.record import events as record
 from jobs.record.paths import RunFolder
+from jobs.record.state_table import TURN
 from jobs.record.times import seconds_since
 from jobs.submit.request import as_attempt
 from trainer.errors import ConfigError
@@ -42,6 +43,7 @@ class Outcome:
     is_sent: bool
     text: str
     is_refused: bool = False
+    is_waiting: bool = False  # its scheduler takes no more jobs now; `reconcile` sends it
 
 
 def fresh(job: Job, template: JobSpec, folder: RunFolder) -> JobSpec:
@@ -103,13 +105,7 @@ def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: 
     """
     ids = ids_of(sent, backend)
     if ids:
-        record.append(
-            folder, {"event": "submitted", "attempt": sent.number, "id": ids[0], "adopted": True}
-        )
-        _tell_haven(folder, ids[0], read_spec(folder, sent.number))
-        if sent.is_cancelled:
-            backend.cancel(ids[0])
-        return Outcome(True, f"adopted {ids[0]}: an earlier submission had sent it")
+        return _adopt(folder, sent, backend, ids[0])
     if folder.attempt(sent.number).starts():
         return Outcome(True, "it has started, and its scheduler has forgotten under which id")
     if sent.is_cancelled:
@@ -123,20 +119,42 @@ def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: 
     if sent.index is not None:  # its array never was: it goes alone now, under its own name
         if not give_up(folder, sent.number):
             return Outcome(True, "it has started just now")
-        record.append(
-            folder,
-            {
-                "event": "refused",
-                "attempt": sent.number,
-                "reason": f"array {sent.name} never arrived",
-            },
-        )
-        job = record.read(folder)
-        assert job is not None, "the record was read a moment ago"
-        return send(folder, fresh(job, read_spec(folder, sent.number), folder), backend)
+        reason = f"array {sent.name} never arrived"
+        record.append(folder, {"event": "refused", "attempt": sent.number, "reason": reason})
+        return _send_next(folder, sent, backend)
     spec = read_spec(folder, sent.number)
     record.append(folder, {"event": "resent", "attempt": sent.number})
     return _submit(folder, spec, backend, backend.render(spec))
+
+
+def take_turn(folder: RunFolder, sent: Sent, backend: Backend) -> Outcome:
+    """Send an attempt again for which its scheduler had no room, under the same name.
+
+    Its record stays as it is while there is still none: it may wait for days.
+    """
+    if ids := ids_of(sent, backend):
+        return _adopt(folder, sent, backend, ids[0])
+    if sent.index is not None:  # its array had no room: it goes alone, under its own name
+        give_up(folder, sent.number)
+        return _send_next(folder, sent, backend)
+    spec = read_spec(folder, sent.number)
+    return _submit(folder, spec, backend, backend.render(spec))
+
+
+def _adopt(folder: RunFolder, sent: Sent, backend: Backend, job_id: str) -> Outcome:
+    record.append(
+        folder, {"event": "submitted", "attempt": sent.number, "id": job_id, "adopted": True}
+    )
+    _tell_haven(folder, job_id, read_spec(folder, sent.number))
+    if sent.is_cancelled:
+        backend.cancel(job_id)
+    return Outcome(True, f"adopted {job_id}: an earlier submission had sent it")
+
+
+def _send_next(folder: RunFolder, sent: Sent, backend: Backend) -> Outcome:
+    job = record.read(folder)
+    assert job is not None, "the record was read a moment ago"
+    return send(folder, fresh(job, read_spec(folder, sent.number), folder), backend)
 
 
 def give_up(folder: RunFolder, number: int) -> bool:
@@ -178,7 +196,7 @@ def send_array(
         )
     try:
         array_id = backend.submit(rendered)
-    except (Refused, Unreachable) as error:
+    except (NotYet, Refused, Unreachable) as error:
         return {
             spec.folder: _not_sent(RunFolder(Path(spec.folder)), spec, error) for spec in members
         }
@@ -193,7 +211,7 @@ def send_array(
 def _submit(folder: RunFolder, spec: JobSpec, backend: Backend, rendered: Rendered) -> Outcome:
     try:
         job_id = backend.submit(rendered)
-    except (Refused, Unreachable) as error:
+    except (NotYet, Refused, Unreachable) as error:
         return _not_sent(folder, spec, error)
     return _note_id(folder, spec, job_id)
 
@@ -210,6 +228,12 @@ def _not_sent(folder: RunFolder, spec: JobSpec, error: Exception) -> Outcome:
     if isinstance(error, Refused):
         record.append(folder, {"event": "refused", "attempt": spec.attempt, "reason": str(error)})
         return Outcome(False, f"refused: {error}", is_refused=True)
+    if isinstance(error, NotYet):
+        reason = f"{TURN}{error}"
+        job = record.read(folder)
+        if job is None or job.last is None or job.last.reason != reason:
+            record.append(folder, {"event": "refused", "attempt": spec.attempt, "reason": reason})
+        return Outcome(False, f"{reason}: `reconcile` sends it", is_waiting=True)
     record.append(folder, {"event": "unseen", "reason": str(error)})
     return Outcome(False, f"no answer, so it may have arrived: {error}")
 

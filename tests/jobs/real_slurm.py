@@ -7,7 +7,7 @@ second or two.
 
 cluster.conf, cluster.env     slurm.conf, and {"SLURM_CONF": ...} for other processes
 cluster.nodes                 ("n1", "n2"): two virtual nodes of 2 CPUs, 4 GiB and 2 (pretended)
-                              GPUs each
+                              GPUs each, and 3,600 of a gres `nvme`
 partitions                    `low` (the default; requeued when `high` needs the node), `high`, and
                               `off` (down)
 cluster.kill_controller()     SIGKILL to slurmctld; cluster.start_controller() starts it again with
@@ -103,10 +103,10 @@ MessageTimeout=4
 KillWait={kill_wait_s}
 MinJobAge={min_job_age_s}
 MaxArraySize=101
-GresTypes=gpu
+GresTypes=gpu,nvme
 {accounting}
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{node_port}-{last_node_port}] CPUs={cpus} \
-RealMemory={memory} Gres=gpu:{gpus}
+RealMemory={memory} Gres=gpu:{gpus},nvme:3600
 PartitionName=low Nodes=n[1-2] Default=YES PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=high Nodes=n[1-2] PriorityTier=10 PreemptMode=OFF
 PartitionName=off Nodes=n[1-2] State=DOWN
@@ -405,7 +405,10 @@ def real_slurm(
     cluster.conf.write_text(CONF.format(**values))
     for number in range(GPUS):
         (folder / f"gpu{number}").touch()  # a GPU is a file to Slurm: any file will do
-    (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n")
+    (folder / "gres.conf").write_text(
+        f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n"
+        "NodeName=n[1-2] Name=nvme Count=3600\n"
+    )
     before = os.environ.get("SLURM_CONF")
     os.environ.update(cluster.env)
     try:

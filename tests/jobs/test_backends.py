@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs import backends
 from jobs.protocol import Traits
+from tests.jobs import hostile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +28,27 @@ def test_the_traits_of_each_backend() -> None:
     assert {name for name in traits if traits[name].is_in_process} == {"inline"}
     assert {name for name in traits if traits[name].runs_here} == {"inline", "local"}
     assert {name for name in traits if traits[name].keeps_queue} == {"inline", "local"}
+    assert {name for name in traits if traits[name].awaits_bases} == {"local"}
     assert {name for name in traits if traits[name].shares_disk} == {"inline", "local", "slurm"}
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "slurm": {},
+    "local": {},
+    "ray": {},
+    "k8s": {"image": "registry.example.com/lathe", "volumes": ["claim:/shared"]},
+    "toolkit": {"account_id": "a", "image": "i", "data": ["org.a.x:/shared"], "python": "python"},
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_wrappers_python_gets_the_library_path_of_the_training(name: str) -> None:
+    pytest.importorskip({"k8s": "kubernetes"}.get(name, "jobs"))
+    spec = hostile.make(
+        JOBS[name], backend=name, environment={"LD_LIBRARY_PATH": "/apps/python/lib", "OTHER": "no"}
+    )
+    rendered = backends.load(name).render(spec)
+    assert "/apps/python/lib" in " ".join((rendered.text, *rendered.argv))
 
 
 def compared_with_a_backend(file: Path) -> list[str]:

@@ -94,7 +94,7 @@ def test_flags_and_dictionaries_reach_the_training_as_they_are(
         "from exp_configs import EXP_GROUPS as BUILT_IN, vary\n"
         f"TEXTS = {texts!r}\n"
         'SMALL = BUILT_IN["causal_lm_tiny"][0]\n'
-        'EXP_GROUPS = {"sweep": [vary(SMALL, base=f"{i}{text}", train={"seed": i}) for i, text '
+        'EXP_GROUPS = {"sweep": [vary(SMALL, label=f"{i}{text}", train={"seed": i}) for i, text '
         "in enumerate(TEXTS)]}\n"
     )
     configs = tmp_path / "jobs.py"
@@ -118,8 +118,8 @@ def test_flags_and_dictionaries_reach_the_training_as_they_are(
         folder = Path(row["folder"])
         log = (folder / "attempts" / "1" / "logs.txt").read_text()
         assert repr(f"--wandb_run_name={texts[2]}") in log or f"--wandb_run_name={texts[2]}" in log
-    bases = {json.loads(path.read_text())["base"] for path in here.base.glob("*/exp_dict.json")}
-    assert bases == {f"{i}{text}" for i, text in enumerate(texts)}
+    labels = {json.loads(path.read_text())["label"] for path in here.base.glob("*/exp_dict.json")}
+    assert labels == {f"{i}{text}" for i, text in enumerate(texts)}
     assert not trap.exists()
 
 

@@ -8,8 +8,6 @@ from jobs.config import JobConfig, Resources
 from jobs.submit.launch_line import processes, read
 from tests.wording import refused
 
-EXP_ID = "ab12cd" + "0" * 26
-
 
 def job(gpu: int = 0, nodes: int = 1) -> JobConfig:
     return JobConfig(resources=Resources(gpu=gpu), nodes=nodes)
@@ -44,7 +42,7 @@ def job(gpu: int = 0, nodes: int = 1) -> JobConfig:
     ],
 )
 def test_launch_lines_are_read(text: str, gpu: int, activate: str | None, argv: list[str]) -> None:
-    launch = read(text, job(gpu), python="/env/bin/python3", exp_id=EXP_ID)
+    launch = read(text, job(gpu), python="/env/bin/python3")
     assert (launch.activate, list(launch.argv)) == (activate, argv)
 
 
@@ -78,17 +76,33 @@ def test_launch_lines_are_read(text: str, gpu: int, activate: str | None, argv: 
 )
 def test_what_a_shell_would_run_is_refused(text: str) -> None:
     with refused("python_binary"):
-        read(text, job(), python="python", exp_id=EXP_ID)
+        read(text, job(), python="python")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "conda run -n lathe python",
+        "uv run python",
+        "apptainer exec --nv lathe.sif python",
+        "srun --container-image=lathe python",
+        "module load python ; python",
+    ],
+)
+def test_a_program_that_starts_the_python_is_refused_with_the_page_that_says_how(
+    text: str,
+) -> None:
+    with refused("launch_line_page"):
+        read(text, job(), python="python")
 
 
 def test_several_nodes_meet_at_the_first() -> None:
-    argv = list(read("", job(4, nodes=2), python="python", exp_id=EXP_ID).argv)
+    argv = list(read("", job(4, nodes=2), python="python").argv)
     assert argv[argv.index("--nnodes") + 1] == "2"
-    endpoint = argv[argv.index("--rdzv-endpoint") + 1]
-    assert endpoint.startswith("HEAD_NODE:")
-    assert 29400 <= int(endpoint.partition(":")[2]) < 31400
+    assert argv[argv.index("--rdzv-endpoint") + 1] == "HEAD_NODE:RDZV_PORT"
+    assert argv[argv.index("--rdzv-id") + 1] == "RDZV_ID"
     with refused("launcher_of_nodes"):
-        read("deepspeed", job(4, nodes=2), python="python", exp_id=EXP_ID)
+        read("deepspeed", job(4, nodes=2), python="python")
 
 
 @pytest.mark.parametrize(
@@ -108,4 +122,4 @@ def test_the_world_size_is_known_before_anything_is_sent(
     text: str, gpu: int, nodes: int, world: int | None
 ) -> None:
     config = job(gpu, nodes)
-    assert processes(read(text, config, python="python", exp_id=EXP_ID).argv, config) == world
+    assert processes(read(text, config, python="python").argv, config) == world

@@ -492,6 +492,27 @@ def test_what_ran_before_a_restart_of_the_machine_is_preempted(idle: Queue) -> N
     assert (observed.state, observed.reason) == ("preempted", "the machine was restarted")
 
 
+GARBAGE = ["", "{", "[]", "null", '{"x": 1}', '{"code": "0"}', "[" * 100_000, "a folder", "a loop"]
+
+
+@pytest.mark.parametrize("text", GARBAGE, ids=[text[:12] or "empty" for text in GARBAGE])
+def test_an_ended_json_that_is_none_of_the_queues_is_a_failure_with_its_file(
+    idle: Queue, text: str
+) -> None:
+    job_id, other = add(idle, "ft_a_a_1"), add(idle, "ft_b_b_1")
+    file = idle.entry("ft_a_a_1").folder / "ended.json"
+    if text == "a folder":
+        file.mkdir()
+    elif text == "a loop":
+        file.symlink_to(file)
+    else:
+        file.write_text(text)
+    found = Local().query([job_id, other])
+    assert (found[job_id].state, found[other].state) == ("failed", "queued")
+    assert str(file) in (found[job_id].reason or "")
+    assert (Local().find("ft_a_a_1"), idle.has_succeeded(["ft_a_a_1"])) == ([job_id], False)
+
+
 def test_adoption_wakes_the_queue(own: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     woken: list[Path] = []
     monkeypatch.setattr(Queue, "wake", lambda self: woken.append(self.folder))

@@ -8,15 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs.node import host as node
+from jobs.node import pulse
 from jobs.node import wrapper as run
 from jobs.record.paths import RunFolder
+from jobs.record.times import age_of
+from trainer.files.atomic import write_json
 from trainer.runtime.process import birth
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,6 +252,77 @@ def test_an_attempt_steps_back_while_an_earlier_one_is_alive(folder: Path) -> No
     assert not (folder / "ran").exists()
 
 
+def other_host(folder: Path, number: int, *, ahead_s: float) -> Path:
+    """A start on a node whose clock is ahead (or, negative, behind): its heartbeat."""
+    attempt = RunFolder(folder).attempt(number)
+    moment = datetime.now(timezone.utc) + timedelta(seconds=ahead_s)
+    at = moment.isoformat(timespec="milliseconds")
+    facts = {"at": at, "host": "another", "pid": 1, "id": "8"}
+    attempt.start_file(1).write_text(json.dumps(facts))
+    attempt.heartbeat.write_text(json.dumps({"at": at, "step": 1}))
+    return attempt.heartbeat
+
+
+@pytest.mark.parametrize("ahead_s", [240.0, 0.0, -100.0])
+def test_a_start_elsewhere_whose_heart_stopped_is_dead_whatever_its_clock_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    monkeypatch.setattr(pulse, "ALIVE_S", 0.3)
+    spec(folder, "open('ran', 'a').write('x')", number=2)
+    spec(folder, "")
+    other_host(folder, 1, ahead_s=ahead_s)
+    assert run.run(folder, 2) == 0
+    assert (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("ahead_s", [240.0, 0.0, -100.0, -2000.0])
+def test_a_start_elsewhere_whose_heart_beats_lives_whatever_its_clock_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    monkeypatch.setattr(pulse, "ALIVE_S", 10.0)
+    spec(folder, "open('ran', 'a').write('x')", number=2)
+    spec(folder, "")
+    heartbeat = other_host(folder, 1, ahead_s=ahead_s)
+    beat, has_ended = json.loads(heartbeat.read_text()), threading.Event()
+
+    def beats() -> None:
+        while not has_ended.wait(0.2):
+            beat["step"] += 1
+            write_json(heartbeat, beat)
+
+    heart = threading.Thread(target=beats)
+    heart.start()
+    code = run.run(folder, 2)
+    has_ended.set()
+    heart.join()
+    assert code == 75
+    assert "attempt 1 is alive" in outcome(folder, 2)["reason"]
+    assert not (folder / "ran").exists()
+
+
+def test_a_start_elsewhere_that_is_older_than_any_clock_is_wrong_costs_no_wait(
+    folder: Path,
+) -> None:
+    spec(folder, "open('ran', 'a').write('x')", number=2)
+    spec(folder, "")
+    heartbeat = other_host(folder, 1, ahead_s=-1000.0)
+    for path in (heartbeat, *RunFolder(folder).attempt(1).starts()):
+        os.utime(path, (time.time() - 1000, time.time() - 1000))
+    begin = time.monotonic()
+    assert run.run(folder, 2) == 0
+    assert time.monotonic() - begin < 60
+
+
+def test_the_age_of_a_heartbeat_is_the_disks_when_its_clock_is_ahead(folder: Path) -> None:
+    spec(folder, "")
+    heartbeat = other_host(folder, 1, ahead_s=240.0)
+    os.utime(heartbeat, (time.time() - 700, time.time() - 700))
+    at = json.loads(heartbeat.read_text())["at"]
+    assert 690 < age_of(heartbeat, at) < 760
+    assert age_of(heartbeat, None) == float("inf")
+    assert age_of(folder / "absent", at) == 0.0
+
+
 SAVES = """
 import signal, sys, time
 def stop(*_):
@@ -391,13 +467,10 @@ def test_an_element_of_an_array_finds_its_experiment(
 
 def test_several_nodes_start_one_launcher_each_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    monkeypatch.setenv("LATHE_HEAD_NODE", "n1")
-    argv = node.launcher(
-        {"launcher": ["torchrun", "--rdzv-endpoint", "HEAD_NODE:29400"], "job": {"nodes": 2}}
-    )
+    argv = node.on_each_node(["torchrun", "--standalone"], {"job": {"nodes": 2}})
     assert argv[0] == "srun"
     assert "--ntasks=2" in argv
-    assert argv[-1] == "n1:29400"
+    assert argv[-2:] == ["torchrun", "--standalone"]
 
 
 def test_what_a_node_runs_names_every_package_as_its_own_files_do() -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from jobs.config import JobConfig
-from jobs.errors import Refused, Unreachable
+from jobs.errors import NotYet, Refused, Unreachable
 from jobs.job_state import ENDED_BADLY, Observed
 from jobs.protocol import Finding, JobSpec, Rendered, Traits
 from jobs.record import events as record
@@ -50,6 +50,7 @@ class Memory:
     lose_replies: int = 0
     lose_requests: int = 0
     refuse: str | None = None
+    room: int | None = None  # how many more jobs it takes for now
 
     def check(self) -> list[Finding]:
         return []
@@ -74,6 +75,10 @@ class Memory:
     def submit(self, rendered: Rendered) -> str:
         if self.refuse is not None:
             raise Refused(self.refuse)
+        if self.room == 0:
+            raise NotYet("QOSMaxSubmitJobPerUserLimit")
+        if self.room is not None:
+            self.room -= 1
         self.sent.append(rendered.token)
         if self.lose_requests:
             self.lose_requests -= 1
@@ -214,6 +219,61 @@ def test_a_refused_job_is_sent_anew_when_the_cause_is_mended(
     assert not result.is_bad
     assert [sent.number for sent in rows(base, scheduler)[0].history] == [1, 2]
     assert reconcile(Again(base, lambda name: scheduler)) == []
+
+
+@pytest.mark.parametrize("use_array", [False, True], ids=["alone", "array"])
+def test_what_a_full_scheduler_has_no_room_for_waits_and_reconcile_sends_it(
+    base: BaseFolder, scheduler: Memory, use_array: bool
+) -> None:
+    scheduler.room = 0 if use_array else 2
+    results = submit(request(base, scheduler, 5, use_array=use_array, max_parallel=9))
+    assert sum(result.action == "wait" for result in results) == (5 if use_array else 3)
+    assert not any(result.is_bad for result in results)
+    scheduler.room = 0
+    before = {folder.path: folder.record.read_bytes() for folder in base.submitted_runs()}
+    asked = len(scheduler.sent)
+    for _ in range(3):
+        done = reconcile(Again(base, lambda name: scheduler))
+        assert {result.action for result in done} == {"wait"}
+    after = {folder.path: folder.record.read_bytes() for folder in base.submitted_runs()}
+    # the one that asks first in each round may learn so for the first time
+    assert sum(after[path] != before[path] for path in after) <= 1
+    assert len(scheduler.sent) == asked
+    scheduler.room = None
+    done = reconcile(Again(base, lambda name: scheduler))
+    assert {result.action for result in done} == {"send"}
+    found = rows(base, scheduler)
+    assert [row.state for row in found] == ["queued"] * 5
+    assert len(scheduler.ids) == 5
+    assert all(len(row.history) <= 2 for row in found)
+
+
+def test_the_reason_of_what_waits_for_its_turn_is_shown(
+    base: BaseFolder, scheduler: Memory
+) -> None:
+    scheduler.room = 0
+    submit(request(base, scheduler))
+    (row,) = rows(base, scheduler)
+    assert (row.state, row.reason) == (
+        "pending",
+        "waits for its turn: QOSMaxSubmitJobPerUserLimit",
+    )
+
+
+def test_a_job_that_arrived_although_it_was_told_to_wait_is_adopted(
+    base: BaseFolder, scheduler: Memory
+) -> None:
+    scheduler.room = 0
+    submit(request(base, scheduler))
+    folder = base.submitted_runs()[0]
+    job = record.read(folder)
+    assert job is not None
+    assert job.last is not None
+    scheduler.ids[job.last.token] = "7"
+    scheduler.states["7"] = Observed("running")
+    (done,) = reconcile(Again(base, lambda name: scheduler))
+    assert done.text == "adopted 7: an earlier submission had sent it"
+    assert scheduler.sent == []
 
 
 def test_an_array_whose_reply_was_lost_is_adopted_element_by_element(

@@ -19,7 +19,7 @@ import pytest
 
 from jobs.backends.slurm.backend import Slurm
 from jobs.config import JobConfig
-from jobs.errors import Refused, Unreachable
+from jobs.errors import NotYet, Refused, Unreachable
 from jobs.job_state import Observed
 from jobs.protocol import ArrayBackend, Backend, JobSpec
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm, wait_for
@@ -270,6 +270,61 @@ def test_an_element_of_an_array_is_cancelled_alone(slurm: Slurm, make: Specs) ->
     reached(slurm, elements[1], "cancelled")
 
 
+def test_a_waiting_element_that_a_person_cancelled_is_cancelled_and_not_forgotten(
+    slurm: Slurm, cluster: RealSlurm, make: Specs
+) -> None:
+    room = make.base / "jobs" / "node"
+    room.mkdir(parents=True)
+    (room / "wrapper.py").write_text(SLEEP)
+    specs = [make().model_copy(update={"workdir": str(make.base)}) for _ in range(4)]
+    index_file = str(make.base / "array.json")
+    array_id = slurm.submit(
+        slurm.render_array(specs, token="fta_waiting", index_file=index_file, max_parallel=1)
+    )
+    elements = [slurm.element(array_id, index) for index in range(4)]
+    reached(slurm, elements[0], "running")
+    cluster.command("scancel", elements[2])
+    observed = slurm.query(elements)
+    assert [observed[element].state for element in elements] == [
+        *("running", "queued", "cancelled", "queued"),
+    ]
+    assert observed[elements[2]].is_missing
+    assert slurm.query([elements[2]])[elements[2]].state == "cancelled"
+    assert slurm.query(["987654_2", "987654"]) == {}
+    slurm.cancel(array_id)
+    for element in elements:
+        reached(slurm, element, "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("said", "queue", "kind"),
+    [
+        ("QOSMaxSubmitJobPerUserLimit", "", NotYet),
+        ("AssocMaxSubmitJobLimit", "", NotYet),
+        ("AssocGrpSubmitJobsLimit", "", NotYet),
+        ("", "17", NotYet),  # the sentence alone, while own jobs stand in the queue
+        ("", "", Refused),  # and with none there, which could end
+        ("QOSMaxCpuPerUserLimit", "17", Refused),
+    ],
+)
+def test_a_limit_on_the_number_of_jobs_passes_by_itself(
+    make: Specs, monkeypatch: pytest.MonkeyPatch, said: str, queue: str, kind: type[Exception]
+) -> None:
+    policy = "Batch job submission failed: Job violates accounting/QOS policy"
+    text = f"sbatch: error: {said}\\nsbatch: error: {policy} (job submit limit, user's size)"
+    for name, script in (
+        ("sbatch", f'printf "{text}" >&2; exit 1'),
+        ("squeue", f"printf '{queue}'"),
+    ):
+        program = make.base / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{make.base}:{os.environ['PATH']}")
+    rendered = Slurm().render(make())
+    with pytest.raises(kind):
+        Slurm().submit(rendered)
+
+
 def test_what_cannot_share_an_array_is_refused(slurm: Slurm, make: Specs) -> None:
     specs = [make(), make(qos="other")]
     with refused("array_differs", keys=re.compile("job.*")):
@@ -380,8 +435,9 @@ def test_the_launcher_runs_once_on_every_node_and_meets_at_the_first(
     )
     launcher = [*PYTHON[:-1], str(rank), f"HEAD_NODE:{port}"]
     code = (
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from jobs.node import host; "
-        f"argv = host.launcher({{'launcher': {launcher!r}, 'job': {{'nodes': 2}}}}); "
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from jobs.node import host, rendezvous; "
+        f"argv = rendezvous.fill_in({launcher!r}, {{}}); "
+        "argv = host.on_each_node(argv, {'job': {'nodes': 2}}); "
         "assert argv[0] == 'srun'; os.execvp(argv[0], argv)"
     )
     spec = make(code, nodes=2, resources={"cpu": 2, "mem": 1, "gpu": 1})
@@ -536,11 +592,12 @@ def test_accounting_tells_of_jobs_that_the_controller_has_forgotten(
         "<<'END'\n9000001|COMPLETED|0:0|n1\n9000002|FAILED|75:0|n1\n9000003|FAILED|0:9|n2\n"
         "9000004|CANCELLED by 0|0:0|None "
         "assigned\n9000005|NODE_FAIL|0:0|n[1-2]\n9000006_1|OUT_OF_MEMORY|0:125|n1\n"
-        "9000007|RUNNING|0:0|n1\nEND\n"
+        "9000007|RUNNING|0:0|n1\n9000009_[2,4-8:2%3]|CANCELLED by 0|0:0|None assigned\nEND\n"
     )
     sacct.chmod(0o755)
     monkeypatch.setenv("PATH", f"{make.base}:{os.environ['PATH']}")
     ids = [*(f"900000{number}" for number in range(1, 6)), "9000006_1", "9000007", "9000008"]
+    ids += [f"9000009_{place}" for place in range(10)]
     assert slurm.query(ids) == {
         "9000001": Observed("succeeded", host="n1", exit_code=0),
         "9000002": Observed("failed", "FAILED", "n1", exit_code=75),
@@ -548,6 +605,10 @@ def test_accounting_tells_of_jobs_that_the_controller_has_forgotten(
         "9000004": Observed("cancelled", "CANCELLED by 0", never_ran=True),
         "9000005": Observed("preempted", "NODE_FAIL", "n[1-2]", exit_code=0),
         "9000006_1": Observed("oom", "OUT_OF_MEMORY", "n1"),
+        **{
+            f"9000009_{place}": Observed("cancelled", "CANCELLED by 0", never_ran=True)
+            for place in (2, 4, 6, 8)
+        },
     }  # and one that is said to run while the controller does not know it is not there
 
 
@@ -615,3 +676,26 @@ def test_a_job_that_slurm_has_forgotten_is_left_out(cluster: RealSlurm, make: Sp
         assert slurm.find(spec.token) == []
         assert list(slurm.logs(job_id, follow=False)) == []
         slurm.cancel(job_id)
+
+
+def test_the_wrappers_own_python_gets_the_library_path_that_the_training_gets(
+    slurm: Slurm, make: Specs
+) -> None:
+    libraries = "/apps/python 3.11/lib:$HOME/`x`"
+    code = "import os; open('seen', 'w').write(os.environ.get('LD_LIBRARY_PATH', '-'))"
+    for environment, seen in (({"LD_LIBRARY_PATH": libraries, "A": "b"}, libraries), ({}, "-")):
+        spec = make(code).model_copy(update={"environment": environment})
+        reached(slurm, sent(slurm, spec), "succeeded")
+        assert text_of(spec, "seen") == seen
+    with refused("script_control_character", value="a\x1bb"):
+        slurm.render(make().model_copy(update={"environment": {"LD_LIBRARY_PATH": "a\x1bb"}}))
+
+
+def test_a_wrapper_that_could_not_start_names_the_file_with_its_output(
+    slurm: Slurm, make: Specs
+) -> None:
+    spec = make("import sys; print('libpython is not there', file=sys.stderr); sys.exit(127)")
+    job_id = sent(slurm, spec)
+    observed = reached(slurm, job_id, "failed")
+    assert f"`logs` shows slurm-{job_id}.txt, where its output is" in str(observed.reason)
+    assert list(slurm.logs(job_id, follow=False)) == ["libpython is not there"]

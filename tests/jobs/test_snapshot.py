@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import json
 import logging
 import os
@@ -402,6 +404,71 @@ def test_a_project_that_the_repository_around_it_ignores_counts_as_without_git(
     taken = take(project / "ignored", base, allow_dirty=True)
     assert files(taken.tree) == {"trainval.py"}
     assert taken.commit is None
+
+
+# An installed version
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """Packages as pip leaves them, Lathe among them, in a repository that does not ignore them."""
+    folder = tmp_path / "env" / "site-packages"
+    texts = {
+        "trainval.py": "print('train')\n",
+        "trainer/loop.py": "x = 1\n",
+        "lathe-1.2.3.dist-info/METADATA": "Metadata-Version: 2.4\nName: lathe\nVersion: 1.2.3\n",
+    }
+    record = ["../../bin/lathe-jobs,,", "trainer/__pycache__/loop.cpython-311.pyc,,"]
+    for name, text in texts.items():
+        digest = hashlib.sha256(write(folder / name, text).read_bytes()).digest()
+        value = base64.urlsafe_b64encode(digest).decode().rstrip("=")
+        record.append(f"{name},sha256={value},{len(text)}")
+    record.append("lathe-1.2.3.dist-info/RECORD,,")
+    write(folder / "lathe-1.2.3.dist-info" / "RECORD", "\n".join(record) + "\n")
+    write(folder / "trainer" / "__pycache__" / "loop.cpython-311.pyc")
+    write(folder / "another" / "package.py")
+    write(folder / "another" / "library.so", b"\0" * (21 << 20))
+    git(tmp_path, "init", "--quiet", "env")
+    return folder
+
+
+def test_an_installed_version_is_taken_without_leave_and_without_its_neighbours(
+    installed: Path, base: BaseFolder
+) -> None:
+    taken = take(installed, base, allow_dirty=False)
+    assert files(taken.tree) == {"trainval.py", "trainer/loop.py"}
+    assert (taken.workdir, taken.is_dirty, taken.name) == (taken.tree, False, "lathe 1.2.3")
+    told = manifest(base, taken.digest)
+    assert (told["version"], told["commit"]) == ("lathe 1.2.3", None)
+    assert verify(base, taken.digest) == []
+
+
+def test_an_installed_version_has_the_digest_of_its_files(
+    installed: Path, base: BaseFolder, project: Path
+) -> None:
+    for name in ("trainval.py", "trainer/loop.py"):
+        shutil.copyfile(project / name, write(project.parent / "plain" / name))
+    from_folder = take(project.parent / "plain", base, allow_dirty=True)
+    assert take(installed, base, allow_dirty=False).digest == from_folder.digest
+
+
+def test_an_installed_file_that_was_altered_needs_leave(installed: Path, base: BaseFolder) -> None:
+    write(installed / "trainer" / "loop.py", "x = 2\n")
+    (installed / "trainval.py").unlink()
+    with refused("tree_altered", count=2, version="lathe 1.2.3") as caught:
+        take(installed, base, allow_dirty=False)
+    assert "M trainer/loop.py" in str(caught.value)
+    taken = take(installed, base, allow_dirty=True)
+    assert (files(taken.tree), taken.is_dirty) == ({"trainer/loop.py"}, True)
+
+
+def test_an_editable_installation_is_its_repository(project: Path, base: BaseFolder) -> None:
+    write(project / "lathe.egg-info" / "PKG-INFO", "Name: lathe\nVersion: 1.2.3\n")
+    write(project / "lathe.egg-info" / "SOURCES.txt", "trainval.py\n")
+    write(project / ".gitignore", "*.egg-info\n")
+    head = commit(project)
+    taken = take(project, base, allow_dirty=False)
+    assert (taken.commit, taken.files) == (head, 3)
 
 
 def test_a_folder_without_files_is_refused(tmp_path: Path, base: BaseFolder) -> None:

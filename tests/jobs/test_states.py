@@ -102,6 +102,14 @@ def test_a_running_job_is_judged_by_exit_file_then_scheduler_then_heartbeat(
     assert judge(job(), found, observed, is_seen=True).state == expected
 
 
+def test_a_missing_element_of_a_known_array_was_cancelled_unless_it_had_started() -> None:
+    missing = Observed("cancelled", never_ran=True, is_missing=True)
+    assert judge(job(), AttemptFiles(), missing, is_seen=True).state == "cancelled"
+    assert judge(job(), SILENT, missing, is_seen=True).state == "lost"
+    assert judge(job(), ALIVE, missing, is_seen=True).state == "running"
+    assert judge(job(), exit_file(0), missing, is_seen=True).state == "succeeded"
+
+
 def test_a_start_that_ends_with_bad_input_is_not_run_again_before_somebody_has_changed_it() -> None:
     verdict = judge(job(), exit_file(2, reason="no such group"), None, is_seen=True)
     assert (verdict.state, verdict.reason) == ("failed", "bad input: no such group")

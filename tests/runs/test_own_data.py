@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from jobs.backends import BackendCache
+from jobs.record.paths import BaseFolder
+from jobs.record.status import survey
 from tests import forked
 from tests.facts import LLAMA, PLACES, facts, write_facts
+from tests.jobs.conftest import queue, wait_until
+from trainer.config.identity import exp_id
+
+__all__ = ["queue"]
 
 PAGE = forked.ROOT / "docs" / "own-data.md"
 COMMAND = re.compile(r"^\$ python (.+)$", re.M)
@@ -92,6 +99,30 @@ def test_the_command_of_the_page_trains(group: str, place: Path) -> None:
     ]
     assert json.loads((run / "status.json").read_text())["state"] == "succeeded"
     assert any((run / "final").iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group", list(commands()))
+def test_the_command_of_the_page_trains_as_a_job_of_its_folder(
+    group: str, place: Path, queue: Path
+) -> None:
+    _, *words = commands()[group]
+    words[words.index("results")] = "jobs"  # no model of `results` is gone on with
+    sent = forked.run(*forked.TRAINVAL, *words, "-j", "local", "--allow_dirty", cwd=place)
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    values = json.loads(json.dumps(group_of(place, group)))
+    run = place / "jobs" / exp_id(values)
+    rows = wait_until(
+        lambda: survey(BaseFolder(place / "jobs"), only=[run.name], backend_of=BackendCache()),
+        lambda rows: rows[0].state in ("succeeded", "failed"),
+        within_s=300,
+    )
+    assert rows[0].state == "succeeded", (run / "attempts/1/err.txt").read_text()[-3000:]
+    assert json.loads((run / "exp_dict.json").read_text()) == values
+    assert any((run / "final").iterdir())
+    print(
+        f"own data: {group} with base {values['base']!r} by -j local: {rows[0].state}, {run.name}"
+    )
 
 
 def group_of(place: Path, group: str) -> object:

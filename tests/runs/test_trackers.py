@@ -130,8 +130,9 @@ def test_a_resumed_run_goes_on_in_both(tmp_path: Path, monkeypatch: pytest.Monke
 def _in_two_parts(folder: Path, environment: dict[str, str]) -> None:
     """Three steps, stopped by a signal; step 3 is lost, and done again with another loss."""
     os.environ |= environment
+    from trainer.config.flags import TRACKERS
     from trainer.telemetry.run_record import RunRecord
-    from trainer.telemetry.trackers import TRACKERS, tracked_runs
+    from trainer.telemetry.trackers import tracked_runs
 
     def record() -> RunRecord:
         return RunRecord(

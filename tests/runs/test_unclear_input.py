@@ -251,6 +251,24 @@ def test_a_savedir_that_is_a_file_is_called_one(below: str, folder: Path, tmp_pa
     assert file.read_text() == "mine"
 
 
+def test_a_run_folder_that_is_a_link_out_of_its_base_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    base, elsewhere = tmp_path / "base", tmp_path / "elsewhere"
+    planned = plan(experiment("causal_lm", folder), Options(base), world=1, rank=0)
+    base.mkdir()
+    elsewhere.mkdir()
+    planned.folder.symlink_to(elsewhere)
+    with refused("run_folder_leads_out", folder=planned.id):
+        claimed(planned, Options(base)).__enter__()
+    assert not list(elsewhere.iterdir())
+    planned.folder.unlink()
+    (base / "inside").mkdir()
+    planned.folder.symlink_to("inside")
+    with claimed(planned, Options(base)):
+        assert (base / "inside" / "exp_dict.json").is_file()
+
+
 def test_a_cache_that_cannot_be_written_says_where_to_put_another(tmp_path: Path) -> None:
     def refused(number: int) -> Callable[[Path], None]:
         def build(temporary: Path) -> None:

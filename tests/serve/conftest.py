@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import uvicorn
 from openai import DefaultHttpxClient, OpenAI
 
 from jobs.code.snapshot import Snapshot, take
 from jobs.record.paths import BaseFolder
 from jobs.serve import offers
 from jobs.serve.access import Gate, add_token, gate
-from jobs.serve.app import Server, make_app, make_keeper
+from jobs.serve.app import Server, make_app, make_keeper, options_of
 from jobs.serve.keeper import Keeper, Send
 from jobs.submit import prepare
 from tests.jobs.conftest import queue, wait_until
@@ -182,8 +181,7 @@ def serving(
             requests_per_minute=config.requests_per_minute,
         )
         app = make_app(keeper, entrance, has_keeper=has_keeper)
-        options = uvicorn.Config(app, log_level="warning", http="h11", ws="none")
-        server = Server(options, keeper)
+        server = Server(options_of(app), keeper)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

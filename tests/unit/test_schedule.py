@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from trainer.config.schema import Schedule
-from trainer.training.schedule import Plateau, factor, warmup_steps
+from trainer.training.schedule import Plateau, factor
 
 
 def theirs(name: str, warmup: int, total: int) -> list[float]:
@@ -37,7 +37,7 @@ def test_factors_equal_transformers_schedulers(
 
 
 def test_a_warmup_ratio_is_rounded_up() -> None:
-    assert warmup_steps(Schedule(warmup_ratio=0.05), 30) == 2
+    assert Schedule(warmup_ratio=0.05).warmup_of(30) == 2
 
 
 def test_plateau_follows_torch() -> None:

@@ -215,6 +215,7 @@ def test_status_says_state_step_total_host_time_and_error(tmp_path: Path) -> Non
     assert status.pop("host")
     assert process.life(status.pop("process")) == "alive"
     assert status.pop("goodput")["share"] == 0
+    assert status.pop("checkpoint") is None
     assert status.pop("startup") == {}
     assert status == {
         "state": "failed",
@@ -223,6 +224,15 @@ def test_status_says_state_step_total_host_time_and_error(tmp_path: Path) -> Non
         "error": "DivergedError: loss is nan",
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
+
+
+def test_status_says_the_step_of_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    live = run(tmp_path)
+    for name in ("step-9", "step-10", ".step-20.tmp", "step-x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    live.status("preempted", step=12)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["step"], status["checkpoint"]) == (12, 10)
 
 
 # ---------------------------------------------------------------- the console

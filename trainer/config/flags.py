@@ -7,11 +7,20 @@ docs/add-a-flag.md adds one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+
+from trainer.errors import nearest
+
+TRACKERS = ("tensorboard", "mlflow")
+ENTITY_ALONE = (
+    "--wandb_entity_name and --wandb_project_name: got the entity alone, want the "
+    "project too (or alone: then it is your default entity's), or neither."
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,18 @@ class OnOff:
 def _text_or_none(text: str | None) -> str | None:
     """Launch scripts of earlier projects write "None" for a flag that they do not give."""
     return None if text in ("None", "none") else text
+
+
+def names_of_trackers(text: str | None) -> tuple[str, ...]:
+    """The trackers that a flag "tensorboard,mlflow" names."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
+def unknown_tracker(text: str | None) -> Iterator[str]:
+    """The problem of each name in such a flag that is no tracker."""
+    for name in names_of_trackers(text):
+        if name not in TRACKERS:
+            yield f"--trackers: {name!r} does not exist. {nearest(name, list(TRACKERS))}"
 
 
 DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of the data set.")]

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from trainer.errors import ConfigError
@@ -48,6 +48,13 @@ def exp_id(values: dict[str, Any]) -> str:
         )
     # plain JSON types: str(numpy.float64) inside a list depends on the numpy version
     return _haven_hash(json.loads(json.dumps(values)))
+
+
+def base_id(values: Mapping[str, Any]) -> str | None:
+    """The id of the experiment whose model this one begins with; None when its base is another."""
+    base = values.get("base")
+    before = cast("dict[str, Any]", base).get("experiment") if isinstance(base, dict) else None
+    return exp_id(cast("dict[str, Any]", before)) if isinstance(before, dict) else None
 
 
 def _foreign(value: Any, path: str) -> Iterator[str]:

@@ -1,19 +1,31 @@
 """What is wrong with a dictionary, a line for each mistake, and what to write instead. Imports no
 torch.
+
+A dictionary that fits its schema may still be one that no new run begins with. A run
+(trainer/launch/preflight.py) and the submission of a job (jobs/submit/refusals.py) take their words
+for it from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from trainer.config.synonyms import Synonym
 from trainer.errors import nearest
 
+if TYPE_CHECKING:
+    from trainer.config.schema import Experiment
+
 Block = type[BaseModel]
 Synonyms = Mapping[str, Synonym]
+OPTIMIZER_ON_NVME = (
+    "--survive: got an optimizer offloaded to NVMe, want it in memory, for ranks copy it "
+    "there after every step. Offload to the CPU, or train without --survive."
+)
 
 
 def mistakes(schema: Block, error: ValidationError, synonyms: Synonyms) -> list[str]:
@@ -80,3 +92,33 @@ def _types_in(annotation: Any) -> list[Any]:
     if not arguments:
         return [annotation]
     return [one for argument in arguments for one in _types_in(argument)]
+
+
+def no_base(source: str) -> str:
+    """The problem of a base whose name is neither a folder nor a name on the Hub."""
+    problem = "it is a file" if Path(source).is_file() else "there is no such folder here"
+    return (
+        f"base={source!r}: {problem}. Give the folder that holds config.json and the weights, a "
+        "Hub id, or a dictionary with a config."
+    )
+
+
+def long_warmup(cfg: Experiment) -> Iterator[str]:
+    """The problem of a warm-up that is longer than the run."""
+    steps, warmup = cfg.train.steps, cfg.schedule.warmup_of(cfg.train.steps)
+    if warmup > steps:
+        yield (
+            f"schedule.warmup_steps={warmup} is longer than the run of train.steps={steps}: "
+            f"its learning rate would never be reached. Use at most {steps}, a "
+            "warmup_ratio, or more steps."
+        )
+
+
+def foreign_best(cfg: Experiment) -> Iterator[str]:
+    """The problem of a train.best that is the name of no validation metric."""
+    best = cfg.train.best
+    if best is not None and not best.startswith("valid/"):
+        yield (
+            f"train.best={best!r}: evaluations are of the validation split, so that all metrics "
+            f"begin with 'valid/'. Use 'valid/loss', or {'valid/' + best.rpartition('/')[2]!r}."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -66,6 +67,14 @@ class Schedule(Strict):
     """reduce_on_plateau: the rate is multiplied by it."""
     patience: Annotated[int, Field(ge=0)] = 10
     """reduce_on_plateau: evaluations without improvement before that."""
+
+    def warmup_of(self, total: int) -> int:
+        """Steps of warm-up in a run of `total`; a ratio is rounded up, as the Hugging Face Trainer
+        does.
+        """
+        if self.warmup_ratio is not None:
+            return math.ceil(self.warmup_ratio * total)
+        return self.warmup_steps or 0
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Schedule:

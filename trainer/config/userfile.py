@@ -1,13 +1,20 @@
-"""The user's Python files, run for what they define (EXP_GROUPS, JOB_CONFIGS). Imports no torch."""
+"""Files that a user names: Python files, run for what they define (EXP_GROUPS, JOB_CONFIGS), and
+folders and files that a dictionary names by a relative path. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import traceback
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
+
+# The folder in which a job was submitted. Set by submission, and only for a dictionary with
+# relative paths: a job runs in another folder, the snapshot of its code.
+START_FOLDER = "LATHE_START_FOLDER"
 
 
 def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
@@ -68,6 +75,27 @@ def _line(error: BaseException, path: Path) -> int:
     frames = traceback.extract_tb(error.__traceback__)
     return next(
         (frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path), 1
+    )
+
+
+def placed(name: str) -> str:
+    """A path of a dictionary as this process reaches it: of a job, from the folder in which it was
+    submitted; else, and where nothing lies there, as it is.
+    """
+    start = os.environ.get(START_FOLDER)
+    if not start or not name:
+        return name
+    path = os.path.join(start, name)  # an absolute name stays what it is
+    return path if os.path.exists(path) else name
+
+
+def may_be_hub_id(spec: str) -> bool:
+    """Whether a name of a tokenizer or a base could be one on the Hub: "NAME" or "OWNER/NAME"."""
+    return (
+        bool(spec)
+        and not spec.startswith((".", "/", "~"))
+        and not spec.endswith("/")
+        and spec.count("/") <= 1
     )
 
 

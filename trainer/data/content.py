@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.config.identity import canonical_json
+from trainer.config.userfile import placed
 from trainer.data import left_out
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError
@@ -73,7 +74,7 @@ def shared_test_rows(task: Task, train: TokenStore, cache_dir: Path) -> left_out
         return notes.record()
 
     facts = {"shared": _settings(task), "train": train.digest, "program": program()}
-    facts["here"] = os.getcwd()
+    facts["here"] = os.path.abspath(placed(os.curdir))
     try:
         return left_out.Notes.of(recall(cache_dir, canonical_json(facts), read))
     except (ConfigError, DataError) as error:
@@ -103,7 +104,9 @@ def content_of_rows(
     if not settings or cache_dir is None:
         return _gather(split, read())
     facts = {"rows": settings, "encoding": encoding_id, "split": split, "program": program()}
-    facts["here"] = os.getcwd()  # a dictionary may name files by a relative path
+    facts["here"] = os.path.abspath(
+        placed(os.curdir)
+    )  # a dictionary may name files by a relative path
     return _gather(split, recall(cache_dir, canonical_json(facts), read))
 
 

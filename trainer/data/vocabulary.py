@@ -17,6 +17,7 @@ from transformers.models.auto.tokenization_auto import (
 )
 
 from trainer.config.schema import EmbeddedTokenizer
+from trainer.config.userfile import may_be_hub_id, placed
 from trainer.data import byte_tokenizer, lookup, stdlib_docs
 from trainer.errors import ConfigError
 from trainer.files import hub, packages
@@ -65,7 +66,7 @@ def load_tokenizer(
         return embedded_tokenizer(spec, cache_dir)
     if packages.is_packaged(spec):
         return _load(str(packages.folder_of(spec)), label, tried=[f"package {spec}"])
-    folders = [Path(spec)] + ([data_path / spec] if data_path is not None else [])
+    folders = [Path(placed(spec))] + ([data_path / spec] if data_path is not None else [])
     for folder in folders:
         if folder.is_dir():
             return _load(str(folder), label, tried=[f"folder {folder}"])
@@ -258,16 +259,6 @@ def _json_of(path: Path) -> dict[str, Any]:
 def is_of_foreign_code(error: Exception) -> bool:
     """Whether transformers refused a folder because it would have to run its code (auto_map)."""
     return "custom code" in str(error)
-
-
-def may_be_hub_id(spec: str) -> bool:
-    """Whether a name of a tokenizer or a base could be one on the Hub: "NAME" or "OWNER/NAME"."""
-    return (
-        bool(spec)
-        and not spec.startswith((".", "/", "~"))
-        and not spec.endswith("/")
-        and spec.count("/") <= 1
-    )
 
 
 def _of_files(folder: Path) -> str | None:

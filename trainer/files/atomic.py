@@ -136,13 +136,25 @@ def create_json(path: Path, value: Any) -> bool:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a small JSON file.
 
-    None when it is absent or (its writer was killed) no whole object.
+    None when it is absent or (its writer was killed) no whole object, or one that is nested too
+    deeply to be read.
     """
     try:
         value: Any = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def refuse_link_out(folder: Path) -> None:
+    """StorageError for a run folder that is a link out of its base: its lock stands in the base, so
+    a run of another base could train in the same folder.
+    """
+    if folder.is_symlink() and not folder.resolve().is_relative_to(folder.parent.resolve()):
+        raise StorageError(
+            f"{folder}: it is a link to {folder.resolve()}, outside of --savedir_base. Move that "
+            "folder here, or give the --savedir_base that holds it."
+        )
 
 
 def sha256_of(path: Path) -> str:

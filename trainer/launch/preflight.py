@@ -20,6 +20,7 @@ import numpy as np
 
 from trainer import tasks
 from trainer.config import deepspeed_config
+from trainer.config.mistakes import OPTIMIZER_ON_NVME, foreign_best, long_warmup
 from trainer.data import left_out
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
@@ -32,7 +33,6 @@ from trainer.protocol.task import DRAW, EPOCH, Encoded, Places
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
 from trainer.training import checkpoint
-from trainer.training.schedule import warmup_steps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +66,7 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
 
     is_awaited: the base is trained by an earlier experiment of the same group.
     """
-    found = Findings([*_of_device(options), *_of_best(plan), *_of_folder(plan)])
+    found = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
     (found.warnings if options.is_shortened else found.problems).extend(_of_schedule(plan))
     try:
         task = tasks.load(plan.cfg, options.places)
@@ -115,7 +115,7 @@ def show(plan: RunPlan, findings: Findings) -> str:
         ("task", plan.cfg.task),
         (
             "steps",
-            f"{train.steps}, of which {warmup_steps(plan.cfg.schedule, train.steps)} warm-up",
+            f"{train.steps}, of which {plan.cfg.schedule.warmup_of(train.steps)} warm-up",
         ),
         *deepspeed_config.summary(plan.ds),
         ("parameters", findings.parameters),
@@ -142,7 +142,7 @@ def _mark_segments(segments: list[Segment]) -> str:
 
 def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
     """Raise one ConfigError with every problem that shows before a row is read. On one rank."""
-    problems = [*_of_best(plan), *_of_folder(plan), *_of_memory(plan, options)]
+    problems = [*foreign_best(plan.cfg), *_of_folder(plan), *_of_memory(plan, options)]
     for problem in _of_schedule(plan):
         if options.is_shortened:  # --steps shortens a run, but not its schedule
             log.warning("%s", problem)
@@ -157,10 +157,7 @@ def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
 def _of_memory(plan: RunPlan, options: Options) -> Iterator[str]:
     key = "offload_optimizer"
     if options.memory and deepspeed_config.offload_device(plan.ds, key) == "nvme":
-        yield (
-            "--survive: got an optimizer offloaded to NVMe, want it in memory, for ranks copy it "
-            "there after every step. Offload to the CPU, or train without --survive."
-        )
+        yield OPTIMIZER_ON_NVME
 
 
 def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: float) -> None:
@@ -195,14 +192,8 @@ def has_begun(plan: RunPlan) -> bool:
 
 
 def _of_schedule(plan: RunPlan) -> Iterator[str]:
-    train, schedule = plan.cfg.train, plan.cfg.schedule
-    warmup = warmup_steps(schedule, train.steps)
-    if warmup > train.steps and not has_begun(plan):  # runs of older versions go on
-        yield (
-            f"schedule.warmup_steps={warmup} is longer than the run of train.steps={train.steps}: "
-            f"its learning rate would never be reached. Use at most {train.steps}, a "
-            "warmup_ratio, or more steps."
-        )
+    if not has_begun(plan):  # runs of older versions go on
+        yield from long_warmup(plan.cfg)
 
 
 def _of_device(options: Options) -> Iterator[str]:
@@ -212,16 +203,6 @@ def _of_device(options: Options) -> Iterator[str]:
             target_of(options.device, world=None)
     except ConfigError as error:
         yield str(error)
-
-
-def _of_best(plan: RunPlan) -> Iterator[str]:
-    """The problem of a train.best that is the name of no validation metric."""
-    best = plan.cfg.train.best
-    if best is not None and not best.startswith("valid/"):
-        yield (
-            f"train.best={best!r}: evaluations are of the validation split, so that all metrics "
-            f"begin with 'valid/'. Use 'valid/loss', or {'valid/' + best.rpartition('/')[2]!r}."
-        )
 
 
 def _of_folder(plan: RunPlan) -> Iterator[str]:

@@ -17,7 +17,7 @@ from trainer.config.userfile import kind
 from trainer.data.content import content_of_rows
 from trainer.errors import ConfigError, ResumeError, StorageError
 from trainer.exports import card, record
-from trainer.files.atomic import refusals, write_json
+from trainer.files.atomic import refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
@@ -108,6 +108,7 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
         aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
         os.replace(plan.folder, aside)
         logger.info("reset: the old folder is now %s", aside)
+    refuse_link_out(plan.folder)
     plan.folder.mkdir(exist_ok=True)
     lock.hold(plan.folder)
     for name in WRITTEN_AGAIN:  # temporary files of a killed process

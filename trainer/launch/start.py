@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
+from trainer.config.userfile import placed
 from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
@@ -116,7 +117,8 @@ def start(
             lifeline.moved(progress.step, is_stepping=progress.step < cfg.train.steps)
 
     def refuse_unsound_base() -> None:
-        begun_with = [base_source.resolve(cfg.base, run.places), getattr(cfg, "init_from", None)]
+        init_from = getattr(cfg, "init_from", None)
+        begun_with = [base_source.resolve(cfg.base, run.places), init_from and placed(init_from)]
         folders = [source for source in begun_with if isinstance(source, str)]
         dtype = base_model.DTYPES[cfg.train.precision]
         on_main(lambda: unsound.refuse(folders, dtype))

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.identity import canonical_json, exp_id
+from trainer.config.mistakes import no_base
 from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
+from trainer.config.userfile import may_be_hub_id, placed
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import hub, packages
@@ -59,21 +61,16 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
     source = folder_or_id(base, places.cache_dir)
     if source and Path(source).is_dir():
         return source
-    if vocabulary.may_be_hub_id(source):
+    if may_be_hub_id(source):
         hub.use_cache_where_unreachable()
         return source
-    problem = "it is a file" if Path(source).is_file() else "there is no such folder here"
-    raise ConfigError(
-        f"base={source!r}: {problem}. Give the folder that holds config.json and the weights, a "
-        "Hub id, or a dictionary with a config."
-    )
+    raise ConfigError(no_base(source))
 
 
 def folder_or_id(name: str, cache_dir: Path) -> str:
     """The folder or Hub id that a base's name stands for; see resolve."""
     source, _, digest = name.partition(_DIGEST)
-    if packages.is_packaged(source):
-        source = str(packages.folder_of(source))
+    source = str(packages.folder_of(source)) if packages.is_packaged(source) else placed(source)
     if _DIGEST in name:
         weight_files.check_digest(source, digest, lambda path: cached_sha256(path, cache_dir))
     return source

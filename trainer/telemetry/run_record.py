@@ -186,8 +186,9 @@ class RunRecord:
             self._wandb.table(ANSWERS, [{"step": step, **row} for row in rows])
 
     def status(self, state: State, *, step: int | None = None, error: str | None = None) -> None:
-        """Replace status.json: state, step (the last one logged, unless given), total, host,
-        updated_at, error, process.
+        """Replace status.json: state, step (the last one logged, unless given), total, checkpoint
+        (the step that the run would go on from; None: the beginning), host, updated_at, error,
+        process.
         """
         self.step, self._state = self.step if step is None else step, state
         self._status_at = time.monotonic()
@@ -198,6 +199,7 @@ class RunRecord:
             "state": state,
             "step": self.step,
             "total": self.total,
+            "checkpoint": self._newest_checkpoint(),
             "host": socket.gethostname(),
             "updated_at": now,
             "error": error,
@@ -221,6 +223,11 @@ class RunRecord:
                 raise
             # A full disk holds no second file, but the room that this one has is its own.
             overwrite_json(self.folder / STATUS, values | {"error": error and error[:MAX_ERROR]})
+
+    def _newest_checkpoint(self) -> int | None:
+        # a folder of this name is a whole checkpoint: it is renamed when all of it is on the disk
+        names = [path.name.removeprefix("step-") for path in self.folder.glob("checkpoints/step-*")]
+        return max((int(name) for name in names if name.isdigit()), default=None)
 
     def fail(self, error: BaseException) -> None:
         """Record that `error` of this rank ends the run.

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.differences import flatten
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, nearest
+from trainer.config.flags import names_of_trackers, unknown_tracker
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError
 from trainer.files.packages import require
 
 if TYPE_CHECKING:
     from trainer.telemetry.console import Number
 
-TRACKERS = ("tensorboard", "mlflow")
 TENSORBOARD_FOLDER = "tensorboard"
 _ID_TAG = "lathe.exp_id"  # the tag by which a resumed run finds itself in MLflow
 _LONGEST_PARAM = 6000  # characters that MLflow accepts
@@ -29,12 +29,10 @@ def tracker_names(text: str | None) -> tuple[str, ...]:
     """The trackers of a flag, "tensorboard,mlflow". ConfigError for one that does not exist or is
     not installed.
     """
-    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    names = names_of_trackers(text)
+    for problem in unknown_tracker(text):
+        raise ConfigError(problem)
     for name in names:
-        if name not in TRACKERS:
-            raise ConfigError(
-                f"--trackers: {name!r} does not exist. {nearest(name, list(TRACKERS))}"
-            )
         require(name, name)
     return names
 

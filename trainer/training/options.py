@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.flags import RunFlags
+from trainer.config.flags import ENTITY_ALONE, RunFlags
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
 from trainer.protocol.task import Places
@@ -42,10 +42,7 @@ class Options(RunFlags):
         """Where the run of an experiment appears in wandb; None: nowhere."""
         if self.wandb_project_name is None:
             if self.wandb_entity_name is not None:
-                raise ConfigError(
-                    "--wandb_entity_name and --wandb_project_name: got the entity alone, want the "
-                    "project too (or alone: then it is your default entity's), or neither."
-                )
+                raise ConfigError(ENTITY_ALONE)
             return None
         number = exp_id(values)
         name = self.wandb_run_name or self.names.get(number) or number

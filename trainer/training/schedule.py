@@ -12,20 +12,13 @@ if TYPE_CHECKING:
 DEFAULT_EVERY = 1000  # steps between two evaluations, and two checkpoints
 
 
-def warmup_steps(schedule: Schedule, total: int) -> int:
-    """Steps of warm-up; a ratio is rounded up, as the Hugging Face Trainer does."""
-    if schedule.warmup_ratio is not None:
-        return math.ceil(schedule.warmup_ratio * total)
-    return schedule.warmup_steps or 0
-
-
 def factor(schedule: Schedule, step: int, total: int) -> float:
     """What the base rate is multiplied with at 0-based optimizer step `step` of `total`.
 
     The first warm-up step has factor 0, as published recipes were trained. Source:
     transformers.get_scheduler.
     """
-    warmup = warmup_steps(schedule, total)
+    warmup = schedule.warmup_of(total)
     if step < warmup:
         return step / warmup
     if schedule.shape in ("constant", "reduce_on_plateau"):

@@ -179,6 +179,8 @@ def variables(spec: JobSpec) -> list[Any]:
     models = _models()
     # the same at every restart
     entries = [models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))]
+    for name, text in spec.wrapper_environment.items():
+        entries.append(models.V1EnvVar(name=name, value=literal(text)))
     if spec.job.nodes > 1:
         field = models.V1ObjectFieldSelector(field_path=f"metadata.annotations['{RANK}']")
         source = models.V1EnvVarSource(field_ref=field)

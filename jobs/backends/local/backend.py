@@ -24,6 +24,8 @@ from jobs.backends.local.runner import CANCELLED, RESTARTED, Capacity
 from jobs.errors import Refused, Unreachable
 from jobs.job_state import Observed
 from jobs.protocol import Finding, JobSpec, Rendered, Traits
+from jobs.record.bases import has_model, sentence
+from jobs.record.paths import RunFolder
 from jobs.secret_keys import minimal_environment
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals, replace_file
@@ -44,7 +46,9 @@ class Local:
     """The queue of this machine (jobs/backends/local/queue.py) as a backend."""
 
     name: ClassVar[str] = "local"
-    traits: ClassVar[Traits] = Traits(runs_here=True, shares_disk=True, keeps_queue=True)
+    traits: ClassVar[Traits] = Traits(
+        runs_here=True, shares_disk=True, keeps_queue=True, awaits_bases=True
+    )
     validation: ClassVar[str] = "run for real by the tests"
 
     def __init__(self) -> None:
@@ -114,6 +118,8 @@ class Local:
             "group": f"{spec.folder.rpartition('/')[0]}:{spec.group}",
             "max_parallel": spec.max_parallel,
             "after": spec.after,
+            "base": spec.base,
+            "environment": spec.wrapper_environment,
         }
         return Rendered(spec.token, FILE, json.dumps(entry, indent=1) + "\n")
 
@@ -259,7 +265,7 @@ class _Outlook:
             return _ending(ended)
         started = entry.read_start()
         if started is None:
-            return Observed("queued", self._why(entry.read()))
+            return self._waiting(entry.read())
         state, host = life(started), started.get("host")
         if state == "unseen":
             return None
@@ -270,6 +276,14 @@ class _Outlook:
         if (ended := entry.read_end()) is not None:
             return _ending(ended)
         return Observed("failed", "its wrapper is gone: killed, as its runner was", host=host)
+
+    def _waiting(self, facts: Mapping[str, Any]) -> Observed:
+        """Held while its base waits for a person; else queued."""
+        base = facts.get("base")
+        if base is not None and not has_model(Path(base)):
+            text, is_held = sentence(RunFolder(Path(base)))
+            return Observed("held" if is_held else "queued", text)
+        return Observed("queued", self._why(facts))
 
     def _why(self, facts: Mapping[str, Any]) -> str:
         """The reason why a job waits."""

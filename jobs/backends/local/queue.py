@@ -43,6 +43,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jobs.record.state_table import EXIT_FAILED
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, StorageError
 from trainer.files.atomic import create_json, read_json, sync
 
@@ -73,7 +74,8 @@ class QueuedJob:
     def read(self) -> dict[str, Any]:
         """What was submitted.
 
-        Its keys: wrapper, workdir, id, gpus, cpus, grace_s, group, max_parallel, after (ids), at.
+        Its keys: wrapper, workdir, id, gpus, cpus, grace_s, group, max_parallel, after (ids), base
+        (the run folder whose model it begins with, or null), environment (of the wrapper), at.
         """
         value = read_json(self.folder / "entry.json")
         assert value is not None, "an entry comes into the queue whole"
@@ -84,8 +86,21 @@ class QueuedJob:
         return read_json(self.folder / "started.json")
 
     def read_end(self) -> dict[str, Any] | None:
-        """{"code", "reason"}, or None when it has not ended."""
-        return read_json(self.folder / "ended.json")
+        """{"code", "reason"}, or None when it has not ended. A file that this queue cannot have
+        written says that the job failed.
+        """
+        path = self.folder / "ended.json"
+        try:
+            end = read_json(path) or {}
+        except (OSError, RecursionError):
+            end = {}
+        if isinstance(end.get("code"), int):
+            reason = end.get("reason")
+            return {"code": end["code"], "reason": None if reason is None else str(reason)}
+        if not os.path.lexists(path):
+            return None
+        text = f"{path} is not what the queue writes there, so nobody knows how this job ended"
+        return {"code": EXIT_FAILED, "reason": text}
 
     def is_cancelled(self) -> bool:
         """Whether a person or a command asked for the end of the job."""

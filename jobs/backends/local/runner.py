@@ -2,7 +2,8 @@
 -m jobs.backends.local.runner FOLDER`.
 
 It lives while it holds the queue's lock and there is something to do. First come, first served: a
-job that waits for devices is not overtaken; one that waits for another job, or for its group, is.
+job that waits for devices is not overtaken; one that waits for another job, for the model that it
+begins with, or for its group, is.
 LATHE_QUEUE_CPUS and CUDA_VISIBLE_DEVICES of whoever woke it bound what it shares out; a job that
 can never fit into that ends at once. Standard library only.
 """
@@ -27,6 +28,7 @@ from typing import Any
 from jobs.backends.local import queue as queue_folder
 from jobs.backends.local.queue import Queue, QueuedJob, attempt_of, runner_lock
 from jobs.node.host import gpus as gpu_lines
+from jobs.record.bases import has_model
 from trainer.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
 from trainer.files.atomic import create_json, write_json
 from trainer.runtime import process
@@ -110,6 +112,7 @@ class Runner:
     attempts: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
     # of this turn
     verdicts: dict[str, bool | None] = field(default_factory=dict[str, "bool | None"])
+    models: dict[str, bool] = field(default_factory=dict[str, bool])  # by run folder; of this turn
     free_on_disk: dict[str, Any] = field(default_factory=dict[str, Any])
     looked_at: float = -float("inf")
 
@@ -127,6 +130,7 @@ class Runner:
     def turn(self) -> None:
         """Read the queue once: add jobs, record ends, stop cancelled jobs, start those that fit."""
         self.verdicts.clear()
+        self.models.clear()
         self.welcome()
         for token in [token for token, live in self.live.items() if live.code() is not None]:
             live = self.live.pop(token)
@@ -145,7 +149,18 @@ class Runner:
         self._tell()
 
     def is_idle(self) -> bool:
-        return not self.live and not self.waiting
+        """Whether nothing runs, and nothing waits but for models that no job here may bring: who
+        sends what brings one, or asks for the state of such a job, wakes the runner again.
+        """
+        return not self.live and all(map(self._awaits_base, self.waiting.values()))
+
+    def _awaits_base(self, facts: Mapping[str, Any]) -> bool:
+        base = facts.get("base")
+        if base is None:
+            return False
+        if base not in self.models:
+            self.models[base] = has_model(Path(base))
+        return not self.models[base]
 
     def welcome(self) -> None:
         """Add new entries, and adopt the jobs that a killed runner had started."""
@@ -221,7 +236,9 @@ class Runner:
         """
         for token in sorted(self.waiting, key=lambda token: (self.waiting[token]["at"], token)):
             facts, gpus = self.waiting[token], self._free_gpus()
-            is_held = any(self._has_succeeded(other) is not True for other in facts["after"])
+            is_held = self._awaits_base(facts) or any(
+                self._has_succeeded(other) is not True for other in facts["after"]
+            )
             peers = sum(live.facts["group"] == facts["group"] for live in self.live.values())
             if is_held or (facts["max_parallel"] is not None and peers >= facts["max_parallel"]):
                 continue
@@ -264,6 +281,7 @@ def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Li
 
     environment = {
         **os.environ,
+        **facts.get("environment", {}),
         "LATHE_JOB_ID": facts["id"],
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
     }

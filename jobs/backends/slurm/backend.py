@@ -28,6 +28,7 @@ from jobs.backends.slurm.squeue import (
     call,
     config,
     history,
+    known_arrays,
     list_lines,
     nodes,
     observe,
@@ -59,6 +60,10 @@ FOLLOW_S, ALIVE_S = 0.5, 5.0
 MANY = 400  # ids in one call
 FIND_DAYS = 14  # how far back sacct looks for a name; whoever asks has sent it minutes ago
 
+# Slurm keeps no row of an element that is cancelled while it waits (22.05, without accounting).
+MISSING = Observed(
+    "cancelled", "Slurm knows its array, but not this element", never_ran=True, is_missing=True
+)
 ANSWER = re.compile(r"(\d+)(;\S*)?\Z")  # sbatch --parsable: ID, or ID;CLUSTER
 TOKEN = re.compile(r"[a-z0-9_]{1,64}\Z")
 CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # with what is no UTF-8 in the name of a file
@@ -112,8 +117,8 @@ class Slurm:
     def submit(self, rendered: Rendered) -> str:
         """The id of the job.
 
-        Refused: Slurm rejected the job. Unreachable: there was no clear answer, so the job may
-        exist.
+        Refused: Slurm rejected the job. NotYet: it takes no more jobs now. Unreachable: there was
+        no clear answer, so the job may exist.
         """
         if shutil.which(rendered.argv[0]) is None:
             raise Refused(
@@ -156,9 +161,16 @@ class Slurm:
         gone = [job_id for job_id in own_ids if job_id not in rows]
         for first in range(0, len(gone), MANY):
             rows |= {row.id: row for row in past(gone[first : first + MANY])}
+        missing = {job_id for job_id in gone if job_id not in rows and "_" in job_id}
+        arrays = sorted({job_id.partition("_")[0] for job_id in missing})
+        known = known_arrays(arrays) if arrays else set[str]()
         is_short = any(row.reason.startswith(NO_NODES) for row in rows.values())
         around = nodes() if is_short else []
-        return {job_id: observe(rows[job_id], around) for job_id in own_ids if job_id in rows}
+        return {
+            job_id: observe(rows[job_id], around) if job_id in rows else MISSING
+            for job_id in own_ids
+            if job_id in rows or (job_id in missing and job_id.partition("_")[0] in known)
+        }
 
     def cancel(self, job_id: str) -> None:
         """Ask for the end of a job. Nothing happens if it has ended or Slurm has forgotten it.
@@ -310,7 +322,8 @@ def _output(folder: PurePath, name: str) -> list[str]:
 
 def _script(argv: Sequence[str], spec: JobSpec, wrapper: Sequence[str]) -> str:
     """The batch script: quoted words only, so that no value can be more than a word."""
-    for word in (spec.workdir, *wrapper):
+    variables = spec.wrapper_environment
+    for word in (spec.workdir, *wrapper, *variables.values()):
         if CONTROL.search(word):
             raise ConfigError(
                 f"{word!r} holds a control character, which a batch script cannot carry. Rename it."
@@ -320,6 +333,7 @@ def _script(argv: Sequence[str], spec: JobSpec, wrapper: Sequence[str]) -> str:
         f"# sent with: {shlex.join(argv)}",
         f"export SRUN_CPUS_PER_TASK={spec.job.resources.cpu}  # srun has not inherited it from "
         "the job since 22.05",
+        *(f"export {name}={shlex.quote(text)}" for name, text in variables.items()),
         f"cd -- {shlex.quote(spec.workdir)} || exit 1",
         f"exec {shlex.join(wrapper)}",
     )

@@ -14,12 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jobs.errors import Refused, Unreachable
+from jobs.errors import NotYet, Refused, Unreachable
 from jobs.job_state import ACTIVE, JobState, Observed
 
 ASK_S = 60.0
 log = logging.getLogger(__name__)
 ID = re.compile(r"\d+(_\d+)?\Z")
+# elements of an array that never started stand in one row of sacct: "7_[0,4-9:2%3]"
+WAITING_ELEMENTS = re.compile(r"(\d+)_\[([0-9,:-]+)(?:%\d+)?\]\Z")
+ELEMENTS = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?\Z")
 LAST_SIGNAL = 64
 
 # What a client says when it did not reach the controller, or did not get its answer: then nothing
@@ -36,6 +39,11 @@ UNSEEN = re.compile(
     r"|name or service not known|not responding|transport endpoint|header lengths|slurmdbd: .*fail",
     re.IGNORECASE,
 )
+# Limits on how many jobs stand in the queue: one passes when a job ends. The words are in sbatch's
+# error, before the sentence of POLICY, which speaks of limits of size and time as well.
+FULL = re.compile(r"(Assoc|QOS)(Max|Grp)Submit\w*Limit|MaxJobCount", re.IGNORECASE)
+LIMIT = re.compile(r"\b(Assoc|QOS)\w+Limit", re.IGNORECASE)
+POLICY = re.compile(r"accounting/QOS policy \(job submit limit", re.IGNORECASE)
 UNKNOWN_ID = re.compile(r"invalid job id specified", re.IGNORECASE)
 ENDED = re.compile(
     r"invalid job id|already completing or completed|already finished|has finished", re.IGNORECASE
@@ -182,12 +190,26 @@ def ask(*argv: str) -> list[str]:
     return reply.out.splitlines()
 
 
-def rejection(reply: Reply, what: str) -> Refused | Unreachable:
-    """Refused when Slurm has clearly said no; else Unreachable: a lost answer says nothing."""
-    kind = (
-        Unreachable if reply.code < 0 or not reply.words or UNSEEN.search(reply.words) else Refused
-    )
-    return kind(f"{what}: {reply.words or f'ended with code {reply.code}'}")
+def rejection(reply: Reply, what: str) -> Refused | Unreachable | NotYet:
+    """Refused when Slurm has clearly said no, NotYet when it says so of the number of jobs; else
+    Unreachable: a lost answer says nothing.
+    """
+    text = f"{what}: {reply.words or f'ended with code {reply.code}'}"
+    if reply.code < 0 or not reply.words or UNSEEN.search(reply.words):
+        return Unreachable(text)
+    # the sentence alone may mean a limit of size, which never passes: then the queue tells
+    is_named = LIMIT.search(reply.words)
+    if FULL.search(reply.words) or (POLICY.search(reply.words) and not is_named and _has_jobs()):
+        return NotYet(text)
+    return Refused(text)
+
+
+def _has_jobs() -> bool:
+    """Whether jobs of this user stand in the queue, so that a limit on their number may pass."""
+    try:
+        return bool(ask("squeue", "--me", "--noheader", "--format=%A"))
+    except Unreachable:
+        return True
 
 
 def list_lines(ids: Sequence[str], columns: str) -> list[str]:
@@ -216,13 +238,34 @@ def past(ids: Sequence[str]) -> Iterator[QueueLine]:
     """Rows of ended jobs from accounting. A job that accounting calls alive is left out, because
     the controller would know it.
     """
-    for line in history(f"--jobs={','.join(ids)}", f"--format={HISTORY}"):
-        fields = line.split("|")
+    lines = history(f"--jobs={','.join(ids)}", f"--format={HISTORY}")
+    for fields in (line.split("|") for line in lines):
         if len(fields) == 4 and STATES.get(fields[1].partition(" ")[0], "running") not in ACTIVE:
             code, _, number = fields[2].partition(":")
             status = (int(code) << 8 | int(number)) if code.isdigit() and number.isdigit() else 0
             host = "" if fields[3].startswith("None") else fields[3]
-            yield QueueLine(fields[0], fields[1], status, host=host)
+            for job_id in _expanded(fields[0], ids):
+                yield QueueLine(job_id, fields[1], status, host=host)
+
+
+def _expanded(job_id: str, ids: Sequence[str]) -> list[str]:
+    """The ids of `ids` that a row of sacct speaks of: "7_[0,4-9:2%3]" means 7_0, 7_4, 7_6, 7_8."""
+    match = WAITING_ELEMENTS.match(job_id)
+    if match is None:
+        return [job_id]
+    parts = [part for text in match[2].split(",") if (part := ELEMENTS.match(text))]
+    ranges = [range(int(part[1]), int(part[2] or part[1]) + 1, int(part[3] or 1)) for part in parts]
+    members: list[str] = []
+    for name in ids:
+        array, _, place = name.partition("_")
+        if array == match[1] and any(int(place or -1) in each for each in ranges):
+            members.append(name)
+    return members
+
+
+def known_arrays(arrays: Sequence[str]) -> set[str]:
+    """Those of these arrays of which the controller still knows some element."""
+    return {row.id.partition("_")[0] for row in queue_lines(arrays)}
 
 
 def history(*options: str) -> list[str]:
@@ -265,6 +308,8 @@ def observe(row: QueueLine, around: Sequence[Node]) -> Observed:
         number, code = 0, None
     else:
         code = 128 + number if number else row.status >> 8
+    if reason == "NonZeroExitCode":  # of the wrapper: what it printed is in Slurm's own file
+        reason = f"NonZeroExitCode: `logs` shows slurm-{row.id}.txt, where its output is"
     if state != "succeeded":
         killed = f"signal {number}" if number and state != "cancelled" else None
         reason = ", ".join(part for part in (row.state, reason, killed) if part)

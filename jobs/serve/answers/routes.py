@@ -21,7 +21,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jobs.serve.answers.workers import CannotAnswer, Overloaded, Workers
-from jobs.serve.requests import Body, Refusal, keeper_of, read_body, tuned_job
+from jobs.serve.requests import (
+    Body,
+    Refusal,
+    client_of,
+    keeper_of,
+    read_body,
+    shares_of,
+    tuned_job,
+)
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096
 READERS = ("cross_attention", "fid", "summariser")  # they answer in one piece
@@ -209,10 +217,11 @@ async def _ask_worker(
     """The answer of the model's worker, piece by piece. Refusal."""
     run = _run_of(request, model)
     try:
-        worker = await cast("Workers", request.app.state.workers).of(run)
-        async with aclosing(worker.ask(question)) as pieces:
-            async for piece in pieces:
-                yield piece
+        with shares_of(request).hold("answers", client_of(request).name):
+            worker = await cast("Workers", request.app.state.workers).of(run)
+            async with aclosing(worker.ask(question)) as pieces:
+                async for piece in pieces:
+                    yield piece
     except Overloaded:
         text = "The service is busy with the most models or requests that it allows. Ask again."
         raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=5) from None

@@ -1,7 +1,10 @@
-"""Server-sent events: cards of runs and jobs that changed, and new metrics of watched runs."""
+"""Server-sent events: cards of runs and jobs that changed, new metrics of watched runs, and which
+folders cannot be read.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING
 import anyio
 from starlette.concurrency import run_in_threadpool
 
+from jobs.report.text import plain
 from jobs.serve.live.series import lines_since
 
 if TYPE_CHECKING:
@@ -32,12 +36,17 @@ class Watch:
     owner: str | None
     since: int
     runs: dict[Path, Place]  # metrics.jsonl -> how far
+    _unreadable: dict[str, str] | None = None  # as the page was told
 
-    async def events(self) -> AsyncGenerator[str]:
-        """Events until the server stops or the page closes."""
+    async def events(self, turns: asyncio.Semaphore) -> AsyncGenerator[str]:
+        """Events until the server stops or the page closes.
+
+        turns: as many streams at a time may use a thread, the other threads are for the routes.
+        """
         began = spoken = time.monotonic()
         while not self.keeper.is_stopped and time.monotonic() - began < LONGEST_S:
-            news = await run_in_threadpool(self.news)
+            async with turns:
+                news = await run_in_threadpool(self.news)
             if not news and time.monotonic() - spoken > BEAT_S:
                 news = [": still here\n\n"]
             for text in news:
@@ -54,9 +63,21 @@ class Watch:
             since = self.since if tick > self.since else -1
             events.append(f"event: board\ndata: {self.keeper.index.board(since, self.owner)}\n\n")
             self.since = tick
+        unreadable = self._unreadable_now()
+        if unreadable != self._unreadable:
+            events.append(f"event: unreadable\ndata: {json.dumps(plain(unreadable))}\n\n")
+            self._unreadable = unreadable
         for path, place in self.runs.items():
             lines, self.runs[path] = lines_since(path, place)
             if lines is None or lines:
                 document = {"id": path.parent.name, "lines": lines}
                 events.append(f"event: metrics\ndata: {json.dumps(document)}\n\n")
         return events
+
+    def _unreadable_now(self) -> dict[str, str]:
+        """The folders that cannot be read, by name, of those that the client sees."""
+        reasons = self.keeper.unreadable.reasons
+        if self.owner is None or not reasons:
+            return reasons
+        own = self.keeper.index.run_ids_of(self.owner)
+        return {name: reason for name, reason in reasons.items() if name in own}

@@ -8,11 +8,107 @@ RUN = "tests/jobs/test_run.py"
 QUEUE = "tests/jobs/test_queue.py"
 RECORD = "tests/jobs/test_record.py"
 SENDING = "tests/jobs/test_sending.py"
+MEETING = "tests/jobs/test_rendezvous.py -k 'not real_slurm and not ten_times'"
 STATES = "tests/jobs/test_states.py"
 KEYS = "tests/jobs/test_keys.py"
+REFUSALS = "tests/jobs/test_refusals.py"
 SNAPSHOT = "tests/jobs/test_snapshot.py -k 'not this_repository and not git_hook'"
 
 FAULTS = [
+    # The rendezvous
+    Fault(
+        "jobs/node/rendezvous.py",
+        'f"{token} {number}".encode()',
+        'f"{number}".encode()',
+        why="all jobs of a host meet at one port",
+        tests=MEETING,
+    ),
+    Fault(
+        "jobs/node/rendezvous.py",
+        "f\"{spec['token']}_{node.restarts()}\"",
+        'f"lathe_{node.restarts()}"',
+        why="two jobs at one port become one world of mixed ranks",
+        tests=MEETING,
+    ),
+    Fault(
+        "jobs/node/rendezvous.py",
+        "if not node.is_leader() or is_free(first):",
+        "if first:",
+        why="a port that is taken is minutes of silence while GPUs are held",
+        tests=MEETING,
+    ),
+    # A base before those that begin with its model
+    Fault(
+        "jobs/submit/policy.py",
+        'if decision.action == "send" and awaited is not None:',
+        "if False:",
+        why="a child is sent beside its base and fails as bad input for ever",
+        tests="tests/jobs/test_order.py -k in_process",
+    ),
+    Fault(
+        "jobs/backends/local/runner.py",
+        "is_held = self._awaits_base(facts) or any(",
+        "is_held = any(",
+        why="the local queue starts a child before its base has a model",
+        tests="tests/jobs/test_order.py -k 'local_queue'",
+    ),
+    Fault(
+        "jobs/submit/request.py",
+        "            if not base.record.exists() and not base.status.exists():",
+        "            if False:",
+        why="an experiment whose base nobody runs waits for ever, in silence",
+        tests="tests/jobs/test_order.py -k never_run",
+    ),
+    # What a person and a scheduler say
+    Fault(
+        "jobs/gres.py",
+        'if name == "gpu")',
+        "if name)",
+        why="gres=gpu:4,nvme:3600 asks torchrun for 3,604 processes",
+        tests="tests/jobs/test_gres.py -k 'not real_slurm'",
+    ),
+    Fault(
+        "jobs/record/verdict.py",
+        "    if observed is not None and observed.is_missing and files.starts:",
+        "    if False:",
+        why="a job that was killed and forgotten counts as cancelled by a person",
+        tests=STATES,
+    ),
+    Fault(
+        "jobs/submit/control.py",
+        "            is_refused = is_refused and not has_turn",
+        "            pass",
+        why="what met a limit on the number of jobs is never sent",
+        tests=f"{SENDING} -k room",
+    ),
+    Fault(
+        "jobs/submit/send.py",
+        "if job is None or job.last is None or job.last.reason != reason:",
+        "if True:",
+        why="the record of a job that waits for its turn grows with each reconcile",
+        tests=f"{SENDING} -k room",
+    ),
+    Fault(
+        "jobs/node/pulse.py",
+        "        return moment - self._since < ALIVE_S",
+        "        return by_date_s < ALIVE_S",
+        why="a dead start on a node whose clock is ahead keeps its job waiting",
+        tests=f"{RUN} -k clock",
+    ),
+    Fault(
+        "jobs/record/times.py",
+        "return max(seconds_since(at), by_disk_s if math.isfinite(by_disk_s) else 0.0, 0.0)",
+        "return seconds_since(at)",
+        why="a job whose node's clock is ahead is running while nothing runs",
+        tests=f"{RUN} -k clock",
+    ),
+    Fault(
+        "jobs/backends/slurm/backend.py",
+        "for name, text in variables.items()),",
+        "for name, text in ()),",
+        why="the python of an environment module does not start on the node",
+        tests="tests/jobs/test_backends.py -k library_path",
+    ),
     # The wrapper
     Fault(
         "jobs/node/wrapper.py",
@@ -30,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/node/wrapper.py",
-        "        if _is_alive(other):",
+        "        if _lives(other, stop):",
         "        if False:",
         why="two attempts train in one folder at the same time",
         tests=RUN,
@@ -219,10 +315,67 @@ FAULTS = [
         tests=SNAPSHOT,
     ),
     Fault(
+        "jobs/code/repository.py",
+        "    if installed is not None:",
+        "    if installed is None:",
+        why="an installed version takes all packages beside it for its code, and can send no job",
+        tests=SNAPSHOT,
+    ),
+    Fault(
+        "jobs/code/repository.py",
+        "    if record is None:\n",
+        "    if True:\n",
+        why="code that was edited where it is installed trains without anybody knowing",
+        tests=SNAPSHOT,
+    ),
+    Fault(
         "jobs/code/snapshot.py",
         "    why = secret_keys.secret_in(",
         "    why = None and secret_keys.secret_in(",
         why="a key that a change removes is stored in the patch",
         tests=SNAPSHOT,
+    ),
+    # What cannot be sent
+    Fault(
+        "jobs/backends/local/queue.py",
+        '        if isinstance(end.get("code"), int):',
+        '        if "code" in end:',
+        why="an ended.json of another shape ends `status` of every job with a traceback",
+        tests=QUEUE,
+    ),
+    Fault(
+        "jobs/submit/prepare.py",
+        'dict(flags) if steps is None else {"steps": str(steps), **flags}',
+        "dict(flags)",
+        why="a run that --steps made shorter than its warm-up trains here and fails as a job",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "jobs/submit/prepare.py",
+        "            **start,\n",
+        "",
+        why="a base that is a relative folder is looked for in the snapshot, which has no weights",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "jobs/submit/refusals.py",
+        "        problems += _absent_folders(",
+        "        _absent_folders(",
+        why="a job whose base does not exist is sent, and fails on its node",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "trainer/config/userfile.py",
+        "    return path if os.path.exists(path) else name\n",
+        "    return path\n",
+        why="a Hub id is looked for in the folder in which the job was submitted",
+        tests=REFUSALS,
+    ),
+    Fault(
+        "jobs/submit/group.py",
+        "    refuse_link_out(folder.path)\n",
+        "",
+        why="a job trains in a folder outside of its base, in which another may train",
+        tests=REFUSALS,
     ),
 ]

@@ -23,8 +23,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/preflight.py",
-        "    if warmup > train.steps and not has_begun(plan):",
-        "    if warmup > train.steps and has_begun(plan):",
+        "    if not has_begun(plan):  # runs of older",
+        "    if has_begun(plan):  # runs of older",
         why="a warm-up longer than the run is found out when it has begun, and never before",
         tests=PREFLIGHT,
     ),

@@ -401,9 +401,9 @@ FAULTS = [
         tests=SCHEDULE,
     ),
     Fault(
-        "trainer/training/schedule.py",
-        "math.ceil(schedule.warmup_ratio * total)",
-        "math.floor(schedule.warmup_ratio * total)",
+        "trainer/config/schema.py",
+        "math.ceil(self.warmup_ratio * total)",
+        "math.floor(self.warmup_ratio * total)",
         why="warm-up is shorter than in the runs that are to be reproduced",
         tests=SCHEDULE,
     ),

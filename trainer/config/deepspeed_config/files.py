@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainer.config.deepspeed_config.check import Config
+from trainer.config.userfile import placed
 from trainer.errors import ConfigError, nearest
 
 PRESETS = Path(__file__).resolve().parent.parent.parent.parent / "ds_configs"
@@ -19,7 +20,7 @@ def read(name_or_path: str) -> Config:
     Raises ConfigError when the file is missing, is no JSON object, or states a key twice.
     """
     is_path = "/" in name_or_path or "." in name_or_path
-    path = Path(name_or_path) if is_path else PRESETS / f"{name_or_path}.json"
+    path = Path(placed(name_or_path)) if is_path else PRESETS / f"{name_or_path}.json"
     if not path.is_file():
         names = sorted(file.stem for file in PRESETS.glob("*.json"))
         hint = "" if is_path else f" {nearest(name_or_path, names)}"

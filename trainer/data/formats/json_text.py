@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any, cast
 
 MAX_DEPTH = 100  # lists and objects inside each other; Python itself fails from about 980
@@ -84,8 +85,8 @@ def half_of_pair(value: Any) -> str | None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise BadJson(f"the key {twice!a} stands twice in one object; leave one")
     return values
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainer.config.userfile import placed
 from trainer.errors import ConfigError, DataError
 from trainer.files.opened import unseen
 
@@ -33,7 +34,7 @@ def data_set(
         ) from None
     unseen()  # Arrow maps its files without Python
     below = (folder or Path()) / name
-    place = below if below.is_dir() else Path(name)
+    place = below if below.is_dir() else Path(placed(name))
     datasets.disable_progress_bars()
     try:
         if any((place / file).is_file() for file in _SAVED):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import RandomBase
+from trainer.config.userfile import placed
 from trainer.models.recomputation import check
 from trainer.plan.memory.deepspeed_terms import (
     Breakdown,
@@ -211,7 +212,7 @@ def _to_download(step: Measured, subject: Subject) -> int:
     bases.
     """
     base = subject.cfg.base
-    if not isinstance(base, str) or Path(base).is_dir():
+    if not isinstance(base, str) or Path(placed(base)).is_dir():
         return 0
     from huggingface_hub import try_to_load_from_cache
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.schema import Experiment
+from trainer.config.userfile import placed
 from trainer.data.vocabulary import byte_level_tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.files import hub
@@ -121,7 +122,7 @@ def reachable(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], l
     if shape is None:
         return values, []
     try:
-        if not hub.may_answer() and not Path(str(cfg.base)).is_dir():
+        if not hub.may_answer() and not Path(placed(str(cfg.base))).is_dir():
             raise ConfigError("no connection")  # transformers would try for half a minute
         base_source.config_of(cfg.base, places)
         return values, []

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trainer.config.userfile import placed
 from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
@@ -217,7 +218,7 @@ def _name_roles(messages: Sequence[Message]) -> str:
 def _read(template: str, data_path: Path | None) -> str:
     if template in BUILT_IN:
         return BUILT_IN[template]
-    places = [Path(template), *([data_path / template] if data_path is not None else [])]
+    places = [Path(placed(template)), *([data_path / template] if data_path is not None else [])]
     for place in places:
         if place.is_file():
             return place.read_text(encoding="utf-8")

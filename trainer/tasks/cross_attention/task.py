@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.config.userfile import placed
 from trainer.data import lookup
 from trainer.data.padding import pad_right, unflat
 from trainer.errors import ConfigError
@@ -78,7 +79,7 @@ class Task(TokenTask[Config]):
         model: Any = super().model()
         if self.cfg.init_from is None:
             return model
-        folder = Path(self.cfg.init_from)
+        folder = Path(placed(self.cfg.init_from))
         load_added(model, read_added(folder), source=str(folder))
         if not adapters.are_in(folder):
             return model

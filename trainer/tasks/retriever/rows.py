@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config import userfile
 from trainer.config.own_rows import QUESTIONS, TEVATRON
 from trainer.data import stdlib_docs
 from trainer.data.formats.lists import as_list
@@ -347,7 +348,7 @@ def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | Non
     name, _, config = source.partition(":")
     parts = name.split("/")
     of_split = {"train": "train", "valid": "dev", "test": "test"}.get(split, split)
-    if not Path(name).is_dir() and len(parts) == 3:
+    if not Path(userfile.placed(name)).is_dir() and len(parts) == 3:
         name, of_split = "/".join(parts[:2]), parts[2]
     of_split = getattr(data.splits, split, None) or of_split
     of_split = files if files and source != files else of_split

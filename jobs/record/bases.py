@@ -1,0 +1,78 @@
+"""Whether the model that an experiment begins with is there, where that model is another
+experiment of the same folder.
+
+The training needs that one's final/ folder, which comes into being as a whole. Standard library
+only, for the runner of the local queue.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.job_state import ENDED_BADLY, STATES
+from jobs.record import events as record
+from jobs.record.paths import BaseFolder, RunFolder
+from jobs.record.state_table import end_of
+from trainer.config.identity import base_id
+from trainer.errors import ConfigError, LatheError
+from trainer.files.atomic import read_json
+
+if TYPE_CHECKING:
+    from jobs.job_state import JobState
+
+
+def has_model(folder: Path) -> bool:
+    """Whether the run in `folder` has left the model that others begin with."""
+    return os.path.isfile(folder / "final" / "config.json")  # False where it cannot be read
+
+
+def base_of(folder: RunFolder, values: Mapping[str, Any]) -> RunFolder | None:
+    """The run that an experiment begins with; None when it begins with something else."""
+    name = base_id(values)
+    return None if name is None else BaseFolder(folder.path.parent).run(name)
+
+
+def why_it_waits(folder: RunFolder, values: Mapping[str, Any]) -> str | None:
+    """A sentence about the base that has no model yet, and what brings one; None when the
+    experiment may begin, or its dictionary is none.
+    """
+    try:
+        base = base_of(folder, values)
+    except ConfigError:
+        return None
+    return None if base is None or has_model(base.path) else sentence(base)[0]
+
+
+def sentence(base: RunFolder) -> tuple[str, bool]:
+    """What is awaited of a base that has no model yet, and whether a person must act for it."""
+    name = base.path.name
+    state, reason = _state(base)
+    if state is None:
+        return f"its base {name} was never run. Submit that one's group", True
+    if state in ENDED_BADLY:
+        because = f": {reason}" if reason else ""
+        return f"its base {name} is {state}{because}. `retry {name}` first", True
+    if state == "succeeded":
+        return f"its base {name} has succeeded, but left no model in final/. `reset` it", True
+    return f"it waits until its base {name}, now {state}, has succeeded", False
+
+
+def _state(base: RunFolder) -> tuple[JobState | None, str | None]:
+    """State and reason of a run, from its own files alone; (None, None) without any."""
+    try:
+        job = record.read(base)
+        if job is None or job.last is None:
+            status = read_json(base.status) or {}
+            state = status.get("state")
+            known: JobState | None = state if state in STATES else None
+            return ("pending" if job is not None and known is None else known), status.get("error")
+        ended = read_json(base.attempt(job.last.number).exit)
+        if ended is None:
+            return job.last.state, job.last.reason
+        end = end_of(ended.get("code"), ended.get("kind"))
+        return ("failed" if end == "bad input" else end), ended.get("reason")
+    except (OSError, KeyError, TypeError, ValueError, LatheError) as error:
+        return "held", f"its folder cannot be read: {type(error).__name__}: {error}"
