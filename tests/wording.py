@@ -33,6 +33,7 @@ import pytest
 
 from jobs.errors import NothingMatched, Refused, SomeFailed, Unreachable
 from jobs.record.events import Busy
+from trainer.data.formats.json_text import BadJson
 from trainer.errors import (
     CheckpointError,
     ConfigError,
@@ -117,9 +118,37 @@ FILES = (
     )
 )
 
+# Text that no program could use
+ODD_TEXT = wording(
+    DataError,
+    BadJson,
+    json_half_pair="{escape}...half of a surrogate pair, as of an emoji that was cut in two",
+    json_too_deep="nested deeper than {depth} levels",
+    json_long_number="a number of thousands of digits",
+    json_key_twice="the key {key!r} stands twice in one object",
+) | wording(
+    DataError,
+    file_endless="its first {packed} bytes unpack to more than",
+    line_endless="longer than {most} bytes",
+    table_without_header="It has no header either",
+    table_row_for_header="which holds a list, so it is a row and no header",
+)
+
+# Folders of shards
+SHARDS = wording(
+    ConfigError,
+    StorageError,
+    shards_folder_taken="{folder} holds other files and no {content} of ours. Name",
+    shards_of_others="{folder} was begun with something else ({differences}). Name a new --out",
+) | wording(
+    StorageError,
+    plan_torn="{path} cannot be read (...). Delete {folder} and {command} anew",
+)
+
 # Rows, tables and the files that hold them
 DATA_FILES = wording(
     DataError,
+    strict_refuses="--strict: got what is left out of the data, or doubted, want nothing...{count} {why}: {places}\nMend",
     file_unreadable="cannot be read: {reason}. Put it there...--data_path",
     file_torn="cannot be read behind {place}: ...Fetch it again",
     file_empty="is empty. Put",
@@ -142,7 +171,7 @@ DATA_FILES = wording(
     set_has_no_split="has no split {split!r}. Name its splits in {key}.",
     set_unreadable="data.dataset={dataset!r}, split {split!r}: ...data.subset and {key} choose within it",
     sources_absent="holds no source files...another data.source",
-    table_one_column="its header is one column, ...separated by {separator!r}, want {wanted!r}",
+    table_one_column="its header is ...separated by {separator!r}, want {wanted!r}",
     folder_of_others="holds what is no file of rows: {others}. Want files",
     table_quote_open="a quote opens the text and is not closed in its line",
     column_binary="'{key}' is {value!r}, bytes of a binary column",
@@ -150,7 +179,7 @@ DATA_FILES = wording(
     table_row_fields="not as many fields as the {columns} columns of the header: {fields}. It ends in line {line}.",
     table_empty="holds no row",
     table_row_unreadable="{reason}. Save it as UTF-8, with texts quoted as CSV",
-    table_cell_half_list="'{key}' is {value!r}, which looks like a list and cannot be read as one...Write it as JSON",
+    table_cell_half_list="'{key}' is {value!r}, which looks like a list and cannot be read as one...{problem}...Write it as JSON",
     column_absent_in_line="no such column. {column!r}: ...Say in data.columns",
 )
 ROWS = wording(
@@ -263,7 +292,7 @@ VECTORS = (
     | wording(
         DataError,
         vectors_altered="checksum {has}, want {wanted}. Delete",
-        vectors_torn="cannot be read (...). Delete",
+        vectors_torn="cannot be read ({reason}). Delete",
         states_altered="the checksum of its context {context} is another",
         states_size="it has {bytes} bytes, want {wanted}. Delete this file",
         states_not_prepared="no states of a context of {tokens} tokens. The data changed since they were prepared: run `python -m trainer prepare`",
@@ -414,6 +443,11 @@ BASES = wording(
     weights_unexpected="unexpected [{names}]",
     weights_unfit="{source} does not fit {model}:",
     weights_unreadable="its weights cannot be read (",
+    index_leads_out="{index} lists {file}, outside of its folder",
+    index_unreadable="{index} cannot be read ({reason}), want...weight_map",
+    template_endless="data.chat_template: the chat template {template} calls itself without an end",
+    weight_not_finite="{name} holds NaN (no number)",
+    weight_too_large="{name} holds numbers that {dtype} cannot",
     base_packed_already="has a quantization_config ({method})...{key}",
     base_without_weights="the folder holds a config.json and no weights",
     base_pickle="its pytorch_model.bin is not tensors alone",
@@ -799,6 +833,8 @@ SERVICE = wording(
 
 ROOMS: dict[str, dict[str, Wording]] = {
     "files": FILES,
+    "odd text": ODD_TEXT,
+    "shards": SHARDS,
     "data files": DATA_FILES,
     "rows": ROWS,
     "conversations": CONVERSATIONS,

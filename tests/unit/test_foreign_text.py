@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.wording import Fault, fault, refused, says
 from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
 from trainer.data.formats import packed
@@ -35,20 +37,19 @@ GOOD = {
     **{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "v"}]},
     **{"document": "d", "summary": "s", "statement": "x", "label": "1"},
 }
+DEEP = fault("json_too_deep", depth=100)
 ODD = {
-    "half of a pair": (r'{"text": "half \ud83d"}', r"\\ud83d.* half of a surrogate pair"),
-    "the other half": (r'{"text": ["a", "\ude00 b"]}', r"\\ude00.* half of a surrogate pair"),
-    "half in a key": (r'{"\ud83d": 1}', r"\\ud83d.* half of a surrogate pair"),
-    "nested": ('{"a": ' + "[" * 980 + "]" * 980 + "}", "nested deeper than 100 levels"),
-    "nested beyond Python": ('{"a":' * 9999 + "1" + "}" * 9999, "nested deeper than 100 levels"),
-    "nested and broken": ('{"a": ' + '[1,{"b":' * 150_000, "nested deeper|malformed JSON"),
-    "a long number": (
-        '{"a": ' + "9" * 5000 + "}",
-        "number of thousands of digits|integer overflow",
-    ),
-    "a key twice": ('{"text": "a", "text": "b"}', "the key 'text' stands twice"),
-    "a key twice inside": ('{"a": [{"b": 1, "b": 2}]}', "the key 'b' stands twice"),
+    "half of a pair": (r'{"text": "half \ud83d"}', fault("json_half_pair", escape=r"\ud83d")),
+    "the other half": (r'{"text": ["a", "\ude00 b"]}', fault("json_half_pair", escape=r"\ude00")),
+    "half in a key": (r'{"\ud83d": 1}', fault("json_half_pair", escape=r"\ud83d")),
+    "nested": ('{"a": ' + "[" * 980 + "]" * 980 + "}", DEEP),
+    "nested beyond Python": ('{"a":' * 9999 + "1" + "}" * 9999, DEEP),
+    "nested and broken": ('{"a": ' + '[1,{"b":' * 150_000, DEEP),
+    "a long number": ('{"a": ' + "9" * 5000 + "}", fault("json_long_number")),
+    "a key twice": ('{"text": "a", "text": "b"}', fault("json_key_twice", key="text")),
+    "a key twice inside": ('{"a": [{"b": 1, "b": 2}]}', fault("json_key_twice", key="b")),
 }
+OVERFLOW = fault("json_list_malformed", reason="parse error: integer overflow")
 STATEMENTS = validate(
     StatementData,
     {"source": "files", "train_tasks": ["m"], "valid_tasks": ["m"], "boolean": ["m"]},
@@ -71,11 +72,22 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+TABS, NO_HEADER = (
+    fault("table_one_column", separator="\t", wanted=","),
+    fault("table_without_header"),
+)
+
+
+def of_kind(said: Fault, kind: str) -> Fault:
+    """What is said of a list, whose reader has a sentence of its own for long numbers."""
+    return OVERFLOW if kind == "list" and said.code == "json_long_number" else said
+
+
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize(("text", "said"), ODD.values(), ids=ODD)
 @pytest.mark.parametrize("kind", ["lines", "list"])
 def test_every_task_refuses_it_with_its_place(
-    kind: str, text: str, said: str, read: Callable[[Path], Any], tmp_path: Path
+    kind: str, text: str, said: Fault, read: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     rows = [json.dumps(GOOD), json.dumps(GOOD), text]
     (name, content) = (
@@ -84,27 +96,32 @@ def test_every_task_refuses_it_with_its_place(
         else ("train.json", "[" + ",\n".join(rows) + "]")
     )
     (tmp_path / name).write_text(content)
-    place = r"train\.jsonl, line 3" if kind == "lines" else r"train\.json, item [123]"
-    with pytest.raises(DataError, match=rf"{place}: .*({said})"):
+    place = r"train\.jsonl, line 3: " if kind == "lines" else r"train\.json, item [123]: "
+    with refused(of_kind(said, kind), DataError) as caught:
         list(read(tmp_path))
+    assert re.search(place, str(caught.value))
 
 
 @pytest.mark.parametrize(("text", "said"), ODD.values(), ids=ODD)
 def test_corpora_questions_and_published_files_refuse_it_with_their_line(
-    text: str, said: str, tmp_path: Path
+    text: str, said: Fault, tmp_path: Path
 ) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(GOOD) + "\n" + text)
     for read in (passages.passages, questions.queries):
-        with pytest.raises(DataError, match=rf"train\.jsonl, line 2: .*({said})"):
+        with refused(said, DataError) as caught:
             list(read(tmp_path / "train.jsonl"))
-    with pytest.raises(DataError, match=rf"train\.jsonl, line 2: .*({said})"):
+        assert "train.jsonl, line 2: " in str(caught.value)
+    with refused(said, DataError) as caught:
         list(records(tmp_path, "train"))
+    assert "train.jsonl, line 2: " in str(caught.value)
     (tmp_path / "train.jsonl").rename(tmp_path / "train.old")
     (tmp_path / "train.json").write_text(f"[{text}]")
-    with pytest.raises(DataError, match=rf"train\.json.*({said})"):
+    with refused(of_kind(said, "list"), DataError) as caught:
         list(records(tmp_path, "train"))
-    with pytest.raises(DataError, match=rf"train\.json.*({said})"):
+    assert "train.json" in str(caught.value)
+    with refused(said, DataError) as caught:
         whole_json(tmp_path / "train.json")
+    assert "train.json" in str(caught.value)
 
 
 def test_a_pair_is_one_character_and_an_escaped_backslash_is_none(tmp_path: Path) -> None:
@@ -129,7 +146,7 @@ def test_an_escape_is_seen_whole_wherever_a_reading_ends(before: int) -> None:
     pad = "x" * before
     pair = rf'[{{"a": "{pad}\\\\\ud83d\ude00\ud83d\ude00\\"}}]'
     assert list(items(pair)) == json.loads(pair)
-    with pytest.raises(BadJson, match="ud83d in line 2 is half"):
+    with refused("json_half_pair", BadJson, escape=r"\ud83d in line 2"):
         list(items(rf'[{{"a": "{pad}\ud83d\ude00",' + "\n" + rf'"b": "{pad}\ud83d"}}]'))
 
 
@@ -156,7 +173,7 @@ def test_a_torn_file_is_refused(name: str, tmp_path: Path) -> None:
     if name in ("train.csv.gz", "train.tsv.gz"):
         content = "text\n" + "".join(row["text"] + "\n" for row in rows)
     (tmp_path / name).write_bytes(gzip.compress(content.encode())[:-300])
-    with pytest.raises(DataError, match=r"cannot be read behind .* \d+.*Fetch it again"):
+    with refused("file_torn"):
         list(row_files.placed_rows(tmp_path / name))
 
 
@@ -171,7 +188,7 @@ def test_what_unpacks_without_end_is_stopped(
     start = b'[{"text": "a"},' if ".json." in name else b"text\n" if "sv" in name else b""
     filling = filling.replace(b"\n", b",") if ".json." in name else filling
     (tmp_path / name).write_bytes(gzip.compress(start + filling * ((2 << 20) // len(filling))))
-    with pytest.raises(DataError, match=rf"{name}: its first [\d,]+ bytes unpack to more than"):
+    with refused("file_endless", at=name):
         list(row_files.placed_rows(tmp_path / name))
 
 
@@ -190,7 +207,7 @@ def test_a_large_packed_file_of_texts_is_read(
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "MAX_LINE", 1000)
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + " " * 1000 + "\n")
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: longer than 1,000 bytes"):
+    with refused("line_endless", at="a.jsonl, line 2", most="1,000"):
         list(jsonl.read_jsonl(tmp_path / "a.jsonl"))
 
 
@@ -204,16 +221,19 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         (
             "test.csv",
             "who sings x\t['A', 'B']\nwhere is y\t['C']\n",
-            r"separated by '\\t', want ','.* no header",
+            (TABS, NO_HEADER),
         ),
-        ("test.csv", "who sings x\t['A']\n", r"separated by '\\t', want ','.* no header"),
-        ("test.csv", "question\tanswers, all\nq\ta\n", r"separated by '\\t', want ','"),
-        ("test.tsv", 'who sings x\t["A", "B"]\n', r"holds a list, so it is a row and no header"),
+        ("test.csv", "who sings x\t['A']\n", (TABS, NO_HEADER)),
+        ("test.csv", "question\tanswers, all\nq\ta\n", (TABS,)),
+        ("test.tsv", 'who sings x\t["A", "B"]\n', (fault("table_row_for_header"),)),
     ],
 )
 def test_a_table_of_dpr_says_tabs_and_no_header(
-    name: str, content: str, said: str, tmp_path: Path
+    name: str, content: str, said: tuple[Fault, ...], tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=rf"{name}: its .*{said}"):
+    with refused(said[0]) as caught:
         list(questions.qa_rows(tmp_path, "test"))
+    assert f"{name}: its " in str(caught.value)
+    for one in said[1:]:
+        says(one, caught.value)

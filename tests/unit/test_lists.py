@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.unit.test_own_rows import WRITERS, read, statements
+from tests.wording import refused
 from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
 from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields, questions, retrieved
-from trainer.errors import DataError
 from trainer.protocol.task import Places
 from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.retriever import rows as retriever_rows
@@ -95,7 +95,7 @@ def test_any_other_text_is_a_list_of_one(text: str) -> None:
     ],
 )
 def test_a_text_that_only_looks_like_a_list_is_refused(text: str, problem: str) -> None:
-    with pytest.raises(DataError, match=rf"^here: 'answers' is .*{problem}.*Write it as JSON"):
+    with refused("table_cell_half_list", at="here", key="answers", problem=problem):
         as_list(text, "here", "answers")
 
 
@@ -177,7 +177,7 @@ def test_marks_of_contexts_are_the_same_in_every_form(marks: Any) -> None:
 
 @pytest.mark.parametrize("marks", [[[0], [1]], [0], "[0 2]", {"a": 1}])
 def test_other_marks_are_refused_by_their_place(marks: Any) -> None:
-    with pytest.raises(DataError, match=r"here: 'useful_contexts' is .*want a 0 or 1 for each"):
+    with refused("flags_wanted", at="here", key="useful_contexts"):
         fields.useful_contexts({"useful_contexts": marks}, "here", 2)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.wording import refused
+from trainer.data import left_out
 from trainer.data.readers import passages as corpora
 from trainer.data.readers import questions, retrieved
 from trainer.data.readers.jsonl import read_jsonl
@@ -20,6 +21,7 @@ from trainer.data.readers.rankings import Hit, Rankings
 from trainer.errors import DataError
 from trainer.protocol.task import Row
 from trainer.retrieval.negatives import (
+    UNTRAINABLE,
     RankRange,
     bm25,
     positives_of,
@@ -88,16 +90,16 @@ def test_judgements_come_before_what_the_questions_name() -> None:
     assert positives_of([QUERY], {"another": {"n0": 2}}) == {"q": []}
 
 
-def test_questions_without_a_positive_or_a_negative_are_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_questions_without_a_positive_or_a_negative_are_left_out() -> None:
     queries = [QUERY, Query("bare", "q", [], []), Query("easy", "q", [], ["gold"])]
     found = {**run("n1"), "bare": [Hit("n1", 1.0)], "easy": [Hit("gold", 1.0)]}
     rows = training_rows(
         found, queries, PASSAGES, positives=positives_of(queries, None), window=RankRange(3)
     )
-    assert [row["query_id"] for row in rows] == ["q"]
-    assert "2 of 3 questions have no positive, or no hit that may be a negative" in caplog.text
+    with left_out.reading() as notes:
+        assert [row["query_id"] for row in rows] == ["q"]
+    assert notes.counts == {UNTRAINABLE: 2}
+    assert [one.place for one in notes.first] == ["question 'bare'", "question 'easy'"]
     with refused("no_positive_and_negative"):
         list(
             training_rows(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.wording import refused
+from trainer.data import left_out
 from trainer.data.readers.rankings import Hit, read_qrels, read_run
 from trainer.retrieval.rankings import (
     agreement,
@@ -176,6 +179,73 @@ def test_every_measure_is_trec_evals(values: dict[str, int], ranking: dict[str, 
         assert ours[name] == pytest.approx(theirs[their_name], abs=1e-12), name
     for k in AT:  # trec_eval has no reciprocal rank with a cut-off
         assert ours[f"mrr@{k}"] == (ours["mrr"] if ours["mrr"] >= 1 / k - 1e-12 else 0.0)
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    path = Path(__file__).parents[1] / "fixtures/rankings/measures.json"
+    return json.loads(path.read_text())
+
+
+def hits_of(ranking: dict[str, float]) -> list[Hit]:
+    return [Hit(*item) for item in ranking.items()]
+
+
+def test_measures_of_runs_with_ties_are_those_that_trec_eval_gave() -> None:
+    trec_eval = recorded()["pytrec_eval"]
+    for question, ranking in recorded()["run"].items():
+        ours = question_measures(hits_of(ranking), recorded()["qrels"][question], at=[10])
+        theirs = trec_eval[question]
+        for name, their_name in (
+            ("mrr", "recip_rank"),
+            ("ndcg@10", "ndcg_cut_10"),
+            ("recall@10", "recall_10"),
+        ):
+            assert ours[name] == pytest.approx(theirs[their_name], abs=1e-12), question
+        cut = theirs["recip_rank"] if theirs["recip_rank"] >= 0.1 - 1e-12 else 0.0
+        assert ours["mrr@10"] == pytest.approx(cut, abs=1e-12), question
+
+
+def test_rr_at_10_of_ir_measures_is_ours_but_for_the_order_of_ties() -> None:
+    rankings = {name: hits_of(run) for name, run in recorded()["run"].items()}
+    ours = mean_measures(rankings, recorded()["qrels"], at=[10])
+    theirs = recorded()["ir_measures"]
+    for name in ("mrr", "ndcg@10", "recall@10"):
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-12), name
+    assert abs(ours["mrr@10"] - theirs["mrr@10"]) > 0.01
+    # the first id first among equal scores, as its RR@10 has them; no other score is changed
+    untied = {
+        question: [
+            Hit(hit.passage, -place)
+            for place, hit in enumerate(sorted(hits, key=lambda hit: (-hit.score, hit.passage)))
+        ]
+        for question, hits in rankings.items()
+    }
+    found = mean_measures(untied, recorded()["qrels"], at=[10])
+    assert found["mrr@10"] == pytest.approx(theirs["mrr@10"], abs=1e-12)
+
+
+def test_what_does_not_meet_the_run_is_noted_on_either_side() -> None:
+    run = {"q1": [Hit("d1", 1.0)], "new": [Hit("d1", 1.0)], "zero": [Hit("d1", 1.0)]}
+    qrels = {"q1": {"d1": 1, "d9": 1}, "lost": {"d1": 1}, "zero": {"d1": 0}}
+    with left_out.reading() as notes:
+        mean_measures(run, qrels, at=[1])
+    assert notes.counts == {
+        "judged questions that the run lacks (they count 0)": 1,
+        "ranked questions without a relevant passage (not measured)": 2,
+    }
+    assert notes.first[0].place == "question 'lost'"
+
+
+def test_judgements_of_which_no_passage_is_in_the_run_are_doubted() -> None:
+    run = {"q1": [Hit("1", 1.0)], "q2": [Hit("2", 1.0)]}
+    with left_out.reading() as notes:
+        found = mean_measures(run, {"q1": {"d1": 1}, "q2": {"d2": 2, "d3": 0}}, at=[1])
+    assert found["mrr"] == 0
+    assert [one.place for one in notes.first] == [
+        "question 'q1', passage 'd1'",
+        "question 'q2', passage 'd2'",
+    ]
 
 
 def test_a_question_that_the_run_lacks_counts_zero_and_one_without_relevance_not_at_all() -> None:

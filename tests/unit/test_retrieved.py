@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import logging
 import os
 import re
 import tracemalloc
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.wording import Fault, fault, refused
 from trainer.config.own_rows import OwnRows, Splits
-from trainer.data import stdlib_docs
+from trainer.data import left_out, stdlib_docs
 from trainer.data.readers import jsonl, passages, retrieved
 from trainer.protocol.task import Row
 
@@ -523,19 +522,17 @@ def test_a_passage_that_stands_twice_for_a_question_is_refused(tmp_path: Path) -
 
 
 def test_questions_without_a_ranking_have_no_passage_and_are_counted_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
     _questions(tmp_path, "a", "b", "c")
-    with caplog.at_level(logging.INFO):
+    with left_out.reading() as notes:
         assert _ids(_ranked(tmp_path, "b x 0.5\nz x 0.5\ny x 0.5\nz y 0.4\n")) == [[], ["x"], []]
-    warned, told = (
-        [record.getMessage() for record in caplog.records if record.levelno == level]
-        for level in (logging.WARNING, logging.INFO)
-    )
-    assert len(warned) == 1
-    assert "ranks no passage for 2 of 3 questions, the first is 'a'" in warned[0]
-    assert len(told) == 1
-    assert "left out 2 questions that are not in this split" in told[0]
+    assert notes.counts == {
+        "ranked questions of no row of the split (left out)": 2,
+        "questions that the ranking lacks (no passages)": 2,
+    }
+    path = tmp_path / "train.tsv"
+    assert [one.place for one in notes.first] == [f"{path}, question {q!r}" for q in "zyac"]
 
 
 def test_a_ranking_of_other_questions_is_refused(tmp_path: Path) -> None:

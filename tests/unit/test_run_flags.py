@@ -29,6 +29,7 @@ EVERY: dict[str, Any] = {  # a value of each flag that is not its default
     "generation_eval_max_sample_size": 7,
     "device": "24GiB",
     "force": True,
+    "strict": True,
     "num_proc": 3,
 }
 
@@ -86,4 +87,4 @@ def test_the_word_none_of_a_launch_script_is_no_value(monkeypatch: pytest.Monkey
 def test_a_run_has_every_flag_and_paths_and_switches_are_known_by_their_types() -> None:
     assert {*RUN_FLAGS} < {field.name for field in fields(Options)}
     assert PATHS == ("data_path", "cache_dir")
-    assert SWITCHES == ("force",)
+    assert SWITCHES == ("force", "strict")

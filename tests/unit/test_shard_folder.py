@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_on_ranks
+from tests.wording import refused
 from trainer.data.shard_folder import META, PLAN, ShardFolder
-from trainer.errors import ConfigError, DataError, LatheError, StorageError
+from trainer.errors import ConfigError, LatheError, StorageError
 
 COUNT = 5
 GIVEN: dict[str, Any] = {"format": 1, "model": "m", "shard_size": 3}
@@ -138,7 +139,7 @@ def test_a_plan_that_was_never_whole_is_not_read_and_disappears(tmp_path: Path, 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, name: str) -> None:
     for stranger in (name, ".plan.json.0123abcd.tmp"):
         (tmp_path / stranger).write_text("precious")
-    with pytest.raises(StorageError, match="holds other files and no parts of ours"):
+    with refused("shards_folder_taken", StorageError, content="parts"):
         written(tmp_path)
     assert content(tmp_path) == dict.fromkeys((name, ".plan.json.0123abcd.tmp"), "precious")
 
@@ -150,10 +151,8 @@ def test_the_choice_is_that_of_the_folder_and_everything_else_must_be_the_same(
     shards = folder_in(tmp_path)
     begun = shards.begin({**GIVEN, "shard_size": 9}, choice="shard_size")
     assert begun == {"model": "m", "shard_size": 3}
-    with pytest.raises(
-        ConfigError,
-        match=r"was begun with something else .model was 'm', is 'n'; width was None, is 8.\. Name",
-    ):
+    changed = "model was 'm', is 'n'; width was None, is 8"
+    with refused("shards_of_others", ConfigError, differences=changed):
         shards.begin({**GIVEN, "model": "n", "width": 8}, choice="shard_size")
 
 
@@ -162,21 +161,21 @@ def test_a_plan_that_cannot_be_read_is_refused_with_what_to_delete(
     tmp_path: Path, text: str
 ) -> None:
     (tmp_path / PLAN).write_text(text)
-    with pytest.raises(StorageError, match=r"plan.json cannot be read .*Delete .* and knit anew"):
+    with refused("plan_torn", folder=tmp_path, command="knit"):
         written(tmp_path)
-    with pytest.raises(DataError, match=r"plan.json cannot be read"):
+    with refused("vectors_torn", at=tmp_path / PLAN):
         folder_in(tmp_path).read(PLAN, dict)
 
 
 def test_a_key_that_the_reader_misses_is_named(tmp_path: Path) -> None:
     written(tmp_path)
-    with pytest.raises(DataError, match=r"meta.json cannot be read .'width'."):
+    with refused("vectors_torn", at=tmp_path / META, reason="'width'"):
         folder_in(tmp_path).read(META, lambda meta: meta["width"])
 
 
 def test_a_disk_that_refuses_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="file"):
+    with refused("file_unwritable", StorageError):
         written(tmp_path / "file" / "folder")
 
 

@@ -32,14 +32,6 @@ FOREIGN = {
 QUOTES = {"scheduler_says", "python_file_fails", "tree_unreadable"}
 # and these are the start of a sentence that others end in their own way.
 GENERAL = {"deepspeed_value", "flag_choice", "key_unknown", "list_of_wanted"}
-# Files that still hold words of ours in `match=`. The list may only shrink: give the words a code
-# in tests/wording.py, then take the file out.
-TO_DO = {
-    "tests/unit/test_base_files.py",
-    "tests/unit/test_foreign_text.py",
-    "tests/unit/test_lists.py",
-    "tests/unit/test_shard_folder.py",
-}
 _WORDS = re.compile(r"[A-Za-z]{2,} [A-Za-z]{2,}")
 # Words of the system, and of what the tests themselves start.
 OF_PROGRAMS = {"SystemError: on purpose", "metrics.jsonl: No such file", "training with"}
@@ -101,7 +93,7 @@ def test_no_test_but_the_table_holds_the_words_of_an_error_of_ours() -> None:
         if any(keyword.arg == "match" for keyword in call.keywords)
         if ast.unparse(call.args[0]) not in FOREIGN
     }
-    assert held == TO_DO
+    assert held == set()
 
 
 def words_of_its_own(file: Path) -> list[int]:
@@ -125,7 +117,7 @@ def words_of_its_own(file: Path) -> list[int]:
 
 def test_no_other_file_compares_the_words_of_an_error() -> None:
     held = {str(file.relative_to(ROOT)): words_of_its_own(file) for file in FILES}
-    assert {file for file, lines in held.items() if lines} <= TO_DO
+    assert {file for file, lines in held.items() if lines} == set()
 
 
 def test_a_refusal_has_its_type_its_exit_code_and_its_fields() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from trainer.commands import options
+from trainer.config.flags import Strict
 
 Temperature = Annotated[
     float | None,
@@ -89,6 +90,7 @@ def evaluate(
     bertscore_model: BertscoreModel = None,
     pred: options.Pred = None,
     write_scores: options.WriteScores = None,
+    strict: Strict = False,
     wandb_entity_name: Entity = None,
     wandb_project_name: Project = None,
 ) -> None:
@@ -103,7 +105,9 @@ def evaluate(
     values = which.values()
     distributed.init()
     run_options = which.run_options(
-        wandb_entity_name=wandb_entity_name, wandb_project_name=wandb_project_name
+        wandb_entity_name=wandb_entity_name,
+        wandb_project_name=wandb_project_name,
+        strict=strict,
     )
     question = Question(
         values,

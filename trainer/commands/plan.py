@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.commands import options
+from trainer.config.flags import Strict
 from trainer.errors import ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
@@ -76,12 +77,14 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
+    strict: Strict = False,
 ) -> None:
     """Predict the memory of a run by category, what would fit, and how long it takes. It runs the
     steps without computing anything.
     """
     gc.disable()  # garbage collections of imported objects took a fifth of a plan's time
     _import_models_without_scipy()
+    from trainer.data import left_out
     from trainer.plan.memory.measure import with_value
     from trainer.plan.time.target import target_of
 
@@ -95,7 +98,8 @@ def plan(
         values = with_value(values, key.strip(), value)
     target = target_of(device, world=world, nodes=nodes)
     run_options = which.run_options(deepspeed=deepspeed)
-    subject = subject_for(values, run_options, target.cluster.world)
+    with left_out.settling(None, strict=strict):
+        subject = subject_for(values, run_options, target.cluster.world)
     if fastest:
         _show_fastest(subject, target, price_per_gpu_hour, as_json=as_json)
     else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from trainer.commands import options
+from trainer.config.flags import Strict
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,10 +80,12 @@ def encode(
             help="Vectors per file; a kill loses at most the file in progress.",
         ),
     ] = None,
+    strict: Strict = False,
 ) -> None:
     """Write the vectors of a corpus or of questions; under torchrun, every rank writes a shard at a
     time.
     """
+    from trainer.data import left_out
     from trainer.evaluation.run import Question, open_model
     from trainer.protocol.abilities import Embeds
     from trainer.retrieval import embeddings
@@ -98,7 +101,8 @@ def encode(
             f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
         )
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
-    texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
+    with left_out.one_reading(str(source), strict=strict):
+        texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
     rows = shard_rows or embeddings.shard_rows(count, distributed.world())
     plan: dict[str, Any] = {"side": side, "dtype": dtype, "count": count, "shard_rows": rows}
     vectors = embeddings.write(
@@ -255,10 +259,12 @@ def judge(
             "ranking agree.",
         ),
     ] = None,
+    strict: Strict = False,
 ) -> None:
     """Measure a run: recall, MRR, nDCG and MAP as trec_eval defines them, and DPR's answer
     recall.
     """
+    from trainer.data import left_out
     from trainer.data.readers.rankings import read_run
     from trainer.retrieval import rankings
     from trainer.retrieval.judging import run_measures
@@ -273,9 +279,14 @@ def judge(
         read = read_run(run)
         if remove_query:
             read = rankings.without_query(read)
-        measures = run_measures(
-            read, questions, qrels, passages=passages, only=only_ids, at=at or [1, 5, 10, 20, 100]
-        )
+        of_split = {query.id for query in questions} if split is not None else None
+        for names in (only_ids, of_split):
+            read = read if names is None else {name: read[name] for name in read if name in names}
+        cuts = at or [1, 5, 10, 20, 100]
+        with left_out.one_reading(str(run), strict=strict):
+            measures = run_measures(
+                read, questions, qrels, passages=passages, only=only_ids, at=cuts
+            )
     for name, value in measures.items():
         typer.echo(f"{name} {value:.6f}")
 
@@ -290,7 +301,7 @@ def mine(
     ],
     qrels: QrelsFile = None,
     split: OfSplit = None,
-    count: Annotated[
+    most: Annotated[
         int, typer.Option("--count", min=1, help="The largest number of negatives per question.")
     ] = 30,
     first: Annotated[
@@ -309,22 +320,28 @@ def mine(
         bool,
         typer.Option("--keep_answers", help="Allow passages that hold an answer as negatives."),
     ] = False,
+    strict: Strict = False,
 ) -> None:
     """Write a training file with hard negatives: passages that rank high and are not relevant."""
+    from trainer.data import left_out
     from trainer.data.readers import passages as corpora
     from trainer.data.readers.questions import queries as read_queries
     from trainer.data.readers.rankings import read_qrels, read_run
     from trainer.retrieval import negatives
 
-    window = negatives.RankRange(count, first, last, seed, keep_answers)
+    window = negatives.RankRange(most, first, last, seed, keep_answers)
     questions, of_run = list(read_queries(queries, split)), read_run(run)
-    positives = negatives.positives_of(questions, None if qrels is None else read_qrels(qrels))
+    judgements = None if qrels is None else read_qrels(qrels)
+    positives = negatives.positives_of(questions, judgements)
     needed = {
         hit.passage for query in questions for hit in of_run.get(query.id, [])[first - 1 : last]
     }
     texts = corpora.passages_with_ids(passages, needed.union(*positives.values()))
     rows = negatives.training_rows(of_run, questions, texts, positives=positives, window=window)
-    typer.echo(f"{out}: {negatives.write_rows(out, rows)} of {len(questions)} questions")
+    strangers = {*of_run, *(judgements or ())} if split is None else ()
+    rows = negatives.noting_strangers(rows, strangers, questions)
+    count = negatives.write_rows(out, left_out.refusing(rows, str(run), strict=strict))
+    typer.echo(f"{out}: {count} of {len(questions)} questions")
 
 
 @options.guard
@@ -338,10 +355,12 @@ def contexts(
     ],
     depth: Depth = 100,
     split: OfSplit = None,
+    strict: Strict = False,
 ) -> None:
     """Write the input of a reader: every question with its answers and the passages of a run
     file.
     """
+    from trainer.data import left_out
     from trainer.data.readers import passages as corpora
     from trainer.data.readers.questions import queries as read_queries
     from trainer.data.readers.rankings import read_run
@@ -350,7 +369,9 @@ def contexts(
     questions, of_run = list(read_queries(queries, split)), read_run(run)
     needed = {hit.passage for query in questions for hit in of_run.get(query.id, [])[:depth]}
     texts = corpora.passages_with_ids(passages, needed)
-    count = negatives.write_rows(out, negatives.reader_rows(of_run, questions, texts, depth=depth))
+    rows = negatives.reader_rows(of_run, questions, texts, depth=depth)
+    rows = negatives.noting_strangers(rows, of_run if split is None else (), questions)
+    count = negatives.write_rows(out, left_out.refusing(rows, str(run), strict=strict))
     typer.echo(f"{out}: {count} questions")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trainer.commands import options
+from trainer.config.flags import Strict
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder to write; default <cache_dir>/stats/<exp_id>.")
@@ -23,11 +24,13 @@ def stats(
     which: options.UntrainedOptions,
     splits: Splits = "train,valid",
     out: Out = None,
+    strict: Strict = False,
 ) -> None:
     """Show lengths, what limits cut off, padding, duplicates and three decoded rows, and write
-    stats.json and stats.png.
+    stats.json and stats.png, and left_out.jsonl where rows are left out.
     """
     from trainer import tasks
+    from trainer.data import left_out
     from trainer.files.atomic import refusals, write_json
     from trainer.statistics import picture, table
     from trainer.statistics.report import report
@@ -36,13 +39,12 @@ def stats(
     cfg = tasks.parse(values)
     task = tasks.load(cfg, which.run_options().places)
     names = [name.strip() for name in splits.split(",") if name.strip()]
-    statistics = {
-        "experiment": options.id_of(values),
-        **report(cfg, task, names, cache_dir=which.cache_dir),
-    }
     folder = out or which.cache_dir / "stats" / options.id_of(values)
     with refusals(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    statistics: dict[str, Any] = {"experiment": options.id_of(values)}
+    with left_out.settling(folder, strict=strict):
+        statistics |= report(cfg, task, names, cache_dir=which.cache_dir)
     write_json(folder / "stats.json", statistics, is_durable=False)
     picture.draw(folder / "stats.png", statistics)
     typer.echo(table.text(statistics, is_coloured=sys.stdout.isatty()))

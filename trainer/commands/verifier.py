@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trainer.commands import options
-from trainer.config.flags import CacheDir
+from trainer.config.flags import CacheDir, Strict
 from trainer.errors import ConfigError
 
 Declarer = Annotated[
@@ -103,6 +103,7 @@ def calibrate(
     objective: Annotated[
         str, typer.Option("--objective", help="What the temperature minimises: ece or nll.")
     ] = "ece",
+    strict: Strict = False,
 ) -> None:
     """Fit the temperature of a trained verifier on a split, and store it with the model."""
     from trainer.evaluation.run import Question, model_folder, pooled_values
@@ -114,7 +115,7 @@ def calibrate(
     if objective not in ("ece", "nll"):
         raise ConfigError(f"--objective {objective}: no such objective. Use ece or nll.")
     distributed.init()
-    run_options = which.run_options()
+    run_options = which.run_options(strict=strict)
     question = Question(values, model=model, split=split, batch=batch)
     table = pooled_values(question, run_options, use.POOL)
     folder = model_folder(question, run_options)

@@ -52,6 +52,12 @@ DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of th
 CacheDir = Annotated[
     Path, typer.Option("--cache_dir", help="Folder for token caches and tokenizers.")
 ]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="Refuse data of which anything would be left out, or warned about."
+    ),
+]
 NumProc = Annotated[
     int | None,
     typer.Option(
@@ -144,6 +150,7 @@ class RunFlags:
     force: Annotated[
         bool, typer.Option("--force", help="Run even if the memory plan says that it does not fit.")
     ] = False
+    strict: Strict = False
     num_proc: NumProc = None
 
     @property

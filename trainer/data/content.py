@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trainer.config.identity import canonical_json
 from trainer.config.userfile import placed
-from trainer.errors import DataError
+from trainer.data import left_out
+from trainer.data.formats.normal_form import row_hash
+from trainer.errors import ConfigError, DataError
 from trainer.files.remembered import program, recall
 
 if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
     from trainer.protocol.task import Row, Task
+
+log = logging.getLogger(__name__)
 
 Content = tuple[str, int]  # of a split: the digest of its rows, and how many they are
 
@@ -31,12 +39,47 @@ def content_of(task: Task, split: str, cache_dir: Path) -> Content:
 
     if not getattr(task, "rows_are_of_files", False):
         return content_of_rows(rows, task.encoding_id(), split)
-    configured: Any = task
-    values = configured.cfg.model_dump(mode="json")
+    settings = _settings(task)
+    return content_of_rows(rows, task.encoding_id(), split, settings=settings, cache_dir=cache_dir)
+
+
+def _settings(task: Any) -> str:
+    """All that the rows of a task depend on besides the files that they are read out of."""
+    values = task.cfg.model_dump(mode="json")
     for trains in ("train", "optim", "schedule", "deepspeed", "label"):
         values.pop(trains, None)
-    settings = canonical_json({"experiment": values, "data_path": str(configured.places.data_path)})
-    return content_of_rows(rows, task.encoding_id(), split, settings=settings, cache_dir=cache_dir)
+    return canonical_json({"experiment": values, "data_path": str(task.places.data_path)})
+
+
+def shared_test_rows(task: Task, train: TokenStore, cache_dir: Path) -> left_out.Notes:
+    """The test rows that are training rows as well, up to the normal form. Only test splits in
+    files of the user's are looked at, and read again only when a file has changed; none is opened
+    where there is no test split, or one that cannot be read.
+    """
+    configured: Any = task
+    hashes, data = train.raw_hashes(), getattr(task.cfg, "data", None)
+    is_of_files = getattr(task, "rows_are_of_files", False) and configured.places.data_path
+    is_of_hub = getattr(data, "dataset", None) or getattr(data, "source", None) == "hub"
+    if hashes is None or not is_of_files or is_of_hub:
+        return left_out.Notes()
+
+    def read() -> dict[str, Any]:
+        notes = left_out.Notes()
+        trained = np.sort(hashes)
+        for number, row in enumerate(task.rows("test"), start=1):
+            name = np.uint64(row_hash(row))
+            place = int(np.searchsorted(trained, name))
+            if place < len(trained) and trained[place] == name:
+                notes.add(left_out.Note(f"row {number}", left_out.IN_TRAIN))
+        return notes.record()
+
+    facts = {"shared": _settings(task), "train": train.digest, "program": program()}
+    facts["here"] = os.path.abspath(placed(os.curdir))
+    try:
+        return left_out.Notes.of(recall(cache_dir, canonical_json(facts), read))
+    except (ConfigError, DataError) as error:
+        log.debug("the test split is not compared with the training split: %s", error)
+        return left_out.Notes()
 
 
 def content_of_rows(
@@ -53,16 +96,24 @@ def content_of_rows(
     `cache_dir` their digest is then remembered. "": they are read each time.
     """
 
-    def read() -> Content:
-        return _content(rows(), encoding_id, split)
+    def read() -> list[Any]:
+        with left_out.reading() as notes:
+            digest, count = _content(rows(), encoding_id, split)
+        return [digest, count, notes.record()]
 
     if not settings or cache_dir is None:
-        return read()
+        return _gather(split, read())
     facts = {"rows": settings, "encoding": encoding_id, "split": split, "program": program()}
     facts["here"] = os.path.abspath(
         placed(os.curdir)
     )  # a dictionary may name files by a relative path
-    digest, count = recall(cache_dir, canonical_json(facts), read)
+    return _gather(split, recall(cache_dir, canonical_json(facts), read))
+
+
+def _gather(split: str, value: list[Any]) -> Content:
+    """The content out of what was read or remembered; its notes are gathered."""
+    digest, count, record = value
+    left_out.gather(split, left_out.Notes.of(record))
     return digest, count
 
 

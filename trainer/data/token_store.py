@@ -8,6 +8,7 @@ folder that is then renamed, so a store is complete or not there.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -19,6 +20,7 @@ import numpy as np
 
 from trainer.data.content import Content, RowHasher, content_of, content_of_rows
 from trainer.data.encoding import encoded_rows, usable_processes
+from trainer.data.formats.normal_form import row_hash
 from trainer.errors import DataError
 from trainer.files.build_once import build_once
 
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 _FORMAT = 1  # raised when the format changes, so that folders of the old format are not read
 _META = "meta.json"
 _LENGTHS = "lengths.npy"
+_ROW_HASHES = "row_hashes.npy"  # stores of older versions have none
 _PERCENTILES = (50, 90, 99, 100)
 _REPORT_EVERY_S = 10.0
 
@@ -114,6 +117,13 @@ class TokenStore:
         for field in fields:
             hashes = hashes * _FACTOR + self._hashes_of(field)
         return hashes
+
+    def raw_hashes(self) -> np.ndarray | None:
+        """(rows,) uint64: a hash of each raw row, equal for rows that say the same (`row_hash` in
+        normal_form.py); None for a store of an older version.
+        """
+        path = self.folder / _ROW_HASHES
+        return _map(path) if path.exists() else None
 
     def _hashes_of(self, field: str) -> np.ndarray:
         """(rows,) uint64 hashes of one field, computed by blocks of rows."""
@@ -201,7 +211,8 @@ def open_store(
         processes = num_proc or usable_processes(num_rows)
         with _Writer(temporary) as writer:
             hasher = RowHasher(encoding_id)
-            results = encoded_rows(hasher.pass_through(rows()), encode, num_proc=processes)
+            raw = hasher.pass_through(rows())
+            results = encoded_rows(raw, functools.partial(_hashed, encode), num_proc=processes)
             for index, encoded in enumerate(_report_progress(results, split, num_rows, processes)):
                 writer.add(index, encoded, length)
         if hasher.hexdigest() != digest:
@@ -213,6 +224,12 @@ def open_store(
 
     folder = cache_dir / "tokens" / f"{split}-{digest[:32]}-v{_FORMAT}"
     return TokenStore(build_once(folder, build, is_whole=_is_whole))
+
+
+def _hashed(encode: Callable[[Row], Encoded], row: Row) -> Encoded:
+    encoded = encode(row)
+    encoded.row_hash = row_hash(row)
+    return encoded
 
 
 class _Array:
@@ -262,6 +279,7 @@ class _Writer:
         self._ids: dict[str, _Array] = {}
         self._offsets: dict[str, _Array] = {}
         self._lengths = _Array(folder / _LENGTHS, "<i8")
+        self._row_hashes = _Array(folder / _ROW_HASHES, "<u8")
         self._truncated_rows = 0
         self._lost_labels = np.zeros(2, dtype=np.int64)
         self._cuts: dict[str, dict[str, Any]] = {}
@@ -290,6 +308,7 @@ class _Writer:
                 counts["tokens"] += text_length
                 counts["tokens_cut"] += lost
         self._lengths.append([length(encoded)])
+        self._row_hashes.append(np.array([encoded.row_hash], dtype=np.uint64))
         for field, ids in tokens.items():
             self._ids[field].append(ids)
             self._offsets[field].append([self._ids[field].size])
@@ -313,7 +332,7 @@ class _Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        arrays = (self._lengths, *self._ids.values(), *self._offsets.values())
+        arrays = (self._lengths, self._row_hashes, *self._ids.values(), *self._offsets.values())
         try:
             for array in arrays if kind is None else ():
                 array.finish()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.config.schema import Experiment, RandomBase
+from trainer.data import left_out
 from trainer.data.order import evaluation_batches
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, nearest
@@ -97,7 +98,8 @@ def run(question: Question, options: Options) -> dict[str, float]:
     if not isinstance(task, Answers):
         _refuse_answering(question)
     folder = model_folder(question, options)
-    store = _store(task, question, options)
+    with left_out.settling(None, strict=options.strict):
+        store = _store(task, question, options)
     model = Frozen(task.load_export(folder).to(distributed.device()).eval())
     batch = _batch(question)
     raw = [question_of(task, row) for row in _rows(task, question)]
@@ -184,7 +186,8 @@ def pooled_values(question: Question, options: Options, name: str) -> Tensor:
     A collective. ConfigError for a task that collects none under this name.
     """
     task = _task(question, options)
-    store = store_of(task, question.split, options.cache_dir)
+    with left_out.settling(None, strict=options.strict):
+        store = store_of(task, question.split, options.cache_dir)
     model = Frozen(
         task.load_export(model_folder(question, options)).to(distributed.device()).eval()
     )

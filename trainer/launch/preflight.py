@@ -21,6 +21,7 @@ import numpy as np
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.mistakes import OPTIMIZER_ON_NVME, foreign_best, long_warmup
+from trainer.data import left_out
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
 from trainer.models import base_model, base_source, recomputation
@@ -75,7 +76,13 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
         found.parameters = f"not counted: {error}"
         (found.warnings if is_awaited else found.problems).append(str(error))
         return found
-    first = {split: _first_rows(task, split, found.problems) for split in SPLITS}
+    first: dict[str, list[Encoded]] = {}
+    for split in SPLITS:
+        with left_out.reading() as notes:
+            first[split] = _first_rows(task, split, found.problems)
+        if notes:
+            doubts = found.problems if options.strict else found.warnings
+            doubts.append(f"{split}: {notes.line(with_places=True)}")
     found.problems += [
         problem
         for split, rows in first.items()
@@ -88,7 +95,7 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
         found.problems.append(_no_label(len(first["train"])))
     shared = len(_contents(first["train"]) & _contents(first["valid"]))
     if shared:
-        found.warnings.append(
+        (found.problems if options.strict else found.warnings).append(
             _overlap_text(
                 shared, len(first["valid"]), "of the first validation rows are also first"
             )
@@ -154,16 +161,23 @@ def _of_memory(plan: RunPlan, options: Options) -> Iterator[str]:
 
 
 def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: float) -> None:
-    """Raise what is wrong with encoded rows, and warn if validation rows are also trained on."""
+    """Raise what is wrong with encoded rows, and note the validation rows that are also trained
+    on.
+    """
     for store in stores.values():
         refuse_lost_labels(store, most=most_lost)
     train, valid = stores["train"], stores["valid"]
     count = min(len(train), FIRST_ROWS)
     if not _units(task, [train[row] for row in range(count)]):
         raise DataError(_no_label(count))
-    shared = shared_rows(train, valid)
-    if shared:
-        log.warning("%s", _overlap_text(shared, len(valid), "validation rows are also"))
+    overlap = left_out.Notes()
+    for row, trained_as in shared_rows(train, valid):
+        overlap.add(
+            left_out.Note(
+                f"row {row + 1}, which is training row {trained_as + 1}", left_out.IN_TRAIN
+            )
+        )
+    left_out.gather("valid in train", overlap)
 
 
 def has_begun(plan: RunPlan) -> bool:
@@ -298,10 +312,24 @@ def _contents(rows: Sequence[Encoded]) -> set[str]:
     return {repr([list(row[name]) for name in sorted(common)]) for row in rows}
 
 
-def shared_rows(train: TokenStore, valid: TokenStore) -> int:
-    """How many validation rows have the same tokens as a training row, in the fields of both."""
+def shared_rows(train: TokenStore, valid: TokenStore) -> list[tuple[int, int]]:
+    """(row, training row) of the validation rows that are training rows as well: their tokens are
+    the same, in the fields of both, or their raw rows say the same up to the normal form.
+    """
     fields = sorted(set(train.meta["fields"]) & set(valid.meta["fields"]))
-    return int(np.isin(valid.row_hashes(fields), train.row_hashes(fields)).sum())
+    shared = _shared(train.row_hashes(fields), valid.row_hashes(fields))
+    trained, validated = train.raw_hashes(), valid.raw_hashes()
+    if trained is not None and validated is not None:
+        shared = _shared(trained, validated) | shared
+    return sorted(shared.items())
+
+
+def _shared(train_N: np.ndarray, valid_M: np.ndarray) -> dict[int, int]:
+    """Row -> training row, from the hashes of both."""
+    order_N = np.argsort(train_N, kind="stable")
+    place_M = np.minimum(np.searchsorted(train_N, valid_M, sorter=order_N), len(train_N) - 1)
+    rows = np.flatnonzero(train_N[order_N[place_M]] == valid_M)
+    return dict(zip(rows.tolist(), order_N[place_M[rows]].tolist(), strict=True))
 
 
 def _overlap_text(shared: int, count: int, which: str) -> str:

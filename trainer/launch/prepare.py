@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from trainer import tasks
 from trainer.config.identity import digest
-from trainer.data.content import Content, content_of
+from trainer.data import left_out
+from trainer.data.content import Content, content_of, shared_test_rows
 from trainer.data.order import sizes_of
 from trainer.data.token_store import TokenStore, store_of
 from trainer.launch import preflight
@@ -113,9 +114,16 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     identity = check_identity(plan, task, stores, newest)
     say_padding(plan, sizes_of(stores["train"], task))
     for split in ("train", "valid"):
-        logger.info("%s", opening_line(stores[split]))
-    on_main(lambda: preflight.refuse_rows(task, stores, most_lost=cfg.train.max_lost_labels))
+        logger.info("%s", opening_line(stores[split], left_out.of_split(split)))
+    on_main(lambda: _judge_rows(task, stores, plan, options))
     return PreparedRun(plan, task, stores, options.places, questions, identity, newest)
+
+
+def _judge_rows(task: Task, stores: dict[str, TokenStore], plan: RunPlan, options: Options) -> None:
+    preflight.refuse_rows(task, stores, most_lost=plan.cfg.train.max_lost_labels)
+    notes = shared_test_rows(task, stores["train"], options.cache_dir)
+    left_out.gather("test in train", notes)
+    left_out.settle(plan.folder, strict=options.strict)
 
 
 def is_in_memory(plan: RunPlan, options: Options) -> bool:

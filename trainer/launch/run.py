@@ -10,7 +10,8 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+from trainer.data import left_out
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, DataError, StorageError
 from trainer.launch.choose import Chosen, choose
 from trainer.launch.prepare import is_in_memory, prepare
 from trainer.launch.run_folder import claimed, push, recorded
@@ -22,6 +23,9 @@ from trainer.training.bad_steps import RolledBack
 from trainer.training.run import run as run_session
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from trainer.files.held_lock import HeldLock
     from trainer.telemetry.run_record import RunRecord
     from trainer.training.options import Options
@@ -43,12 +47,27 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
         optimizer=plan.cfg.optim.name,
         compiles=plan.cfg.train.compile,
     )
-    chosen = choose(plan, options)
-    with claimed(chosen.plan, options) as lock, recorded(chosen.plan, options) as record:
-        is_done = _train_or_stop(chosen, options, record, preemption, lock)
-        record.status("succeeded" if is_done else "preempted")
-        logger.info("%s: %s", "finished" if is_done else "stopped, to be run again", plan.folder)
+    with left_out.gathering() as notes:
+        chosen = choose(plan, options)
+        with claimed(chosen.plan, options) as lock, recorded(chosen.plan, options) as record:
+            with _refused_row(plan.folder, notes):
+                is_done = _train_or_stop(chosen, options, record, preemption, lock)
+            record.status("succeeded" if is_done else "preempted")
+            state = "finished" if is_done else "stopped, to be run again"
+            logger.info("%s: %s", state, plan.folder)
     return EXIT_OK if is_done else EXIT_PREEMPTED
+
+
+@contextlib.contextmanager
+def _refused_row(folder: Path, notes: left_out.Gathered) -> Iterator[None]:
+    """Write the row that the run refused into the file of what was left out."""
+    try:
+        yield
+    except DataError as error:
+        if distributed.is_main():
+            with contextlib.suppress(StorageError):  # the row is what went wrong
+                left_out.write(folder / left_out.FILE, notes, error=error)
+        raise
 
 
 def _train_or_stop(

@@ -47,8 +47,11 @@ class Encoded(dict[str, list[int]]):
     lost_labels: how many tokens of its labels a limit cut off, and of how many. A run in which more
     than `train.max_lost_labels` of all label tokens are cut off is refused; with (0, 0) everywhere
     it never is. cuts: {"contexts": Cut(...)}, what the limits cut, by what people call it: it is
-    added up and told at the start of a run.
+    added up and told at the start of a run. row_hash: of the raw row, equal for rows that say the
+    same; the token store sets it.
     """
+
+    row_hash: int = 0
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.data.left_out import note
 from trainer.data.readers.rankings import Hit, Qrels, Rankings
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import refusals
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 logger = logging.getLogger(__name__)
+
+
+UNTRAINABLE = "questions without a positive, or without a hit that may be a negative (left out)"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,19 @@ def positives_of(queries: Iterable[Query], qrels: Qrels | None) -> dict[str, lis
     }
 
 
+def noting_strangers(
+    rows: Iterable[Row], names: Iterable[str], queries: Sequence[Query]
+) -> Iterator[Row]:
+    """The same rows. The names of questions that no query has, of a run or of judgements, are
+    noted.
+    """
+    yield from rows
+    known = {query.id for query in queries}
+    for name in names:
+        if name not in known:
+            note(f"question {name!r}", "ranked or judged questions of no query (left out)")
+
+
 def training_rows(
     rankings: Rankings,
     queries: Sequence[Query],
@@ -69,9 +86,9 @@ def training_rows(
     A negative is a hit in the window that is no positive, has no positive's text, and holds no
     answer (see RankRange). Where there are more than window.count, a sample is taken that depends
     on seed and question alone, in the order of the ranking. Questions without a positive or without
-    any negative are left out, and their number is logged. DataError when no question remains.
+    any negative are left out, and noted. DataError when no question remains.
     """
-    finder, left_out, num_rows = AnswerFinder(passages), 0, 0
+    finder, num_rows = AnswerFinder(passages), 0
     for query in queries:
         relevant = positives[query.id]
         negatives = _negatives(
@@ -83,7 +100,7 @@ def training_rows(
             finder=finder,
         )
         if not relevant or not negatives:
-            left_out += 1
+            note(f"question {query.id!r}", UNTRAINABLE)
             continue
         num_rows += 1
         yield {
@@ -93,12 +110,6 @@ def training_rows(
             "positive_passages": [_tevatron(passages[name]) for name in relevant],
             "negative_passages": [_tevatron(passages[name]) for name in negatives],
         }
-    if left_out:
-        logger.warning(
-            "%d of %d questions have no positive, or no hit that may be a negative",
-            left_out,
-            len(queries),
-        )
     if not num_rows:
         raise DataError(
             "no question has a positive and a negative. Give --qrels, or a deeper run and --ranks."
@@ -139,6 +150,8 @@ def reader_rows(
     finder = AnswerFinder(passages)
     for query in queries:
         hits = rankings.get(query.id, [])[:depth]
+        if not hits:
+            note(f"question {query.id!r}", "questions that the run lacks (no passages)")
         answering = finder.having(query.answers, [hit.passage for hit in hits])
         ctxs = [
             {**passages[hit.passage], "score": hit.score, "has_answer": hit.passage in answering}

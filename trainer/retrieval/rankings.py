@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from trainer.data.left_out import note
 from trainer.data.readers.rankings import Hit, Qrels, Rankings
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import refusals
@@ -108,17 +109,18 @@ def mean_measures(rankings: Rankings, qrels: Qrels, *, at: Sequence[int]) -> dic
     ordered by passage id, the last one first.
     """
     questions = [question for question, judgements in qrels.items() if max(judgements.values()) > 0]
-    missing = sum(question not in rankings for question in questions)
-    if missing == len(questions):
+    missing = [question for question in questions if question not in rankings]
+    if len(missing) == len(questions):
         raise DataError(
             f"the run ranks passages for none of the {len(questions)} questions that have a "
             f"relevant one: its ids are like {next(iter(rankings), None)!r}, theirs like "
             f"{next(iter(questions), None)!r}. Give these questions' run."
         )
-    if missing:
-        logger.warning(
-            "%d of %d judged questions are not in the run and count 0", missing, len(questions)
-        )
+    for question in missing:
+        note(f"question {question!r}", "judged questions that the run lacks (they count 0)")
+    for question in rankings.keys() - set(questions):
+        note(f"question {question!r}", "ranked questions without a relevant passage (not measured)")
+    _note_passages(rankings, qrels, questions)
     totals: dict[str, float] = {}
     for question in questions:
         for name, value in question_measures(
@@ -128,10 +130,37 @@ def mean_measures(rankings: Rankings, qrels: Qrels, *, at: Sequence[int]) -> dic
     return {name: value / len(questions) for name, value in totals.items()}
 
 
+def _note_passages(rankings: Rankings, qrels: Qrels, questions: Sequence[str]) -> None:
+    """Tell how many relevant passages no ranking holds. A run is no worse for some of them, for it
+    has an end; where it holds none at all, the ids are doubted.
+    """
+    ranked = {hit.passage for hits in rankings.values() for hit in hits}
+    relevant = {
+        passage: question
+        for question in questions
+        for passage, value in qrels[question].items()
+        if value > 0
+    }
+    strangers = [passage for passage in relevant if passage not in ranked]
+    if len(strangers) == len(relevant):
+        why = "relevant passages, all of them, that no ranking holds (are their ids the run's?)"
+        for passage in strangers:
+            note(f"question {relevant[passage]!r}, passage {passage!r}", why)
+    elif strangers:
+        logger.info(
+            "%d of %d relevant passages are in no ranking, the first is %r",
+            *(len(strangers), len(relevant), strangers[0]),
+        )
+
+
 def question_measures(
     hits: Sequence[Hit], judgements: Mapping[str, int], *, at: Sequence[int]
 ) -> dict[str, float]:
-    """The measures of one question, which must have a relevant passage (`mean_measures`)."""
+    """The measures of one question, which must have a relevant passage (`mean_measures`).
+
+    mrr@k is mrr cut at rank k: the order of ties is trec_eval's for all measures. (ir-measures'
+    RR@k, after MS MARCO's program, puts the first passage id first among equal scores.)
+    """
     ordered = sorted(hits, key=lambda hit: (np.float32(hit.score), hit.passage), reverse=True)
     gains = [max(0, judgements.get(hit.passage, 0)) for hit in ordered]
     ideal = sorted((gain for gain in judgements.values() if gain > 0), reverse=True)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.left_out import FILE
+
 if TYPE_CHECKING:
+    from trainer.data.left_out import Notes
     from trainer.data.token_store import TokenStore
 
 # Endings of the names of fields that hold no token ids, but numbers about texts.
 _NOT_TEXT = ("lengths", "scores", "identities", "scored")
 
 
-def opening_line(store: TokenStore) -> str:
+def opening_line(store: TokenStore, notes: Notes | None = None) -> str:
     """The line about a split, for example "train: 2,000 rows, 51,204 tokens; 1,901 of 2,000
     contexts cut, 36.7% of their tokens: data.context_tokens 256; `stats` shows more".
 
     For a store of an older version, or of a task that does not count cuts, the line has only rows
-    and tokens.
+    and tokens. notes: what was left out of the split, or is doubted.
     """
+    text = _rows_and_cuts(store)
+    return f"{text}; {notes.line()}: {FILE}" if notes else text
+
+
+def _rows_and_cuts(store: TokenStore) -> str:
     fields: dict[str, int] = store.summary()["tokens"]
     tokens = sum(
         count

@@ -444,6 +444,20 @@ FAULTS = [
     # Retrieval
     Fault(
         "trainer/retrieval/rankings.py",
+        "reciprocal_rank(gains[:k])",
+        "reciprocal_rank(gains)",
+        why="MRR@10 counts what stands below rank 10",
+        tests=RANKING,
+    ),
+    Fault(
+        "trainer/retrieval/rankings.py",
+        "    if len(strangers) == len(relevant):",
+        "    if not relevant:",
+        why="judgements with other ids of passages are measured as 0 without a word",
+        tests=RANKING,
+    ),
+    Fault(
+        "trainer/retrieval/rankings.py",
         "math.log2(rank + 1)",
         "math.log2(rank + 2)",
         why="nDCG is not trec_eval's",

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import unicodedata
 from typing import Any, cast
+
+_NAMES = {"id", "item", "passage_id", "score"}  # what names a row or ranks a passage, at any depth
 
 
 def normal_form(text: str) -> str:
     """The text in NFKC (full-width letters, ligatures and composed accents as plain ones), with
     case folded and single blanks; equal for texts that a split must not part.
     """
+    if text.isascii():
+        return " ".join(text.lower().split())
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     return " ".join(folded.split())
 
@@ -27,3 +33,19 @@ def normal_value(value: Any) -> Any:
         pairs = cast("dict[Any, Any]", value).items()
         return {str(key): normal_value(one) for key, one in pairs}
     return str(value)
+
+
+def row_hash(row: Any) -> int:
+    """64 bits of a row without its names, equal for rows whose texts have one normal form."""
+    text = json.dumps(_without_names(row), sort_keys=True, ensure_ascii=False, default=str)
+    content = normal_form(text).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def _without_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        pairs = cast("dict[str, Any]", value).items()
+        return {key: _without_names(one) for key, one in pairs if key not in _NAMES}
+    if isinstance(value, (list, tuple)):
+        return [_without_names(one) for one in cast("list[Any]", value)]
+    return " ".join(value.split()) if isinstance(value, str) else value

@@ -10,13 +10,13 @@ Errors name the line, or the item of a JSON list; both are counted from 1.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.config.own_rows import QUESTIONS, OwnRows, Splits
 from trainer.data import lookup, stdlib_docs
+from trainer.data.left_out import note
 from trainer.data.readers import fields
 from trainer.data.readers.folders import split_file
 from trainer.data.readers.own_rows import FILES, own_rows
@@ -26,8 +26,6 @@ from trainer.errors import DataError
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
-
-_log = logging.getLogger(__name__)
 
 _QUESTION_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 _RANKED_FILES, _RANKING_FILES = (".json", ".jsonl"), (".trec", ".tsv", ".txt", ".run")
@@ -150,12 +148,9 @@ def _ranked_rows(
         questions[question["id"]] = question
     ranked: dict[str, list[RankedPassage]] = {name: [] for name in questions}
     _read_ranking(ranking, ranked, contexts=contexts, sort_by_score=sort_by_score)
-    unranked = [name for name, of_question in ranked.items() if not of_question]
-    if unranked:
-        _log.warning(
-            "%s ranks no passage for %d of %d questions, the first is %r: they get none",
-            *(ranking, len(unranked), len(questions), unranked[0]),
-        )
+    for name, of_question in ranked.items():
+        if not of_question:
+            note(f"{ranking}, question {name!r}", "questions that the ranking lacks (no passages)")
     for name, question in questions.items():
         hits = ranked.pop(name)
         check_distinct([hit.passage for hit in hits], name, ranking)
@@ -170,12 +165,12 @@ def _ranked_rows(
 def _read_ranking(
     path: Path, ranked: dict[str, list[RankedPassage]], *, contexts: int, sort_by_score: bool
 ) -> None:
-    """Fills `ranked`; lines for other questions are left out, and their number is logged."""
-    unknown: set[str] = set()
+    """Fills `ranked`; lines for other questions are left out, and noted."""
+    unknown: dict[str, None] = {}
     for question, passage in ranked_passages(path):
         best = ranked.get(question)
         if best is None:
-            unknown.add(question)
+            unknown[question] = None
             continue
         best.append(passage)
         is_sorted = sort_by_score and passage.score is not None
@@ -190,8 +185,8 @@ def _read_ranking(
             "questions, or give them its ids: without one, a question's id is its place in the "
             "file, from 0."
         )
-    if unknown:
-        _log.info("%s: left out %d questions that are not in this split", path, len(unknown))
+    for question in unknown:
+        note(f"{path}, question {question!r}", "ranked questions of no row of the split (left out)")
 
 
 # What an object says

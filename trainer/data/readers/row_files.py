@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainer.data.formats.packed import MAX_LINE, open_file
+from trainer.data.left_out import note
 from trainer.data.readers.jsonl import begins_as_json, lines, objects, preview
 from trainer.data.readers.quotes import is_quoted
 from trainer.errors import ConfigError, DataError
@@ -76,7 +77,11 @@ def files_in(folder: Path) -> list[Path]:
     Left out are names that begin with . or _ (which programs write for themselves), README and
     LICENSE. DataError for any other entry that is no file of rows, and when there is no such file.
     """
-    entries = sorted(path for path in folder.iterdir() if not _LEFT_OUT.match(path.name))
+    everything = sorted(folder.iterdir())
+    entries = [path for path in everything if not _LEFT_OUT.match(path.name)]
+    for path in everything:
+        if path not in entries and _kind_of_name(path.name) and not path.name.startswith("._"):
+            note(str(path), "files of rows whose names begin with . or _ (left out)")
     problems = {path.name: problem for path in entries if (problem := _problem(path))}
     if problems:
         named = ", ".join(f"{name} ({problem})" for name, problem in problems.items())

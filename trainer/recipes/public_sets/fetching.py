@@ -4,7 +4,6 @@ want: all of it, or nothing.
 
 from __future__ import annotations
 
-import gzip
 import logging
 import shutil
 import urllib.error
@@ -13,6 +12,7 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import quote
 
+from trainer.data.formats.packed import open_file
 from trainer.errors import DataError, LatheError, nearest
 from trainer.files.atomic import new_folder, sha256_of, size_of
 from trainer.recipes.public_sets import layouts
@@ -81,12 +81,17 @@ def _download(file: PublicFile, url: str, target: Path) -> None:
     log.info("%s from %s", file.name, url)
     # the published file is packed where ours is not; a mirror keeps it as we do
     is_packed = url.endswith(".gz") and target.suffix != ".gz"
+    fetched = target.with_name(f"{target.name}.gz") if is_packed else target
     try:
         with (
             urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer,
-            target.open("wb") as content,
+            fetched.open("wb") as content,
         ):
-            shutil.copyfileobj(gzip.GzipFile(fileobj=answer) if is_packed else answer, content)
+            shutil.copyfileobj(answer, content)
+        if is_packed:
+            with open_file(fetched) as packed, target.open("wb") as content:
+                shutil.copyfileobj(packed, content)
+            fetched.unlink()
     except (urllib.error.URLError, HTTPException, TimeoutError, EOFError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise LatheError(

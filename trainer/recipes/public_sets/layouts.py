@@ -12,7 +12,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.formats.json_text import json_value
+from trainer.data.readers.jsonl import read_jsonl
 from trainer.data.readers.questions import Query
+from trainer.errors import DataError
 from trainer.retrieval.negatives import bm25
 
 if TYPE_CHECKING:
@@ -35,8 +38,7 @@ def _natural_questions(folder: Path) -> None:
     """corpus.tsv of the passages, each once, and queries.jsonl with the number of each question's
     passage and the first hits of BM25.
     """
-    with gzip.open(folder / "nq-open-oracle.jsonl.gz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    rows = list(read_jsonl(folder / "nq-open-oracle.jsonl.gz"))
     numbers: dict[tuple[str, str], int] = {}
     for row in rows:
         numbers.setdefault(_passage(row), len(numbers))
@@ -125,8 +127,12 @@ def _scifact(folder: Path) -> None:
 
 def _lines(packed: zipfile.ZipFile, name: str) -> Iterator[dict[str, Any]]:
     with packed.open(name) as file:
-        for line in file:
-            yield json.loads(line)
+        for number, line in enumerate(file, start=1):
+            try:
+                yield json_value(line.decode("utf-8"))
+            except ValueError as error:
+                place = f"{packed.filename}, {name}, line {number}"
+                raise DataError(f"{place}: {error}. Fetch it again.") from None
 
 
 def _training_rows(

@@ -7,7 +7,6 @@ They are read one by one; only a corpus, where passages are looked up by id, is 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from trainer.config import userfile
 from trainer.config.own_rows import QUESTIONS, TEVATRON
 from trainer.data import stdlib_docs
 from trainer.data.formats.lists import as_list
+from trainer.data.left_out import note
 from trainer.data.readers import fields, retrieved
 from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
     from trainer.tasks.retriever.config import Data
 
-_log = logging.getLogger(__name__)
-
+UNANSWERED = "questions without a positive passage (left out)"
 _ALL = 1_000_000_000  # a limit on the passages of a question that no file reaches
 _VALID_OF_1000 = 100  # queries held out of a BEIR set that has no validation split
 _DOCUMENTED_NEGATIVES = 3
@@ -216,6 +215,9 @@ def _relevant_of(path: Path) -> dict[str, list[str]]:
         query: [document for document, score in scores.items() if score > 0]
         for query, scores in qrels.items()
     }
+    for query in judged:
+        if not judged[query]:
+            note(f"{path}, query {query!r}", UNANSWERED, field="score")
     return {query: documents for query, documents in judged.items() if documents}
 
 
@@ -248,14 +250,13 @@ def _dpr_rows(path: Path) -> Iterator[Row]:
     """DPR's training files. The negatives are a question's hard ones, or its easy ones if it has
     none. Questions without positives are left out.
     """
-    left_out = 0
     for index, (place, raw) in enumerate(objects(path)):
         positives, hard, easy = (
             fields.passages(raw.get(name) or [], place, name)
             for name in ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
         )
         if not positives:
-            left_out += 1
+            note(place, UNANSWERED, field="positive_ctxs")
             continue
         yield {
             "id": _id_of(raw, place, str(index)),
@@ -263,15 +264,12 @@ def _dpr_rows(path: Path) -> Iterator[Row]:
             "positives": positives,
             "negatives": hard or easy,
         }
-    if left_out:
-        _log.info("%s: left out %d questions without a positive passage", path, left_out)
 
 
 def _question_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterator[Row]:
     """Questions with contexts. The positives are those that useful_contexts marks; without marks, a
     question's only context, or those that hold an answer. Questions without positives are left out.
     """
-    left_out = 0
     for number, (place, raw) in enumerate(placed, start=1):
         name, query = first_given(raw, fields.QUESTIONS, "question")
         passages = fields.contexts(raw, place)
@@ -280,7 +278,7 @@ def _question_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterat
             passages = [one if "text" in one else corpus.passage(one["id"], place) for one in ctxs]
         is_positive = _marks(raw, passages, place)
         if not any(is_positive):
-            left_out += 1
+            note(place, UNANSWERED, field="ctxs")
             continue
         marked = list(zip(passages, is_positive, strict=True))
         yield {
@@ -289,8 +287,6 @@ def _question_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterat
             "positives": [one for one, is_one in marked if is_one],
             "negatives": [one for one, is_one in marked if not is_one],
         }
-    if left_out:
-        _log.info("left out %d questions of which no context is known to answer", left_out)
 
 
 def _marks(raw: Row, passages: Sequence[Row], place: str) -> list[bool]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.own_rows import SUMMARIES
 from trainer.data import lookup, stdlib_docs
 from trainer.data.formats.lists import as_list
+from trainer.data.left_out import note
 from trainer.data.readers.folders import split_names
 from trainer.data.readers.jsonl import preview
 from trainer.data.readers.own_rows import own_rows
@@ -68,7 +69,10 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
     texts = _texts(raw.get(data.document), data.document, place)
     summaries: list[str] = []
     for column in data.summaries:
-        summaries += [text for text in _texts(raw.get(column), column, place) if text.strip()]
+        texts_of_column = _texts(raw.get(column), column, place)
+        summaries += [text for text in texts_of_column if text.strip()]
+        for _ in range(len(texts_of_column) - sum(bool(text.strip()) for text in texts_of_column)):
+            note(place, "blank summaries (left out)", field=column)
     row_id = raw.get(data.id)
     return {
         "id": str(number if row_id is None else row_id).strip(),

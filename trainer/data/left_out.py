@@ -1,0 +1,226 @@
+"""What readers leave out of the data, or doubt: counted, told, written to one file, or refused.
+
+A reader calls note() for every row, text, passage or field that it leaves out or doubts. reading()
+counts the notes of one reading of a split; a command or a run gathers those of all its splits and
+settles them when all rows have been read once: --strict refuses them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import DataError
+from trainer.files.atomic import refusals, replace_file
+
+if TYPE_CHECKING:
+    from trainer.protocol.task import Row
+
+FILE = "left_out.jsonl"
+NAMED = 1000  # notes of one reason that the file names; the others are counted
+IN_TRAIN = "rows that are training rows as well (measured on them is memory, not learning)"
+_SHOWN = 3  # places in a message
+_PLACE = re.compile(r"(?P<file>.+), (?P<unit>line|row|item) (?P<number>\d+)$", re.DOTALL)
+_FIELD = re.compile(r"'([^']+)' (?:is|holds|in column)\b")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing that was left out, or that is doubted."""
+
+    place: str  # "train.jsonl, line 3", or the id of a question
+    # what such things are called, many of them: "questions without a positive passage (left out)"
+    why: str
+    field: str | None = None
+
+
+@dataclass
+class Notes:
+    """The notes of one reading. Their number is bounded, their counts are not."""
+
+    counts: dict[str, int] = field(default_factory=dict[str, int])  # by reason
+    first: list[Note] = field(default_factory=list[Note])
+
+    def add(self, note: Note, *, count: int = 1) -> None:
+        """Add a note; count: how many more things it stands for, itself included."""
+        number = self.counts.get(note.why, 0)
+        self.counts[note.why] = number + count
+        if number < NAMED:
+            self.first.append(note)
+
+    def record(self) -> dict[str, Any]:
+        """The notes as plain JSON, for of()."""
+        return {"counts": self.counts, "first": [asdict(note) for note in self.first]}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Notes:
+        return cls(dict(record["counts"]), [Note(**note) for note in record["first"]])
+
+    def __bool__(self) -> bool:
+        return bool(self.counts)
+
+    def line(self, *, with_places: bool = False) -> str:
+        """The counts in one line, for example "2 blank summaries (left out)".
+
+        with_places: the first places of each reason are named.
+        """
+        parts: list[str] = []
+        for why, count in self.counts.items():
+            places = [note.place for note in self.first if note.why == why][:_SHOWN]
+            more = ", ..." if count > len(places) else ""
+            parts.append(f"{count:,} {why}")
+            if with_places:
+                parts[-1] += f": {'; '.join(places)}{more}"
+        return "; ".join(parts)
+
+    def lines(self, split: str) -> Iterator[dict[str, Any]]:
+        """The lines of the file, of one split."""
+        named: dict[str, int] = {}
+        for note in self.first:
+            named[note.why] = named.get(note.why, 0) + 1
+            yield {"split": split, **parts_of(note.place), "field": note.field, "why": note.why}
+        for why, count in self.counts.items():
+            if count > named.get(why, 0):
+                yield {"split": split, "why": why, "more": count - named.get(why, 0)}
+
+
+def parts_of(place: str) -> dict[str, Any]:
+    """A place as {"file": "train.jsonl", "line": 3}; {"place": ...} of any other one."""
+    match = _PLACE.match(place)
+    if match is None:
+        return {"place": place}
+    return {"file": match["file"], match["unit"]: int(match["number"])}
+
+
+Gathered = dict[str, Notes]  # by split, or by what else was read
+_reading: ContextVar[Notes | None] = ContextVar("reading", default=None)
+_gathering: ContextVar[Gathered | None] = ContextVar("gathering", default=None)
+
+
+def note(place: str, why: str, *, field: str | None = None, count: int = 1) -> None:
+    """Say that a reader leaves something out, or doubts it (see Note). Nothing happens when rows
+    are read again, outside of reading().
+    """
+    notes = _reading.get()
+    if notes is not None:
+        notes.add(Note(place, why, field), count=count)
+
+
+@contextmanager
+def reading() -> Iterator[Notes]:
+    """Inside, notes are counted in what this yields. A reading inside another one has its own."""
+    notes = Notes()
+    token = _reading.set(notes)
+    try:
+        yield notes
+    finally:
+        _reading.reset(token)
+
+
+@contextmanager
+def gathering() -> Iterator[Gathered]:
+    """Inside, the notes of every split that is read are gathered, to be settled together."""
+    notes_of: Gathered = {}
+    token = _gathering.set(notes_of)
+    try:
+        yield notes_of
+    finally:
+        _gathering.reset(token)
+
+
+def gather(split: str, notes: Notes) -> None:
+    """Add the notes of a split that was read; where nobody gathers them, they are told at once."""
+    notes_of = _gathering.get()
+    if notes_of is not None:
+        notes_of[split] = notes
+    elif notes:
+        log.warning("%s: %s", split, notes.line(with_places=True))
+
+
+def of_split(split: str) -> Notes:
+    """The gathered notes of a split; none where it was not read, or nobody gathers."""
+    return (_gathering.get() or {}).get(split, Notes())
+
+
+def refusing(rows: Iterable[Row], what: str, *, strict: bool) -> Iterator[Row]:
+    """The same rows, then what one_reading() says: whoever writes them gets the DataError before
+    the file is in its place.
+    """
+    with one_reading(what, strict=strict):
+        yield from rows
+
+
+@contextmanager
+def one_reading(what: str, *, strict: bool) -> Iterator[None]:
+    """The notes of what is read inside, told at its end; DataError under --strict. For a command
+    that reads in one place.
+    """
+    with reading() as notes:
+        yield
+    if notes:
+        refuse({what: notes}, strict=strict)
+        log.warning("%s: %s", what, notes.line(with_places=True))
+
+
+@contextmanager
+def settling(folder: Path | None, *, strict: bool) -> Iterator[None]:
+    """What is gathered inside is settled at the end: see settle()."""
+    with gathering():
+        yield
+        settle(folder, strict=strict)
+
+
+def refuse(notes_of: Gathered, *, strict: bool) -> None:
+    """DataError if `strict` is set and anything was left out or is doubted."""
+    doubts = [
+        f"{split}: {notes.line(with_places=True)}" for split, notes in notes_of.items() if notes
+    ]
+    if strict and doubts:
+        lines = "\n".join(doubts)
+        raise DataError(
+            f"--strict: got what is left out of the data, or doubted, want nothing.\n{lines}\nMend "
+            "these rows or take them out of the files; or leave --strict out."
+        )
+
+
+def settle(folder: Path | None, *, strict: bool) -> None:
+    """Write what was gathered to the one file in `folder` (None: nowhere), tell it, and refuse it
+    under --strict. An older file goes when there is nothing.
+    """
+    notes_of = _gathering.get() or {}
+    if folder is not None:
+        write(folder / FILE, notes_of)
+    refuse(notes_of, strict=strict)
+    for split, notes in notes_of.items():
+        if notes:
+            log.warning("%s: %s", split, notes.line(with_places=True))
+
+
+def write(path: Path, notes_of: Gathered, *, error: DataError | None = None) -> None:
+    """Write the notes, and the row that was refused, as JSON lines; without any, `path` goes."""
+    lines = [line for split, notes in notes_of.items() for line in notes.lines(split)]
+    if error is not None:
+        lines.append(_refused(str(error)))
+    with refusals(path):
+        if lines:
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            replace_file(path, text.encode("utf-8", "backslashreplace"))
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _refused(message: str) -> dict[str, Any]:
+    place, _, why = message.partition(": ")
+    of_place = parts_of(place)
+    match = _FIELD.match(why)
+    where = {} if "place" in of_place else of_place
+    return {**where, "field": match[1] if match else None, "why": message, "is_refused": True}
