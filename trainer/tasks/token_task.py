@@ -60,6 +60,20 @@ class TokenTask(ABC, Generic[C]):
     def end(self) -> int:
         return vocabulary.eos_id(self.tokenizer)
 
+    @cached_property
+    def ends(self) -> list[int]:
+        """The tokens that end a generated text: the tokenizer's end, then those of the base's own
+        generation_config.json.
+        """
+        source = base_source.resolve(self.cfg.base, self.places)
+        config = base_source.config_of(self.cfg.base, self.places)
+        return list(dict.fromkeys([self.end, *generation_file.ends_of_base(source, config)]))
+
+    @property
+    def exported_ends(self) -> int | list[int]:
+        """`ends` as generation_config.json writes them."""
+        return self.ends[0] if len(self.ends) == 1 else self.ends
+
     # Model
     # ----------------------------------------------------------------------------------------------
 
@@ -68,9 +82,23 @@ class TokenTask(ABC, Generic[C]):
         """The task's module around a base, which may be on the meta device."""
 
     def model(self) -> nn.Module:
+        self._tell_unused_settings()
         model = self.loaded(self.cfg.base, self.cfg.lora, bits=self.cfg.train.base_bits)
         absent.refuse(model, is_trained=True)
         return model
+
+    def _tell_unused_settings(self) -> None:
+        """Log what the base's generation_config.json says and nothing here obeys."""
+        if self.kind == "encoder":
+            return
+        unused = generation_file.unused_of_base(base_source.resolve(self.cfg.base, self.places))
+        if unused:
+            log.warning(
+                "base: its %s says %s. Texts are generated without that, here and from exports; "
+                "the experiment and the flags of a command say how.",
+                generation_file.NAME,
+                ", ".join(f"{name}={value!r}" for name, value in unused.items()),
+            )
 
     def skeleton(self) -> nn.Module:
         bits = self.cfg.train.base_bits
