@@ -106,6 +106,8 @@ def parts(is_rehearsed: bool) -> list[Part]:
         _part("environment", 60, functools.partial(alone, gpu_kernels.environment)),
         _part("tests", 240, tests_on_cuda),
         _part("attention", 150, functools.partial(alone, gpu_kernels.attention)),
+        _part("by_length", 120, functools.partial(alone, gpu_kernels.by_length)),
+        _part("memory_of_stock", 60, functools.partial(alone, gpu_kernels.memory_of_stock)),
         _part("new_shapes", 60, functools.partial(alone, gpu_kernels.new_shapes)),
         _part("calibration", 60, functools.partial(alone, gpu_kernels.calibration)),
     ]

@@ -4,9 +4,13 @@ layer, and the device's rates. Every function is called in a process of its own.
 
 from __future__ import annotations
 
+import gc
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,6 +163,106 @@ def _ways() -> dict[str, Callable[[int, int], Callable[[], None]]]:
     return ways | ({"flex": _flex} if torch.cuda.is_available() else {})
 
 
+def by_length(is_rehearsed: bool) -> dict[str, Any]:
+    """Four blocks of T5's encoder in training, on grids and in the stream, by the tokens of a row:
+    what decides LONG of trainer/models/packed/t5_encoder.py.
+    """
+    tokens, lengths = (16384, (256, 512, 1024, 2048, 4096, 8192, 16384))
+    sizes = {"base": (768, 64, 3072, 12), "3b": (1024, 128, 16384, 32)}
+    if is_rehearsed:
+        tokens, lengths, sizes = 128, (32, 64), {"tiny": (32, 16, 64, 2)}
+    found: dict[str, Any] = {}
+    for (name, size), length, way in product(sizes.items(), lengths, ("grids", "stream")):
+        try:
+            work = _encoder(size, max(1, tokens // length), length, way)
+            found[f"{name}-{way}-{length}"] = seconds_of(work)
+        except RuntimeError as error:  # no room for the scores
+            found[f"{name}-{way}-{length}"] = {"failed": str(error).splitlines()[0][:200]}
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return {"by_length": found}
+
+
+def _encoder(
+    size: tuple[int, int, int, int], rows: int, length: int, way: str
+) -> Callable[[], None]:
+    from transformers import T5Config, T5EncoderModel
+
+    from trainer.models.packed.attention import in_grids, in_streams
+    from trainer.models.packed.layout import grids_of, pack
+    from trainer.models.packed.t5_encoder import encode
+
+    width, of_head, inner, heads = size
+    config = T5Config(
+        d_model=width, d_kv=of_head, d_ff=inner, num_heads=heads, num_layers=4, vocab_size=2048
+    )
+    model: Any = T5EncoderModel(config)
+    encoder = model.to(_device(), _dtype()).train().encoder
+    batch = {
+        name: x.to(_device()) for name, x in pack([[1] * length] * rows, bucketed=True).items()
+    }
+
+    def attend_by(table: Any) -> Any:
+        if way == "stream":
+            return in_streams(table, batch, dropout=table.dropout)
+        return in_grids(table, grids_of(batch), batch["cells"], dropout=table.dropout)
+
+    def work() -> None:
+        encoder.zero_grad()
+        encode(encoder, batch, attend_by=attend_by).float().square().mean().backward()
+
+    return work
+
+
+def memory_of_stock(is_rehearsed: bool) -> dict[str, Any]:
+    """What stock T5-base holds at its peak in a step of tests/gpu/test_memory_on_cuda.py: [bytes,
+    how many, where each was allocated], the largest first.
+    """
+    from tests.gpu.test_memory_on_cuda import Case
+
+    found: dict[str, Any] = {}
+    for length, way in product((256, 512), ("eager", "sdpa")):
+        if not torch.cuda.is_available():
+            break
+        case = Case("t5-base", length, way, False)
+        model, before = case.build("cuda"), torch.cuda.memory_allocated()
+        rows = {name: tensor.cuda() for name, tensor in case.rows().items()}
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.memory._record_memory_history(stacks="python")
+        model(**rows).loss.backward()
+        peak = torch.cuda.max_memory_allocated()
+        snapshot: Any = torch.cuda.memory._snapshot()
+        trace = snapshot["device_traces"][0]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        found[f"{length}-{way}"] = {"before": before, "peak": peak, "held": _at_peak(trace)}
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {"memory_of_stock": found}
+
+
+def _at_peak(trace: Sequence[Any]) -> list[tuple[int, int, str]]:
+    live: dict[int, Any] = {}
+    now = highest = 0
+    held: list[Any] = []
+    for event in trace:
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+            now += event["size"]
+            if now > highest:
+                highest, held = now, list(live.values())
+        elif event["action"] == "free_completed" and event["addr"] in live:
+            now -= live.pop(event["addr"])["size"]
+    counts = Counter((event["size"], _where(event)) for event in held)
+    ordered = sorted(counts.items(), key=lambda item: -item[0][0] * item[1])
+    return [(size, count, where) for (size, where), count in ordered[:60]]
+
+
+def _where(event: Any) -> str:
+    frames = [f"{Path(x['filename']).name}:{x['line']} {x['name']}" for x in event["frames"][:3]]
+    return " < ".join(frames)
+
+
 def new_shapes(is_rehearsed: bool) -> dict[str, Any]:
     """Milliseconds a call of causal attention whose shape is new each time, with cuDNN's kernel and
     without: what a plan for each shape costs.
@@ -167,6 +271,7 @@ def new_shapes(is_rehearsed: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, is_allowed in (("with_cudnn", True), ("without_cudnn", False)):
         torch.backends.cuda.enable_cudnn_sdp(is_allowed)
+        begun = time.perf_counter()
         for place in range(-1, count):  # the first one starts up the library
             if place == 0:
                 _wait()

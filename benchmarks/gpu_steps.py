@@ -119,6 +119,7 @@ _KINDS = {
     "copies": ("memcpy", "memset", "aten::copy_", "aten::_to_copy"),
     "communication": ("nccl", "gloo", "c10d"),
 }
+_LONGEST = 30  # kernels that are named
 _WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 
 
@@ -132,12 +133,13 @@ def profile(file: Path, at: int = 9) -> None:
         calls[0] += 1
         if calls[0] != at:
             return train_step(*args, **kwargs)
-        return _profiled(functools.partial(train_step, *args, **kwargs), file)
+        return profiled(functools.partial(train_step, *args, **kwargs), file)
 
     loop.train_step = step
 
 
-def _profiled(step: Callable[[], Any], file: Path) -> Any:
+def profiled(step: Callable[[], Any], file: Path) -> Any:
+    """What `step` returns; where its time went is written to the file."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -153,6 +155,7 @@ def _profiled(step: Callable[[], Any], file: Path) -> Any:
     wall_s = time.monotonic() - started
     of_kind: dict[str, float] = dict.fromkeys((*_KINDS, "memory-bound"), 0.0)
     kernels = 0
+    longest: list[tuple[float, int, str]] = []  # seconds, calls, name of a kernel
     waits: dict[str, int] = {}
     for event in seen.key_averages():
         name, lower = event.key, event.key.lower()
@@ -162,12 +165,14 @@ def _profiled(step: Callable[[], Any], file: Path) -> Any:
         is_kernel = seconds > 0 and (not is_gpu or event.self_cpu_time_total == 0)
         if is_kernel:
             kernels += event.count
+            longest.append((seconds, event.count, name[:100]))
             kinds = (kind for kind, parts in _KINDS.items() if any(x in lower for x in parts))
             of_kind[next(kinds, "memory-bound")] += seconds
     busy = sum(of_kind.values())
     found = {"wall_s": wall_s, "busy_s": busy, "gaps_s": max(0.0, wall_s - busy)}
     shares = {kind: seconds / max(busy, 1e-9) for kind, seconds in of_kind.items()}
-    text = json.dumps(found | {"shares": shares, "kernels": kernels, "waits": waits})
+    more = {"kernels": kernels, "waits": waits, "longest": sorted(longest)[:-_LONGEST:-1]}
+    text = json.dumps(found | {"shares": shares, **more})
     part = file.with_suffix(".part")
     part.write_text(text)
     part.rename(file)

@@ -24,8 +24,8 @@ from tests.contract.runs import (
 )
 from tests.facts import OF_TASK, experiment
 from tests.ranks import run_on_ranks
+from tests.wording import refused
 from trainer import tasks
-from trainer.errors import ConfigError
 from trainer.protocol.task import Places
 
 TASKS = tasks.names()
@@ -51,7 +51,7 @@ def test_the_tiny_group_parses_and_a_misspelt_key_is_refused(name: str) -> None:
     ]
     assert tiny, f"exp_configs.py has no *_tiny group of task {name}"
     tasks.parse(tiny[0])
-    with pytest.raises(ConfigError, match="micro_batch"):
+    with refused("key_unknown", nearest="micro_batch"):
         tasks.parse({**tiny[0], "train": {**tiny[0]["train"], "micro_bach": 1}})
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.facts import experiment, write_facts
+from tests.wording import refused
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.data.order import Sharding
@@ -21,7 +22,6 @@ from trainer.plan.memory import advice, plan
 from trainer.plan.memory.measure import (
     Measured,
     MeasureRequest,
-    MeasuringError,
     Moment,
     measure,
     measuring,
@@ -141,7 +141,7 @@ def test_every_task_is_planned_for_without_data(folder: Path, tmp_path: Path) ->
             ]
     places = Places(None, tmp_path, tmp_path)
     with measuring():  # one process, and a new one behind one that died
-        with pytest.raises(MeasuringError, match="exit code 1"):
+        with refused("measuring_ended", exit_code=1):
             measure([replace(requests[0], experiment={"task": "none"})], places)
         steps = measure(requests, places)
         (again,) = measure(requests[:1], places)

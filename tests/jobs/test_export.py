@@ -23,6 +23,7 @@ from jobs.protocol import JobSpec
 from jobs.submit.export import Kind, export
 from tests.jobs import hostile
 from tests.jobs.hostile import CORPUS, TOKEN, make
+from tests.wording import refused
 from trainer.errors import ConfigError
 
 POD: dict[str, Any] = {
@@ -62,7 +63,7 @@ def test_an_export_holds_the_wrapper_of_the_experiment(kind: Kind) -> None:
 
 
 def test_a_kind_that_does_not_exist_is_refused_with_the_legal_ones() -> None:
-    with pytest.raises(ConfigError, match="sbatch, eai, trainjob, sky"):
+    with refused("export_kind", legal="sbatch, eai, trainjob, sky"):
         export(make(), "lsf")  # pyright: ignore[reportArgumentType]
 
 
@@ -103,7 +104,7 @@ def test_a_sky_task_asks_for_the_gpu_by_name() -> None:
 @pytest.mark.parametrize("model", [None, "!A100"])
 def test_a_sky_task_without_the_name_of_its_gpu_is_refused(model: str | None) -> None:
     resources = {"gpu": 1, **({"gpu_model": model} if model else {})}
-    with pytest.raises(ConfigError, match="gpu_model"):
+    with refused("sky_gpu_model", key="resources.gpu_model"):
         export(make({"resources": resources}), "sky")
 
 
@@ -111,7 +112,7 @@ def test_a_sky_task_without_the_name_of_its_gpu_is_refused(model: str | None) ->
     ("key", "value"), [("image", "i"), ("partition", "p"), ("address", "http://h"), ("bid", 1)]
 )
 def test_a_key_that_sky_does_not_know_is_refused_by_name(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"does not know {key}"):
+    with refused("job_key_unknown_to", key=key):
         export(make({**SKY, key: value}), "sky")
 
 

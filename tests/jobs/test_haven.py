@@ -24,8 +24,8 @@ from jobs.backends.toolkit import haven
 from jobs.backends.toolkit.backend import Toolkit
 from jobs.backends.toolkit.eai import STATES, EaiJob
 from tests.jobs.toolkit_standin import Standin, standin
+from tests.wording import refused
 from trainer.config.identity import exp_id
-from trainer.errors import ConfigError
 from trainer.telemetry.run_record import RunRecord
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +151,7 @@ def test_haven_is_imported_under_this_setuptools_and_leaves_no_stub_behind() -> 
 def test_without_haven_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "haven", None)
     haven._load.cache_clear()
-    with pytest.raises(ConfigError, match=r"haven is not installed\. .*\.\[haven\]"):
+    with refused("extra_not_installed", name="haven", extra="haven"):
         haven.hash_dict({})
 
 
@@ -302,11 +302,16 @@ def test_no_state_is_one_that_haven_does_not_know(state: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["a ; b", "a;b", "a && b", "a | b", "a > b", "a `b`", "a $(b)", "a $HOME", "", "'"]
+    "command", ["a ; b", "a;b", "a && b", "a | b", "a > b", "a `b`", "a $(b)", "a $HOME", ""]
 )
 def test_a_command_that_wants_a_shell_is_refused(command: str) -> None:
-    with pytest.raises(ConfigError, match="command"):
+    with refused("haven_command", command=command):
         haven.submit_job(Toolkit(retry_s=0), None, command, {"image": "i"}, "/code")
+
+
+def test_a_command_with_an_open_quote_is_refused() -> None:
+    with refused("haven_quote", command="'"):
+        haven.submit_job(Toolkit(retry_s=0), None, "'", {"image": "i"}, "/code")
 
 
 def test_a_job_that_nobody_knows_is_what_haven_expects(service: Standin) -> None:
@@ -324,5 +329,5 @@ def test_to_kill_a_dead_job_is_fine(service: Standin, tmp_path: Path) -> None:
 
 
 def test_a_wrong_key_of_the_job_dictionary_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"resource: no such key\. Did you mean 'resources'"):
+    with refused("key_unknown", key="resource", nearest="resources"):
         haven.submit_job(Toolkit(), None, "true", {"resource": {}}, str(tmp_path))

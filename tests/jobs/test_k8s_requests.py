@@ -21,7 +21,7 @@ from jobs.errors import Refused, Unreachable
 from jobs.protocol import JobSpec
 from tests.jobs import kubernetes_standin
 from tests.jobs.hostile import TOKEN, make
-from trainer.errors import ConfigError
+from tests.wording import refused
 
 JOB: dict[str, Any] = {
     "image": "registry.example/lathe:1",
@@ -72,7 +72,7 @@ def test_submitting_twice_makes_one_object(cluster: kubernetes_standin.Cluster) 
 
 def test_an_object_of_somebody_else_is_not_adopted(cluster: kubernetes_standin.Cluster) -> None:
     cluster.objects["jobs", "team", NAME] = {"metadata": {"name": NAME, "namespace": "team"}}
-    with pytest.raises(Refused, match="not ours"):
+    with refused("object_not_ours"):
         submit()
 
 
@@ -93,7 +93,7 @@ def test_what_the_server_refuses_is_refused_in_its_words(
     cluster: kubernetes_standin.Cluster, status: int
 ) -> None:
     cluster.fail = (status, "")
-    with pytest.raises(Refused, match="the server says no"):
+    with refused("scheduler_says", words="the server says no"):
         submit()
     assert not cluster.objects
 
@@ -114,7 +114,7 @@ def test_any_other_answer_says_nothing_of_the_job(
 
 def test_a_cluster_without_jobset_says_what_is_missing(cluster: kubernetes_standin.Cluster) -> None:
     cluster.has_jobset = False
-    with pytest.raises(Refused, match="JobSet"):
+    with refused("jobset_wanted"):
         submit(spec(nodes=2))
     assert submit() == ID
     assert K8s().find(TOKEN) == [ID]
@@ -140,7 +140,7 @@ def test_a_server_that_is_down_is_unreachable(
 def test_no_configuration_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(Unreachable, match="KUBECONFIG"):
+    with refused("cluster_not_configured"):
         submit()
 
 
@@ -212,7 +212,7 @@ def test_check_says_what_the_cluster_has(cluster: kubernetes_standin.Cluster) ->
 
 @pytest.mark.parametrize("job_id", ["", "x", "a/b/c", "a/job/"])
 def test_an_id_that_is_not_ours_is_refused(job_id: str) -> None:
-    with pytest.raises(ConfigError, match="no id of the k8s backend"):
+    with refused("k8s_id"):
         K8s().cancel(job_id)
 
 

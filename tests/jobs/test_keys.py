@@ -11,7 +11,7 @@ from jobs.config import JobConfig
 from jobs.record.paths import RunFolder
 from jobs.record.wandb_key import check_key_file, find_key_source, sync_hint
 from jobs.secret_keys import is_secret_file, minimal_environment, redact, secret_in
-from trainer.errors import ConfigError
+from tests.wording import refused
 
 KEY = "0123456789" + "abcdef0123" * 3  # looks like one, in no file of this tree
 LONG_KEY = "wandb_v1_" + "Ab3-_" * 15
@@ -87,7 +87,7 @@ def test_old_new_and_local_keys_are_accepted(key: str, key_file: Path) -> None:
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o400, 0o700])
 def test_any_other_mode_is_refused_with_the_cure(mode: int, key_file: Path) -> None:
     key_file.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"mode 0{mode:o}, want 0600: chmod 600"):
+    with refused("key_file_mode", mode=f"0{mode:o}"):
         check_key_file(key_file)
 
 
@@ -97,27 +97,27 @@ def test_any_other_mode_is_refused_with_the_cure(mode: int, key_file: Path) -> N
 )
 def test_what_is_no_single_key_is_refused_without_showing_it(text: str, key_file: Path) -> None:
     key_file.write_text(text)
-    with pytest.raises(ConfigError, match="want one line") as refused:
+    with refused("key_file_lines") as caught:
         check_key_file(key_file)
-    assert KEY not in str(refused.value)
+    assert KEY not in str(caught.value)
 
 
 def test_a_key_file_that_is_absent_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"No such file.*chmod 600"):
+    with refused("key_file_absent", reason="No such file or directory"):
         check_key_file(tmp_path / "absent")
 
 
 def test_a_folder_or_a_pipe_is_no_key_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(ConfigError, match="not a regular file"):
+        with refused("key_file_kind"):
             check_key_file(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_key_file_of_somebody_else_is_refused(key_file: Path) -> None:
     os.chown(key_file, 12345, -1)
-    with pytest.raises(ConfigError, match="owned by user 12345"):
+    with refused("key_file_owner", user=12345):
         check_key_file(key_file)
 
 

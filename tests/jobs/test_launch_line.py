@@ -6,7 +6,7 @@ import pytest
 
 from jobs.config import JobConfig, Resources
 from jobs.submit.launch_line import processes, read
-from trainer.errors import ConfigError
+from tests.wording import refused
 
 EXP_ID = "ab12cd" + "0" * 26
 
@@ -77,7 +77,7 @@ def test_launch_lines_are_read(text: str, gpu: int, activate: str | None, argv: 
     ],
 )
 def test_what_a_shell_would_run_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--python_binary"):
+    with refused("python_binary"):
         read(text, job(), python="python", exp_id=EXP_ID)
 
 
@@ -87,7 +87,7 @@ def test_several_nodes_meet_at_the_first() -> None:
     endpoint = argv[argv.index("--rdzv-endpoint") + 1]
     assert endpoint.startswith("HEAD_NODE:")
     assert 29400 <= int(endpoint.partition(":")[2]) < 31400
-    with pytest.raises(ConfigError, match="Use torchrun"):
+    with refused("launcher_of_nodes"):
         read("deepspeed", job(4, nodes=2), python="python", exp_id=EXP_ID)
 
 

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.errors import NothingMatched, Unreachable
+from jobs.errors import Unreachable
 from jobs.job_state import Observed
 from jobs.record import events as record
 from jobs.record.paths import Attempt, BaseFolder, RunFolder
 from jobs.report import logs
 from jobs.report.logs import last_lines, show
 from jobs.report.text import COLOUR, CONTROL, visible
+from tests.wording import refused
 
 EXP_ID = "a" * 32
 EXIT = '{"at": "2026-01-01T00:00:00+00:00", "code": 0}'
@@ -116,13 +117,13 @@ def test_stderr_is_its_own_file(run: RunFolder, attempt: Attempt) -> None:
 def test_an_attempt_that_is_not_there_is_an_error_that_names_those_that_are(
     run: RunFolder, attempt: Attempt
 ) -> None:
-    with pytest.raises(NothingMatched, match=r"no attempt 3\. It has 1\."):
+    with refused("attempt_unknown", attempt=3, has=1):
         show(run, None, attempt=3)
 
 
 def test_what_was_never_submitted_has_no_log(run: RunFolder, tmp_path: Path) -> None:
     for folder in (run, RunFolder(tmp_path / ("b" * 32))):
-        with pytest.raises(NothingMatched, match="never submitted"):
+        with refused("never_submitted"):
             show(folder, None)
 
 

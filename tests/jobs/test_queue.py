@@ -23,9 +23,9 @@ from jobs.backends.local import runner as runner_module
 from jobs.backends.local.backend import Local
 from jobs.backends.local.queue import Queue, default_folder, runner_lock
 from jobs.backends.local.runner import CANCELLED, Capacity, Runner, main, serve
-from jobs.errors import Unreachable
 from tests.jobs.conftest import wait_until
-from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
+from tests.wording import refused
+from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
 from trainer.runtime.process import birth, life, namespace
 
 Spawned = list[subprocess.Popen[bytes]]
@@ -415,7 +415,7 @@ def test_a_job_of_a_killed_runner_is_adopted(own: Queue) -> None:
 
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "1.5", " 4"])
 def test_a_number_of_cores_that_is_none_says_what_to_do(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"LATHE_QUEUE_CPUS=.*1 or more.*unset it"):
+    with refused("queue_cpus"):
         Capacity.here({"LATHE_QUEUE_CPUS": text, "CUDA_VISIBLE_DEVICES": ""})
 
 
@@ -426,7 +426,7 @@ def test_a_folder_that_cannot_be_made_says_what_to_do(
     monkeypatch.setenv("LATHE_QUEUE", str(tmp_path / "file" / "queue"))
     (finding,) = Local().check()
     assert (finding.name, finding.is_good, "LATHE_QUEUE" in finding.text) == ("queue", False, True)
-    with pytest.raises(LatheError, match="Name a folder of this machine"):
+    with refused("queue_folder"):
         Local().query(["a:b:c"])
 
 
@@ -462,7 +462,7 @@ def test_a_job_of_elsewhere_alone_is_unreachable(idle: Queue, job_id: str) -> No
         lambda: Local().cancel(job_id),
         lambda: next(Local().logs(job_id, follow=True)),
     ):
-        with pytest.raises(Unreachable, match="can only be seen there"):
+        with refused("queue_seen_elsewhere"):
             ask()
     assert not idle.entry("ft_b_b_1").is_cancelled()
 
@@ -473,7 +473,7 @@ def test_a_queue_of_another_host_never_says_that_it_knows_nothing(
     job_id = add(idle, "ft_a_a_1")
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     assert Local().find("ft_a_a_1") == [job_id]
-    with pytest.raises(Unreachable, match="belongs to"):
+    with refused("queue_of_other_host"):
         Local().find("ft_b_b_1")
     assert next((finding.name, finding.is_good) for finding in Local().check()) == ("queue", False)
 

@@ -25,7 +25,7 @@ from jobs.submit.control import Again, again, cancel, reconcile, reset
 from jobs.submit.group import submit
 from jobs.submit.policy import Limits
 from jobs.submit.request import Request
-from trainer.errors import ConfigError
+from tests.wording import refused
 
 TINY = {
     "task": "causal_lm",
@@ -312,7 +312,7 @@ def test_a_retry_sees_that_the_experiment_has_succeeded_since(
 
 def test_what_has_started_since_cannot_be_reset(base: BaseFolder, scheduler: Memory) -> None:
     submit(request(base, scheduler))
-    with pytest.raises(ConfigError, match="`cancel` it first"):
+    with refused("job_is_queued"):
         reset(base, base.submitted_runs()[0].path.name, lambda name: scheduler)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from jobs import backends
 from jobs.backends.toolkit.backend import Toolkit
 from tests.jobs.toolkit_standin.specs import TOKEN, UNKNOWN_ID, spec
-from trainer.errors import ConfigError
+from tests.wording import Fault, fault, refused
 
 
 def test_a_job_is_rendered_as_one_argument_list(tmp_path: Path) -> None:
@@ -88,36 +89,39 @@ def test_every_launch_needs_the_literal_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ({"partition": "gpu", "qos": "high"}, r"toolkit knows no partition, qos"),
-        ({"gres": "gpu:4"}, r"knows no gres"),
-        ({"requeue": False}, r"knows no requeue"),
-        ({"namespace": "mine"}, r"knows no namespace"),
-        ({"nodes": 2}, r"nodes=2: jobs of several nodes"),
-        ({"image": None}, r"image: a job is a container"),
+        (
+            {"partition": "gpu", "qos": "high"},
+            fault("job_keys_unknown_to", backend="toolkit", keys="partition, qos"),
+        ),
+        ({"gres": "gpu:4"}, fault("job_keys_unknown_to", keys="gres")),
+        ({"requeue": False}, fault("job_keys_unknown_to", keys="requeue")),
+        ({"namespace": "mine"}, fault("job_keys_unknown_to", keys="namespace")),
+        ({"nodes": 2}, fault("toolkit_nodes", nodes=2)),
+        ({"image": None}, fault("toolkit_image")),
         (
             {"max_run_time": 48 * 3600 + 1},
-            r"neither preemptable nor restartable has at most 172800 s",
+            fault("toolkit_max_run_time", most=172800),
         ),
-        ({"data": ["nowhere"]}, r"data 'nowhere': want NAME:/mount"),
-        ({"data": []}, r"run is in no mount of `data` that can be written"),
-        ({"after": [UNKNOWN_ID]}, r"Toolkit has no dependencies"),
-        ({"environment": {"HF_TOKEN": "x"}}, r"HF_TOKEN looks like a secret"),
-        ({"wandb_key_file": "/home/me/key"}, r"/home/me/key is in no mount of `data`"),
+        ({"data": ["nowhere"]}, fault("toolkit_mount_form", value="nowhere")),
+        ({"data": []}, fault("toolkit_no_writable_mount", folder=re.compile(".*run"))),
+        ({"after": [UNKNOWN_ID]}, fault("toolkit_after")),
+        ({"environment": {"HF_TOKEN": "x"}}, fault("toolkit_secret", name="HF_TOKEN")),
+        ({"wandb_key_file": "/home/me/key"}, fault("toolkit_file_unseen", file="/home/me/key")),
         (
             {"wandb_key_secret": "org.me.key:/keys:ro"},
-            r"wandb_key_file must name the file in it. Got None",
+            fault("toolkit_secret_mount", got=None),
         ),
     ],
 )
 def test_what_toolkit_cannot_do_is_refused(
-    tmp_path: Path, keys: dict[str, Any], complaint: str
+    tmp_path: Path, keys: dict[str, Any], complaint: Fault
 ) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with refused(complaint):
         Toolkit().render(spec(tmp_path, "true", **keys))
 
 
 def test_a_run_folder_in_a_read_only_mount_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="can be written"):
+    with refused("toolkit_no_writable_mount"):
         Toolkit().render(spec(tmp_path, "true", data=[f"org.acct.home:{tmp_path}:ro"]))
 
 

@@ -20,7 +20,7 @@ from tests.numerics.tiny_cross_attention import (
     recomputed,
     without,
 )
-from trainer.errors import ConfigError
+from tests.wording import refused
 from trainer.protocol.abilities import Search
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.generation import greedy, searched
@@ -74,7 +74,7 @@ def test_greedy_makes_every_forward_when_ranks_must_agree() -> None:
 
 
 def test_prompts_padded_on_the_right_are_refused() -> None:
-    with pytest.raises(ConfigError, match="padded on the right"):
+    with refused("prompts_padded_right"):
         greedy(
             build(LAYOUTS["after"]), **without(inputs(), "labels"), max_new_tokens=2, pad_token_id=0
         )
@@ -172,5 +172,5 @@ def test_a_small_top_p_leaves_the_most_likely_token_alone() -> None:
 def test_contexts_that_do_not_divide_the_rows_are_refused() -> None:
     model, batch = build(LAYOUTS["after"]), prompts()
     batch |= {name: batch[name][:2] for name in ("context_input_ids", "context_attention_mask")}
-    with pytest.raises(ConfigError, match="got 3 rows for 2 contexts"):
+    with refused("contexts_for_rows", rows=3, contexts=2):
         model(**batch)

@@ -27,7 +27,7 @@ from tests.numerics.tiny_cross_attention import (
     without,
 )
 from tests.tolerance import assert_close, assert_same_step, depth_of
-from trainer.errors import ConfigError
+from tests.wording import Fault, fault, refused
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.attention import positions
 from trainer.tasks.cross_attention.decoder.generation import greedy
@@ -155,29 +155,37 @@ def test_cached_greedy_decoding_equals_recomputing_everything_on_prompts_padded_
     [
         (
             {"shared_projections": True},
-            r"layers\.shared_projections=True: the layers of a llama base have no such",
+            fault("layers_of_family", keys="layers.shared_projections=True", family="llama"),
         ),
         (
             {"heads": 4, "kv_heads": 3},
-            r"layers\.kv_heads=3 does not divide layers\.heads=4\. Use one of 1, 2, 4",
+            fault(
+                "heads_of_width",
+                key="kv_heads",
+                value=3,
+                other="heads",
+                other_value=4,
+                choices="1, 2, 4",
+            ),
         ),
-        ({"width": 12, "heads": 4}, r"3 numbers a head: rotary positions turn pairs"),
+        ({"width": 12, "heads": 4}, fault("head_width_odd", width=3)),
         (
             {"base_attention": True, "heads": 2},
-            r"layers\.heads=2: layers\.base_attention takes the base's 4",
+            fault("heads_of_base", heads=2, has=4),
         ),
     ],
 )
 def test_layers_that_do_not_fit_a_rotary_base_are_refused(
-    changes: dict[str, object], complaint: str
+    changes: dict[str, object], complaint: Fault
 ) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with refused(complaint):
         build_rotary(Layers(count=1, stride=1).model_copy(update=changes))
 
 
 def test_layers_of_a_rotary_base_are_refused_by_gptbigcode() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"layers\.kv_heads=2, layers\.base_attention=True: the layers of a gpt_big",
+    with refused(
+        "layers_of_family",
+        keys="layers.kv_heads=2, layers.base_attention=True",
+        family="gpt_bigcode",
     ):
         build(Layers(count=1, stride=1, kv_heads=2, base_attention=True))

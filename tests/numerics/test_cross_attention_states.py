@@ -5,6 +5,7 @@ ones is read.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +17,10 @@ import torch
 
 from tests.facts import experiment, write_facts
 from tests.tolerance import assert_close, assert_same_step, depth_of
+from tests.wording import refused
 from trainer import tasks
 from trainer.data.order import Sharding, padding_share, sizes_of
 from trainer.data.token_store import TokenStore, store_of
-from trainer.errors import ConfigError, DataError, StorageError
 from trainer.protocol.task import Batch, Places
 from trainer.recipes.cross_attention import preparation
 from trainer.recipes.cross_attention.preparation import Preparation, Prepared
@@ -244,9 +245,7 @@ def test_a_cached_run_without_states_is_refused_before_anything_is_read(
     folder: Path, tmp_path: Path
 ) -> None:
     task = task_of(cached(values_of(folder)), folder, tmp_path / "c")
-    with pytest.raises(
-        ConfigError, match=r"holds none. Run `python -m trainer prepare` with this group"
-    ):
+    with refused("states_absent"):
         task.rows("train")
 
 
@@ -261,7 +260,7 @@ def test_states_of_another_dictionary_are_refused_by_the_name_of_what_differs(
     prepare(values_of(folder), folder, tmp_path / "out")
     task = task_of(cached(values_of(folder, **change)), tmp_path / "out", tmp_path / "c")
     (name,) = change
-    with pytest.raises(ConfigError, match=f"It holds states with {name.removeprefix('state_')}="):
+    with refused("states_of_others", key=name.removeprefix("state_")):
         task.rows("train")
 
 
@@ -269,7 +268,7 @@ def test_states_of_another_base_are_refused(folder: Path, tmp_path: Path) -> Non
     values = values_of(folder)
     prepare(values, folder, tmp_path / "out")
     other = {**cached(values), "base": {**values["base"], "seed": 7}}
-    with pytest.raises(ConfigError, match="It holds states with base='random:"):
+    with refused("states_of_others", key="base", has=re.compile("'random:.*")):
         task_of(other, tmp_path / "out", tmp_path / "c").rows("train")
 
 
@@ -280,10 +279,7 @@ def test_a_row_that_was_not_prepared_is_refused_with_the_command(
     prepare(values, folder, tmp_path / "out")
     task = task_of(cached(values), tmp_path / "out", tmp_path / "c")
     row = task.encode({"question": "q", "answers": ["a"], "context": "A new context."})
-    with pytest.raises(
-        DataError,
-        match=r"The data changed since they were prepared: run `python -m trainer prepare`",
-    ):
+    with refused("states_not_prepared"):
         task.collate([row])
 
 
@@ -300,14 +296,14 @@ def test_other_rows_are_not_written_into_a_folder_that_was_begun(
     folder: Path, tmp_path: Path
 ) -> None:
     prepare(values_of(folder), folder, tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"was begun with other train rows. Name a new folder"):
+    with refused("states_begun_with_other_rows"):
         prepare(values_of(folder), chunked(folder), tmp_path / "out")
 
 
 def test_a_folder_with_other_files_is_left_alone(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds other files. Name a new folder"):
+    with refused("states_folder_taken"):
         prepare(values_of(folder), folder, tmp_path / "out")
 
 
@@ -317,14 +313,14 @@ def test_a_full_disk_is_refused_before_the_base_is_loaded(
     usage: Callable[[Path], Any] = shutil.disk_usage
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
     monkeypatch.setattr(Task, "model", lambda _: pytest.fail("the model was loaded"))
-    with pytest.raises(StorageError, match=r"of states are still to be written, 0.00 MiB are free"):
+    with refused("states_do_not_fit", free="0.00 MiB"):
         prepare(values_of(folder), folder, tmp_path / "out")
 
 
 def test_sets_are_not_prepared_for_a_group_that_reads_something_else(
     folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"--source: the group reads data.source='stdlib_docs'"):
+    with refused("states_source", source="stdlib_docs"):
         prepare(
             values_of(folder, source="stdlib_docs"), folder, tmp_path / "out", sources={"nq": "x"}
         )

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from tests.facts import experiment, facts, with_dropout, write_facts
 from tests.ranks import run_on_ranks
+from tests.wording import refused
 from trainer import tasks
-from trainer.errors import ConfigError
 from trainer.metrics.mergeable import answer_scores
 from trainer.protocol.task import Places
 from trainer.telemetry.run_record import RunRecord
@@ -204,7 +204,7 @@ def test_a_prompt_that_leaves_no_room_for_the_answer_loses_its_beginning(folder:
 def test_more_answer_tokens_than_positions_are_refused(folder: Path) -> None:
     task = loaded(folder, data={"answer_tokens": 128})
     raw = list(task.rows("valid"))[:1]
-    with pytest.raises(ConfigError, match=r"Use at most 127 \(data.answer_tokens\)"):
+    with refused("evals_above_positions", most=127, key="data.answer_tokens"):
         task.answers(task.model().eval(), [task.encode(raw[0])], raw)
 
 
@@ -214,7 +214,7 @@ def test_the_number_of_answer_tokens_leaves_encoded_rows_valid(folder: Path) -> 
 
 def test_a_task_that_cannot_answer_refuses_extra_evals_and_only_them(folder: Path) -> None:
     task = loaded(folder, "causal_lm")
-    with pytest.raises(ConfigError, match="task 'causal_lm' cannot answer questions by generation"):
+    with refused("evals_without_generation", task="causal_lm"):
         first_questions(task, 5)
     assert first_questions(task, 0) == []
 

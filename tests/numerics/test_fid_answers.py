@@ -14,8 +14,8 @@ from exp_configs import EXP_GROUPS, vary
 from tests.facts import experiment, write_facts
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close, depth_of
+from tests.wording import Fault, fault, refused
 from trainer import tasks
-from trainer.errors import ConfigError
 from trainer.protocol.abilities import Search
 from trainer.protocol.task import Places
 
@@ -203,18 +203,18 @@ def test_beams_give_the_n_best_answers_and_greedy_ones_one(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": "final/nowhere"}, "no such folder"),
-        ({"search": Search(1, 2)}, "--num_beams 2 or more"),
-        ({"predictions": Path("nowhere/out.jsonl")}, "its folder does not exist"),
-        ({"model": "best"}, "Train it first"),
+        ({"model": "final/nowhere"}, fault("model_folder_unknown")),
+        ({"search": Search(1, 2)}, fault("answers_above_beams", fix=2)),
+        ({"predictions": Path("nowhere/out.jsonl")}, fault("out_folder_absent")),
+        ({"model": "best"}, fault("not_trained_yet")),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(
-    change: dict[str, Any], words: str, folder: Path, tmp_path: Path
+    change: dict[str, Any], words: Fault, folder: Path, tmp_path: Path
 ) -> None:
     from trainer.evaluation.run import Question, run
 
-    with pytest.raises(ConfigError, match=words):
+    with refused(words):
         run(Question(learning(folder), **change), options(folder, tmp_path))
 
 
@@ -222,7 +222,7 @@ def test_a_task_that_reads_no_passages_does_not_score_them(folder: Path, tmp_pat
     from trainer.evaluation.run import Question, run
 
     asked = Question(experiment("causal_lm", folder), passage_scores=tmp_path / "scores.json")
-    with pytest.raises(ConfigError, match="'causal_lm' reads no passages"):
+    with refused("scores_without_passages", task="causal_lm"):
         run(asked, options(folder, tmp_path))
 
 

@@ -17,9 +17,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
 from tests.tolerance import CANCELS, assert_all_close, assert_close, assert_same_step, depth_of
+from tests.wording import refused
 from trainer.config.schema import Optim
 from trainer.data.padding import pad_right
-from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import pack_targets
 from trainer.protocol.task import Batch
@@ -208,7 +208,7 @@ def test_flex_attention_gives_the_same_states(family: str) -> None:
 
 
 def test_flex_attention_refuses_to_train_without_cuda() -> None:
-    with pytest.raises(ConfigError, match="CUDA"):
+    with refused("flex_without_cuda"):
         reader(attention="flex")(**packed())
 
 

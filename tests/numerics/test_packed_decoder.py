@@ -28,9 +28,9 @@ from tests.numerics.tiny_cross_attention import (
 )
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close, assert_equal_step, assert_same_step, depth_of
+from tests.wording import refused
 from trainer import tasks
 from trainer.data.padding import pad_right
-from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED
 from trainer.protocol.task import DRAW, Batch, Places
 from trainer.recipes.cross_attention import preparation
@@ -406,9 +406,7 @@ def test_another_attention_implementation_of_the_base_keeps_the_padded_way(
     assert "input_ids" in task.collate(rows_of(task)[:2])
     task = loaded(folder, {}, packed=True)
     rows = rows_of(task)[:2]
-    with pytest.raises(
-        ConfigError, match=r"data.packed=True: the base's attention is 'eager', want 'sdpa'"
-    ):
+    with refused("packed_attention", attention="eager", wanted="sdpa"):
         task.collate(rows)
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -256,3 +257,24 @@ def test_tritons_kernels_give_what_the_processor_does(
     for name, want in exact.items():
         theirs, kernels = ((x[name].float() - want).norm() for x in (eager, got))
         assert kernels <= 1.05 * theirs, name
+
+
+@pytest.mark.parametrize(
+    ("device", "length", "way"),
+    [
+        ("cpu", 232, "in_grids"),
+        ("cpu", 240, "in_streams"),
+        ("meta", 504, "in_grids"),
+        ("meta", 512, "in_streams"),
+    ],
+)
+def test_rows_are_attended_to_in_the_stream_from_a_length_that_the_device_decides(
+    device: str, length: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """meta: any device but a processor. Its length was measured on an H200: docs/log.md."""
+    for name in ("in_grids", "in_streams"):
+        monkeypatch.setattr(t5_encoder, name, lambda *_, name=name, **__: name)
+    rows = pack([[1] * length, [1] * 8], bucketed=True)
+    batch = {name: tensor.to(device) for name, tensor in rows.items()}
+    choose = t5_encoder._by_length(SimpleNamespace(training=False), batch)
+    assert choose(SimpleNamespace(dropout=0.1)) == way

@@ -18,10 +18,10 @@ from tests.facts import LLAMA, experiment, write_facts
 from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close, assert_same_step, depth_of
+from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.data.padding import pad_right
-from trainer.errors import ConfigError, DataError
 from trainer.protocol.task import DRAW, Places
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Data
@@ -253,19 +253,22 @@ def test_a_bf16_head_tells_close_statements_apart(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"data": {"unseen1": ["choises"]}}, "Did you mean 'choices'"),
+        (
+            {"data": {"unseen1": ["choises"]}},
+            fault("task_of_no_set", task="choises", nearest="choices"),
+        ),
         (
             {"data": {"valid_tasks": ["choices", "choices"]}},
-            "valid_tasks: choices stands there twice",
+            fault("task_listed_twice", key="valid_tasks", task="choices"),
         ),
-        ({"data": {"order": "legacy"}}, 'set train.order="as_given"'),
-        ({"loss": {"mode": "original", "classes": "column"}}, "leave both out"),
+        ({"data": {"order": "legacy"}}, fault("order_legacy")),
+        ({"loss": {"mode": "original", "classes": "column"}}, fault("loss_mode")),
     ],
 )
 def test_a_dictionary_that_would_not_mean_what_it_says_is_refused(
-    changes: dict[str, Any], words: str, folder: Path
+    changes: dict[str, Any], words: Fault, folder: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with refused(words):
         loaded(folder, **changes)
 
 
@@ -274,7 +277,7 @@ def test_a_folder_without_a_head_is_not_scored_with_a_random_one(
 ) -> None:
     task = loaded(folder)
     task.model().encoder.save_pretrained(tmp_path / "t5")
-    with pytest.raises(ConfigError, match=r"holds no head.safetensors"):
+    with refused("head_absent"):
         task.load_export(tmp_path / "t5")
 
 
@@ -316,30 +319,30 @@ def test_legacy_order_and_the_cut_of_large_sets_are_pythons_own(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        ({"golds": ["a", "b"], "distractors": []}, "group 1: 2 golds"),
+        ({"golds": ["a", "b"], "distractors": []}, fault("group_golds", count=2)),
         (
             {"golds": [], "distractors": ["a", "b"]},
-            "group 1: no gold, but its task is multiple-choice",
+            fault("group_without_gold"),
         ),
-        ({"golds": [" "], "distractors": []}, "group 1: golds is"),
-        ({"gold": []}, "group 1: want an object with golds and distractors"),
+        ({"golds": [" "], "distractors": []}, fault("group_gold_blank", key="golds", value=[" "])),
+        ({"gold": []}, fault("group_kind_of_json")),
     ],
 )
 def test_a_bad_group_is_named_with_its_file(
-    group: dict[str, Any], words: str, tmp_path: Path
+    group: dict[str, Any], words: Fault, tmp_path: Path
 ) -> None:
     (tmp_path / "mc").mkdir()
     (tmp_path / "mc" / "train.json").write_text(json.dumps([group]))
     data = Data(source="groups", train_tasks=["mc"], valid_tasks=["mc"])
-    with pytest.raises(DataError, match=f"train.json, {words}"):
+    with refused(words, at="train.json, group 1"):
         groups.rows(data, "train", tmp_path)
 
 
 def test_a_stage_without_its_data_is_refused_and_told_how_to_make_it(tmp_path: Path) -> None:
     data = Data(source="groups", train_tasks=["atomic2020_3d"], valid_tasks=["copa"])
-    with pytest.raises(DataError, match="if that command knows this set"):
+    with refused("task_data_absent_perhaps"):
         groups.rows(data, "train", tmp_path)
-    with pytest.raises(DataError, match="python -m trainer convert copa"):
+    with refused("task_data_absent", task_again="copa"):
         groups.rows(data, "valid", tmp_path)
 
 
@@ -425,7 +428,7 @@ def _invoked(arguments: list[str], given: str) -> str:
 def test_a_folder_that_is_no_verifier_is_not_calibrated(tmp_path: Path) -> None:
     from trainer.tasks.vera.use import calibrate_model
 
-    with pytest.raises(ConfigError, match="no trained verifier"):
+    with refused("head_absent"):
         calibrate_model(
             tmp_path, torch.zeros(1, 5), split="valid", objective="ece", report=tmp_path
         )

@@ -23,9 +23,9 @@ from tests.contract.runs import train, untimed
 from tests.facts import TINY_BASE, experiment, with_dropout, write_facts
 from tests.forked import TRAINVAL, Started, start
 from tests.ranks import run_on_ranks
+from tests.wording import refused, says
 from trainer import tasks
 from trainer.config.identity import exp_id
-from trainer.errors import ResumeError
 from trainer.protocol.task import Places
 
 SMALL = {"steps": 2, "eval_every": 2, "save_every": 2}
@@ -160,7 +160,7 @@ def test_a_second_process_on_a_run_folder_is_refused_and_the_first_goes_on(
     second = launcher.start("-e", "mine", "-r", "1").finish()
     assert second.returncode == 2
     assert "ResumeError" in second.stderr
-    assert "another process is training this experiment" in second.stderr
+    says("lock_held", second.stderr)
     os.kill(first.pid, signal.SIGTERM)
     assert first.finish().returncode == 75
     assert not list(launcher.savedir.glob("*.bak-*"))
@@ -277,7 +277,7 @@ def test_an_export_on_another_base_is_refused(
     content = json.loads((copied / export.DESCRIPTION).read_text())
     content["base"]["seed"] += 1
     (copied / export.DESCRIPTION).write_text(json.dumps(content))
-    with pytest.raises(ResumeError, match="Put the old base back"):
+    with refused("layers_of_other_base"):
         export.load(copied, _loaded_task(values, folder, tmp_path).places)
 
 

@@ -18,6 +18,7 @@ from tests import exported, forked
 from tests.facts import LLAMA, TINY_T5, experiment, facts, write_facts
 from tests.numerics.tiny_cross_attention import counted_calls
 from tests.ranks import run_on_ranks
+from tests.wording import fault, says
 from trainer.protocol.abilities import Search
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
 from trainer.tasks.cross_attention.reader import Reader
@@ -99,7 +100,7 @@ def test_rows_without_answers_are_predicted_by_every_task(
     assert not list(tmp_path.glob(".*.parts"))
     again = forked.run(*arguments(runs[task], rows, tmp_path / "out.jsonl"))
     assert again.returncode == 2
-    assert "exists already, and nothing is overwritten" in again.stderr
+    says("path_exists", again.stderr)
 
 
 def test_what_is_predicted_does_not_depend_on_what_stands_beside_it(
@@ -149,7 +150,7 @@ def test_two_ranks_and_a_kill_leave_the_bytes_of_one(runs: dict[str, Path], tmp_
     (parts / "0000000.jsonl").write_bytes(marked)
     other = forked.run(*arguments(model, rows, tmp_path / "three", "--num_beams", "2"))
     assert other.returncode == 2
-    assert "pieces of a command with another search" in other.stderr
+    says("pieces_of_others", other.stderr, changed="search")
     again = forked.run_ranks(2, *arguments(model, rows, tmp_path / "three"))
     assert [one.returncode for one in again] == [0, 0]
     assert (tmp_path / "three").read_bytes() == marked + one[len(kept) :]
@@ -165,13 +166,16 @@ def _wait_for(is_there: Any) -> None:
 def test_what_is_no_model_or_no_row_is_told(runs: dict[str, Path], tmp_path: Path) -> None:
     rows = written(tmp_path / "rows.jsonl", [{"id": 1, "text": " "}])
     for arguments_, told in (
-        ((tmp_path, rows, tmp_path / "out"), "neither a run folder with best/ or final/ in it"),
-        ((runs["vera"], rows, tmp_path / "no" / "out"), "its folder does not exist"),
-        ((runs["vera"], rows, tmp_path / "out"), "rows.jsonl, line 1: 'statement' is missing"),
+        ((tmp_path, rows, tmp_path / "out"), fault("model_folder_absent")),
+        ((runs["vera"], rows, tmp_path / "no" / "out"), fault("out_folder_absent")),
+        (
+            (runs["vera"], rows, tmp_path / "out"),
+            fault("field_missing", at="rows.jsonl, line 1", key="statement"),
+        ),
     ):
         done = forked.run(*arguments(*arguments_))
         assert done.returncode == 2, done.stdout
-        assert told in done.stderr
+        says(told, done.stderr)
         assert not (tmp_path / "out").exists()
 
 
@@ -207,7 +211,7 @@ def test_a_context_is_read_once_and_asked_often(runs: dict[str, Path], tmp_path:
     assert (done.returncode, done.stdout) == (0, "".join(f"{text}\n" for text in want[1]))
     wrong = forked.run(*forked.TRAINER, "read", str(runs["vera"]), "--context", __file__)
     assert wrong.returncode == 2
-    assert "task 'vera' has nothing to read texts with" in wrong.stderr
+    says("task_without", wrong.stderr, task="vera", what="read texts with")
 
 
 def test_a_question_that_stands_before_the_context_is_read_with_it(

@@ -17,6 +17,7 @@ from tests.facts import TINY_BASE, experiment, facts, with_dropout, write_facts
 from tests.forked import TRAINVAL, run
 from tests.ranks import run_on_ranks
 from tests.runs.test_bad_input import refuse
+from tests.wording import says
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.data.token_store import TokenStore, open_store
@@ -297,6 +298,7 @@ def test_a_dry_run_that_finds_a_problem_shows_everything_and_exits_with_2(
     done = run(*TRAINVAL, *flags, "--cache_dir", str(folder / "cache"))
     assert done.returncode == 2
     assert "training row 2" in done.stdout
-    assert done.stderr.startswith("ConfigError: a run would be refused.")
-    assert "has not finished" in done.stderr
+    assert done.stderr.startswith("ConfigError: ")
+    says("run_would_be_refused", done.stderr, at="ConfigError")
+    says("base_run_unfinished", done.stderr)
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ from filelock import FileLock
 
 from tests.facts import experiment, write_facts
 from tests.forked import TRAINER, TRAINVAL, run, run_ranks
+from tests.wording import says
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_a_cached_run_without_states_exits_with_the_command_that_makes_them(
 ) -> None:
     done = run(*TRAINVAL, *flags(groups, folder, "-e", "cached", "-sb", str(folder / "bad")))
     assert done.returncode == 2
-    assert "Run `python -m trainer prepare` with this group" in done.stderr
+    says("states_absent", done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -86,7 +87,7 @@ def test_a_folder_is_prepared_by_one_process_at_a_time(folder: Path, groups: Pat
             *flags(groups, folder, "--out", str(folder / "busy")),
         )
     assert done.returncode == 2, done.stderr
-    assert "another process is preparing it" in done.stderr
+    says("states_being_prepared", done.stderr)
     assert not (folder / "busy").exists()
 
 

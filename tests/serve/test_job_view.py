@@ -18,7 +18,7 @@ from jobs.serve.job_view import Facts, seconds, standing, state_events
 from jobs.serve.keeper import new_metric_events
 from jobs.serve.tickets import JOB, Checked, Ticket, Wish, id_of_key
 from tests.facts import EVENT
-from trainer.errors import ConfigError
+from tests.wording import refused
 
 OFFER = offers.read(None).models["tiny-chat"]
 DONE = Checked(at="2026-01-01T00:00:01+00:00")
@@ -154,9 +154,9 @@ def test_a_request_fills_its_places_and_nothing_else() -> None:
     assert kept == {name: OFFER.experiment[name] for name in kept}
     assert filled(num_rows=3)["train"]["global_batch"] == 3  # no batch of more rows than there are
     wide = OFFER.model_copy(update={"job": {"resources": {"gpu": 4}}})
-    with pytest.raises(ConfigError, match="Use a multiple of 4, such as 12"):
+    with refused("batch_of_devices", devices=4, fix=12):
         offers.fill(wide, offers.TuningRequest(num_rows=9, kind="text", seed=1, label="", batch=9))
-    with pytest.raises(ConfigError, match="at most 1000000"):
+    with refused("steps_too_many", most=1000000):
         filled(num_rows=10**9)
 
 

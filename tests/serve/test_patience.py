@@ -18,6 +18,7 @@ from jobs.record import patience
 from jobs.record.patience import PatientBackends
 from jobs.record.times import now
 from tests.serve.conftest import serving, wait_until
+from tests.wording import refused
 from trainer.config.identity import digest, exp_id
 
 
@@ -42,7 +43,7 @@ def test_the_last_answer_counts_while_the_next_one_is_awaited(
     monkeypatch.setattr(patience, "WAIT_S", 0.05)
     scheduler: Any = Scheduler()
     asked = PatientBackends(lambda name: scheduler)("slurm")
-    with pytest.raises(Unreachable, match="slurm has not answered"):
+    with refused("backend_silent", backend="slurm"):
         asked.query(["1"])
     with pytest.raises(Unreachable):
         asked.query(["1"])
@@ -61,8 +62,9 @@ def test_the_last_answer_counts_while_the_next_one_is_awaited(
         asked.query(["2", "3"])  # of 3 nothing was ever said, which is not that it is lost
     scheduler.error = Unreachable("squeue fell over")
     scheduler.may_answer.set()
-    with pytest.raises(Unreachable, match="fell over"):
+    with pytest.raises(Unreachable) as caught:
         wait_until(lambda: asked.query(["2"]), lambda found: False, within_s=5)
+    assert str(caught.value) == "squeue fell over"
 
 
 def sent_to_slurm(base: Path) -> None:

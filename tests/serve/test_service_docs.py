@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -22,6 +23,7 @@ from jobs.serve import app as server
 from jobs.serve import offers
 from tests.serve.conftest import CHAT, Stub, jsonl, serving, until_status, wait_until
 from tests.serve.test_service_chaos import free_port
+from tests.wording import says
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "service.md").read_text()
@@ -99,8 +101,9 @@ def test_the_pages_token_lets_its_owner_in_and_nobody_else(
     assert done.exit_code == 0, done.output
     with serving(tmp_path / "base", tokens=tmp_path / "tokens.json", has_keeper=False) as running:
         assert running.client(done.stdout.strip()).models.list().data
-        with pytest.raises(Exception, match="want a token"):
+        with pytest.raises(openai.AuthenticationError) as caught:
             running.client("none").models.list()
+        says("service_token_wanted", caught.value)
 
 
 def test_the_pages_own_offer_is_read(tmp_path: Path) -> None:

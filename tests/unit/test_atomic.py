@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_alone
-from trainer.errors import ResumeError, StorageError
+from tests.wording import refused, says
+from trainer.errors import ResumeError
 from trainer.files import atomic
 from trainer.files.build_once import build_once
 from trainer.files.held_lock import HeldLock
@@ -82,9 +83,7 @@ def test_a_disk_that_is_full_leaves_the_old_file_and_nothing_beside_it(
     path = tmp_path / "file.json"
     path.write_text("old")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        StorageError, match=r"file\.json: No space left on device\. Free some space"
-    ):
+    with refused("disk_full", at="file.json"):
         write(path)
     assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["file.json"])
 
@@ -145,7 +144,7 @@ RUST = "No space left on device (os error 28)"  # as safetensors and tokenizers 
 
 def test_a_full_disk_is_named_with_its_path_whichever_library_writes(tmp_path: Path) -> None:
     with (
-        pytest.raises(StorageError, match=rf"{tmp_path}: No space left on device\. Free some"),
+        refused("disk_full", at=tmp_path),
         atomic.refusals(tmp_path),
     ):
         raise Exception(RUST)
@@ -157,7 +156,7 @@ def test_a_full_disk_is_named_with_its_path_whichever_library_writes(tmp_path: P
         raise Exception(RUST)
 
     cache = tmp_path / "cache"
-    with pytest.raises(StorageError, match=rf"{cache} cannot be written: No space left on device"):
+    with refused("cache_unwritable", at=cache, reason="No space left on device"):
         build_once(cache, build, is_whole=Path.is_dir)
     assert [path.name for path in tmp_path.iterdir()] == ["cache.lock"]
 
@@ -167,17 +166,17 @@ def test_a_lock_whose_file_was_removed_is_lost_to_whoever_holds_it(tmp_path: Pat
     first, second, third = (HeldLock(path, what="results/1") for _ in range(3))
     first.acquire()
     first.check()
-    with pytest.raises(ResumeError, match="another process is training"):
+    with refused("lock_held"):
         second.acquire()
     path.unlink()
-    with pytest.raises(ResumeError, match="was removed while this process held it"):
+    with refused("lock_removed"):
         first.check()
     second.acquire()
     second.check()
-    with pytest.raises(ResumeError, match="was removed while this process held it"):
+    with refused("lock_removed"):
         first.check()
     first.release()
-    with pytest.raises(ResumeError, match="another process is training"):
+    with refused("lock_held"):
         third.acquire()
     second.release()
     third.acquire()
@@ -204,6 +203,6 @@ def test_a_held_folder_keeps_another_process_out_though_the_lock_file_was_remove
     lock.hold(folder)
     path.unlink()
     said = run_alone(_locks, path, folder)
-    assert "another process is training this experiment" in said
+    says("lock_held", said)
     lock.release()
     assert run_alone(_locks, path, folder) == "held"

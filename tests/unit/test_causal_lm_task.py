@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from tests.facts import experiment, write_facts
 from tests.tolerance import assert_close
+from tests.wording import refused
 from trainer import tasks
 from trainer.data import lookup
 from trainer.data.padding import pad_right
-from trainer.errors import ConfigError, DataError
 from trainer.models.losses import IGNORED
 from trainer.protocol.task import Places
 
@@ -89,12 +91,66 @@ def test_the_loss_is_over_the_answers_alone(folder: Path) -> None:
 
 def test_a_line_without_a_completion_is_refused(folder: Path) -> None:
     (folder / "train.jsonl").write_text('{"prompt": "Who?"}\n')
-    with pytest.raises(DataError, match=r"train\.jsonl, line 1: .*'completion'"):
+    with refused("field_missing", at="train.jsonl, line 1", key="completion"):
         list(load(folder).rows("train"))
 
 
 def test_a_source_without_answers_is_refused(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r'source=.stdlib_docs. has no answers\. Use source="files"'
-    ):
+    with refused("answers_of_source", source="stdlib_docs"):
         load(folder, source="stdlib_docs")
+
+
+# The beginning of a text
+# --------------------------------------------------------------------------------------------------
+
+
+def with_opening(folder: Path) -> Path:
+    """A tokenizer that begins every text with a token, as Llama's does: here <|pad|>, id 1."""
+    backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", 1)]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|pad|>", eos_token="<|endoftext|>"
+    )
+    made.save_pretrained(folder / "opened")
+    return folder / "opened"
+
+
+def opened_task(folder: Path, **data: Any) -> Any:
+    values = experiment("causal_lm", folder, data=data)
+    values["tokenizer"] = str(with_opening(folder))
+    return tasks.load(tasks.parse(values), Places(folder, folder / "c", folder))
+
+
+def test_a_text_and_a_prompt_begin_as_the_tokenizer_begins_texts(folder: Path) -> None:
+    task = opened_task(folder, source="stdlib_docs", max_tokens=16)
+    stock = task.tokenizer("Where is Ada?")["input_ids"]
+    assert stock[0] == 1
+    assert list(task.encode({"text": "Where is Ada?", "piece": 0})["ids"]) == [*stock, task.end]
+    for raw in ({"text": "Where is Ada?"}, {"prompt": "Where is Ada?"}):
+        assert task.prompt_ids(raw, "here") == stock
+    assert task.prompt_ids({"text": "<|pad|>Where is Ada?"}, "here") == stock
+    later = [row for row in islice(task.rows("train"), 200) if row["piece"]]
+    assert later
+    assert all(1 not in task.encode(row)["ids"] for row in later)
+    with pytest.raises(DataError, match="here: 'text' is '', want text"):
+        task.prompt_ids({"text": ""}, "here")
+    with pytest.raises(ConfigError, match="here: got messages, but the model has not learnt"):
+        task.prompt_ids({"messages": [{"role": "user", "content": "a"}]}, "here")
+
+
+def test_an_answer_behind_an_opening_has_the_same_labels(folder: Path) -> None:
+    task = opened_task(folder, source="files", loss_on="answer")
+    (first, _) = task.rows("train")
+    encoded = task.encode(first)
+    assert encoded["ids"][0] == 1
+    assert labelled(task, first) == labelled(load(folder), first)
+
+
+def test_only_an_opening_changes_the_encoding(folder: Path) -> None:
+    opened = json.loads(opened_task(folder, source="stdlib_docs", max_tokens=16).encoding_id())
+    plain = json.loads(load(folder, source="stdlib_docs", loss_on="all").encoding_id())
+    assert opened["opening"] == [1]
+    assert "opening" not in plain
+    assert plain.keys() == {"task", "tokenizer", "max_tokens"}

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from tests.wording import Fault, fault, refused
 from trainer.config.own_rows import OwnRows
-from trainer.errors import ConfigError, DataError
 from trainer.tasks.causal_lm.chat import ChatTemplate
 from trainer.tasks.causal_lm.chat_rows import chats, opened
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
@@ -122,19 +123,16 @@ def test_a_last_turn_that_no_token_ends_gets_the_end_of_the_text() -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_by_name() -> None:
     template = FORGETFUL.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(DataError) as error:
+    fix = re.compile('.*"weight": 0.*data.chat_template')
+    with refused("template_rewrites_turns", turn=3, turns=5, fix=fix):
         learnt(template, TURNS)
-    text = str(error.value)
-    assert "turn 3 of 5 is written otherwise once more turns follow" in text
-    assert '"weight": 0' in text
-    assert "data.chat_template" in text
     (last,) = learnt(template, [{**TURNS[2], "weight": 0} if t == TURNS[2] else t for t in TURNS])
     assert last == "<think></think> Zwei \n<|im_end|>"
 
 
 def test_a_template_that_opens_no_answer_is_refused_where_it_writes_a_header() -> None:
     template = LLAMA_3.partition("{% if add_generation_prompt")[0]
-    with pytest.raises(DataError, match="has no add_generation_prompt, which opens turn 3 of 5"):
+    with refused("template_without_opening", turn=3, turns=5):
         learnt(template, TURNS)
     mistral = (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
@@ -155,18 +153,30 @@ def test_tools_reach_the_template_and_what_it_refuses_is_said() -> None:
     )
     found = learnt(template, turns, tools=[{"type": "function", "function": {"name": "add"}}])
     assert found == ['{"a": 1}<|im_end|>', "Two.<|im_end|>"]
-    with pytest.raises(
-        DataError, match=r"begins 'One.': the chat template .* chatml knows no tool"
-    ):
+    with refused("template_refuses", start="One?", reason="chatml knows no tool calls"):
         learnt(BUILT_IN["chatml"], turns)
 
 
+@pytest.mark.parametrize("template", [BUILT_IN["chatml"], LLAMA_3], ids=["chatml", "llama 3"])
+def test_a_conversation_begins_with_one_opening_whoever_writes_it(template: str) -> None:
+    made = tokenizer(template)
+    opening = made.convert_tokens_to_ids("<|begin_of_text|>")
+    made.bos_token = "<|begin_of_text|>"
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", opening)]
+    )
+    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    assert tokens["ids"][0] == opening
+    assert tokens["ids"].count(opening) == 1
+    assert tokens["scored"][0] == 0
+    # an export holds the template, and whoever serves it gets the same ids
+    assert made.apply_chat_template(TURNS, return_dict=True)["input_ids"] == tokens["ids"]
+
+
 def test_a_tokenizer_without_a_template_names_the_key_and_a_file_will_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"has no chat template\. Set data\.chat_template: a file"
-    ):
+    with refused("template_missing"):
         ChatTemplate.of(tokenizer(None), None, None)
-    with pytest.raises(ConfigError, match=r"'chatlm' is no file here .*chatml, plain"):
+    with refused("template_unknown", template="chatlm", choices="chatml, plain"):
         ChatTemplate.of(tokenizer(None), "chatlm", tmp_path)
     (tmp_path / "mine.jinja").write_text(LLAMA_3)
     made = tokenizer(None)
@@ -202,26 +212,28 @@ def test_rows_of_openai_and_of_sharegpt_are_conversations(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"turns": []}, r"'messages' is missing, .* \(keys: turns\).*data\.columns"),
-        ({"messages": []}, r"'messages' is \[\], want a list of objects"),
-        ({"messages": ["a"]}, r"messages\[0\] is 'a', want an object"),
-        ({"messages": [{"content": "a"}]}, r"messages\[0\]\.role is None, want system"),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\]\.content is None, want text"),
+        ({"turns": []}, fault("messages_missing", keys="turns")),
+        ({"messages": []}, fault("messages_wanted", value=[])),
+        ({"messages": ["a"]}, fault("turn_wanted", turn=0, value="a")),
+        ({"messages": [{"content": "a"}]}, fault("role_wanted", turn=0, value=None)),
+        ({"messages": [{"role": "user"}]}, fault("content_wanted", turn=0, value=None)),
         (
             {"messages": [{**TURNS[1], "weight": 1}]},
-            r"messages\[0\]\.weight is 1 of role 'user': want 0 or 1",
+            fault("weight_wanted", turn=0, value=1, role="user"),
         ),
         (
             {"messages": [{**TURNS[2], "weight": 2}]},
-            r"messages\[0\]\.weight is 2 of role 'assistant'",
+            fault("weight_wanted", turn=0, value=2, role="assistant"),
         ),
-        ({"messages": TURNS[:2]}, "no turn of the assistant counts"),
-        ({"messages": [TURNS[1], {**TURNS[2], "weight": 0}]}, "no turn of the assistant counts"),
-        ({"messages": TURNS, "tools": "{"}, r"'tools' is \['{'\], want a list"),
+        ({"messages": TURNS[:2]}, fault("nothing_to_learn")),
+        ({"messages": [TURNS[1], {**TURNS[2], "weight": 0}]}, fault("nothing_to_learn")),
+        ({"messages": TURNS, "tools": "{"}, fault("list_of_wanted", key="tools", value=["{"])),
     ],
 )
-def test_a_wrong_conversation_is_refused_by_its_line(line: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"train\.jsonl, line 2: {said}"):
+def test_a_wrong_conversation_is_refused_by_its_line(
+    line: Any, said: Fault, tmp_path: Path
+) -> None:
+    with refused(said, at="train.jsonl, line 2"):
         rows(tmp_path, {"messages": TURNS}, line)
 
 
@@ -247,5 +259,5 @@ def test_what_is_to_be_answered_ends_before_the_assistant_speaks() -> None:
     assert chat.opened(opened({"messages": TURNS}, "here")) == chat.opened(asked)
     assert chat.opened(asked).endswith("Two?<|im_end|>\n<|im_start|>assistant\n")
     assert opened({"prompt": "One?"}, "here") == {"messages": [TURNS[1]]}
-    with pytest.raises(DataError, match="here: nobody but the assistant speaks"):
+    with refused("assistant_alone", at="here"):
         opened({"messages": [TURNS[2]]}, "here")

@@ -4,6 +4,7 @@ name everything at once.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import re
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.wording import Fault, fault, refused, says
 from trainer import tasks
 from trainer.config.block import validate
 from trainer.config.identity import digest, exp_id
@@ -98,21 +100,46 @@ def test_an_id_is_the_same_in_another_process() -> None:
     assert done.stdout.strip() == exp_id(EXPERIMENT)
 
 
+class Odd(str, enum.Enum):
+    TASK = "fid"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        ({"a": (1, 2)}, "a is a tuple, (1, 2). Write a list"),
-        ({"b": {"a": [{1: 2}]}}, "key 1 in b.a[0] is an int. Write it as text: '1'."),
-        ({"a": [float("nan")]}, "a[0] is nan. Want a finite number."),
-        ({"a": {1, 2}}, "a is a set, {1, 2}. Write a list"),
-        ({"a": Path("x")}, "Write its text: 'x'."),
-        ({"a": (1,), "b": {2: 3}}, "2 mistake(s)"),
-        ({"a": {"b.c": 1}}, "key 'b.c' holds a dot"),
-        ({"a": [{"b": 1}, 2]}, "list 'a' mixes dictionaries and other values"),
+        ({"a": (1, 2)}, fault("value_not_json", key="a", kind="tuple", value=(1, 2), fix="a list")),
+        (
+            {"b": {"a": [{1: 2}]}},
+            fault("key_not_text", key=1, place="b.a[0]", kind="int", text="1"),
+        ),
+        ({"a": [float("nan")]}, fault("value_not_finite", key="a[0]", value="nan")),
+        ({"a": {1, 2}}, fault("value_not_json", key="a", kind="set", value={1, 2}, fix="a list")),
+        (
+            {"a": Path("x")},
+            fault(
+                "value_not_json",
+                key="a",
+                kind="PosixPath",
+                value="PosixPath('x')",
+                fix="its text: 'x'.",
+            ),
+        ),
+        ({"a": Odd.TASK}, fault("value_is_enum", key="a", value=repr(Odd.TASK), fix="'fid'")),
+        ({"a": {Odd.TASK: 1}}, fault("key_is_enum", key=repr(Odd.TASK), place="a", fix="'fid'")),
+        ({"a": [Number.ONE]}, fault("value_is_enum", key="a[0]", value=repr(Number.ONE), fix="1")),
+        ({"a": ["x\ud800"]}, fault("value_half_character", key="a[0]", value=r"'x\ud800'")),
+        ({"a": {"\udc00": 1}}, fault("key_half_character", key=r"'\udc00'", place="a")),
+        ({"a": (1,), "b": {2: 3}}, fault("mistakes", count=2)),
+        ({"a": {"b.c": 1}}, fault("key_with_dot", key="b.c")),
+        ({"a": [{"b": 1}, 2]}, fault("list_mixed", key="a")),
     ],
 )
-def test_what_json_or_haven_cannot_hold_has_no_id(values: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(complaint)):
+def test_what_json_or_haven_cannot_hold_has_no_id(values: dict[str, Any], complaint: Fault) -> None:
+    with refused(complaint):
         exp_id(values)
 
 
@@ -159,22 +186,41 @@ def test_an_experiment_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("block", "complaint"),
     [
-        ({"steps": "1"}, "train.steps: Input should be a valid integer. Got '1'."),
-        ({"steps": 1.5}, "train.steps: Input should be a valid integer. Got 1.5."),
-        ({"steps": True}, "train.steps: Input should be a valid integer. Got True."),
-        ({"steps": 0}, "train.steps: Input should be greater than 0. Got 0."),
+        (
+            {"steps": "1"},
+            fault("value_wanted", key="train.steps", wanted="a valid integer", value="1"),
+        ),
+        (
+            {"steps": 1.5},
+            fault("value_wanted", key="train.steps", wanted="a valid integer", value=1.5),
+        ),
+        (
+            {"steps": True},
+            fault("value_wanted", key="train.steps", wanted="a valid integer", value=True),
+        ),
+        ({"steps": 0}, fault("value_wanted", key="train.steps", wanted="greater than 0", value=0)),
         (
             {"precision": "int8"},
-            "train.precision: Input should be 'fp32', 'bf16' or 'fp16'. Got 'int8'.",
+            fault(
+                "value_wanted",
+                key="train.precision",
+                wanted="'fp32', 'bf16' or 'fp16'",
+                value="int8",
+            ),
         ),
         (
             {"gradient_checkpointing": 0},
-            'Input should be true, false, "auto" or an integer above 0. Got 0.',
+            fault(
+                "value_wanted",
+                key="train.gradient_checkpointing",
+                wanted='true, false, "auto" or an integer above 0',
+                value=0,
+            ),
         ),
     ],
 )
-def test_values_are_not_coerced(block: dict[str, Any], complaint: str) -> None:
-    assert complaint in refusal(train={**EXPERIMENT["train"], **block})
+def test_values_are_not_coerced(block: dict[str, Any], complaint: Fault) -> None:
+    says(complaint, refusal(train={**EXPERIMENT["train"], **block}))
 
 
 def test_a_whole_number_is_a_fine_learning_rate() -> None:
@@ -183,13 +229,11 @@ def test_a_whole_number_is_a_fine_learning_rate() -> None:
 
 @pytest.mark.parametrize("lr", [0, -1e-3, float("nan"), float("inf")])
 def test_a_learning_rate_is_a_finite_number_above_zero(lr: float) -> None:
-    assert "optim.lr" in refusal(optim={"lr": lr})
+    says("value_wanted", refusal(optim={"lr": lr}), key="optim.lr", value=lr)
 
 
 def test_two_warm_ups_are_refused_with_both_values() -> None:
-    with pytest.raises(
-        ConfigError, match=r"warmup_steps=10 and warmup_ratio=0.1 are both set; keep one"
-    ):
+    with refused("both_set", key="warmup_steps", value=10, other="warmup_ratio", other_value=0.1):
         validate(Schedule, {"warmup_steps": 10, "warmup_ratio": 0.1})
 
 
@@ -210,30 +254,26 @@ def test_a_base_is_a_name_or_random_weights_or_another_experiment(base: Any) -> 
 
 
 def test_a_misspelt_key_gets_the_nearest_legal_one() -> None:
-    assert "train.micro_batc: no such key. Did you mean 'micro_batch'?" in refusal(
-        train={**EXPERIMENT["train"], "micro_batc": 2}
-    )
+    text = refusal(train={**EXPERIMENT["train"], "micro_batc": 2})
+    says("key_unknown", text, key="train.micro_batc", nearest="micro_batch")
 
 
 def test_a_misspelt_key_at_the_top_level_gets_the_nearest_legal_one() -> None:
-    assert "deepsped: no such key. Did you mean 'deepspeed'?" in refusal(deepsped="zero3")
+    says("key_unknown", refusal(deepsped="zero3"), key="deepsped", nearest="deepspeed")
 
 
 def test_a_misspelt_key_inside_a_union_gets_the_nearest_legal_one() -> None:
-    assert "tokenizer.vocabsize: no such key. Did you mean 'vocab_size'?" in refusal(
-        tokenizer={"vocabsize": 500}
-    )
+    text = refusal(tokenizer={"vocabsize": 500})
+    says("key_unknown", text, key="tokenizer.vocabsize", nearest="vocab_size")
 
 
 def test_a_key_like_no_other_gets_the_legal_ones() -> None:
-    assert (
-        "data.zzz: no such key. Legal: chat_template, columns, dataset, facts, files, loss_on,"
-        in refusal(data={"source": "nq", "zzz": 1})
-    )
+    legal = re.compile("chat_template, columns, dataset, facts, files, loss_on, .*")
+    says("key_unknown", refusal(data={"source": "nq", "zzz": 1}), key="data.zzz", legal=legal)
 
 
 def test_a_missing_key_is_named() -> None:
-    assert "optim.lr: required, but not given." in refusal(optim={})
+    says("key_required", refusal(optim={}), key="optim.lr")
 
 
 def test_every_mistake_is_named_at_once_with_its_source() -> None:
@@ -241,7 +281,7 @@ def test_every_mistake_is_named_at_once_with_its_source() -> None:
     with pytest.raises(ConfigError) as caught:
         tasks.parse(wrong, source="group mine")
     lines = str(caught.value).splitlines()
-    assert lines[0] == "group mine: 5 mistake(s)"
+    says("mistakes", lines[0], at="group mine", count=5)
     assert sorted(line.split(":")[0].strip() for line in lines[1:]) == [
         "optim.beta",
         "optim.lr",
@@ -252,7 +292,7 @@ def test_every_mistake_is_named_at_once_with_its_source() -> None:
 
 
 def test_a_value_that_json_cannot_hold_is_refused() -> None:
-    assert "not JSON serializable. Use strings, numbers" in refusal(optim={"lr": {1, 2}})
+    says("value_not_serializable", refusal(optim={"lr": {1, 2}}))
 
 
 @pytest.mark.parametrize(
@@ -278,16 +318,16 @@ def test_a_task_is_a_folder_with_a_config() -> None:
 
 
 def test_an_unknown_task_gets_the_nearest_name() -> None:
-    assert "task='causal_ln' does not exist. Did you mean 'causal_lm'?" in refusal(task="causal_ln")
+    says("task_unknown", refusal(task="causal_ln"), task="causal_ln", nearest="causal_lm")
 
 
 @pytest.mark.parametrize("name", [None, 3, ["causal_lm"], "../causal_lm"])
 def test_a_task_that_is_no_name_is_refused(name: Any) -> None:
-    assert "does not exist" in refusal(task=name)
+    says("task_unknown", refusal(task=name), task=name)
 
 
 def test_a_missing_task_is_refused() -> None:
-    with pytest.raises(ConfigError, match="task=None does not exist"):
+    with refused("task_unknown", task=None):
         tasks.parse({})
 
 

@@ -5,6 +5,7 @@ beginning-of-text.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 
 from tests.facts import experiment, write_facts
+from tests.wording import refused
 from trainer import tasks
 from trainer.data.content import content_of_rows
 from trainer.data.token_store import store_of
-from trainer.errors import DataError, ResumeError
 from trainer.launch.run_folder import check_identity
 from trainer.protocol.task import DRAW, Places
 from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
@@ -141,10 +142,7 @@ def test_a_subset_trains_on_the_rows_of_its_data_set_alone(folder: Path) -> None
 
 
 def test_a_subset_that_no_row_is_of_is_refused_with_those_that_there_are(folder: Path) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"no row of the train split is of the data set 'squat'\. Did you mean 'squad'",
-    ):
+    with refused("row_of_other_set", split="train", dataset="squat", nearest="squad"):
         list(loaded(folder, training_data_subset="squat").rows("train"))
 
 
@@ -183,9 +181,7 @@ def test_useful_contexts_of_another_number_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     from trainer.data.readers.questions import qa_rows
 
-    with pytest.raises(
-        DataError, match=r"train.jsonl, line 1: 'useful_contexts' is \[1\], want a 0 or 1 for each"
-    ):
+    with refused("flags_wanted", at="train.jsonl, line 1", key="useful_contexts", value=[1]):
         list(qa_rows(tmp_path, "train"))
 
 
@@ -236,6 +232,6 @@ def test_a_run_that_an_earlier_version_began_goes_on_and_one_of_other_rows_does_
     assert json.loads(path.read_text())["identity"] == now
     written = json.dumps({"identity": {**began, "train": "0" * 64}})
     path.write_text(written)
-    with pytest.raises(ResumeError, match=r"changed since the run began: train \(was '0000"):
+    with refused("run_changed", key="train", was=re.compile("'0000")):
         check_identity(planned, task, stores, None)
     assert path.read_text() == written

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.wording import Fault, fault, refused, says
 from trainer.config import deepspeed_config as dc
 from trainer.config.deepspeed_config.keys import REFUSED
 from trainer.config.schema import Optim, Train
@@ -73,8 +75,11 @@ def test_a_path_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_legal_ones() -> None:
-    with pytest.raises(
-        ConfigError, match=r"zero2_ofload.*Did you mean 'zero2_offload'.*zero0, zero1, zero2, "
+    with refused(
+        "deepspeed_file_unknown",
+        name="zero2_ofload",
+        nearest="zero2_offload",
+        choices=re.compile("zero0, zero1, zero2, "),
     ):
         dc.read("zero2_ofload")
 
@@ -82,15 +87,21 @@ def test_an_unknown_name_lists_the_legal_ones() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{", "not a DeepSpeed file: Expecting property name"),
-        ("[1]", "holds a list"),
-        ('{"bf16": {"enabled": true, "enabled": false}}', "stated twice in one block: enabled"),
-        ('{"gradient_clipping": NaN}', "NaN is not a number"),
+        ("{", fault("deepspeed_file_unreadable", reason="Expecting property name")),
+        ("[1]", fault("deepspeed_file_kind", kind="list")),
+        (
+            '{"bf16": {"enabled": true, "enabled": false}}',
+            fault("deepspeed_file_unreadable", reason="stated twice in one block: enabled"),
+        ),
+        (
+            '{"gradient_clipping": NaN}',
+            fault("deepspeed_file_unreadable", reason="NaN is not a number"),
+        ),
     ],
 )
-def test_a_broken_file_is_named_with_its_fault(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_broken_file_is_named_with_its_fault(tmp_path: Path, text: str, complaint: Fault) -> None:
     (tmp_path / "own.json").write_text(text)
-    with pytest.raises(ConfigError, match=complaint) as caught:
+    with refused(complaint, at="own.json") as caught:
         dc.read(str(tmp_path / "own.json"))
     assert "own.json" in str(caught.value)
 
@@ -103,45 +114,96 @@ def test_a_broken_file_is_named_with_its_fault(tmp_path: Path, text: str, compla
     [
         (
             {"gradient_acumulation_steps": 8},
-            "gradient_acumulation_steps: no such key in DeepSpeed .* Did you mean 'gradi",
+            fault(
+                "deepspeed_key_unknown",
+                key="gradient_acumulation_steps",
+                nearest="gradient_accumulation_steps",
+            ),
         ),
-        ({"zero_optimisation": {"stage": 3}}, "Did you mean 'zero_optimization'"),
-        (zero(2, stge=2), "zero_optimization.stge: no such key .* Did you mean 'stage'"),
+        (
+            {"zero_optimisation": {"stage": 3}},
+            fault("deepspeed_key_unknown", key="zero_optimisation", nearest="zero_optimization"),
+        ),
+        (
+            zero(2, stge=2),
+            fault("deepspeed_key_unknown", key="zero_optimization.stge", nearest="stage"),
+        ),
         (
             zero(3, offload_param={"devise": "cpu"}),
-            "offload_param.devise: .* Did you mean 'device'",
+            fault("deepspeed_key_unknown", key="offload_param.devise", nearest="device"),
         ),
-        ({"bf16": {"enable": True}}, "bf16.enable: .* Did you mean 'enabled'"),
-        ({"fp16": {"los_scale": 0}}, "fp16.los_scale: .* Did you mean 'loss_scale'"),
+        (
+            {"bf16": {"enable": True}},
+            fault("deepspeed_key_unknown", key="bf16.enable", nearest="enabled"),
+        ),
+        (
+            {"fp16": {"los_scale": 0}},
+            fault("deepspeed_key_unknown", key="fp16.los_scale", nearest="loss_scale"),
+        ),
         (
             {"optimizer": {"type": "AdamW", "param": {}}},
-            "optimizer.param: .* Did you mean 'params'",
+            fault("deepspeed_key_unknown", key="optimizer.param", nearest="params"),
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
-            "optimizer.params.learning_rate: no such key",
+            fault("deepspeed_key_unknown", key="optimizer.params.learning_rate"),
         ),
         (
             {"scheduler": {"type": "WarmupLR", "parms": {}}},
-            "scheduler.parms: .* Did you mean 'params'",
+            fault("deepspeed_key_unknown", key="scheduler.parms", nearest="params"),
         ),
-        ({"activation_checkpointing": {"profil": True}}, "Did you mean 'profile'"),
-        ({"checkpoint": {"tag_validaton": "Fail"}}, "Did you mean 'tag_validation'"),
-        ({"data_types": {"grad_acum_dtype": "fp32"}}, "Did you mean 'grad_accum_dtype'"),
-        ({"comms_logger": {"enabld": True}}, "Did you mean 'enabled'"),
-        ({"flops_profiler": {"profile_stp": 1}}, "Did you mean 'profile_step'"),
-        ({"csv_monitor": {"job": "x"}}, "csv_monitor.job: no such key"),
-        ({"aio": {"thread_count": 1}}, "aio.thread_count: no such key"),
-        ({"timers": {"throughput": {"sync": True}}}, "timers.throughput.sync: no such key"),
-        ({"stage": 3}, "It belongs into 'zero_optimization'"),
-        (zero(2, gradient_clipping=1.0), "It belongs to the top level"),
-        (zero(3, prefetch_bucket_size=1), "Did you mean 'stage3_prefetch_bucket_size'|belongs"),
+        (
+            {"activation_checkpointing": {"profil": True}},
+            fault(
+                "deepspeed_key_unknown", key="activation_checkpointing.profil", nearest="profile"
+            ),
+        ),
+        (
+            {"checkpoint": {"tag_validaton": "Fail"}},
+            fault(
+                "deepspeed_key_unknown", key="checkpoint.tag_validaton", nearest="tag_validation"
+            ),
+        ),
+        (
+            {"data_types": {"grad_acum_dtype": "fp32"}},
+            fault(
+                "deepspeed_key_unknown",
+                key="data_types.grad_acum_dtype",
+                nearest="grad_accum_dtype",
+            ),
+        ),
+        (
+            {"comms_logger": {"enabld": True}},
+            fault("deepspeed_key_unknown", key="comms_logger.enabld", nearest="enabled"),
+        ),
+        (
+            {"flops_profiler": {"profile_stp": 1}},
+            fault(
+                "deepspeed_key_unknown", key="flops_profiler.profile_stp", nearest="profile_step"
+            ),
+        ),
+        ({"csv_monitor": {"job": "x"}}, fault("deepspeed_key_unknown", key="csv_monitor.job")),
+        ({"aio": {"thread_count": 1}}, fault("deepspeed_key_unknown", key="aio.thread_count")),
+        (
+            {"timers": {"throughput": {"sync": True}}},
+            fault("deepspeed_key_unknown", key="timers.throughput.sync"),
+        ),
+        ({"stage": 3}, fault("deepspeed_key_place", place="into 'zero_optimization'")),
+        (zero(2, gradient_clipping=1.0), fault("deepspeed_key_place", place="to the top level")),
+        (
+            zero(3, prefetch_bucket_size=1),
+            fault(
+                "deepspeed_key_unknown",
+                key="prefetch_bucket_size",
+                nearest="stage3_prefetch_bucket_size",
+            ),
+        ),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_legal_one(
-    wrong: dict[str, Any], complaint: str
+    wrong: dict[str, Any], complaint: Fault
 ) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with refused(complaint):
         build(wrong)
 
 
@@ -156,28 +218,82 @@ def test_a_removed_or_unsupported_key_is_refused_with_the_reason(name: str) -> N
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"gradient_clipping": "1.0"}, 'gradient_clipping="1.0": want a number'),
-        ({"gradient_clipping": -1}, "gradient_clipping=-1: want a number that is not negative"),
-        ({"gradient_clipping": True}, "gradient_clipping=true: want a number"),
-        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps=1.5: want an integer"),
+        (
+            {"gradient_clipping": "1.0"},
+            fault("deepspeed_value", key="gradient_clipping", value='"1.0"', wanted="a number"),
+        ),
+        (
+            {"gradient_clipping": -1},
+            fault(
+                "deepspeed_value",
+                key="gradient_clipping",
+                value="-1",
+                wanted="a number that is not negative",
+            ),
+        ),
+        (
+            {"gradient_clipping": True},
+            fault("deepspeed_value", key="gradient_clipping", value="true", wanted="a number"),
+        ),
+        (
+            {"gradient_accumulation_steps": 1.5},
+            fault(
+                "deepspeed_value",
+                key="gradient_accumulation_steps",
+                value="1.5",
+                wanted="an integer",
+            ),
+        ),
         (
             {"gradient_accumulation_steps": 0},
-            "gradient_accumulation_steps=0: want an integer above 0",
+            fault(
+                "deepspeed_value",
+                key="gradient_accumulation_steps",
+                value="0",
+                wanted="an integer above 0",
+            ),
         ),
-        ({"train_batch_size": 256.0}, "train_batch_size=256.0: want an integer above 0"),
-        ({"zero_optimization": True}, "zero_optimization=true: want an object"),
-        ({"zero_optimization": {}}, "zero_optimization.stage: required"),
-        (zero(4), "zero_optimization.stage=4: want 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage="2": want an integer'),
-        ({"bf16": True}, "bf16=true: want an object"),
-        ({"bf16": {"enabled": "yes"}}, 'bf16.enabled="yes": want true or false'),
-        (zero(2, reduce_bucket_size=0.5), "reduce_bucket_size=0.5: want an integer"),
+        (
+            {"train_batch_size": 256.0},
+            fault(
+                "deepspeed_value",
+                key="train_batch_size",
+                value="256.0",
+                wanted="an integer above 0",
+            ),
+        ),
+        (
+            {"zero_optimization": True},
+            fault("deepspeed_value", key="zero_optimization", value="true", wanted="an object"),
+        ),
+        ({"zero_optimization": {}}, fault("key_required", key="zero_optimization.stage")),
+        (
+            zero(4),
+            fault(
+                "deepspeed_value", key="zero_optimization.stage", value="4", wanted="0, 1, 2 or 3"
+            ),
+        ),
+        (
+            {"zero_optimization": {"stage": "2"}},
+            fault(
+                "deepspeed_value", key="zero_optimization.stage", value='"2"', wanted="an integer"
+            ),
+        ),
+        ({"bf16": True}, fault("deepspeed_value", key="bf16", value="true", wanted="an object")),
+        (
+            {"bf16": {"enabled": "yes"}},
+            fault("deepspeed_value", key="bf16.enabled", value='"yes"', wanted="true or false"),
+        ),
+        (
+            zero(2, reduce_bucket_size=0.5),
+            fault("deepspeed_value", key="reduce_bucket_size", value="0.5", wanted="an integer"),
+        ),
     ],
 )
 def test_a_value_of_the_wrong_type_or_range_is_refused(
-    wrong: dict[str, Any], complaint: str
+    wrong: dict[str, Any], complaint: Fault
 ) -> None:
-    assert complaint in refusal(wrong)
+    says(complaint, refusal(wrong))
 
 
 def test_an_integer_may_be_written_as_5e8() -> None:
@@ -188,24 +304,27 @@ def test_every_mistake_is_named_at_once_with_the_file() -> None:
     text = refusal(
         {"amp": {}, "gradient_cliping": 1, "zero_optimization": {"stage": "auto", "stge": 1}}
     )
-    assert text.startswith("mine.json: 4 mistake(s)")
+    says("mistakes", text, at="mine.json", count=4)
 
 
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"managed_gradient_accumulation": True}, "the loop decides when a window ends"),
-        ({"gradient_allreduce_op": "sum"}, "for the mean over ranks"),
-        (zero(2, compute_grad_norm=False), "watched for NaN"),
-        (zero(1, legacy_stage1=True), "no longer has it"),
-        ({"compile": {"deepcompile": True}}, "decides where a window ends"),
-        ({"wandb": {"enabled": True}}, "wandb run already"),
+        (
+            {"managed_gradient_accumulation": True},
+            fault("deepspeed_window", key="managed_gradient_accumulation"),
+        ),
+        ({"gradient_allreduce_op": "sum"}, fault("deepspeed_mean")),
+        (zero(2, compute_grad_norm=False), fault("deepspeed_norm_watched")),
+        (zero(1, legacy_stage1=True), fault("deepspeed_key_gone")),
+        ({"compile": {"deepcompile": True}}, fault("deepspeed_window_of_compile")),
+        ({"wandb": {"enabled": True}}, fault("deepspeed_wandb")),
     ],
 )
 def test_a_value_that_the_loop_cannot_live_with_is_refused(
-    wrong: dict[str, Any], complaint: str
+    wrong: dict[str, Any], complaint: Fault
 ) -> None:
-    assert complaint in refusal(wrong)
+    says(complaint, refusal(wrong))
 
 
 # "auto" and disagreement
@@ -233,9 +352,8 @@ def test_the_published_file_of_the_cross_attention_runs_is_accepted() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_auto_is_left_in_a_shipped_file(name: str, precision: str, tmp_path: Path) -> None:
     if (name, precision) == ("zero0", "fp16"):
-        assert "needs ZeRO stage 1, 2 or 3, got stage=0" in refusal(
-            preset(name, tmp_path), precision=precision
-        )
+        text = refusal(preset(name, tmp_path), precision=precision)
+        says("stage_of_fp16", text, stage=0)
         return
     config = build(preset(name, tmp_path), precision=precision)
     assert autos(config) == []
@@ -271,7 +389,8 @@ def test_bucket_sizes_follow_the_hidden_size() -> None:
 
 
 def test_an_auto_bucket_size_without_a_hidden_size_is_refused() -> None:
-    assert "needs the hidden size of the base" in refusal(zero(3, reduce_bucket_size="auto"))
+    text = refusal(zero(3, reduce_bucket_size="auto"))
+    says("deepspeed_auto_of_hidden_size", text, key="zero_optimization.reduce_bucket_size")
 
 
 def test_an_auto_of_stage_3_is_dropped_below_it() -> None:
@@ -280,7 +399,7 @@ def test_an_auto_of_stage_3_is_dropped_below_it() -> None:
 
 def test_any_other_auto_is_refused_by_name() -> None:
     text = refusal(zero(2, overlap_comm="auto") | {"wall_clock_breakdown": "auto"})
-    assert 'zero_optimization.overlap_comm="auto": nothing' in text
+    says("deepspeed_auto", text, key="zero_optimization.overlap_comm")
     assert 'wall_clock_breakdown="auto"' in text
 
 
@@ -292,23 +411,23 @@ def test_the_auto_of_deepspeed_itself_is_kept() -> None:
 @pytest.mark.parametrize(
     ("file", "theirs", "ours"),
     [
-        ({"train_batch_size": 512}, "train_batch_size=512 in the file", "train.global_batch=256"),
+        ({"train_batch_size": 512}, "train_batch_size=512", "train.global_batch=256"),
         (
             {"train_micro_batch_size_per_gpu": 2},
-            "train_micro_batch_size_per_gpu=2 in",
+            "train_micro_batch_size_per_gpu=2",
             "train.micro_batch=4",
         ),
         (
             {"gradient_accumulation_steps": 2},
-            "gradient_accumulation_steps=2 in",
+            "gradient_accumulation_steps=2",
             "256 / (micro_batch=4 x world=8) = 8",
         ),
-        ({"gradient_clipping": 1.0}, "gradient_clipping=1.0 in the file", "optim.clip=0.5"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled=true in the file", "train.precision='bf16'"),
-        ({"bf16": {"enabled": False}}, "bf16.enabled=false in the file", "train.precision='bf16'"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping=1.0", "optim.clip=0.5"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled=true", "train.precision='bf16'"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled=false", "train.precision='bf16'"),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}},
-            "optimizer.params.lr=1.0 in",
+            "optimizer.params.lr=1.0",
             "optim.lr=0.0005",
         ),
         (
@@ -321,30 +440,28 @@ def test_the_auto_of_deepspeed_itself_is_kept() -> None:
 def test_a_number_that_differs_is_refused_with_both_sources(
     file: dict[str, Any], theirs: str, ours: str
 ) -> None:
-    text = refusal(file)
-    assert theirs in text
-    assert ours in text
+    says("deepspeed_differs", refusal(file), theirs=theirs, ours=re.compile(f".*{re.escape(ours)}"))
 
 
 def test_both_half_precisions_at_once_are_refused() -> None:
     text = refusal({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
-    assert "bf16.enabled and fp16.enabled are both true" in text
+    says("deepspeed_both_precisions", text, key="bf16.enabled", other="fp16.enabled")
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "world", "advice"),
+    ("batch", "micro", "world", "fix"),
     [
-        (30, 4, 8, "micro_batch=4 x world=8 = 32. Use 32 or 64, or another number of devices."),
-        (40, 4, 8, "micro_batch=4 x world=8 = 32. Use 32 or 64, or micro_batch=1."),
-        (48, 4, 8, "micro_batch=4 x world=8 = 32. Use 32 or 64, or micro_batch=3."),
-        (100, 8, 2, "micro_batch=8 x world=2 = 16. Use 96 or 112, or micro_batch=5."),
+        (30, 4, 8, "32 or 64, or another number of devices"),
+        (40, 4, 8, "32 or 64, or micro_batch=1"),
+        (48, 4, 8, "32 or 64, or micro_batch=3"),
+        (100, 8, 2, "96 or 112, or micro_batch=5"),
     ],
 )
 def test_a_batch_that_does_not_divide_says_what_does(
-    batch: int, micro: int, world: int, advice: str
+    batch: int, micro: int, world: int, fix: str
 ) -> None:
-    text = refusal({}, global_batch=batch, micro_batch=micro, world=world)
-    assert f"train.global_batch={batch} is not a multiple of {advice}" in text
+    sizes = {"global_batch": batch, "micro_batch": micro, "world": world}
+    says("batch_not_dealt", refusal({}, **sizes), rows=micro * world, fix=fix, **sizes)
 
 
 # Optimizer, scheduler, offload
@@ -352,15 +469,14 @@ def test_a_batch_that_does_not_divide_says_what_does(
 
 @pytest.mark.parametrize("name", ["Muon", "Lamb", "OneBitAdam", "Lion", "SGD", None])
 def test_another_optimizer_is_refused(name: str | None) -> None:
-    assert "the engine makes AdamW itself" in refusal(
-        {"optimizer": {} if name is None else {"type": name}}
-    )
+    text = refusal({"optimizer": {} if name is None else {"type": name}})
+    says("deepspeed_optimizer", text, value=json.dumps(name))
 
 
 def test_adam_is_adamw_unless_it_says_otherwise() -> None:
     assert build({"optimizer": {"type": "Adam", "params": {"adam_w_mode": True}}})
     text = refusal({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}})
-    assert "adam_w_mode=false is Adam with L2 decay" in text
+    says("deepspeed_l2_decay", text)
 
 
 def test_a_scheduler_of_autos_is_dropped() -> None:
@@ -370,9 +486,7 @@ def test_a_scheduler_of_autos_is_dropped() -> None:
 
 @pytest.mark.parametrize("params", [{"warmup_num_steps": 100, "warmup_max_lr": "auto"}, {}])
 def test_a_scheduler_that_states_something_is_refused(params: dict[str, Any]) -> None:
-    assert "the loop owns the schedule" in refusal(
-        {"scheduler": {"type": "WarmupLR", "params": params}}
-    )
+    says("deepspeed_schedule", refusal({"scheduler": {"type": "WarmupLR", "params": params}}))
 
 
 @pytest.mark.parametrize(
@@ -380,24 +494,30 @@ def test_a_scheduler_that_states_something_is_refused(params: dict[str, Any]) ->
     [
         (
             zero(2, offload_param={"device": "cpu"}),
-            "offload_param needs stage 3 or more, got stage=2",
+            fault("deepspeed_stage", key="offload_param", wanted=3, stage=2),
         ),
         (
             zero(0, offload_optimizer={"device": "cpu"}),
-            "offload_optimizer needs stage 1 or more, got stage=0",
+            fault("deepspeed_stage", key="offload_optimizer", wanted=1, stage=0),
         ),
-        (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio=0.5 needs stage 3"),
-        (zero(2, offload_optimizer={"device": "disk"}), "device='disk': want none, cpu or nvme"),
-        (zero(3, offload_param={"device": "nvme"}), "offload_param.nvme_path=None is not a folder"),
+        (
+            zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+            fault("deepspeed_stage_3", key="offload_optimizer.ratio=0.5", stage=2),
+        ),
+        (zero(2, offload_optimizer={"device": "disk"}), fault("offload_device", device="disk")),
+        (
+            zero(3, offload_param={"device": "nvme"}),
+            fault("nvme_path_absent", key="offload_param", path=None),
+        ),
         (
             zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/no/such"}),
-            "nvme_path='/no/such' is not a folder",
+            fault("nvme_path_absent", key="offload_optimizer", path="/no/such"),
         ),
-        (zero(1, overlap_comm=True), "overlap_comm=true needs stage 2 or 3, got stage=1"),
+        (zero(1, overlap_comm=True), fault("stage_of_overlap", stage=1)),
     ],
 )
-def test_what_the_stage_cannot_do_is_refused(wrong: dict[str, Any], complaint: str) -> None:
-    assert complaint in refusal(wrong)
+def test_what_the_stage_cannot_do_is_refused(wrong: dict[str, Any], complaint: Fault) -> None:
+    says(complaint, refusal(wrong))
 
 
 def test_an_offload_to_none_is_legal_at_every_stage() -> None:
@@ -407,7 +527,7 @@ def test_an_offload_to_none_is_legal_at_every_stage() -> None:
 
 def test_gradients_of_another_dtype_are_refused_at_stage_0() -> None:
     wanted = {"data_types": {"grad_accum_dtype": "fp32"}}
-    assert "grad_accum_dtype='fp32' needs stage 1 or more" in refusal(wanted)
+    says("stage_of_gradient_dtype", refusal(wanted), dtype="fp32")
     assert build(wanted | zero(1))
 
 
@@ -493,6 +613,6 @@ def test_the_summary_shows_the_batch_arithmetic_and_the_offload() -> None:
 def test_a_secondary_partition_is_of_the_ranks_of_a_node() -> None:
     assert build(dc.read("zero3_hpz"))["zero_optimization"]["zero_hpz_partition_size"] == 8
     said = refusal(zero(3, zero_hpz_partition_size=3))
-    assert "zero_hpz_partition_size=3 does not divide 8 ranks" in said
+    says("hpz_of_ranks", said, key="zero_hpz_partition_size=3", world=8)
     said = refusal(zero(2, zero_hpz_partition_size=2))
-    assert "zero_hpz_partition_size=2 needs stage 3, got stage=2" in said
+    says("deepspeed_stage_3", said, key="zero_hpz_partition_size=2", stage=2)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
-from trainer.errors import ConfigError, DataError, DivergedError
+from tests.wording import Fault, fault, refused
 from trainer.protocol.abilities import Embeds, Side
 from trainer.protocol.task import Row
 from trainer.retrieval import embeddings
@@ -121,7 +121,7 @@ def test_what_a_kill_left_is_kept_and_the_rest_is_made(tmp_path: Path) -> None:
     for lost in ("meta.json", "ids.txt", "vectors-00001.json", "vectors-00003.npy"):
         (tmp_path / "v" / lost).unlink()
     (tmp_path / "v" / ".vectors-00003.npy.17.tmp").write_bytes(b"half")
-    with pytest.raises(ConfigError, match="is not finished: run the same encode command again"):
+    with refused("vectors_unfinished"):
         embeddings.read(tmp_path / "v")
     made: list[str] = []
     encode = encoder()
@@ -151,23 +151,26 @@ def test_a_finished_folder_is_not_encoded_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": "n"}, "model was 'm', is 'n'"),
-        ({"texts": "x"}, "texts was .*, is 'x'"),
-        ({"side": "query"}, "side was 'passage', is 'query'"),
-        ({"dtype": "float16"}, "dtype was 'float32', is 'float16'"),
+        ({"model": "n"}, fault("vectors_of_others", key="model", was="m", now="n")),
+        ({"texts": "x"}, fault("vectors_of_others", key="texts", now="x")),
+        ({"side": "query"}, fault("vectors_of_others", key="side", was="passage", now="query")),
+        (
+            {"dtype": "float16"},
+            fault("vectors_of_others", key="dtype", was="float32", now="float16"),
+        ),
     ],
 )
 def test_a_folder_of_something_else_is_not_continued(
-    tmp_path: Path, changes: dict[str, str], said: str
+    tmp_path: Path, changes: dict[str, str], said: Fault
 ) -> None:
     embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan())
-    with pytest.raises(ConfigError, match=f"begun with something else.*{said}"):
+    with refused(said):
         embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan(**changes))
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(ConfigError, match="holds other files"):
+    with refused("vectors_folder_taken"):
         embeddings.write(tmp_path, lambda: iter(ROWS), encoder(), plan=plan())
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -178,10 +181,15 @@ def test_vectors_that_are_no_numbers_are_refused_and_so_are_those_that_fp16_cann
     def filled(value: float) -> embeddings.Encoder:
         return lambda rows: torch.full((len(rows), 2), value)
 
-    with pytest.raises(DivergedError, match="NaN or infinity"):
+    with refused("not_finite"):
         embeddings.write(tmp_path / "a", lambda: iter(ROWS), filled(float("nan")), plan=plan())
-    with pytest.raises(
-        ConfigError, match=r"--dtype float16: a vector reaches 7e\+04, float16 65504\. Use float32"
+    with refused(
+        "vectors_dtype",
+        dtype="float16",
+        value="7e+04",
+        dtype_again="float16",
+        most=65504,
+        fix="float32",
     ):
         embeddings.write(
             tmp_path / "b", lambda: iter(ROWS), filled(7e4), plan=plan(dtype="float16")
@@ -194,17 +202,15 @@ def test_an_altered_shard_is_found(tmp_path: Path) -> None:
     altered = bytearray(path.read_bytes())
     altered[-1] ^= 1
     path.write_bytes(altered)
-    with pytest.raises(DataError, match=r"vectors-00002\.npy: checksum"):
+    with refused("vectors_altered", at="vectors-00002.npy"):
         embeddings.verify(found)
     path.write_bytes(altered[:-8])
-    with pytest.raises(DataError, match=r"vectors-00002\.npy cannot be read"):
+    with refused("vectors_torn", at="vectors-00002.npy"):
         _ = embeddings.read(tmp_path / "v").vectors
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"meta\.json is missing\. This folder of vectors is not there"
-    ):
+    with refused("vectors_absent", at="meta.json"):
         embeddings.read(tmp_path / "v")
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.wording import refused
 from trainer.data import encoding
 from trainer.data.token_store import TokenStore, open_store
-from trainer.errors import DataError, LatheError
+from trainer.errors import DataError
 from trainer.protocol.task import Encoded, Row
 
 NUM_ROWS = 2500  # more chunks than may wait for two processes
@@ -71,7 +72,7 @@ def killed(row: Row) -> Encoded:
 
 
 def test_a_process_that_is_killed_is_told_and_nothing_hangs(tmp_path: Path) -> None:
-    with pytest.raises(LatheError, match=r"one of 2 processes .* was killed.*--num_proc 1"):
+    with refused("worker_killed", count=2, fix="--num_proc 1"):
         store(tmp_path, 2, killed)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ranks import run_on_ranks
-from trainer.errors import ConfigError
+from tests.wording import refused
 from trainer.retrieval import exact_search as searching
 from trainer.retrieval.exact_search import faiss_search, search
 
@@ -133,20 +133,20 @@ def test_faiss_finds_the_same_scores() -> None:
         exact = search(queries, shards, depth=60)
         np.testing.assert_array_equal(found.scores, exact.scores)
         np.testing.assert_array_equal(np.sort(found.rows), np.sort(exact.rows))
-    with pytest.raises(ConfigError, match="--faiss Falt: FAISS knows no such index"):
+    with refused("faiss_unknown", index="Falt"):
         faiss_search(queries, shards, depth=5, index="Falt")
 
 
 def test_a_missing_extra_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ConfigError, match=r"faiss is not installed.*pip install -e '\.\[faiss\]'"):
+    with refused("extra_not_installed", name="faiss", extra="faiss"):
         faiss_search(integers(1, 2, 0), [integers(1, 2, 1)], depth=1)
 
 
 def test_vectors_of_two_widths_are_refused() -> None:
-    with pytest.raises(ConfigError, match="vectors of 3 and of 4 numbers"):
+    with refused("vectors_of_two_widths", width=3, other=4):
         search(integers(2, 4, 0), [integers(5, 3, 1)], depth=2)
-    with pytest.raises(ConfigError, match="--depth 0"):
+    with refused("depth_wanted", depth=0):
         search(integers(2, 4, 0), [integers(5, 4, 1)], depth=0)
 
 

@@ -14,10 +14,10 @@ import pytest
 
 import exp_configs
 from exp_configs import EXP_GROUPS, cartesian_exp_group, read_groups, vary
+from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.identity import exp_id
-from trainer.errors import ConfigError
 
 ALL = [(group, values) for group, experiments in EXP_GROUPS.items() for values in experiments]
 
@@ -267,9 +267,7 @@ def test_none_is_a_value_unless_it_is_to_be_left_out() -> None:
 
 
 def test_an_axis_without_values_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'b', 'c': an empty list is an axis without values.*\[\[\]\]"
-    ):
+    with refused("axis_empty", key="'b', 'c'"):
         cartesian_exp_group({"a": 1, "b": [], "c": []})
 
 
@@ -320,37 +318,65 @@ def test_a_group_given_as_a_dictionary_is_a_product(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("x = 1\ny = x.z\n", r"mine.py:2: AttributeError: 'int' object has no attribute 'z'"),
-        ("x = 1\n\ndef broken(:\n", r"mine.py:3: SyntaxError"),
+        (
+            "x = 1\ny = x.z\n",
+            fault(
+                "python_file_fails",
+                file="mine.py",
+                line=2,
+                error="AttributeError: 'int' object has no attribute 'z'",
+            ),
+        ),
+        (
+            "x = 1\n\ndef broken(:\n",
+            fault("python_file_fails", file="mine.py", line=3, error="SyntaxError"),
+        ),
         (
             "import no_such_module\n",
-            r"mine.py:1: ModuleNotFoundError: No module named 'no_such_module'",
+            fault(
+                "python_file_fails",
+                file="mine.py",
+                line=1,
+                error="ModuleNotFoundError: No module named 'no_such_module'",
+            ),
         ),
-        ("import json\n\njson.loads('{')\n", r"mine.py:3: JSONDecodeError"),
-        ("x = 1\n\ncompile('(', 'other.py', 'exec')\n", r"mine.py:3: SyntaxError"),
-        ("\nraise SystemExit\n", r"mine.py:2: SystemExit"),
-        ("x = 1\n", r"EXP_GROUPS is missing or None\. Want a dictionary"),
-        ("EXP_GROUPS = {}\n", r"EXP_GROUPS is an empty dict"),
-        ("EXP_GROUPS = [{}]\n", r"EXP_GROUPS is a list"),
-        ("EXP_GROUPS = {'a': []}\n", r"EXP_GROUPS\['a'\] is an empty list\. Want at least one"),
+        (
+            "import json\n\njson.loads('{')\n",
+            fault("python_file_fails", file="mine.py", line=3, error="JSONDecodeError"),
+        ),
+        (
+            "x = 1\n\ncompile('(', 'other.py', 'exec')\n",
+            fault("python_file_fails", file="mine.py", line=3, error="SyntaxError"),
+        ),
+        (
+            "\nraise SystemExit\n",
+            fault("python_file_fails", file="mine.py", line=2, error="SystemExit"),
+        ),
+        ("x = 1\n", fault("dictionary_wanted", name="EXP_GROUPS", kind="missing or None")),
+        ("EXP_GROUPS = {}\n", fault("dictionary_wanted", name="EXP_GROUPS", kind="an empty dict")),
+        ("EXP_GROUPS = [{}]\n", fault("dictionary_wanted", name="EXP_GROUPS", kind="a list")),
+        ("EXP_GROUPS = {'a': []}\n", fault("group_empty", name="EXP_GROUPS['a']")),
         (
             "EXP_GROUPS = {'a': 'x'}\n",
-            r"EXP_GROUPS\['a'\] is a str\. Want a list of experiments, or a dictionary",
+            fault("group_kind", name="EXP_GROUPS['a']", kind="str"),
         ),
         (
             "EXP_GROUPS = {'a': {'task': 'x', 'seed': []}}\n",
-            r"EXP_GROUPS\['a'\] 'seed': an empty list is an axis",
+            fault("axis_empty", key="EXP_GROUPS['a'] 'seed'"),
         ),
-        ("EXP_GROUPS = {'a': {'x': []}, 'b': 3}\n", r"2 mistake\(s\)"),
-        ("EXP_GROUPS = {'a': [{}, 3]}\n", r"EXP_GROUPS\['a'\] \[1\] is an int\. Want a dictionary"),
-        ("EXP_GROUPS = {1: [{}]}\n", r"EXP_GROUPS\[1\] is named by an int\. Want a string"),
-        ("EXP_GROUPS = {'a': [], 'b': 3}\n", r"2 mistake\(s\)"),
+        ("EXP_GROUPS = {'a': {'x': []}, 'b': 3}\n", fault("mistakes", count=2)),
+        (
+            "EXP_GROUPS = {'a': [{}, 3]}\n",
+            fault("dictionary_wanted", name="EXP_GROUPS['a'] [1]", kind="an int"),
+        ),
+        ("EXP_GROUPS = {1: [{}]}\n", fault("group_name", name="EXP_GROUPS[1]", kind="int")),
+        ("EXP_GROUPS = {'a': [], 'b': 3}\n", fault("mistakes", count=2)),
     ],
 )
 def test_a_fault_of_the_file_is_named_with_its_place(
-    tmp_path: Path, text: str, complaint: str
+    tmp_path: Path, text: str, complaint: Fault
 ) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with refused(complaint):
         read_groups(written(tmp_path, text))
 
 
@@ -359,14 +385,14 @@ def test_a_file_named_from_the_working_folder_has_its_lines_too(
 ) -> None:
     written(tmp_path, "x = 1\ny = x.z\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"mine\.py:2: AttributeError"):
+    with refused("python_file_fails", file="mine.py", line=2, error="AttributeError"):
         read_groups(Path("mine.py"))
 
 
 @pytest.mark.parametrize("name", ["missing.py", "groups.json"])
 def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "groups.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"want the path of a Python file \(\.py\)"):
+    with refused("python_file_wanted", flag="--exp_configs"):
         read_groups(tmp_path / name)
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 import trainval
 from exp_configs import EXP_GROUPS
 from jobs.cli import app as jobs_app
+from tests.wording import says
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
 
@@ -45,10 +46,8 @@ def test_groups_of_a_file_are_told_and_unknown_ones_refused(tmp_path: Path) -> N
     path.write_text("EXP_GROUPS = {'mine': [{'task': 'fid', 'train': {'steps': 3}}]}\n")
     assert command("--exp_configs", str(path)).stdout == "mine  1 fid; steps 3\n"
     done = command("minee", "--exp_configs", str(path))
-    assert (done.exit_code, done.stderr) == (
-        2,
-        "ConfigError: minee: no such group. Did you mean 'mine'?\n",
-    )
+    assert done.exit_code == 2
+    says("group_unknown", done.stderr, at="ConfigError", group="minee", nearest="mine")
 
 
 @pytest.mark.parametrize("program", [app, jobs_app, trainval.app])

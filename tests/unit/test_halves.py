@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.bases import decoder
+from tests.wording import refused
 from trainer.config.groups import with_steps
 from trainer.config.identity import exp_id
 from trainer.config.schema import Adapted, ExperimentBase
-from trainer.errors import ConfigError
 from trainer.models import base_model, base_source
 from trainer.protocol.task import Places
 
@@ -89,7 +89,7 @@ def test_a_folder_is_made_once_for_each_window_with_the_tokenizer(places: Places
 
 
 def test_another_family_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"base\.adapted: a llama .* want a gemma3_text"):
+    with refused("family_of_adapted", family="llama", wanted="gemma3_text"):
         base_source.resolve(base(), places_with("llama", tmp_path))
 
 

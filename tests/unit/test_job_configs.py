@@ -5,6 +5,7 @@ get wrong.
 from __future__ import annotations
 
 import copy
+import re
 import textwrap
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import job_configs
 from exp_configs import EXP_GROUPS
 from job_configs import JOB_CONFIGS, job_values
 from jobs.config import JobConfig
+from tests.wording import Fault, fault, refused
 from trainer.config.block import validate
-from trainer.errors import ConfigError
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -100,9 +101,7 @@ def test_an_account_that_is_stated_stays(tmp_path: Path) -> None:
 def test_a_mount_of_nobody_is_refused_with_the_cure(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=r"EAI_ACCOUNT_ID=.* is not in EAI_ACCOUNT_ID_TO_USER \(12-34\)"
-    ):
+    with refused("job_account_unknown", known="12-34"):
         job_values("sweep", written(tmp_path, USERS), environ)
 
 
@@ -114,49 +113,77 @@ def test_an_account_that_nobody_lists_is_not_taken_from_the_shell() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("x = 1\nJOB_CONFIGS = {}[0]\n", r"mine\.py:2: KeyError"),
-        ("\n\nJOB_CONFIGS = {\n  'a': ]\n", r"mine\.py:4: SyntaxError"),
-        ("JOB_CONFIGS = {'a': \n", r"mine\.py:1: SyntaxError"),
+        (
+            "x = 1\nJOB_CONFIGS = {}[0]\n",
+            fault("python_file_fails", file="mine.py", line=2, error="KeyError"),
+        ),
+        (
+            "\n\nJOB_CONFIGS = {\n  'a': ]\n",
+            fault("python_file_fails", file="mine.py", line=4, error="SyntaxError"),
+        ),
+        (
+            "JOB_CONFIGS = {'a': \n",
+            fault("python_file_fails", file="mine.py", line=1, error="SyntaxError"),
+        ),
         (
             "x = 1\n",
-            r"mine\.py: JOB_CONFIGS is missing or None\. Want a dictionary: group -> job "
-            r"dictionary",
+            fault(
+                "dictionary_wanted",
+                at="mine.py",
+                name="JOB_CONFIGS",
+                kind="missing or None",
+                entries="group -> job dictionary",
+            ),
         ),
-        ("JOB_CONFIGS = [{}]\n", r"mine\.py: JOB_CONFIGS is a list"),
-        ("JOB_CONFIG = 3\n", r"mine\.py: JOB_CONFIG is an? int"),
+        (
+            "JOB_CONFIGS = [{}]\n",
+            fault("dictionary_wanted", at="mine.py", name="JOB_CONFIGS", kind="a list"),
+        ),
+        (
+            "JOB_CONFIG = 3\n",
+            fault("dictionary_wanted", at="mine.py", name="JOB_CONFIG", kind="an int"),
+        ),
         (
             "JOB_CONFIGS = {'default': ['x']}\n",
-            r"mine\.py: JOB_CONFIGS\['default'\] is a list\. Want a dictionary",
+            fault("dictionary_wanted", at="mine.py", name="JOB_CONFIGS['default']", kind="a list"),
         ),
-        ("JOB_CONFIG = {'base': ['x']}\n", r"mine\.py: JOB_CONFIG\['base'\] is a list"),
-        ("JOB_CONFIGS = {'sweep': None}\n", r"JOB_CONFIGS\['sweep'\] is None\. Want a dictionary"),
+        (
+            "JOB_CONFIG = {'base': ['x']}\n",
+            fault("dictionary_wanted", at="mine.py", name="JOB_CONFIG['base']", kind="a list"),
+        ),
+        (
+            "JOB_CONFIGS = {'sweep': None}\n",
+            fault("dictionary_wanted", name="JOB_CONFIGS['sweep']", kind="None"),
+        ),
         (
             "JOB_CONFIGS = {'a': None, 'b': 3}\n",
-            r"JOB_CONFIGS\['a'\] is None.*\n.*JOB_CONFIGS\['b'\] is an? int",
+            fault(
+                "dictionary_wanted",
+                name=re.compile(r"JOB_CONFIGS\['a'\] is None.*\n.*JOB_CONFIGS\['b'\]"),
+                kind="an int",
+            ),
         ),
-        ("JOB_CONFIGS = {3: {}}\n", r"JOB_CONFIGS\[3\]: want the name of a group, a string"),
+        ("JOB_CONFIGS = {3: {}}\n", fault("job_group_name", name="JOB_CONFIGS[3]")),
         (
             "JOB_CONFIGS = {'sweep': {4: 1}}\n",
-            r"JOB_CONFIGS\['sweep'\]: 4 is no key, want a string",
+            fault("job_key_name", name="JOB_CONFIGS['sweep']", key=4),
         ),
         (
             "JOB_CONFIGS = {}\nEAI_ACCOUNT_ID_TO_USER = ['x']\n",
-            r"mine\.py: EAI_ACCOUNT_ID_TO_USER.*account.*user",
+            fault("job_accounts", at="mine.py"),
         ),
-        ("JOB_CONFIGS = {}\nEAI_ACCOUNT_ID_TO_USER = {'1': 2}\n", r"EAI_ACCOUNT_ID_TO_USER"),
+        ("JOB_CONFIGS = {}\nEAI_ACCOUNT_ID_TO_USER = {'1': 2}\n", fault("job_accounts")),
     ],
 )
 def test_a_fault_of_the_file_is_named_with_its_place(
-    tmp_path: Path, text: str, complaint: str
+    tmp_path: Path, text: str, complaint: Fault
 ) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with refused(complaint):
         job_values("sweep", written(tmp_path, text), {})
 
 
 @pytest.mark.parametrize("name", ["missing.py", "configs.txt", "."])
 def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "configs.txt").write_text("JOB_CONFIGS = {}")
-    with pytest.raises(
-        ConfigError, match=r"--job_configs .*; want the path of a Python file \(\.py\)"
-    ):
+    with refused("python_file_wanted", flag="--job_configs"):
         job_values("sweep", tmp_path / name, {})

@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from exp_configs import EXP_GROUPS
 from tests.unit.pages import assert_made, wrapped
+from tests.wording import Fault, fault, says
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config import reference
@@ -90,15 +91,16 @@ def test_a_key_is_told_with_what_it_may_be_its_default_and_its_meaning() -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("causal_lm", "lr"), "lr: no such key. Did you mean 'optim.lr'?"),
-        (("causal_lm", "optim.lrr"), "optim.lrr: no such key. Did you mean 'optim.lr'?"),
-        (("causal_ml",), "TASK: task='causal_ml' does not exist. Did you mean 'causal_lm'?"),
-        (("fid", "optim", "--json_schema"), "--json_schema is of the whole dictionary"),
+        (("causal_lm", "lr"), fault("key_unknown", key="lr", nearest="optim.lr")),
+        (("causal_lm", "optim.lrr"), fault("key_unknown", key="optim.lrr", nearest="optim.lr")),
+        (("causal_ml",), fault("task_unknown", at="TASK", task="causal_ml", nearest="causal_lm")),
+        (("fid", "optim", "--json_schema"), fault("schema_of_whole_dictionary")),
     ],
 )
 def test_what_does_not_exist_is_told_with_what_is_meant(
-    arguments: tuple[str, ...], said: str
+    arguments: tuple[str, ...], said: Fault
 ) -> None:
     done = command(*arguments)
     assert done.exit_code == 2
-    assert done.stderr.startswith(f"ConfigError: {said}")
+    assert done.stderr.startswith("ConfigError: ")
+    says(said, done.stderr)

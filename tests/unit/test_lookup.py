@@ -10,8 +10,8 @@ from itertools import islice
 
 import pytest
 
+from tests.wording import refused
 from trainer.data import lookup
-from trainer.errors import DataError
 
 NAME = re.compile(r"[BDFGHKLMNPRSTVZ][aeiou][lnr] [BDFGHKLMNPRSTVZ][aeiou][lnr]")
 FACT = re.compile(r" (?:lives in|was born in|works in|has been to) [A-Z]\w+ [A-Z]\w+\.")
@@ -196,5 +196,5 @@ def test_no_row_changes_while_the_version_stays() -> None:
 
 
 def test_an_unknown_split_is_refused() -> None:
-    with pytest.raises(DataError, match=r"split=.dev. does not exist.*Use train, valid, test, con"):
+    with refused("split_unknown", split="dev", choices="train, valid, test, control"):
         next(lookup.texts("dev"))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.wording import refused
 from trainer.config.differences import names_by_difference
 from trainer.config.groups import cartesian_exp_group, names, vary
 from trainer.config.identity import exp_id
-from trainer.errors import ConfigError
 from trainer.telemetry.wandb_run import _where
 from trainer.training.options import Options
 from trainer.training.schedule import log_interval
@@ -54,7 +54,7 @@ def test_names_say_group_and_place_and_are_what_wandb_shows(tmp_path: Path) -> N
     assert (settings.entity, settings.name) == (None, "sweep 2/2 deepspeed=zero2")
     assert settings.id == exp_id(two)
     assert Options(tmp_path).wandb(two) is None
-    with pytest.raises(ConfigError, match="the entity alone"):
+    with refused("entity_alone"):
         Options(tmp_path, wandb_entity_name="me").wandb(two)
 
 

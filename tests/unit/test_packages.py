@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.wording import Fault, fault, refused
 from trainer.config.schema import RandomBase
 from trainer.data.vocabulary import load_tokenizer
-from trainer.errors import ConfigError
 from trainer.evaluation.run import Question, model_folder
 from trainer.files import packages
 from trainer.models import base_source
@@ -47,29 +47,28 @@ def test_a_folder_of_a_package_is_found_without_running_its_code(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("package:no_such_package/model", "not installed here. Install it"),
-        (f"package:{NAME}/modle", "Did you mean 'model'"),
-        (f"package:{NAME}/../..", "holds no folder"),
-        ("package:os.path/model", "no name of a package"),
-        ("package:", "no name of a package"),
-        ("package:json.decoder", "no name of a package"),
+        ("package:no_such_package/model", fault("package_absent", package="no_such_package")),
+        (f"package:{NAME}/modle", fault("package_folder_absent", nearest="model")),
+        (f"package:{NAME}/../..", fault("package_folder_absent")),
+        ("package:os.path/model", fault("package_name")),
+        ("package:", fault("package_name")),
+        ("package:json.decoder", fault("package_name")),
     ],
 )
 @pytest.mark.usefixtures("package")
-def test_a_package_that_is_not_there_is_one_error(name: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_package_that_is_not_there_is_one_error(name: str, said: Fault, tmp_path: Path) -> None:
+    with refused(said) as caught:
         named(name, tmp_path)
-    assert said in str(caught.value)
     assert name in str(caught.value)
 
 
 def test_a_module_that_is_no_package_holds_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not installed"):
+    with refused("package_absent"):
         named("package:this/model", tmp_path)  # of the standard library; it prints when it runs
 
 
 def test_a_tokenizer_is_looked_for_in_the_package(package: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"tried package package:{NAME}/model"):
+    with refused("tokenizer_unloadable", places=f"package package:{NAME}/model"):
         load_tokenizer(f"package:{NAME}/model", data_path=None, cache_dir=tmp_path)
     (package / "model" / "tokenizer.json").write_text(
         '{"version": "1.0", "added_tokens": [], '
@@ -89,10 +88,8 @@ def test_the_stated_digest_of_weights_is_that_of_their_file(package: Path, tmp_p
     assert named(name, tmp_path) == str(package / "model")
     save_file({"weight": torch.zeros(3)}, file)
     other = hashlib.sha256(file.read_bytes()).hexdigest()
-    with pytest.raises(ConfigError) as caught:
+    with refused("digest_of_file_differs", has=other, stated=digest):
         named(name, tmp_path)
-    assert digest in str(caught.value)
-    assert other in str(caught.value)
 
 
 def test_the_stated_digest_of_shards_is_that_of_what_sha256sum_prints(tmp_path: Path) -> None:
@@ -111,14 +108,14 @@ def test_the_stated_digest_of_shards_is_that_of_what_sha256sum_prints(tmp_path: 
     ).stdout
     digest = hashlib.sha256(printed).hexdigest()
     assert named(f"{folder}#sha256={digest}", tmp_path) == str(folder)
-    with pytest.raises(ConfigError, match="and 1 more"):
+    with refused("digest_differs", more=1):
         named(f"{folder}#sha256={'0' * 64}", tmp_path)
 
 
 def test_a_digest_needs_a_folder_with_weights(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not with a Hub id"):
+    with refused("digest_of_hub"):
         named("org/name#sha256=00", tmp_path)
-    with pytest.raises(ConfigError, match="holds no weights"):
+    with refused("digest_of_nothing"):
         named(f"{tmp_path}#sha256=00", tmp_path)
 
 
@@ -141,7 +138,7 @@ def test_the_untrained_model_is_the_folder_of_the_base(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = Options(tmp_path, cache_dir=tmp_path / "cache")
-    with pytest.raises(ConfigError, match=r"neither a folder with config\.json"):
+    with refused("model_absent"):
         model_folder(asked(f"package:{NAME}/model", monkeypatch), options)
     (package / "model" / "config.json").write_text("{}")
     assert model_folder(asked(f"package:{NAME}/model", monkeypatch), options) == package / "model"
@@ -149,7 +146,7 @@ def test_the_untrained_model_is_the_folder_of_the_base(
 
 def test_random_weights_have_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     question = asked(RandomBase(config={"model_type": "bert"}), monkeypatch)
-    with pytest.raises(ConfigError, match="random weights and no folder"):
+    with refused("model_random"):
         model_folder(question, Options(tmp_path))
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.facts import experiment, write_facts
+from tests.wording import refused
 from trainer import tasks
 from trainer.data.content import content_of
 from trainer.data.readers import data_sets
-from trainer.errors import LatheError
 from trainer.files import opened
 from trainer.files.remembered import FOLDER, cached_sha256, recall
 from trainer.protocol.task import Places
@@ -133,7 +133,7 @@ def test_what_was_read_without_a_file_or_without_being_seen_is_not_remembered(
 
     def unseen() -> int:
         calls.append(path.read_text())
-        with pytest.raises(LatheError, match="nobody/has-this"):
+        with refused("set_unreadable", dataset="nobody/has-this"):
             data_sets.data_set("nobody/has-this", "train")
         return 1
 

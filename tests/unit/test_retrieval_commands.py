@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tests import forked
 from tests.facts import experiment, facts, write_facts
 from tests.forked import TRAINER
+from tests.wording import Fault, fault, says
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
@@ -109,7 +110,7 @@ def command(*argv: str) -> list[str]:
     return result.output.splitlines()
 
 
-def refused(*argv: str) -> str:
+def output_of_refused(*argv: str) -> str:
     result = CliRunner().invoke(app, argv)
     assert result.exit_code == 2, result.output
     return " ".join(result.output.split())
@@ -174,15 +175,20 @@ def test_the_folder_says_which_model_made_it(found: Place) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--side", "both"], "--side both: want query or passage"),
-        (["--side", "query", "--dtype", "int8"], "--dtype int8: want float16 or float32"),
-        (["--side", "query", "--precision", "fp16"], "--precision fp16: want fp32 or bf16"),
+        (["--side", "both"], fault("flag_choice", flag="--side both", choices="query or passage")),
+        (
+            ["--side", "query", "--dtype", "int8"],
+            fault("flag_choice", flag="--dtype int8", choices="float16 or float32"),
+        ),
+        (
+            ["--side", "query", "--precision", "fp16"],
+            fault("flag_choice", flag="--precision fp16", choices="fp32 or bf16"),
+        ),
     ],
 )
-def test_encoding_is_refused_in_words(flags: list[str], said: str) -> None:
-    assert said in refused(
-        "encode", "-sb", "results", "--in", "corpus.jsonl", "--out", "vectors", *flags
-    )
+def test_encoding_is_refused_in_words(flags: list[str], said: Fault) -> None:
+    asked = ["-sb", "results", "--in", "corpus.jsonl", "--out", "vectors"]
+    says(said, output_of_refused("encode", *asked, *flags))
 
 
 def _killed_before_the_plan_has_its_name() -> None:
@@ -222,7 +228,7 @@ def test_vectors_of_the_wrong_side_are_not_searched(found: Place) -> None:
     folders = ["--queries", found.path("passage"), "--passages", found.path("query")]
     done = forked.run(*TRAINER, "search", *folders, "--out", found.path("no.trec"))
     assert done.returncode == 2
-    assert "holds vectors of side passage, want query" in done.stderr
+    says("vectors_of_other_side", done.stderr, side="passage", wanted="query")
     assert not (found.folder / "no.trec").exists()
 
 
@@ -271,8 +277,10 @@ def test_a_run_is_judged_on_some_questions_only(found: Place) -> None:
 
 
 def test_what_cannot_be_judged_is_refused(found: Place) -> None:
-    assert "give --run or --scored, one of them" in refused("judge")
-    assert "nothing says what is relevant" in refused("judge", "--run", found.path("run.trec"))
+    assert "give --run or --scored, one of them" in output_of_refused("judge")
+    assert "nothing says what is relevant" in output_of_refused(
+        "judge", "--run", found.path("run.trec")
+    )
 
 
 def test_a_reader_and_a_ranking_are_compared(tmp_path: Path) -> None:
@@ -347,6 +355,6 @@ def test_bm25_writes_a_run_that_is_judged_alike(found: Place) -> None:
     command("bm25", *given, *corpus, "--out", out, "--depth", "5", "--format", "tevatron")
     printed = values(command("judge", "--run", out, *given, "--at", "5"))
     assert printed["recall@5"] > 0.5
-    assert "--format run: want trec, tevatron, msmarco" in refused(
+    assert "--format run: want trec, tevatron, msmarco" in output_of_refused(
         "bm25", *given, *corpus, "--out", out, "--format", "run"
     )

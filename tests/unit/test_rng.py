@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load
 from safetensors.torch import save as to_bytes
 
-from trainer.errors import CheckpointError
+from tests.wording import refused
 from trainer.runtime import rng
 from trainer.runtime.preemption import Stopped
 from trainer.training import scoring
@@ -96,7 +96,7 @@ def test_a_state_without_a_generator_is_refused_and_nothing_is_changed(name: str
     rng.seed_everything(3, 0)
     present = rng.capture()
     del state[name]
-    with pytest.raises(CheckpointError, match=name):
+    with refused("random_state_unfit", name=name):
         rng.restore(state)
     assert all(torch.equal(rng.capture()[key], value) for key, value in present.items())
 

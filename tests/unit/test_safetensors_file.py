@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from trainer.errors import CheckpointError, StorageError
+from tests.wording import refused
 from trainer.files import atomic, safetensors_file
 
 
@@ -56,13 +56,13 @@ def test_a_shard_without_tensors_is_a_valid_file(tmp_path: Path) -> None:
 
 def test_a_second_writer_of_the_same_file_is_refused(tmp_path: Path) -> None:
     safetensors_file.write_json(tmp_path, "state.json", {})
-    with pytest.raises(StorageError, match="Another process is saving here"):
+    with refused("file_being_saved"):
         safetensors_file.write_json(tmp_path, "state.json", {})
 
 
 def test_a_file_that_is_not_safetensors_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "weights-0-of-1.safetensors").write_bytes(b"\x80\x04pickle")
-    with pytest.raises(CheckpointError, match="weights-0-of-1"):
+    with refused("checkpoint_unreadable", at="weights-0-of-1.safetensors"):
         dict(safetensors_file.tensors_of(tmp_path / "weights-0-of-1.safetensors"))
 
 
@@ -78,7 +78,7 @@ def test_a_flipped_byte_changes_the_checksum(tmp_path: Path) -> None:
 
 def test_a_full_disk_says_which_file_and_what_to_do(tmp_path: Path) -> None:
     with (
-        pytest.raises(StorageError, match=r"No space left on device\. Free some space"),
+        refused("disk_full"),
         atomic.refusals(tmp_path),
     ):
         Path("/dev/full").write_bytes(b"x")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.facts import experiment, write_facts
 from tests.ranks import run_on_ranks
+from tests.wording import refused
 from trainer import tasks
 from trainer.data.token_store import TokenStore, open_store
-from trainer.errors import DataError
 from trainer.models.losses import IGNORED
 from trainer.protocol.abilities import Uncut
 from trainer.protocol.task import Batch, Encoded, Places, Text
@@ -344,9 +344,7 @@ def test_a_store_remembers_how_many_labels_were_lost(tmp_path: Path) -> None:
     assert store.lost_labels() == (3, 20)
     assert store[0].keys() == {"ids"}
     refuse_lost_labels(store, most=0.15)
-    with pytest.raises(
-        DataError, match=r"cut 3 of the 20 label tokens off the train split \(15\.0%\)"
-    ):
+    with refused("labels_cut", lost=3, count=20, split="train", share="15.0%"):
         refuse_lost_labels(store, most=0.14)
 
 
@@ -358,7 +356,7 @@ def _a_refused_run_and_one_that_is_allowed(folder: Path, tmp_path: Path) -> int:
 
     options = Options(tmp_path, data_path=folder, cache_dir=tmp_path / "cache")
     values = experiment("summariser", folder, data={"target_tokens": 3}, train={"steps": 1})
-    with pytest.raises(DataError, match=r"more than train\.max_lost_labels=0\.05"):
+    with refused("labels_cut", most=0.05):
         run(plan(values, options, world=1, rank=0), options, Preemption())
     allowed = experiment(
         "summariser", folder, data={"target_tokens": 3}, train={"steps": 1, "max_lost_labels": 0.9}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.wording import refused
 from trainer.data import stdlib_docs
-from trainer.errors import DataError
 
 
 def test_the_corpus_is_large_and_holds_no_text_twice() -> None:
@@ -112,10 +112,10 @@ def test_a_library_without_sources_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(DataError, match=r"holds no source files.*another data\.source"):
+    with refused("sources_absent"):
         stdlib_docs.docstrings.__wrapped__()
 
 
 def test_an_unknown_split_is_refused() -> None:
-    with pytest.raises(DataError, match="Use train or valid"):
+    with refused("split_unknown", choices="train or valid"):
         stdlib_docs.texts("test")

@@ -17,7 +17,7 @@ import torch
 from tests.facts import EVENT
 from tests.ranks import run_alone
 from tests.survivors import share_fork_server
-from trainer.errors import ConfigError, DoesNotFitError, LatheError
+from tests.wording import refused, says
 from trainer.files import survival_events as events
 from trainer.files.survive import Survival, parse
 from trainer.survival import mirror
@@ -40,12 +40,12 @@ def test_what_survive_says(text: str, want: Survival) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "3+", "+1", "3+1+1", "three", "3,every=0", "3,hang=4"])
 def test_another_text_is_refused_with_the_form(text: str) -> None:
-    with pytest.raises(ConfigError, match="want RANKS or RANKS"):
+    with refused("survive_form"):
         parse(text, environment={})
 
 
 def test_it_is_refused_under_a_launcher_that_starts_ranks_itself() -> None:
-    with pytest.raises(ConfigError, match="not with torchrun"):
+    with refused("survive_with_torchrun"):
         parse("3", environment={"RANK": "0"})
 
 
@@ -114,7 +114,7 @@ def test_what_does_not_fit_into_host_memory_is_refused_before_the_first_step(
     monkeypatch.setattr("psutil.virtual_memory", lambda: room)
     assert mirror.of_this_rank(memory, "a", live, step=0, every=1) is not None
     room.available -= 1
-    with pytest.raises(DoesNotFitError, match="12 bytes a trained parameter, twice"):
+    with refused("survive_memory"):
         mirror.of_this_rank(memory, "a", live, step=0, every=1)
     assert mirror.of_this_rank([], "a", live, step=0, every=1) is None
 
@@ -298,7 +298,7 @@ def test_a_run_that_is_given_up_says_how_often_in_a_row_a_rank_was_lost() -> Non
     agent._break_generation()
     for _ in range(MOST_IN_VAIN):
         agent._refuse_hopeless(agent._members)
-    with pytest.raises(LatheError, match=f"{MOST_IN_VAIN + 1} times in a row a rank was lost"):
+    with refused("survive_in_vain", times=MOST_IN_VAIN + 1):
         agent._refuse_hopeless(agent._members)
 
 
@@ -330,11 +330,11 @@ def test_a_run_that_is_given_up_is_not_left_running(tmp_path: Path) -> None:
     agent._survival = Survival(0)
     agent._hear = agent._members.clear
     agent._context = SimpleNamespace(set_forkserver_preload=lambda names: None)
-    with pytest.raises(LatheError, match="every rank is lost"):
+    with refused("survive_every_rank_lost"):
         agent.run()
     told = json.loads((tmp_path / "status.json").read_text())
     assert told["state"] == "failed"
-    assert "every rank is lost" in told["error"]
+    says("survive_every_rank_lost", told["error"])
 
 
 def test_what_a_run_has_been_through_is_summed_up_and_a_torn_line_is_none(tmp_path: Path) -> None:

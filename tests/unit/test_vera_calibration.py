@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from trainer.errors import DataError
+from tests.wording import refused
 from trainer.tasks.vera.calibration import (
     Objective,
     calibrate,
@@ -218,15 +218,15 @@ def test_ranks_of_scores_survive_any_temperature() -> None:
 
 
 def test_no_statements_are_refused() -> None:
-    with pytest.raises(DataError, match="No statements"):
+    with refused("nothing_to_calibrate"):
         fit_temperature([], [])
 
 
 def test_a_logit_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(DataError, match=r"1 of 2 .* not finite"):
+    with refused("logits_not_finite", bad=1, count=2):
         fit_temperature([1.0, float("inf")], [1, 0])
 
 
 def test_labels_of_another_number_are_refused() -> None:
-    with pytest.raises(DataError, match="2 statements, 1 labels"):
+    with refused("label_count", statements=2, labels=1):
         ece([0.1, 0.2], [1])

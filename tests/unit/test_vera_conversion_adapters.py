@@ -5,13 +5,14 @@ real one).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from trainer.errors import ConfigError, DataError
+from tests.wording import refused
 from trainer.recipes.vera.adapters import ADAPTERS
 from trainer.recipes.vera.convert import Conversion, convert
 
@@ -380,7 +381,7 @@ def test_no_record_of_a_wrong_shape_is_taken_for_a_problem(sample: Sample, tmp_p
         task=task,
         is_strict=True,
     )
-    with pytest.raises(DataError, match=str(tmp_path / "raw")):
+    with refused("rows_give_no_group", first=re.compile(rf"{tmp_path}/raw.*")):
         convert(asked)
 
 
@@ -423,16 +424,18 @@ def test_a_name_at_the_start_of_a_sentence_keeps_its_capital_and_an_article_gets
 
 
 def test_an_unknown_variant_is_told_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"copa has no variant case=fit. Use one of connective=none, connective=because",
+    with refused(
+        "variant_unknown",
+        task="copa",
+        variant="case=fit",
+        choices=re.compile("connective=none, connective=because.*"),
     ):
         made(tmp_path, sample_of("copa"), variants={"case": "fit"})
 
 
 def test_labels_of_another_release_are_refused(tmp_path: Path) -> None:
     files = sample_of("alphanli").files | {"dev-labels.lst": "1\n2\n"}
-    with pytest.raises(DataError, match=r"has 2 lines for 1 of dev\.jsonl"):
+    with refused("label_lines", lines=2, rows=1, file="dev.jsonl"):
         made(tmp_path, sample_of("alphanli")._replace(files=files))
 
 

@@ -14,7 +14,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from trainer.errors import ConfigError
+from tests.wording import refused
 from trainer.recipes.vera import neural
 from trainer.recipes.vera.convert import Conversion, convert
 from trainer.recipes.vera.neural import QuestionConverter
@@ -161,13 +161,13 @@ def test_two_conversions_do_not_write_one_cache(model: str, tmp_path: Path) -> N
     converter(model, tmp_path)(TEXTS[:1])
     with (
         FileLock(f"{cache_of(tmp_path)}.lock"),
-        pytest.raises(ConfigError, match="another conversion"),
+        refused("conversion_running"),
     ):
         converter(model, tmp_path)(TEXTS)
 
 
 def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with refused("converter_unloadable"):
         converter(str(tmp_path / "nothing"), tmp_path)(TEXTS)
 
 

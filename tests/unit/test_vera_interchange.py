@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import T5Config, T5EncoderModel
 
-from trainer.errors import ConfigError
+from tests.wording import refused
 from trainer.models.head import load_head
 from trainer.tasks.vera.interchange import export_model, import_model
 from trainer.tasks.vera.model import Verifier, read_temperature
@@ -89,9 +89,9 @@ def test_a_plain_t5_is_not_taken_for_a_verifier(tmp_path: Path) -> None:
     with torch.no_grad():
         model.shared.weight[32097] = -1.0
     model.save_pretrained(tmp_path / "t5")
-    with pytest.raises(ConfigError, match="plain T5"):
+    with refused("plain_t5"):
         import_model(tmp_path / "t5", out=tmp_path / "out")
-    with pytest.raises(ConfigError, match="no trained verifier"):
+    with refused("head_absent"):
         export_model(tmp_path / "t5", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -102,7 +102,7 @@ def test_a_vocabulary_without_such_rows_and_an_existing_folder_are_refused(
     T5EncoderModel(
         T5Config(vocab_size=100, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
     ).save_pretrained(tmp_path / "small")
-    with pytest.raises(ConfigError, match="more than 32099"):
+    with refused("verifier_vocabulary", ids=32099):
         import_model(tmp_path / "small", out=tmp_path / "out")
-    with pytest.raises(ConfigError, match="exists already"):
+    with refused("path_exists"):
         import_model(packed, out=tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import matplotlib as mpl
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer.errors import DataError, StorageError
+from tests.wording import refused
 from trainer.tasks.vera.calibration import scores_of
 from trainer.tasks.vera.pictures import reliability_diagram, score_histogram
 
@@ -88,11 +89,11 @@ def test_a_class_without_statements_is_drawn_as_none(tmp_path: Path) -> None:
 
 
 def test_a_diagram_of_nothing_is_refused_and_not_written(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="No statements"):
+    with refused("nothing_to_calibrate"):
         reliability_diagram(tmp_path / "nothing.png", [], [], [])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="absent"):
+    with refused("file_unwritable", at=re.compile(".*absent.*")):
         score_histogram(tmp_path / "absent" / "scores.png", BEFORE, LABELS)

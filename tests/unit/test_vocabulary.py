@@ -5,6 +5,7 @@ a text.
 from __future__ import annotations
 
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,9 +13,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
+from tests.wording import refused
 from trainer.config.schema import EmbeddedTokenizer
 from trainer.data import vocabulary
-from trainer.errors import ConfigError, StorageError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DATA = _ROOT / os.environ.get("LATHE_DATA", "../shared/data")
@@ -118,9 +119,7 @@ def test_processes_that_start_at_once_share_one_embedded_tokenizer(tmp_path: Pat
 
 def test_a_cache_folder_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("not a folder")
-    with pytest.raises(
-        StorageError, match=r"cannot be written: Not a directory.*choose another cache folder"
-    ):
+    with refused("cache_unwritable", reason="Not a directory"):
         vocabulary.embedded_tokenizer(EmbeddedTokenizer(vocab_size=300), tmp_path / "cache")
 
 
@@ -143,15 +142,18 @@ def test_a_tokenizer_folder_here_wins_over_one_below_the_data_path(
 
 
 def test_a_missing_tokenizer_folder_names_every_place_that_was_tried(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"(?s)'\./gone/tokenizer'.*gone/tokenizer, folder .*Give a folder"
+    with refused(
+        "tokenizer_unloadable",
+        tokenizer="./gone/tokenizer",
+        places=re.compile("folder .*gone/tokenizer, folder .*"),
+        reason=re.compile(".*Give a folder"),
     ):
         vocabulary.load_tokenizer("./gone/tokenizer", data_path=tmp_path, cache_dir=tmp_path)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="'empty' cannot be loaded"):
+    with refused("tokenizer_unloadable", tokenizer="empty"):
         vocabulary.load_tokenizer("empty", data_path=tmp_path, cache_dir=tmp_path)
 
 
@@ -194,13 +196,11 @@ def test_a_tokenizer_whose_only_special_token_is_its_end_pads_with_an_ordinary_i
 
 
 def test_a_tokenizer_without_an_end_is_refused_where_one_is_needed(cache: Path) -> None:
-    with pytest.raises(ConfigError, match="no end-of-text token"):
+    with refused("tokenizer_without_end"):
         vocabulary.eos_id(_real("bert-uncased", cache))
 
 
 def test_ids_beyond_the_embedding_are_refused(embedded: PreTrainedTokenizerFast) -> None:
     vocabulary.check_fits(embedded, 320)
-    with pytest.raises(
-        ConfigError, match=r"ids up to 319, the base only 319 embeddings\..*at least 320"
-    ):
+    with refused("ids_above_embeddings", largest=319, embeddings=319, wanted=320):
         vocabulary.check_fits(embedded, 319)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
 from trainer.errors import ConfigError
+
+_HALF = re.compile("[\ud800-\udfff]")
+_OF_HALF = (
+    "holds half of a surrogate pair, as of an emoji that was cut in two, which no file can. Take "
+    "it out."
+)
 
 
 def canonical_json(values: dict[str, Any]) -> str:
@@ -49,13 +57,21 @@ def _foreign(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, dict):
         for key, item in cast("dict[Any, Any]", value).items():
             inner = f"{path}.{key}" if path else str(key)
+            where = f"in {path}" if path else "at the top level"
             if not isinstance(key, str):
-                where = f"in {path}" if path else "at the top level"
                 yield f"key {key!r} {where} is {_kind(key)}. Write it as text: {str(key)!r}."
-            yield from _foreign(item, inner)
+            elif isinstance(key, enum.Enum):
+                yield f"key {key!r} {where} is an Enum. Write its value: {key.value!r}."
+            elif _HALF.search(key):
+                yield f"key {key!r} {where} {_OF_HALF}"
+            yield from _foreign(item, inner.encode(errors="backslashreplace").decode())
     elif isinstance(value, list):
         for index, item in enumerate(cast("list[Any]", value)):
             yield from _foreign(item, f"{path}[{index}]")
+    elif isinstance(value, enum.Enum):
+        yield f"{path or 'it'} is an Enum, {value!r}. Write its value: {value.value!r}."
+    elif isinstance(value, str) and _HALF.search(value):
+        yield f"{path or 'it'}, {value!r}, {_OF_HALF}"
     elif isinstance(value, float) and not math.isfinite(value):
         yield f"{path or 'it'} is {value}. Want a finite number."
     elif value is not None and not isinstance(value, (str, int, float)):

@@ -43,6 +43,10 @@ WRITTEN_AGAIN = (
     "data.json",
     "memory_plan.json",
 )
+_NEW_SHARES = (
+    " The rule of data.valid_share is another one than before 2026-11-26 (CHANGELOG.md): a run "
+    "that began before starts over."
+)
 
 
 @contextlib.contextmanager
@@ -233,9 +237,10 @@ def check_identity(
             and not (key in stores and _is_of_earlier_version(task, key, began.get(key)))
         ]
         if changed:
+            is_shared = plan.values.get("data", {}).get("valid_share")
             raise ResumeError(
                 f"{plan.folder}: cannot resume, these changed since the run began: "
-                f"{'; '.join(changed)}.\n"
+                f"{'; '.join(changed)}.{_NEW_SHARES if is_shared else ''}\n"
                 "Put them back, or start over with -r 1 (the old folder is moved aside)."
             )
         write_json(path, {"identity": now, "splits": facts})

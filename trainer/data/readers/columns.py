@@ -32,6 +32,7 @@ def in_our_names(
         first = list(itertools.islice(rows, _LOOKED_AT))
         _check_columns(first, columns)
         rows = itertools.chain(first, rows)
+    names = {name for group in layout.groups for name in group}
     replaced = {other for name in columns for other in layout.alternatives(name)}
     for place, raw in rows:
         row = {name: value for name, value in raw.items() if name not in replaced}
@@ -40,6 +41,12 @@ def in_our_names(
             if value is not None:
                 _write(row, name, value, place)
         row |= {name: None for name, value in row.items() if is_nan(value)}
+        for name in names & row.keys():
+            if isinstance(row[name], bytes):
+                raise DataError(
+                    f"{place}: {name!r} is {preview(row[name])}, bytes of a binary column, want "
+                    "text. Write the column as strings, in UTF-8."
+                )
         for name in layout.lists & row.keys():
             row[name] = as_list(row[name], place, name)
         yield place, row

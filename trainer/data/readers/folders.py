@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import DataError
 
 CORPUS, QUERIES = "corpus.tsv", "queries.jsonl"  # of NaturalQuestions
+_ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+_PACKING = re.compile(r"\.(?:gz|bz2|xz|zst|zip)$")  # of which gz alone is read, none is overlooked
 _SPLIT_NAMES = {
     "train": ("train",),
     "valid": ("valid", "val", "dev", "validation"),
@@ -107,7 +110,7 @@ def only_row_file(folder: Path, suffixes: Sequence[str]) -> Path:
     files += _present_of(folder, split_names("valid"), suffixes)
     if not files:
         names = sorted(path for path in folder.iterdir() if path.is_file())
-        files = [path for path in names if path.name.removesuffix(".gz").endswith(tuple(suffixes))]
+        files = [path for path in names if _PACKING.sub("", path.name.lower()).endswith(_ROWS)]
     if len(files) == 1 and not files[0].name.startswith(tuple(split_names("valid"))):
         return files[0]
     there = " and ".join(path.name for path in files) or "no file of rows"
@@ -121,8 +124,13 @@ def _present_of(folder: Path, stems: Sequence[str], suffixes: Sequence[str]) -> 
     """The existing files, ordered by name and then by suffix; if there are none, the existing
     folders.
     """
-    files = [_present(folder / f"{stem}{suffix}") for stem in stems for suffix in suffixes]
-    present = [path for path in files if path is not None]
+    by_name: dict[str, list[Path]] = {}  # "Train.JSONL" is train.jsonl, and so is train.ndjson
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_file():
+            by_name.setdefault(path.name.lower().replace(".ndjson", ".jsonl"), []).append(path)
+    present: list[Path] = []
+    for name in (f"{stem}{suffix}" for stem in stems for suffix in suffixes):
+        present += by_name.get(name, []) or by_name.get(f"{name}.gz", [])
     return present or [folder / stem for stem in stems if (folder / stem).is_dir()]
 
 

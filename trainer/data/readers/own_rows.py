@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.identity import canonical_json
 from trainer.config.own_rows import Layout, OwnRows
+from trainer.data.formats.normal_form import normal_value
 from trainer.data.readers import row_files
 from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 _OF_DATASETS = {"train": "train", "valid": "validation", "test": "test"}
+_NOT_ASKING = {"system", "developer", "assistant", "gpt", "model", "bot", "tool", "function"}
 FILES = OwnRows()  # the default: files by their usual names
 
 
@@ -79,14 +82,30 @@ def _file(own: OwnRows, split: str, folder: Path | None, suffixes: Sequence[str]
     return split_file(folder, split, suffixes, name=name, key="data.files")
 
 
+def _asked(value: Any) -> Any:
+    """What a conversation asks: the texts of its first turns that neither instruct the assistant
+    nor are said by it. Any other value unchanged.
+    """
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        return value
+    turns = [(turn.get("role") or turn.get("from"), turn) for turn in value]
+    turns = list(itertools.dropwhile(lambda turn: turn[0] in _NOT_ASKING, turns))
+    asked = itertools.takewhile(lambda turn: turn[0] == turns[0][0], turns)
+    texts = [turn.get("content") or turn.get("value") for _, turn in asked]
+    return texts or value
+
+
 def _share(
     rows: Iterator[tuple[str, Row]], share: float, split: str, layout: Layout
 ) -> Iterator[tuple[str, Row]]:
-    """The rows of one side of data.valid_share. Equal questions are always on the same side."""
+    """The rows of one side of data.valid_share. Rows that ask the same (see normal_form.py) are
+    always on the same side.
+    """
     names = [name for group in layout.groups for name in group]
     is_empty = True
     for place, row in rows:
-        question = next((row[name] for name in names if row.get(name) is not None), None)
+        given = (row[name] for name in names if row.get(name) not in (None, "", []))
+        question = normal_value(_asked(next(given, None)))
         name = canonical_json({"told": question})
         is_valid = is_held_out(name, per_mille=round(share * 1000))
         if is_valid == (split == "valid"):

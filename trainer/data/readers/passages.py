@@ -18,6 +18,7 @@ from trainer.data.readers.fields import (
 )
 from trainer.data.readers.folders import CORPUS, corpus_file, nq_folder
 from trainer.data.readers.jsonl import bad_line, lines, numbered_jsonl, preview
+from trainer.data.readers.quotes import is_quoted
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -76,12 +77,10 @@ def tsv_passages(path: Path) -> Iterator[Row]:
     """{"id", "text", "title"} of every line of tab-separated id, text, title behind a header that
     says so.
 
-    Quotes are ordinary characters, unless the file is quoted as CSV, like DPR's psgs_w100.tsv. The
-    first field with a quote in it decides: CSV puts quotes around the whole field and doubles the
-    quotes inside, which prose does not. A field in quotes without quotes inside decides nothing;
-    then the next field decides.
+    Quotes are ordinary characters, unless the file is quoted as CSV, like DPR's psgs_w100.tsv; see
+    quotes.py.
     """
-    is_csv = _is_csv(path)
+    is_csv = is_quoted(path)
     is_empty = True
     for line, text in lines(path):
         fields = text.split("\t")
@@ -132,19 +131,3 @@ def _placed_passages(path: Path) -> Iterator[tuple[str, Row]]:
         if not (row.get("title", "") + row.get("text", "")).strip():
             raise DataError(f"{place}: text and title are missing or blank (keys: {keys(raw)}).")
         yield place, {"text": "", **row}
-
-
-def _is_csv(path: Path) -> bool:
-    """Whether the first field that decides it is quoted as CSV; see `tsv_passages`. A header in
-    quotes decides it.
-    """
-    for line, text in lines(path):
-        for content in text.split("\t") if '"' in text else ():
-            if '"' not in content:
-                continue
-            inner = content[1:-1]
-            if content != f'"{inner}"' or '"' in inner.replace('""', ""):
-                return False
-            if line == 1 or '""' in inner:
-                return True
-    return False

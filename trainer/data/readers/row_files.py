@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainer.data.formats.packed import MAX_LINE, open_file
-from trainer.data.readers.jsonl import begins_as_json, objects, preview
+from trainer.data.readers.jsonl import begins_as_json, lines, objects, preview
+from trainer.data.readers.quotes import is_quoted
 from trainer.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+# in a folder: of programs (Spark's _SUCCESS and .crc files), and what is written about the data
+_LEFT_OUT = re.compile(r"[._]|(?:readme|license)(?:\.|$)", re.IGNORECASE)
 _INSTALL = "Install it: pip install -e '.[datasets]'."
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _LIST = re.compile(r"(?:^|\t)\s*\[\s*['\"]")  # as DPR's .qa.csv hold answers, without a header
@@ -53,11 +56,11 @@ def placed_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def kind_of(path: Path) -> str:
-    """The one of SUFFIXES that the file name has, without .gz. For other names ".json" if the
-    content begins like JSON, else DataError.
+    """The one of SUFFIXES that the file name has, in whatever case and without .gz; .ndjson is
+    .jsonl. For other names ".json" if the content begins like JSON, else DataError.
     """
-    kind = Path(path.name.removesuffix(".gz")).suffix
-    if kind in SUFFIXES:
+    kind = _kind_of_name(path.name)
+    if kind is not None:
         return kind
     if not path.exists() or begins_as_json(path):
         return ".json"  # if the file does not exist, the reader of lines raises the error
@@ -68,19 +71,39 @@ def kind_of(path: Path) -> str:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files of rows in a folder, by their names; DataError when there are none."""
-    files = sorted(file for file in folder.iterdir() if is_row_file(file))
-    if not files:
+    """The files of rows in a folder, by their names.
+
+    Left out are names that begin with . or _ (which programs write for themselves), README and
+    LICENSE. DataError for any other entry that is no file of rows, and when there is no such file.
+    """
+    entries = sorted(path for path in folder.iterdir() if not _LEFT_OUT.match(path.name))
+    problems = {path.name: problem for path in entries if (problem := _problem(path))}
+    if problems:
+        named = ", ".join(f"{name} ({problem})" for name, problem in problems.items())
+        raise DataError(
+            f"{folder} is read as one split, and holds what is no file of rows: {named}. Want "
+            f"files that end in {', '.join(SUFFIXES)}, each also with .gz: unpack, rename or move "
+            "the others, or name one file in data.files."
+        )
+    if not entries:
         raise DataError(
             f"{folder} holds no file of rows. Put files there that end in {', '.join(SUFFIXES)}."
         )
-    return files
+    return entries
 
 
-def is_row_file(path: Path) -> bool:
-    """Whether the name of a file is that of a file of rows."""
-    is_known = Path(path.name.removesuffix(".gz")).suffix in SUFFIXES
-    return is_known and not path.name.startswith(".") and path.is_file()
+def _problem(path: Path) -> str | None:
+    """Why an entry of a folder is no file of rows; None for one that is."""
+    if path.is_dir():
+        return "a folder"
+    if not path.exists():
+        return "a link to nothing"
+    return None if _kind_of_name(path.name) else "another kind of file"
+
+
+def _kind_of_name(name: str) -> str | None:
+    kind = Path(name.lower().removesuffix(".gz")).suffix
+    return ".jsonl" if kind == ".ndjson" else kind if kind in SUFFIXES else None
 
 
 # Tables
@@ -88,40 +111,61 @@ def is_row_file(path: Path) -> bool:
 
 
 def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
-    csv.field_size_limit(MAX_LINE)  # the default is 131,072 characters
-    number = 0
-    try:
-        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter=separator, strict=True)
-            names = next(reader, [])
+    is_plain = separator == "\t" and not is_quoted(path)
+    names: list[str] = []
+    number = -1  # the header comes first
+    for line, cells in _plain_cells(path) if is_plain else _quoted_cells(path, separator):
+        number += 1
+        if not number:
+            names = cells
             _check_header(names, path, separator)
-            for cells in reader:
-                if not cells:
-                    continue
-                number += 1
-                place = f"{path}, row {number}"
-                if len(cells) != len(names):
-                    raise DataError(
-                        f"{place}: not as many fields as the {len(names)} columns of the header: "
-                        f"{len(cells)}. It ends in line {reader.line_num}. Put texts that hold "
-                        f"{separator!r} or a line's end in double quotes."
-                    )
-                row: Row = {name: cell or None for name, cell in zip(names, cells, strict=True)}
-                yield place, row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}, row {number + 1}: {error}. Save it as UTF-8, with texts quoted as CSV."
-        ) from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{path} cannot be read behind row {number}: {error}. Fetch it again."
-        ) from None
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not number:
+            continue
+        place = f"{path}, row {number}"
+        if len(cells) != len(names):
+            advice = (
+                "Its tabs separate fields, and its quotes are plain characters."
+                if is_plain
+                else f"Put texts that hold {separator!r} or a line's end in double quotes."
+            )
+            raise DataError(
+                f"{place}: not as many fields as the {len(names)} columns of the header: "
+                f"{len(cells)}. It ends in line {line}. {advice}"
+            )
+        yield place, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+    if number < 1:
         raise DataError(
             f"{path} holds no row. Write a header with the names of the columns, then the rows."
         )
+
+
+def _plain_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line, cells) of a tab-separated file whose quotes are plain characters."""
+    for line, text in lines(path):
+        if text:
+            yield line, text.split("\t")
+
+
+def _quoted_cells(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """(line where it ends, cells) of every row of a file that is quoted as CSV."""
+    csv.field_size_limit(MAX_LINE)  # the default is 131,072 characters
+    number = 0  # of rows, the header among them
+    try:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=separator, strict=True)
+            for cells in reader:
+                if cells:
+                    yield reader.line_num, cells
+                    number += 1
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}, row {number}: {error}. Save it as UTF-8, with texts quoted as CSV."
+        ) from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path} cannot be read behind row {max(number - 1, 0)}: {error}. Fetch it again."
+        ) from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _check_header(names: list[str], path: Path, separator: str) -> None:
@@ -144,10 +188,13 @@ def _check_header(names: list[str], path: Path, separator: str) -> None:
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise DataError(
-            f"{path}: the header names {preview(twice[0])} twice. Give every column a name of its "
-            "own."
-        )
+        raise _named_twice(path, twice[0])
+
+
+def _named_twice(path: Path, name: str) -> DataError:
+    return DataError(
+        f"{path}: the header names {preview(name)} twice. Give every column a name of its own."
+    )
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
@@ -161,6 +208,10 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
         with _seekable(path) as content, ParquetFile(content) as file:
+            names: list[str] = file.schema_arrow.names
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise _named_twice(path, twice)
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
                 for row in batch.to_pylist():
                     number += 1

@@ -20,8 +20,8 @@ from trainer.models.packed.layout import grids_of
 
 # M tokens, D width
 
-# Tokens of the longest row from which attention needs no grid. Measured on a processor only
-# (docs/log.md); elsewhere it is where a grid's memory begins to hurt.
+# Tokens of the longest row from which attention needs no grid. Measured on a processor and on an
+# H200 (docs/log.md), where stream and grids take equally long at 512 and grids longer from there.
 LONG, LONG_ELSEWHERE = {"cpu": 240}, 512
 
 

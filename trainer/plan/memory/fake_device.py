@@ -126,7 +126,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attention with the kernel that CUDA would use: flash without a mask, memory-efficient with a
-    mask or in fp32.
+    mask or in fp32; none of them with a mask whose last axis is not dense (torch 2.11 to 2.13,
+    sdp_utils check_last_dim_stride_equals_1), as stock T5's: then products and a softmax in fp32.
 
     A TorchFunctionMode cannot replace it: it is off inside backward(), so that a recomputed block
     would use another kernel, which aborts on a Python backend.
@@ -134,6 +135,10 @@ def _attention(
     if query.device.type != FAKE_GPU:
         how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         return _torch_attention(query, key, value, **how, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.stride(-1) != 1:
+        unfused = torch.ops.aten._scaled_dot_product_attention_math
+        how = {"scale": scale, "enable_gqa": enable_gqa}
+        return unfused(query, key, value, attn_mask, dropout_p, is_causal, **how)[0]
     _scratch.append(4 * query.numel())
     if attn_mask is None and query.dtype in _FLASH_DTYPES and query.shape[-1] <= _FLASH_WIDTH:
         flash = torch.ops.aten._scaled_dot_product_flash_attention

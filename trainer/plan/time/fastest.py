@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.plan.time.rates import Rates
 
 _FEW, _SOME = 2, 8  # rows of the two micro-batches that are measured
-_CUBLAS = 32 * 2**20  # the largest workspace of cuBLAS
+_CUBLAS = 64 * 2**20  # the largest workspaces of cuBLAS
 _CHECKPOINTING = "train.gradient_checkpointing"
 
 

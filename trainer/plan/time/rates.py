@@ -22,7 +22,8 @@ VERSION = 3  # of the file format
 _REACHED_FLOPS, _REACHED_BYTES, _REACHED_LINK = 0.70, 0.85, 0.75
 _FULL_FLOPS = 40e9  # one product of this size fills an H100; at a fiftieth the rate is half
 # The host's seconds for one call in torch's eager mode, views included; a GPU works meanwhile.
-_LAUNCH_S, _PLAIN_LAUNCH_S = 10e-6, 6e-6
+# Calibrated on the host of an H200 (docs/log.md).
+_LAUNCH_S, _PLAIN_LAUNCH_S = 6.6e-6, 8.7e-6
 _BETWEEN_BYTES_PER_S = 50e9  # a 400 Gb/s adapter for each GPU, as DGX H100 has
 _LATENCY_S, _BETWEEN_LATENCY_S = 20e-6, 40e-6  # of a collective
 _HOST_BYTES_PER_S, _DISK_BYTES_PER_S = 25e9, 1e9

@@ -15,14 +15,32 @@ if TYPE_CHECKING:
     from trainer.plan.memory.measure import Measured
     from trainer.plan.time.rates import Link, Rates
 
-# What the host does besides the model's operators, counted in launches. Fitted by eye to 70 runs of
-# ten small models on a CPU (docs/log.md); nothing here was measured on a GPU.
+
+@dataclass(frozen=True)
+class _HostWork:
+    """What the host does besides the model's operators, counted in launches, by stage of ZeRO."""
+
+    per_weight: dict[int, float]  # for each weight in a step
+    per_weight_and_batch: dict[int, float]  # for each weight in a micro-batch
+    # For each module that runs, once in forward and once in backward: Python, and a cold cache. At
+    # stage 3 it also gathers its weights before it runs and releases them afterwards.
+    per_visit: dict[int, float]
+
+
 _STEP, _PER_BATCH = 400, 400  # for each step and each micro-batch, at any stage
-_PER_WEIGHT = {0: 6, 1: 12, 2: 12, 3: 25}  # by stage: for each weight in a step
-_PER_WEIGHT_AND_BATCH = {0: 0, 1: 2, 2: 8, 3: 20}  # by stage: for each weight in a micro-batch
-# For each module with weights, once in forward and once in backward: Python, and a cold cache. At
-# stage 3 it also gathers its weights before it runs and releases them afterwards.
-_PER_VISIT = {0: 12, 1: 12, 2: 12, 3: 45}
+# Fitted by eye to 70 runs of ten small models on a CPU (docs/log.md).
+_ON_CPU = _HostWork(
+    per_weight={0: 6, 1: 12, 2: 12, 3: 25},
+    per_weight_and_batch={0: 0, 1: 2, 2: 8, 3: 20},
+    per_visit={0: 12, 1: 12, 2: 12, 3: 45},
+)
+# Fitted by eye to 14 runs of narrow models on an H200 (benchmarks/gpu_host.py, docs/log.md), where
+# a launch takes longer than on a CPU and Python does not. Stage 1 was not measured.
+_ON_GPU = _HostWork(
+    per_weight={0: 15, 1: 22, 2: 22, 3: 19},
+    per_weight_and_batch={0: 0, 1: 2, 2: 6, 3: 20},
+    per_visit={0: 5, 1: 4, 2: 4, 3: 48},
+)
 # How often a rank's fp32 numbers are read besides the optimizer: norm, clipping, copies.
 _PASSES = {0: 3, 1: 5, 2: 5, 3: 5}
 _ADDED = 3  # passes to add the gradients of a micro-batch to those of earlier ones
@@ -149,11 +167,11 @@ def between(few: tuple[int, StepTime], some: tuple[int, StepTime], rows: int) ->
 
 
 def hide_launches(time: StepTime, rates: Rates) -> StepTime:
-    """`time` without the launches that overlap with the computation of a GPU."""
+    """`time` without the launches that overlap with the work of a GPU."""
     if not rates.overlaps_launches:
         return time
-    computed = time.matmul + time.attention + time.memory
-    return replace(time, launches=max(0.0, time.launches - computed))
+    of_device = time.matmul + time.attention + time.memory + time.optimizer
+    return replace(time, launches=max(0.0, time.launches - of_device))
 
 
 def operator_s(operator: Operator, rates: Rates) -> float:
@@ -201,28 +219,35 @@ def step_time(
     """
     together = StepTime()
     for time, count in batches:
-        together = together.plus(hide_launches(time, rates).times(count))
+        together = together.plus(time.times(count))
     count = sum(number for _, number in batches)
     update = _updating(step, zero, rates)
     copied = _copying(step, zero, rates, count)
-    together = together.plus(StepTime(optimizer=update, memory=copied))
-    host = rates.launch_s * _host_operators(step, zero, count)
-    if rates.overlaps_launches:
-        host = max(0.0, host - 0.5 * together.total)  # most of it runs ahead of the device
+    host = rates.launch_s * _host_operators(step, zero, rates, count)
+    together = together.plus(StepTime(optimizer=update, memory=copied, launches=host))
+    together = hide_launches(together, rates)
     sending = _sending(step, zero, cluster, rates, count)
     computed = together.matmul + together.attention + together.memory
     hideable = 0.6 * computed if zero.overlaps or zero.stage == 3 else 0.0
     if not rates.overlaps_launches:  # a CPU cannot compute and send at once
         hideable = 0.0
     visible = max(sending - _HIDDEN * hideable, (1 - _HIDDEN) * sending)
-    return together.plus(StepTime(launches=host, communication=visible))
+    return together.plus(StepTime(communication=visible))
 
 
-def _host_operators(step: Measured, zero: Zero, batches: float) -> float:
+def _host_operators(step: Measured, zero: Zero, rates: Rates, batches: float) -> float:
+    work = _ON_GPU if rates.overlaps_launches else _ON_CPU
     weights, stage = step.num_weights, zero.stage
-    visits = _PER_VISIT[stage] * step.calls.get("visits", 0)
-    of_batch = _PER_BATCH + weights * _PER_WEIGHT_AND_BATCH[stage] + visits
-    return _STEP + weights * _PER_WEIGHT[stage] + batches * of_batch
+    of_step = _STEP + weights * work.per_weight[stage]
+    of_batch = _PER_BATCH + weights * work.per_weight_and_batch[stage]
+    return of_step + batches * of_batch + work.per_visit[stage] * _visits(step, batches)
+
+
+def _visits(step: Measured, batches: float) -> float:
+    """How often modules run in a step of so many micro-batches, of which the last may run fewer."""
+    of_one = step.calls.get("visits", 0)
+    of_last = step.calls_of_last.get("visits", of_one)
+    return max(0.0, batches - 1) * of_one + min(1.0, batches) * of_last
 
 
 def _updating(step: Measured, zero: Zero, rates: Rates) -> float:

@@ -8,6 +8,7 @@ it, which is checked for every turn of every row.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trainer.data import vocabulary
 from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
@@ -24,11 +26,15 @@ from trainer.tasks.causal_lm.chat_templates import BUILT_IN
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
+log = logging.getLogger(__name__)
+
 ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Llama 3's template writes a date into the system turn, by default today's, so that rows would
 # change from day to day. This is the date that the template falls back on.
 _DATE = {"date_string": "26 Jul 2024"}
+
+_OPENED = "{{- bos_token }}"
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]  # (start, end) in characters, end exclusive
@@ -65,7 +71,38 @@ class ChatTemplate:
                 f'data.source="chat": tokenizer {tokenizer.name_or_path!r} has no chat template. '
                 f"Set data.chat_template: {_legal()}."
             )
-        return cls(tokenizer, template or f"of tokenizer {tokenizer.name_or_path}")
+        chat = cls(tokenizer, template or f"of tokenizer {tokenizer.name_or_path}")
+        chat._write_opening()
+        return chat
+
+    def _write_opening(self) -> None:
+        """Let the template begin with the tokenizer's beginning-of-text token, if texts of that
+        tokenizer do and the template does not write one. Exports get the template as it is then.
+        """
+        if not vocabulary.opening_of(self.tokenizer) or self._writes(self.tokenizer.bos_token):
+            return
+        log.info(
+            "the chat template %s writes no %s, with which this tokenizer begins every text: it is "
+            "written before each conversation",
+            self.name,
+            self.tokenizer.bos_token,
+        )
+        given: Any = self.tokenizer.chat_template
+        self.tokenizer.chat_template = (
+            {name: _OPENED + one for name, one in given.items()}
+            if isinstance(given, dict)
+            else _OPENED + given
+        )
+
+    def _writes(self, token: str) -> bool:
+        """Whether the template writes a token into a conversation that does not hold it."""
+        turns = [{"role": role, "content": "a"} for role in ("system", "user", ASSISTANT)]
+        for messages in (turns[1:], turns[1:2], turns):
+            try:
+                return token in self._written(messages, None)
+            except DataError:
+                continue
+        return token in self.text or "bos_token" in self.text
 
     @property
     def text(self) -> str:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainer.data import lookup, stdlib_docs
+from trainer.data import lookup, stdlib_docs, vocabulary
 from trainer.data.padding import pad_right
-from trainer.data.readers import questions
+from trainer.data.readers import fields, questions
 from trainer.errors import ConfigError
 from trainer.models.decoder.streams import Read
 from trainer.models.head import OutputLayer
@@ -21,7 +21,7 @@ from trainer.models.packed.layout import pack_labelled
 from trainer.protocol.abilities import Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.chat import ChatTemplate, meets
-from trainer.tasks.causal_lm.chat_rows import chats
+from trainer.tasks.causal_lm.chat_rows import chats, opened
 from trainer.tasks.causal_lm.config import Config
 from trainer.tasks.token_task import TokenTask
 
@@ -102,6 +102,45 @@ class Task(TokenTask[Config]):
         """
         return self.end if self.chat is None else self.chat.turn_end(self.end)
 
+    @cached_property
+    def opening(self) -> list[int]:
+        """The ids that begin every text: the beginning-of-text token of a tokenizer that writes one
+        by itself, as Llama's and Gemma's do.
+        """
+        return vocabulary.opening_of(self.tokenizer)
+
+    def prompt_ids(self, raw: Row, place: str) -> list[int]:
+        """The token ids that the model continues: the one way from a prompt to ids, for evaluation,
+        predict and the service.
+
+        raw: {"messages", "tools"?}: a conversation; its roles are checked, turns of the assistant
+        at its end are left out, and the chat template opens the next one, on the date of training.
+        {"prompt"}: a turn of the user if the task is trained on conversations, else a text.
+        {"text"}: a text that is continued as it stands. place: where it was read, for messages.
+        DataError for what cannot be read; ConfigError for messages if the task is not trained on
+        conversations.
+        """
+        if raw.get("messages") is None and (self.chat is None or raw.get("prompt") is None):
+            name, text = fields.first_given(raw, ("prompt", "text"))
+            return self.ids_of(fields.text(text, place, name))
+        if self.chat is None:
+            raise ConfigError(
+                f"{place}: got messages, but the model has not learnt from conversations. Give a "
+                '"prompt".'
+            )
+        return self.ids_of(self.chat.opened(opened(raw, place)))
+
+    def ids_of(self, text: str) -> list[int]:
+        """The ids of a text from its beginning, without an end. The opening stands there once: a
+        chat template writes it, or a user.
+        """
+        return self._begun(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """The ids with the opening before them, where they do not begin with it."""
+        is_there = ids[: len(self.opening)] == self.opening
+        return ids if is_there else [*self.opening, *ids]
+
     def rows(self, split: str) -> Iterable[Row]:
         if self.chat is not None:
             yield from chats(self.places.data_path, split, **self._own)
@@ -134,24 +173,25 @@ class Task(TokenTask[Config]):
         """
         limit = self.cfg.data.max_tokens
         # a byte-level vocabulary never makes more tokens than bytes
-        if len(row["text"].encode()) < limit:
+        if len(self.opening) + len(row["text"].encode()) < limit:
             yield {**row, "piece": 0}
             return
         for piece in range(-(-len(self._tokens(row)["ids"]) // limit)):
             yield {**row, "piece": piece}
 
     def _tokens(self, row: Row) -> dict[str, list[int]]:
-        """A whole text with its end token: "ids" and, when only answers are labels, "scored", which
-        is 1 for the tokens of answers and the end token.
+        """A whole text with its opening and its end token: "ids" and, when only answers are labels,
+        "scored", which is 1 for the tokens of answers and the end token.
         """
         encoding = self.tokenizer(
             row["text"], add_special_tokens=False, return_offsets_mapping=self._is_on_answers
         )
-        fields = {"ids": [*encoding["input_ids"], self.end]}
-        if self._is_on_answers:
-            spans = row["answer_spans"]
-            fields["scored"] = [int(meets(one, spans)) for one in encoding["offset_mapping"]] + [1]
-        return fields
+        ids = [*self._begun(encoding["input_ids"]), self.end]
+        if not self._is_on_answers:
+            return {"ids": ids}
+        scored = [int(meets(one, row["answer_spans"])) for one in encoding["offset_mapping"]]
+        opening = [0] * (len(ids) - 1 - len(scored))
+        return {"ids": ids, "scored": [*opening, *scored, 1]}
 
     def encode(self, row: Row) -> Encoded:
         if self.chat is not None:
@@ -190,8 +230,12 @@ class Task(TokenTask[Config]):
         if self.chat is not None:
             template = self.chat.text
             return self.encoded_under(max_tokens=self.cfg.data.max_tokens, chat_template=template)
-        of_labels = {"loss_on": "answer"} if self._is_on_answers else {}
-        return self.encoded_under(max_tokens=self.cfg.data.max_tokens, **of_labels)
+        settings: dict[str, Any] = {"max_tokens": self.cfg.data.max_tokens}
+        if self._is_on_answers:
+            settings["loss_on"] = "answer"
+        if self.opening:  # until 2026-11-26 texts had none
+            settings["opening"] = self.opening
+        return self.encoded_under(**settings)
 
     def limits(self) -> dict[str, int]:
         return {"data.max_tokens": self.cfg.data.max_tokens}

@@ -8,6 +8,7 @@ row without summaries has no label.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import SUMMARIES
@@ -41,7 +42,8 @@ def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
                 document = " ".join(body.split())
                 yield {"id": name, "document": document, "summaries": [summary.strip()]}
         return
-    how: dict[str, Any] = {"layout": SUMMARIES, "cache_dir": places.cache_dir}
+    layout = replace(SUMMARIES, groups=((data.document,), *SUMMARIES.groups))
+    how: dict[str, Any] = {"layout": layout, "cache_dir": places.cache_dir}
     for number, (place, raw) in enumerate(own_rows(data, split, places.data_path, **how), start=1):
         line = place.rpartition(" ")[2]
         yield _row(raw, data, place=place, number=line if line.isdecimal() else str(number))

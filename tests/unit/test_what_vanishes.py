@@ -1,0 +1,200 @@
+"""No file, row, column or question vanishes or is parted in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_own_rows import (
+    packed,
+    read,
+    statements,
+    write_lines,
+    write_parquet,
+    write_table,
+)
+from trainer.config.own_rows import OwnRows
+from trainer.config.schema import validate
+from trainer.data.formats.normal_form import normal_form
+from trainer.data.readers import row_files
+from trainer.errors import DataError
+from trainer.protocol.task import Places
+from trainer.tasks.causal_lm.chat_rows import chats
+from trainer.tasks.summariser import data as summaries
+from trainer.tasks.summariser.config import Data as SummaryData
+from trainer.tasks.vera import groups
+
+
+def test_every_entry_of_a_folder_is_read_or_named(tmp_path: Path) -> None:
+    folder = tmp_path / "train"
+    folder.mkdir()
+    for name in ("a.jsonl", "B.JSONL", "c.ndjson", "d.Csv"):
+        writer = (
+            write_lines if "sv" not in name else lambda path, rows: write_table(path, rows, ",")
+        )
+        writer(folder / name, [{"question": name, "answers": "a", "contexts": "c"}])
+    packed(folder / "c.ndjson")
+    for name in ("_SUCCESS", ".a.jsonl.crc", "README.md", "LICENSE"):
+        (folder / name).write_text("x")
+    assert [row["question"] for row in read(tmp_path, columns={})] == [
+        *("B.JSONL", "a.jsonl", "c.ndjson", "d.Csv")
+    ]
+    (folder / "f.jsonl").symlink_to(tmp_path / "gone")
+    (folder / "sub").mkdir()
+    for name in ("b.jsonl.bz2", "g.jsonl.zst", "h.xz", "i.txt"):
+        (folder / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=r"no file of rows: b\.jsonl\.bz2") as error:
+        read(tmp_path, columns={})
+    for said in ("f.jsonl (a link to nothing)", "sub (a folder)", "g.jsonl.zst", "h.xz", "i.txt"):
+        assert said in str(error.value)
+
+
+def test_a_split_is_found_in_whatever_case_and_none_hides_behind_another(tmp_path: Path) -> None:
+    row = {"question": "q", "answers": "a", "contexts": "c"}
+    write_lines(tmp_path / "Train.NDJSON", [row])
+    assert [one["question"] for one in read(tmp_path, columns={})] == ["q"]
+    write_table(tmp_path / "test.csv", [row], ",")
+    write_table(tmp_path / "TEST.tsv", [row], "\t")
+    with pytest.raises(DataError, match=r"holds test\.csv and TEST\.tsv"):
+        read(tmp_path, "test", columns={})
+    (tmp_path / "one").mkdir()
+    write_lines(tmp_path / "one" / "a.jsonl", [row])
+    (tmp_path / "one" / "b.jsonl.bz2").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"holds a\.jsonl and b\.jsonl\.bz2"):
+        read(tmp_path / "one", columns={}, valid_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (
+            '1\t"To be\n2\tor not"\n3\t"Heroes"\n',
+            [("1", '"To be'), ("2", 'or not"'), ("3", '"Heroes"')],
+        ),
+        ('1\t"a ""b"""\n2\t"c"\n', [("1", 'a "b"'), ("2", "c")]),
+        ('1\t"two\nlines"\n2\t"c"\n', [("1", "two\nlines"), ("2", "c")]),
+        ('1\t"two\n\nlines"\n', [("1", "two\n\nlines")]),
+        ('1\t"a\ttab"\n', [("1", "a\ttab")]),
+        ('1\t["a", "b"]\n2\t"\n', [("1", '["a", "b"]'), ("2", '"')]),
+        ("1\ta\n\n2\t\n", [("1", "a"), ("2", None)]),
+    ],
+)
+def test_quotes_of_a_tsv_are_plain_unless_it_is_quoted_as_csv(
+    content: str, wanted: list[tuple[str, str | None]], tmp_path: Path
+) -> None:
+    (tmp_path / "a.tsv").write_text("id\ttext\n" + content)
+    rows = [row for _, row in row_files.placed_rows(tmp_path / "a.tsv")]
+    assert [(row["id"], row["text"]) for row in rows] == wanted
+
+
+def test_one_column_whose_quote_stays_open_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('text\n"To be\nor not"\n')
+    with pytest.raises(
+        DataError, match=r"a\.tsv, line 2: a quote opens the text and is not closed"
+    ):
+        list(row_files.placed_rows(tmp_path / "a.tsv"))
+
+
+ALIKE = ["Who is {}?", "who is {}?", " Who  is {}? ", "WHO IS {}\uff1f"]
+
+
+def test_questions_that_are_alike_are_on_one_side(tmp_path: Path) -> None:
+    asked = [form.format(f"Zo\u00eb {n}") for n in range(200) for form in ALIKE]
+    asked += [form.format(f"Zoe\u0308 {n}") for n in range(200) for form in ALIKE[:1]]
+    write_lines(
+        tmp_path / "all.jsonl", [{"question": q, "answers": "a", "context": "c"} for q in asked]
+    )
+    sides = {
+        split: [
+            normal_form(row["question"])
+            for row in read(tmp_path, split, columns={}, valid_share=0.2)
+        ]
+        for split in ("train", "valid")
+    }
+    assert len(sides["train"]) + len(sides["valid"]) == 1000
+    assert not set(sides["train"]) & set(sides["valid"])
+    assert 100 < len(sides["valid"]) < 300
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda q, n: {"messages": [turn("user", q), turn("assistant", f"a {n}")]},
+        lambda q, n: {
+            "messages": [turn("system", f"s {n}"), turn("user", q), turn("assistant", "a")]
+        },
+        lambda q, n: {
+            "messages": [turn("assistant", "Hi!"), turn("user", q), turn("assistant", str(n))]
+        },
+        lambda q, n: {
+            "messages": [{"from": "human", "value": q}, {"from": "gpt", "value": str(n)}]
+        },
+        lambda q, n: {"messages": json.dumps([turn("user", q), turn("assistant", str(n))])},
+        lambda q, n: {"prompt": q, "completion": f"a {n}"},
+    ],
+)
+def test_conversations_are_parted_by_what_is_asked(
+    form: Callable[[str, int], dict[str, Any]], tmp_path: Path
+) -> None:
+    rows = [form(f"Question {n % 100}?", n) for n in range(400)]
+    write_lines(tmp_path / "all.jsonl", rows)
+    own = OwnRows(valid_share=0.2)
+    sides = {
+        split: [
+            next(one["content"] for one in row["messages"] if one["role"] == "user")
+            for row in chats(tmp_path, split, own)
+        ]
+        for split in ("train", "valid")
+    }
+    assert len(sides["train"]) + len(sides["valid"]) == 400
+    assert not set(sides["train"]) & set(sides["valid"])
+    assert 20 < len(sides["valid"]) < 180
+
+
+def test_a_summarisers_documents_and_false_statements_are_parted_by_themselves(
+    tmp_path: Path,
+) -> None:
+    rows = [{"source": f"d {n % 50}", "target": f"t {n}", "id": n} for n in range(200)]
+    write_lines(tmp_path / "all.jsonl", rows)
+    own = {"source": "files", "document": "source", "summaries": ["target"], "valid_share": 0.3}
+    data = validate(SummaryData, own)
+    places = Places(tmp_path, tmp_path, tmp_path)
+    sides = [
+        {row["document"] for row in summaries.rows(data, places, s)} for s in ("train", "valid")
+    ]
+    assert not sides[0] & sides[1]
+    assert len(sides[0]) + len(sides[1]) == 50
+    (tmp_path / "all.jsonl").unlink()
+    wrong = [{"golds": [], "distractors": [f"false {n}"]} for n in range(100)]
+    write_lines(tmp_path / "all.jsonl", wrong)
+    data = statements(boolean=["mine"], valid_share=0.3)
+    counts = [len(groups.rows(data, split, tmp_path)) for split in ("train", "valid")]
+    assert min(counts) > 10
+
+
+@pytest.mark.parametrize("name", ["question", "answers", "context"])
+def test_a_binary_column_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    row: dict[str, Any] = {"question": "q", "answers": "a", "context": "c", "picture": b"\x89PNG"}
+    write_parquet(tmp_path / "train.parquet", [row])
+    assert len(read(tmp_path, columns={})) == 1  # nobody asks for the picture
+    write_parquet(tmp_path / "train.parquet", [{**row, name: b"bytes"}])
+    with pytest.raises(DataError, match=rf"row 1: '{name}' is b'bytes', bytes of a binary column"):
+        read(tmp_path, columns={})
+
+
+def test_a_parquet_file_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    parquet.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=r"train\.parquet: the header names 'text' twice"):
+        list(row_files.placed_rows(tmp_path / "train.parquet"))

@@ -1,0 +1,866 @@
+"""The wording of errors: the one file of tests in which it stands.
+
+A test names a fault by its code and states the values that the message must tell:
+
+    with refused("id_twice", at="train.jsonl, line 3", id="a"):
+        read(...)
+
+`refused` wants the type of error that the table gives, the exit code of that type, and a message
+that the code's pattern fits. `says` wants the same of a text: of standard error, of the body of an
+answer, or of an error that was caught already. A better sentence in the product changes one
+line of this table, and no test.
+
+A pattern holds the words that tell the fault from others, not the whole sentence:
+
+    {key}     the value of that field as text; any text, if a test does not state it
+    '{key}'   the same with Python's quotes
+    ...       any text
+
+A value that is a compiled regular expression is searched for as it is. Three fields are known to
+every code: `at` is what stands right before the pattern (a file, a file and its line), `nearest`
+the name that the message proposes, `legal` the names that it lists.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from jobs.errors import NothingMatched, Refused, SomeFailed, Unreachable
+from jobs.record.events import Busy
+from trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    DoesNotFitError,
+    LatheError,
+    RankLostError,
+    ResumeError,
+    StorageError,
+    UserError,
+)
+from trainer.plan.memory.measure import MeasuringError
+from trainer.recipes.vera.problem import BadRecord
+
+# Stated here once more: a test that read them from the classes could not fail.
+EXIT_CODES: dict[type[LatheError], int] = {
+    LatheError: 1,
+    UserError: 2,
+    SomeFailed: 3,
+    Unreachable: 4,
+    NothingMatched: 5,
+}
+
+
+@dataclass(frozen=True)
+class Wording:
+    """errors: the types that say it, none for a text that is no message of an error."""
+
+    pattern: str
+    errors: tuple[type[Exception], ...]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A code and the fields of one case, for the rows of a parametrized test."""
+
+    code: str
+    fields: dict[str, Any]
+
+    @property
+    def __name__(self) -> str:
+        """pytest names the row by it."""
+        return self.code
+
+
+def fault(code: str, /, **fields: Any) -> Fault:
+    """The fault of one row of a parametrized test: `refused` takes it in place of a code."""
+    return Fault(code, fields)
+
+
+def wording(*errors: type[Exception], **patterns: str) -> dict[str, Wording]:
+    return {code: Wording(pattern, errors) for code, pattern in patterns.items()}
+
+
+# Files and the disk
+FILES = (
+    wording(
+        StorageError,
+        disk_full="No space left on device. Free some space",
+        file_unwritable="{reason}. Check that the folder exists and can be written",
+        cache_unwritable="cannot be written: {reason}. ...choose another cache folder",
+        out_unwritable="cannot be written ...Free space there",
+        file_being_saved="Another process is saving here",
+        metrics_file_changed="it was changed while this run",
+        savedir_is_file="is a file. Give a folder",
+    )
+    | wording(
+        ResumeError,
+        lock_held="another process is training this experiment",
+        lock_removed="was removed while this process held it",
+    )
+    | wording(
+        ConfigError,
+        pieces_of_others="holds pieces of a command with another {changed}. Give",
+        path_exists="exists already, and nothing is overwritten",
+        out_folder_absent="its folder does not exist",
+    )
+    | wording(
+        LatheError,
+        worker_killed="one of {count} processes that encode rows was killed...{fix}.",
+    )
+)
+
+# Rows, tables and the files that hold them
+DATA_FILES = wording(
+    DataError,
+    file_unreadable="cannot be read: {reason}. Put it there...--data_path",
+    file_torn="cannot be read behind {place}: ...Fetch it again",
+    file_empty="is empty. Put",
+    list_empty="is an empty list",
+    json_malformed="malformed JSON ({reason}); write one object a line",
+    json_list_malformed="malformed JSON ({reason}); write one list of objects. NaN is no JSON, and an integer beyond 64 bits is wanted as text",
+    json_no_object="a JSON {kind}, want an object",
+    not_utf8="byte {byte} is not UTF-8",
+    file_kind="want a file that ends in {endings}, each also",
+    data_path_missing="--data_path, and none was given. Point it at a folder that holds {files}, or use",
+    data_path_is_file="is a file, want the folder that holds it",
+    data_path_is_file_of_a_run="it is a file, and its folder is wanted, which holds every split: {folder}.",
+    data_path_absent="there is no such folder (from",
+    split_file_absent="holds no {split} split: none of {names}, nor any with {endings}. Put it there, name another in {key}, or point",
+    split_in_two_files="holds {files}. Say in {key} which",
+    share_of_two_files="holds {files}. data.valid_share takes...name that in {key},",
+    split_unknown="split={split!r} does not exist...Use {choices}.",
+    split_has_no_line="has no line whose split is {split},",
+    split_has_no_question="has no question whose split is {split}.",
+    set_has_no_split="has no split {split!r}. Name its splits in {key}.",
+    set_unreadable="data.dataset={dataset!r}, split {split!r}: ...data.subset and {key} choose within it",
+    sources_absent="holds no source files...another data.source",
+    table_one_column="its header is one column, ...separated by {separator!r}, want {wanted!r}",
+    table_column_twice="the header names {column!r} twice",
+    table_row_fields="not as many fields as the {columns} columns of the header: {fields}. It ends in line {line}.",
+    table_empty="holds no row",
+    table_row_unreadable="{reason}. Save it as UTF-8, with texts quoted as CSV",
+    table_cell_half_list="'{key}' is {value!r}, which looks like a list and cannot be read as one...Write it as JSON",
+    column_absent_in_line="no such column. {column!r}: ...Say in data.columns",
+)
+ROWS = wording(
+    DataError,
+    field_missing="'{key}' is missing (keys: {keys})",
+    contexts_missing="'{key}' is missing, and so are 'contexts' and 'context' (keys: {keys})...Write \"ctxs\": []",
+    messages_missing="'messages' is missing, and so are 'prompt' and 'completion' (keys: {keys}). Say in data.columns",
+    one_of_two_wanted="'{key}' or '{other}' is wanted, {which} there",
+    answers_or_target_missing="neither 'answers' nor 'target' is there (keys: {keys})",
+    text_wanted="'{key}' is {value!r}, want text.",
+    text_blank="'{key}' is {value!r}, want text that is not blank",
+    texts_wanted="'{key}' is {value!r}, want a list of texts",
+    text_or_texts_wanted="'{key}' is {value!r}, want a text or a list of texts",
+    passages_wanted="'{key}' is {value!r}, want a list of passages",
+    id_wanted="'{key}' is {value!r}, want an id: a number without decimals",
+    id_with_blanks="'{key}' is {value!r}, want an id: an integer, or text without blanks",
+    token_ids_wanted="'{key}' is {value!r}, want token ids",
+    number_wanted="'{key}' is {value!r}, want a finite number",
+    flags_wanted="'{key}' is {value!r}, want a 0 or 1 for each",
+    label_unknown="'{key}' is {value!r}, want one of {choices}.",
+    label_says_it_all="a statement with a label is true or false by itself. Name task {task!r} in data.boolean",
+    titles_for_contexts="{titles} titles for {contexts} contexts",
+    text_and_title_missing="text and title are missing or blank (keys: {keys})",
+    neither_text_nor_id="'{key}' has neither text nor id (keys: {keys})",
+    id_with_white_space="the id {id!r} holds white space",
+    id_twice="the id {id!r} stands twice",
+    gold_unknown="gold={gold} is no id in",
+    row_of_other_set="no row of the {split} split is of the data set {dataset!r}.",
+    split_without_rows="the {split} split has no rows",
+    batch_above_rows="has {rows} rows, fewer than train.global_batch={global_batch}. Use a global_batch of at most {most},",
+    rows_changed="the {split} rows changed while they were read",
+    encoded_kind="row {row}: field {field!r} is encoded as {value!r}, want a flat list of 32-bit integers",
+    encoded_fields="row {row} is encoded as {fields!r}, the first row as {first!r}",
+    labels_cut="cut {lost} of the {count} label tokens off the {split} split ({share}), more than train.max_lost_labels={most}:",
+    nothing_to_calibrate="No statements",
+    logits_not_finite="{bad} of {count} logits or scores are not finite",
+    label_count="{statements} statements, {labels} labels",
+)
+CONVERSATIONS = wording(
+    DataError,
+    messages_wanted="'messages' is {value!r}, want a list of objects",
+    turn_wanted="messages[{turn}] is {value!r}, want an object",
+    role_wanted="messages[{turn}].role is {value!r}, want system",
+    content_wanted="messages[{turn}].content is {value!r}, want text",
+    weight_wanted="messages[{turn}].weight is {value!r} of role {role!r}: want 0 or 1",
+    nothing_to_learn="no turn of the assistant counts",
+    list_of_wanted="'{key}' is {value!r}, want a list",
+    assistant_alone="nobody but the assistant speaks",
+    template_rewrites_turns="turn {turn} of {turns} is written otherwise once more turns follow{fix}",
+    template_without_opening="has no add_generation_prompt, which opens turn {turn} of {turns}.",
+    template_refuses="begins {start!r}: the chat template ...{reason}.",
+) | wording(
+    ConfigError,
+    template_missing="has no chat template. Set data.chat_template: a file",
+    template_unknown="{template!r} is no file here or below --data_path...({choices})",
+)
+PASSAGES = wording(
+    DataError,
+    corpus_header="the header is {header!r}, want id, text and title",
+    corpus_fields="{count} tab-separated field(s), want id, text and title",
+    corpus_blank="the id or the text is blank",
+    corpus_empty="holds no passage",
+    corpus_quotes="{reason}, in a file whose fields",
+    corpus_unknown_passage="passage {passage!r} is not in the corpus",
+    corpus_not_named="passage {passage!r} is given by its id alone. Name the corpus in data.corpus",
+    passage_missing="has no passage {passage!r} ({missing} of {count} are missing)",
+    passage_twice="a passage stands twice for question {question!r}",
+    no_negative_passage="query {query!r} has no negative passage",
+    no_positive_and_negative="no question has a positive and a negative",
+    no_answers="no question has answers",
+    rank_or_score="the third column is {value!r}, {where}: is it a rank or a score",
+    ranking_columns="{count} columns, want 3 ... or 6 ..., the same on every line",
+    rank_wanted="the rank is {value!r}, want an integer",
+    score_wanted="the score is {value!r}, want a finite number",
+    ranking_of_others="for none of the {count} questions...its ids are like {ours!r}, theirs like {theirs!r}",
+    judgement_columns="{value!r}, want question, iteration, passage, relevance",
+    judgements_empty="holds no judgement",
+) | wording(
+    ConfigError,
+    rank_range="want a count of at least 1, and ranks 1 <= first <= last",
+    depth_wanted="--depth {depth}: want at least 1",
+    vectors_of_two_widths="vectors of {width} and of {other} numbers",
+    faiss_unknown="--faiss {index}: FAISS knows no such index",
+)
+VECTORS = (
+    wording(
+        ConfigError,
+        vectors_unfinished="is not finished: run the same encode command again",
+        vectors_of_others="was begun with something else ({key} was {was!r}, is {now!r})",
+        vectors_folder_taken="holds other files and no vectors of ours",
+        vectors_of_other_side="holds vectors of side {side}, want {wanted}",
+        vectors_absent="is missing. This folder of vectors is not there",
+        vectors_dtype="--dtype {dtype}: a vector reaches {value}, {dtype_again} {most}. Use {fix}",
+        states_unfinished="is not finished. Run the same",
+        states_being_prepared="another process is preparing it",
+        states_absent="It holds none. Run `python -m trainer prepare` with this group",
+        states_of_others="It holds states with {key}={has!r} (want {wanted!r})",
+        states_begun_with_other_rows="was begun with other train rows. Name a new folder",
+        states_folder_taken="holds other files. Name a new folder",
+        states_source="--source: the group reads data.source={source!r}",
+    )
+    | wording(
+        DataError,
+        vectors_altered="checksum {has}, want {wanted}. Delete",
+        vectors_torn="cannot be read (...). Delete",
+        states_altered="the checksum of its context {context} is another",
+        states_size="it has {bytes} bytes, want {wanted}. Delete this file",
+        states_not_prepared="no states of a context of {tokens} tokens. The data changed since they were prepared: run `python -m trainer prepare`",
+    )
+    | wording(
+        DivergedError,
+        not_finite="holds NaN or infinity",
+    )
+    | wording(
+        StorageError,
+        states_do_not_fit="{size} of states are still to be written, {free} are free",
+    )
+)
+SETS = wording(
+    DataError,
+    set_columns="its columns {columns} list other records",
+    set_unknown="--source {name}: no such set.",
+    set_folders="holds none of the folders {names}.",
+    set_split_absent="holds no .json...with {words} in its name (it has {has}",
+    set_record_form="it has {has}, want {wanted},",
+    set_record_kind="it is not of its publisher's form ({reason}",
+    set_torn="cannot be read ...Download it again",
+) | wording(
+    ConfigError,
+    set_place="{place}: neither a folder nor a data set",
+)
+
+# The experiment dictionary, its groups and its flags
+DICTIONARY = wording(
+    ConfigError,
+    mistakes="{count} mistake(s)",
+    value_not_json="{key} is a {kind}, {value}. Write {fix}",
+    value_not_finite="{key} is {value}. Want a finite number",
+    value_is_enum="{key} is an Enum, {value}. Write its value: {fix}.",
+    value_half_character="{key}, {value}, holds half of a surrogate pair",
+    key_not_text="key {key} in {place} is an {kind}. Write it as text: {text!r}.",
+    key_is_enum="key {key} in {place} is an Enum. Write its value: {fix}.",
+    key_half_character="key {key} in {place} holds half of a surrogate pair",
+    key_with_dot="key '{key}' holds a dot",
+    list_mixed="list '{key}' mixes dictionaries and other values",
+    key_unknown="{key}: no such key.",
+    both_set="{key}={value} and {other}={other_value} are both set; keep one",
+    task_unknown="task={task!r} does not exist",
+    value_wanted="{key}: ...Input should be {wanted}. Got {value!r}.",
+    value_not_serializable="not JSON serializable. Use strings, numbers",
+    key_required="{key}: required, but not given.",
+    key_of_others="{key}: no such key. Here it is {ours}. {note}",
+    key_of_others_steps="{key}: no such key. A run is counted in optimizer steps: train.steps =",
+    batch_not_dealt="train.global_batch={global_batch} is not a multiple of micro_batch={micro_batch} x world={world} = {rows}...Use {fix}.",
+    group_unknown="{group}: no such group.",
+    text_empty="{key}: String should have at least 1 character",
+    tuple_empty="{key}: Tuple should have at least 1 item",
+    rank_outside_world="0 <= rank < world",
+    device_unknown="--device {device}: neither a size...nor a known name",
+    answers_of_source='source={source!r} has no answers. Use source="files"',
+    flag_value="{flag}={value}: want no value. Write {flag_again} alone",
+    entity_alone="{flag} and {other}: got the entity alone",
+    tracker_unknown="{tracker!r} does not exist.",
+)
+COLUMNS = wording(
+    ConfigError,
+    columns_unknown="columns: {column!r} is no field of source={source!r}....ours are {ours}",
+    columns_of_one_thing="columns: {one} and {other} are names of one thing",
+    column_absent="'{key}': {column!r} is no column.",
+    columns_there="Columns there: {columns}.",
+    columns_named_twice="columns maps {column}, which {keys} names as well: name it in one place",
+    source_reads_no_rows="source={source!r} reads no rows of your own: leave out {keys}.",
+    source_names_no_files="source={source!r} names no files",
+    keys_of_a_set="{keys} are of a data set",
+    share_beside_split="name no valid split",
+    loss_of_chat="has its loss on what the assistant says",
+    source_without_conversations="has no conversations",
+    one_task_of_files="is one task, got {tasks}:",
+    dataset_unnamed="source={source!r} with dataset=None: say which",
+    dataset_beside_files="source={source!r} with dataset={dataset!r}: leave it out",
+    dataset_of_hub='dataset belongs to source="hub"',
+    negatives_of_beir='negatives belongs to source="beir"',
+    prefix_of_token_ids="token ids take no prefix",
+)
+GROUPS = wording(
+    ConfigError,
+    python_file_fails="{file}:{line}: {error}",
+    python_file_wanted="{flag} ...; want the path of a Python file (.py)",
+    dictionary_wanted="{name} is {kind}. Want a dictionary...{entries}.",
+    group_kind="{name} is a {kind}. Want a list of experiments, or a dictionary",
+    group_empty="{name} is an empty list. Want at least one",
+    group_name="{name} is named by an {kind}. Want a string",
+    axis_empty="{key}: an empty list is an axis without values...[[]]",
+    schema_of_whole_dictionary="--json_schema is of the whole dictionary",
+    flag_choice="{flag}: want {choices}",
+    one_form_of_output="keep one.",
+    task_without="task {task!r} has nothing to {what}.",
+    run_would_be_refused="a run would be refused",
+    group_wanted="a group's name is wanted",
+    group_of_an_id="-e {group} --exp_id {id}",
+    job_group_name="{name}: want the name of a group, a string",
+    job_key_name="{name}: {key} is no key, want a string",
+    job_accounts="EAI_ACCOUNT_ID_TO_USER: want a dictionary: account id -> user",
+    job_account_unknown="EAI_ACCOUNT_ID={account} is not in EAI_ACCOUNT_ID_TO_USER ({known})",
+)
+DEEPSPEED = wording(
+    ConfigError,
+    deepspeed_file_unknown="deepspeed={name!r}: there is no file...Use one of {choices}",
+    deepspeed_file_unreadable="not a DeepSpeed file: {reason}",
+    deepspeed_file_kind="holds a {kind}. Want one JSON object",
+    deepspeed_key_unknown="{key}: no such key in DeepSpeed",
+    deepspeed_key_place="It belongs {place}.",
+    deepspeed_value="{key}={value}: want {wanted}",
+    deepspeed_auto='{key}="auto": nothing in the experiment decides it',
+    deepspeed_auto_of_hidden_size='{key}="auto" needs the hidden size of the base',
+    deepspeed_window="{key}=true: ...the loop decides when a window ends",
+    deepspeed_window_of_compile="decides where a window ends",
+    deepspeed_mean="for the mean over ranks",
+    deepspeed_norm_watched="watched for NaN",
+    deepspeed_key_gone="no longer has it",
+    deepspeed_wandb="wandb run already",
+    deepspeed_differs="{theirs} in the file, but {ours}",
+    deepspeed_both_precisions="{key} and {other} are both true",
+    deepspeed_optimizer="optimizer.type={value}: the engine makes AdamW itself",
+    deepspeed_l2_decay="optimizer.params.adam_w_mode=false is Adam with L2 decay",
+    deepspeed_schedule="the loop owns the schedule",
+    deepspeed_stage="{key} needs stage {wanted} or more, got stage={stage}:",
+    deepspeed_stage_3="{key} needs stage 3, got stage={stage}.",
+    offload_device="device={device!r}: want none, cpu or nvme",
+    nvme_path_absent="{key}.nvme_path={path!r} is not a folder",
+    stage_of_overlap="overlap_comm=true needs stage 2 or 3, got stage={stage}:",
+    stage_of_fp16="train.precision='fp16' needs ZeRO stage 1, 2 or 3, got stage={stage}:",
+    stage_of_gradient_dtype="grad_accum_dtype={dtype!r} needs stage 1 or more",
+    hpz_of_ranks="{key} does not divide {world} ranks",
+    deepspeed_optimizer_twice="{key}={value!r}. Delete the block",
+    stage_of_adafactor="optim.name='adafactor' needs ZeRO stage 0, got stage={stage}:",
+    stage_of_compile="train.compile=true needs ZeRO stage 0, 1 or 2, got stage={stage}:",
+    stage_of_base_bits="train.base_bits={bits} needs ZeRO stage 0, 1 or 2, got stage={stage}:",
+    adafactor_keys="no betas and no eps",
+    environment_missing="{names} is not. Start with torchrun",
+)
+
+# Models: bases, tokenizers, weights, adapters
+BASES = wording(
+    ConfigError,
+    code_refused="code of its own (auto_map), which is never run",
+    pickle_refused="a pickle of more than tensors, which could run code",
+    pickle_of_others_refused="refused....it asks for {name})",
+    weights_absent="holds no weights, want {files}",
+    weights_of_two_values="different tensors for one shared parameter: [{names}]",
+    weights_of_another_shape="{name} (got {got!r}, want {wanted!r})",
+    weights_missing="missing [{names}]",
+    weights_unexpected="unexpected [{names}]",
+    weights_unfit="{source} does not fit {model}:",
+    weights_unreadable="its weights cannot be read (",
+    base_packed_already="has a quantization_config ({method})...{key}",
+    base_without_weights="the folder holds a config.json and no weights",
+    base_pickle="its pytorch_model.bin is not tensors alone",
+    package_folder_absent="holds no folder",
+    package_name="no name of a package",
+    digest_of_file_differs="have the sha256 {has}, but the experiment...{stated}",
+    wordnet_missing="Get it: python -m nltk.downloader wordnet.",
+    nothing_to_train="none of the {count} parameters of {model} was chosen",
+    family_unknown="got model_type {family!r}, want one of {families}",
+    family_of_adapted="base.adapted: a {family} ...want a {wanted}.",
+    family_of_summaries="a {family}, want one of the T5 families",
+    family_reads_pictures="got a {family}, of which a part reads pictures",
+    package_absent="the package {package} is not installed",
+    digest_differs="its weights ({file} and {more} more) have the sha256",
+    digest_of_hub="a digest goes with a folder or a package, not with a Hub id",
+    digest_of_nothing="the folder itself holds no weights that a digest could be of",
+    model_absent="is neither a folder with config.json nor a model",
+    base_absent="base={base!r}: {problem}. Give the folder that holds config.json",
+    base_absent_on_hub="base={base!r}...nor a model that the Hub gives out",
+    tokenizer_below_data_path="it is also looked for below --data_path, which was not given",
+    model_absent_on_hub="{model!r} is neither a folder nor a model",
+    model_folder_absent="neither a run folder with best/ or final/ in it",
+    base_run_unfinished="has not finished",
+    model_random="random weights and no folder",
+    tokenizer_unloadable="tokenizer={tokenizer!r} cannot be loaded (tried {places}): {reason}",
+    tokenizer_without_end="no end-of-text token",
+    ids_above_embeddings="has ids up to {largest}, the base only {embeddings} embeddings....at least {wanted}.",
+    fp16_of_t5="pass 65,504, the largest number of fp16, and become NaN...Use 'bf16'",
+    end_differs="base.config.eos_token_id={id}, ...summaries would never end",
+    extra_not_installed="{name} is not installed....pip install -e '.[{extra}]'",
+    module_not_installed="No module named {name!r}. Install it: pip install -e '.[{extra}]'",
+    package_of_backend="needs Ray. pip install -e '.[{extra}]'",
+)
+ADAPTERS = wording(
+    ConfigError,
+    targets_unknown='lora.targets={targets!r}: there is no {target!r}...The linear layers of a {family} are {layers}. ..."all-linear"',
+    targets_shared='lora.targets={targets!r}: {target!r} shares its matrix with the embedding..."all-linear"',
+    targets_not_linear='lora.targets={targets!r}: {target!r} is no linear layer but a {kind}...."all-linear"',
+    targets_kind='lora.targets: Value error, ..."all-linear"',
+    adapters_of_other_base="adapters were trained on base {base}...Put the old base back",
+    adapters_as_base="holds adapters without their base, {because}.{fix}",
+    adapters_merged_before_encoding='lora.export="merged": contexts are encoded..."adapter"',
+    layers_with_adapters="init_from={folder!r}: its layers were trained with adapters...State lora",
+    base_bits_of_trained="train.base_bits={bits}: the weights of the base train",
+) | wording(
+    ResumeError,
+    layers_of_other_base="were trained on base {base}, but ...Put the old base back",
+)
+
+# Tasks
+CROSS_ATTENTION = wording(
+    ConfigError,
+    layers_above_blocks="layers.count={count} x layers.stride={stride} = {blocks} blocks: the base has {has},...Use layers.count <= {most},",
+    heads_of_width="layers.{key}={value} does not divide layers.{other}={other_value}...Use one of {choices}.",
+    tokens_above_positions="{key}={value}: the base has {positions} positions",
+    layers_of_family="{keys}: the layers of a {family} base have no such thing",
+    head_width_odd="is {width} numbers a head: rotary positions turn pairs",
+    heads_of_base="layers.heads={heads}: layers.base_attention takes the base's {has}.",
+    shared_weights_differ="layers.shared_weights=True wants one layer in every slot",
+    cross_attention_weights_absent="without any cross_attn_layers",
+    prompts_padded_right="padded on the right",
+    contexts_for_rows="got {rows} rows for {contexts} contexts",
+    answers_without_context="--another_context: task {task!r} answers from no context",
+    top_p_without_draws="--top_p {top_p} says what is drawn from, but nothing is",
+    draws_beside_beams="--temperature draws, --num_beams {num_beams} searches",
+    measure_unknown="--measure {measure}: no such measure.",
+    packed_attention="data.packed=True: the base's attention is {attention!r}, want {wanted!r}",
+)
+FID = wording(
+    ConfigError,
+    reader_not_t5_config="got no folder with config.json",
+    reader_unreadable="cannot be read ({reason}). Copy the",
+    reader_family="got model_type={family!r}, want {wanted!r}",
+    reader_config_describes_none="describes no T5",
+    reader_layout_unknown="--layout {layout}: no such layout of a reader.",
+    minfid_pickle="want a pickle of {'sd', 'args'}",
+    minfid_values="something else than tensors by name",
+    minfid_sizes="its sizes cannot be told",
+    cross_bias_absent="holds no {name}: there is nothing to keep",
+    flex_without_cuda="trains on CUDA only",
+    fido_reader="got a FiDO reader",
+    fido_trained_otherwise="got a reader that was trained with cross_attention_every={every}, cross_attention_multi_query={multi_query}, want one with cross_attention_every",
+    fido_weights_missing="needs weights that are not there",
+    fido_every_above_blocks="reader.cross_attention_every={every}, but the decoder of the base has {blocks} blocks",
+    fido_under_adapters="want a base that has them: weights under adapters",
+    fido_family="got a base of model_type {family!r}, want {wanted!r}",
+    fido_cross_bias="whose cross-attention is whole",
+    model_folder_unknown="--model {model}: no such folder",
+    answers_above_beams="--num_answers {num_answers} with --num_beams {num_beams}...Use --num_beams {fix} or more",
+    not_trained_yet="holds no {model}/ folder. Train it first",
+    scores_without_passages="--write_scores: task {task!r} reads no passages",
+)
+RETRIEVER = wording(
+    ConfigError,
+    pooling_of_decoder="pooling={pooling}: in a decoder",
+    projection_width="in_width={width}, but the base's states have {has}.",
+    pooler_absent="holds no pooler.pt",
+    retriever_absent="holds neither config.json nor adapter_config.json",
+)
+SUMMARISER = wording(
+    ConfigError,
+    draws_no_summaries="draws no summaries. Leave out {flag}.",
+)
+VERA = (
+    wording(
+        ConfigError,
+        head_absent="holds no head.safetensors, so it is no trained verifier",
+        t5_encoder_absent="holds no T5 encoder",
+        plain_t5="This is a plain T5",
+        verifier_vocabulary="a t5 of more than {ids}",
+        variant_unknown="{task} has no variant {variant}. Use one of {choices}.",
+        variant_form="--variant {variant}: want NAME=VALUE",
+        declarer_unknown="--declarer {declarer}: no such declarer",
+        conversion_unknown="no data set is called {dataset!r}.",
+        conversion_task_required="--task NAME is required",
+        conversion_split_of_one_file="one file, and a split is",
+        conversion_split_required="Say by --split which split it is",
+        conversion_running="is being written by another conversion",
+        converter_unloadable="--converter {model}: cannot be loaded",
+        task_of_no_set="'{task}' is none of the tasks that are trained on or evaluated.",
+        task_listed_twice="{key}: {task} stands there twice",
+        order_legacy='set train.order="as_given"',
+        loss_mode="leave both out",
+    )
+    | wording(
+        DataError,
+        rows_give_no_group="{bad} of {count} rows give no group:\n  {first}",
+        task_files_absent="holds no split of {task} ({files})",
+        task_file_absent="lacks {file} of the {split} split",
+        converter_needed="needs a question converter",
+        label_lines="has {lines} lines for {rows} of {file}.",
+        group_golds="{count} golds, ",
+        group_without_gold="no gold, but its task is multiple-choice",
+        group_gold_blank="{key} is {value!r}; want a list of texts that are not blank",
+        group_kind_of_json="want an object with golds and distractors",
+        task_data_absent="Task {task!r} of data.{key} wants it: make it with `python -m trainer convert {task_again}",
+        task_data_absent_perhaps="Task {task!r} of data.{key} wants it: make it with ...if that command knows this set",
+    )
+    | wording(
+        BadRecord,
+        problem_without_tab="no tab",
+        problem_yes_or_no="want yes or no",
+        problem_blank="the question is blank",
+        problem_options="the options are {options!r}, want (A)",
+        problem_answer="the answer {answer!r} is none of the options {options!r}",
+        problem_option_count="{count} option(s), want two or more",
+        problem_parts="{count} parts with",
+    )
+    | wording(
+        DivergedError,
+        verifier_logits_not_finite="{bad} of {count} logits are not finite; the first is {value}, of task {task!r}, problem {problem}, column {column}.",
+    )
+)
+
+# Training and its checkpoints
+TRAINING = (
+    wording(
+        ConfigError,
+        checkpointing_without_device="needs to know the device...or say true, false or a",
+        checkpointing_above_blocks="gradient_checkpointing={value}: the base has {blocks} blocks",
+        run_alive_by_hand="started by hand",
+        replay_absent="no replay on {world} rank(s) behind step {step}.",
+        export_not_needed="nothing is to be done",
+        evals_above_positions="Use at most {most} ({key})",
+        evals_without_generation="task {task!r} cannot answer questions by generation",
+        silence_wanted="LATHE_SILENCE_S={value!r}: want the seconds",
+        survive_form="--survive {value!r}: want RANKS or RANKS",
+        survive_with_torchrun="not with torchrun",
+    )
+    | wording(
+        LatheError,
+        survive_in_vain="{times} times in a row a rank was lost",
+        survive_every_rank_lost="every rank is lost",
+    )
+    | wording(
+        DoesNotFitError,
+        survive_memory="12 bytes a trained parameter, twice",
+    )
+)
+CHECKPOINTS = (
+    wording(
+        CheckpointError,
+        elements_missing="elements of {name!r} are missing or stand there twice",
+        shards_missing="got weights shards {shards}; want one of every rank",
+        tensor_twice="{name!r} is in an earlier shard",
+        rank_state_missing="there is none of rank {rank}.",
+        checkpoint_unreadable="{reason}. Use another checkpoint",
+        random_state_unfit="random state...{name}",
+    )
+    | wording(
+        StorageError,
+        checkpoint_does_not_fit="{free} free, the checkpoint needs {needs}. Free some space",
+        checkpoint_not_saved="step-{step} was not saved. Rank {rank}: ...{place}: {reason}.",
+        checkpoint_file_unseen="got {got} bytes, want {wanted}. Do all machines see the same folder",
+    )
+    | wording(
+        ResumeError,
+        run_of_others="{file} is of another experiment",
+        run_file_unfit="{file}: got ...; want",
+        run_changed="changed since the run began: {key} (was {was}",
+    )
+)
+PEERS = wording(
+    RankLostError,
+    rank_silent="rank {rank} (process {process}) has not been heard of since{fix}",
+    rank_ended="rank {rank} (process {process}) ended without a word",
+)
+PLAN = (
+    wording(
+        blocks_differ="{blocks}: two blocks in its middle",
+        blocks_out_of_order="entered in the order {order}",
+    )
+    | wording(
+        ConfigError,
+        calibration_unreadable="it is no calibration of a device",
+        calibration_version="a calibration of version {version}, want {wanted}.",
+        calibration_of_other_machine="a calibration of another machine...: its {key} is {value!r}",
+        device_counts="{device} with --nodes {nodes} are {devices} devices, and --world is {world}.",
+        device_kinds="devices of several kinds",
+        device_none="no device at all",
+        devices_over_nodes="cannot be spread evenly",
+    )
+    | wording(
+        MeasuringError,
+        measuring_ended="exit code {exit_code}",
+    )
+)
+
+# Jobs
+JOBS = (
+    wording(
+        ConfigError,
+        job_keys_unknown_to="{backend} knows no {keys}. Remove them",
+        job_key_unknown_to="the {backend} backend does not know {key}. Remove",
+        export_kind="no such kind.",
+        sky_gpu_model="{key}: {value!r}, want the name of a GPU",
+        older_than_days="older_than_days={value}, want 0 or more",
+        haven_quote="command {command!r}: {reason}. Quote it as for a shell",
+        haven_command="command {command!r}: want one program",
+        token_wanted="token {token!r}: want at most",
+        backend_cannot_wait="after={after!r}: the {backend} backend cannot wait",
+        image_required="image: required",
+        image_form="image: {value!r} is no image reference",
+        dns_label="{key}: {value!r} is no DNS label",
+        object_name="{key}: {value!r} is no name of an object",
+        secret_form='{key}: {value!r}, want "NAME/KEY" of a Secret',
+        volume_form='volumes: {value!r}, want "<claim>:/mount"',
+        volume_twice="volumes: {value!r} is mounted twice",
+        folder_below_no_mount="{key}: {value!r} lies below no mount of `volumes`",
+        nodes_of_ray="nodes: {nodes}, but a Ray job's entry point has one node",
+        address_form="address: {value!r}, want the dashboard's",
+        wrapper_form="wrapper: {value!r}, want the argv",
+        gpu_model_of_slurm="resources.gpu_model={value!r}: ask by gres",
+        k8s_id="{id!r} is no id of the k8s backend",
+        key_file_mode="mode {mode}, want 0600: chmod 600",
+        key_file_lines="want one line",
+        key_file_absent="{reason}. Write the key to it, and: chmod 600",
+        key_file_owner="owned by user {user},",
+        key_file_kind="not a regular file",
+        python_binary="--python_binary {value!r}: ",
+        launcher_of_nodes="nodes={nodes}: {launcher!r} cannot start on several nodes. Use torchrun",
+        queue_cpus="LATHE_QUEUE_CPUS={value}: want ...1 or more...unset it",
+        job_is_queued="{id} is {state} as {job}. `cancel` it first",
+        array_differs="differ in {keys}. Submit them apart",
+        toolkit_nodes="nodes={nodes}: jobs of several nodes",
+        toolkit_image="image: a job is a container",
+        toolkit_max_run_time="max_run_time={value}: a job that is neither preemptable nor restartable has at most {most} s",
+        toolkit_mount_form="data {value!r}: want NAME:/mount",
+        toolkit_no_writable_mount="{folder} is in no mount of `data` that can be written",
+        toolkit_after="after={after!r}: Toolkit has no dependencies",
+        toolkit_secret="{name} looks like a secret",
+        toolkit_file_unseen="{file} is in no mount of `data`: the job",
+        toolkit_secret_mount="wandb_key_secret={value!r} is a mount: wandb_key_file must name the file in it. Got {got!r}",
+    )
+    | wording(
+        Refused,
+        program_not_on_path="{program} is not on PATH",
+        object_not_ours="exists and is not ours",
+        jobset_wanted="Several nodes need JobSet",
+    )
+    | wording(
+        Unreachable,
+        cluster_not_configured="no cluster is configured: ...Set KUBECONFIG",
+        submission_unknown="{reason}. Whether the job exists is not known: look for its name",
+        toolkit_answer="want one JSON object with an id in a line, got {got!r}",
+        toolkit_tried="{reason}. Tried for",
+        ray_address_set="RAY_ADDRESS...Unset it",
+        ray_did_not_answer="did not answer",
+        queue_of_other_host="the queue {queue} belongs to {host},",
+        queue_seen_elsewhere="jobs of the queue {queue} of {host} can only be seen there",
+        backend_silent="{backend} has not answered",
+    )
+    | wording(
+        Refused,
+        Unreachable,
+        scheduler_says="{words}",
+        eai_not_run="eai cannot be run",
+    )
+    | wording(
+        NothingMatched,
+        attempt_unknown="has no attempt {attempt}. It has {has}.",
+        never_submitted="{id} was never submitted",
+    )
+    | wording(
+        LatheError,
+        queue_folder="Name a folder of this machine",
+    )
+    | wording(
+        Busy,
+        lock_busy="another process has held this",
+    )
+)
+SNAPSHOTS = wording(
+    ConfigError,
+    tree_dirty="{count} file(s) differ from {commit}: {files}. Commit them...--allow-dirty",
+    tree_without_git="not in a git repository",
+    tree_empty="no file to take",
+    tree_holds_secret="would hold a secret: {file}, line {line}: {what}....{fix}",
+    savedir_is_project="Give it a folder of its own",
+    tree_file_too_big="{file} ({size}); want at most {most} each....gitignore",
+    tree_too_big="a code snapshot of {size}, want at most {most}. The largest: {files},",
+    tree_unreadable="{file}: {reason}",
+    git_refuses="git rev-parse says",
+    digest_form="want 64 hexadecimal digits",
+) | wording(
+    StorageError,
+    code_is_folder="Move the folder away",
+)
+SERVICE = wording(
+    ConfigError,
+    open_address="Give --token_file",
+    token_file_mode="mode {mode}, want 0o600: ...chmod 600",
+    batch_of_devices="Use a multiple of {devices}, such as {fix}.",
+    steps_too_many="at most {most} are allowed",
+) | wording(
+    # texts of answers
+    event_unknown="after: there is no {event!r}",
+    job_of_another_request="of another request",
+    job_not_paused="is not paused",
+    job_over="has {state}: it can no longer be",
+    model_unknown="model: got {model!r}, want one of {models}.",
+    upload_unknown="{key}: there is no file {file!r} of yours. Upload it first",
+    request_value="{key}...: got {value!r}. {reason}",
+    request_key_unknown="{key}: there is no such parameter",
+    contexts_wanted="wants contexts",
+    contexts_unread="reads no contexts",
+    makes_none="makes no {things}",
+    service_token_wanted="want a token",
+    worker_ended="has ended, or is stuck",
+)
+
+ROOMS: dict[str, dict[str, Wording]] = {
+    "files": FILES,
+    "data files": DATA_FILES,
+    "rows": ROWS,
+    "conversations": CONVERSATIONS,
+    "passages": PASSAGES,
+    "vectors": VECTORS,
+    "sets": SETS,
+    "dictionary": DICTIONARY,
+    "columns": COLUMNS,
+    "groups": GROUPS,
+    "deepspeed": DEEPSPEED,
+    "bases": BASES,
+    "adapters": ADAPTERS,
+    "cross attention": CROSS_ATTENTION,
+    "fid": FID,
+    "retriever": RETRIEVER,
+    "summariser": SUMMARISER,
+    "vera": VERA,
+    "training": TRAINING,
+    "checkpoints": CHECKPOINTS,
+    "peers": PEERS,
+    "plan": PLAN,
+    "jobs": JOBS,
+    "snapshots": SNAPSHOTS,
+    "service": SERVICE,
+}
+WORDINGS = {code: wording for room in ROOMS.values() for code, wording in room.items()}
+# Sentences that end the messages of many faults.
+ENDS = {"nearest": "Did you mean {nearest!r}?", "legal": "Legal: {legal}."}
+_PARTS = re.compile(r"(\.\.\.(?!\.)|\{\w+(?:!r)?\})")
+
+
+@contextmanager
+def refused(
+    code: str | Fault, error: type[Exception] | None = None, /, **fields: Any
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Fail unless the block raises the error of this code, which names these fields.
+
+    error: the type that is wanted here, where the code has several or a narrower one is meant.
+    """
+    name, fields = _stated(code, fields)
+    errors = (error,) if error else WORDINGS[name].errors
+    assert errors, f"{name} is no error but a text: use says"
+    with pytest.raises(errors) as caught:
+        yield caught
+    assert any(issubclass(caught.type, wanted) for wanted in WORDINGS[name].errors)
+    if isinstance(caught.value, LatheError):
+        codes = (EXIT_CODES[kind] for kind in caught.type.__mro__ if kind in EXIT_CODES)
+        assert caught.value.exit_code == next(codes)
+    says(name, caught.value, **fields)
+
+
+def says(code: str | Fault, text: str | BaseException, /, **fields: Any) -> dict[str, str]:
+    """The fields that the text tells, those that the test does not state among them.
+
+    Fails unless the text (or the message of this error) says what the code's pattern says, with
+    the values of these fields.
+    """
+    name, fields = _stated(code, fields)
+    text = str(text)
+    found = re.search(_expression(name, fields), text)
+    assert found, f"{name}: {WORDINGS[name].pattern!r} with {fields} is not said by:\n{text}"
+    for end in fields.keys() & ENDS.keys():
+        ending = re.compile(_compiled(ENDS[end], fields))
+        assert ending.search(text, found.start()), f"{name}: no {end}={fields[end]!r} in:\n{text}"
+    return found.groupdict()
+
+
+def is_said(code: str | Fault, text: str, /, **fields: Any) -> bool:
+    """Whether the text says it: for what a message must not say."""
+    name, fields = _stated(code, fields)
+    return re.search(_expression(name, fields), text) is not None
+
+
+def _stated(code: str | Fault, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    name, fields = (code.code, code.fields | fields) if isinstance(code, Fault) else (code, fields)
+    known = {*re.findall(r"\{(\w+)", WORDINGS[name].pattern), "at", *ENDS}
+    assert fields.keys() <= known, f"{name} has no field {sorted(fields.keys() - known)}"
+    return name, fields
+
+
+def _expression(code: str, fields: dict[str, Any]) -> str:
+    start = _value(fields["at"]) + ":? " if "at" in fields else ""
+    return "(?s)" + start + _compiled(WORDINGS[code].pattern, fields)
+
+
+def _compiled(pattern: str, fields: dict[str, Any]) -> str:
+    parts: list[str] = []
+    for part in _PARTS.split(pattern):
+        name = part.strip("{}").removesuffix("!r")
+        if part == "...":
+            parts.append(".*?")
+        elif not _PARTS.fullmatch(part):
+            parts.append(re.escape(part))
+        elif name not in fields:
+            parts.append(f"(?P<{name}>.*?)")
+        else:
+            value = fields[name]
+            is_quoted = part.endswith("!r}") and not isinstance(value, re.Pattern)
+            parts.append(_value(repr(value) if is_quoted else value))
+    return "".join(parts)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, re.Pattern):
+        return value.pattern
+    text = re.escape(str(value))
+    # 1 is not said by 10 or 0.1
+    return rf"(?<![\d.]){text}(?!\d|\.\d)" if isinstance(value, int | float) else text
