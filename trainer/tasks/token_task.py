@@ -51,6 +51,7 @@ class TokenTask(ABC, Generic[C]):
     def __init__(self, cfg: C, places: Places, *, tokenizer: Any = None) -> None:
         self.cfg, self.places = cfg, places
         self.tokenizer = base_source.tokenizer_of(cfg, places) if tokenizer is None else tokenizer
+        self._export: Path | None = None  # the folder that load_export has read
 
     @cached_property
     def pad(self) -> int:
@@ -62,12 +63,18 @@ class TokenTask(ABC, Generic[C]):
 
     @cached_property
     def ends(self) -> list[int]:
-        """The tokens that end a generated text: the tokenizer's end, then those of the base's own
-        generation_config.json.
+        """The tokens that end a generated text: the tokenizer's end, then those of
+        generation_config.json, of the export that was loaded, else of the base.
         """
+        return list(dict.fromkeys([self.end, *self._ends_of_file()]))
+
+    def _ends_of_file(self) -> list[int]:
+        if self._export is not None and generation_file.is_in(self._export):
+            return generation_file.ends_of_base(str(self._export), None)
         source = base_source.resolve(self.cfg.base, self.places)
-        config = base_source.config_of(self.cfg.base, self.places)
-        return list(dict.fromkeys([self.end, *generation_file.ends_of_base(source, config)]))
+        return generation_file.ends_of_base(
+            source, base_source.config_of(self.cfg.base, self.places)
+        )
 
     @property
     def exported_ends(self) -> int | list[int]:
@@ -109,6 +116,7 @@ class TokenTask(ABC, Generic[C]):
         """The folder says whether it holds a whole base or adapters, which belong into the
         experiment's.
         """
+        self._export = folder
         lora = adapters.read(folder)
         if lora is None:
             model = self.loaded(str(folder), None)

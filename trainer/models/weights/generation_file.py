@@ -41,6 +41,11 @@ def write(folder: Path, model_config: Any, **said: Any) -> None:
     (folder / NAME).write_text(json.dumps(values | said, indent=2, sort_keys=True) + "\n")
 
 
+def is_in(folder: Path) -> bool:
+    """Whether a folder holds the file."""
+    return (folder / NAME).is_file()
+
+
 def keep_ids_alone(model: Any) -> None:
     """Drop from a model's generation settings all that a base's file says but ids of tokens."""
     of_file = getattr(model, "generation_config", None)

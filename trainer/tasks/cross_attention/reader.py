@@ -57,7 +57,7 @@ class Reader:
         self.prompts = Prompts(
             tokenizer,
             validate(Data, content["data"], source=str(folder / export.DESCRIPTION)),
-            ends=generation_file.ends_of_base(str(folder), None),
+            ends=lambda: generation_file.ends_of_base(str(folder), None),
         )
         self.device = _device(device)
         self.model = export.load(folder, places, precision=precision or content["precision"]).to(

@@ -68,7 +68,7 @@ class Task(TokenTask[Config]):
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
-        self.prompts = Prompts(self.tokenizer, cfg.data, lambda: self._states, ends=self.ends)
+        self.prompts = Prompts(self.tokenizer, cfg.data, lambda: self._states, lambda: self.ends)
         self.sentinels = Sentinels.of(self.tokenizer)
 
     # Model
@@ -118,6 +118,7 @@ class Task(TokenTask[Config]):
         )
 
     def load_export(self, folder: Path) -> nn.Module:
+        self._export = folder
         return export.load(folder, self.places, precision=self.cfg.train.precision)
 
     # Data

@@ -71,7 +71,7 @@ def predict(
     """Answers as generated.predictions returns them. The model encodes the contexts, for the states
     that the experiment prepared belong to other contexts.
     """
-    prompts = Prompts(task.tokenizer, task.cfg.data, ends=task.ends)
+    prompts = Prompts(task.tokenizer, task.cfg.data, ends=lambda: task.ends)
     encoded = [prompts.encode(row) for row in rows]
     options: dict[str, Any] = {"max_tokens": how.max_tokens, "device": distributed.device()}
     answers = prompts.answers(model, encoded, search=how.search, **options)

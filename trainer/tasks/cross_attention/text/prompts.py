@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,8 @@ class Prompts:
     """One tokenizer and one way of writing questions, answers and contexts.
 
     states: a function that returns the prepared states of contexts, or None if the model encodes
-    contexts itself. ends: the tokens that end an answer, besides the tokenizer's end.
+    contexts itself. ends: a function that returns the tokens that end an answer, besides the
+    tokenizer's end.
     """
 
     def __init__(
@@ -40,14 +42,17 @@ class Prompts:
         tokenizer: Any,
         data: Data,
         states: Callable[[], StateCache | None] = lambda: None,
-        *,
-        ends: Sequence[int] = (),
+        ends: Callable[[], Sequence[int]] = lambda: (),
     ) -> None:
-        self.tokenizer, self.data, self._states = tokenizer, data, states
+        self.tokenizer, self.data, self._states, self._more_ends = tokenizer, data, states, ends
         self.pad = vocabulary.pad_id(tokenizer)
         self.eos = vocabulary.eos_id(tokenizer)
-        self.ends = list(dict.fromkeys([self.eos, *ends]))
         self.opening = vocabulary.opening_of(tokenizer)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        return list(dict.fromkeys([self.eos, *self._more_ends()]))
 
     def encode(self, row: Row, *, predicts_context: bool = False) -> Encoded:
         """Token ids of the decoder's text, with EOS, and of the context's chunks, each cut to its
