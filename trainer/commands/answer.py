@@ -24,7 +24,7 @@ from trainer.errors import ConfigError, LatheError
 from trainer.evaluation.run import Question, open_model
 from trainer.files.atomic import read_json
 from trainer.metrics.mergeable import cut_at
-from trainer.models.texts import TokenChoice, GrowingText, grown
+from trainer.models.texts import GrowingText, TokenChoice, grown
 from trainer.protocol.abilities import GREEDY, Answers, Embeds, Search
 from trainer.training.options import Options
 

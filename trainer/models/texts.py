@@ -160,7 +160,7 @@ def unsure(text: str, stops: Sequence[str]) -> int:
 
 
 def _drawn(logits_V: Tensor, text: GrowingText) -> int:
-    """A token that is drawn by (V,) logits, from the likeliest ones that text.top_p leaves."""
+    """A token that is drawn by (V,) logits, from the likeliest ones that its top_p leaves."""
     chances_V = logits_V.softmax(-1)
     if text.top_p < 1:
         ordered_V, tokens_V = chances_V.sort(descending=True, stable=True)

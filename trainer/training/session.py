@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.direction import Direction
 from trainer.config.schema import Experiment
 from trainer.data.order import Sharding
 from trainer.telemetry.chain import StepChain
@@ -60,6 +61,8 @@ class Progress:
     units: int = 0  # units trained on so far
     best: float | None = None
     best_step: int = 0
+    # of a run that began before best/ followed the metric: "min", which then was the default
+    best_is: Direction | None = None
     owes_evaluation: bool = False  # this step was saved before its evaluation was done
     plateau: Plateau = field(default_factory=Plateau)
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
@@ -72,10 +75,10 @@ class Progress:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
-        # older checkpoints have neither of these
+        # older checkpoints have none of these, and no best_is
         skipped, bad = SkippedSteps(**state.get("skipped", {})), BadSteps(**state.get("bad", {}))
         own = {"plateau": Plateau.of(state["plateau"]), "skipped": skipped, "bad": bad}
-        return cls(**{**state, **own})
+        return cls(**{"best_is": "min", **state, **own})
 
 
 @dataclass(frozen=True)
