@@ -192,7 +192,14 @@ CONVERSATIONS = wording(
     turn_wanted="messages[{turn}] is {value!r}, want an object",
     role_wanted="messages[{turn}].role is {value!r}, want system",
     content_wanted="messages[{turn}].content is {value!r}, want text",
-    weight_wanted="messages[{turn}].weight is {value!r} of role {role!r}: want 0 or 1",
+    weight_wanted="messages[{turn}].{key} is {value!r}, want 0 or 1,...(this one is of {role!r})",
+    learning_key_unknown='messages[{turn}].{key} is {value!r}, want "weight": 0 or 1',
+    learning_of_row="'{key}' is {value!r}, want a \"weight\" of 0 or 1",
+    learning_keys_differ="messages[{turn}].{key} is {value!r}, want the same as in {other!r}",
+    old_call_unread="messages[{turn}].function_call is {value!r}, want a call in",
+    turn_empty="messages[{turn}].content is {value!r}, want what the assistant says",
+    calls_wanted="messages[{turn}].content is {value!r}, want JSON of",
+    system_differs="'system' is {value!r}, want the same text as in the first turn, {first!r}",
     nothing_to_learn="no turn of the assistant counts",
     list_of_wanted="'{key}' is {value!r}, want a list",
     assistant_alone="nobody but the assistant speaks",
@@ -201,6 +208,7 @@ CONVERSATIONS = wording(
     template_refuses="begins {start!r}: the chat template ...{reason}.",
 ) | wording(
     ConfigError,
+    messages_of_no_chat="got messages, but the model has not learnt",
     template_missing="has no chat template. Set data.chat_template: a file",
     template_unknown="{template!r} is no file here or below --data_path...({choices})",
 )

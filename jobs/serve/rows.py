@@ -13,13 +13,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from trainer.data.formats import conversation
 from trainer.errors import DataError
 from trainer.files.atomic import aside
 
 Row = dict[str, Any]
 MAX_MISTAKES = 20
 MAX_LINE = 8 << 20  # bytes; a longer line is refused
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class Mistake(NamedTuple):
@@ -188,23 +188,10 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _chat_problems(row: Row) -> Iterator[tuple[str, str]]:
-    messages: Any = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        yield f"messages={_quote(messages)}", "a list of messages that is not empty"
-        return
-    for number, message in enumerate(cast("list[Any]", messages)):
-        place = f"messages[{number}]"
-        if not isinstance(message, dict):
-            yield f"{place}={_quote(message)}", "an object with role and content"
-            continue
-        values = cast("Row", message)
-        if values.get("role") not in ROLES:
-            yield f"{place}.role={_quote(values.get('role'))}", f"one of {', '.join(ROLES)}"
-        if not isinstance(values.get("content"), str):
-            yield f"{place}.content={_quote(values.get('content'))}", f"{place}.content as text"
-    last = cast("list[Any]", messages)[-1]
-    if isinstance(last, dict) and cast("Row", last).get("role") != "assistant":
-        yield f"a last message of {_quote(cast('Row', last).get('role'))}", "one of the assistant"
+    problems: list[conversation.RowProblem] = []
+    conversation.read(row, problems.append)
+    for name, value, want in problems:
+        yield f"{name}={_quote(value)}" if name else str(value), want
 
 
 # Other rows

@@ -19,6 +19,9 @@ from jobs.serve.keeper import new_metric_events
 from jobs.serve.tickets import JOB, Checked, Ticket, Wish, id_of_key
 from tests.facts import EVENT
 from tests.wording import refused
+from trainer.config.own_rows import OwnRows
+from trainer.errors import DataError
+from trainer.tasks.causal_lm.chat_rows import chats
 
 OFFER = offers.read(None).models["tiny-chat"]
 DONE = Checked(at="2026-01-01T00:00:01+00:00")
@@ -160,8 +163,10 @@ def test_a_request_fills_its_places_and_nothing_else() -> None:
         filled(num_rows=10**9)
 
 
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 KINDS = {
-    "chat": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    "chat": {"messages": CHAT},
     "completion": {"prompt": "a", "completion": "b"},
     "text": {"text": "a"},
     "triple": {"query": "a", "positive": ["b"], "negative": "c"},
@@ -200,6 +205,35 @@ def test_rows_of_every_kind_are_known_and_written_as_their_tasks_read_them(
         "group": {"golds": ["a"], "distractors": ["b", "c"]},
     }
     assert json.loads(line) == wanted.get(kind, KINDS[kind])
+
+
+@pytest.mark.parametrize(
+    ("row", "is_good"),
+    [
+        ({"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, True),
+        ({"messages": [*CHAT, {"role": "assistant", "tool_calls": [CALL]}]}, True),
+        ({"messages": [*CHAT, {"role": "user", "content": "c"}]}, True),
+        ({"messages": CHAT, "tools": ""}, True),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, False),
+        ({"messages": [CHAT[0], {**CHAT[1], "mask": 1}]}, False),
+        ({"messages": [CHAT[0], {"role": "assistent", "content": "b"}]}, False),
+        ({"messages": CHAT, "tools": 5}, False),
+        ({"messages": json.dumps(CHAT)}, True),
+    ],
+)
+def test_an_upload_of_conversations_is_read_as_training_reads_it(
+    row: dict[str, Any], is_good: bool, tmp_path: Path
+) -> None:
+    source = tmp_path / "train.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    report = rows.check(source)
+    assert (not report.mistakes) == is_good
+    if is_good:
+        assert len(list(chats(tmp_path, "train", OwnRows()))) == 1
+        return
+    with pytest.raises(DataError) as error:
+        list(chats(tmp_path, "train", OwnRows()))
+    assert str(error.value).endswith(f"want {report.mistakes[0].want}.")
 
 
 def test_a_mistake_is_found_in_every_kind_of_row(tmp_path: Path) -> None:

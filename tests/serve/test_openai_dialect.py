@@ -197,10 +197,10 @@ def test_the_first_twenty_mistakes_of_a_file_are_the_error_of_its_job(world: Any
     assert told[1].startswith("  line 1: got malformed JSON")
     assert told[2] == (
         "  line 2: got messages[0].role='robot', "
-        "want one of system, developer, user, assistant, tool, function"
+        "want system, user, assistant or tool. Did you mean 'bot'?"
     )
-    assert told[3] == "  line 2: got messages[0].content=5, want messages[0].content as text"
-    assert told[4] == "  line 2: got a last message of 'robot', want one of the assistant"
+    assert told[3] == "  line 2: got messages[0].content=5, want text"
+    assert told[4].startswith("  line 2: got no turn of the assistant counts")
     assert told[5] == "  line 3: got the keys prompt, want chat rows with messages"
     assert told[6].startswith("  line 14: got a JSON list")
     assert len(told) == 22

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.facts import experiment, write_facts
@@ -18,6 +19,7 @@ from tests.wording import refused
 from trainer import tasks
 from trainer.data import lookup
 from trainer.data.padding import pad_right
+from trainer.data.vocabulary import most_tokens_per_byte
 from trainer.models.losses import IGNORED
 from trainer.protocol.task import Places
 
@@ -134,9 +136,9 @@ def test_a_text_and_a_prompt_begin_as_the_tokenizer_begins_texts(folder: Path) -
     later = [row for row in islice(task.rows("train"), 200) if row["piece"]]
     assert later
     assert all(1 not in task.encode(row)["ids"] for row in later)
-    with pytest.raises(DataError, match="here: 'text' is '', want text"):
+    with refused("text_blank", at="here", key="text", value=""):
         task.prompt_ids({"text": ""}, "here")
-    with pytest.raises(ConfigError, match="here: got messages, but the model has not learnt"):
+    with refused("messages_of_no_chat", at="here"):
         task.prompt_ids({"messages": [{"role": "user", "content": "a"}]}, "here")
 
 
@@ -154,3 +156,86 @@ def test_only_an_opening_changes_the_encoding(folder: Path) -> None:
     assert opened["opening"] == [1]
     assert "opening" not in plain
     assert plain.keys() == {"task", "tokenizer", "max_tokens"}
+
+
+# Pieces of long texts
+# --------------------------------------------------------------------------------------------------
+
+
+def spelling_task(folder: Path, normalizer: Any, limit: int) -> Any:
+    """A task whose tokenizer has a token for each character, and puts a blank before a text."""
+    letters = [chr(code) for code in range(33, 127)] + ["\u2581"] + sorted({*WISH})
+    tokens = dict.fromkeys(["</s>", "<pad>", "<unk>", *letters])
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    made.save_pretrained(folder / "spelling")
+    values = experiment("causal_lm", folder, data={"source": "files", "max_tokens": limit})
+    values["data"].pop("loss_on", None)
+    values["tokenizer"] = str(folder / "spelling")
+    return tasks.load(tasks.parse(values), Places(folder, folder / "c", folder))
+
+
+WISH = unicodedata.normalize("NFKC", "\ufdfa")  # one ligature of 3 bytes, 18 letters
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "limit", "text", "most"),
+    [(None, 8, "abcdefg", 9), (normalizers.NFKC(), 16, "\ufdfa" * 3, 56)],
+    ids=["a blank in front", "a ligature taken apart"],
+)
+def test_no_token_of_a_text_is_lost_where_it_has_more_tokens_than_bytes(
+    normalizer: Any, limit: int, text: str, most: int, folder: Path
+) -> None:
+    (folder / "valid.jsonl").write_text(json.dumps({"text": text}))
+    task = spelling_task(folder, normalizer, limit)
+    pieces = [list(task.encode(row)["ids"]) for row in task.rows("valid")]
+    whole = [number for piece in pieces for number in piece]
+    assert whole == [*task.tokenizer(text, add_special_tokens=False)["input_ids"], task.end]
+    assert len(whole) == most
+    assert all(len(piece) <= limit for piece in pieces)
+
+
+def test_a_long_text_is_tokenised_once_for_all_of_its_pieces(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = load(folder, max_tokens=8)
+    calls: list[str] = []
+    of_tokenizer = task.tokenizer
+
+    def tokenizer(text: str, **how: Any) -> Any:
+        calls.append(text)
+        return of_tokenizer(text, **how)
+
+    tokenizer.backend_tokenizer = of_tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    assert (task.opening, task.end) == ([], 0)
+    monkeypatch.setattr(task, "tokenizer", tokenizer)
+    text = "Ada keeps the red key in the cellar. " * 50
+    row = {"text": text, "answer_spans": [(4, 9)]}
+    pieces = [task.encode(piece)["ids"] for piece in task._pieces(row)]
+    assert len(pieces) > 40
+    assert calls == [text]
+    other = {**row, "answer_spans": [(0, 3)], "piece": 0}
+    assert task.encode(other)["scored"] != task.encode({**row, "piece": 0})["scored"]
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "most"),
+    [(None, 1), (normalizers.NFC(), 3), (normalizers.NFKC(), 11), (normalizers.Lowercase(), None)],
+)
+def test_a_byte_becomes_no_more_tokens_than_the_bound(
+    normalizer: Any, most: int | None, folder: Path
+) -> None:
+    tokenizer = load(folder).tokenizer
+    if normalizer is not None:
+        tokenizer.backend_tokenizer.normalizer = normalizer
+    assert most_tokens_per_byte(tokenizer) == most
+    for text in ("\ufdfa", "\u0390", "\U0001d160", "\u0958"):
+        count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert most is None or count <= most * len(text.encode())

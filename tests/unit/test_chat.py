@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from tests.wording import Fault, fault, refused
 from trainer.config.own_rows import OwnRows
+from trainer.data.readers.questions import completions
 from trainer.tasks.causal_lm.chat import ChatTemplate
 from trainer.tasks.causal_lm.chat_rows import chats, opened
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
@@ -173,6 +176,27 @@ def test_a_conversation_begins_with_one_opening_whoever_writes_it(template: str)
     assert made.apply_chat_template(TURNS, return_dict=True)["input_ids"] == tokens["ids"]
 
 
+def test_a_template_with_a_clock_writes_the_same_date_on_every_day(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = "{{ strftime_now('%d %B %Y') }}" + BUILT_IN["chatml"]
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Later:
+            return cls(2031, 1, 2)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Later)
+    made = tokenizer(clock)
+    chat = ChatTemplate.of(made, None, None)
+    assert chat.opened({"messages": TURNS[:2]}).startswith("26 July 2024<|im_start|>")
+    tokens = chat.tokens({"messages": TURNS}, made.eos_token_id)
+    assert made.decode(tokens["ids"]).startswith("26 July 2024<|im_start|>")
+    assert chat.identity() == {"chat_template": clock, "date": "2024-07-26"}
+    plain = ChatTemplate.of(tokenizer(LLAMA_3), None, None)
+    assert plain.identity() == {"chat_template": LLAMA_3}  # as before there was a date
+
+
 def test_a_tokenizer_without_a_template_names_the_key_and_a_file_will_do(tmp_path: Path) -> None:
     with refused("template_missing"):
         ChatTemplate.of(tokenizer(None), None, None)
@@ -209,6 +233,63 @@ def test_rows_of_openai_and_of_sharegpt_are_conversations(tmp_path: Path) -> Non
     assert rows(tmp_path, {"prompt": "One?", "completion": "Eins."}) == [found[1]]
 
 
+def said_by(role: str) -> dict[str, Any]:
+    return {"messages": [TURNS[1], {"role": role, "content": "Eins."}]}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        *((name, "assistant") for name in ("gpt", "chatgpt", "model", "bot", "Assistant", "AI")),
+        *((name, "user") for name in ("human", "prompter", "User")),
+        *((name, "tool") for name in ("observation", "function", "ipython", "tool-response")),
+        *((name, "system") for name in ("developer", "SYSTEM")),
+    ],
+)
+def test_roles_that_people_write_are_one_of_four(theirs: str, ours: str, tmp_path: Path) -> None:
+    turns = [{"from": theirs, "value": "x"}, TURNS[1], TURNS[2]]
+    (row,) = rows(tmp_path, {"messages": turns})
+    assert row["messages"] == [{"role": ours, "content": "x"}, TURNS[1], TURNS[2]]
+
+
+def test_calls_of_llama_factory_are_calls_of_tools(tmp_path: Path) -> None:
+    turns = [
+        {"from": "human", "value": "Area?"},
+        {"from": "function_call", "value": '{"name": "area", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "15"},
+        {"from": "gpt", "value": "15."},
+    ]
+    (row,) = rows(tmp_path, {"messages": turns, "tools": ""})
+    call = {"type": "function", "function": {"name": "area", "arguments": {"a": 1}}}
+    assert row["messages"][1:3] == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "15"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "mark", [{"train": False}, {"loss": False}, {"loss_mask": 0}, {"weight": 0.0}, {"training": 0}]
+)
+def test_a_turn_that_says_so_is_read_and_not_learnt(mark: dict[str, Any], tmp_path: Path) -> None:
+    turns = [{**TURNS[1], **mark}, {**TURNS[2], **mark}, TURNS[3], TURNS[4]]
+    (row,) = rows(tmp_path, {"messages": turns})
+    assert row == {"messages": [TURNS[1], {**TURNS[2], "weight": 0}, TURNS[3], TURNS[4]]}
+
+
+def test_system_and_input_of_a_row_are_read(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, {"messages": TURNS[1:], "system": "Be brief."})
+    assert row["messages"] == TURNS
+    (same,) = rows(tmp_path, {"messages": TURNS, "system": "Be brief."})
+    assert same["messages"] == TURNS
+    alpaca = {"instruction": "Translate.", "input": "One", "output": "Eins", "system": ""}
+    (tmp_path / "train.jsonl").write_text(json.dumps(alpaca))
+    own = OwnRows(columns={"prompt": "instruction", "completion": "output"})
+    (row,) = chats(tmp_path, "train", own)
+    assert [turn["content"] for turn in row["messages"]] == ["Translate.\nOne", "Eins"]
+    (text,) = completions(tmp_path, "train", own)
+    assert text == {"text": "Translate.\nOneEins", "answer_spans": [(14, 18)]}
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -219,14 +300,46 @@ def test_rows_of_openai_and_of_sharegpt_are_conversations(tmp_path: Path) -> Non
         ({"messages": [{"role": "user"}]}, fault("content_wanted", turn=0, value=None)),
         (
             {"messages": [{**TURNS[1], "weight": 1}]},
-            fault("weight_wanted", turn=0, value=1, role="user"),
+            fault("weight_wanted", turn=0, key="weight", value=1, role="user"),
         ),
         (
             {"messages": [{**TURNS[2], "weight": 2}]},
-            fault("weight_wanted", turn=0, value=2, role="assistant"),
+            fault("weight_wanted", turn=0, key="weight", value=2, role="assistant"),
         ),
         ({"messages": TURNS[:2]}, fault("nothing_to_learn")),
         ({"messages": [TURNS[1], {**TURNS[2], "weight": 0}]}, fault("nothing_to_learn")),
+        (said_by("assistent"), fault("role_wanted", turn=1, value="assistent")),
+        (said_by("Narrator"), fault("role_wanted", turn=1, value="Narrator")),
+        (said_by("function_call"), fault("calls_wanted", turn=1, value="Eins.")),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "mask": True}]},
+            fault("learning_key_unknown", turn=1, key="mask", value=True),
+        ),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "loss_mask": [0, 1]}]},
+            fault("weight_wanted", turn=1, key="loss_mask", value=[0, 1], role="assistant"),
+        ),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "weight": 0.5}]},
+            fault("weight_wanted", turn=1, key="weight", value=0.5, role="assistant"),
+        ),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "train": True, "weight": 0}]},
+            fault("learning_keys_differ", turn=1, key="train", value=1, other="weight"),
+        ),
+        ({"messages": TURNS, "train": False}, fault("learning_of_row", key="train", value=False)),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "content": "", "function_call": {"name": "f"}}]},
+            fault("old_call_unread", turn=1, value={"name": "f"}),
+        ),
+        (
+            {"messages": [TURNS[1], {**TURNS[2], "content": " "}]},
+            fault("turn_empty", turn=1, value=" "),
+        ),
+        (
+            {"messages": TURNS, "system": "Be long."},
+            fault("system_differs", value="Be long.", first="Be brief."),
+        ),
         ({"messages": TURNS, "tools": "{"}, fault("list_of_wanted", key="tools", value=["{"])),
     ],
 )

@@ -80,9 +80,9 @@ TEVATRON = Layout(
     objects=(("positive_passages", _PASSAGE), ("negative_passages", _PASSAGE)),
 )
 TEXTS = Layout((("text",),))
-COMPLETIONS = Layout((("prompt",), ("completion",)))
+COMPLETIONS = Layout((("prompt",), ("completion",), ("input",)))
 CHATS = Layout(
-    (("messages",), ("prompt",), ("completion",), ("tools",)),
+    (("messages",), ("prompt",), ("completion",), ("tools",), ("system",), ("input",)),
     lists=frozenset({"messages", "tools"}),
     objects=(("messages", ("role", "content", "weight", "tool_calls")),),
 )

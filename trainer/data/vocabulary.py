@@ -42,6 +42,9 @@ FILES = (  # what a tokenizer is made of in a model's folder
     ),
 )
 VOCABULARIES = (_TOKENIZER_FILE, "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")
+# How many times as many bytes UTF-8 has at most after each form of Unicode, as the Unicode FAQ on
+# normalisation gives it: one ligature of 3 bytes becomes 18 letters of 33.
+_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11}
 _MERGES = {"vocab.json", "merges.txt"}  # of a byte-level BPE, as GPT-2's was published
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that say nothing
 
@@ -160,6 +163,30 @@ def opening_of(tokenizer: Any) -> list[int]:
         tokenizer("a", add_special_tokens=is_added)["input_ids"] for is_added in (False, True)
     )
     return [bos] if bos is not None and opened[: len(plain) + 1] == [bos, *plain] else []
+
+
+def most_tokens_per_byte(tokenizer: Any) -> int | None:
+    """The most tokens that a byte of a text can become, special ones apart; None where only the
+    tokenizer itself can tell, as one that puts a blank before every text, or that knows no bytes.
+    """
+    content: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    steps = _steps(content["pre_tokenizer"], "pretokenizers")
+    is_of_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    if not is_of_bytes or any(step.get("add_prefix_space") for step in steps):
+        return None
+    growth = 1
+    for step in _steps(content["normalizer"], "normalizers"):
+        if step["type"] not in _GROWTH:
+            return None
+        growth *= _GROWTH[step["type"]]
+    return growth
+
+
+def _steps(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer, which is one step, a sequence of them, or missing."""
+    if step is None:
+        return []
+    return [one for inner in step[name] for one in _steps(inner, name)] if name in step else [step]
 
 
 def check_fits(tokenizer: PreTrainedTokenizerFast, num_embeddings: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.config.own_rows import COMPLETIONS, QUESTIONS, TEXTS, Layout, OwnRows
+from trainer.data.formats.conversation import with_input
 from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields
 from trainer.data.readers.fields import first_given
@@ -183,14 +184,17 @@ def completions(
     folder: Path | None, split: str, own: OwnRows = FILES, *, cache_dir: Path | None = None
 ) -> Iterator[Row]:
     """Rows {"text", "answer_spans"} of a user's files, every row with a non-blank "prompt" and
-    "completion", which follow one another as they stand.
+    "completion", which follow one another as they stand. Alpaca's "input" stands in a line of its
+    own behind the prompt.
 
     answer_spans: the one of the completion, in characters.
     """
-    names = ("prompt", "completion")
-    for row in text_rows(folder, split, names, own, layout=COMPLETIONS, cache_dir=cache_dir):
-        text = row["prompt"] + row["completion"]
-        yield {"text": text, "answer_spans": [(len(row["prompt"]), len(text))]}
+    how: dict[str, Any] = {"layout": COMPLETIONS, "first": ".jsonl", "cache_dir": cache_dir}
+    for place, raw in own_rows(own, split, folder, **how):
+        fields.required_text(raw, "prompt", place)
+        prompt = with_input(raw)
+        text = prompt + fields.required_text(raw, "completion", place)
+        yield {"text": text, "answer_spans": [(len(prompt), len(text))]}
 
 
 def question_row(raw: Row, place: str) -> Row:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data import vocabulary
+from trainer.data.formats.conversation import ASSISTANT, counts
 from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
@@ -28,12 +31,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Llama 3's template writes a date into the system turn, by default today's, so that rows would
-# change from day to day. This is the date that the template falls back on.
-_DATE = {"date_string": "26 Jul 2024"}
+# Some templates write a date, by default today's, so that rows would change from day to day. This
+# is the one that Llama 3's falls back on. Training and whoever generates use it.
+_DATE = datetime(2024, 7, 26)
 
+
+def _strftime_now(form: str) -> str:
+    return _DATE.strftime(form)
+
+
+_CLOCK = {"date_string": _strftime_now("%d %b %Y"), "strftime_now": _strftime_now}
 _OPENED = "{{- bos_token }}"
 
 Message = Mapping[str, Any]
@@ -109,6 +117,13 @@ class ChatTemplate:
         """The source of the template, or of all templates where a tokenizer has several."""
         return str(self.tokenizer.chat_template)
 
+    def identity(self) -> dict[str, str]:
+        """What the ids of a conversation depend on besides it and the tokenizer."""
+        if "strftime_now" not in self.text:
+            return {"chat_template": self.text}
+        # until 2026-11-26 such a template wrote the day of its encoding
+        return {"chat_template": self.text, "date": _DATE.date().isoformat()}
+
     def tokens(self, row: Row, end: int) -> dict[str, list[int]]:
         """A whole conversation: "ids", and "scored", which is 1 for each id that is learnt.
 
@@ -118,7 +133,7 @@ class ChatTemplate:
         encoding = self.tokenizer(
             spoken.text, add_special_tokens=False, return_offsets_mapping=True
         )
-        scored = [int(meets(one, spoken.spans)) for one in encoding["offset_mapping"]]
+        scored = flags(encoding["offset_mapping"], spoken.spans)
         behind = [end] if spoken.needs_end else []
         return {"ids": [*encoding["input_ids"], *behind], "scored": [*scored, *(1 for _ in behind)]}
 
@@ -192,7 +207,7 @@ class ChatTemplate:
         template = self.tokenizer.get_chat_template(None, tools)
         if not _GENERATION.search(template):
             return None
-        variables: dict[str, Any] = {**self.tokenizer.special_tokens_map, **_DATE, "tools": tools}
+        variables: dict[str, Any] = {**self.tokenizer.special_tokens_map, **_CLOCK, "tools": tools}
         rendered: Any = render_jinja_template(
             conversations=[[_plain(one) for one in messages]],
             chat_template=template,
@@ -213,7 +228,7 @@ class ChatTemplate:
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=is_opened,
-                **_DATE,
+                **_CLOCK,
             )
         except RecursionError:
             raise ConfigError(
@@ -231,15 +246,15 @@ class _NoPrefix(Exception):
     """A rendering does not begin with the one before it."""
 
 
-def counts(message: Message) -> bool:
-    """Whether a turn is learnt."""
-    return message["role"] == ASSISTANT and message.get("weight", 1) == 1
-
-
-def meets(token: Span, spans: Sequence[Span]) -> bool:
-    """Whether a token shares a character with one of the spans."""
-    first, end = token
-    return any(first < stop and start < end for start, stop in spans)
+def flags(tokens: Iterable[Span], spans: Iterable[Span]) -> list[int]:
+    """For each token 1 if it shares a character with one of the spans, which do not overlap."""
+    ordered = sorted(spans)
+    starts, stops = [start for start, _ in ordered], [stop for _, stop in ordered]
+    found: list[int] = []
+    for first, end in tokens:
+        before = bisect_left(starts, end)  # spans that begin before the token ends
+        found.append(int(before > 0 and first < stops[before - 1]))
+    return found
 
 
 def _plain(message: Message) -> dict[str, Any]:

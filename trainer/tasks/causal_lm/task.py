@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import lookup, stdlib_docs, vocabulary
+from trainer.data.formats.conversation import opened, with_input
 from trainer.data.padding import pad_right
 from trainer.data.readers import fields, questions
 from trainer.errors import ConfigError
@@ -20,8 +21,8 @@ from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack_labelled
 from trainer.protocol.abilities import Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
-from trainer.tasks.causal_lm.chat import ChatTemplate, meets
-from trainer.tasks.causal_lm.chat_rows import chats, opened
+from trainer.tasks.causal_lm.chat import ChatTemplate, flags
+from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.causal_lm.config import Config
 from trainer.tasks.token_task import TokenTask
 
@@ -71,6 +72,7 @@ class Task(TokenTask[Config]):
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
+        self._last_tokens: tuple[Any, dict[str, list[int]]] | None = None
         self.chat: ChatTemplate | None = None  # how conversations are written
         if cfg.data.source == "chat":
             template, folder = cfg.data.chat_template, places.data_path
@@ -122,6 +124,7 @@ class Task(TokenTask[Config]):
         """
         if raw.get("messages") is None and (self.chat is None or raw.get("prompt") is None):
             name, text = fields.first_given(raw, ("prompt", "text"))
+            text = with_input(raw) if name == "prompt" else text
             return self.ids_of(fields.text(text, place, name))
         if self.chat is None:
             raise ConfigError(
@@ -172,26 +175,37 @@ class Task(TokenTask[Config]):
         pieces.
         """
         limit = self.cfg.data.max_tokens
-        # a byte-level vocabulary never makes more tokens than bytes
-        if len(self.opening) + len(row["text"].encode()) < limit:
+        growth = self._most_tokens_per_byte
+        num_bytes = len(row["text"].encode())
+        if growth is not None and len(self.opening) + growth * num_bytes < limit:
             yield {**row, "piece": 0}
             return
         for piece in range(-(-len(self._tokens(row)["ids"]) // limit)):
             yield {**row, "piece": piece}
 
+    @cached_property
+    def _most_tokens_per_byte(self) -> int | None:
+        return vocabulary.most_tokens_per_byte(self.tokenizer)
+
     def _tokens(self, row: Row) -> dict[str, list[int]]:
         """A whole text with its opening and its end token: "ids" and, when only answers are labels,
         "scored", which is 1 for the tokens of answers and the end token.
+
+        The tokens of the last text are remembered: its pieces follow one another.
         """
+        key = (row["text"], row.get("answer_spans"))
+        if self._last_tokens is not None and self._last_tokens[0] == key:
+            return self._last_tokens[1]
         encoding = self.tokenizer(
             row["text"], add_special_tokens=False, return_offsets_mapping=self._is_on_answers
         )
-        ids = [*self._begun(encoding["input_ids"]), self.end]
-        if not self._is_on_answers:
-            return {"ids": ids}
-        scored = [int(meets(one, row["answer_spans"])) for one in encoding["offset_mapping"]]
-        opening = [0] * (len(ids) - 1 - len(scored))
-        return {"ids": ids, "scored": [*opening, *scored, 1]}
+        fields = {"ids": [*self._begun(encoding["input_ids"]), self.end]}
+        if self._is_on_answers:
+            scored = flags(encoding["offset_mapping"], row["answer_spans"])
+            opening = [0] * (len(fields["ids"]) - 1 - len(scored))
+            fields["scored"] = [*opening, *scored, 1]
+        self._last_tokens = (key, fields)
+        return fields
 
     def encode(self, row: Row) -> Encoded:
         if self.chat is not None:
@@ -228,8 +242,7 @@ class Task(TokenTask[Config]):
 
     def encoding_id(self) -> str:
         if self.chat is not None:
-            template = self.chat.text
-            return self.encoded_under(max_tokens=self.cfg.data.max_tokens, chat_template=template)
+            return self.encoded_under(max_tokens=self.cfg.data.max_tokens, **self.chat.identity())
         settings: dict[str, Any] = {"max_tokens": self.cfg.data.max_tokens}
         if self._is_on_answers:
             settings["loss_on"] = "answer"
