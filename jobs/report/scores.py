@@ -19,8 +19,8 @@ from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import starts_of
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
-from trainer.config.direction import direction_of
 from trainer.files.atomic import read_json
+from trainer.metrics.direction import direction_of
 
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
 ID_WIDTH, GAP = 8, 2

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from trainer.config.direction import direction_of
 from trainer.config.schema import Schedule, Train
 from trainer.errors import ConfigError
+from trainer.metrics.direction import direction_of
 from trainer.training import validation
 from trainer.training.session import Progress
 from trainer.training.validation import direction_of_best

@@ -15,8 +15,8 @@ from pydantic import (
 )
 
 from trainer.config.block import Fraction, Positive, Strict
-from trainer.config.direction import Direction
 from trainer.config.synonyms import SYNONYMS
+from trainer.metrics.direction import Direction
 
 
 class Optim(Strict):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.direction import Direction
 from trainer.config.schema import Experiment
 from trainer.data.order import Sharding
+from trainer.metrics.direction import Direction
 from trainer.telemetry.chain import StepChain
 from trainer.training.bad_steps import BadSteps, SkippedSteps, Trouble
 from trainer.training.schedule import Plateau

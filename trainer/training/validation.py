@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.config.direction import Direction, direction_of
 from trainer.errors import ConfigError, nearest
+from trainer.metrics.direction import Direction, direction_of
 from trainer.protocol.abilities import Answers
 from trainer.runtime import distributed
 from trainer.runtime.preemption import Stopped

@@ -47,11 +47,16 @@ def is_in(folder: Path) -> bool:
 
 
 def keep_ids_alone(model: Any) -> None:
-    """Drop from a model's generation settings all that a base's file says but ids of tokens."""
+    """Drop from a model's generation settings all that a base's file says but ids of tokens; an id
+    that the file lacks is the config's.
+    """
     of_file = getattr(model, "generation_config", None)
-    if of_file is not None:
-        ids = {name: getattr(of_file, name, None) for name in _IDS}
-        model.generation_config = GenerationConfig(**ids)
+    if of_file is None:
+        return
+    of_config = GenerationConfig.from_model_config(model.config)
+    ids = {name: getattr(of_file, name, None) for name in _IDS}
+    missing = {name: getattr(of_config, name, None) for name, one in ids.items() if one is None}
+    model.generation_config = GenerationConfig(**(ids | missing))
 
 
 def cache_of(config: Any) -> Any:

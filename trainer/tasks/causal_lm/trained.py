@@ -34,9 +34,12 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 """
 _CHAT = """\
 messages = [{{"role": "user", "content": "Where is the red key?"}}]
-text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True{more})
+text = tokenizer.apply_chat_template(
+    messages, tokenize=False, add_generation_prompt=True{more}
+)
 ids = tokenizer(text, add_special_tokens=False)["input_ids"]
 """
+_ON_DAY = ', date_string="26 Jul 2024"'  # the date that chat.py has templates write
 _TEXT = """\
 text = "Where is the red key?"
 ids = {opening}tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -63,7 +66,8 @@ def usage(cfg: Config, folder: Path) -> Usage:
     start = _START.format(loading=loading("AutoModelForCausalLM", folder))
     prompt = _TEXT.format(opening=f"{opening} + " if opening else "")
     if is_chat:
-        prompt = _CHAT.format(more="")
+        has_date = "date_string" in str(tokenizer.chat_template)
+        prompt = _CHAT.format(more=_ON_DAY if has_date else "")
     write = _WRITE.format(blank='.removeprefix(" ")' if is_chat else "")
     limits = [
         f"It was trained on at most {cfg.data.max_tokens} tokens at a time; what it says may be "
