@@ -210,6 +210,19 @@ def test_as_many_tokens_as_asked_are_generated(
     assert text == predicted(kind, opened, Prediction(max_tokens=most))
 
 
+def test_the_least_length_of_a_summary_holds_in_the_service(folder: Path, tmp_path: Path) -> None:
+    values = values_of("summariser", folder)
+    values["generation"] |= {"min_tokens": 8}
+    file = Path(values["base"]) / generation_file.NAME
+    file.write_text(json.dumps({"eos_token_id": list(range(0, 384, 2))}))
+    _, _, opened = exported(values, folder, tmp_path / "export")
+    text, last = served("summariser", opened, max_tokens=256)
+    assert text == predicted("summariser", opened, Prediction())
+    assert last["tokens"] >= 8
+    assert served("summariser", opened, max_tokens=3)[1]["tokens"] == 3
+    file.unlink()
+
+
 @pytest.mark.parametrize(
     "content", ['{"eos_token_id": ["</s>"]}', "[1]", "{", '{"eos_token_id": -1}']
 )

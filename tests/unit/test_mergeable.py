@@ -88,10 +88,3 @@ def test_a_ratio_of_values_is_their_mean_in_fp64() -> None:
     ratio = Ratio.of([0.1, 0.2, 0.4])
     assert ratio.num.dtype == torch.float64
     assert ratio.value() == pytest.approx(0.7 / 3, abs=1e-16)
-
-
-def test_an_answer_that_is_nothing_but_an_article_does_not_stand_everywhere() -> None:
-    for nothing in ("A", "The the", "?", ""):
-        assert recall_em("nothing at all", [nothing]) == 0.0
-        assert recall_em("the", [nothing]) == 1.0
-    assert recall_em("in the attic", ["A", "attic"]) == 1.0

@@ -95,12 +95,10 @@ def f1(prediction: str, references: Sequence[str]) -> float:
 
 
 def recall_em(prediction: str, references: Sequence[str]) -> float:
-    """1.0 when a normalised reference stands somewhere in the normalised prediction. One of which
-    nothing is left ("A", "?") stands only in a prediction of which nothing is left.
+    """1.0 when a normalised reference stands somewhere in the normalised prediction; one of which
+    normalising leaves nothing ("A", "?") stands in every prediction, as in the published scores.
     """
-    text = normalise(prediction)
-    normalised = [normalise(reference) for reference in references]
-    return float(any(one in text if one else not text for one in normalised))
+    return float(any(normalise(reference) in normalise(prediction) for reference in references))
 
 
 def answer_scores(
