@@ -1,13 +1,16 @@
 """What every export makes in the program it is for, against what it makes here: the largest
 difference of each, in one table.
 
-    python benchmarks/exports.py [--keep FOLDER]
+    python benchmarks/exports.py [--keep FOLDER] [--earlier]
 
 Tiny models of random weights, trained for two steps each, exported by the run, and loaded in one
 process that cannot import `trainer` (tests/stranger.py): a loss, logits, vectors or scores of the
 same input on both sides, absolute differences beside the largest number compared. Every family of
 bases that cross_attention knows is there. Ends with 1 when a difference is above 1e-6 of that
 number, or of 1. Half a minute on an idle core.
+
+--earlier: every family of every task in transformers 4.57 against today's version instead, in an
+environment that is made for it (tests/transformers_457); the bound is 1e-5. Ten minutes.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from tests.bases import DECODERS
 from tests.facts import write_facts
 from tests.families import experiment_on
 from tests.ranks import run_on_ranks
+from tests.transformers_457 import exports as exports_457
 
-BOUND = 1e-6
+BOUND, BOUND_OF_EARLIER = 1e-6, 1e-5
 LOADER = {
     "cross_attention": "AutoModelForCausalLM, trust_remote_code",
     "causal_lm": "AutoModelForCausalLM",
@@ -42,7 +46,11 @@ def main() -> int:
     """Train, export, load, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=Path, help="A new folder for the runs; default: none stay.")
-    keep: Path | None = parser.parse_args().keep
+    parser.add_argument("--earlier", action="store_true", help="Compare with transformers 4.57.")
+    arguments = parser.parse_args()
+    keep: Path | None = arguments.keep
+    if arguments.earlier:
+        return with_earlier(keep)
     with tempfile.TemporaryDirectory() as temporary:
         place = keep or Path(temporary)
         folder = write_facts(place / "facts")
@@ -59,6 +67,20 @@ def main() -> int:
     for text, _ in rows:
         print(text)
     return int(not all(is_good for _, is_good in rows))
+
+
+def with_earlier(keep: Path | None) -> int:
+    """The table of both versions; 1 when an export is further away than its bound."""
+    with tempfile.TemporaryDirectory() as temporary:
+        place = keep or Path(temporary)
+        folder = write_facts(place / "facts")
+        sides = exports_457.sides(exports_457.experiments(folder), folder, place / "runs")
+    print("| export | 4.57 against today | of |")
+    print("|---|---|---|")
+    found = {name: exports_457.difference(*pair) for name, pair in sides.items()}
+    for name, (largest, of) in found.items():
+        print(f"| {name} | {largest:.1e} | {of} |")
+    return int(not all(largest <= BOUND_OF_EARLIER for largest, _ in found.values()))
 
 
 def row(name: str, task: str, own: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, bool]:

@@ -1,4 +1,4 @@
-"""What can go wrong with a scheduler. The rest of the tree, and ConfigError, is in
+"""What can go wrong with a scheduler or a run folder. The rest of the tree, and ConfigError, is in
 trainer/errors.py.
 
 LatheError
@@ -6,15 +6,36 @@ LatheError
 │   └── Refused      2  the scheduler looked at the job and said no: nothing was started
 ├── Unreachable      4  the scheduler cannot be seen; whatever was asked may or may not have
                      happened
+├── Busy             1  another process holds the lock of an experiment
 ├── SomeFailed       3  some experiments of the group could not be submitted or ended badly
 └── NothingMatched   5  no experiment is what the command asked for
 """
 
 from __future__ import annotations
 
-from trainer.errors import LatheError, UserError
+import errno
+import sqlite3
+import subprocess
+from pathlib import Path
+
+from trainer.errors import LatheError, StorageError, UserError
+from trainer.files.atomic import disk_error
 
 EXIT_SOME_FAILED, EXIT_UNREACHABLE, EXIT_NOTHING_MATCHED = 3, 4, 5
+# A disk that refuses so refuses again until somebody changes something. What else an OSError tells
+# (a full disk, too many open files, a file server that is away) may pass by itself.
+PERMANENT = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.EEXIST,
+    errno.ENXIO,
+    errno.EINVAL,
+)
 
 
 class Refused(UserError):
@@ -27,6 +48,10 @@ class Unreachable(LatheError):
     exit_code = EXIT_UNREACHABLE
 
 
+class Busy(LatheError):
+    """Another process holds the lock of this experiment."""
+
+
 class SomeFailed(LatheError):
     """Some experiments of a group could not be submitted or ended badly; the others are fine."""
 
@@ -37,6 +62,31 @@ class NothingMatched(LatheError):
     """No experiment fits what was asked for."""
 
     exit_code = EXIT_NOTHING_MATCHED
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same action may succeed later although nobody changes anything: a full disk, a
+    lock, a scheduler that does not answer. False for all that was never thought of.
+    """
+    if isinstance(error, StorageError) and isinstance(error.__cause__, Exception):
+        return disk_error(error.__cause__) not in PERMANENT
+    if isinstance(error, OSError):
+        return error.errno not in PERMANENT
+    # the index cannot be read or written, which is no fault of the job
+    is_of_index = type(error) in (sqlite3.OperationalError, sqlite3.DatabaseError)
+    is_of_process = isinstance(error, MemoryError) or "can't start new thread" in str(error)
+    is_of_scheduler = isinstance(error, Unreachable | subprocess.TimeoutExpired)
+    is_of_disk = isinstance(error, Busy | StorageError)
+    return is_of_index or is_of_process or is_of_scheduler or is_of_disk
+
+
+def reason_of(error: BaseException, place: Path) -> str:
+    """What to tell a person of an error: it names the file, or else `place`."""
+    if isinstance(error, LatheError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return f"{place}: {type(error).__name__}: {error}"
 
 
 # another copy of this attempt runs, or nobody waits for it any more: this one does nothing

@@ -87,8 +87,17 @@ def ours(task: Any, model: Any, given: dict[str, Any]) -> dict[str, Tensor]:
         return _OURS[task.cfg.task](task, model, given)
 
 
-def told(exports: dict[str, tuple[str, Path, dict[str, Any]]], folder: Path) -> dict[str, Any]:
-    """By name: what a process without `trainer` makes of (task, folder, inputs)."""
+def told(
+    exports: Mapping[str, tuple[str, Path, dict[str, Any]]],
+    folder: Path,
+    *,
+    python: str | Path = sys.executable,
+) -> dict[str, Any]:
+    """By name: what a process without `trainer` makes of (task, folder, inputs); "error" where it
+    fails.
+
+    python: of the environment whose transformers loads them.
+    """
     folder.mkdir(exist_ok=True)
     content = {
         name: {"task": task, "folder": str(place), **given}
@@ -98,7 +107,7 @@ def told(exports: dict[str, tuple[str, Path, dict[str, Any]]], folder: Path) -> 
     environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "code"), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
-        [sys.executable, str(STRANGER), str(folder)],
+        [str(python), str(STRANGER), str(folder)],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -144,6 +153,8 @@ def both(
         own[name] = ours(task, model, given) | {"said": said(task, model)}
         asked_of[name] = (values["task"], export, given)
     theirs = told(asked_of, place)
+    errors = {name: one["error"] for name, one in theirs.items() if "error" in one}
+    assert not errors, errors
     return {name: (own[name], theirs[name]) for name in own}
 
 

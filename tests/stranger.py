@@ -3,7 +3,8 @@
     python tests/stranger.py FOLDER
 
 FOLDER holds asked.pt, {name: {"task", "folder", inputs}}; told.pt is written beside it: by name
-{"of a tensor": what the foreign loader computes, "shown": what each program of the card prints}.
+{"of a tensor": what the foreign loader computes, "shown": what each program of the card prints}; {"error"} where the loader fails. It runs in
+transformers 4.57, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_outputs import BaseModelOutput
 
 PROGRAM = re.compile(r"^## How to load it$.*?(?=^## )", re.M | re.S)
@@ -26,7 +28,14 @@ CODE = re.compile(r"```python\n(.*?)```", re.S)
 
 
 def cross_attention(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    if Path(folder, "adapter_config.json").is_file():
+        build = get_class_from_dynamic_module(
+            "modeling_cross_attention.LatheCrossAttentionForCausalLM", folder
+        )
+        model: Any = build.from_pretrained(folder)  # type: ignore[attr-defined]
+    else:
+        auto = transformers.AutoModelForCausalLM
+        model = auto.from_pretrained(folder, trust_remote_code=True)
     rows = {name: asked[name] for name in ("input_ids", "attention_mask", "labels")}
     context = {name: asked[name] for name in asked if name.startswith("context_")}
     out = model(**rows, **context)
@@ -46,28 +55,37 @@ def cross_attention(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
     return {"loss": out.loss, "logits": out.logits, **made}
 
 
+def _attention(folder: str) -> dict[str, str]:
+    """What a card says of models that cap their attention."""
+    is_capped = 'attn_implementation="eager"' in Path(folder, "README.md").read_text()
+    return {"attn_implementation": "eager"} if is_capped else {}
+
+
 def causal_lm(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **_attention(folder))
     out = model(**asked)
     ends = model.generation_config
-    return {"loss": out.loss, "ends": [ends.eos_token_id, ends.pad_token_id]}
+    said = [ends.eos_token_id, ends.pad_token_id]
+    return {"loss": out.loss, "logits": out.logits, "ends": said}
 
 
 def summariser(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, **_attention(folder))
     made = model.generate(asked["input_ids"], attention_mask=asked["attention_mask"])
-    return {"loss": model(**asked).loss, "made": made}
+    out = model(**asked)
+    return {"loss": out.loss, "logits": out.logits, "made": made}
 
 
 def fid(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, **_attention(folder))
     encoder = model.get_encoder()
     states = [encoder(input_ids=torch.tensor([ids])).last_hidden_state for ids in asked["passages"]]
     fused = BaseModelOutput(last_hidden_state=torch.cat(states, dim=1))  # type: ignore[arg-type]
     mask = torch.ones(fused.last_hidden_state.shape[:2], dtype=torch.long)  # type: ignore[union-attr]
     given = {"encoder_outputs": fused, "attention_mask": mask}
     made = model.generate(**given)
-    return {"loss": model(**given, labels=asked["labels"]).loss, "made": made}
+    out = model(**given, labels=asked["labels"])
+    return {"loss": out.loss, "logits": out.logits, "made": made}
 
 
 def retriever(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -84,8 +102,6 @@ def retriever(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def vera(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
     build = get_class_from_dynamic_module("plausibility.PlausibilityScorer", folder)
     scorer: Any = build.from_pretrained(folder)  # type: ignore[attr-defined]
     return {"scores": torch.tensor(scorer(asked["texts"]))}
@@ -115,9 +131,12 @@ def main(folder: Path) -> None:
     told: dict[str, Any] = {}
     for name, one in asked.items():
         place, task = Path(one.pop("folder")), one.pop("task")
-        with torch.no_grad():
-            found: dict[str, Tensor] = globals()[task](str(place), one)
-        told[name] = {**found, **shown(place)}
+        try:
+            with torch.no_grad():
+                found: dict[str, Tensor] = globals()[task](str(place), one)
+            told[name] = {**found, **shown(place)}
+        except Exception as error:  # any: what fails is told by its name, and the others go on
+            told[name] = {"error": f"{type(error).__name__}: {error}"}
     torch.save(told, folder / "told.pt")
 
 

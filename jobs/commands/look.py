@@ -153,3 +153,5 @@ def results_command(
     else:
         screen = Console()
         screen.print(tables.as_table(results, width=screen.width))
+    if not as_json:
+        typer.echo(tables.unreadable_lines(results), err=True, nl=False)

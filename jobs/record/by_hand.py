@@ -20,7 +20,7 @@ def still_running(status: Mapping[str, Any], age_s: float) -> tuple[JobState, st
 
     On its own machine its process is looked up. Elsewhere the reason names the file's age.
     """
-    process = cast("dict[str, Any]", status.get("process") or {})
+    process = _process(status)
     name = f"its process, {process.get('pid')} on {process.get('host')},"
     silence = (
         f"no sign of life for {age_s / 60:.0f} min"
@@ -46,7 +46,7 @@ def training_now(folder: RunFolder, *, was_sent: bool) -> str | None:
     status = read_json(folder.status) or {}
     if status.get("state") != "running":
         return None
-    process = cast("dict[str, Any]", status.get("process") or {})
+    process = _process(status)
     age_s = seconds_since(status.get("updated_at"))
     where = f"started by hand on {status.get('host')}" if not was_sent else status.get("host")
     if life(process) == "alive":
@@ -54,3 +54,9 @@ def training_now(folder: RunFolder, *, was_sent: bool) -> str | None:
     if was_sent or life(process) != "unseen" or age_s > HEARTBEAT_LOST_S:
         return None
     return f"its training runs, {where}: it gave a sign of life {age_s:.0f} s ago"
+
+
+def _process(status: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of the training's process; {} when status.json has none."""
+    process = status.get("process")
+    return cast("dict[str, Any]", process) if isinstance(process, dict) else {}

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from filelock import FileLock, SoftFileLock, Timeout
 
+from jobs.errors import Busy
+from jobs.job_state import STATES
 from jobs.record.times import now
 from trainer.errors import LatheError
 from trainer.files.atomic import refusals
@@ -130,17 +132,45 @@ def intent(
 
 
 def read(folder: RunFolder) -> Job | None:
-    """The job of a record; None when there is no record. LatheError when it was altered."""
+    """The job of a record; None when there is no record. LatheError when it was altered, or is that
+    of another experiment.
+    """
     try:
         content = folder.record.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    job, problem = None, None
     try:
-        return fold(_whole(content))
-    except (KeyError, TypeError) as error:
-        raise LatheError(
-            f"{folder.record}: an event lacks {error}. `reset` the experiment, or mend that line."
-        ) from error
+        job = fold(_whole(content))
+        problem = None if job is None else _problem(job, folder.path.name)
+        if job is None and b"\n" in content:  # without one, its first writer was killed
+            problem = "no line begins a record"
+    except KeyError as error:
+        problem = f"an event lacks {error}"
+    except (TypeError, AttributeError) as error:
+        problem = f"an event is malformed ({error})"
+    except RecursionError:
+        problem = "a line is nested too deeply"
+    if problem is not None:
+        raise LatheError(f"{folder.record}: {problem}. `reset` the experiment, or mend that line.")
+    return job
+
+
+def _problem(job: Job, exp_id: str) -> str | None:
+    """What is wrong with a job that a record adds up to; None when it is as our events make it."""
+    if job.exp_id != exp_id:
+        return f"it is the record of the experiment {job.exp_id!r}, want {exp_id!r}"
+    texts: list[Any] = [job.digest, job.group, job.nonce, job.created_at, job.unseen_since or ""]
+    numbers: list[Any] = []
+    for one in job.attempts:
+        texts += [one.token, one.name, one.backend, one.at, one.id or "", one.submitted_at or ""]
+        texts += [one.reason or "", one.host or ""]
+        numbers += [one.number, one.index or 0]
+        if one.state not in STATES:
+            return f"there is no state {one.state!r}"
+    strays = [value for value in texts if not isinstance(value, str)]
+    strays += [value for value in numbers if type(value) is not int]
+    return f"{strays[0]!r} is no value that an event of ours has" if strays else None
 
 
 def _whole(content: bytes) -> Iterator[dict[str, Any]]:
@@ -204,10 +234,6 @@ def _apply(job: Job, event: dict[str, Any]) -> Job:
         for attempt in job.attempts
     )
     return replace(job, attempts=attempts)
-
-
-class Busy(LatheError):
-    """Another process holds the lock of this experiment."""
 
 
 @contextlib.contextmanager

@@ -32,7 +32,9 @@ def last_metrics(folder: RunFolder) -> dict[str, float]:
         if is_whole or metrics:
             break
     if not is_whole and not any("/" in name for name in metrics):
-        with contextlib.suppress(FileNotFoundError, ValueError, IndexError, TypeError):
+        with contextlib.suppress(
+            FileNotFoundError, ValueError, IndexError, TypeError, KeyError, RecursionError
+        ):
             score = json.loads((folder.path / "score_list.json").read_bytes())[-1]
             metrics = {
                 name: value for name, value in numbers(score).items() if name != "step"
@@ -76,10 +78,10 @@ def _last_values(lines: list[bytes]) -> dict[str, float]:
 
 
 def numbers_in(line: bytes) -> dict[str, float]:
-    """The finite numbers of one line of metrics.jsonl; empty for a torn line."""
+    """The finite numbers of one line of metrics.jsonl; empty for a line that cannot be read."""
     try:
         return numbers(json.loads(line))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
 
 

@@ -139,6 +139,11 @@ class RunFolder:
         """
         return self.path.with_name(f".{self.path.name}.job.lock")
 
+    @property
+    def was_submitted(self) -> bool:
+        """Whether it has a record. True too where that cannot be told: reading it says why."""
+        return is_there(self.record)
+
     def attempt(self, number: int) -> Attempt:
         return Attempt(self.path / "attempts" / str(number))
 
@@ -179,7 +184,20 @@ class BaseFolder:
 
     def submitted_runs(self) -> list[RunFolder]:
         """Every experiment that was ever submitted from here, by name."""
-        return [folder for folder in self.runs() if folder.record.exists()]
+        return [folder for folder in self.runs() if folder.was_submitted]
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file of this name. True too where the disk does not tell: its folder may
+    not be entered, or it is a link to itself.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def is_exp_id(name: str) -> bool:

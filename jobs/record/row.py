@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from jobs.config import JobConfig
+from jobs.job_state import ACTIVE
+from jobs.record.paths import is_there
+from trainer.data.formats.json_text import is_too_deep
+from trainer.errors import LatheError
 from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
     from jobs.job_state import JobState
     from jobs.record.events import Sent
-    from jobs.record.paths import Attempt
+    from jobs.record.paths import Attempt, RunFolder
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,13 @@ class Row:
     # for people: what tells it from its siblings, or how the training calls itself
     name: str = ""
     by_hand: bool = False  # nothing was ever submitted: only its own status.json tells of it
+    # why the state is "held" and nothing else is known: its folder cannot be read, as `reason` says
+    read_error: Literal["transient", "permanent"] | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is on its way or runs. A folder that cannot be read keeps nobody waiting."""
+        return self.state in ACTIVE and self.read_error is None
 
 
 def starts_of(attempt: Attempt) -> list[Start]:
@@ -106,6 +118,40 @@ def starts_of(attempt: Attempt) -> list[Start]:
         host, code = facts.get("host"), (outcome or {}).get("code")
         starts.append(Start(attempt.number, k, begin, end, host, gpus, code))
     return starts
+
+
+def as_shown(row: Row) -> Row:
+    """`row`, if all its values can be shown. ValueError otherwise: the files of a run may hold
+    anything, and one odd value must not end the table of all runs.
+    """
+    texts: dict[str, Any] = {
+        name: getattr(row, name) for name in ("reason", "host", "job_id", "created_at", "ended_at")
+    }
+    texts |= {f"host of start {start.number}": start.host for start in row.starts}
+    for name, value in texts.items():
+        if not isinstance(value, str | None):
+            raise ValueError(f"{name}: got {value!r}, want a text")
+    codes: list[Any] = [start.code for start in row.starts]
+    if any(type(code) not in (int, type(None)) for code in codes):
+        raise ValueError(f"exit codes: got {codes!r}, want whole numbers")
+    if not math.isfinite(row.gpu_hours):
+        raise ValueError(f"GPU-hours: got {row.gpu_hours}, want a number")
+    return row
+
+
+def experiment_of(folder: RunFolder) -> dict[str, Any] | None:
+    """The dictionary of an experiment; None when its folder has none. OSError, or LatheError when
+    the file holds no dictionary that can be used.
+    """
+    values = read_json(folder.exp_dict)
+    if values is None and not is_there(folder.exp_dict):
+        return None
+    if values is None or is_too_deep(values):
+        raise LatheError(
+            f"{folder.exp_dict}: no JSON object, or one that is nested too deeply. Write it again, "
+            "or `reset` the experiment."
+        )
+    return values
 
 
 def seconds_between(begin: str, end: str) -> float:

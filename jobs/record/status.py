@@ -10,27 +10,32 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from jobs.errors import is_transient, reason_of
 from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed
 from jobs.record import events as record
 from jobs.record.by_hand import still_running
 from jobs.record.events import Job
 from jobs.record.metrics import last_metrics
-from jobs.record.paths import BaseFolder, RunFolder
-from jobs.record.row import Row, starts_of
+from jobs.record.paths import BaseFolder, RunFolder, is_there
+from jobs.record.row import Row, as_shown, experiment_of, starts_of
 from jobs.record.state_table import End, end_of
 from jobs.record.times import now, seconds_since
 from jobs.record.verdict import AttemptFiles, Verdict, judge
 from jobs.record.wandb_key import sync_hint
 from trainer.config.differences import names_by_difference
+from trainer.data.formats.json_text import preview
 from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import read_json
 from trainer.files.survival_events import read as recoveries
 
 if TYPE_CHECKING:
     from jobs.protocol import Backend
+
+MOST_STEPS = 2**53  # beyond it a number of JSON is no exact one
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +110,7 @@ def survey(
                         AttemptFiles.of(folder, job.last) if job.last else AttemptFiles(),
                     )
                 )
-        except (OSError, KeyError, TypeError, ValueError, LatheError) as error:
+        except Exception as error:  # of any kind: it must not hide the others
             rows.append(_unreadable(folder, error))
     sights = _ask(cases, backend_of)
     names = _names(cases)
@@ -113,18 +118,17 @@ def survey(
         try:
             sight = sights[case.question[0]] if case.question else None
             verdict = _verdict(case, sight)
+            row = as_shown(_row(case, verdict, sight))  # before an odd value is on record for good
             if record_changes:
                 _record(case, verdict, sight)
-            row = _row(case, verdict, sight)
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:
             row = _unreadable(case.folder, error, case.job)
-        rows.append(replace(row, name=names[row.exp_id]))
+        rows.append(replace(row, name=names.get(row.exp_id, "")))
     for folder in base.runs() if include_unsubmitted else ():
-        is_by_hand = folder.status.exists() and folder.exp_dict.exists()
-        if (only is None or folder.path.name in only) and is_by_hand and not folder.record.exists():
-            row = _by_hand(folder)
-            if row is not None:
-                rows.append(row)
+        is_asked = only is None or folder.path.name in only
+        row = _by_hand(folder) if is_asked and not folder.was_submitted else None
+        if row is not None:
+            rows.append(row)
     return sorted(rows, key=lambda row: (row.group, row.created_at or "", row.exp_id))
 
 
@@ -145,9 +149,16 @@ def _names(cases: Collection[_Case]) -> dict[str, str]:
         groups.setdefault(case.job.group, []).append(case.folder)
     names: dict[str, str] = {}
     for folders in groups.values():
-        apart = names_by_difference([read_json(folder.exp_dict) or {} for folder in folders])
+        apart = names_by_difference([_dictionary(folder) for folder in folders])
         names |= {folder.path.name: name for folder, name in zip(folders, apart, strict=True)}
     return names
+
+
+def _dictionary(folder: RunFolder) -> dict[str, Any]:
+    """The dictionary of an experiment, to name it by; {} when it cannot be read."""
+    with suppress(OSError, LatheError):
+        return experiment_of(folder) or {}
+    return {}
 
 
 def _ask(cases: Collection[_Case], backend_of: Callable[[str], Backend]) -> dict[str, _Sight]:
@@ -162,8 +173,9 @@ def _ask(cases: Collection[_Case], backend_of: Callable[[str], Backend]) -> dict
 def _look(name: str, ids: list[str], backend_of: Callable[[str], Backend]) -> _Sight:
     try:
         return _Sight(backend_of(name).query(ids))
-    except LatheError as error:
-        # Unreachable, or a backend that cannot be used from here: nobody was asked
+    except Exception as error:
+        # Unreachable, a backend that cannot be used from here, an answer that is not understood:
+        # nothing was learnt of its jobs, and those of other backends are none the worse
         log.debug("%s: %s", name, error)
         return _Sight({}, str(error) or type(error).__name__)
 
@@ -273,7 +285,8 @@ def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Ro
         for step in (_whole_number(status.get("step")), last.pop("step", None))
         if step is not None
     ]
-    step, total = int(max(steps)) if steps else None, _whole_number(status.get("total"))
+    step = _whole_number(int(max(steps))) if steps else None
+    total = _whole_number(status.get("total"))
     eta_s = None
     if row.state == "running" and step is not None and total is not None and "step_s" in last:
         eta_s = max(total - step, 0) * last["step_s"]
@@ -286,11 +299,19 @@ def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Ro
 
 
 def _by_hand(folder: RunFolder) -> Row | None:
-    """The row of a run that was never submitted; None when status.json is absent or not whole."""
+    """The row of a run that was never submitted; None when its folder holds no such run."""
     try:
+        if not (is_there(folder.status) and is_there(folder.exp_dict)):
+            return None
         status = read_json(folder.status)
         if status is None:
-            return None
+            raise LatheError(f"{folder.status}: no whole JSON object. Run the experiment again.")
+        for name in ("updated_at", "host"):
+            if not isinstance(status.get(name), str | None):
+                raise LatheError(
+                    f"{folder.status}: {name}: got {preview(status[name])}, want a text. Run the "
+                    "experiment again."
+                )
         state = cast(JobState, status["state"]) if status.get("state") in STATES else "pending"
         age_s = seconds_since(status.get("updated_at"))
         reason = None
@@ -310,15 +331,23 @@ def _by_hand(folder: RunFolder) -> Row | None:
             heartbeat_age_s=_finite(age_s) if state == "running" else None,
             sync_hint=sync_hint(folder) if state in ENDED else None,
         )
-        return _with_progress(row, folder, status)
-    except (OSError, TypeError, ValueError) as error:
+        return as_shown(_with_progress(row, folder, status))
+    except Exception as error:  # of any kind: it must not hide the others
         return _unreadable(folder, error)
 
 
 def _unreadable(folder: RunFolder, error: Exception, job: Job | None = None) -> Row:
-    reason = f"its folder cannot be read: {type(error).__name__}: {error}"
-    return Row(folder.path.name, job.group if job else "", "held", str(folder.path), reason)
+    """The row of an experiment of which nothing is known but why its folder cannot be read."""
+    reason = f"its folder cannot be read: {reason_of(error, folder.path)}"
+    return Row(
+        folder.path.name,
+        job.group if job else "",
+        "held",
+        str(folder.path),
+        reason,
+        read_error="transient" if is_transient(error) else "permanent",
+    )
 
 
 def _whole_number(value: Any) -> int | None:
-    return value if type(value) is int else None
+    return value if type(value) is int and abs(value) < MOST_STEPS else None

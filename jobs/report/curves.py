@@ -77,14 +77,14 @@ def has_gradient_norms(line: dict[str, Any]) -> bool:
 
 
 def read_curves(path: Path) -> Curves:
-    """The curves of a metrics.jsonl; empty when there is no such file. Skips malformed lines, and a
-    last line that is still being written.
+    """The curves of a metrics.jsonl; empty when there is no such file, or none that can be read.
+    Skips malformed lines, and a last line that is still being written.
 
     Of a very long file, every evaluation is read but only some training lines (SIZE_READ_WHOLE).
     """
     curves = Curves()
     end = 0
-    with suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as file:
+    with suppress(OSError), path.open("rb") as file:
         facts = os.fstat(file.fileno())
         stride = 1 + facts.st_size // SIZE_READ_WHOLE
         for count, text in enumerate(file):
@@ -93,7 +93,7 @@ def read_curves(path: Path) -> Curves:
             end += len(text)
             is_evaluation = b"/" in text  # names such as "valid/loss"
             if is_evaluation or count % stride == 0:
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     line: Any = json.loads(text)
                     if isinstance(line, dict):
                         curves.add(cast("dict[str, Any]", line))

@@ -63,14 +63,14 @@ def show(
 
 def last_lines(path: Path, count: int, *, most: int = 64 << 10) -> list[str]:
     """The last `count` lines within the last `most` bytes of a log, without colours; [] without a
-    file.
+    file that can be read.
     """
     try:
         with path.open("rb") as file:
             begin = max(file.seek(0, os.SEEK_END) - most, 0)
             file.seek(begin)
             content = file.read(most)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return []
     lines = LINE_END.split(content.rstrip(b"\r\n"))[1 if begin else 0 :]
     return [visible(_text(line)) for line in lines[-count:]] if content else []

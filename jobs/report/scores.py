@@ -13,10 +13,11 @@ from typing import Any, Literal, cast
 from rich.table import Table
 from rich.text import Text
 
+from jobs.errors import reason_of
 from jobs.record import events as record
 from jobs.record.metrics import last_metrics, numbers, numbers_in
 from jobs.record.paths import BaseFolder, RunFolder
-from jobs.record.row import starts_of
+from jobs.record.row import experiment_of, starts_of
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
 from trainer.files.atomic import read_json
@@ -57,12 +58,13 @@ class ExperimentScores:
 @dataclass(frozen=True)
 class Results:
     """Experiments, the keys in which their dictionaries differ (in order of appearance) and
-    metrics.
+    metrics. unreadable: exp_id -> why its folder cannot be read.
     """
 
     results: tuple[ExperimentScores, ...]
     parameters: tuple[str, ...]
     metrics: tuple[str, ...]
+    unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def gather(
@@ -75,18 +77,26 @@ def gather(
     exp_dict.json is skipped.
     """
     folders = base.runs() if only is None else [base.run(name) for name in dict.fromkeys(only)]
-    scores = [_result(folder) for folder in folders]
-    results = tuple(result for result in scores if result is not None)
+    results: list[ExperimentScores] = []
+    unreadable: dict[str, str] = {}
+    for folder in folders:
+        try:
+            result = _result(folder)
+        except Exception as error:  # of any kind: it must not hide the others
+            unreadable[folder.path.name] = reason_of(error, folder.path)
+            continue
+        results += [] if result is None else [result]
     metrics = dict.fromkeys(name for result in results for name in result.scores)
     return Results(
-        results,
+        tuple(results),
         differing([result.parameters for result in results]),
         tuple(sorted(metrics, key=lambda name: (not name.endswith("/loss"), name))),
+        unreadable,
     )
 
 
 def _result(folder: RunFolder) -> ExperimentScores | None:
-    values = read_json(folder.exp_dict)
+    values = experiment_of(folder)
     if values is None:
         return None
     job = record.read(folder)
@@ -95,13 +105,13 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
         for attempt in (job.attempts if job else ())
         for start in starts_of(folder.attempt(attempt.number))
     ]
-    step = last_metrics(folder).get("step")
+    step: Any = last_metrics(folder).get("step", (read_json(folder.status) or {}).get("step"))
     return ExperimentScores(
         folder.path.name,
         job.group if job else "",
         flatten(values),
         best_scores(folder, values),
-        int(step) if step is not None else (read_json(folder.status) or {}).get("step"),
+        int(step) if type(step) in (int, float) and math.isfinite(step) else None,
         math.fsum(start.hours for start in starts) * 3600 if starts else None,
     )
 
@@ -145,7 +155,7 @@ def evaluations(folder: RunFolder) -> Iterable[dict[str, float]]:
     """
     try:
         listed: Any = json.loads((folder.path / "score_list.json").read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         listed = None
     if isinstance(listed, list) and listed:
         return [numbers(entry) for entry in cast("list[Any]", listed)]
@@ -199,6 +209,14 @@ def as_table(results: Results, *, width: int = 120) -> Table:
     if num_hidden:
         table.caption = f"{num_hidden} more parameters differ: --csv, --json or --html shows all"
     return table
+
+
+def unreadable_lines(results: Results) -> str:
+    """A line for each experiment whose folder cannot be read, with the reason; "" without any."""
+    return "".join(
+        f"{exp_id[:ID_WIDTH]}: its folder cannot be read: {visible(reason)}\n"
+        for exp_id, reason in results.unreadable.items()
+    )
 
 
 def _head(metric: str) -> Text:
@@ -282,8 +300,10 @@ def _without_formula(cell: Any) -> Any:
 
 
 def as_json(results: Results) -> list[dict[str, Any]]:
-    """The results as plain dictionaries, with the differing hyper-parameters only."""
-    return [
+    """The results as plain dictionaries, with the differing hyper-parameters only. An experiment
+    whose folder cannot be read has a `read_error`.
+    """
+    documents: list[dict[str, Any]] = [
         {
             "exp_id": result.exp_id,
             "group": result.group,
@@ -295,6 +315,13 @@ def as_json(results: Results) -> list[dict[str, Any]]:
             "metrics": {name: vars(score) for name, score in result.scores.items()},
             "steps": result.steps,
             "wall_s": result.wall_s,
+            "read_error": None,
         }
         for result in results.results
+    ]
+    nothing: dict[str, Any] = {"group": "", "parameters": {}, "metrics": {}}
+    nothing |= {"steps": None, "wall_s": None}
+    return documents + [
+        {"exp_id": exp_id, **nothing, "read_error": reason}
+        for exp_id, reason in results.unreadable.items()
     ]

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jobs.job_state import ACTIVE, ENDED_BADLY, STATES, JobState
+from jobs.job_state import ENDED_BADLY, STATES, JobState
 from jobs.report.text import duration, number_text, visible
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def _watch_plain(make_rows: Callable[[], Sequence[Row]], every_s: float, screen:
 
 
 def _goes_on(rows: Sequence[Row]) -> bool:
-    return any(row.state in ACTIVE or row.state in ("pending", "preempted") for row in rows)
+    return any(row.is_live or row.state in ("pending", "preempted") for row in rows)
 
 
 def _screen(rows: Sequence[Row], screen: Console, *, every_s: float) -> RenderableType:

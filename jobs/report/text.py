@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,32}m)")
+HALF = re.compile(r"[\ud800-\udfff]")  # of a surrogate pair
 CONCEAL = "8"  # the one ANSI "colour" that hides text
 
 # C0 but tab, DEL, C1, and the marks that reorder letters (CVE-2021-42574); lone surrogates cannot
@@ -28,6 +32,22 @@ def visible(text: str, *, keep_colours: bool = False) -> str:
     pieces[1::2] = [_colour(piece, keep=keep_colours) for piece in pieces[1::2]]
     safe = "".join(pieces)
     return f"{safe}\x1b[0m" if "\x1b" in safe else safe
+
+
+def plain(value: Any) -> Any:
+    """A JSON value of other people's files as every reader of JSON takes it: half of a surrogate
+    pair becomes U+FFFD, and what is no finite number null.
+    """
+    if isinstance(value, str):
+        return HALF.sub("\ufffd", value) if HALF.search(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {plain(name): plain(one) for name, one in items}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in cast("Sequence[Any]", value)]
+    return value
 
 
 def printable(text: str) -> str:

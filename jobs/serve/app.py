@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
 from jobs import backends
+from jobs.errors import is_transient, reason_of
 from jobs.options import BackendName, Base, PythonBinary, report_errors
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
@@ -40,6 +41,7 @@ from trainer.errors import ConfigError, LatheError, StorageError
 
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
 MAX_CONNECTIONS = 512
+MOST_NAMES = 100  # of folders that cannot be read, in one answer
 ONCE = ("host", "authorization", "origin", "content-length", "content-type", "idempotency-key")
 # A page loads nothing from other servers, no page may frame it, only our own files are scripts.
 POLICY = (
@@ -125,8 +127,15 @@ PUBLIC_PATHS = ("/healthz", "/", "/live")  # they hold no data: the page itself 
 
 
 def health(request: Request) -> Response:
-    """Answers probes: the server is up."""
-    return Response("ok\n", media_type="text/plain")
+    """Answers probes: the server is up. It names the folders that it cannot read; the reasons are
+    in its log and on the page, because whoever asks here needs no token.
+    """
+    names = list(lathe_routes.keeper_of(request).unreadable.reasons)
+    if not names:
+        return Response("ok\n", media_type="text/plain")
+    lines = [f"degraded: {len(names)} folder(s) cannot be read, all others are served"]
+    lines += names[:MOST_NAMES] + (["..."] if len(names) > MOST_NAMES else [])
+    return Response("\n".join(lines) + "\n", media_type="text/plain")
 
 
 async def on_refusal(request: Request, error: Exception) -> Response:
@@ -151,6 +160,16 @@ async def on_our_error(request: Request, error: Exception) -> Response:
     return lathe_routes.refusal_of(error).response()
 
 
+async def on_unreadable(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OSError), "registered for it"
+    if is_transient(error):
+        return await on_fault(request, error)
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    return Refusal(
+        409, f"It cannot be read: {reason_of(error, Path(request.url.path))}."
+    ).response()
+
+
 async def on_fault(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return Refusal(500, "The server failed. Its log says why.").response()
@@ -173,6 +192,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
         HTTPException: on_http,
         StorageError: on_full_disk,
         LatheError: on_our_error,
+        OSError: on_unreadable,
         Exception: on_fault,
     }
     routes = [Route("/healthz", health), *openai_routes.ROUTES, *lathe_routes.ROUTES]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.report.text import plain
 from jobs.serve.job_view import FINAL, JobEvent, event_object
 from jobs.serve.live.cards import job_card
 
@@ -51,6 +52,7 @@ TICK = "(select tick from clock)"  # grows with every change that pages show
 PUT_RUN = f"""
 insert into runs values (:exp_id, :facts, :state, :body, :group, :name, :experiment, {TICK}, :card)
 on conflict (exp_id) do update set facts = :facts, state = :state, body = :body, name = :name,
+    experiment = :experiment,
     tick = iif(card = :card, tick, {TICK}), card = :card"""
 NAME_RUN = f"""
 update runs set name = ?1, card = json_set(card, '$.name', ?1), tick = {TICK},
@@ -154,10 +156,12 @@ class Index:
             facts,
             place.end,
             place.mark,
-            json.dumps(body),
-            json.dumps(job_card(body)),
+            json.dumps(plain(body)),
+            json.dumps(plain(job_card(body))),
         )
-        event_rows = [(event.id, body["id"], json.dumps(event_object(event))) for event in events]
+        event_rows = [
+            (event.id, body["id"], json.dumps(plain(event_object(event)))) for event in events
+        ]
         with self.connection as connection:
             connection.execute("begin immediate")
             connection.execute("update clock set tick = tick + 1")
@@ -249,6 +253,12 @@ class Index:
         values = (body["id"], created, owner, body["purpose"], body["bytes"], json.dumps(body))
         self.connection.execute(f"insert or replace into uploads values ({_marks(values)})", values)
 
+    def upload(self, file_id: str) -> dict[str, Any] | None:
+        """An uploaded file as it was when it was last read."""
+        query = "select body from uploads where id = ?"
+        row = self.connection.execute(query, (file_id,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
     def upload_ids(self) -> set[str]:
         """Ids of the uploaded files in the index."""
         return {row[0] for row in self.connection.execute("select id from uploads")}
@@ -287,7 +297,7 @@ class Index:
 
     def write_names(self, names: Mapping[str, str]) -> None:
         """Set names. names: exp_id -> what distinguishes a run from the others of its group."""
-        self._change(NAME_RUN, [(name, exp_id) for exp_id, name in names.items()])
+        self._change(NAME_RUN, [(plain(name), exp_id) for exp_id, name in names.items()])
 
     def _change(self, query: str, values: Sequence[Any]) -> None:
         """Change runs that pages show, and advance the tick, in one transaction."""

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, cast
 from jobs.record.metrics import numbers
 from jobs.record.paths import RunFolder
 from jobs.record.row import Row
-from jobs.serve.tickets import Checked, Ticket, Wish
+from jobs.serve.tickets import Checked, Failure, Ticket, Wish
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.files.survival_events import recovery_sentence
 
@@ -27,6 +27,7 @@ Status = Literal["validating_files", "queued", "running", "succeeded", "failed",
 Level = Literal["info", "warn", "error"]
 FINAL: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
 FAILED = ("failed", "timeout", "oom", "lost")
+CANNOT_RUN = "cannot_run"  # code of the error of a job whose files or folders nobody understands
 # OpenAI's name -> our name of a metric
 SCORES = {
     "train_loss": "loss",
@@ -46,6 +47,7 @@ class Facts:
     checked: Checked | None
     wishes: list[Wish]
     row: Row | None
+    failure: Failure | None = None  # what keeps it from going on, for good
 
     def last_wish(self, *kinds: str) -> Wish | None:
         """The last wish of one of these kinds."""
@@ -80,14 +82,17 @@ class JobEvent:
 
 def standing(facts: Facts) -> Standing:
     """The status of a job for clients. A cancelled job stays cancelled."""
-    row, cancel = facts.row, facts.last_wish("cancel")
+    row, cancel, failure = facts.row, facts.last_wish("cancel"), facts.failure
+    ends = [one.at for one in (cancel, failure) if one is not None]
     if facts.checked is not None and facts.checked.message is not None:
         error = _error("invalid_training_file", facts.checked.message, facts.checked.param)
         return Standing("failed", facts.checked.at, error)
     if row is not None and row.state == "succeeded":
-        is_before_cancel = cancel is None or (row.ended_at or "") <= cancel.at
+        is_before_cancel = not ends or (row.ended_at or "") <= min(ends)
         if is_before_cancel:
             return Standing("succeeded", _ended_at(row))
+    if failure is not None and failure.at == min(ends):
+        return Standing("failed", failure.at, _error(CANNOT_RUN, failure.message, None))
     if cancel is not None:
         return Standing("cancelled", cancel.at)
     if facts.checked is None:
@@ -165,6 +170,38 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
             "owner": ticket.owner,
             "suffix": ticket.suffix,
         },
+    }
+
+
+def unreadable_job(
+    job_id: str, message: str, at: float, before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The failed job of a ticket that cannot be read, with what was known of it before. at: seconds
+    since 1970 when it became so.
+    """
+    end = {"status": "failed", "error": _error(CANNOT_RUN, message, None), "finished_at": int(at)}
+    end |= {"fine_tuned_model": None, "result_files": [], "estimated_finish": None}
+    if before is not None:
+        return {**before, **end}
+    unknown = {"n_epochs": 1, "batch_size": 1, "learning_rate_multiplier": 1.0}
+    ours = {"exp_id": "", "state": "held", "reason": message, "is_paused": False, "step": None}
+    ours |= {"total": None, "attempts": 0, "gpu_hours": 0.0, "owner": "", "suffix": None}
+    return {
+        "id": job_id,
+        "object": "fine_tuning.job",
+        "created_at": int(at),
+        "hyperparameters": unknown,
+        "model": "unknown",
+        "organization_id": "unknown",
+        "seed": 0,
+        "trained_tokens": None,
+        "training_file": "unknown",
+        "validation_file": None,
+        "integrations": [],
+        "metadata": None,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": unknown}},
+        "lathe": ours,
+        **end,
     }
 
 
@@ -302,11 +339,11 @@ def checkpoints(ticket: Ticket, folder: RunFolder, organization: str) -> list[di
 
 
 def metric_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of metrics.jsonl; [] when there is no such file."""
+    """The complete lines of metrics.jsonl; [] when there is no such file, or none to be read."""
     try:
         with path.open("rb") as file:
             return metric_lines_from(file, 0)[0]
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return []
 
 
@@ -318,7 +355,7 @@ def metric_lines_from(file: IO[bytes], start: int) -> tuple[list[dict[str, Any]]
         if not line.endswith(b"\n"):
             break  # it is being written
         start += len(line)
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             value: Any = json.loads(line)
             if isinstance(value, dict):
                 lines.append(cast("dict[str, Any]", value))

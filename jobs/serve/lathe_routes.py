@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -15,18 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from exp_configs import experiments_of
 from jobs.backends import load
 from jobs.errors import NothingMatched, Unreachable
 from jobs.job_state import ENDED_BADLY
-from jobs.record.paths import RunFolder, is_exp_id
+from jobs.record.paths import RunFolder, is_exp_id, is_there
 from jobs.report import logs, scores
 from jobs.serve.job_view import metric_lines
 from jobs.serve.requests import (
     Body,
+    PlainJSON,
     Refusal,
     client_of,
     keeper_of,
@@ -82,7 +84,7 @@ def list_status(request: Request) -> Response:
         and query.get("group") in (None, row["group"])
         and query.get("state") in (None, row["state"])
     ]
-    return JSONResponse(rows)
+    return PlainJSON(rows)
 
 
 def show_run(request: Request) -> Response:
@@ -90,12 +92,15 @@ def show_run(request: Request) -> Response:
     keeper, folder = keeper_of(request), find_run(request)
     (text,) = keeper.index.runs(folder.path.name)
     job = keeper.index.job_of_run(folder.path.name)
+    experiment = None
+    with suppress(OSError):  # then the row says so, and the rest of it is shown
+        experiment = read_json(folder.exp_dict)
     more = {
-        "experiment": read_json(folder.exp_dict),
+        "experiment": experiment,
         "job": None if job is None else job["id"],
-        "has_memory_plan": (folder.path / MEMORY_PLAN).exists(),
+        "has_memory_plan": is_there(folder.path / MEMORY_PLAN),
     }
-    return JSONResponse({**json.loads(text), **more})
+    return PlainJSON({**json.loads(text), **more})
 
 
 def show_metrics(request: Request) -> Response:
@@ -104,7 +109,7 @@ def show_metrics(request: Request) -> Response:
     if not (text.isascii() and text.isdigit() and len(text) < 12):
         raise Refusal(400, f"since: got {quote(text)}, want a step, such as 100.", param="since")
     lines = [line for line in metric_lines(find_run(request).metrics) if _step(line) > int(text)]
-    return JSONResponse({"metrics": lines[:MAX_LINES], "has_more": len(lines) > MAX_LINES})
+    return PlainJSON({"metrics": lines[:MAX_LINES], "has_more": len(lines) > MAX_LINES})
 
 
 def show_logs(request: Request) -> Response:
@@ -118,7 +123,7 @@ def show_logs(request: Request) -> Response:
     lines = logs.show(
         find_run(request), None, attempt=attempt, err=query.get("err") == "1", tail=tail
     )
-    return JSONResponse({"lines": list(lines)})
+    return PlainJSON({"lines": list(lines)})
 
 
 def show_memory(request: Request) -> Response:
@@ -126,7 +131,7 @@ def show_memory(request: Request) -> Response:
     plan = read_json(find_run(request).path / MEMORY_PLAN)
     if plan is None:
         raise Refusal(404, "This run has no memory plan: only a run on a GPU has one.")
-    return JSONResponse(plan)
+    return PlainJSON(plan)
 
 
 def list_results(request: Request) -> Response:
@@ -136,13 +141,13 @@ def list_results(request: Request) -> Response:
     rows = [json.loads(text) for text in keeper.index.runs()]
     ids = [row["exp_id"] for row in rows if group in (None, row["group"])]
     ids = [name for name in ids if own is None or name in own]
-    return JSONResponse(scores.as_json(scores.gather(keeper.folder.base, ids)))
+    return PlainJSON(scores.as_json(scores.gather(keeper.folder.base, ids)))
 
 
 def show_doctor(request: Request) -> Response:
     """Whether the service's backend can be used: the answer of `lathe-jobs doctor --json`."""
     findings = load(keeper_of(request).send.backend).check()
-    return JSONResponse([asdict(finding) for finding in findings])
+    return PlainJSON([asdict(finding) for finding in findings])
 
 
 def cancel_run(request: Request) -> Response:
@@ -238,7 +243,7 @@ def _dry_run(keeper: Keeper, experiments: list[dict[str, Any]], flags: dict[str,
     finally:
         ONE_DRY_RUN.release()
     outcome = {"code": process.returncode, "text": process.stdout[-MAX_OUTPUT:]}
-    return JSONResponse(
+    return PlainJSON(
         {**outcome, "error": process.stderr[-MAX_OUTPUT:] if process.returncode else None}
     )
 
@@ -278,14 +283,14 @@ def _change_run(
         raise Refusal(409, text, code="job_of_a_client")
     if client.role != "admin":
         raise Refusal(403, "Only a token of the role admin changes what others sent.")
-    rows = list(keeper.rows([folder.path.name]).values())
+    rows = list(keeper.reader.rows([folder.path.name]).values())
     if not rows:
         raise Refusal(400, "It was started by hand: stop or start it on its own machine.")
     return _results(act(keeper, rows))
 
 
 def _results(results: list[ActionResult]) -> Response:
-    return JSONResponse([asdict(result) for result in results])
+    return PlainJSON([asdict(result) for result in results])
 
 
 def _refuse_others(request: Request) -> None:
@@ -355,7 +360,7 @@ def openapi(request: Request) -> Response:
             }
     info = {"title": "Lathe", "version": "1"}
     bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
-    return JSONResponse(
+    return PlainJSON(
         {
             "openapi": "3.1.0",
             "info": info,

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jobs.errors import reason_of
 from jobs.record.times import now
 from jobs.serve import uploads
 from jobs.serve.index import Page, PageRequest
-from jobs.serve.job_view import FINAL, checkpoints, results_csv
+from jobs.serve.job_view import FINAL, checkpoints, results_csv, seconds
 from jobs.serve.offers import TuningRequest, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
     CreateJob,
+    PlainJSON,
     Refusal,
     client_of,
     keeper_of,
@@ -45,7 +47,7 @@ from jobs.serve.tickets import (
 )
 from trainer import tasks
 from trainer.config.identity import exp_id
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import refusals
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ PAST = {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}
 async def create_file(request: Request) -> Response:
     client = writer_of(request)
     upload = await uploads.receive(request, keeper_of(request), client)
-    return JSONResponse(uploads.file_object(upload))
+    return PlainJSON(uploads.file_object(upload))
 
 
 def list_files(request: Request) -> Response:
@@ -73,14 +75,14 @@ def list_files(request: Request) -> Response:
     purpose = request.query_params.get("purpose")
     page = _page(lambda: keeper.index.uploads(cut, purpose, is_rising=order == "asc"), query.after)
     data = [uploads.file_object(Upload.model_validate(body)) for body in page.data]
-    return JSONResponse(list_object(data, has_more=page.has_more))
+    return PlainJSON(list_object(data, has_more=page.has_more))
 
 
 def retrieve_file(request: Request) -> Response:
     result = _result_file(request)
     if result is not None:
-        return JSONResponse(result)
-    return JSONResponse(uploads.file_object(_upload(request)[1]))
+        return PlainJSON(result)
+    return PlainJSON(uploads.file_object(_upload(request)[1]))
 
 
 def file_content(request: Request) -> Response:
@@ -91,6 +93,8 @@ def file_content(request: Request) -> Response:
     client = client_of(request)
     if not client.may_change(upload.owner):
         raise Refusal(403, f"{upload.id} belongs to another token: its content is not shown.")
+    if not folder.content.is_file():
+        raise Refusal(409, f"The content of {upload.id} cannot be read. Upload the file again.")
     headers = {"content-disposition": "attachment"}
     return FileResponse(folder.content, media_type="application/octet-stream", headers=headers)
 
@@ -103,13 +107,15 @@ def delete_file(request: Request) -> Response:
     with refusals(folder.path):
         uploads.remove(folder)
     keeper_of(request).index.drop_uploads([upload.id])
-    return JSONResponse({"id": upload.id, "object": "file", "deleted": True})
+    return PlainJSON({"id": upload.id, "object": "file", "deleted": True})
 
 
 def _upload(request: Request) -> tuple[UploadFolder, Upload]:
     """The file in the request's path. Refusal when this client sees no such file."""
+    keeper, client = keeper_of(request), client_of(request)
     file_id = request.path_params["file_id"]
-    match = visible_upload(keeper_of(request), client_of(request), file_id)
+    match = visible_upload(keeper, client, file_id)
+    match = match or _unreadable_upload(keeper, client, file_id)
     if match is None:
         raise Refusal(404, f"No such file: {quote(file_id)}.", param="id")
     return match
@@ -118,12 +124,30 @@ def _upload(request: Request) -> tuple[UploadFolder, Upload]:
 def visible_upload(
     keeper: Keeper, client: Client, file_id: str
 ) -> tuple[UploadFolder, Upload] | None:
-    """A file, if this client sees it; None for any other id."""
+    """A file that can be read, if this client sees it; None for any other id."""
     folder = keeper.folder.upload(file_id)
-    upload = folder.read() if folder is not None else None
+    try:
+        upload = folder.read() if folder is not None else None
+    except (OSError, LatheError):
+        return None
     if folder is None or upload is None or not client.sees(upload.owner):
         return None
     return folder, upload
+
+
+def _unreadable_upload(
+    keeper: Keeper, client: Client, file_id: str
+) -> tuple[UploadFolder, Upload] | None:
+    """A file whose facts cannot be read, with what the index has of it, if this client sees it."""
+    folder, body = keeper.folder.upload(file_id), keeper.index.upload(file_id)
+    if folder is None or body is None or not client.sees(body["owner"]):
+        return None
+    try:
+        is_gone = folder.read() is None
+    except (OSError, LatheError) as error:
+        reason = reason_of(error, folder.path)
+        return folder, uploads.unreadable(file_id, reason, seconds(body["created_at"]), body)
+    return None if is_gone else (folder, Upload.model_validate(body))
 
 
 def _result_file(request: Request) -> dict[str, Any] | None:
@@ -173,7 +197,7 @@ async def create_job(request: Request) -> Response:
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= MAX_KEY:
         raise Refusal(400, f"Idempotency-Key: want 1 to {MAX_KEY} letters.")
-    return JSONResponse(await run_in_threadpool(_create, keeper, client, body, key))
+    return PlainJSON(await run_in_threadpool(_create, keeper, client, body, key))
 
 
 def _create(keeper: Keeper, client: Client, body: CreateJob, key: str | None) -> dict[str, Any]:
@@ -269,11 +293,11 @@ def list_jobs(request: Request) -> Response:
     metadata, has_none = metadata_query(request)
     cut = PageRequest(client_of(request).owner, query.after, query.limit)
     page = _page(lambda: keeper.index.jobs(cut, metadata, has_none=has_none), query.after)
-    return JSONResponse(list_object(page.data, has_more=page.has_more))
+    return PlainJSON(list_object(page.data, has_more=page.has_more))
 
 
 def retrieve_job(request: Request) -> Response:
-    return JSONResponse(visible_job(request))
+    return PlainJSON(visible_job(request))
 
 
 def visible_job(request: Request) -> dict[str, Any]:
@@ -292,13 +316,16 @@ def list_events(request: Request) -> Response:
     job = visible_job(request)
     cut = PageRequest(None, query.after, query.limit)
     page = _page(lambda: keeper.index.events(job["id"], cut), query.after)
-    return JSONResponse(list_object(page.data, has_more=page.has_more))
+    return PlainJSON(list_object(page.data, has_more=page.has_more))
 
 
 def list_checkpoints(request: Request) -> Response:
     keeper, query = keeper_of(request), page_query(request, usual=10, most=100)
     folder = _ticket_folder(request)
-    ticket = folder.read()
+    try:
+        ticket = folder.read()
+    except (OSError, LatheError) as error:
+        raise Refusal(409, reason_of(error, folder.path)) from None
     assert ticket is not None, "its job was found"
     run = keeper.folder.base.run(ticket.exp_id)
     objects = checkpoints(ticket, run, keeper.config.organization)
@@ -307,7 +334,7 @@ def list_checkpoints(request: Request) -> Response:
         raise Refusal(400, f"after: there is no {quote(query.after)} here.", param="after")
     start = ids.index(query.after) + 1 if query.after is not None else 0
     data, rest = objects[start : start + query.limit], objects[start + query.limit :]
-    return JSONResponse(list_object(data, has_more=bool(rest)))
+    return PlainJSON(list_object(data, has_more=bool(rest)))
 
 
 def cancel_job(request: Request) -> Response:
@@ -339,7 +366,7 @@ def _wish(request: Request, wish: WishKind) -> Response:
     if not (wish == "pause" and is_paused):
         folder.add_wish(wish, client.name)
     keeper.poke()
-    return JSONResponse(keeper.look(job_id))
+    return PlainJSON(keeper.look(job_id))
 
 
 def _ticket_folder(request: Request) -> TicketFolder:
@@ -356,14 +383,14 @@ def list_models(request: Request) -> Response:
     keeper, client = keeper_of(request), client_of(request)
     bases = [_model(name, 0, "system") for name in sorted(keeper.config.models)]
     tuned = [_tuned_model(job) for job in keeper.index.tuned_models(client.owner)]
-    return JSONResponse({"object": "list", "data": bases + tuned})
+    return PlainJSON({"object": "list", "data": bases + tuned})
 
 
 def retrieve_model(request: Request) -> Response:
     name = request.path_params["model"]
     if name in keeper_of(request).config.models:
-        return JSONResponse(_model(name, 0, "system"))
-    return JSONResponse(_tuned_model(tuned_job(request, name)))
+        return PlainJSON(_model(name, 0, "system"))
+    return PlainJSON(_tuned_model(tuned_job(request, name)))
 
 
 def delete_model(request: Request) -> Response:
@@ -386,7 +413,7 @@ def delete_model(request: Request) -> Response:
             if (run.path / part).exists():
                 os.rename(run.path / part, aside / part)
     keeper.look(job["id"])
-    return JSONResponse({"id": name, "object": "model", "deleted": True})
+    return PlainJSON({"id": name, "object": "model", "deleted": True})
 
 
 def _tuned_model(job: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
+from jobs.report.text import plain
+
 if TYPE_CHECKING:
     from jobs.serve.access import Client
     from jobs.serve.keeper import Keeper
@@ -26,6 +28,17 @@ Batch = Annotated[int, Field(ge=1, le=1_000_000)] | Auto
 Factor = Annotated[float, Field(gt=0, le=1e6)] | Auto
 MetaKey = Annotated[str, Field(max_length=64)]
 MetaValue = Annotated[str, Field(max_length=512)]
+
+
+class PlainJSON(JSONResponse):
+    """An answer in JSON whose values may come from files of other people (`plain`)."""
+
+    def render(self, content: Any) -> bytes:
+        """The body of the answer."""
+        try:
+            return super().render(content)
+        except ValueError:  # half of a surrogate pair, or no finite number
+            return super().render(plain(content))
 
 
 class Refusal(Exception):
@@ -52,7 +65,7 @@ class Refusal(Exception):
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
 
-    def response(self) -> JSONResponse:
+    def response(self) -> PlainJSON:
         """The answer with the error in the format of the OpenAI API."""
         error = {
             "message": self.message,
@@ -64,7 +77,7 @@ class Refusal(Exception):
         headers = {"x-should-retry": "true" if self.retry_after_s is not None else "false"}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
-        return JSONResponse({"error": error}, self.status, headers)
+        return PlainJSON({"error": error}, self.status, headers)
 
 
 class Body(BaseModel):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from trainer.data.formats import conversation
+from trainer.data.formats.json_text import BadJson, json_value
 from trainer.errors import DataError
 from trainer.files.atomic import aside
 
@@ -105,9 +106,10 @@ def write_split(source: Path, target: Path, kind: str, *, keep: Callable[[int], 
         for number, (line, content) in enumerate(_lines(source)):
             if not keep(number):
                 continue
-            row = _object(RowReport(), line, content)
+            report = RowReport()
+            row = _object(report, line, content)
             if row is None:
-                raise DataError(f"{source}, line {line}: no JSON object. Upload the file again.")
+                raise DataError(f"{source}, {report.mistakes[0]}. Upload the file again.")
             converted = KINDS[kind].files_row(row, number)
             file.write(json.dumps(converted, ensure_ascii=False).encode() + b"\n")
             written += 1
@@ -136,15 +138,12 @@ def _object(report: RowReport, line: int, content: bytes) -> Row | None:
         report.add(line, "a line that is too long", f"at most {MAX_LINE} bytes")
         return None
     try:
-        value: Any = json.loads(content.decode())
+        value: Any = json_value(content.decode())  # as the trainings read it
     except UnicodeDecodeError as error:
         report.add(line, f"byte {error.start} that is not UTF-8", "a file saved as UTF-8")
         return None
-    except json.JSONDecodeError as error:
-        report.add(line, f"malformed JSON ({error.msg}, column {error.colno})", "one JSON object")
-        return None
-    except (ValueError, RecursionError):  # a number of thousands of digits; thousands of brackets
-        report.add(line, "JSON that is nested too deeply or too long", "one JSON object")
+    except BadJson as error:
+        report.add(line, str(error), "one JSON object")
         return None
     if not isinstance(value, dict):
         report.add(line, f"a JSON {type(value).__name__}", 'an object like {"messages": [...]}')

@@ -4,6 +4,8 @@
     tickets/<job id>/       one folder for each fine-tuning job
         ticket.json         the request, with the experiment made of it; written once
         checked.json        the result of checking its files completely; written once
+        failed.json         why it cannot go on, when its files or folders say what nobody
+                            understands; written once
         data/               the rows in the format of the task: train.jsonl, valid.jsonl
         wish-<k>.json       the k-th wish: pause, resume, cancel, delete
     uploads/<file id>/      content, file.json; made by one rename
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -27,15 +30,18 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
-from jobs.record.paths import BaseFolder
+from jobs.record.paths import BaseFolder, is_there
 from jobs.record.times import now
 from trainer.config.block import Strict
-from trainer.files.atomic import create_json, read_json, refusals, sync, write_json
+from trainer.data.formats.json_text import preview
+from trainer.errors import LatheError
+from trainer.files.atomic import create_json, refusals, sync, write_json
 
 WishKind = Literal["pause", "resume", "cancel", "delete"]
 JOB, FILE = "ftjob-", "file-"
@@ -43,14 +49,22 @@ ID_DIGITS = 24
 YOUNG_S = 60.0
 
 
+def _time(text: str) -> str:
+    datetime.fromisoformat(text).timestamp()  # ValueError for what is no time
+    return text
+
+
+Time = Annotated[str, AfterValidator(_time)]  # ISO 8601
+
+
 class Ticket(Strict):
     """The request for a job, with all defaults filled in. Never changed."""
 
     id: str
-    created_at: str
+    created_at: Time
     owner: str  # the name of the token that sent the request
     model: str
-    exp_id: str
+    exp_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     experiment: dict[str, Any]
     request_digest: str  # sha256 of the request, to tell a repeat from another one
     kind: str  # of the rows
@@ -78,15 +92,22 @@ class Ticket(Strict):
 class Checked(Strict):
     """The result of checking the files of a job: the first mistakes in them, if there are any."""
 
-    at: str
+    at: Time
     param: str | None = None  # training_file, validation_file
     message: str | None = None
+
+
+class Failure(Strict):
+    """Why a job cannot go on: what its files or folders threw, which does not pass by itself."""
+
+    at: Time
+    message: str
 
 
 class Wish(Strict):
     """A request about a job that exists: to pause, resume, cancel or delete it."""
 
-    at: str
+    at: Time
     wish: WishKind
     by: str
 
@@ -95,7 +116,7 @@ class Upload(Strict):
     """The facts of a file that a client uploaded."""
 
     id: str
-    created_at: str
+    created_at: Time
     owner: str
     filename: str  # as the client called it: never part of a path
     purpose: str
@@ -125,29 +146,40 @@ class TicketFolder:
     def data(self) -> Path:
         return self.path / "data"
 
+    @property
+    def failure_file(self) -> Path:
+        return self.path / "failed.json"
+
     def read(self) -> Ticket | None:
-        """The ticket; None when there is none, or when another version wrote it."""
-        values = read_json(self.file)
-        with suppress(ValidationError):
-            return None if values is None else Ticket.model_validate(values)
-        return None
+        """The ticket; None when there is none. OSError, or LatheError when it is no ticket of this
+        folder, or of another version.
+        """
+        ticket = _read(self.file, Ticket)
+        if ticket is not None and ticket.id != self.path.name:
+            raise LatheError(f"{self.file}: it is the ticket of {ticket.id!r}. Remove the folder.")
+        return ticket
 
     def read_checked(self) -> Checked | None:
-        """The result of the check; None before the check."""
-        values = read_json(self.check_file)
-        return None if values is None else Checked.model_validate(values)
+        """The result of the check; None before the check. OSError, LatheError."""
+        return _read(self.check_file, Checked)
+
+    def read_failure(self) -> Failure | None:
+        """Why the job cannot go on; None when it can. OSError, LatheError."""
+        return _read(self.failure_file, Failure)
 
     def wishes(self) -> list[Wish]:
-        """All wishes, in order."""
+        """All wishes, in order. OSError, LatheError."""
         wishes: list[Wish] = []
-        while (values := read_json(self._wish(len(wishes) + 1))) is not None:
-            wishes.append(Wish.model_validate(values))
+        while (wish := _read(self._wish(len(wishes) + 1), Wish)) is not None:
+            wishes.append(wish)
         return wishes
 
     def add_wish(self, wish: WishKind, by: str) -> None:
         """Write a wish durably. StorageError."""
         values = {"at": now(), "wish": wish, "by": by}
-        number = len(self.wishes()) + 1
+        number = 1
+        while is_there(self._wish(number)):
+            number += 1
         while not create_json(self._wish(number), values):
             number += 1  # another server has just written this number
 
@@ -166,9 +198,8 @@ class UploadFolder:
         return self.path / "content"
 
     def read(self) -> Upload | None:
-        """The facts of the upload; None when there is none."""
-        values = read_json(self.path / "file.json")
-        return None if values is None else Upload.model_validate(values)
+        """The facts of the upload; None when there is none. OSError, LatheError."""
+        return _read(self.path / "file.json", Upload)
 
 
 @dataclass(frozen=True)
@@ -272,6 +303,29 @@ class ReceivedUpload:
             write_json(self.folder / "file.json", upload.model_dump(mode="json"))
             os.rename(self.folder, self.target)
             sync(self.target.parent)
+
+
+R = TypeVar("R", bound=Strict)
+
+
+def _read(path: Path, kind: type[R]) -> R | None:
+    """What one of our files holds, which was written at once; None when there is none. OSError, or
+    LatheError when it holds something else.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return kind.model_validate(json.loads(content))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        problem = f"{place}: got {preview(first['input'])}. {first['msg']}"
+    except (ValueError, RecursionError):
+        problem = "no JSON, or one that is nested too deeply"
+    name = kind.__name__.lower()
+    raise LatheError(f"{path}: {problem}; want a {name} as this version writes it. Mend the file.")
 
 
 def new_id(prefix: str) -> str:

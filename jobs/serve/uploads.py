@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
@@ -228,6 +230,19 @@ def remove(folder: UploadFolder) -> None:
     aside = folder.path.with_name(f".{folder.path.name}.tmp")
     os.rename(folder.path, aside)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def unreadable(file_id: str, reason: str, at: float, known: Mapping[str, Any] | None) -> Upload:
+    """What is shown of a file whose facts cannot be read: an error, and what was known of it.
+
+    at: seconds since 1970.
+    """
+    created_at = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
+    nothing = {"id": file_id, "created_at": created_at, "owner": "", "filename": "unknown"}
+    facts: dict[str, Any] = {"purpose": PURPOSE, "bytes": 0, "sha256": "", "num_rows": 0}
+    facts |= {**nothing, "kind": None, **(known or {})}
+    mistake = f"its facts cannot be read: {reason}"
+    return Upload.model_validate({**facts, "num_mistakes": 1, "mistakes": [mistake]})
 
 
 def file_object(upload: Upload) -> dict[str, Any]:

@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.errors import Unreachable
+from jobs.errors import Unreachable, is_transient, reason_of
 from jobs.job_state import ACTIVE, JobState
 from jobs.protocol import Backend, JobSpec
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
+from jobs.record.paths import is_there
 from jobs.record.status import record_state, survey
 from jobs.submit.policy import Limits, decide
 from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
 from jobs.submit.send import Outcome, fresh, give_up, ids_of, read_spec, send, settle_intent
-from trainer.errors import ConfigError, LatheError
+from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, refusals
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
             f"asked {attempt.backend} to end {', '.join(ids) or 'nothing'}",
             row.state,
         )
-    except (LatheError, OSError) as error:
-        return ActionResult(row.exp_id, "failed", str(error), row.state, is_bad=True)
+    except Exception as error:  # of any kind: the others are cancelled all the same
+        return _failure(folder, row, error)
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,14 @@ def _each_again(
 
 def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
     folder = request.base.run(row.exp_id)
+    if row.read_error is not None:
+        # somebody else's folder is theirs to care for; one's own is to be mended
+        is_own = folder.path.stat().st_uid == os.geteuid()
+        return ActionResult(row.exp_id, "unread", row.reason or "", row.state, is_bad=is_own)
     try:
         with record.lock(folder, wait_s=LOCK_WAIT_S):
-            row = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)[0]
+            rows_now = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)
+            row = rows_now[0] if rows_now else row
             job = record.read(folder)
             template = _template(folder, job) if job is not None else None
             if job is None or template is None:
@@ -138,7 +144,7 @@ def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
                     "settle",
                     settle_intent(folder, job.last, backend, resend_s=request.resend_s),
                 )
-            num_alive = sum(other.group == row.group and other.state in ACTIVE for other in rows)
+            num_alive = sum(other.group == row.group and other.is_live for other in rows)
             if (
                 template.max_parallel is not None
                 and num_alive >= template.max_parallel
@@ -156,14 +162,22 @@ def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
             )
     except Unreachable as error:
         return ActionResult(row.exp_id, "settle", str(error), row.state, is_bad=True)
-    except (LatheError, OSError) as error:
-        return ActionResult(row.exp_id, "failed", str(error), row.state, is_bad=True)
+    except Exception as error:  # of any kind: the others are sent all the same
+        return _failure(folder, row, error)
+
+
+def _failure(folder: RunFolder, row: Row, error: Exception) -> ActionResult:
+    """What to tell of an experiment with which nothing could be done."""
+    log.debug("%s", row.exp_id, exc_info=error)
+    reason = reason_of(error, folder.path)
+    may_pass = is_transient(error)
+    return ActionResult(row.exp_id, "failed", reason, row.state, is_bad=True, is_transient=may_pass)
 
 
 def _template(folder: RunFolder, job: Job) -> JobSpec | None:
     """The spec of the last attempt, or of the one that waits for its turn; None without either."""
     waiting = folder.attempt(len(job.attempts) + 1)
-    if waiting.spec.exists():
+    if is_there(waiting.spec):
         return read_spec(folder, waiting.number)
     return read_spec(folder, job.last.number) if job.last is not None else None
 

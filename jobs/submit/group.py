@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jobs.code.snapshot import link
-from jobs.errors import Unreachable
-from jobs.job_state import ACTIVE, STATES, JobState
+from jobs.errors import Unreachable, is_transient, reason_of
+from jobs.job_state import STATES, JobState
 from jobs.protocol import ArrayBackend, JobSpec
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
@@ -81,7 +81,7 @@ def submit(request: Request) -> list[ActionResult]:
         rows, budget = _rows(request, record_changes=True), _Budget()
     else:  # all live jobs of the group count, also those no longer among its experiments
         everybody = survey(request.base, backend_of=request.backend_of)
-        num_alive = sum(row.group == request.group and row.state in ACTIVE for row in everybody)
+        num_alive = sum(row.group == request.group and row.is_live for row in everybody)
         rows = {row.exp_id: row for row in everybody if row.exp_id in request.by_id}
         budget = _Budget(request.max_parallel - num_alive)
     results: dict[str, ActionResult] = {}
@@ -193,8 +193,9 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
             return _result(name, "send", outcome)
     except Unreachable as error:
         return ActionResult(name, "settle", str(error), "submitting", is_bad=True)
-    except (LatheError, OSError) as error:
-        return ActionResult(name, "failed", str(error), _state(row), is_bad=True)
+    except Exception as error:  # of any kind: the others are sent all the same
+        reason, may_pass = reason_of(error, folder.path), is_transient(error)
+        return ActionResult(name, "failed", reason, _state(row), is_bad=True, is_transient=may_pass)
 
 
 def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:

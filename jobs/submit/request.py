@@ -135,11 +135,12 @@ class ActionResult:
     """The action that was (or would be) taken for one experiment."""
 
     exp_id: str
-    action: str  # send, settle, skip, wait, failed
+    action: str  # send, settle, skip, wait, unread, failed
     text: str
     state: JobState
     is_bad: bool = False
     is_unanswered: bool = False
+    is_transient: bool = False  # it failed, and may succeed later although nobody changes anything
 
 
 def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:

@@ -300,7 +300,7 @@ def test_a_run_that_lost_ranks_says_so_in_every_view(base: BaseFolder) -> None:
     assert "2 recoveries" in printed([row], 120)
     html = report(base, [row], gather(base))
     assert html.count("rank 1 ended by SIGKILL, at step 6: on from step 5 (memory)") == 2
-    assert run_card(row, folder, {})["recoveries"] == 2
+    assert run_card(row, {}, {})["recoveries"] == 2
 
 
 def test_what_was_run_by_hand_appears_when_asked_for(base: BaseFolder) -> None:

@@ -15,8 +15,8 @@ from jobs.record.row import Row
 from jobs.serve import offers, rows
 from jobs.serve.index import MetricsPlace
 from jobs.serve.job_view import Facts, seconds, standing, state_events
-from jobs.serve.keeper import new_metric_events
 from jobs.serve.tickets import JOB, Checked, Ticket, Wish, id_of_key
+from jobs.serve.turn.reader import new_metric_events
 from tests.facts import EVENT
 from tests.wording import refused
 from trainer.config.own_rows import OwnRows

@@ -113,6 +113,22 @@ def test_the_overview_lists_filters_searches_and_sorts(browser: Browser, world: 
     assert sorted(names(browser)) == ["tiny-chat · done", "tiny-chat · slow"]
 
 
+def test_a_folder_that_cannot_be_read_is_a_line_of_the_page_until_it_is_mended(
+    browser: Browser, world: Service
+) -> None:
+    folder = by_hand(world.base, "broken", 8)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").symlink_to("metrics.jsonl")
+    opened(browser, world)
+    read = "return document.querySelector('#content details').innerText"
+    browser.until(f"{read}.includes('1 folder cannot be read')")
+    line = browser.run(read)
+    assert folder.name in line
+    assert "metrics.jsonl: Too many levels of symbolic links" in line
+    shutil.rmtree(folder)
+    browser.until("return document.querySelector('#content details').hidden")
+
+
 def test_curves_grow_while_a_run_is_watched(browser: Browser, world: Service) -> None:
     folder = by_hand(world.base, "growing", 7, state="running")
     opened(browser, world, f"/run/{folder.name}")

@@ -306,6 +306,16 @@ def test_an_export_without_a_bias_gets_one_of_zeros_and_says_so(
     assert "a position bias of zeros" in caplog.text
 
 
+def test_an_export_for_fid_begins_answers_with_the_token_that_the_model_has(tmp_path: Path) -> None:
+    values = BASE_LIKE | {"pad_token_id": 1}
+    source = plain(tmp_path / "t5", values)
+    said = json.loads((source / "config.json").read_text()) | {"decoder_start_token_id": 2}
+    (source / "config.json").write_text(json.dumps(said))
+    export_model(source, out=tmp_path / "fid", layout="fid")
+    config = json.loads((tmp_path / "fid" / "config.json").read_text())
+    assert (config["decoder_start_token_id"], config["pad_token_id"]) == (2, 1)
+
+
 def test_what_is_exported_for_fid_can_be_imported_again(tmp_path: Path) -> None:
     export_model(plain(tmp_path / "t5", LARGE_LIKE), out=tmp_path / "fid", layout="fid")
     assert json.loads((tmp_path / "fid" / "config.json").read_text())["architectures"] == ["FiDT5"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
-from trainer.config.schema import validate
 from trainer.data.formats import packed
 from trainer.data.formats.json_stream import json_items
 from trainer.data.formats.json_text import BadJson, is_too_deep, json_value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ from tests.unit.test_own_rows import (
     write_parquet,
     write_table,
 )
+from tests.wording import refused
+from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
-from trainer.config.schema import validate
-from trainer.data.formats.normal_form import normal_form
 from trainer.data.readers import row_files
-from trainer.errors import DataError
 from trainer.protocol.task import Places
 from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.summariser import data as summaries
@@ -47,9 +47,16 @@ def test_every_entry_of_a_folder_is_read_or_named(tmp_path: Path) -> None:
     (folder / "sub").mkdir()
     for name in ("b.jsonl.bz2", "g.jsonl.zst", "h.xz", "i.txt"):
         (folder / name).write_bytes(b"x")
-    with pytest.raises(DataError, match=r"no file of rows: b\.jsonl\.bz2") as error:
+    with refused("folder_of_others") as error:
         read(tmp_path, columns={})
-    for said in ("f.jsonl (a link to nothing)", "sub (a folder)", "g.jsonl.zst", "h.xz", "i.txt"):
+    for said in (
+        "b.jsonl.bz2",
+        "f.jsonl (a link to nothing)",
+        "sub (a folder)",
+        "g.jsonl.zst",
+        "h.xz",
+        "i.txt",
+    ):
         assert said in str(error.value)
 
 
@@ -59,12 +66,12 @@ def test_a_split_is_found_in_whatever_case_and_none_hides_behind_another(tmp_pat
     assert [one["question"] for one in read(tmp_path, columns={})] == ["q"]
     write_table(tmp_path / "test.csv", [row], ",")
     write_table(tmp_path / "TEST.tsv", [row], "\t")
-    with pytest.raises(DataError, match=r"holds test\.csv and TEST\.tsv"):
+    with refused("split_in_two_files", files="test.csv and TEST.tsv"):
         read(tmp_path, "test", columns={})
     (tmp_path / "one").mkdir()
     write_lines(tmp_path / "one" / "a.jsonl", [row])
     (tmp_path / "one" / "b.jsonl.bz2").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"holds a\.jsonl and b\.jsonl\.bz2"):
+    with refused("share_of_two_files", files="a.jsonl and b.jsonl.bz2"):
         read(tmp_path / "one", columns={}, valid_share=0.5)
 
 
@@ -93,9 +100,7 @@ def test_quotes_of_a_tsv_are_plain_unless_it_is_quoted_as_csv(
 
 def test_one_column_whose_quote_stays_open_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text('text\n"To be\nor not"\n')
-    with pytest.raises(
-        DataError, match=r"a\.tsv, line 2: a quote opens the text and is not closed"
-    ):
+    with refused("table_quote_open", at="a.tsv, line 2"):
         list(row_files.placed_rows(tmp_path / "a.tsv"))
 
 
@@ -110,7 +115,7 @@ def test_questions_that_are_alike_are_on_one_side(tmp_path: Path) -> None:
     )
     sides = {
         split: [
-            normal_form(row["question"])
+            re.findall(r"\d+", row["question"])[0]
             for row in read(tmp_path, split, columns={}, valid_share=0.2)
         ]
         for split in ("train", "valid")
@@ -186,7 +191,7 @@ def test_a_binary_column_is_refused_by_name(name: str, tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", [row])
     assert len(read(tmp_path, columns={})) == 1  # nobody asks for the picture
     write_parquet(tmp_path / "train.parquet", [{**row, name: b"bytes"}])
-    with pytest.raises(DataError, match=rf"row 1: '{name}' is b'bytes', bytes of a binary column"):
+    with refused("column_binary", at="train.parquet, row 1", key=name, value=b"bytes"):
         read(tmp_path, columns={})
 
 
@@ -196,5 +201,5 @@ def test_a_parquet_file_that_names_a_column_twice_is_refused(tmp_path: Path) -> 
 
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
     parquet.write_table(table, tmp_path / "train.parquet")
-    with pytest.raises(DataError, match=r"train\.parquet: the header names 'text' twice"):
+    with refused("table_column_twice", at="train.parquet", column="text"):
         list(row_files.placed_rows(tmp_path / "train.parquet"))

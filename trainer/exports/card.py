@@ -10,6 +10,7 @@ from typing import Any
 from trainer import tasks
 from trainer.data.vocabulary import may_be_hub_id
 from trainer.exports.record import NAME, Record
+from trainer.models.weights.model_folder import TRIED
 from trainer.protocol.abilities import Answers, Usage
 
 CARD = "README.md"
@@ -20,6 +21,10 @@ EXP_GROUPS = {"this": [json.load(open("FOLDER/lathe.json"))["experiment"]]}
 """
 _OWN_PROGRAM = (
     "In Lathe: `python -m trainer predict FOLDER --data_path ROWS.jsonl --out ANSWERS.jsonl`."
+)
+_TRIED = (
+    f"Exports of every family that Lathe names were loaded in transformers {' and '.join(TRIED)}, "
+    "and computed the same there."
 )
 _NOT_MEASURED = (
     "Nothing was measured but what stands under Scores: not on other data, not for bias, not for "
@@ -51,7 +56,7 @@ def text(folder: Path, record: Record) -> str:
         "\n".join(front_matter),
         f"# {cfg.task} {record.exp_id[:8]}\n\n{what} Trained with Lathe {record.lathe}; this card "
         "was written by it, from what the run recorded. What it does not say is unknown to it.",
-        "## How to load it\n\n" + "\n\n".join([*programs, _OWN_PROGRAM]),
+        "## How to load it\n\n" + "\n\n".join([*programs, _TRIED, _OWN_PROGRAM]),
         "## Limits\n\n" + "\n".join(f"- {limit}" for limit in [*use.limits, _NOT_MEASURED]),
         "## Base\n\n" + _base(record),
         "## Data\n\n" + _data(record),

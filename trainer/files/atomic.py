@@ -136,11 +136,12 @@ def create_json(path: Path, value: Any) -> bool:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a small JSON file.
 
-    None when it is absent or (its writer was killed) no whole object.
+    None when it is absent or (its writer was killed) no whole object, or one that is nested too
+    deeply to be read.
     """
     try:
         value: Any = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 

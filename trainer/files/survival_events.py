@@ -33,7 +33,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
             event = json.loads(line)
             is_whole = bool(recovery_sentence(event) and datetime.fromisoformat(event["at"]))
             is_whole &= isinstance(event["steps_lost"], int)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue
         events += [event] if is_whole else []
     return events

@@ -354,15 +354,25 @@ def loading(kind: str, folder: Path) -> str:
     kind: an Auto class of transformers.
     """
     if not are_in(folder):
-        return f"model = {kind}.from_pretrained(FOLDER).eval()"
+        how = _attention_of(folder)
+        return f"model = {kind}.from_pretrained(FOLDER{how}).eval()"
     base = json.loads((folder / ADAPTER).read_text())["base_model_name_or_path"]
     lines = [
         "from peft import PeftModel",
         "",
-        f"base = {kind}.from_pretrained({base!r})",
+        f"base = {kind}.from_pretrained({base!r}{_attention_of(base)})",
         "model = PeftModel.from_pretrained(base, FOLDER).merge_and_unload().eval()",
     ]
     if (folder / "generation_config.json").is_file():
         lines[:1] = ["from peft import PeftModel", "from transformers import GenerationConfig"]
         lines.append("model.generation_config = GenerationConfig.from_pretrained(FOLDER)")
     return "\n".join(lines)
+
+
+def _attention_of(folder: Any) -> str:
+    """The argument that a folder whose model caps its attention needs in transformers 4: there
+    "sdpa", the default, leaves the cap out.
+    """
+    path = Path(str(folder)) / "config.json"
+    is_capped = path.is_file() and re.search(r'"attn_logit_softcapping": *[0-9]', path.read_text())
+    return ', attn_implementation="eager"' if is_capped else ""

@@ -195,7 +195,7 @@ class TokenTask(ABC, Generic[C]):
         config, generation = self.exported_config(), self.generation()
         if self.cfg.exports_adapters:
             self.export_adapters(base, folder)
-            self.tokenizer.save_pretrained(folder)
+            model_folder.write_tokenizer(folder, self.tokenizer)
         else:
             config.dtype = next(iter(base.values())).dtype
             model_folder.write(folder, config, self.tokenizer, base)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from jobs.report.scores import best_scores
-
 if TYPE_CHECKING:
-    from jobs.record.paths import RunFolder
     from jobs.record.row import Row
+    from jobs.report.scores import Score
 
 MOST_METRICS = 40  # of one run
 LONGEST_REASON = 300  # letters
 
 
-def run_card(row: Row, folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, Any]:
+def run_card(
+    row: Row, scores: Mapping[str, Score], experiment: Mapping[str, Any]
+) -> dict[str, Any]:
     """The card of a run. scores: metric -> [best value, whether smaller is better]."""
-    scores = best_scores(folder, experiment)
     metrics = {name: float(f"{value:.6g}") for name, value in row.metrics.items()}
     return {
         "id": row.exp_id,

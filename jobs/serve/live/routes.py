@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jobs.report.curves import Place
@@ -14,7 +14,7 @@ from jobs.report.page import ASSETS, STYLE
 from jobs.serve.lathe_routes import find_run
 from jobs.serve.live.series import answers_of, curves_of, place_of
 from jobs.serve.live.stream import Watch
-from jobs.serve.requests import Refusal, client_of, keeper_of, quote
+from jobs.serve.requests import PlainJSON, Refusal, client_of, keeper_of, quote
 from trainer.config.differences import differing, flatten, short_names, written
 
 FOLDER = Path(__file__).with_name("page")
@@ -61,7 +61,7 @@ def go_to_page(request: Request) -> Response:
 def show_me(request: Request) -> Response:
     """The name and role of the client, the backend, and the models that can be tuned."""
     client, keeper = client_of(request), keeper_of(request)
-    return JSONResponse(
+    return PlainJSON(
         {
             "name": client.name,
             "role": client.role,
@@ -94,7 +94,7 @@ def show_stream(request: Request) -> Response:
 
 def show_curves(request: Request) -> Response:
     """Every metric of a run: [step, seconds, mean, low, high] of neighbouring steps."""
-    return JSONResponse(curves_of(find_run(request).metrics))
+    return PlainJSON(curves_of(find_run(request).metrics))
 
 
 def show_answers(request: Request) -> Response:
@@ -102,7 +102,7 @@ def show_answers(request: Request) -> Response:
     text = request.query_params.get("step")
     if text is not None and not (text.isascii() and text.isdigit() and len(text) < 12):
         raise Refusal(400, f"step: got {quote(text)}, want a number.", param="step")
-    return JSONResponse(answers_of(find_run(request).path, None if text is None else int(text)))
+    return PlainJSON(answers_of(find_run(request).path, None if text is None else int(text)))
 
 
 def show_differences(request: Request) -> Response:
@@ -121,7 +121,7 @@ def show_differences(request: Request) -> Response:
         }
         for key, name in zip(keys, short_names(keys), strict=True)
     ]
-    return JSONResponse({"runs": names, "keys": rows})
+    return PlainJSON({"runs": names, "keys": rows})
 
 
 def _written(value: object) -> str:

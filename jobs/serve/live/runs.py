@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jobs.errors import reason_of
 from jobs.job_state import ACTIVE
+from jobs.record.row import experiment_of
 from jobs.record.status import survey
+from jobs.report.scores import best_scores
 from jobs.report.table import as_json
+from jobs.report.text import plain
 from jobs.serve.live.cards import run_card
 from trainer.config.differences import names_by_difference
-from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
     from jobs.protocol import Backend
-    from jobs.record.paths import BaseFolder
+    from jobs.record.paths import BaseFolder, RunFolder
     from jobs.record.row import Row
+    from jobs.report.scores import Score
     from jobs.serve.index import Index
 
 
-def update_index(index: Index, base: BaseFolder, backend_of: Callable[[str], Backend]) -> None:
-    """Write the runs that may have changed to the index, and remove those whose folder is gone."""
+def update_index(
+    index: Index, base: BaseFolder, backend_of: Callable[[str], Backend], troubled: Collection[str]
+) -> dict[str, str]:
+    """Write the runs that may have changed to the index, and remove those whose folder is gone.
+
+    troubled: ids of runs that could not be read whole before. Returns those that cannot be now, and
+    why.
+    """
     indexed, live = index.run_marks(), index.live_runs(ACTIVE)
     marks = {
         run.path.name: " ".join(map(mark, (run.record, run.status, run.metrics)))
         for run in base.runs()
     }
     index.drop_runs(indexed.keys() - marks.keys())
-    changed = [name for name in marks if name in live or marks[name] != indexed.get(name)]
+    again = live | set(troubled)
+    changed = [name for name in marks if name in again or marks[name] != indexed.get(name)]
     if not changed:
-        return
+        return {}
     rows = survey(
         base,
         only=changed,
@@ -40,31 +51,46 @@ def update_index(index: Index, base: BaseFolder, backend_of: Callable[[str], Bac
         record_changes=False,
         include_unsubmitted=True,
     )
-    names = index.names()
-    index.write_runs(_entry(row, base, names, marks[row.exp_id]) for row in rows)
+    names, entries = index.names(), list[dict[str, Any]]()
+    problems = {row.exp_id: row.reason or "" for row in rows if row.read_error is not None}
+    for row in rows:
+        experiment, scores = {}, {}
+        if row.read_error is None:
+            try:
+                experiment, scores = _experiment_and_scores(base.run(row.exp_id))
+            except Exception as error:  # of any kind: one run must not hide the others
+                problems[row.exp_id] = reason_of(error, base.run(row.exp_id).path)
+        named = row if row.by_hand else replace(row, name=names.get(row.exp_id, ""))
+        card = run_card(named, scores, experiment)
+        entries.append(_entry(named, card, experiment, marks[row.exp_id]))
+    index.write_runs(entries)
     # every run of a group with a new run is named after the values that distinguish it
     for group in {row.group for row in rows if not row.by_hand and row.exp_id not in names}:
         experiments = index.experiments_of(group)
         differences = names_by_difference([json.loads(text) for text in experiments.values()])
         index.write_names(dict(zip(experiments, differences, strict=True)))
+    return problems
 
 
-def _entry(row: Row, base: BaseFolder, names: dict[str, str], facts: str) -> dict[str, Any]:
-    """The index's row of a run. names: exp_id -> name; a new run gets its name later."""
-    if not row.by_hand:
-        row = replace(row, name=names.get(row.exp_id, ""))
-    folder = base.run(row.exp_id)
-    experiment = read_json(folder.exp_dict) or {}
+def _experiment_and_scores(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Score]]:
+    experiment = experiment_of(folder) or {}
+    return experiment, best_scores(folder, experiment)
+
+
+def _entry(
+    row: Row, card: Mapping[str, Any], experiment: Mapping[str, Any], facts: str
+) -> dict[str, Any]:
+    """The index's row of a run."""
     (body,) = as_json([row])
     return {
         "exp_id": row.exp_id,
         "facts": facts,
         "state": row.state,
-        "group": row.group,
-        "name": row.name,
-        "experiment": json.dumps(experiment),
-        "card": json.dumps(run_card(row, folder, experiment)),
-        "body": json.dumps(body),
+        "group": plain(row.group),
+        "name": plain(row.name),
+        "experiment": json.dumps(plain(experiment)),
+        "card": json.dumps(plain(card)),
+        "body": json.dumps(plain(body)),
     }
 
 

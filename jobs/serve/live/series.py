@@ -45,7 +45,7 @@ def lines_since(path: Path, place: Place) -> tuple[list[dict[str, Any]] | None, 
             if is_replaced:
                 return (None if facts.st_size else []), place
             lines, end = metric_lines_from(file, place.end)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return [], place
     if len(lines) > MOST_LINES:
         return None, place
@@ -68,7 +68,7 @@ def answers_of(run: Path, step: int | None) -> dict[str, Any]:
         step = max(files, default=None)
     rows: list[dict[str, Any]] = []
     if step in files:
-        with files[step].open("rb") as file:
+        with suppress(OSError), files[step].open("rb") as file:
             rows = metric_lines_from(file, 0)[0][:MOST_ROWS]
     texts = [{name: _text(value) for name, value in row.items()} for row in rows]
     return {"steps": sorted(files), "step": step, "rows": texts}

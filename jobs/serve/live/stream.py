@@ -1,4 +1,6 @@
-"""Server-sent events: cards of runs and jobs that changed, and new metrics of watched runs."""
+"""Server-sent events: cards of runs and jobs that changed, new metrics of watched runs, and which
+folders cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 import anyio
 from starlette.concurrency import run_in_threadpool
 
+from jobs.report.text import plain
 from jobs.serve.live.series import lines_since
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ class Watch:
     owner: str | None
     since: int
     runs: dict[Path, Place]  # metrics.jsonl -> how far
+    _unreadable: dict[str, str] | None = None  # as the page was told
 
     async def events(self) -> AsyncGenerator[str]:
         """Events until the server stops or the page closes."""
@@ -54,9 +58,21 @@ class Watch:
             since = self.since if tick > self.since else -1
             events.append(f"event: board\ndata: {self.keeper.index.board(since, self.owner)}\n\n")
             self.since = tick
+        unreadable = self._unreadable_now()
+        if unreadable != self._unreadable:
+            events.append(f"event: unreadable\ndata: {json.dumps(plain(unreadable))}\n\n")
+            self._unreadable = unreadable
         for path, place in self.runs.items():
             lines, self.runs[path] = lines_since(path, place)
             if lines is None or lines:
                 document = {"id": path.parent.name, "lines": lines}
                 events.append(f"event: metrics\ndata: {json.dumps(document)}\n\n")
         return events
+
+    def _unreadable_now(self) -> dict[str, str]:
+        """The folders that cannot be read, by name, of those that the client sees."""
+        reasons = self.keeper.unreadable.reasons
+        if self.owner is None or not reasons:
+            return reasons
+        own = self.keeper.index.run_ids_of(self.owner)
+        return {name: reason for name, reason in reasons.items() if name in own}

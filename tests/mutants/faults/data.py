@@ -85,9 +85,9 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/formats/json_stream.py",
-        "if self.num_open > _MAX_OPEN:",
-        "if self.num_open > 100 * _MAX_OPEN:",
-        why="a file of brackets kills the process",
+        'if (len(before) - len(before.rstrip(b"\\\\"))) % 2:',
+        'if (len(before) - len(before.rstrip(b"\\\\"))) % 2 == 0:',
+        why="half of an emoji in a JSON list is learnt as a question mark",
         tests=FOREIGN,
     ),
     Fault(

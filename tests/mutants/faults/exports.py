@@ -5,6 +5,7 @@ from tests.mutants.fault import Fault
 EXPORTS = "tests/runs/test_exports.py"
 PREDICT = "tests/runs/test_predict.py"
 CHAT = "tests/unit/test_chat.py"
+WRITTEN = "tests/unit/test_model_folder.py"
 FILES = "tests/unit/test_base_files.py"
 ABSENT = "tests/unit/test_absent_weights.py"
 
@@ -85,6 +86,20 @@ FAULTS = [
         "named",
         why="vocab.json and merges.txt of a tokenizer of no named class do not load",
         tests=FILES,
+    ),
+    Fault(
+        "trainer/models/weights/model_folder.py",
+        "        values |= _earlier_rotations(",
+        "        dict() | _earlier_rotations(",
+        why="transformers 4 rotates by another theta, without a warning",
+        tests=WRITTEN,
+    ),
+    Fault(
+        "trainer/models/weights/model_folder.py",
+        'values.get("tokenizer_class") == "TokenizersBackend"',
+        'values.get("tokenizer_class") == "Backend"',
+        why="the tokenizer of an export does not load in transformers 4",
+        tests=WRITTEN,
     ),
     Fault(
         "trainer/exports/record.py",

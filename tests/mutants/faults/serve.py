@@ -5,6 +5,8 @@ from tests.mutants.fault import Fault
 VIEW = "tests/serve/test_job_view.py"
 HOSTILE = "tests/serve/test_hostile_requests.py"
 STREAM = "tests/serve/test_live_stream.py"
+TURNS = "tests/serve/test_turns.py"
+ODD = "tests/jobs/test_odd_folders.py"
 
 FAULTS = [
     Fault(
@@ -58,7 +60,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/job_view.py",
-        'is_before_cancel = cancel is None or (row.ended_at or "") <= cancel.at',
+        'is_before_cancel = not ends or (row.ended_at or "") <= min(ends)',
         "is_before_cancel = True",
         why="a job that was told to be cancelled becomes a success",
         tests=VIEW,
@@ -71,7 +73,7 @@ FAULTS = [
         tests=VIEW,
     ),
     Fault(
-        "jobs/serve/keeper.py",
+        "jobs/serve/turn/reader.py",
         "is_same = size >= before.end and _digest(file, before.end) == before.mark",
         "is_same = size >= before.end",
         why="events are lost when a run that resumed has written more than it had",
@@ -139,5 +141,89 @@ FAULTS = [
         "is_known = last is not None",
         why="a job of which a slow scheduler has said nothing yet counts as lost",
         tests="tests/serve/test_patience.py",
+    ),
+    Fault(
+        "jobs/serve/keeper.py",
+        "        except Exception as error:  # of any kind, so that no job of another waits for ever\n",
+        "        except OSError as error:\n",
+        why="one job whose offer is gone stops the jobs of everybody",
+        tests=f"{TURNS} -k poisoned",
+    ),
+    Fault(
+        "jobs/serve/turn/reader.py",
+        "        except Exception as error:  # of any kind: the jobs of others are read all the same\n",
+        "        except OSError as error:\n",
+        why="one wish of another shape fails no job, and its own waits for ever",
+        tests=f"{TURNS} -k poisoned",
+    ),
+    Fault(
+        "jobs/serve/keeper.py",
+        "            may_pass = is_transient(error)\n",
+        "            may_pass = False\n",
+        why="a disk that is full for a moment fails the jobs that wait, for good",
+        tests=f"{TURNS} -k full_disk",
+    ),
+    Fault(
+        "jobs/serve/turn/troubles.py",
+        "return not is_transient and time.monotonic() - trouble.since >= self.confirm_s",
+        "return not is_transient",
+        why="a folder that is moved at this moment fails its job for good",
+        tests=f"{TURNS} -k 'moment or lasts'",
+    ),
+    Fault(
+        "jobs/serve/turn/reader.py",
+        'has_ended = before is not None and before["status"] == "succeeded"',
+        "has_ended = False",
+        why="a job that has succeeded fails when its folder cannot be entered any more",
+        tests=f"{TURNS} -k succeeded",
+    ),
+    Fault(
+        "jobs/serve/keeper.py",
+        "        is_unwanted |= failure is not None\n",
+        "        is_unwanted |= False\n",
+        why="a job that has failed goes on training",
+        tests=f"{TURNS} -k while_it_runs",
+    ),
+    Fault(
+        "jobs/serve/rows.py",
+        "value: Any = json_value(content.decode())  # as the trainings read it",
+        "value: Any = json.loads(content.decode())",
+        why="half of an emoji is taken in, and no training can read it",
+        tests=f"{TURNS} -k poisoned",
+    ),
+    Fault(
+        "jobs/serve/requests.py",
+        "return super().render(plain(content))",
+        "raise",
+        why="one NaN in the dictionary of one run ends the list of all results",
+        tests=f"{TURNS} -k json_has_no_word",
+    ),
+    Fault(
+        "jobs/record/status.py",
+        "row = as_shown(_row(case, verdict, sight))  # before an odd value is on record for good",
+        "row = _row(case, verdict, sight)",
+        why="one odd reason ends the table of all runs",
+        tests=ODD,
+    ),
+    Fault(
+        "jobs/record/paths.py",
+        "    except OSError:\n        return True\n",
+        "    except ValueError:\n        return True\n",
+        why="a colleague's private run folder ends status for everybody",
+        tests=ODD,
+    ),
+    Fault(
+        "jobs/record/events.py",
+        "    if job.exp_id != exp_id:\n",
+        "    if False:\n",
+        why="a record that was copied shows another experiment's state",
+        tests=ODD,
+    ),
+    Fault(
+        "jobs/report/scores.py",
+        "        except Exception as error:  # of any kind: it must not hide the others\n",
+        "        except ValueError as error:\n",
+        why="one run folder ends the results of all",
+        tests=ODD,
     ),
 ]

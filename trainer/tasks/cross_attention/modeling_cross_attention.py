@@ -1,5 +1,5 @@
 """A language model whose inserted layers read a context. Lathe writes this file beside the weights
-that it exports; it imports torch and transformers alone, and runs on transformers 5.
+that it exports; it imports torch and transformers alone, and runs on transformers 4.57 and 5.
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -225,6 +226,8 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             how.pop(key, None)
         dtype = how.get("dtype", how.pop("torch_dtype", None))
         model = cls(config, _base_of(name, config, hub, {**how, "dtype": dtype or config.dtype}))
+        if config.has_adapters:  # not before: transformers 4.57 draws them anew in post_init
+            model.base.load_adapter(name)
         file = cached_file(name, "model.safetensors", **hub)
         keys = model.load_state_dict(load_file(str(file)), strict=False)
         lost = [key for key in keys.missing_keys if key.startswith("cross_attn_layers.")]
@@ -415,19 +418,19 @@ def _base_of(name: Any, config: Any, hub: dict[str, Any], how: dict[str, Any]) -
             torch.manual_seed(config.base["seed"])
             base = AutoModelForCausalLM.from_config(config.get_text_config())
     elif config.base == _WITHIN and os.path.isdir(name):  # with subfolder, adapters would be sought
-        base = _whole(os.path.join(name, "base"), **how)
+        base = _whole(os.path.join(name, "base"), config, **how)
     elif config.base == _WITHIN:
-        base = _whole(name, subfolder="base", **hub, **how)
+        base = _whole(name, config, subfolder="base", **hub, **how)
     else:
         of_hub = {key: value for key, value in hub.items() if key != "revision"}
-        base = _whole(config.base, **of_hub, **how)
-    if config.has_adapters:
-        base.load_adapter(name)
+        base = _whole(config.base, config, **of_hub, **how)
     return base
 
 
-def _whole(name: Any, **how: Any) -> Any:
+def _whole(name: Any, config: Any, **how: Any) -> Any:
     build: Any = AutoModelForCausalLM
+    if config.base_config.get("attn_logit_softcapping") and transformers.__version__[:2] == "4.":
+        how.setdefault("attn_implementation", "eager")  # there sdpa leaves the cap out
     base, report = build.from_pretrained(name, output_loading_info=True, **how)
     if report["missing_keys"]:  # transformers would fill them with random numbers
         raise ValueError(f"{name}: its files lack {sorted(report['missing_keys'])}")

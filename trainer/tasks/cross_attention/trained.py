@@ -19,11 +19,22 @@ if TYPE_CHECKING:
 
     from trainer.protocol.task import Row
 
-_READ = """\
+_AUTO = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = "."  # of this card
 model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+"""
+# transformers 4.57, AutoModelForCausalLM: where a folder holds adapters, it loads their base alone.
+_CLASS = """\
+from transformers import AutoTokenizer
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+FOLDER = "."  # of this card
+name = "modeling_cross_attention.LatheCrossAttentionForCausalLM"
+model = get_class_from_dynamic_module(name, FOLDER).from_pretrained(FOLDER)
+"""
+_READ = """\
 tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 question = "Where is the red key?"
 context = model.read(tokenizer, ["Ada keeps the red key in the cellar."]{asked})
@@ -36,12 +47,13 @@ print(model.answer(tokenizer, "Who has a key?", context))  # the context is not 
 def usage(cfg: Config, folder: Path) -> Usage:
     """Programs and limits of the export in `folder`."""
     is_asked = cfg.data.question_on_context
-    code = _READ.format(
+    loaded = _CLASS if adapters.are_in(folder) else _AUTO
+    code = loaded + _READ.format(
         asked=", question=question" if is_asked else "", again="" if is_asked else _AGAIN
     )
     limits = [
-        "`modeling_cross_attention.py` in this folder is the model's code; transformers runs it "
-        "because of `trust_remote_code=True`. Read it first.",
+        "`modeling_cross_attention.py` in this folder is the model's code, and the program above "
+        "runs it. Read it first.",
         "It answers from the contexts that it is given, and knows of no others; what it "
         "says may be wrong.",
     ]

@@ -32,6 +32,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.frozen.freezing import load_into
+from trainer.models.weights import model_folder
 from trainer.tasks.fid import fido
 from trainer.tasks.fid.transformers_302 import config_302, refuse_newer
 from trainer.tasks.fid.weights import CROSS_BIAS
@@ -329,7 +330,8 @@ def _plain_config(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
         "architectures": ["T5ForConditionalGeneration"],
         "tie_word_embeddings": config.scale_decoder_outputs,
     }
-    return {"decoder_start_token_id": 0, **own_config}  # the pad, with which every T5 begins
+    start = {"decoder_start_token_id": own_config.get("pad_token_id", 0)}  # as every published T5
+    return {**start, **own_config}
 
 
 def _skeleton(config: Any, *, is_untied: bool, has_cross_bias: bool) -> Any:
@@ -362,7 +364,7 @@ def _write_t5(source: Source, out: Path, tokenizer: str | None) -> None:
             if loaded is None or file.name not in vocabulary.FILES:
                 shutil.copyfile(file, folder / file.name)
         if loaded is not None:
-            loaded.save_pretrained(folder)
+            model_folder.write_tokenizer(folder, loaded)
     log.info("%s: %s", out, _describe(source))
     if loaded is None and not own:
         log.info(

@@ -52,4 +52,6 @@ def config_302(config: Any) -> dict[str, Any]:
         "model_type",
     )
     fixed = {"is_encoder_decoder": True, "n_positions": getattr(config, "n_positions", 512)}
-    return {name: getattr(config, name) for name in names} | fixed | {"decoder_start_token_id": 0}
+    start = getattr(config, "decoder_start_token_id", None)
+    fixed["decoder_start_token_id"] = config.pad_token_id if start is None else start
+    return {name: getattr(config, name) for name in names} | fixed

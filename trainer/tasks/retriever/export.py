@@ -88,8 +88,8 @@ def write(
         model_folder.write(place, config, tokenizer, weights_of_side)
         if place != folder:
             # an experiment whose base is this one finds the folder by its config.json
-            config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+            model_folder.write_config(folder, config)
+    model_folder.write_tokenizer(folder, tokenizer)
     pooler = {
         name.partition(".")[2]: values
         for name, values in weights.items()

@@ -21,7 +21,7 @@ from trainer.errors import ConfigError
 from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.head import HEAD_FILE, write_head
-from trainer.models.weights import absent
+from trainer.models.weights import absent, model_folder
 from trainer.tasks.vera.model import read_temperature, write_description
 
 log = logging.getLogger(__name__)
@@ -112,9 +112,8 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
 
 def _copy_tokenizer(source: Path, folder: Path, tokenizer: str | None) -> None:
     if tokenizer is not None:
-        vocabulary.load_tokenizer(tokenizer, data_path=None, cache_dir=folder).save_pretrained(
-            folder
-        )
+        loaded = vocabulary.load_tokenizer(tokenizer, data_path=None, cache_dir=folder)
+        model_folder.write_tokenizer(folder, loaded)
         return
     for name in vocabulary.FILES:
         if (source / name).is_file():

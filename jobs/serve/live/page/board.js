@@ -11,6 +11,7 @@ export class Board {
     this.runs = new Map();
     this.jobs = new Map();
     this.jobOfRun = new Map();
+    this.unreadable = {}; // name -> why its folder cannot be read
   }
 
   // Adds what changed. Returns whether the number of runs differs from the server's.

@@ -42,6 +42,11 @@ function listen(curves) {
   const path = () => `/lathe/v1/stream?since=${board.tick}${curves ? `&watch=${curves.watched()}` : ""}`;
   stream = new Stream(path, (kind, news) => {
     if (kind === "metrics") return view?.curves?.grow(news);
+    if (kind === "unreadable") {
+      board.unreadable = news;
+      view?.draw?.();
+      return;
+    }
     const isLess = board.take(news);
     if (!view || view.isMissing && view.ids.every(id => board.of(id))) show();
     else if (view.draw) view.draw();

@@ -24,7 +24,8 @@ export class Overview {
     this.body = h("tbody");
     this.more = h("button", { type: "button", hidden: true, onclick: () => { this.limit = Infinity; this.draw(); } });
     this.count = h("p", { class: "soft small", role: "status" });
-    this.node = h("div", {}, h("h1", {}, "Runs"), this.chips,
+    this.unreadable = h("details", { class: "s-held small", hidden: true, open: "" });
+    this.node = h("div", {}, h("h1", {}, "Runs"), this.unreadable, this.chips,
       h("div", { class: "tools" }, field("Search", this.search), field("Group", this.group), field("Sort by", this.sort), this.compare),
       this.count, h("div", { class: "scroll tall", tabindex: "0", role: "group", "aria-label": "Runs" },
         h("table", { class: "runs" }, h("thead", {}, this.head), this.body)), this.more);
@@ -33,6 +34,7 @@ export class Overview {
 
   draw() {
     const lines = this.board.lines();
+    this.drawUnreadable();
     this.drawChoices(lines);
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const matches = lines.filter(line => (!this.states.size || this.states.has(line.state))
@@ -47,6 +49,16 @@ export class Overview {
     this.more.textContent = `Show all ${matches.length}`;
     this.count.textContent = lines.length ? `${matches.length} of ${lines.length} runs` : "Nothing was run here yet.";
     this.remember();
+  }
+
+  // A line for every folder that cannot be read.
+  drawUnreadable() {
+    const pairs = Object.entries(this.board.unreadable), key = JSON.stringify(pairs);
+    if (key === this.unreadableKey) return;
+    this.unreadableKey = key;
+    this.unreadable.hidden = !pairs.length;
+    this.unreadable.replaceChildren(h("summary", {}, `${pairs.length} folder${pairs.length > 1 ? "s" : ""} cannot be read`),
+      h("ul", {}, ...pairs.map(([name, reason]) => h("li", { class: "wrap" }, `${clean(name)}: ${clean(reason)}`))));
   }
 
   drawChoices(lines) {

@@ -52,7 +52,7 @@ def write(
     if cfg.train.base_bits is not None:
         content["base_bits"] = cfg.train.base_bits
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
-    tokenizer.save_pretrained(folder)
+    model_folder.write_tokenizer(folder, tokenizer)
     return content
 
 

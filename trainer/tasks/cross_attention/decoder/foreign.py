@@ -18,7 +18,7 @@ from trainer.config.schema import RandomBase
 from trainer.data import vocabulary
 from trainer.models import adapters
 from trainer.models.decoder.backbone import backbone_of
-from trainer.models.weights import generation_file
+from trainer.models.weights import generation_file, model_folder
 from trainer.tasks.cross_attention import modeling_cross_attention
 from trainer.tasks.cross_attention.config import Data, Layers
 from trainer.tasks.cross_attention.decoder.shape import added_indices, layer_shape
@@ -60,7 +60,7 @@ def write(
             "AutoModelForCausalLM": f"{CODE.stem}.LatheCrossAttentionForCausalLM",
         },
         "base": source.model_dump() if isinstance(source, RandomBase) else source,
-        "base_config": of_base,
+        "base_config": model_folder.for_all_versions(of_base),
         "layers": _layers(layers, stock),
         "text": _text(data, tokenizer),
         "has_adapters": adapters.are_in(folder),

@@ -48,9 +48,12 @@ class PlausibilityScorer:
         if base is None:
             raise ValueError(f"{name} holds adapters, and does not name the base they belong to")
         of_base = {} if adapter else hub
-        family = AutoConfig.from_pretrained(base, **of_base).model_type
-        build = AutoModelForTextEncoding if family in _T5 else AutoModel
-        encoder, report = build.from_pretrained(base, output_loading_info=True, **of_base)
+        config = AutoConfig.from_pretrained(base, **of_base)
+        build = AutoModelForTextEncoding if config.model_type in _T5 else AutoModel
+        how: dict[str, Any] = {"output_loading_info": True, **of_base}
+        if getattr(config, "attn_logit_softcapping", None):
+            how["attn_implementation"] = "eager"  # transformers 4: sdpa leaves the cap out
+        encoder, report = build.from_pretrained(base, **how)
         if report["missing_keys"]:  # transformers would fill them with random numbers
             raise ValueError(f"{base}: its files lack {sorted(report['missing_keys'])}")
         if adapter:

@@ -1,0 +1,310 @@
+"""The reader copies what the folders of jobs, uploads and runs say into the index.
+
+Every job, upload and run is read by itself: what one of them throws is noted as its trouble, and
+the others are read all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+from jobs.errors import Unreachable, is_transient, reason_of
+from jobs.job_state import ACTIVE
+from jobs.record.paths import RunFolder, is_exp_id
+from jobs.record.patience import PatientBackends
+from jobs.record.row import Row
+from jobs.record.status import survey
+from jobs.record.times import now
+from jobs.serve.index import Index, MetricsPlace
+from jobs.serve.job_view import (
+    FINAL,
+    Facts,
+    JobEvent,
+    job_object,
+    metric_events,
+    metric_lines_from,
+    seconds,
+    standing,
+    state_events,
+    unreadable_job,
+)
+from jobs.serve.live.runs import mark, update_index
+from jobs.serve.tickets import FILE, JOB, Failure, ServiceFolder, Ticket, TicketFolder
+from jobs.serve.turn.troubles import Troubles
+from jobs.serve.uploads import unreadable
+from trainer.errors import LatheError
+from trainer.files.atomic import refusals
+
+MARK_BYTES = (
+    4096  # before a place in metrics.jsonl; their digest shows whether the file is the same
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass
+class FolderReader:
+    """Reads the folders of one server. confirm_s: how long a trouble must last to fail a job."""
+
+    folder: ServiceFolder
+    organization: str
+    observed_by: PatientBackends
+    confirm_s: float
+    _looking: threading.Lock = field(default_factory=threading.Lock)
+    _exp_ids: dict[str, str] = field(default_factory=dict[str, str])
+
+    @cached_property
+    def unreadable(self) -> Troubles:
+        """The jobs, uploads and runs whose folder cannot be read now."""
+        return Troubles(self.confirm_s)
+
+    @cached_property
+    def failing(self) -> Troubles:
+        """The jobs, and parts of a turn, that threw an error when they were last done."""
+        return Troubles(self.confirm_s)
+
+    @cached_property
+    def index(self) -> Index:
+        """The index of the folders."""
+        with refusals(self.folder.index):
+            return Index(self.folder.index)
+
+    def see(self) -> dict[str, Facts]:
+        """Read everything that may have changed; returns the jobs among it."""
+        facts = self.apart("the jobs", lambda: self.look(self._changed()), {})
+        self.apart("the uploads", self._take_in_uploads, None)
+        self.apart("the runs", self._take_in_runs, None)
+        return facts
+
+    def _changed(self) -> list[str]:
+        """Ids of the jobs whose files may have changed since they were read."""
+        marks, waiting = self.index.job_marks(), self.index.open_jobs()
+        names = self.folder.ticket_ids()
+        self.unreadable.keep(names, prefix=JOB)
+        return [
+            name
+            for name in names
+            if name not in marks or name in waiting or self._marks(name) != marks[name]
+        ]
+
+    def _take_in_uploads(self) -> None:
+        """Write new uploads to the index, and remove those that are gone."""
+        on_disk, indexed = set(self.folder.upload_ids()), self.index.upload_ids()
+        self.index.drop_uploads(indexed - on_disk)
+        self.unreadable.keep(on_disk, prefix=FILE)
+        for file_id in (on_disk - indexed) | (on_disk & self.unreadable.reasons.keys()):
+            self.apart(f"the upload {file_id}", partial(self._take_in_upload, file_id), None)
+
+    def _take_in_upload(self, file_id: str) -> None:
+        folder = self.folder.upload(file_id)
+        assert folder is not None, "its name is well-formed"
+        try:
+            upload = folder.read()
+        except Exception as error:  # of any kind: other uploads are read all the same
+            reason = reason_of(error, folder.path)
+            self.unreadable.note(file_id, reason, is_transient=is_transient(error))
+            upload = unreadable(file_id, reason, folder.path.lstat().st_mtime, None)
+        else:
+            self.unreadable.end(file_id)
+        if upload is not None:
+            self.index.write_upload(
+                upload.model_dump(mode="json"),
+                owner=upload.owner,
+                created=seconds(upload.created_at),
+            )
+
+    def _take_in_runs(self) -> None:
+        """Write the runs that may have changed to the index."""
+        troubled = [name for name in self.unreadable.reasons if is_exp_id(name)]
+        found = update_index(self.index, self.folder.base, self.observed_by, troubled)
+        for name in set(troubled) - found.keys():
+            self.unreadable.end(name)
+        for name, reason in found.items():
+            self.unreadable.note(name, reason, is_transient=True)
+
+    def apart(self, part: str, work: Callable[[], T], otherwise: T) -> T:
+        """The result of a part of the turn. When it throws, its error is logged once, and the
+        other parts are done all the same.
+        """
+        try:
+            result = work()
+        except Exception as error:
+            if part not in self.failing:
+                log.exception("%s", part)
+            self.failing.note(part, str(error), is_transient=True)
+            return otherwise
+        self.failing.end(part)
+        return result
+
+    def facts(self, job_id: str, row: Row | None) -> Facts | None:
+        """What the files of a job say; None when there is no ticket. OSError, LatheError."""
+        folder = self.folder.ticket(job_id)
+        ticket = folder.read() if folder is not None else None
+        if folder is None or ticket is None:
+            return None
+        failure = folder.read_failure()
+        return Facts(ticket, folder.read_checked(), folder.wishes(), row, failure)
+
+    def rows(self, exp_ids: Collection[str]) -> dict[str, Row]:
+        """The states of these experiments; those that were never submitted are missing."""
+        rows = survey(self.folder.base, only=exp_ids, backend_of=self.observed_by)
+        return {row.exp_id: row for row in rows}
+
+    def look(self, job_ids: Collection[str]) -> dict[str, Facts]:
+        """Read jobs again and write them to the index."""
+        by_id: dict[str, Facts] = {}
+        with self._looking:  # older facts must not replace newer ones in the index
+            marks = {name: self._marks(name) for name in job_ids}
+            exp_ids = {name: self._exp_id(name) for name in job_ids}
+            rows = self.rows([name for name in exp_ids.values() if name is not None])
+            for name, exp_id in exp_ids.items():
+                put = partial(self._put, name, rows.get(exp_id or ""), marks[name])
+                facts = self.apart(f"{name}: the index", put, None)
+                if facts is not None:
+                    by_id[name] = facts
+        return by_id
+
+    def _put(self, job_id: str, row: Row | None, marks: str) -> Facts | None:
+        """Read one job and write it to the index; None when there is nothing to be done for it."""
+        try:
+            facts = self.facts(job_id, row)
+            if facts is None:
+                return None
+            if row is not None and row.read_error is not None:
+                kind = LatheError if row.read_error == "permanent" else Unreachable
+                raise kind(row.reason or row.folder)
+            self._write(facts, marks)
+        except Exception as error:  # of any kind: the jobs of others are read all the same
+            return self._put_unreadable(job_id, row, marks, error)
+        self.unreadable.end(job_id)
+        return facts
+
+    def _put_unreadable(
+        self, job_id: str, row: Row | None, marks: str, error: Exception
+    ) -> Facts | None:
+        """Write to the index that a job has failed because it cannot be read, with all of it that
+        can be. It stays as it was while that may pass, and when it had ended before.
+        """
+        folder = TicketFolder(self.folder.tickets / job_id)
+        reason = reason_of(error, folder.path)
+        is_of_run = row is not None and row.read_error is not None
+        name = row.exp_id if row is not None and is_of_run else job_id
+        is_lasting = self.unreadable.note(name, reason, is_transient=is_transient(error))
+        failure = _readable(folder.read_failure)
+        if failure is None and is_lasting:
+            failure = Failure(at=now(), message=reason)
+        before, ticket = self.index.job(job_id), _readable(folder.read)
+        has_ended = before is not None and before["status"] == "succeeded"
+        if has_ended or (before is not None and failure is None):
+            return None
+        if ticket is not None:
+            wishes = _readable(folder.wishes) or []
+            facts = Facts(ticket, _readable(folder.read_checked), wishes, row, failure)
+            self._write(facts, marks, is_readable=False)
+            return facts if failure is not None else None
+        if failure is not None:
+            since = folder.path.lstat().st_mtime
+            body = unreadable_job(job_id, reason, since, before)
+            self.index.write_job(
+                body,
+                created=float(body["created_at"]),
+                model="",
+                is_open=True,
+                is_deleted=False,
+                facts=marks,
+                place=self.index.metrics_place(job_id),
+                events=[],
+            )
+        return None
+
+    def _write(self, facts: Facts, marks: str, *, is_readable: bool = True) -> None:
+        """Write a job to the index. is_readable: False leaves its metrics out, and reads it again
+        at every turn.
+        """
+        ticket, organization = facts.ticket, self.organization
+        place = self.index.metrics_place(ticket.id)
+        metrics: list[JobEvent] = []
+        if is_readable:
+            metrics, place = new_metric_events(ticket, self._run(ticket), place)
+        events = [*state_events(facts, organization), *metrics]
+        is_alive = facts.row is not None and facts.row.state in ACTIVE
+        self.index.write_job(
+            job_object(facts, organization),
+            created=seconds(ticket.created_at),
+            model=ticket.tuned_model(organization),
+            # a cancelled job may still be running
+            is_open=is_alive or standing(facts).status not in FINAL or not is_readable,
+            is_deleted=facts.is_deleted,
+            facts=marks,
+            place=place,
+            events=sorted(events, key=lambda event: event.at),
+        )
+
+    def _exp_id(self, job_id: str) -> str | None:
+        """The experiment of a ticket, which never changes; None while there is no ticket that can
+        be read.
+        """
+        if job_id not in self._exp_ids:
+            folder = self.folder.ticket(job_id)
+            ticket = _readable(folder.read) if folder is not None else None
+            if ticket is None:
+                return None
+            self._exp_ids[job_id] = ticket.exp_id
+        return self._exp_ids[job_id]
+
+    def _run(self, ticket: Ticket) -> RunFolder:
+        return self.folder.base.run(ticket.exp_id)
+
+    def _marks(self, job_id: str) -> str:
+        """A text that changes whenever one of the files of a job changes."""
+        exp_id = self._exp_id(job_id)
+        if exp_id is None:
+            return ""
+        run = self.folder.base.run(exp_id)
+        paths = (self.folder.tickets / job_id, run.record, run.status, run.metrics)
+        return " ".join(map(mark, paths))
+
+
+def _readable(read: Callable[[], T]) -> T | None:
+    """What `read` returns; None when it raises."""
+    try:
+        return read()
+    except Exception:  # of any kind: it is told by whoever reads the whole job
+        return None
+
+
+def new_metric_events(
+    ticket: Ticket, run: RunFolder, before: MetricsPlace
+) -> tuple[list[JobEvent], MetricsPlace]:
+    """The events of the lines of metrics.jsonl after a place, and the place after them.
+
+    A run that resumes truncates its file: then the events are made from the first line on, and
+    those that the index already has stay as they are.
+    """
+    try:
+        with run.metrics.open("rb") as file:
+            size, written_at = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mtime
+            is_same = size >= before.end and _digest(file, before.end) == before.mark
+            start = before.end if is_same else 0
+            if size == start:
+                return [], before
+            lines, end = metric_lines_from(file, start)
+            place = MetricsPlace(end, _digest(file, end))
+    except (FileNotFoundError, NotADirectoryError):
+        return [], MetricsPlace()
+    return list(metric_events(ticket, lines, written_at)), place
+
+
+def _digest(file: Any, end: int) -> str:
+    """A digest of the bytes just before a place in a file."""
+    start = max(end - MARK_BYTES, 0)
+    file.seek(start)
+    return hashlib.sha256(file.read(end - start)).hexdigest()[:16] if end else ""
