@@ -21,22 +21,8 @@ from jobs.record.row import experiment_of, starts_of
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
 from trainer.files.atomic import read_json
+from trainer.metrics.direction import direction_of
 
-# Metrics with one of these words in their name are better when smaller. For the metric that an
-# experiment calls `train.best`, its `train.best_is` decides.
-LEAST_IS_BEST = (
-    "loss",
-    "perplexity",
-    "ppl",
-    "nll",
-    "error",
-    "wer",
-    "cer",
-    "rank",
-    "mae",
-    "mse",
-    "rmse",
-)
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
 ID_WIDTH, GAP = 8, 2
 PREFIX = "valid/"  # of a score's name
@@ -145,8 +131,7 @@ def best_scores(folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, S
 
 def least_is_best(metric: str) -> bool:
     """Whether a smaller value of this metric is better, judged by its name."""
-    words = metric.rpartition("/")[2].lower().replace("-", "_").split("_")
-    return any(word in LEAST_IS_BEST for word in words)
+    return direction_of(metric) == "min"
 
 
 def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) -> dict[str, Score]:

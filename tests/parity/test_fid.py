@@ -206,7 +206,7 @@ def test_greedy_answers_are_the_recorded_ids_and_texts(
     ours = replay(case, tokenizer, attention)
     tokens = generated(ours)
     assert torch.equal(tokens, case.tensors["generated"])
-    assert [ours.task.prompts.answer(ids) for ids in tokens[:, 1:].tolist()] == case.meta[
+    assert [ours.task.prompts.answer(ids).text for ids in tokens[:, 1:].tolist()] == case.meta[
         "generated_text"
     ]
 
@@ -276,7 +276,7 @@ def test_what_the_notes_tell_of_a_batch_comes_out_again(
     assert_close(norm, case.meta["grad_total_norm"], **NORMS)
     with torch.no_grad():
         tokens = model.eval()(generation=GREEDY, **batch)["tokens"]
-    assert [task.prompts.answer(ids) for ids in tokens[:, 1:].tolist()] == case.meta[
+    assert [task.prompts.answer(ids).text for ids in tokens[:, 1:].tolist()] == case.meta[
         "generated_text"
     ]
     if "crossattention_scores" in case.meta:
@@ -303,7 +303,7 @@ def answered(case: Trained, tokenizer: Path, folder: Path) -> Answered:
     batch = task.collate(case.forward.rows())
     with torch.no_grad():
         tokens = model(generation=GREEDY, **batch)["tokens"]
-    texts = [task.prompts.answer(ids) for ids in tokens[:, 1:].tolist()]
+    texts = [task.prompts.answer(ids).text for ids in tokens[:, 1:].tolist()]
     return Answered(tokens, texts, passage_scores(model, batch))
 
 
@@ -624,8 +624,8 @@ def test_answers_are_cleaned_of_spaces_as_recorded(
     recorded = recording.json("tokenizer", f"ids_{version}.json")
     prompts = fid_recordings.task_of(recording, tokenizer, reader={}, clean_up_spaces=clean).prompts
     ids = prompts.tokenizer("it 's 5 , 000 . n't ( a ) do n't")["input_ids"]
-    assert prompts.answer(ids) == recorded["dec_clean_probe"]
-    assert [prompts.answer(target) for target in recorded["target_default"]] == recorded["dec"]
+    assert prompts.answer(ids).text == recorded["dec_clean_probe"]
+    assert [prompts.answer(target).text for target in recorded["target_default"]] == recorded["dec"]
 
 
 @every_recording

@@ -199,16 +199,16 @@ def test_answers_lose_the_spaces_that_published_tokenizers_took(
     text: str, clean: str, sentencepiece: Any
 ) -> None:
     ids = whole(sentencepiece, text)
-    assert Prompts(sentencepiece, DATA).answer(ids) == clean
-    assert Prompts(sentencepiece, data(clean_up_spaces=False)).answer(ids) == text
+    assert Prompts(sentencepiece, DATA).answer(ids).text == clean
+    assert Prompts(sentencepiece, data(clean_up_spaces=False)).answer(ids).text == text
 
 
 def test_an_answer_stops_at_its_end_and_shows_no_special_token(tokenizer: Any) -> None:
     prompts = Prompts(tokenizer, DATA)
     seven = whole(tokenizer, "seven")
-    assert prompts.answer([*seven, prompts.end, *seven, prompts.end]) == "seven"
-    assert prompts.answer([prompts.end]) == ""
-    assert prompts.answer([]) == ""
+    assert prompts.answer([*seven, prompts.end, *seven, prompts.end]).text == "seven"
+    assert prompts.answer([prompts.end]).text == ""
+    assert prompts.answer([]).text == ""
     pad = tokenizer.pad_token_id
     if pad is not None:
-        assert prompts.answer([*seven, pad, pad]) == "seven"
+        assert prompts.answer([*seven, pad, pad]).text == "seven"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import jinja2
 import numpy as np
 import torch
 
@@ -24,7 +24,7 @@ from trainer.errors import ConfigError, LatheError
 from trainer.evaluation.run import Question, open_model
 from trainer.files.atomic import read_json
 from trainer.metrics.mergeable import cut_at
-from trainer.models.texts import GrowingText, begun, grown
+from trainer.models.texts import GrowingText, TokenChoice, grown
 from trainer.protocol.abilities import GREEDY, Answers, Embeds, Search
 from trainer.training.options import Options
 
@@ -71,17 +71,20 @@ class Opened:
 def answers(opened_run: Opened, questions: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Pieces of the answers to waiting questions, each with the number of its question."""
     task, model = opened_run.task, opened_run.model
-    texts: dict[int, GrowingText] = {}
+    texts: list[GrowingText] = []
+    choices: list[tuple[int, int]] = []  # of each text: its question, its number among the answers
     others: list[int] = []
     for number, one in enumerate(questions):
         if task.cfg.task != "causal_lm" or not ("prompt" in one or "messages" in one):
             others.append(number)
             continue
         try:
-            prompt = one["prompt"] if "prompt" in one else _chat_prompt(task, one["messages"])
-            texts[number] = begun(task, model.base, prompt, one)
+            own = _continuations(task, model.base, one)
         except LatheError as error:
             yield {"of": number, "error": str(error)}
+            continue
+        texts += own
+        choices += [(number, choice) for choice in range(len(own))]
     alike: dict[str, list[int]] = {}  # the numbers of questions that one forward answers
     for number in others:
         one = questions[number]
@@ -92,10 +95,56 @@ def answers(opened_run: Opened, questions: list[dict[str, Any]]) -> Iterator[dic
     for group in alike.values():
         answers = _answer(opened_run, [questions[number] for number in group])
         yield from ({"of": number, **one} for number, one in zip(group, answers, strict=True))
-    numbers = list(texts)
     if texts:
-        for row, piece in grown(task, model.base, list(texts.values())):
-            yield {"of": numbers[row], **piece}
+        yield from _told(task, model.base, texts, choices)
+
+
+def _continuations(task: Any, base: Any, one: dict[str, Any]) -> list[GrowingText]:
+    """The texts that answer a question: messages, or a prompt that is continued as it stands."""
+    trained = module_of("causal_lm", "trained", "answer")
+    is_chat = "messages" in one
+    raw = {"messages": one["messages"], "tools": one.get("tools")} if is_chat else {}
+    row = trained.row_to_predict(task, raw or {"text": one["prompt"]}, "the request")
+    temperature = 1.0 if one["temperature"] is None else one["temperature"]
+    search = Search(
+        num_answers=one.get("n", 1),
+        temperature=temperature or None,  # 0: the likeliest tokens
+        top_p=one.get("top_p", 1.0),
+        seed=one["seed"],
+    )
+    how = {"stops": one["stop"], "is_told": True, "num_likeliest": one.get("logprobs")}
+    return trained.continuations(task, base, row, search, max_tokens=one["max_tokens"], **how)
+
+
+def _told(
+    task: Any, base: Any, texts: list[GrowingText], choices: list[tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """The pieces of growing texts, each with the number of its question.
+
+    Of a question with several answers each piece also says of which answer it is (`choice`), and
+    the last piece of an answer whether the question is over (`is_last`). With log-probabilities
+    that piece holds one object for each token.
+    """
+    growing = Counter(number for number, _ in choices)
+    several = {number for number, count in growing.items() if count > 1}
+    for row, piece in grown(base, texts, pad=task.pad):
+        number, choice = choices[row]
+        told = {"of": number, **piece}
+        if number in several:
+            told["choice"] = choice
+        if "finish" in piece:
+            growing[number] -= 1
+            if number in several:
+                told["is_last"] = not growing[number]
+            if texts[row].num_likeliest is not None:
+                told["logprobs"] = [_logprob(task.tokenizer, one) for one in texts[row].chosen]
+        yield told
+
+
+def _logprob(tokenizer: Any, one: TokenChoice) -> dict[str, Any]:
+    likeliest = [{"token": tokenizer.decode([t]), "logprob": value} for t, value in one.likeliest]
+    token = tokenizer.decode([one.token])
+    return {"token": token, "logprob": one.logprob, "likeliest": likeliest}
 
 
 def _answer(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -143,14 +192,19 @@ def _read(task: Any, model: Any, group: list[dict[str, Any]]) -> list[dict[str, 
     search = GREEDY
     if first["temperature"]:
         search = Search(temperature=first["temperature"], seed=first["seed"])
-    most = min(first["max_tokens"], task.answer_tokens())
+    # a length that is not below the experiment's own means that one, with its least length
+    limit = task.answer_tokens()
+    most = None if first["max_tokens"] >= limit else first["max_tokens"]
     questions = [{"question": one["question"], "answers": []} for one in group]
-    texts = task.answers(model, rows, questions, search=search, max_tokens=most).predictions
+    texts = task.answers(model, rows, questions, search=search, max_tokens=most).best
     answers: list[dict[str, Any]] = []
-    for one, text, row in zip(group, texts, encoded, strict=True):
-        text = cut_at(text, one["stop"]) if one["stop"] else text
-        tokens = len(task.tokenizer(text, add_special_tokens=False)["input_ids"])
-        answers.append({"text": text, "prompt_tokens": task.length(row), "tokens": tokens})
+    for one, whole, row in zip(group, texts, encoded, strict=True):
+        answer = {"text": whole.text, "finish": "length" if whole.is_cut else "stop"}
+        tokens = whole.tokens
+        if any(stop in whole.text for stop in one["stop"]):
+            answer = {"text": cut_at(whole.text, one["stop"]), "finish": "stop"}
+            tokens = len(task.tokenizer(answer["text"], add_special_tokens=False)["input_ids"])
+        answers.append({**answer, "prompt_tokens": task.length(row), "tokens": tokens})
     return answers
 
 
@@ -168,18 +222,6 @@ def _row(task: Any, request: dict[str, Any]) -> dict[str, Any]:
     passages = [{"title": "", "text": text} for text in contexts]
     row = {"id": "0", "question": question, "answers": [""], "contexts": contexts}
     return {**row, "ctxs": passages}
-
-
-def _chat_prompt(task: Any, messages: list[dict[str, Any]]) -> str:
-    """The messages in the task's chat template, up to where the assistant begins."""
-    if task.cfg.data.source != "chat":
-        raise ConfigError("it has not learnt from conversations: ask /v1/completions")
-    try:
-        return task.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"its chat template refuses these messages: {error}") from None
 
 
 if __name__ == "__main__":

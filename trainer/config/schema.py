@@ -17,6 +17,7 @@ from pydantic import (
 
 from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.synonyms import SYNONYMS
+from trainer.metrics.direction import Direction
 
 
 class Optim(Strict):
@@ -164,8 +165,10 @@ class Train(Strict):
     """Checkpoints that are kept; the best one is kept besides."""
     best: str | None = "valid/loss"
     """The metric that chooses best/."""
-    best_is: Literal["min", "max"] = "min"
-    """Whether the lowest or the highest value of `best` is the best."""
+    best_is: Direction | None = None
+    """Whether the lowest or the highest value of `best` is the best; None: as its name says, the
+    lowest of a loss, the highest of a recall. A metric whose name does not say it is asked for it.
+    """
     max_lost_labels: Fraction = 0.05
     """Share of a split's label tokens that limits may cut off; more is refused."""
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"

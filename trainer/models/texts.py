@@ -1,12 +1,13 @@
 """Generates texts with a language model, several in one forward pass, and yields each as it
-grows.
+grows: for predictions of files of rows, and for the service.
 """
 
 # R texts that are not finished, L tokens of a step, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,19 @@ import torch
 from torch import Tensor
 
 from trainer.data.padding import pad_right
-from trainer.errors import ConfigError
+from trainer.protocol.abilities import GeneratedText
 
 TORN = "\ufffd"  # stands for a character of which only some tokens are generated yet
 Piece = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """The log-probability of a token that was generated, and of the likeliest ones in its place."""
+
+    token: int
+    logprob: float
+    likeliest: list[tuple[int, float]]
 
 
 @dataclass
@@ -26,68 +36,81 @@ class GrowingText:
 
     prompt: list[int]  # token ids
     most: int  # the most tokens to generate
-    temperature: float
-    stops: list[str]  # the text ends before the first of these
-    chance: torch.Generator  # for the draws
+    ends: Collection[int]  # the tokens that end it
+    spell: Callable[[list[int]], str]  # the text of generated tokens
+    temperature: float | None = None  # None: the most likely token is chosen
+    top_p: float = 1.0  # tokens are drawn from the likeliest, whose probabilities sum up to this
+    chance: torch.Generator = field(default_factory=torch.Generator)  # for the draws
+    stops: Sequence[str] = ()  # the text ends before the first of these
+    is_told: bool = False  # whether its pieces are read while it grows
+    num_likeliest: int | None = None  # log-probabilities that are kept beside each; None: none
     made: list[int] = field(default_factory=list[int])  # token ids that were generated
+    chosen: list[TokenChoice] = field(default_factory=list[TokenChoice])
     text: str = ""  # of these tokens
     told: int = 0  # how many characters of it were returned already
     finish: str = ""  # why it ended: "stop" or "length"; "" while it grows
 
-    def take(self, token: int, tokenizer: Any, end: int) -> Piece | None:
+    def take(self, token: int) -> Piece | None:
         """Add a token; returns the new characters that no later token can change, if any."""
-        if token == end:
-            self.finish = "stop"
-            return self._rest()
+        if token in self.ends:
+            return self._end("stop", self.spell(self.made))
         self.made.append(token)
-        self.text = tokenizer.decode(self.made)
+        is_last = len(self.made) == self.most
+        if not (self.is_told or self.stops or is_last):
+            return None
+        self.text = self.spell(self.made)
         places = [self.text.find(stop) for stop in self.stops if stop in self.text]
         if places:
-            self.text, self.finish = self.text[: min(places)], "stop"
-            return self._rest()
-        if len(self.made) == self.most:
-            self.finish = "length"
-            return self._rest()
+            return self._end("stop", self.text[: min(places)])
+        if is_last:
+            return self._end("length", self.text)
         return self._until(len(self.text) - unsure(self.text, self.stops))
 
-    def _rest(self) -> Piece | None:
-        return self._until(len(self.text))
+    def _end(self, finish: str, text: str) -> Piece | None:
+        self.text, self.finish = text, finish
+        return self._until(len(text))
 
     def _until(self, sure: int) -> Piece | None:
         piece = self.text[self.told : sure]
         self.told = max(self.told, sure)
-        return {"text": piece} if piece else None
+        return {"text": piece} if piece and self.is_told else None
+
+    def keep_logprobs(self, logits_V: Tensor, token: int) -> None:
+        """Remember how likely a token was that is taken next, and what was likelier."""
+        if self.num_likeliest is None or token in self.ends:
+            return
+        logprobs_V = logits_V.float().log_softmax(-1)
+        top = logprobs_V.topk(self.num_likeliest)
+        likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        self.chosen.append(TokenChoice(token, float(logprobs_V[token]), likeliest))
 
     def last(self) -> Piece:
         """The reason why it ended, and its numbers of tokens."""
         counts = {"prompt_tokens": len(self.prompt), "tokens": len(self.made)}
         return {"finish": self.finish, **counts}
 
-
-def begun(task: Any, base: Any, prompt: str, asked: dict[str, Any]) -> GrowingText:
-    """A text that continues `prompt`. ConfigError for a prompt without tokens, or with too many."""
-    limit: int = getattr(base.config, "max_position_embeddings", None) or 1 << 20
-    ids: list[int] = task.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    if not ids or len(ids) >= limit:
-        raise ConfigError(f"the prompt has {len(ids)} tokens, want 1 to {limit - 1}")
-    return GrowingText(
-        prompt=ids,
-        most=min(asked["max_tokens"], limit - len(ids)),
-        temperature=1.0 if asked["temperature"] is None else asked["temperature"],
-        stops=asked["stop"],
-        chance=torch.Generator().manual_seed(asked["seed"]),
-    )
+    def whole(self) -> GeneratedText:
+        """The text, after its end."""
+        return GeneratedText(self.text, len(self.made), is_cut=self.finish == "length")
 
 
-def grown(task: Any, base: Any, texts: Sequence[GrowingText]) -> Iterator[tuple[int, Piece]]:
+def chance_of(seed: int, prompt: Sequence[int], number: int) -> torch.Generator:
+    """For the draws of text `number` of those that continue a prompt: the same whatever is
+    generated beside it, and on every device.
+    """
+    digest = hashlib.sha256(f"{seed}:{list(prompt)}:{number}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def grown(base: Any, texts: Sequence[GrowingText], *, pad: int) -> Iterator[tuple[int, Piece]]:
     """Generate all texts, one token of each at a time, and yield (number of the text, new piece).
     The last piece of a text tells its end.
 
-    Each text draws from its own generator, so that, up to rounding, it is the same as when it is
-    generated alone.
+    base: a causal language model of transformers, in evaluation mode. Each text draws from its own
+    generator, so that, up to rounding, it is the same as when it is generated alone.
     """
     alive = list(range(len(texts)))
-    reversed_RL, mask_RL = pad_right([text.prompt[::-1] for text in texts], task.pad)
+    reversed_RL, mask_RL = pad_right([text.prompt[::-1] for text in texts], pad)
     step_RL, mask_RL = reversed_RL.flip(1), mask_RL.flip(1)
     cache = None
     # only the last token's logits: those of a whole prompt can take gigabytes
@@ -103,9 +126,15 @@ def grown(task: Any, base: Any, texts: Sequence[GrowingText]) -> Iterator[tuple[
             **last,
         )
         cache = out.past_key_values
-        for number, logits_V in zip(alive, out.logits[:, -1], strict=True):
+        logits_RV = out.logits[:, -1]
+        likeliest_R = logits_RV.argmax(-1).tolist()
+        for number, logits_V, likeliest in zip(alive, logits_RV, likeliest_R, strict=True):
             text = texts[number]
-            piece = text.take(_pick_token(logits_V, text), task.tokenizer, task.end)
+            token = likeliest
+            if text.temperature is not None:
+                token = _drawn(logits_V.float().cpu() / text.temperature, text)
+            text.keep_logprobs(logits_V, token)
+            piece = text.take(token)
             if piece is not None:
                 yield number, piece
             if text.finish:
@@ -121,7 +150,7 @@ def grown(task: Any, base: Any, texts: Sequence[GrowingText]) -> Iterator[tuple[
         mask_RL = torch.cat([mask_RL, mask_RL.new_ones(len(alive), 1)], 1)
 
 
-def unsure(text: str, stops: list[str]) -> int:
+def unsure(text: str, stops: Sequence[str]) -> int:
     """How many characters at the end a later token may change or turn into a stop text."""
     whole = text.rstrip(TORN)
     starts = [
@@ -130,9 +159,12 @@ def unsure(text: str, stops: list[str]) -> int:
     return len(text) - len(whole) + max(starts, default=0)
 
 
-def _pick_token(logits_V: Tensor, text: GrowingText) -> int:
-    """A token from (V,) logits: the most likely one at temperature 0, else a random one."""
-    if not text.temperature:
-        return int(logits_V.argmax())
-    chances_V = (logits_V.float().cpu() / text.temperature).softmax(-1)
+def _drawn(logits_V: Tensor, text: GrowingText) -> int:
+    """A token that is drawn by (V,) logits, from the likeliest ones that its top_p leaves."""
+    chances_V = logits_V.softmax(-1)
+    if text.top_p < 1:
+        ordered_V, tokens_V = chances_V.sort(descending=True, stable=True)
+        # a token stays if those before it do not have the share yet; so the likeliest always does
+        ordered_V[ordered_V.cumsum(-1) - ordered_V >= text.top_p] = 0
+        return int(tokens_V[torch.multinomial(ordered_V, 1, generator=text.chance)])
     return int(torch.multinomial(chances_V, 1, generator=text.chance))

@@ -35,17 +35,31 @@ GREEDY = Search()
 
 
 @dataclass(frozen=True)
+class GeneratedText:
+    """A text that was generated."""
+
+    text: str
+    tokens: int  # how many were generated, without the one that ended it
+    is_cut: bool  # no token ended it: it has the most tokens that were allowed
+
+
+@dataclass(frozen=True)
 class Answered:
     """The generated answers of some rows."""
 
-    predictions: list[str]  # by row: the best answer
+    best: list[GeneratedText]  # by row
     scores: dict[str, Ratio]  # over these rows
     # by row: several answers, the best first; None if search.num_answers is 1
     n_best: list[list[str]] | None = None
 
+    @property
+    def predictions(self) -> list[str]:
+        """The text of the best answer, by row."""
+        return [one.text for one in self.best]
+
 
 def scored_answers(
-    n_best: list[list[str]],
+    n_best: list[list[GeneratedText]],
     raw: Sequence[Row],
     search: Search,
     score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, Ratio]],
@@ -55,18 +69,20 @@ def scored_answers(
     n_best: search.num_answers texts for each row, the best first. score: computes the scores of
     predictions against their references, at least one each.
     """
-    predictions = [best for best, *_ in n_best]
+    best = [of_row[0] for of_row in n_best]
     scored: list[str] = []
     references: list[Sequence[str]] = []
-    for text, row in zip(predictions, raw, strict=True):
+    for one, row in zip(best, raw, strict=True):
         if row["answers"]:
-            scored.append(text)
+            scored.append(one.text)
             references.append(row["answers"])
     scores = score(scored, references)
-    return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
+    if search.num_answers == 1:
+        return Answered(best, scores)
+    return Answered(best, scores, [[one.text for one in of_row] for of_row in n_best])
 
 
-def by_row(texts: Sequence[str], search: Search) -> list[list[str]]:
+def by_row(texts: Sequence[GeneratedText], search: Search) -> list[list[GeneratedText]]:
     """Split a flat list of answers, search.num_answers for each row, into a list for each row."""
     starts = range(0, len(texts), search.num_answers)
     return [list(texts[start : start + search.num_answers]) for start in starts]
@@ -95,8 +111,9 @@ class Answers(Protocol):
         """Predictions and scores of encoded `rows`; `raw` are the same rows as text, and have only
         `question` and `answers`.
 
-        max_tokens: replaces answer_tokens(), even if the experiment has a higher minimum. The
-        memory plan uses it to generate a few tokens only; it can compute the cost of more.
+        max_tokens: the most tokens to generate, in place of what answer_tokens() allows, even if
+        the experiment has a higher minimum. The memory plan uses it to generate a few tokens only;
+        it can compute the cost of more.
 
         model: in evaluation mode, perhaps an engine. A forward may be a collective of all ranks,
         and ranks answer different rows. So with several ranks the number of forwards must not

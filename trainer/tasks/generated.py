@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
-from trainer.protocol.abilities import Prediction, Search
+from trainer.protocol.abilities import GeneratedText, Prediction, Search
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,18 +16,17 @@ if TYPE_CHECKING:
 
 def text_of(
     tokenizer: Any, tokens: Sequence[int], *, ends: Collection[int], cleans_up_spaces: bool = False
-) -> str:
+) -> GeneratedText:
     """The text of generated tokens up to the first of the ends, without special tokens.
 
     cleans_up_spaces: remove spaces before punctuation, as the tokenizer does by default.
     """
-    stop = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
+    stop = next((at for at, token in enumerate(tokens) if token in ends), None)
+    made = list(tokens[:stop])
     text = tokenizer.decode(
-        list(tokens[:stop]),
-        skip_special_tokens=True,
-        clean_up_tokenization_spaces=cleans_up_spaces,
+        made, skip_special_tokens=True, clean_up_tokenization_spaces=cleans_up_spaces
     )
-    return str(text)
+    return GeneratedText(str(text), len(made), is_cut=stop is None)
 
 
 def refuse_sampling(search: Search, *, task: str, texts: str) -> None:

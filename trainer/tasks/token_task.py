@@ -51,6 +51,7 @@ class TokenTask(ABC, Generic[C]):
     def __init__(self, cfg: C, places: Places, *, tokenizer: Any = None) -> None:
         self.cfg, self.places = cfg, places
         self.tokenizer = base_source.tokenizer_of(cfg, places) if tokenizer is None else tokenizer
+        self._export: Path | None = None  # the folder that load_export has read
 
     @cached_property
     def pad(self) -> int:
@@ -60,6 +61,26 @@ class TokenTask(ABC, Generic[C]):
     def end(self) -> int:
         return vocabulary.eos_id(self.tokenizer)
 
+    @cached_property
+    def ends(self) -> list[int]:
+        """The tokens that end a generated text: the tokenizer's end, then those of
+        generation_config.json, of the export that was loaded, else of the base.
+        """
+        return list(dict.fromkeys([self.end, *self._ends_of_file()]))
+
+    def _ends_of_file(self) -> list[int]:
+        if self._export is not None and generation_file.is_in(self._export):
+            return generation_file.ends_of_base(str(self._export), None)
+        source = base_source.resolve(self.cfg.base, self.places)
+        return generation_file.ends_of_base(
+            source, base_source.config_of(self.cfg.base, self.places)
+        )
+
+    @property
+    def exported_ends(self) -> int | list[int]:
+        """`ends` as generation_config.json writes them."""
+        return self.ends[0] if len(self.ends) == 1 else self.ends
+
     # Model
     # ----------------------------------------------------------------------------------------------
 
@@ -68,9 +89,23 @@ class TokenTask(ABC, Generic[C]):
         """The task's module around a base, which may be on the meta device."""
 
     def model(self) -> nn.Module:
+        self._tell_unused_settings()
         model = self.loaded(self.cfg.base, self.cfg.lora, bits=self.cfg.train.base_bits)
         absent.refuse(model, is_trained=True)
         return model
+
+    def _tell_unused_settings(self) -> None:
+        """Log what the base's generation_config.json says and nothing here obeys."""
+        if self.kind == "encoder":
+            return
+        unused = generation_file.unused_of_base(base_source.resolve(self.cfg.base, self.places))
+        if unused:
+            log.warning(
+                "base: its %s says %s. Texts are generated without that, here and from exports; "
+                "the experiment and the flags of a command say how.",
+                generation_file.NAME,
+                ", ".join(f"{name}={value!r}" for name, value in unused.items()),
+            )
 
     def skeleton(self) -> nn.Module:
         bits = self.cfg.train.base_bits
@@ -81,6 +116,7 @@ class TokenTask(ABC, Generic[C]):
         """The folder says whether it holds a whole base or adapters, which belong into the
         experiment's.
         """
+        self._export = folder
         lora = adapters.read(folder)
         if lora is None:
             model = self.loaded(str(folder), None)

@@ -19,6 +19,6 @@ def run(session: Session, progress: Progress, *, inside: AbstractContextManager[
     and destroys the engine. A collective.
     """
     with inside:
-        refuse_unknown_best(session)
+        refuse_unknown_best(session, progress)
         session.run.goodput.begin_steps()
         return fit(session, progress)

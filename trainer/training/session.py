@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import Experiment
 from trainer.data.order import Sharding
+from trainer.metrics.direction import Direction
 from trainer.telemetry.chain import StepChain
 from trainer.training.bad_steps import BadSteps, SkippedSteps, Trouble
 from trainer.training.schedule import Plateau
@@ -60,6 +61,8 @@ class Progress:
     units: int = 0  # units trained on so far
     best: float | None = None
     best_step: int = 0
+    # of a run that began before best/ followed the metric: "min", which then was the default
+    best_is: Direction | None = None
     owes_evaluation: bool = False  # this step was saved before its evaluation was done
     plateau: Plateau = field(default_factory=Plateau)
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
@@ -72,10 +75,10 @@ class Progress:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
-        # older checkpoints have neither of these
+        # older checkpoints have none of these, and no best_is
         skipped, bad = SkippedSteps(**state.get("skipped", {})), BadSteps(**state.get("bad", {}))
         own = {"plateau": Plateau.of(state["plateau"]), "skipped": skipped, "bad": bad}
-        return cls(**{**state, **own})
+        return cls(**{"best_is": "min", **state, **own})
 
 
 @dataclass(frozen=True)

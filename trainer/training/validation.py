@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -10,25 +11,58 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer.errors import ConfigError, nearest
+from trainer.metrics.direction import Direction, direction_of
 from trainer.protocol.abilities import Answers
 from trainer.runtime import distributed
 from trainer.runtime.preemption import Stopped
 from trainer.training.scoring import answer, evaluate
 
 if TYPE_CHECKING:
+    from trainer.config.schema import Train
     from trainer.training.session import Progress, Session
+
+logger = logging.getLogger(__name__)
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
 
 
-def refuse_unknown_best(session: Session) -> None:
-    """ConfigError, before the first step, when no evaluation will give the metric train.best. Every
-    rank calls it.
+def direction_of_best(train: Train, progress: Progress) -> Direction:
+    """Whether the lowest or the highest value of train.best makes best/: as the experiment states
+    it, as the run began, or as the metric's name says. ConfigError where nothing does.
+    """
+    direction = train.best_is or progress.best_is or direction_of(str(train.best))
+    if direction is None:
+        raise ConfigError(
+            f"train.best={train.best!r}: got no train.best_is, and the name does not say whether "
+            'lower or higher is better; want one of them. Set train.best_is to "min" or "max".'
+        )
+    return direction
+
+
+def _tell_old_direction(train: Train, progress: Progress) -> None:
+    """Warn where a run goes on to keep the lowest value of a metric that is better when higher."""
+    if train.best is None or train.best_is is not None or progress.best_is is None:
+        return
+    by_name = direction_of(train.best)
+    if by_name != progress.best_is:
+        logger.warning(
+            "best/: this run began when train.best_is was %r unless stated, and goes on so: best/ "
+            "holds the lowest %s%s. Use final/, or state train.best_is in a new experiment.",
+            progress.best_is,
+            train.best,
+            ", which is better when higher" if by_name == "max" else "",
+        )
+
+
+def refuse_unknown_best(session: Session, progress: Progress) -> None:
+    """ConfigError, before the first step, when no evaluation will give the metric train.best, or
+    nothing says which of its values is the best. Every rank calls it.
 
     The first rows are evaluated; all of them where that does not show the metric, for some metrics
     are named after what is in the rows. Nothing is logged, and random state stays.
     """
     best, task, valid = session.cfg.train.best, session.task, session.valid
+    distributed.on_main(lambda: _tell_old_direction(session.cfg.train, progress))
     if best in (None, "valid/loss"):
         return
     batch = session.cfg.train.eval_batch or session.cfg.train.micro_batch
@@ -41,6 +75,7 @@ def refuse_unknown_best(session: Session) -> None:
                 scores |= answer(session.engine, task, valid, questions, batch=batch)[0]
         names |= {f"valid/{name}" for name in scores}
         if best in names:
+            direction_of_best(session.cfg.train, progress)
             return
     raise ConfigError(f"train.best={best!r}: no such metric. {nearest(str(best), sorted(names))}")
 
@@ -104,8 +139,9 @@ def _is_best(session: Session, progress: Progress, metrics: Mapping[str, float])
     value = metrics[train.best]
     if math.isnan(value):
         return False
+    is_least = direction_of_best(train, progress) == "min"
     if progress.best is not None and (
-        value >= progress.best if train.best_is == "min" else value <= progress.best
+        value >= progress.best if is_least else value <= progress.best
     ):
         return False
     progress.best, progress.best_step = value, progress.step

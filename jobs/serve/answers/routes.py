@@ -115,26 +115,32 @@ async def score(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """Continue a text with a tuned language model."""
     body = await read_body(request, AskCompletion, keeper_of(request).config)
-    return await _answer(request, body, {"prompt": body.prompt}, body.max_tokens or 16)
+    return await _answer(request, body, {"prompt": body.prompt}, body.max_tokens, default=16)
 
 
 async def chat_completions(request: Request) -> Response:
     """Write the next message of a chat with a tuned language model."""
     body = await read_body(request, AskChat, keeper_of(request).config)
     messages = [message.model_dump() for message in body.messages]
-    limit = body.max_completion_tokens or body.max_tokens or 256
-    return await _answer(request, body, {"messages": messages}, limit)
+    limit = body.max_completion_tokens or body.max_tokens
+    return await _answer(request, body, {"messages": messages}, limit, default=256)
 
 
-async def _answer(request: Request, body: AskText, prompt: dict[str, Any], limit: int) -> Response:
-    """The answer to a completion or a chat. prompt: {"prompt": text} or {"messages": list}."""
+async def _answer(
+    request: Request, body: AskText, prompt: dict[str, Any], limit: int | None, *, default: int
+) -> Response:
+    """The answer to a completion or a chat. prompt: {"prompt": text} or {"messages": list}. limit:
+    the most tokens; None: `default`, for a reader its experiment's own.
+    """
     is_chat = "messages" in prompt
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     seed = secrets.randbelow(2**31) if body.seed is None else body.seed
-    question = {**prompt, "max_tokens": limit, "temperature": body.temperature}
-    question |= {"seed": seed, "stop": stop}
     run = _run_of(request, body.model)
-    if keeper_of(request).index.experiment(run.name).get("task") in READERS:
+    is_reader = keeper_of(request).index.experiment(run.name).get("task") in READERS
+    most = limit or (MAX_TOKENS if is_reader else default)
+    question = {**prompt, "max_tokens": most, "temperature": body.temperature}
+    question |= {"seed": seed, "stop": stop}
+    if is_reader:
         pieces = _read(request, body, question)
     elif body.contexts is None:
         pieces = _ask_worker(request, body.model, question)
@@ -148,8 +154,6 @@ async def _answer(request: Request, body: AskText, prompt: dict[str, Any], limit
     parts = [piece async for piece in pieces]
     text = "".join(piece.get("text", "") for piece in parts)
     end = parts[-1]
-    # the training texts of a chat have a blank before the answer
-    text = text.removeprefix(" ") if is_chat else text
     content: dict[str, Any] = {"text": text}
     if is_chat:
         content = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -192,7 +196,6 @@ async def _stream(
     is_first = True
     async for piece in pieces():
         text = piece.get("text", "")
-        text = text.removeprefix(" ") if is_chat and is_first else text
         yield chunk(text, piece.get("finish"), is_first=is_first)
         is_first = False
     yield "data: [DONE]\n\n"
@@ -207,8 +210,8 @@ async def _read(
     question = query.pop("prompt", None) or (user_texts[-1] if user_texts else "")
     query |= {"question": question, "contexts": body.contexts or []}
     answer = await _ask_once(request, body.model, query)
-    yield {"text": answer["text"]}
-    yield {"finish": "stop", "prompt_tokens": answer["prompt_tokens"], "tokens": answer["tokens"]}
+    yield {"text": answer.pop("text")}
+    yield answer
 
 
 async def _ask_worker(

@@ -148,7 +148,10 @@ class Worker:
                 number: int = piece.pop("of")
                 one = batch[number]
                 one.pieces.put_nowait(piece)
-                if piece.keys() != {"text"}:  # a piece with only text is followed by others
+                # a piece of nothing but text is followed by others, and so is the end of an answer
+                # if the question has several
+                is_over = piece.keys() - {"choice"} != {"text"} and piece.get("is_last", True)
+                if is_over:
                     one.end()
         except OSError:
             raise CannotAnswer(GONE) from None

@@ -8,6 +8,20 @@ STEPS = "tests/contract/test_task_contract.py -k '(golden or stages_ranks) and c
 
 FAULTS = [
     Fault(
+        "trainer/training/validation.py",
+        "train.best_is or progress.best_is or direction_of(str(train.best))",
+        'train.best_is or progress.best_is or "min"',
+        why="best/ of a metric that rises holds the worst weights",
+        tests="tests/unit/test_best.py",
+    ),
+    Fault(
+        "trainer/training/session.py",
+        '{"best_is": "min", **state, **own}',
+        "{**state, **own}",
+        why="best/ of a run that began before changes its direction in the middle",
+        tests="tests/unit/test_best.py",
+    ),
+    Fault(
         FILE,
         "was_unsound, previous = (~step.is_sound).long(), window",
         "was_unsound, previous = (~step.is_sound).long(), previous",

@@ -14,13 +14,11 @@ from trainer.data.formats.conversation import opened, with_input
 from trainer.data.padding import pad_right
 from trainer.data.readers import fields, questions
 from trainer.errors import ConfigError
-from trainer.models import base_source
 from trainer.models.decoder.streams import Read
 from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED, scored_before
 from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack_labelled
-from trainer.models.weights import generation_file
 from trainer.protocol.abilities import Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.chat import ChatTemplate, flags
@@ -90,18 +88,14 @@ class Task(TokenTask[Config]):
         return CausalLM(base, self.reader(getattr(base, base.base_model_prefix)))
 
     def generation(self) -> dict[str, Any]:
-        """The base's own settings; texts also end at the end token, and answers of a conversation
-        at the token that ends a turn.
+        return {"eos_token_id": self.exported_ends, "pad_token_id": self.pad}
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The token that ends a turn of a conversation, the end token, and those of the base's own
+        generation_config.json.
         """
-        of_base_file = generation_file.of_base(base_source.resolve(self.cfg.base, self.places))
-        of_base = of_base_file.get("eos_token_id", [])
-        ends = [self.turn_end, self.end, *(of_base if isinstance(of_base, list) else [of_base])]
-        ends = list(dict.fromkeys(ends))
-        return {
-            **of_base_file,
-            "eos_token_id": ends[0] if len(ends) == 1 else ends,
-            "pad_token_id": self.pad,
-        }
+        return list(dict.fromkeys([self.turn_end, *super().ends]))
 
     @cached_property
     def turn_end(self) -> int:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.data import vocabulary
 from trainer.data.padding import pad_right
-from trainer.data.readers import fields
 from trainer.errors import ConfigError
 from trainer.models.adapters import are_in, loading
-from trainer.protocol.abilities import Prediction, Usage, by_row
-from trainer.runtime import distributed
-from trainer.tasks.causal_lm.chat_rows import opened
+from trainer.models.texts import GrowingText, chance_of, grown
+from trainer.protocol.abilities import Prediction, Search, Usage, by_row
 from trainer.tasks.causal_lm.config import Config
 from trainer.tasks.generated import predictions, text_of
 
@@ -35,38 +33,101 @@ FOLDER = "."  # of this card
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 """
 _CHAT = """\
-messages = [{"role": "user", "content": "Where is the red key?"}]
-text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+messages = [{{"role": "user", "content": "Where is the red key?"}}]
+text = tokenizer.apply_chat_template(
+    messages, tokenize=False, add_generation_prompt=True{more}
+)
+ids = tokenizer(text, add_special_tokens=False)["input_ids"]
 """
+_ON_DAY = ', date_string="26 Jul 2024"'  # the date that chat.py has templates write
 _TEXT = """\
 text = "Where is the red key?"
+ids = {opening}tokenizer(text, add_special_tokens=False)["input_ids"]
 """
 _WRITE = """\
-ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
-print(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+prompt = torch.tensor([ids])
+made = model.generate(
+    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False
+)
+new = made[0, len(ids) :].tolist()
+ends = model.generation_config.eos_token_id  # of generation_config.json: one id, or several
+ends = ends if isinstance(ends, list) else [ends]
+new = new[: next((at for at, token in enumerate(new) if token in ends), len(new))]
+answer = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+print(answer{blank})
 """
 
 
 def usage(cfg: Config, folder: Path) -> Usage:
     """Programs and limits of the export in `folder`."""
+    is_chat = cfg.data.source == "chat"
+    tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=Path("tmp-cache"))
+    opening = vocabulary.opening_of(tokenizer)
     start = _START.format(loading=loading("AutoModelForCausalLM", folder))
-    code = start + (_CHAT if cfg.data.source == "chat" else _TEXT) + _WRITE
+    prompt = _TEXT.format(opening=f"{opening} + " if opening else "")
+    if is_chat:
+        has_date = "date_string" in str(tokenizer.chat_template)
+        prompt = _CHAT.format(more=_ON_DAY if has_date else "")
+    write = _WRITE.format(blank='.removeprefix(" ")' if is_chat else "")
     limits = [
         f"It was trained on at most {cfg.data.max_tokens} tokens at a time; what it says may be "
         "wrong.",
     ]
-    return Usage("peft" if are_in(folder) else "transformers", [("Load it", code)], limits)
+    library = "peft" if are_in(folder) else "transformers"
+    return Usage(library, [("Load it", start + prompt + write)], limits)
 
 
 def row_to_predict(task: Any, raw: Row, place: str) -> Row:
-    """{"text"}: the text to continue, from messages or a prompt of a conversation, else from prompt
-    or text.
+    """{"ids", "is_turn"}: the ids to continue (Task.prompt_ids), and whether they are a
+    conversation.
     """
-    if task.chat is not None:
-        return {"text": task.chat.opened(opened(raw, place))}
-    name, text = fields.first_given(raw, ("prompt", "text"))
-    return {"text": fields.text(text, place, name)}
+    return {"ids": task.prompt_ids(raw, place), "is_turn": is_turn(task, raw)}
+
+
+def is_turn(task: Any, raw: Row) -> bool:
+    """Whether the prompt of a row is a conversation, in which the assistant speaks next."""
+    is_prompt = task.chat is not None and raw.get("prompt") is not None
+    return raw.get("messages") is not None or is_prompt
+
+
+def continuations(
+    task: Any,
+    base: Any,
+    row: Row,
+    search: Search,
+    *,
+    max_tokens: int,
+    **more: Any,
+) -> list[GrowingText]:
+    """search.num_answers texts that continue a row of row_to_predict, not begun yet: the one way
+    from a prompt to a text, for predict and the service.
+
+    search: greedy or with a temperature. more: `stops`, `is_told`, `num_likeliest` of GrowingText.
+    ConfigError for a prompt without tokens, or that leaves the model no position.
+    """
+    ids: list[int] = row["ids"]
+    limit = _positions(base)
+    if not ids or len(ids) >= limit:
+        raise ConfigError(f"the prompt has {len(ids)} tokens, want 1 to {limit - 1}")
+
+    def spell(tokens: list[int]) -> str:
+        text = text_of(task.tokenizer, tokens, ends=()).text
+        # the training texts of some templates have a blank before the answer
+        return text.removeprefix(" ") if row["is_turn"] else text
+
+    return [
+        GrowingText(
+            prompt=ids,
+            most=min(max_tokens, limit - len(ids)),
+            ends=frozenset(task.ends),
+            spell=spell,
+            temperature=search.temperature,
+            top_p=search.top_p,
+            chance=chance_of(search.seed, ids, number),
+            **more,
+        )
+        for number in range(search.num_answers)
+    ]
 
 
 @torch.no_grad()
@@ -74,36 +135,60 @@ def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
     """Continuations as generated.predictions returns them. A prompt too long for the model loses
-    its beginning.
+    its beginning, but not the tokens that open every text.
     """
     base: Any = model.base
-    search, most = how.search, how.max_tokens or _MAX_TOKENS
-    ids = task.tokenizer([row["text"] for row in rows], add_special_tokens=False)["input_ids"]
-    room = (getattr(base.config, "max_position_embeddings", None) or 1 << 30) - most
+    most = how.max_tokens or _MAX_TOKENS
+    room = _positions(base) - most
     if room < 1:
         raise ConfigError(
             f"--max_tokens {most}: the model has {room + most} positions, which leaves none for a "
             f"prompt. Use at most {room + most - 1}."
         )
-    reversed_ids, mask = pad_right([row[-room:][::-1] for row in ids], task.pad)
-    device = distributed.device()
-    prompts, mask = reversed_ids.flip(1).to(device), mask.flip(1).to(device)
-    sampling = {"temperature": search.temperature, "top_p": search.top_p, "top_k": 0}
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        digest = hashlib.sha256(f"{search.seed}:{ids}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        tokens = base.generate(
-            prompts,
-            attention_mask=mask,
-            max_new_tokens=most,
-            num_beams=search.num_beams,
-            num_return_sequences=search.num_answers,
-            do_sample=search.temperature is not None,
-            eos_token_id=[task.turn_end, task.end],
-            pad_token_id=task.pad,
-            **(sampling if search.temperature is not None else {}),
-        )
-    written = tokens[:, prompts.shape[1] :].tolist()
-    ends = (task.turn_end, task.end)
-    texts = [text_of(task.tokenizer, row, ends=ends) for row in written]
-    return predictions(by_row(texts, search))
+    rows = [{**row, "ids": _within(row["ids"], room, task.opening)} for row in rows]
+    texts = [
+        text for row in rows for text in continuations(task, base, row, how.search, max_tokens=most)
+    ]
+    if how.search.num_beams > 1:
+        _search_beams(task, base, texts, how.search)
+    else:
+        for _ in grown(base, texts, pad=task.pad):
+            pass
+    of_rows = by_row([text.whole() for text in texts], how.search)
+    return predictions([[one.text for one in of_row] for of_row in of_rows])
+
+
+def _search_beams(task: Any, base: Any, texts: Sequence[GrowingText], search: Search) -> None:
+    """Give each text its tokens, by transformers' search of beams; those of one prompt stand side
+    by side, the best first.
+    """
+    of_prompts = [text.prompt for text in texts[:: search.num_answers]]
+    reversed_ids, mask = pad_right([ids[::-1] for ids in of_prompts], task.pad)
+    prompts = reversed_ids.flip(1).to(base.device)
+    tokens = base.generate(
+        prompts,
+        attention_mask=mask.flip(1).to(base.device),
+        max_new_tokens=max(text.most for text in texts),
+        num_beams=search.num_beams,
+        num_return_sequences=search.num_answers,
+        do_sample=False,
+        eos_token_id=task.ends,
+        pad_token_id=task.pad,
+    )
+    for text, row in zip(texts, tokens[:, prompts.shape[1] :].tolist(), strict=True):
+        for token in row:
+            text.take(token)
+            if text.finish:
+                break
+
+
+def _positions(base: Any) -> int:
+    return getattr(base.config, "max_position_embeddings", None) or 1 << 30
+
+
+def _within(ids: list[int], room: int, opening: list[int]) -> list[int]:
+    """The last ids for which there is room, behind the ones that open every text."""
+    if len(ids) <= room:
+        return ids
+    kept = room - len(opening)
+    return [*opening, *ids[-kept:]] if opening and kept > 0 else ids[-room:]

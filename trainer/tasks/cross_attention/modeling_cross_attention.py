@@ -304,8 +304,9 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         more = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
         tokens = self.generate(ids, attention_mask=torch.ones_like(ids), context=context, **more)
         new = tokens[0, len(prompt) :].tolist()
-        end = self.config.eos_token_id
-        answer = new[: new.index(end)] if end in new else new
+        ends = self.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        answer = new[: next((at for at, token in enumerate(new) if token in ends), len(new))]
         written = tokenizer.decode(
             answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from trainer.config.block import validate
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, DataError
+from trainer.models.weights import generation_file
 from trainer.protocol.abilities import GREEDY, Search
 from trainer.tasks.cross_attention.config import Data
 from trainer.tasks.cross_attention.decoder import export
@@ -54,7 +55,9 @@ class Reader:
             places = export.Places(places.data_path, places.cache_dir, savedir_base)
         tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=cache_dir)
         self.prompts = Prompts(
-            tokenizer, validate(Data, content["data"], source=str(folder / export.DESCRIPTION))
+            tokenizer,
+            validate(Data, content["data"], source=str(folder / export.DESCRIPTION)),
+            ends=lambda: generation_file.ends_of_base(str(folder), None),
         )
         self.device = _device(device)
         self.model = export.load(folder, places, precision=precision or content["precision"]).to(
@@ -93,7 +96,7 @@ class Reader:
         ]
         encoded = [self.prompts.encode(row) for row in rows]
         return [
-            best
+            best.text
             for best, *_ in self.prompts.answers(
                 self.model, encoded, search=search, device=self.device
             )
@@ -120,7 +123,7 @@ class Reading:
         ((best, *_),) = reader.prompts.answers(
             reader.model, [self._row(question)], past=past, **how
         )
-        return best
+        return best.text
 
     def stream(self, question: str) -> Iterator[str]:
         """The most likely answer, piece by piece as it is generated."""
@@ -134,7 +137,7 @@ class Reading:
             **{name: ids.to(reader.device) for name, ids in prompt.items()},
             past=self._past(question),
             max_new_tokens=most,
-            eos_token_id=prompts.eos,
+            eos_token_id=prompts.ends,
         ):
             tokens.append(token)
             text = prompts.text(tokens)

@@ -69,7 +69,7 @@ class Task(TokenTask[Config]):
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
-        self.prompts = Prompts(self.tokenizer, cfg.data, lambda: self._states)
+        self.prompts = Prompts(self.tokenizer, cfg.data, lambda: self._states, lambda: self.ends)
         self.sentinels = Sentinels.of(self.tokenizer)
 
     # Model
@@ -115,9 +115,11 @@ class Task(TokenTask[Config]):
             base_model.skeleton(self.cfg.base, self.places),
             source=base_source.resolve(self.cfg.base, self.places),
             tokenizer=self.tokenizer,
+            ends=self.exported_ends,
         )
 
     def load_export(self, folder: Path) -> nn.Module:
+        self._export = folder
         return export.load(folder, self.places, precision=self.cfg.train.precision)
 
     # Data

@@ -83,7 +83,8 @@ def predict(
     """Answers as generated.predictions returns them. The model encodes the contexts, for the states
     that the experiment prepared belong to other contexts.
     """
-    prompts = Prompts(task.tokenizer, task.cfg.data)
+    prompts = Prompts(task.tokenizer, task.cfg.data, ends=lambda: task.ends)
     encoded = [prompts.encode(row) for row in rows]
     options: dict[str, Any] = {"max_tokens": how.max_tokens, "device": distributed.device()}
-    return predictions(prompts.answers(model, encoded, search=how.search, **options))
+    answers = prompts.answers(model, encoded, search=how.search, **options)
+    return predictions([[one.text for one in of_row] for of_row in answers])

@@ -38,6 +38,7 @@ class Generation:
     """How answers are written."""
 
     max_length: int  # tokens, the start token included
+    ends: list[int] | None = None  # tokens that end an answer; None: the end of the T5's config
     num_beams: int = 1  # 1: greedy
     num_answers: int = 1  # how many of the best answers are returned; at most num_beams
     is_synced: bool = False  # all ranks run the same number of forwards, as ZeRO-3 needs
@@ -154,6 +155,7 @@ class FiD(nn.Module):
             num_beams=how.num_beams,
             num_return_sequences=how.num_answers,
             do_sample=False,
+            eos_token_id=how.ends,
             past_key_values=generation_file.cache_of(self.t5.config),
             synced_gpus=how.is_synced,
             return_dict_in_generate=True,

@@ -111,7 +111,7 @@ class Task(TokenTask[Config]):
         return config
 
     def generation(self) -> dict[str, Any]:
-        ends = {"eos_token_id": self.end, "pad_token_id": self.pad}
+        ends = {"eos_token_id": self.exported_ends, "pad_token_id": self.pad}
         return {"max_length": self.answer_tokens(), "num_beams": 1, "do_sample": False, **ends}
 
     # Data
@@ -291,18 +291,19 @@ class Task(TokenTask[Config]):
         search: Search = GREEDY,
         max_tokens: int | None = None,
     ) -> Answered:
-        """Answers of at most data.answer_tokens tokens, and em, f1, precision, recall and recall_em
-        of each row's best answer.
+        """Answers of at most data.answer_tokens tokens, the start token among them as published,
+        and em, f1, precision, recall and recall_em of each row's best answer.
         """
         refuse_sampling(search, task="fid", texts="answers")
         how = Generation(
-            max_tokens or self.answer_tokens(),
+            self.answer_tokens() if max_tokens is None else max_tokens + 1,
+            ends=self.ends,
             num_beams=search.num_beams,
             num_answers=search.num_answers,
             is_synced=distributed.must_keep_step(model),
         )
         tokens = model(generation=how, **self._on_device(rows))["tokens"][:, 1:].tolist()
-        texts = [self.prompts.answer(ids) for ids in tokens]
+        texts = [self.prompts.answer(ids, ends=self.ends) for ids in tokens]
         return scored_answers(by_row(texts, search), raw, search, answer_scores)
 
     def passage_scores(

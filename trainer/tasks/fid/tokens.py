@@ -8,11 +8,12 @@ and karlstratos/minFiD, which agree on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.padding import unflat
 from trainer.data.vocabulary import eos_id
+from trainer.protocol.abilities import GeneratedText
 from trainer.protocol.task import DRAW, Row
 from trainer.tasks.generated import text_of
 
@@ -69,10 +70,13 @@ class Prompts:
         texts = [row["target"]] if "target" in row else row["answers"]
         return [[*ids, self.end] for ids in self._ids(list(texts))]
 
-    def answer(self, tokens: Sequence[int]) -> str:
-        """The text of generated tokens: up to the end, without special tokens."""
+    def answer(self, tokens: Sequence[int], *, ends: Collection[int] = ()) -> GeneratedText:
+        """The text of generated tokens, without special tokens, up to the end or, if it comes
+        first, one of `ends`.
+        """
         cleans_up = self.data.clean_up_spaces
-        return text_of(self.tokenizer, tokens, ends=(self.end,), cleans_up_spaces=cleans_up)
+        ends = (self.end, *ends)
+        return text_of(self.tokenizer, tokens, ends=ends, cleans_up_spaces=cleans_up)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []

@@ -35,7 +35,13 @@ def answer(question, passages):
     mask = torch.ones(fused.shape[:2], dtype=torch.long)
     encoded = BaseModelOutput(last_hidden_state=fused)
     made = model.generate(encoder_outputs=encoded, attention_mask=mask)
-    return tokenizer.decode(made[0], skip_special_tokens=True)
+    ends = model.generation_config.eos_token_id  # of generation_config.json: one id, or several
+    ends = ends if isinstance(ends, list) else [ends]
+    new = made[0, 1:].tolist()
+    new = new[: next((at for at, token in enumerate(new) if token in ends), len(new))]
+    return tokenizer.decode(
+        new, skip_special_tokens=True, clean_up_tokenization_spaces={cleans_up_spaces}
+    )
 
 
 passages = [("Ada", "Ada keeps the red key in the cellar."), ("attic", "The attic is empty.")]
@@ -67,6 +73,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
     code = _FUSE.format(
         loading=loading("AutoModelForSeq2SeqLM", folder),
         passage_tokens=data.passage_tokens,
+        cleans_up_spaces=data.clean_up_spaces,
     )
     return Usage("transformers", [("Load it, and fuse the passages", code)], limits)
 

@@ -5,6 +5,7 @@ those that read pictures.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -99,7 +100,7 @@ class Task(TokenTask[Config]):
         how = self.cfg.generation
         options = arguments(how, num_beams=how.num_beams, num_answers=1, is_synced=False)
         del options["synced_gpus"], options["num_return_sequences"]
-        return {**options, "eos_token_id": self.end, "pad_token_id": self.pad}
+        return {**options, "eos_token_id": self.exported_ends, "pad_token_id": self.pad}
 
     # Data
     # ----------------------------------------------------------------------------------------------
@@ -226,14 +227,17 @@ class Task(TokenTask[Config]):
         refuse_sampling(search, task="summariser", texts="summaries")
         how = self.cfg.generation
         if max_tokens is not None:
-            how = how.model_copy(update={"max_tokens": max_tokens, "min_tokens": 0})
+            least = min(how.min_tokens, max_tokens)
+            how = how.model_copy(update={"max_tokens": max_tokens, "min_tokens": least})
         beams = max(search.num_beams, search.num_answers) if search != GREEDY else how.num_beams
         is_synced = distributed.must_keep_step(model)
         options = arguments(
             how, num_beams=beams, num_answers=search.num_answers, is_synced=is_synced
         )
+        options["eos_token_id"] = self.ends
         tokens = model(**to_device(self.collate(rows)), generation=options)["tokens"][:, 1:]
-        texts = [text_of(self.tokenizer, row, ends=(self.end,)).strip() for row in tokens.tolist()]
+        texts = [text_of(self.tokenizer, row, ends=self.ends) for row in tokens.tolist()]
+        texts = [replace(one, text=one.text.strip()) for one in texts]
         return scored_answers(by_row(texts, search), raw, search, self._rouge)
 
     def _rouge(

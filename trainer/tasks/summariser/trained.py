@@ -27,7 +27,12 @@ document = "Ada keeps the red key in the cellar. The attic is empty."
 ids = tokenizer({prefix!r} + document, add_special_tokens=False)["input_ids"]
 ids = torch.tensor([ids[:{room}] + [tokenizer.eos_token_id]])
 made = model.generate(ids, attention_mask=torch.ones_like(ids))
-print(tokenizer.decode(made[0], skip_special_tokens=True).strip())
+ends = model.generation_config.eos_token_id  # of generation_config.json: one id, or several
+ends = ends if isinstance(ends, list) else [ends]
+new = made[0, 1:].tolist()
+new = new[: next((at for at, token in enumerate(new) if token in ends), len(new))]
+summary = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+print(summary.strip())
 """
 
 

@@ -19,7 +19,7 @@ from trainer.data import vocabulary
 from trainer.errors import ConfigError, ResumeError
 from trainer.files import safetensors_file
 from trainer.models import adapters, base_model, base_source
-from trainer.models.weights import absent, model_folder
+from trainer.models.weights import absent, generation_file, model_folder
 from trainer.protocol.task import Places
 from trainer.tasks.cross_attention.config import Config, Layers
 from trainer.tasks.cross_attention.decoder import foreign
@@ -130,11 +130,14 @@ def merge(folder: Path, out: Path, places: Places) -> None:
     for file in folder.iterdir():
         if file.is_file():
             shutil.copy(file, out)
+    ends = _ends(folder, tokenizer)
+    if isinstance(ends, list):
+        generation_file.write(out / MERGED, model.base.config, eos_token_id=ends)
     fingerprint = base_source.fingerprint(str(out / MERGED), places)
     content |= {"base": MERGED, "base_fingerprint": fingerprint}
     content.pop("base_bits", None)
     (out / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
-    foreign.write(out, content, model.base, source=MERGED, tokenizer=tokenizer)
+    foreign.write(out, content, model.base, source=MERGED, tokenizer=tokenizer, ends=ends)
 
 
 def copy(folder: Path, out: Path, places: Places) -> None:
@@ -146,4 +149,13 @@ def copy(folder: Path, out: Path, places: Places) -> None:
     is_within = content["base"] == MERGED
     source = MERGED if is_within else base_source.resolve(base, places)
     stock = base_model.skeleton(base, places)
-    foreign.write(out, content, stock, source=source, tokenizer=tokenizer)
+    ends = _ends(folder, tokenizer)
+    foreign.write(out, content, stock, source=source, tokenizer=tokenizer, ends=ends)
+
+
+def _ends(folder: Path, tokenizer: Any) -> int | list[int]:
+    """The tokens that end an answer, as an export's generation_config.json says them; of an older
+    export without one, the tokenizer's end.
+    """
+    ends = generation_file.ends_of_base(str(folder), None) or [vocabulary.eos_id(tokenizer)]
+    return ends[0] if len(ends) == 1 else ends

@@ -36,16 +36,17 @@ def write(
     *,
     source: str | RandomBase,
     tokenizer: Any,
+    ends: int | list[int],
 ) -> None:
     """Add those files to an export.
 
     content: its cross_attention.json. stock: the base, perhaps on the meta device. source: where it
-    is, as base_source.resolve says, or "./base".
+    is, as base_source.resolve says, or "./base". ends: the tokens that end an answer.
     """
     shutil.copyfile(CODE, folder / CODE.name)
     layers = validate(Layers, content["layers"], source="layers")
     data = validate(Data, content["data"], source="data")
-    ends = {
+    ids: dict[str, Any] = {
         "eos_token_id": vocabulary.eos_id(tokenizer),
         "pad_token_id": vocabulary.pad_id(tokenizer),
     }
@@ -64,11 +65,12 @@ def write(
         "text": _text(data, tokenizer),
         "has_adapters": adapters.are_in(folder),
         "dtype": {"bf16": "bfloat16", "fp16": "float16"}.get(content["precision"], "float32"),
-        **ends,
+        **ids,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     most = data.answer_tokens
-    generation_file.write(folder, stock.config, **ends, max_new_tokens=most, do_sample=False)
+    ids["eos_token_id"] = ends
+    generation_file.write(folder, stock.config, **ids, max_new_tokens=most, do_sample=False)
 
 
 def _layers(layers: Layers, stock: Any) -> dict[str, Any]:

@@ -17,13 +17,14 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trainer.errors import ConfigError
+from trainer.models.weights import generation_file
 from trainer.tasks.cross_attention.decoder.context import Past
 
 if TYPE_CHECKING:
     from trainer.protocol.abilities import Search
 
-# B batch, N answers of a row, R rows of a beam search or of draws, T prompt tokens, G generated
-# tokens, V vocabulary
+# B batch, E tokens that end an answer, N answers of a row, R rows of a beam search or of draws,
+# T prompt tokens, G generated tokens, V vocabulary
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def greedy(
     past: Past | None = None,
     max_new_tokens: int,
     pad_token_id: int,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     always_steps: bool = False,
     return_logits: bool = False,
 ) -> Generated:
@@ -56,9 +57,10 @@ def greedy(
 
     model: a CrossAttentionModel in evaluation mode, or the engine around it; only its forward is
     called. past: a context that is projected already, with an empty cache. eos_token_id: a row
-    stops there; None: no row stops early. always_steps: make exactly max_new_tokens forwards even
-    when every row has stopped, as ZeRO-3 wants of all ranks. Raises ConfigError for right-padded
-    prompts, a model in training mode, or more tokens than the base has positions.
+    stops there, or at any of several; None: no row stops early. always_steps: make exactly
+    max_new_tokens forwards even when every row has stopped, as ZeRO-3 wants of all ranks. Raises
+    ConfigError for right-padded prompts, a model in training mode, or more tokens than the base has
+    positions.
     """
     check_prompts(model, attention_mask, max_new_tokens)
     arguments: dict[str, Any] = {
@@ -69,6 +71,8 @@ def greedy(
         "past": past,
         "use_cache": True,
     }
+    ends = _ids(eos_token_id)
+    ends_E = torch.tensor(ends, dtype=torch.long, device=input_ids.device)
     stopped_B = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     tokens: list[Tensor] = []
     logits: list[Tensor] = []
@@ -79,8 +83,8 @@ def greedy(
         tokens.append(next_B)
         if return_logits:
             logits.append(logits_BV)
-        if eos_token_id is not None:
-            stopped_B = stopped_B | (next_B == eos_token_id)
+        if ends:
+            stopped_B = stopped_B | torch.isin(next_B, ends_E)
             if not always_steps and bool(stopped_B.all()):
                 break
         if length < max_new_tokens:
@@ -111,7 +115,7 @@ def streamed(
     *,
     past: Past,
     max_new_tokens: int,
-    eos_token_id: int,
+    eos_token_id: int | Sequence[int],
 ) -> Iterator[int]:
     """The tokens of `greedy` for one prompt, (1, T), each as soon as it is known, without the
     end.
@@ -121,7 +125,7 @@ def streamed(
     with torch.no_grad():
         token_1 = next(writing).argmax(dim=-1)
     for length in range(1, max_new_tokens + 1):
-        if int(token_1) == eos_token_id:
+        if int(token_1) in _ids(eos_token_id):
             return
         yield int(token_1)
         if length < max_new_tokens:
@@ -136,7 +140,7 @@ def searched(
     *,
     max_new_tokens: int,
     pad_token_id: int,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     is_synced: bool = False,
 ) -> Tensor:
     """(B*N, G) continuations by beams or draws, N = search.num_answers of each row, the best first,
@@ -159,6 +163,7 @@ def searched(
     )
     # transformers' own types do not take it for a model that generates
     spoken: Any = _Spoken(model, context)
+    generation_file.keep_ids_alone(spoken)
     tokens = spoken.generate(
         prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
@@ -167,7 +172,7 @@ def searched(
         num_return_sequences=search.num_answers,
         do_sample=search.temperature is not None,
         pad_token_id=pad_token_id,
-        eos_token_id=eos_token_id,
+        eos_token_id=_ids(eos_token_id) or None,
         synced_gpus=is_synced,
         **sampling,
     )
@@ -235,6 +240,12 @@ def most_prompt_tokens(model: nn.Module, max_new_tokens: int) -> int:
             f"none for a prompt. Use at most {positions - 1} (data.answer_tokens)."
         )
     return positions - max_new_tokens
+
+
+def _ids(one_or_several: int | Sequence[int] | None) -> list[int]:
+    if one_or_several is None:
+        return []
+    return [one_or_several] if isinstance(one_or_several, int) else list(one_or_several)
 
 
 def _inner(model: nn.Module) -> Any:

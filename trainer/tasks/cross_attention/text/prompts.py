@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from trainer.data import vocabulary
 from trainer.data.padding import flat, pad_right
 from trainer.errors import DataError
-from trainer.protocol.abilities import GREEDY, Search, by_row
+from trainer.protocol.abilities import GREEDY, GeneratedText, Search, by_row
 from trainer.protocol.task import Batch, Cut, Encoded, Row
 from trainer.tasks.cross_attention.decoder.context import Past
 from trainer.tasks.cross_attention.decoder.generation import greedy, most_prompt_tokens, searched
@@ -31,16 +33,26 @@ class Prompts:
     """One tokenizer and one way of writing questions, answers and contexts.
 
     states: a function that returns the prepared states of contexts, or None if the model encodes
-    contexts itself.
+    contexts itself. ends: a function that returns the tokens that end an answer, besides the
+    tokenizer's end.
     """
 
     def __init__(
-        self, tokenizer: Any, data: Data, states: Callable[[], StateCache | None] = lambda: None
+        self,
+        tokenizer: Any,
+        data: Data,
+        states: Callable[[], StateCache | None] = lambda: None,
+        ends: Callable[[], Sequence[int]] = lambda: (),
     ) -> None:
-        self.tokenizer, self.data, self._states = tokenizer, data, states
+        self.tokenizer, self.data, self._states, self._more_ends = tokenizer, data, states, ends
         self.pad = vocabulary.pad_id(tokenizer)
         self.eos = vocabulary.eos_id(tokenizer)
         self.opening = vocabulary.opening_of(tokenizer)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        return list(dict.fromkeys([self.eos, *self._more_ends()]))
 
     def encode(self, row: Row, *, predicts_context: bool = False) -> Encoded:
         """Token ids of the decoder's text, with EOS, and of the context's chunks, each cut to its
@@ -108,7 +120,7 @@ class Prompts:
         is_synced: bool = False,
         max_tokens: int | None = None,
         past: Past | None = None,
-    ) -> list[list[str]]:
+    ) -> list[list[GeneratedText]]:
         """The answers to each encoded row, the best first, of at most max_tokens tokens; None:
         data.answer_tokens.
 
@@ -123,7 +135,7 @@ class Prompts:
         if past is not None:
             prompts["past"] = past
         texts = [
-            self.text(tokens)
+            self.generated(tokens)
             for tokens in self._generate(model, prompts, search, most, is_synced).tolist()
         ]
         return by_row(texts, search)
@@ -135,7 +147,7 @@ class Prompts:
         how: dict[str, Any] = {
             "max_new_tokens": most,
             "pad_token_id": self.pad,
-            "eos_token_id": self.eos,
+            "eos_token_id": self.ends,
         }
         if search == GREEDY:
             return greedy(model, **prompts, **how, always_steps=is_synced).tokens_BG
@@ -196,7 +208,11 @@ class Prompts:
         ids, mask = pad_right([list(prompt)[::-1] for prompt in prompts], self.pad)
         return {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}
 
+    def generated(self, tokens: list[int]) -> GeneratedText:
+        """The answer that generated tokens spell, up to the first token that ends it."""
+        whole = text_of(self.tokenizer, tokens, ends=self.ends)
+        return replace(whole, text=templates.answered(whole.text, self.data.template))
+
     def text(self, tokens: list[int]) -> str:
-        """The answer that generated tokens spell, up to their end token."""
-        text = text_of(self.tokenizer, tokens, ends=(self.eos,))
-        return templates.answered(text, self.data.template)
+        """The text of that answer."""
+        return self.generated(tokens).text

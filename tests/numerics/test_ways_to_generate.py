@@ -1,0 +1,232 @@
+"""Training's evaluation, predict, the service and the card's program give one text: for every task
+and template, from a base whose generation_config.json ends texts at a second token and recommends
+penalties and least lengths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.runs import from_folder
+from tests.facts import LLAMA, TINY_T5, experiment, write_facts
+from trainer import tasks
+from trainer.commands.answer import Opened, answers
+from trainer.commands.options import module_of
+from trainer.errors import ConfigError
+from trainer.models.weights import generation_file
+from trainer.protocol.abilities import Prediction, Search
+from trainer.protocol.task import Places
+
+QUESTION = "Where is the red key?"
+CONTEXTS = ["Ada keeps the red key in the cellar.", "The attic is empty."]
+DATED = (
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ (date_string or 'today') + '<assistant> ' }}{% endif %}"
+)
+RECOMMENDED = {
+    **{"repetition_penalty": 3.0, "no_repeat_ngram_size": 2, "suppress_tokens": [20, 21, 22]},
+    **{"min_length": 60, "do_sample": True, "temperature": 0.6, "top_k": 3, "num_beams": 3},
+}
+KINDS = ("texts", "chatml", "plain", "date", "summariser", "fid", "cross_attention")
+LONGEST = 14
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = write_facts(tmp_path_factory.mktemp("facts"))
+    (made / "date.jinja").write_text(DATED)
+    return made
+
+
+def values_of(kind: str, folder: Path) -> dict[str, Any]:
+    task = kind if kind in ("summariser", "fid", "cross_attention") else "causal_lm"
+    own: dict[str, Any] = {}
+    if task == "causal_lm":
+        template = "date.jinja" if kind == "date" else kind
+        chat = {"source": "chat", "chat_template": template}
+        own = {"base": LLAMA, "data": {"source": "files"} if kind == "texts" else chat}
+    if kind == "fid":
+        own = {"base": {**TINY_T5, "seed": 3}, "data": {"answer_tokens": LONGEST + 1}}
+    if kind == "cross_attention":
+        own = {"base": LLAMA, "data": {"answer_tokens": LONGEST}, "layers": {"stride": 1}}
+    if kind == "summariser":
+        how = {"max_tokens": LONGEST, "min_tokens": 0, "num_beams": 1}
+        own = {"base": {**TINY_T5, "seed": 3}, "generation": how}
+    return from_folder(experiment(task, folder, **own), folder / "bases")
+
+
+def exported(values: dict[str, Any], folder: Path, out: Path) -> tuple[Any, Any, Any]:
+    """The task that trains, its model, and what answers from the export of the same weights."""
+    cfg, places = tasks.parse(values), Places(folder, folder / "cache", folder)
+    task = tasks.load(cfg, places)
+    model = task.model().eval()
+    task.export({name: one.detach() for name, one in model.named_parameters()}, out)
+    other = tasks.load(cfg, places)
+    return task, model, Opened(other, other.load_export(out).eval(), out)
+
+
+def row_of(kind: str) -> dict[str, Any]:
+    if kind == "texts":
+        return {"text": QUESTION}
+    if kind == "summariser":
+        return {"context": QUESTION}
+    if kind in ("fid", "cross_attention"):
+        return {"question": QUESTION, "contexts": CONTEXTS}
+    return {"messages": [{"role": "user", "content": QUESTION}]}
+
+
+def trained_of(opened: Opened) -> Any:
+    return module_of(opened.task.cfg.task, "trained", "predict")
+
+
+def evaluated(kind: str, task: Any, model: Any) -> str | None:
+    """None: the task is evaluated by its loss."""
+    if task.cfg.task == "causal_lm":
+        return None
+    trained = module_of(task.cfg.task, "trained", "predict")
+    row = task.encode(trained.row_to_predict(task, row_of(kind), "here"))
+    with torch.no_grad():
+        return task.answers(model, [row], [{"question": "", "answers": []}]).predictions[0]
+
+
+def predicted(kind: str, opened: Opened, how: Prediction) -> str:
+    trained = trained_of(opened)
+    row = trained.row_to_predict(opened.task, row_of(kind), "here")
+    with torch.no_grad():
+        return trained.predict(opened.task, opened.model, [row], how)[0]["prediction"]
+
+
+def served(kind: str, opened: Opened, **more: Any) -> tuple[str, dict[str, Any]]:
+    """The text, and the last piece."""
+    row = row_of(kind)
+    asked = {"prompt": row["text"]} if "text" in row else row
+    if opened.task.cfg.task != "causal_lm":
+        asked = {"question": QUESTION, "contexts": row.get("contexts", [])}
+    asked = {"max_tokens": LONGEST, "temperature": 0, "seed": 1, "stop": [], **asked, **more}
+    pieces = list(answers(opened, [asked]))
+    return "".join(piece.get("text", "") for piece in pieces), pieces[-1]
+
+
+def written(kind: str, opened: Opened) -> str:
+    """What the card's program prints."""
+    [(_, code)] = trained_of(opened).usage(opened.task.cfg, opened.folder).programs
+    code = code.replace('FOLDER = "."', f"FOLDER = {str(opened.folder)!r}")
+    code = code.replace("max_new_tokens=32", f"max_new_tokens={LONGEST}")
+    code = re.sub(r'document = ".*"', f"document = {QUESTION!r}", code)
+    code = re.sub(r"passages = \[.*\]", f"passages = {[('', one) for one in CONTEXTS]}", code)
+    code = code.replace("Where does Ada keep the red key?", QUESTION)
+    code = code.replace(str(CONTEXTS[:1]).replace("'", '"'), str(CONTEXTS))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(code, {"__name__": "card"})
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_ways_give_one_text(
+    kind: str,
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = values_of(kind, folder)
+    base = Path(values["base"])
+    how = Prediction(max_tokens=LONGEST if "answer_tokens" not in values["data"] else None)
+    file = base / generation_file.NAME
+    file.unlink(missing_ok=True)
+    _, _, plain = exported(values, folder, tmp_path / "plain")
+    spelt: list[list[int]] = []
+    spell = plain.task.tokenizer.decode
+
+    def decode(ids: list[int], **how: Any) -> str:
+        spelt.append(list(ids))
+        return spell(ids, **how)
+
+    monkeypatch.setattr(plain.task.tokenizer, "decode", decode)
+    whole = predicted(kind, plain, how)
+    tokens = spelt[-1]
+    second = tokens[len(tokens) // 2]
+    assert served(kind, plain)[0] == whole
+    assert served(kind, plain)[1]["finish"] == "length"
+    file.write_text(json.dumps({**RECOMMENDED, "eos_token_id": [plain.task.end, second]}))
+    with caplog.at_level(logging.WARNING):
+        task, model, opened = exported(values, folder, tmp_path / "export")
+    [told] = [one for one in caplog.messages if "Texts are generated without" in one]
+    assert all(f"{name}={value!r}" in told for name, value in RECOMMENDED.items())
+    ended = predicted(kind, opened, how)
+    assert whole.startswith(ended)
+    assert len(ended) < len(whole)
+    assert evaluated(kind, task, model) in (None, ended)
+    text, last = served(kind, opened)
+    assert (text, last["finish"]) == (ended, "stop")
+    assert written(kind, opened).partition("\n")[0] == ended.partition("\n")[0]
+    said = json.loads((opened.folder / generation_file.NAME).read_text())
+    assert second in said["eos_token_id"]
+    assert not {"repetition_penalty", "suppress_tokens", "temperature", "top_k"} & said.keys()
+
+
+def test_a_seed_draws_the_same_texts_in_predict_and_the_service(
+    folder: Path, tmp_path: Path
+) -> None:
+    values = values_of("chatml", folder)
+    _, _, opened = exported(values, folder, tmp_path / "export")
+    search = Search(num_answers=3, temperature=0.9, top_p=0.9, seed=5)
+    row = trained_of(opened).row_to_predict(opened.task, row_of("chatml"), "here")
+    how = Prediction(search, max_tokens=LONGEST)
+    [want] = trained_of(opened).predict(opened.task, opened.model, [row], how)
+    drawn = {"n": 3, "temperature": 0.9, "top_p": 0.9, "seed": 5, "logprobs": 1}
+    asked = {**row_of("chatml"), "max_tokens": LONGEST, "stop": [], **drawn}
+    texts, ends = ["", "", ""], []
+    for piece in answers(opened, [asked]):
+        texts[piece["choice"]] += piece.get("text", "")
+        if "finish" in piece:
+            assert len(piece["logprobs"]) == piece["tokens"]
+            ends.append(piece["is_last"])
+    assert texts == want["n_best"]
+    assert len(set(texts)) == 3
+    assert ends == [False, False, True]
+
+
+@pytest.mark.parametrize("kind", ["summariser", "fid", "cross_attention"])
+@pytest.mark.parametrize("most", [1, 3])
+def test_as_many_tokens_as_asked_are_generated(
+    kind: str, most: int, folder: Path, tmp_path: Path
+) -> None:
+    values = values_of(kind, folder)
+    (Path(values["base"]) / generation_file.NAME).unlink(missing_ok=True)
+    _, _, opened = exported(values, folder, tmp_path / "export")
+    text, last = served(kind, opened, max_tokens=most)
+    assert (last["finish"], last["tokens"]) == ("length", most)
+    assert text == predicted(kind, opened, Prediction(max_tokens=most))
+
+
+def test_the_least_length_of_a_summary_holds_in_the_service(folder: Path, tmp_path: Path) -> None:
+    values = values_of("summariser", folder)
+    values["generation"] |= {"min_tokens": 8}
+    file = Path(values["base"]) / generation_file.NAME
+    file.write_text(json.dumps({"eos_token_id": list(range(0, 384, 2))}))
+    _, _, opened = exported(values, folder, tmp_path / "export")
+    text, last = served("summariser", opened, max_tokens=256)
+    assert text == predicted("summariser", opened, Prediction())
+    assert last["tokens"] >= 8
+    assert served("summariser", opened, max_tokens=3)[1]["tokens"] == 3
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    "content", ['{"eos_token_id": ["</s>"]}', "[1]", "{", '{"eos_token_id": -1}']
+)
+def test_a_file_that_names_no_tokens_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / generation_file.NAME).write_text(content)
+    with pytest.raises(ConfigError, match=r"Mend the file"):
+        generation_file.ends_of_base(str(tmp_path), None)
