@@ -11,6 +11,7 @@ import pytest
 
 from tests.wording import Fault, fault, refused
 from trainer.config.block import validate
+from trainer.data import left_out
 from trainer.tasks.retriever import rows
 from trainer.tasks.retriever.config import Data
 
@@ -280,9 +281,7 @@ def test_a_block_that_would_not_mean_what_it_says_is_refused(
         validate(Data, values)
 
 
-def test_a_positive_among_the_negatives_is_named_and_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_positive_among_the_negatives_is_noted_and_left_out() -> None:
     gold, other = {"id": "1", "title": "T", "text": "a b"}, {"id": "1", "text": "c"}
     same = {"id": "9", "title": "T", "text": "a  b"}
     given = [
@@ -290,11 +289,11 @@ def test_a_positive_among_the_negatives_is_named_and_left_out(
         {"id": "r", "query": "x", "positives": [[1, 2]], "negatives": [[1, 2], [3]]},
         {"id": "s", "query": "x", "positives": [gold], "negatives": [other]},
     ]
-    with caplog.at_level("WARNING"):
+    with left_out.reading() as notes:
         kept = [row["negatives"] for row in rows.without_own_positives(given)]
     assert kept == [[other], [[3]], [other]]
-    (record,) = caplog.records
-    assert record.args == (2, 2, "q")
-    caplog.clear()
-    assert list(rows.without_own_positives(given[2:])) == given[2:]
-    assert not caplog.records
+    assert notes.counts == {rows.OWN_POSITIVES: 2}
+    assert [note.place for note in notes.first] == ["query 'q'", "query 'r'"]
+    with left_out.reading() as notes:
+        assert list(rows.without_own_positives(given[2:])) == given[2:]
+    assert not notes

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainer.tasks.retriever.config import Data
 
 UNANSWERED = "questions without a positive passage (left out)"
+OWN_POSITIVES = "negatives that are positives of their query (left out)"
 _ALL = 1_000_000_000  # a limit on the passages of a question that no file reaches
 _VALID_OF_1000 = 100  # queries held out of a BEIR set that has no validation split
 _DOCUMENTED_NEGATIVES = 3
@@ -70,25 +71,15 @@ def rows(
 
 
 def without_own_positives(rows: Iterable[Row]) -> Iterator[Row]:
-    """The same rows without negatives that are positives of their row, whose number is logged."""
-    left_out = in_rows = 0
-    example = ""
+    """The same rows without negatives that are positives of their row, which are noted."""
     for row in rows:
         positives = {_identity_of_content(one) for one in row["positives"]}
         negatives = [one for one in row["negatives"] if _identity_of_content(one) not in positives]
-        if len(negatives) == len(row["negatives"]):
-            yield row
-            continue
-        left_out += len(row["negatives"]) - len(negatives)
-        in_rows += 1
-        example = example or row["id"]
-        yield {**row, "negatives": negatives}
-    if left_out:
-        _log.warning(
-            "left out %d negatives that are positives of the same query, in %d rows (the first: "
-            "query %r)",
-            *(left_out, in_rows, example),
-        )
+        num_left_out = len(row["negatives"]) - len(negatives)
+        if num_left_out:
+            note(f"query {row['id']!r}", OWN_POSITIVES, field="negatives", count=num_left_out)
+            row = {**row, "negatives": negatives}
+        yield row
 
 
 def _identity_of_content(passage: Any) -> tuple[Any, ...]:
