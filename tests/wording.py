@@ -339,7 +339,7 @@ DICTIONARY = wording(
     value_wanted="{key}: ...Input should be {wanted}. Got {value!r}.",
     value_not_serializable="not JSON serializable. Use strings, numbers",
     key_required="{key}: required, but not given.",
-    key_of_others="{key}: no such key. Here it is {ours}. {note}",
+    key_of_others="{key}: no such key. Here it is {ours}.{note}",
     key_of_others_steps="{key}: no such key. A run is counted in optimizer steps: train.steps =",
     batch_not_dealt="train.global_batch={global_batch} is not a multiple of micro_batch={micro_batch} x world={world} = {rows}...Use {fix}.",
     group_unknown="{group}: no such group.",
@@ -351,6 +351,7 @@ DICTIONARY = wording(
     flag_value="{flag}={value}: want no value. Write {flag_again} alone",
     entity_alone="{flag} and {other}: got the entity alone",
     tracker_unknown="{tracker!r} does not exist.",
+    best_is_unknown="train.best='{metric}': got no train.best_is",
 )
 COLUMNS = wording(
     ConfigError,
@@ -480,6 +481,8 @@ BASES = wording(
     extra_not_installed="{name} is not installed....pip install -e '.[{extra}]'",
     module_not_installed="No module named {name!r}. Install it: pip install -e '.[{extra}]'",
     package_of_backend="needs Ray. pip install -e '.[{extra}]'",
+    generation_file_tokens="generation_config.json...Mend the file",
+    prompt_length_wanted="the prompt has {count} tokens, want 1 to {most}",
 )
 ADAPTERS = wording(
     ConfigError,
@@ -712,7 +715,6 @@ JOBS = (
         gres_form="want NAME[:TYPE][:COUNT], several with a comma",
         gres_sockets="is how scontrol shows the sockets of a node, and sbatch refuses it. Write {instead!r}",
         sbatch_exclusive="{key}: no such key. A job gets the cores, memory and GPUs that it asks for",
-        sbatch_gpus="{key}: no such key. Here it is resources.gpu.",
         sbatch_ntasks="{key}: no such key. ...torchrun starts the ranks",
         script_control_character="{value!r} holds a control character, which a batch script cannot carry",
         launcher_of_nodes="nodes={nodes}: {launcher!r} cannot start on several nodes. Use torchrun",

@@ -93,7 +93,7 @@ def test_a_record_with_a_gres_that_is_refused_now_is_still_shown(tmp_path: Path)
     "told",
     [
         fault("sbatch_exclusive", key="exclusive"),
-        fault("sbatch_gpus", key="gpus_per_node"),
+        fault("key_of_others", key="gpus_per_node", ours="resources.gpu"),
         fault("sbatch_ntasks", key="ntasks"),
     ],
 )

@@ -388,4 +388,7 @@ def test_stock_transformers_can_load_no_head_of_another_width(tmp_path: Path) ->
 
 
 class _NoTokenizer:
-    def save_pretrained(self, folder: Path) -> None: ...
+    model_input_names = ("input_ids", "attention_mask")
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer_config.json").write_text("{}")

@@ -10,7 +10,7 @@ import torch
 
 from tests.bases import OF_TASK, VOCABULARY
 from tests.families import END, PAD, base, ids_of
-from trainer.errors import ConfigError
+from tests.wording import refused
 from trainer.models.texts import GrowingText, chance_of, grown, unsure
 from trainer.protocol.abilities import Search
 from trainer.tasks.causal_lm.trained import continuations
@@ -145,9 +145,9 @@ def test_log_probabilities_are_those_of_the_logits_that_a_token_was_chosen_by() 
 def test_a_text_ends_where_the_positions_of_its_model_do() -> None:
     model = base("causal_lm", "gpt_bigcode")  # 128 positions
     assert begun(model, [5] * 120, {**ASKED[0], "max_tokens": 50}).most == 8
-    with pytest.raises(ConfigError, match="the prompt has 128 tokens, want 1 to 127"):
+    with refused("prompt_length_wanted", count=128, most=127):
         begun(model, [5] * 128, ASKED[0])
-    with pytest.raises(ConfigError, match="the prompt has 0 tokens"):
+    with refused("prompt_length_wanted", count=0):
         begun(model, [], ASKED[0])
 
 

@@ -18,10 +18,10 @@ import torch
 
 from tests.contract.runs import from_folder
 from tests.facts import LLAMA, TINY_T5, experiment, write_facts
+from tests.wording import refused
 from trainer import tasks
 from trainer.commands.answer import Opened, answers
 from trainer.commands.options import module_of
-from trainer.errors import ConfigError
 from trainer.models.weights import generation_file
 from trainer.protocol.abilities import Prediction, Search
 from trainer.protocol.task import Places
@@ -228,5 +228,5 @@ def test_the_least_length_of_a_summary_holds_in_the_service(folder: Path, tmp_pa
 )
 def test_a_file_that_names_no_tokens_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / generation_file.NAME).write_text(content)
-    with pytest.raises(ConfigError, match=r"Mend the file"):
+    with refused("generation_file_tokens"):
         generation_file.ends_of_base(str(tmp_path), None)

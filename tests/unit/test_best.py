@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.wording import refused
 from trainer.config.schema import Schedule, Train
-from trainer.errors import ConfigError
 from trainer.metrics.direction import direction_of
 from trainer.training import validation
 from trainer.training.session import Progress
@@ -52,7 +52,7 @@ def test_best_follows_the_metric_unless_it_is_stated() -> None:
     assert kept("valid/recall@10", rising, Progress(), best_is="min") == [1]
     assert kept("valid/loss", rising, Progress()) == [1]
     assert kept("valid/tied/all", rising, Progress(), best_is="max") == [1, 2, 4]
-    with pytest.raises(ConfigError, match=r'no train.best_is.*Set train.best_is to "min" or "max"'):
+    with refused("best_is_unknown", metric="valid/tied/all"):
         kept("valid/tied/all", rising, Progress())
 
 

@@ -86,7 +86,7 @@ def test_every_synonym_says_something_to_at_least_one_task() -> None:
                 "key_of_others",
                 key="train.save_steps",
                 ours="train.save_every",
-                note="It is a number of steps.",
+                note=" It is a number of steps.",
             ),
         ),
         (
@@ -101,7 +101,7 @@ def test_every_synonym_says_something_to_at_least_one_task() -> None:
                 "key_of_others",
                 key="per_device_train_batch_size",
                 ours="train.micro_batch",
-                note="train.global_batch is the rows of one optimizer step",
+                note=" train.global_batch is the rows of one optimizer step",
             ),
         ),
         (

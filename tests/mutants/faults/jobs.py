@@ -43,21 +43,21 @@ FAULTS = [
         'if decision.action == "send" and awaited is not None:',
         "if False:",
         why="a child is sent beside its base and fails as bad input for ever",
-        tests="tests/jobs/test_order.py -k in_process",
+        tests="tests/jobs/test_bases_first.py -k in_process",
     ),
     Fault(
         "jobs/backends/local/runner.py",
         "is_held = self._awaits_base(facts) or any(",
         "is_held = any(",
         why="the local queue starts a child before its base has a model",
-        tests="tests/jobs/test_order.py -k 'local_queue'",
+        tests="tests/jobs/test_bases_first.py -k 'local_queue'",
     ),
     Fault(
         "jobs/submit/request.py",
         "            if not base.record.exists() and not base.status.exists():",
         "            if False:",
         why="an experiment whose base nobody runs waits for ever, in silence",
-        tests="tests/jobs/test_order.py -k never_run",
+        tests="tests/jobs/test_bases_first.py -k never_run",
     ),
     # What a person and a scheduler say
     Fault(

@@ -155,7 +155,7 @@ class FiD(nn.Module):
             num_beams=how.num_beams,
             num_return_sequences=how.num_answers,
             do_sample=False,
-            eos_token_id=how.ends,
+            eos_token_id=how.ends or self.t5.generation_config.eos_token_id,
             past_key_values=generation_file.cache_of(self.t5.config),
             synced_gpus=how.is_synced,
             return_dict_in_generate=True,
