@@ -187,7 +187,9 @@ class Task(TokenTask[Config]):
     def rows(self, split: str) -> Iterable[Row]:
         places = self.places
         of_split = rows.rows(self.cfg.data, split, places.data_path, cache_dir=places.cache_dir)
-        of_split = rows.without_own_positives(of_split)
+        # rows of the embedded corpus stay as recorded runs have them
+        if self.cfg.data.source != "stdlib_docs":
+            of_split = rows.without_own_positives(of_split)
         usable = rows.trainable(of_split, self.cfg.data.passages if split == "train" else 1)
         return ({**row, "item": item} for item, row in enumerate(usable))
 
