@@ -192,9 +192,8 @@ def _installed(project: Path) -> SourceFiles | None:
     """The files that pip put into this folder; None when it did not install the project there (a
     clone, an editable installation).
     """
-    for package in importlib.metadata.distributions(name=PACKAGE, path=[str(project)]):
-        if package.read_text("RECORD") is None:  # the .egg-info of an editable installation
-            continue
+    for folder in project.glob(f"{PACKAGE}-*.dist-info"):
+        package = importlib.metadata.PathDistribution(folder)
         files = {
             file.as_posix(): file.hash
             for file in package.files or ()

@@ -207,7 +207,7 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
     if strays:
         text = f"{'; '.join(strays[:5])}: want names and folders below one of the service's roots."
         raise Refusal(403, text, code="path_not_allowed")
-    flags = {"cache_dir": str(keeper.folder.cache)}
+    flags = prepare.with_steps({"cache_dir": str(keeper.folder.cache)}, body.steps)
     if body.data_path is not None:
         flags["data_path"] = body.data_path
     if body.action == "dry_run":

@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
+from exp_configs import EXP_GROUPS
 from jobs.cli import app as command
 from jobs.serve.lathe_routes import strange_texts
 from tests.serve.conftest import (
@@ -114,9 +115,13 @@ def test_a_dry_run_says_what_trainval_says(world: Any) -> None:
     good = here.post("/lathe/v1/experiments", json=ask).json()
     assert (good["code"], good["error"]) == (0, None), good
     assert '"steps": 30' in good["text"]
-    bad = here.post("/lathe/v1/experiments", json={**ask, "steps": 1}).json()
+    short = here.post("/lathe/v1/experiments", json={**ask, "steps": 1}).json()
+    assert short["code"] == 0, "--steps below the warm-up is a warning"
+    values = {**EXP_GROUPS["causal_lm_tiny"][0], "base": "models/mine"}
+    ask = {"experiment": values, "steps": 30, "action": "dry_run"}
+    bad = here.post("/lathe/v1/experiments", json=ask).json()
     assert bad["code"] == 2
-    assert "warmup_steps" in bad["error"]
+    assert "models/mine" in bad["error"]
     assert {path.name for path in running.base.iterdir()} == folders
 
 
