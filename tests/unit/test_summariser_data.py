@@ -13,6 +13,7 @@ import pytest
 
 from tests.wording import Fault, fault, refused
 from trainer.config.block import validate
+from trainer.data import left_out
 from trainer.protocol.task import Places
 from trainer.tasks.summariser import data
 from trainer.tasks.summariser.config import Config, Data
@@ -200,3 +201,14 @@ def test_fp16_is_refused_with_the_reason_and_bf16_offered() -> None:
     values = vary(EXP_GROUPS["summarise_t5_base"][0], train={"precision": "fp16"})
     with refused("fp16_of_t5"):
         validate(Config, values)
+
+
+def test_summaries_in_a_script_that_rouge_cannot_read_are_noted(tmp_path: Path) -> None:
+    russian = {"text": "Собака 1 спит.", "short": "Собака спит."}
+    latin = {"text": "Der Hund schläft.", "short": "Größe 7"}
+    lines = [json.dumps(row) + "\n" for row in (russian, latin, russian)]
+    (tmp_path / "train.jsonl").write_text("".join(lines))
+    with left_out.reading() as notes:
+        assert len(of(tmp_path)) == 3
+    assert notes.counts == {data.OTHER_SCRIPT: 2}
+    assert notes.first[0].place.endswith("train.jsonl, line 1")

@@ -19,10 +19,13 @@ from trainer.data.readers.folders import split_names
 from trainer.data.readers.jsonl import preview
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError, nearest
+from trainer.tasks.summariser import rouge
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Places, Row
     from trainer.tasks.summariser.config import Data
+
+OTHER_SCRIPT = "summaries without a Latin letter or a digit, all that ROUGE reads (they score 0)"
 
 
 def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
@@ -73,6 +76,9 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
         summaries += [text for text in texts_of_column if text.strip()]
         for _ in range(len(texts_of_column) - sum(bool(text.strip()) for text in texts_of_column)):
             note(place, "blank summaries (left out)", field=column)
+        for text in texts_of_column:
+            if text.strip() and not rouge.can_read(text):
+                note(place, OTHER_SCRIPT, field=column)
     row_id = raw.get(data.id)
     return {
         "id": str(number if row_id is None else row_id).strip(),
