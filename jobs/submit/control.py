@@ -172,19 +172,9 @@ def _again(request: Again, row: Row, rows: Sequence[Row], full: set[str]) -> Act
                     settle_intent(folder, job.last, of_last, resend_s=request.resend_s),
                 )
             num_alive = sum(other.group == row.group and other.is_live for other in rows)
-            if (
-                template.max_parallel is not None
-                and num_alive >= template.max_parallel
-                # a backend with a queue counts by itself
-                and not backend.traits.keeps_queue
-            ):
-                return ActionResult(
-                    row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
-                )
-            if backend.name in full:
-                return ActionResult(
-                    row.exp_id, "wait", f"{backend.name} takes no more jobs now", row.state
-                )
+            reason = _why_later(template, backend, full, num_alive=num_alive)
+            if reason is not None:
+                return ActionResult(row.exp_id, "wait", reason, row.state)
             if has_turn and job.last is not None:
                 outcome = take_turn(folder, job.last, backend)
             else:
@@ -197,6 +187,20 @@ def _again(request: Again, row: Row, rows: Sequence[Row], full: set[str]) -> Act
         return ActionResult(row.exp_id, "settle", str(error), row.state, is_bad=True)
     except Exception as error:  # of any kind: the others are sent all the same
         return _failure(folder, row, error)
+
+
+def _why_later(
+    template: JobSpec, backend: Backend, full: set[str], *, num_alive: int
+) -> str | None:
+    """Why an attempt of this template has to wait; None when it can be sent.
+
+    full: the names of backends that took no more jobs. num_alive: runs of its group that live.
+    """
+    most = template.max_parallel
+    counts_itself = backend.traits.keeps_queue
+    if most is not None and num_alive >= most and not counts_itself:
+        return f"max_parallel={most} are alive"
+    return f"{backend.name} takes no more jobs now" if backend.name in full else None
 
 
 def _failure(folder: RunFolder, row: Row, error: Exception) -> ActionResult:

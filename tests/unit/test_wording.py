@@ -143,6 +143,11 @@ def test_a_message_without_a_field_or_its_place_is_not_taken(text: str) -> None:
         raise DataError(text)
 
 
+def test_a_block_that_raises_nothing_is_not_taken() -> None:
+    with pytest.raises(pytest.fail.Exception), refused("key_unknown"):
+        pass
+
+
 def test_a_number_is_not_a_part_of_another_one() -> None:
     assert is_said("rank_state_missing", "there is none of rank 1.", rank=1)
     assert not is_said("rank_state_missing", "there is none of rank 11.", rank=1)
