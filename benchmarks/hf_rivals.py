@@ -200,7 +200,9 @@ class OfRetriever(Loss):
         """The stock encoder's states of padded texts, under the task's own loss."""
         batch = self.task.collate(rows)
         kept = {n: x for n, x in batch.items() if not n.startswith(("query_", "passage_"))}
-        chosen = [passage_of(row, place) for row in rows for place in self.task._chosen(row)]
+        chosen = [
+            passage_of(row, place) for row in rows for place in self.task._choose_statements(row)
+        ]
         queries, passages = self.padded(r["query"] for r in rows), self.padded(chosen)
         texts = {"query_ids": queries[0], "query_mask": queries[1]}
         texts |= {"passage_ids": passages[0], "passage_mask": passages[1]}

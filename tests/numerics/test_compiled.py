@@ -176,7 +176,7 @@ def test_streams_of_all_lengths_attend_by_the_same_compiled_kernels() -> None:
         shapes |= {tuple(grid.shape) for grid in grids}
         rows = Rows(batch["starts"], batch["starts"], max(grid.shape[1] for grid in grids))
         q_MHC = torch.zeros(len(batch["tokens"]), 2, 16)
-        launch = _Launch(q_MHC, rows, biases, Dropout.drawn(0.1, q_MHC.device))
+        launch = _Launch(q_MHC, rows, biases, Dropout.with_seed(0.1, q_MHC.device))
         dtypes = tuple(tensor.dtype for tensor in launch.tensors)
         kernels.add((tuple(launch.numbers.items()), dtypes))
     assert len(kernels) == 1

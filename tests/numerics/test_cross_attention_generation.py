@@ -23,7 +23,7 @@ from tests.numerics.tiny_cross_attention import (
 from tests.wording import refused
 from trainer.protocol.abilities import Search
 from trainer.tasks.cross_attention.config import Layers
-from trainer.tasks.cross_attention.decoder.generation import greedy, searched
+from trainer.tasks.cross_attention.decoder.generation import greedy, search_beams
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 
 
@@ -90,7 +90,7 @@ def test_one_beam_of_transformers_equals_our_greedy_loop_on_prompts_padded_on_th
 ) -> None:
     model, batch = build(layers), prompts()
     want = greedy(model, **batch, max_new_tokens=9, pad_token_id=0, eos_token_id=3).tokens_BG
-    got = searched(model, batch, Search(), max_new_tokens=9, pad_token_id=0, eos_token_id=3)
+    got = search_beams(model, batch, Search(), max_new_tokens=9, pad_token_id=0, eos_token_id=3)
     assert torch.equal(got, want[:, : got.shape[1]])
     assert not want[:, got.shape[1] :].any()
 
@@ -103,7 +103,7 @@ def test_beams_find_the_continuation_that_recomputing_every_beam_finds(family: s
         else build_rotary(LAYOUTS["after"], family)
     )
     batch = prompts()
-    got = searched(
+    got = search_beams(
         model, batch, Search(num_beams=3, num_answers=3), max_new_tokens=4, pad_token_id=0
     )
     for row in range(3):
@@ -142,7 +142,7 @@ def test_generate_encodes_and_projects_a_context_once_however_many_beams_and_tok
 ) -> None:
     model = build(layers)
     with counted_calls(model) as calls:
-        searched(model, prompts(), search, max_new_tokens=6, pad_token_id=0)
+        search_beams(model, prompts(), search, max_new_tokens=6, pad_token_id=0)
     assert (
         calls["base.transformer.h.0"] == 1 + 6
     )  # the context, then the prompt and five single tokens
@@ -156,14 +156,14 @@ def test_draws_follow_the_probabilities_of_the_model() -> None:
     wanted = model(**batch).logits[0, -1].div(0.5).softmax(-1)
     torch.manual_seed(0)
     search = Search(temperature=0.5, num_answers=2000)
-    drawn = searched(model, batch, search, max_new_tokens=1, pad_token_id=0)
+    drawn = search_beams(model, batch, search, max_new_tokens=1, pad_token_id=0)
     counts = torch.bincount(drawn[:, 0], minlength=VOCABULARY) / 2000
     assert (counts - wanted).abs().max().item() < 0.04
 
 
 def test_a_small_top_p_leaves_the_most_likely_token_alone() -> None:
     model, batch = build(LAYOUTS["after"]), prompts()
-    drawn = searched(
+    drawn = search_beams(
         model, batch, Search(temperature=5.0, top_p=1e-6), max_new_tokens=5, pad_token_id=0
     )
     assert torch.equal(drawn, greedy(model, **batch, max_new_tokens=5, pad_token_id=0).tokens_BG)

@@ -380,7 +380,7 @@ def test_the_old_position_bias_and_the_switches_exclude_each_other(folder: Path)
 
 def test_stock_transformers_can_load_no_head_of_another_width(tmp_path: Path) -> None:
     model = reader("t5", 1, True)
-    config = fido.described(model.t5.config, model.reader)
+    config = fido.reader_config(model.t5.config, model.reader)
     config.save_pretrained(tmp_path)
     model_folder.write(tmp_path, config, _NoTokenizer(), dict(model.t5.named_parameters()))
     with pytest.raises(RuntimeError, match="mismatch"):

@@ -58,7 +58,7 @@ class Form:
 
     def drop(self) -> Dropout | None:
         torch.manual_seed(3)
-        return Dropout.drawn(self.dropout, torch.device("cpu")) if self.dropout else None
+        return Dropout.with_seed(self.dropout, torch.device("cpu")) if self.dropout else None
 
 
 FORMS = [Form(name, rate) for name in ("plain", "causal", "cross") for rate in (0.0, 0.3)]
@@ -158,7 +158,7 @@ def test_a_hundred_runs_with_dropout_are_equal_to_the_last_bit() -> None:
 
 def test_dropout_takes_its_share_anew_at_every_draw_query_and_head() -> None:
     queries, keys = torch.arange(400), 500
-    first, second = (Dropout.drawn(0.1, torch.device("cpu")) for _ in range(2))
+    first, second = (Dropout.with_seed(0.1, torch.device("cpu")) for _ in range(2))
     is_dropped, other = (
         drop.places(queries, HEADS, keys, slice(None)).float() for drop in (first, second)
     )

@@ -25,7 +25,7 @@ from trainer.data.padding import pad_right
 from trainer.protocol.task import DRAW, Places
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Data
-from trainer.tasks.vera.task import _represented, _statements
+from trainer.tasks.vera.task import _represent, _statements
 
 # Margins, as tests/tolerance.py means them.
 STEP: dict[str, Any] = {"loss": 0.08, "gradients": 0.9}
@@ -199,7 +199,7 @@ def test_the_loss_is_the_sum_of_the_published_terms_means(folder: Path) -> None:
     statements = _statements(
         {
             key: value.float() if key in ("hidden", "logits") else value
-            for key, value in _represented(model, batch).items()
+            for key, value in _represent(model, batch).items()
         }
     )
     terms = losses.corrected_sums(
@@ -216,7 +216,7 @@ def test_the_original_mode_is_the_published_program_on_its_own_batch(folder: Pat
     batch = task.collate(rows_of(task))
     (summed,) = task.losses(model, [batch])
     wanted = losses.original(
-        _statements(_represented(model, batch)),
+        _statements(_represent(model, batch)),
         loss_fn="mce+bce",
         contrastive_type=4,
         temperature=0.05,
@@ -230,7 +230,7 @@ def test_the_original_mode_goes_on_where_the_published_loss_is_infinite(folder: 
     model = task.model().eval()
     batch = task.collate(rows_of(task, 1))
     (summed,) = task.losses(model, [batch])
-    statements = _statements(_represented(model, batch))
+    statements = _statements(_represent(model, batch))
     how = {"loss_fn": "mce+bce", "contrastive_type": 4, "temperature": 0.05, "coefficient": 0.1}
     published = losses.original(statements, **how)
     assert published.loss.isinf()
@@ -291,11 +291,11 @@ def test_training_draws_other_distractors_in_another_epoch_and_evaluation_sees_a
     task = loaded(folder, data={"statements": 2})
     row = max((task.encode(row) for row in task.rows("train")), key=lambda row: len(row["lengths"]))
     assert len(row["lengths"]) == 4
-    seen = {tuple(task._chosen({**row, DRAW: np.array([draw])})) for draw in range(40)}
+    seen = {tuple(task._choose_statements({**row, DRAW: np.array([draw])})) for draw in range(40)}
     assert seen == {(0, 1), (0, 2), (0, 3)}
-    assert task._chosen(row) == [0, 1, 2, 3]
+    assert task._choose_statements(row) == [0, 1, 2, 3]
     first = loaded(folder, data={"statements": 2, "sample_distractors": False})
-    assert first._chosen({**row, DRAW: np.array([9])}) == [0, 1]
+    assert first._choose_statements({**row, DRAW: np.array([9])}) == [0, 1]
 
 
 def test_legacy_order_and_the_cut_of_large_sets_are_pythons_own(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from trainer.files import hub
 from trainer.files.atomic import size_of
 from trainer.files.build_once import build_once
 from trainer.launch.choose import choose
-from trainer.launch.run_folder import claimed
+from trainer.launch.run_folder import claim_folder
 from trainer.models import base_model, base_source
 from trainer.protocol.task import Places
 from trainer.tasks.cross_attention.reader import Reader, _device
@@ -247,7 +247,7 @@ def test_a_savedir_that_is_a_file_is_called_one(below: str, folder: Path, tmp_pa
     options = Options(file / below)
     planned = plan(experiment("causal_lm", folder), options, world=1, rank=0)
     with refused("savedir_is_file", at="results"):
-        claimed(planned, options).__enter__()
+        claim_folder(planned, options).__enter__()
     assert file.read_text() == "mine"
 
 
@@ -260,12 +260,12 @@ def test_a_run_folder_that_is_a_link_out_of_its_base_is_refused(
     elsewhere.mkdir()
     planned.folder.symlink_to(elsewhere)
     with refused("run_folder_leads_out", folder=planned.id):
-        claimed(planned, Options(base)).__enter__()
+        claim_folder(planned, Options(base)).__enter__()
     assert not list(elsewhere.iterdir())
     planned.folder.unlink()
     (base / "inside").mkdir()
     planned.folder.symlink_to("inside")
-    with claimed(planned, Options(base)):
+    with claim_folder(planned, Options(base)):
         assert (base / "inside" / "exp_dict.json").is_file()
 
 
@@ -314,7 +314,7 @@ def test_a_torn_file_that_nothing_else_tells_of_is_named_and_left_as_it_is(
     planned.folder.mkdir()
     (planned.folder / name).write_text(content)
     with pytest.raises(ResumeError) as refusal:
-        claimed(planned, options).__enter__()
+        claim_folder(planned, options).__enter__()
     text = str(refusal.value)
     is_unfit = is_said("run_file_unfit", text, file=name)
     assert is_unfit or is_said("run_of_others", text, file=name)
@@ -329,7 +329,7 @@ def test_every_torn_file_of_a_run_folder_is_named_at_once(folder: Path, tmp_path
     for name in ("data.json", "exp_dict.json"):
         (planned.folder / name).write_text("{")
     with refused("run_file_unfit", file="exp_dict.json") as refusal:
-        claimed(planned, options).__enter__()
+        claim_folder(planned, options).__enter__()
     first, _, second = str(refusal.value).partition("\n")
     assert first.count("exp_dict.json: ") == 1
     says("run_file_unfit", second, file="data.json")

@@ -115,7 +115,7 @@ def _most_alive() -> int:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter
 
-    from trainer.launch.memory import _dropped
+    from trainer.launch.memory import _drop_gradients
 
     alive: dict[int, Any] = {}
     most = [0]
@@ -135,6 +135,6 @@ def _most_alive() -> int:
     weights = list(model.parameters())
     own = {weight.untyped_storage()._cdata for weight in weights}
     loss = model(torch.randn(2, 128)).sum()
-    with Watching(), _dropped(weights):
+    with Watching(), _drop_gradients(weights):
         torch.autograd.grad(loss, weights)
     return most[0]

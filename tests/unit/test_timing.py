@@ -385,7 +385,7 @@ def test_a_calibration_of_another_machine_is_refused(key: str) -> None:
     there = calibration.machine() | {key: "Quantum 9000"}
     target = Target(None, replace(PLAIN, machine=there), Cluster(1))
     with refused("calibration_of_other_machine", key=key, value="Quantum 9000"):
-        late.predicted(cast(Any, None), target)
+        late.predict_time(cast(Any, None), target)
 
 
 @pytest.mark.parametrize(
@@ -447,17 +447,19 @@ def meter(steps: int, predicted: dict[str, Any], **parts: float) -> Meter:
 
 
 def test_a_late_run_names_the_part_that_is_late() -> None:
-    found = late.compared(meter(2, prediction(matmul=1.0, optimizer=0.5), update=4.0, input=0.2))
+    found = late.compare_time(
+        meter(2, prediction(matmul=1.0, optimizer=0.5), update=4.0, input=0.2)
+    )
     assert found is not None
     assert (found.late_part, found.measured_s) == ("update", 2.1)
     assert "+40%); late is update: 2 s, 500 ms predicted" in found.text
 
 
 def test_a_run_within_its_time_blames_nothing() -> None:
-    found = late.compared(meter(1, prediction(matmul=1.0), input=1.1))
+    found = late.compare_time(meter(1, prediction(matmul=1.0), input=1.1))
     assert found is not None
     assert found.late_part is None
-    assert late.compared(meter(0, prediction(matmul=1.0))) is None
+    assert late.compare_time(meter(0, prediction(matmul=1.0))) is None
 
 
 def test_a_step_is_told_apart_into_input_computing_and_update(

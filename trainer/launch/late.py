@@ -60,7 +60,7 @@ class Comparison:
         )
 
 
-def predicted(subject: Subject, target: Target) -> dict[str, Any] | None:
+def predict_time(subject: Subject, target: Target) -> dict[str, Any] | None:
     """Predict the time of a run on this device, and log it in one line. None if the rates of the
     device are not known. ConfigError for a calibration of another machine.
     """
@@ -94,7 +94,7 @@ def _refuse_another(machine: Mapping[str, Any], name: str) -> None:
 
 def tell(meter: Meter, record: RunRecord) -> None:
     """Log and record how long the steps took compared with their prediction, if there is one."""
-    found = compared(meter)
+    found = compare_time(meter)
     if found is None:
         return
     if distributed.is_main():
@@ -102,7 +102,7 @@ def tell(meter: Meter, record: RunRecord) -> None:
     record.time = found.plain()
 
 
-def compared(meter: Meter) -> Comparison | None:
+def compare_time(meter: Meter) -> Comparison | None:
     """Compare the timed steps (all but the first) with their prediction. None if there are none."""
     count, prediction = meter.timed_steps, meter.prediction
     if count == 0 or prediction is None:

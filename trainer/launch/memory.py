@@ -66,7 +66,7 @@ def plan_memory(run: PreparedRun, options: Options) -> dict[str, Any] | None:
             measured = make(subject, cublas=cublas)
             plan = measured.plan
         logger.info("%s", plan_text.summary(plan, device))
-        time = late.predicted(subject, target)
+        time = late.predict_time(subject, target)
         write_json(file, {"key": key, "plan": plan.plain(), late.KEY: time})
         if not plan.fits(device, world) and not options.force:
             measured = measured or make(subject, cublas=cublas)
@@ -90,7 +90,7 @@ def _earlier(path: Path, key: str) -> MemoryPlan | None:
 
 
 @contextmanager
-def enforced(memory: dict[str, Any] | None, engine: Engine, run: PreparedRun) -> Iterator[None]:
+def enforce_plan(memory: dict[str, Any] | None, engine: Engine, run: PreparedRun) -> Iterator[None]:
     """Inside, the steps of a run are trained. Before them the heaviest batches are tried; after
     them the memory that was used is compared with the plan.
 
@@ -138,7 +138,7 @@ def rehearse(
     trained = task.collate(rows)
     with name_batch_when_out_of_memory([trained]):
         for loss in task.losses(module, [to_device(trained)]):
-            with _dropped(weights):
+            with _drop_gradients(weights):
                 # not backward(): DeepSpeed's hooks would add these gradients to the first step's
                 torch.autograd.grad(loss, weights, allow_unused=True)
             del loss
@@ -151,7 +151,7 @@ def rehearse(
 
 
 @contextmanager
-def _dropped(weights: Sequence[Tensor]) -> Iterator[None]:
+def _drop_gradients(weights: Sequence[Tensor]) -> Iterator[None]:
     """Inside, autograd.grad drops the gradient of each of these weights. All gradients at once
     would be as large as the model, and from ZeRO-2 on no step holds them all.
     """

@@ -317,14 +317,14 @@ def shared_rows(train: TokenStore, valid: TokenStore) -> list[tuple[int, int]]:
     the same, in the fields of both, or their raw rows say the same up to the normal form.
     """
     fields = sorted(set(train.meta["fields"]) & set(valid.meta["fields"]))
-    shared = _shared(train.row_hashes(fields), valid.row_hashes(fields))
+    shared = _rows_in_both(train.row_hashes(fields), valid.row_hashes(fields))
     trained, validated = train.raw_hashes(), valid.raw_hashes()
     if trained is not None and validated is not None:
-        shared = _shared(trained, validated) | shared
+        shared = _rows_in_both(trained, validated) | shared
     return sorted(shared.items())
 
 
-def _shared(train_N: np.ndarray, valid_M: np.ndarray) -> dict[int, int]:
+def _rows_in_both(train_N: np.ndarray, valid_M: np.ndarray) -> dict[int, int]:
     """Row -> training row, from the hashes of both."""
     order_N = np.argsort(train_N, kind="stable")
     place_M = np.minimum(np.searchsorted(train_N, valid_M, sorter=order_N), len(train_N) - 1)

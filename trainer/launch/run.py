@@ -14,7 +14,7 @@ from trainer.data import left_out
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, DataError, StorageError
 from trainer.launch.choose import Chosen, choose
 from trainer.launch.prepare import is_in_memory, prepare
-from trainer.launch.run_folder import claimed, push, recorded
+from trainer.launch.run_folder import claim_folder, open_record, push
 from trainer.launch.start import ReadyRun, start
 from trainer.runtime import device_defaults, distributed
 from trainer.runtime.distributed import on_main
@@ -49,7 +49,10 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     )
     with left_out.gathering() as notes:
         chosen = choose(plan, options)
-        with claimed(chosen.plan, options) as lock, recorded(chosen.plan, options) as record:
+        with (
+            claim_folder(chosen.plan, options) as lock,
+            open_record(chosen.plan, options) as record,
+        ):
             with _refused_row(plan.folder, notes):
                 is_done = _train_or_stop(chosen, options, record, preemption, lock)
             record.status("succeeded" if is_done else "preempted")

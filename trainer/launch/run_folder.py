@@ -50,7 +50,7 @@ _NEW_SHARES = (
 
 
 @contextlib.contextmanager
-def recorded(plan: RunPlan, options: Options) -> Iterator[RunRecord]:
+def open_record(plan: RunPlan, options: Options) -> Iterator[RunRecord]:
     """The record of a run, open while the block lasts: on the console, in the run folder, in wandb
     and in other trackers. It keeps the error that the block ends with.
 
@@ -84,7 +84,7 @@ def recorded(plan: RunPlan, options: Options) -> Iterator[RunRecord]:
 
 
 @contextlib.contextmanager
-def claimed(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
+def claim_folder(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
     """Make the run folder if it is missing, and lock it for this run while the block lasts."""
     lock = HeldLock(options.savedir_base / f".{plan.id}.lock", what=str(plan.folder))
     try:

@@ -145,7 +145,7 @@ def start(
         refuse_unsound_base=refuse_unsound_base,
         report=_report,
     )
-    enforced = memory.enforced(memory_plan, live, run)
+    enforced = memory.enforce_plan(memory_plan, live, run)
     return ReadyRun(session, progress, export, saves, own_mirror, plan.checkpoints, enforced)
 
 

@@ -74,7 +74,7 @@ class OutputLayer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(..., D) decoder states -> (..., V) logits."""
-        return self._finish(self._layer(self._scaled(hidden)))
+        return self._finish(self._layer(self._apply_scale(hidden)))
 
     def loss(self, hidden_ND: Tensor, targets_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
         """() fp32: losses.token_cross_entropy of the logits, in chunks where there are many.
@@ -85,12 +85,12 @@ class OutputLayer:
         chunk = positions_of_chunk(_plain(self._layer).out_features)
         scoring = Scoring(targets_N, chunk, self._finish, smoothing)
         if _has_adapters(self._layer):
-            return _loss_with_adapters(self._layer, self._scaled(hidden_ND), scoring)
+            return _loss_with_adapters(self._layer, self._apply_scale(hidden_ND), scoring)
         if len(targets_N) <= chunk or not isinstance(self._layer, nn.Linear):
             return token_cross_entropy(self(hidden_ND), targets_N, smoothing=smoothing)
-        return _loss(self._layer, self._scaled(hidden_ND), scoring)
+        return _loss(self._layer, self._apply_scale(hidden_ND), scoring)
 
-    def _scaled(self, hidden: Tensor) -> Tensor:
+    def _apply_scale(self, hidden: Tensor) -> Tensor:
         return hidden if self._scale_of_states == 1.0 else hidden * self._scale_of_states
 
     def _finish(self, logits: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def grown(base: Any, texts: Sequence[GrowingText], *, pad: int) -> Iterator[tupl
             text = texts[number]
             token = likeliest
             if text.temperature is not None:
-                token = _drawn(logits_V.float().cpu() / text.temperature, text)
+                token = _draw(logits_V.float().cpu() / text.temperature, text)
             text.keep_logprobs(logits_V, token)
             piece = text.take(token)
             if piece is not None:
@@ -159,7 +159,7 @@ def unsure(text: str, stops: Sequence[str]) -> int:
     return len(text) - len(whole) + max(starts, default=0)
 
 
-def _drawn(logits_V: Tensor, text: GrowingText) -> int:
+def _draw(logits_V: Tensor, text: GrowingText) -> int:
     """A token that is drawn by (V,) logits, from the likeliest ones that its top_p leaves."""
     chances_V = logits_V.softmax(-1)
     if text.top_p < 1:

@@ -210,10 +210,10 @@ class TokenTask(ABC, Generic[C]):
         """
         if self.cfg.lora is None or self.cfg.exports_adapters:
             return weights
-        model = self.unquantized().to(base_model.DTYPES[self.cfg.train.precision])
+        model = self.full_precision_model().to(base_model.DTYPES[self.cfg.train.precision])
         return adapters.merged_weights(model, weights, bases=bases)
 
-    def unquantized(self) -> nn.Module:
+    def full_precision_model(self) -> nn.Module:
         """The module as the run began with it, all bits of its base there."""
         if self.cfg.train.base_bits is None:
             return self.model()

@@ -218,7 +218,7 @@ class Engine:
             if self.leaves_out_unsound and not torch.isfinite(self._norm):
                 return self.leave_out()
         self.state_copy.wait()
-        with self._watched(watch if self.stage > 0 else None), mended.NumbersMadeThere():
+        with self._watch_gradients(watch if self.stage > 0 else None), mended.NumbersMadeThere():
             self.model.step()
 
     def leave_out(self) -> None:
@@ -303,7 +303,7 @@ class Engine:
                 yield name, gradient.detach().float() / scale
 
     @contextmanager
-    def _watched(self, watch: Watch | None) -> Iterator[None]:
+    def _watch_gradients(self, watch: Watch | None) -> Iterator[None]:
         """Inside, DeepSpeed shows its gradients to `watch` between reducing them and stepping.
 
         deepspeed 0.19.8 keeps them nowhere before step() and nowhere after it

@@ -92,7 +92,7 @@ def pool(model: Scored, task: Task, store: TokenStore, *, name: str, batch: int)
         }
 
     with _evaluation(model):
-        merged = _summed(scores, store.lengths, batch=batch).get(name)
+        merged = _sum_scores(scores, store.lengths, batch=batch).get(name)
     return None if merged is None else merged.values  # pyright: ignore[reportAttributeAccessIssue] (a Pool, see above)
 
 
@@ -169,13 +169,13 @@ def _merge(
 ) -> dict[str, float]:
     """`scores(rows)` over all rows and ranks as numbers, each row counted once."""
     numbers: dict[str, float] = {}
-    for name, score in _summed(scores, lengths, batch=batch, stop=stop).items():
+    for name, score in _sum_scores(scores, lengths, batch=batch, stop=stop).items():
         value = score.value()
         numbers |= value if isinstance(value, dict) else {name: value}
     return numbers
 
 
-def _summed(
+def _sum_scores(
     scores: Callable[[list[int]], Mapping[str, Ratio | GatheredValues]],
     lengths: np.ndarray,
     *,

@@ -311,7 +311,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/preflight.py",
-        "shared = _shared(trained, validated) | shared",
+        "shared = _rows_in_both(trained, validated) | shared",
         "pass",
         why="a validation row in capitals is not seen to be a training row",
         tests=STRICT,

@@ -124,8 +124,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/cross_attention/reader.py",
-        "context = self._encoded(question) if self._kept is None else self._kept",
-        "context = self._encoded(question)",
+        "context = self._encode_question(question) if self._kept is None else self._kept",
+        "context = self._encode_question(question)",
         why="a context is read again for every question",
         tests=PREDICT,
     ),

@@ -86,8 +86,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/vera/losses.py",
-        "_summed(terms_S, is_other_GS) / is_other_GS.sum(-1).clamp(min=1)",
-        "_summed(terms_S, is_other_GS)",
+        "_sum_groups(terms_S, is_other_GS) / is_other_GS.sum(-1).clamp(min=1)",
+        "_sum_groups(terms_S, is_other_GS)",
         why="groups of many distractors outweigh the others",
         tests=TERMS,
     ),

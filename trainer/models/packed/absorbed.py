@@ -61,7 +61,7 @@ def attend(heads: Any, rows: FewQueries, normed_ND: Tensor) -> Tensor:
     q_NHC = heads.q(normed_ND).unflatten(-1, (heads.n_heads, -1))
     q_NHD = _call_narrow(heads.k, q_NHC, is_back=False)
     rate = getattr(heads.dropout, "p", heads.dropout) if heads.training else 0.0
-    drop = Dropout.drawn(rate, q_NHD.device) if rate else None
+    drop = Dropout.with_seed(rate, q_NHD.device) if rate else None
     if rows.count > 1:  # zeros where a row has fewer queries
         cells = q_NHD.new_zeros(rows.count * rows.queries, *q_NHD.shape[1:])
         q_NHD = cells.index_copy(0, rows.cells_N, q_NHD)

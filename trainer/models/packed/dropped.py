@@ -26,7 +26,7 @@ class Dropout:
     seed: Tensor  # (2,) int64, on the device: nobody waits for it
 
     @classmethod
-    def drawn(cls, rate: float, device: torch.device) -> Dropout:
+    def with_seed(cls, rate: float, device: torch.device) -> Dropout:
         """With a seed from torch's generator."""
         return cls(rate, torch.randint(1 << 32, (2,), device=device))
 

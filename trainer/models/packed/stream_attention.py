@@ -61,7 +61,7 @@ def attend(
 
     dropout: of the shares. Equal states of torch's generator drop the same.
     """
-    drop = Dropout.drawn(dropout, q_MHC.device) if dropout else None
+    drop = Dropout.with_seed(dropout, q_MHC.device) if dropout else None
     table = None if biases is None else biases.table_KH
     bucket_of = None if biases is None else biases.bucket_of
     return _Attention.apply(q_MHC, k_SHC, v_SHC, table, bucket_of, rows, drop)  # pyright: ignore[reportReturnType]

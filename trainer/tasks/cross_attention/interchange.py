@@ -20,7 +20,7 @@ def export_model(folder: Path, *, out: Path, merge: bool = False) -> None:
     all.
     """
     refuse_existing(out)
-    export.described(folder)
+    export.read_description(folder)
     with new_folder(out) as new:
         write = export.merge if merge else export.copy
         write(folder, new, export.places_of(folder, cache_dir=Path("tmp-cache")))

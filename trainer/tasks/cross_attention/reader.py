@@ -17,7 +17,7 @@ from trainer.protocol.abilities import GREEDY, Search
 from trainer.tasks.cross_attention.config import Data
 from trainer.tasks.cross_attention.decoder import export
 from trainer.tasks.cross_attention.decoder.context import Context, Past
-from trainer.tasks.cross_attention.decoder.generation import most_prompt_tokens, streamed
+from trainer.tasks.cross_attention.decoder.generation import most_prompt_tokens, stream_tokens
 from trainer.tasks.cross_attention.text.prompts import Prompts
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Reader:
         Raises ConfigError when the folder is no export, ResumeError when its base has changed.
         """
         folder = Path(folder)
-        content = export.described(folder)
+        content = export.read_description(folder)
         if "data" not in content:
             raise ConfigError(
                 f"{folder / export.DESCRIPTION} says nothing of prompts: an old export. Export "
@@ -113,7 +113,7 @@ class Reading:
     def __init__(self, reader: Reader, contexts: list[str]) -> None:
         self._reader, self._contexts = reader, contexts
         # None: the question stands before the context, which is then encoded for each question
-        self._kept = None if reader.prompts.data.question_on_context else self._encoded("")
+        self._kept = None if reader.prompts.data.question_on_context else self._encode_question("")
 
     def answer(self, question: str, *, search: Search = GREEDY) -> str:
         """The best answer to one question; nothing is encoded again."""
@@ -132,7 +132,7 @@ class Reading:
         prompt = prompts.asked([self._row(question)], most_prompt_tokens(reader.model, most))
         tokens: list[int] = []
         num_yielded, text = 0, ""
-        for token in streamed(
+        for token in stream_tokens(
             reader.model,
             **{name: ids.to(reader.device) for name, ids in prompt.items()},
             past=self._past(question),
@@ -152,7 +152,7 @@ class Reading:
         row = {"question": question, "contexts": self._contexts, "answers": [""]}
         return self._reader.prompts.encode(row)
 
-    def _encoded(self, question: str) -> Context:
+    def _encode_question(self, question: str) -> Context:
         reader = self._reader
         batch = reader.prompts.contexts([self._row(question)], "context")
         ids, mask = (
@@ -162,7 +162,7 @@ class Reading:
             return reader.model.context(*reader.model.encode(ids, mask))
 
     def _past(self, question: str) -> Past:
-        context = self._encoded(question) if self._kept is None else self._kept
+        context = self._encode_question(question) if self._kept is None else self._kept
         return Past(DynamicCache(config=self._reader.model.backbone.config), context)
 
 

@@ -129,7 +129,7 @@ def check_base(config: Any, reader: Reader, *, has_adapters: bool) -> None:
         )
 
 
-def described(config: Any, reader: Reader) -> Any:
+def reader_config(config: Any, reader: Reader) -> Any:
     """The config.json of a reader that is trained on a base with this config."""
     wants = Switches.of_reader(reader)
     if wants == Switches(1, False):

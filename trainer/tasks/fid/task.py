@@ -105,7 +105,7 @@ class Task(TokenTask[Config]):
         return super().load_export(folder)
 
     def exported_config(self) -> Any:
-        config = fido.described(super().exported_config(), self.cfg.reader)
+        config = fido.reader_config(super().exported_config(), self.cfg.reader)
         if config.model_type == fido.MODEL_TYPE:
             config.architectures = [fido.FiDOT5.__name__]
         return config

@@ -126,7 +126,7 @@ def read_description(folder: Path) -> Described | None:
     return validate(Described, values, source=str(path))
 
 
-def described(folder: Path, otherwise: Encoder) -> Encoder:
+def encoder_of(folder: Path, otherwise: Encoder) -> Encoder:
     """How the model in a folder embeds texts: by its description if it has one, else by its files,
     and by `otherwise` where they say nothing.
     """

@@ -175,7 +175,7 @@ def rows_of_streams(batch: Mapping[str, Tensor], side: Side) -> list[Tensor]:
     ]
 
 
-def described(batch: Mapping[str, Tensor]) -> dict[str, Text]:
+def texts_by_name(batch: Mapping[str, Tensor]) -> dict[str, Text]:
     """The queries of a batch, and its passages one by one."""
     if "query_ids" in batch:
         queries = Text(batch["query_ids"], batch["query_mask"])

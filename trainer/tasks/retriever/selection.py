@@ -24,7 +24,7 @@ class Turn:
     draw: int  # a random number of this row and step
 
     @property
-    def hashed(self) -> int:
+    def hash_value(self) -> int:
         """Python's hash of an integer below 2**61 is the integer itself."""
         return self.item + self.seed
 
@@ -35,7 +35,7 @@ def positive(count: int, turn: Turn, how: Selection) -> int:
     """
     if how == "first":
         return 0
-    return (turn.hashed + turn.epoch if how == "by_epoch" else _draws(turn, 0)[0]) % count
+    return (turn.hash_value + turn.epoch if how == "by_epoch" else _draws(turn, 0)[0]) % count
 
 
 def negatives(count: int, num_chosen: int, turn: Turn, how: Selection) -> list[int]:
@@ -48,13 +48,13 @@ def negatives(count: int, num_chosen: int, turn: Turn, how: Selection) -> list[i
     if num_chosen == 0:
         return []
     if count < num_chosen:
-        return random.Random(f"{turn.hashed} {turn.epoch}").choices(range(count), k=num_chosen)
+        return random.Random(f"{turn.hash_value} {turn.epoch}").choices(range(count), k=num_chosen)
     if how == "first":
         return list(range(num_chosen))
     if how == "drawn":
         return np.argsort(_draws(turn, count)[1:], kind="stable")[:num_chosen].tolist()
     order = list(range(count))
-    random.Random(turn.hashed).shuffle(order)
+    random.Random(turn.hash_value).shuffle(order)
     start = turn.epoch * num_chosen % count
     return (order * 2)[start : start + num_chosen]
 

@@ -30,10 +30,10 @@ from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.loss.pool_loss import PoolLoss
 from trainer.tasks.retriever.model import (
     Retriever,
-    described,
     is_causal,
     most_calls,
     pooler_of,
+    texts_by_name,
 )
 from trainer.tasks.retriever.tokens import Tokens, identity
 from trainer.tasks.token_task import TokenTask
@@ -85,7 +85,7 @@ class Task(TokenTask[Config]):
         return model
 
     def load_export(self, folder: Path) -> nn.Module:
-        how = export.described(folder, self.cfg.encoder)
+        how = export.encoder_of(folder, self.cfg.encoder)
         export.check_holds_model(folder, tied=how.tied)
         self._follow(folder, how)
         sides = export.sides(folder, tied=how.tied)
@@ -282,7 +282,7 @@ class Task(TokenTask[Config]):
         return Batches(self.cfg, self.tokens, is_packed=self.is_packed)
 
     def describe(self, batch: Batch) -> dict[str, Text]:
-        return described(batch)
+        return texts_by_name(batch)
 
     # Loss and scores
     # ----------------------------------------------------------------------------------------------

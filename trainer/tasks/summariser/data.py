@@ -53,7 +53,7 @@ def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
         yield _row(raw, data, place=place, number=line if line.isdecimal() else str(number))
 
 
-def unsummarised(raw: Row, data: Data, place: str) -> Row:
+def document_row(raw: Row, data: Data, place: str) -> Row:
     """The row of an object, without its summaries."""
     return _row({**raw, **dict.fromkeys(data.summaries)}, data, place=place, number="0")
 

@@ -50,7 +50,7 @@ class Summariser(nn.Module):
         is then {"tokens": (rows * answers, G) with the start token}.
         """
         if generation is not None:
-            return {"tokens": self._generated(source, generation)}
+            return {"tokens": self._generate(source, generation)}
         assert labels is not None, "a loss needs summaries"
         if scored is None:
             scored = (labels.flatten() != IGNORED).nonzero()[:, 0]
@@ -58,12 +58,12 @@ class Summariser(nn.Module):
             hidden_ND = self._decode(source, labels, scored, target_starts)
         else:
             # pads are dropped first, for the logits of all pads would be most of the cost
-            hidden_ND = self._padded(source, labels).flatten(0, 1).index_select(0, scored)
+            hidden_ND = self._decode_padded(source, labels).flatten(0, 1).index_select(0, scored)
         smoothing = self.label_smoothing if self.training else 0.0
         targets_N = labels.flatten().index_select(0, scored)
         return {"loss": OutputLayer(self.base).loss(hidden_ND, targets_N, smoothing=smoothing)}
 
-    def _encoded(self, source: Mapping[str, Tensor]) -> Tensor:
+    def _encode(self, source: Mapping[str, Tensor]) -> Tensor:
         """(M, D) states of the tokens of all documents."""
         return t5_encoder.encode(self.base.encoder, source, recompute_every=self.recompute_every)
 
@@ -75,12 +75,12 @@ class Summariser(nn.Module):
         return t5_decoder.decode(
             self.base.decoder,
             written.flatten().index_select(0, scored),
-            self._encoded(source),
+            self._encode(source),
             Rows(starts, source["starts"], max(labels.shape[1], _longest(source))),
             recompute_every=self.recompute_every,
         )
 
-    def _padded(self, source: Mapping[str, Tensor], labels: Tensor) -> Tensor:
+    def _decode_padded(self, source: Mapping[str, Tensor], labels: Tensor) -> Tensor:
         """(B, T, D) states of the decoder for padded rows, under teacher forcing."""
         written = self.base.prepare_decoder_input_ids_from_labels(labels)
         if hasattr(self.base, "model"):  # a T5Gemma, which has its body in one module
@@ -95,11 +95,11 @@ class Summariser(nn.Module):
             use_cache=False,
         ).last_hidden_state
 
-    def _generated(self, source: Mapping[str, Tensor], how: Any) -> Tensor:
+    def _generate(self, source: Mapping[str, Tensor], how: Any) -> Tensor:
         cache = generation_file.cache_of(self.base.config)
         if "tokens" not in source:
             return self.base.generate(**source, past_key_values=cache, **how)
-        states_MD, width = self._encoded(source), _longest(source)
+        states_MD, width = self._encode(source), _longest(source)
         rows = len(source["starts"]) - 1
         places_M = source["passage"] * width + source["position"]
         flat = states_MD.new_zeros(rows * width, states_MD.shape[1]).index_copy(

@@ -53,4 +53,4 @@ def usage(cfg: Config, folder: Path) -> Usage:
 
 def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     """The row of an object's document; summaries are not read."""
-    return documents.unsummarised(raw, task.cfg.data, place)
+    return documents.document_row(raw, task.cfg.data, place)

@@ -67,7 +67,7 @@ def margin(statements: Statements) -> Tensor:
     """(G,): the sum over a group's other statements of relu(1 - (first logit - other logit))."""
     logits_S = _precise(statements.logits_S)
     short_GS = F.relu(1 - (_first(statements, logits_S)[:, None] - logits_S))
-    return _summed(short_GS, statements.members(columns="others"))
+    return _sum_groups(short_GS, statements.members(columns="others"))
 
 
 def bce(statements: Statements) -> Tensor:
@@ -79,7 +79,7 @@ def bce(statements: Statements) -> Tensor:
     terms_S = F.binary_cross_entropy_with_logits(
         logits_S, statements.is_gold_S.to(logits_S.dtype), reduction="none"
     )
-    others_G = _summed(terms_S, is_other_GS) / is_other_GS.sum(-1).clamp(min=1)
+    others_G = _sum_groups(terms_S, is_other_GS) / is_other_GS.sum(-1).clamp(min=1)
     return _first(statements, terms_S) + others_G
 
 
@@ -94,10 +94,10 @@ def cross_entropy(statements: Statements) -> Tensor:
 
 
 def _first(statements: Statements, values_S: Tensor) -> Tensor:
-    return _summed(values_S, statements.members(columns="first"))
+    return _sum_groups(values_S, statements.members(columns="first"))
 
 
-def _summed(values: Tensor, mask_GS: Tensor) -> Tensor:
+def _sum_groups(values: Tensor, mask_GS: Tensor) -> Tensor:
     # a dense sum, because on CUDA a scattered sum adds in another order in every run
     return torch.where(mask_GS, values, 0.0).sum(-1)
 
@@ -165,7 +165,7 @@ def anchor_weights(class_K: Tensor, *, own_A: Tensor, contrastive_type: Contrast
     """
     if contrastive_type == 0:
         return torch.zeros_like(own_A)
-    candidates_AK, positives_AK = _compared(class_K, own_A, contrastive_type)
+    candidates_AK, positives_AK = _candidates(class_K, own_A, contrastive_type)
     if contrastive_type in (1, 3):
         return (candidates_AK.sum(-1) > 1).long()
     return positives_AK.any(-1).long()
@@ -175,7 +175,7 @@ def _contrast(
     hidden_AD: Tensor, keys: Keys, contrastive_type: ContrastiveType, temperature: float
 ) -> Tensor:
     """(A,) terms; infinite, and without gradient, for an anchor without positives."""
-    candidates_AK, positives_AK = _compared(keys.class_K, keys.own_A, contrastive_type)
+    candidates_AK, positives_AK = _candidates(keys.class_K, keys.own_A, contrastive_type)
     is_alone_A = ~positives_AK.any(-1)
     # Masking a whole row would give inf - inf, and nan in the gradient. So an anchor without
     # positives keeps all its keys, and its term is replaced below.
@@ -191,7 +191,7 @@ def _contrast(
     return terms_A.masked_fill(is_alone_A, torch.inf)
 
 
-def _compared(
+def _candidates(
     class_K: Tensor, own_A: Tensor, contrastive_type: ContrastiveType
 ) -> tuple[Tensor, Tensor]:
     """(A, K) bool: the candidates of each anchor, and its positives."""

@@ -118,7 +118,7 @@ class Task(TokenTask[Config]):
         group.
         """
         ids = self._ids([*row["golds"], *row["distractors"]])
-        cut = [self._ended(tokens) for tokens in ids]
+        cut = [self._cut(tokens) for tokens in ids]
         return Encoded(
             {
                 "statements": [token for tokens in cut for token in tokens],
@@ -156,12 +156,12 @@ class Task(TokenTask[Config]):
 
     def statement_ids(self, text: str) -> list[int]:
         """One statement as the model reads it."""
-        return self._ended(self._ids([text])[0])
+        return self._cut(self._ids([text])[0])
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
-    def _ended(self, tokens: list[int]) -> list[int]:
+    def _cut(self, tokens: list[int]) -> list[int]:
         """Cuts ids to data.max_tokens. The end token, whose state is scored, is never cut off."""
         return [*tokens[: self.cfg.data.max_tokens - 1], self.end]
 
@@ -187,7 +187,7 @@ class Task(TokenTask[Config]):
         statements: list[Sequence[int]] = []
         group, column, is_gold = [], [], []
         for number, row in enumerate(rows):
-            for place, index in enumerate(self._chosen(row)):
+            for place, index in enumerate(self._choose_statements(row)):
                 start = int(np.sum(row["lengths"][:index]))
                 statements.append(row["statements"][start : start + int(row["lengths"][index])])
                 group.append(number)
@@ -209,7 +209,7 @@ class Task(TokenTask[Config]):
         """A batch of token rows, see model.read_by."""
         return read_by(statements, once=once)
 
-    def _chosen(self, row: Mapping[str, Any]) -> list[int]:
+    def _choose_statements(self, row: Mapping[str, Any]) -> list[int]:
         """The indices of a group's chosen statements: in training the gold and some distractors,
         else all statements.
         """
@@ -237,7 +237,7 @@ class Task(TokenTask[Config]):
         if self.cfg.loss.contrastive == 0 or self.cfg.loss.coefficient == 0:
             yield from self._scored_apart(model, window)
             return
-        yield from pooled_losses(lambda batch: _represented(model, batch), window, self._of_pool)
+        yield from pooled_losses(lambda batch: _represent(model, batch), window, self._of_pool)
 
     def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
         statements = _statements(pool)
@@ -257,7 +257,7 @@ class Task(TokenTask[Config]):
         ]
         num_cross_entropies, num_groups = distributed.total(torch.stack(own))
         for batch in window:
-            shares = self._shares(_statements(_represented(model, batch)))
+            shares = self._shares(_statements(_represent(model, batch)))
             counts = {
                 name: num_cross_entropies if name == "cross_entropy" else num_groups
                 for name in shares
@@ -274,7 +274,7 @@ class Task(TokenTask[Config]):
         loss, num_groups = self.cfg.loss, sum(len(batch["is_multiple_choice"]) for batch in window)
         total = int(distributed.total(torch.tensor(num_groups)))
         for batch in window:
-            statements = _statements(_represented(model, batch))
+            statements = _statements(_represent(model, batch))
             terms = losses.original(
                 statements,
                 loss_fn=loss.terms,
@@ -319,7 +319,7 @@ class Task(TokenTask[Config]):
 
         A calibrated model also has ece_calibrated/..., the error after calibration.
         """
-        statements = _statements(_represented(model, batch))
+        statements = _statements(_represent(model, batch))
         terms_G = losses.cross_entropy(statements) + losses.bce(statements)
         logits_S = statements.logits_S.double()
         task_S = batch["task"][batch["group"]]
@@ -356,7 +356,7 @@ class Task(TokenTask[Config]):
         return metrics
 
 
-def _represented(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+def _represent(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Pooled states and logits of a batch, with the tensors that tell how its statements form
     groups.
     """

@@ -113,13 +113,13 @@ class Pairs:
             self, masks=[key_mask(cells.view_as(grid), grid) for cells, grid in laid_out]
         )
 
-    def attended(self, queries_1HTK: Tensor, keys_values: KeysValues, *, dropout: float) -> Tensor:
+    def attend(self, queries_1HTK: Tensor, keys_values: KeysValues, *, dropout: float) -> Tensor:
         """(1, H, T, K) queries of the stream -> (1, T, H*K)."""
         queries = self._laid_out(queries_1HTK, self.query_cells_T, self.query_shapes)
         key_shapes = [(int(grid.shape[0]), int(grid.shape[1])) for grid in self.key_grids]
         keys, values = (self._laid_out(x, self.key_cells_L, key_shapes) for x in keys_values)
         mixed = [
-            attended(q, KeysValues(k, v), mask, dropout=dropout).flatten(0, 1)
+            attend(q, KeysValues(k, v), mask, dropout=dropout).flatten(0, 1)
             for q, k, v, mask in zip(queries, keys, values, self.masks, strict=True)
         ]
         return in_stream(mixed, self.query_cells_T)[None]
@@ -140,15 +140,13 @@ class Pairs:
 Seen = KeyMask | Pairs | None  # which keys a query sees; None: all of its sample
 
 
-def attended(
-    queries_BHTK: Tensor, keys_values: KeysValues, mask: Seen, *, dropout: float
-) -> Tensor:
+def attend(queries_BHTK: Tensor, keys_values: KeysValues, mask: Seen, *, dropout: float) -> Tensor:
     """(B, H, T, K) queries -> (B, T, H*K) values, mixed by the softmax over the keys.
 
     mask None: all keys.
     """
     if isinstance(mask, Pairs):
-        return apart(mask.attended, queries_BHTK, keys_values, dropout=dropout)
+        return apart(mask.attend, queries_BHTK, keys_values, dropout=dropout)
     attended_BHTK = F.scaled_dot_product_attention(
         queries_BHTK if mask is None else queries_BHTK * mask.has_key_B111,
         keys_values.keys_BHLK,
@@ -206,7 +204,7 @@ class CrossAttention(nn.Module):
         assert rotation is None, "these queries are not rotated"
         project_queries = self.q_k_attn if self.shared_projections else self.q_attn
         queries_BHTK = self._split(project_queries(hidden_BTD))
-        attended_BTW = attended(
+        attended_BTW = attend(
             queries_BHTK, keys_values, mask, dropout=self.dropout if self.training else 0.0
         )
         return self.resid_dropout(self.c_proj(attended_BTW))

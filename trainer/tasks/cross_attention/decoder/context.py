@@ -21,7 +21,7 @@ class Context(NamedTuple):
     keys_values: tuple[KeysValues, ...]  # by added layer, bottom-up
     kept_BL: Tensor | None  # bool, False for pads; None: every key counts
 
-    def repeated(self, rows: int) -> Context:
+    def repeat_rows(self, rows: int) -> Context:
         """The same for `rows` rows.
 
         Each context serves the same number of rows, which follow one another.

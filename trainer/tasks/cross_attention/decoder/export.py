@@ -65,7 +65,7 @@ def load(
     Raises ConfigError when the folder is no export, ResumeError when the base is not the one that
     was trained on.
     """
-    content = described(folder)
+    content = read_description(folder)
     base = base_of(folder, content)
     fingerprint, expected = base_source.fingerprint(base, places), content["base_fingerprint"]
     if fingerprint != expected:
@@ -88,7 +88,7 @@ def load(
     return model.eval()
 
 
-def described(folder: Path) -> dict[str, Any]:
+def read_description(folder: Path) -> dict[str, Any]:
     """cross_attention.json of an export. ConfigError when there is none."""
     path = folder / DESCRIPTION
     try:
@@ -116,7 +116,7 @@ def places_of(folder: Path, cache_dir: Path) -> Places:
 
 def merge(folder: Path, out: Path, places: Places) -> None:
     """Write the export in `folder` once more into the empty folder `out`, with its base in it."""
-    content = described(folder)
+    content = read_description(folder)
     precision = (
         "fp32"
         if isinstance(base_of(folder, content), RandomBase)
@@ -142,7 +142,7 @@ def merge(folder: Path, out: Path, places: Places) -> None:
 
 def copy(folder: Path, out: Path, places: Places) -> None:
     """Write the export in `folder` once more into the empty folder `out`, with its base by name."""
-    content = described(folder)
+    content = read_description(folder)
     shutil.copytree(folder, out, dirs_exist_ok=True)
     tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=places.cache_dir)
     base = base_of(folder, content)

@@ -108,7 +108,7 @@ def _writing(
         arguments = {"past": output.past}
 
 
-def streamed(
+def stream_tokens(
     model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor,
@@ -133,7 +133,7 @@ def streamed(
                 token_1 = writing.send(token_1).argmax(dim=-1)
 
 
-def searched(
+def search_beams(
     model: nn.Module,
     prompts: Mapping[str, Any],
     search: Search,

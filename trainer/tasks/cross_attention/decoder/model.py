@@ -280,7 +280,7 @@ class CrossAttentionModel(nn.Module):
         inputs = ContextInputs(**context)
         fresh = DynamicCache(config=self.backbone.config) if use_cache else None
         cache = fresh if inputs.past is None else inputs.past.cache
-        projected = self._project(inputs).repeated(len(input_ids))
+        projected = self._project(inputs).repeat_rows(len(input_ids))
         if position_ids is None:
             position_ids = positions(attention_mask)[:, -input_ids.shape[1] :]
         with torch.no_grad():  # below the first added layer nothing needs a gradient

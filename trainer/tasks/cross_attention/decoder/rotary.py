@@ -17,7 +17,7 @@ from trainer.tasks.cross_attention.decoder.attention import (
     KeysValues,
     LayerShape,
     Seen,
-    attended,
+    attend,
 )
 
 # B batch, T tokens, L context tokens, D base width, H heads, G key-value heads, K head size, F
@@ -29,7 +29,7 @@ def frequencies(head_size: int, theta: float) -> Tensor:
     return theta ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
 
 
-def rotated(x_BHTK: Tensor, by: Rotation) -> Tensor:
+def rotate(x_BHTK: Tensor, by: Rotation) -> Tensor:
     """(B, H, T, K) heads -> the same, turned by their positions."""
     first, second = x_BHTK.chunk(2, dim=-1)
     turned_BHTK = torch.cat((-second, first), dim=-1)
@@ -62,7 +62,7 @@ class RotaryCrossAttention(nn.Module):
         states_BLD = states_BLD.to(self.v_proj.weight.dtype)
         keys_BGLK = _split(self.k_proj(states_BLD), self.key_value_heads)
         return KeysValues(
-            rotated(keys_BGLK, rotation), _split(self.v_proj(states_BLD), self.key_value_heads)
+            rotate(keys_BGLK, rotation), _split(self.v_proj(states_BLD), self.key_value_heads)
         )
 
     def forward(
@@ -76,12 +76,12 @@ class RotaryCrossAttention(nn.Module):
         all keys.
         """
         assert rotation is not None, "queries have positions"
-        queries_BHTK = rotated(_split(self.q_proj(hidden_BTD), self.heads), rotation)
+        queries_BHTK = rotate(_split(self.q_proj(hidden_BTD), self.heads), rotation)
         # not enable_gqa: with a mask, torch 2.13 then has no kernel but the unfused one
         group = self.heads // self.key_value_heads
         each = KeysValues(*(x_BGLK.repeat_interleave(group, dim=1) for x_BGLK in keys_values))
         return self.o_proj(
-            attended(queries_BHTK, each, mask, dropout=self.dropout if self.training else 0.0)
+            attend(queries_BHTK, each, mask, dropout=self.dropout if self.training else 0.0)
         )
 
 

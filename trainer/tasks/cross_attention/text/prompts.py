@@ -17,7 +17,11 @@ from trainer.errors import DataError
 from trainer.protocol.abilities import GREEDY, GeneratedText, Search, by_row
 from trainer.protocol.task import Batch, Cut, Encoded, Row
 from trainer.tasks.cross_attention.decoder.context import Past
-from trainer.tasks.cross_attention.decoder.generation import greedy, most_prompt_tokens, searched
+from trainer.tasks.cross_attention.decoder.generation import (
+    greedy,
+    most_prompt_tokens,
+    search_beams,
+)
 from trainer.tasks.cross_attention.text import questions, templates
 from trainer.tasks.cross_attention.text.contexts import state_batch, token_batch
 from trainer.tasks.generated import text_of
@@ -157,7 +161,7 @@ class Prompts:
             content = f"{search.seed}:{prompts['input_ids'].tolist()}".encode()
             digest = hashlib.sha256(content).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            return searched(model, prompts, search, **how, is_synced=is_synced)
+            return search_beams(model, prompts, search, **how, is_synced=is_synced)
 
     def _prompt_and_answer(self, row: Row) -> tuple[list[int], list[int]]:
         """Ids of the prompt, and of the answer behind it, with EOS.
