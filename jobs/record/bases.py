@@ -57,6 +57,8 @@ def sentence(base: RunFolder) -> tuple[str, bool]:
         return f"its base {name} is {state}{because}. `retry {name}` first", True
     if state == "succeeded":
         return f"its base {name} has succeeded, but left no model in final/. `reset` it", True
+    if state == "held" and reason:
+        return f"its base {name} is held: {reason}", True
     return f"it waits until its base {name}, now {state}, has succeeded", False
 
 

@@ -128,11 +128,11 @@ def _each_again(
 
 def _again(request: Again, row: Row, rows: Sequence[Row], full: set[str]) -> ActionResult:
     folder = request.base.run(row.exp_id)
-    if row.read_error is not None:
-        # somebody else's folder is theirs to care for; one's own is to be mended
-        is_own = folder.path.stat().st_uid == os.geteuid()
-        return ActionResult(row.exp_id, "unread", row.reason or "", row.state, is_bad=is_own)
     try:
+        if row.read_error is not None:
+            # somebody else's folder is theirs to care for; one's own is to be mended
+            is_own = folder.path.stat().st_uid == os.geteuid()
+            return ActionResult(row.exp_id, "unread", row.reason or "", row.state, is_bad=is_own)
         with record.lock(folder, wait_s=LOCK_WAIT_S):
             rows_now = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)
             row = rows_now[0] if rows_now else row

@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/submit/request.py",
-        "            if not base.record.exists() and not base.status.exists():",
+        "            if not is_there(base.record) and not is_there(base.status):",
         "            if False:",
         why="an experiment whose base nobody runs waits for ever, in silence",
         tests="tests/jobs/test_bases_first.py -k never_run",
