@@ -168,7 +168,7 @@ def _arrays(base: BaseFolder) -> Iterator[tuple[Path, str]]:
             folders = [Path(folder) for folder, _ in table.values()]
         except (TypeError, ValueError):
             continue  # not an index of ours
-        final = (None, "succeeded", *ENDED_BADLY)  # no scheduler starts such a job again
+        final = (None, "succeeded", "paused", *ENDED_BADLY)  # no scheduler starts such a job again
         if all(_state(RunFolder(base.path / folder.name)) in final for folder in folders):
             yield path, "all jobs of this array have ended"
 

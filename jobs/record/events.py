@@ -231,10 +231,24 @@ def _apply(job: Job, event: dict[str, Any]) -> Job:
     elif event["event"] == "cancel":
         changes = {"is_cancelled": True, "end_wanted_for": event.get("why")}
     attempts = tuple(
-        replace(attempt, **changes) if attempt.number == event["attempt"] else attempt
+        _paused_or_not(replace(attempt, **changes))
+        if attempt.number == event["attempt"]
+        else attempt
         for attempt in job.attempts
     )
     return replace(job, attempts=attempts)
+
+
+def _paused_or_not(attempt: Sent) -> Sent:
+    """`attempt` as "paused" or "cancelled" by the last wish for its end: a record from before 26
+    November 2026 says "cancelled" of both, and who is paused may be cancelled later.
+    """
+    why = attempt.end_wanted_for
+    if attempt.state == "cancelled" and why is not None:
+        return replace(attempt, state="paused", reason=why)
+    if attempt.state == "paused" and why is None:
+        return replace(attempt, state="cancelled", reason=None)
+    return attempt
 
 
 @contextlib.contextmanager

@@ -161,7 +161,7 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
         "lathe": {
             "exp_id": ticket.exp_id,
             "state": row.state if row is not None else "pending",
-            "reason": row.reason if row is not None else None,
+            "reason": row.reason if row is not None else _reason(facts),
             "is_paused": is_paused(facts),
             "step": row.step if row is not None else None,
             "total": row.total if row is not None else None,
@@ -171,6 +171,18 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
             "suffix": ticket.suffix,
         },
     }
+
+
+def _reason(facts: Facts) -> str:
+    """Why nothing of a job was sent."""
+    for end in (facts.checked, facts.failure):
+        if end is not None and end.message is not None:
+            return end.message
+    if facts.last_wish("cancel") is not None:
+        return "cancelled before it was sent"
+    if is_paused(facts):
+        return "paused before it was sent"
+    return "its files are being checked" if facts.checked is None else "it is sent next"
 
 
 def unreadable_job(

@@ -32,7 +32,7 @@ from jobs.submit.request import (
     check_dictionary,
 )
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
-from trainer.errors import ConfigError, ResumeError
+from trainer.errors import ConfigError, LatheError, ResumeError, StorageError
 from trainer.files.atomic import read_json, refuse_link_out, write_json
 
 if TYPE_CHECKING:
@@ -263,6 +263,10 @@ def _failure(folder: RunFolder, row: Row | None, error: Exception) -> ActionResu
 
 
 def _decide(request: Request, name: str, row: Row | None) -> Decision:
+    """Raises the error that keeps its folder from being read: what runs there is unknown."""
+    if row is not None and row.read_error is not None:
+        kind = LatheError if row.read_error == "permanent" else StorageError
+        raise kind(row.reason or row.folder)
     folder = request.base.run(name)
     status = read_json(folder.status) or {}
     is_other = False  # whether other flags, another code or another job dictionary are sent now

@@ -216,7 +216,7 @@ def send_array(
 def _write_intents(
     members: Sequence[JobSpec], rendered: Rendered, backend: Backend
 ) -> dict[str, Exception]:
-    """Write the intent of each member of an array; the errors of those that have none, by folder."""
+    """The errors of those members of an array whose intent cannot be written, by folder."""
     errors: dict[str, Exception] = {}
     for i, spec in enumerate(members):
         folder = RunFolder(Path(spec.folder))

@@ -24,7 +24,7 @@ from jobs.report import table
 from jobs.report.html import report
 from jobs.report.scores import gather
 from jobs.submit import control
-from jobs.submit.group import submit
+from jobs.submit.group import preview, submit
 from tests.jobs.odd_folders import (
     as_stranger,
     deep_at,
@@ -185,6 +185,20 @@ def test_reconcile_tells_of_every_odd_folder_and_acts_on_the_others(base: BaseFo
     assert {odd[name] for name, one in results.items() if one.action == "unread"} == {*SUBMITTED}
     assert [(results[name].action, results[name].is_bad) for name in sent] == [("send", False)] * 2
     assert len(scheduler.sent) == 2 * GOOD
+
+
+def test_a_submission_sends_no_second_copy_of_what_it_cannot_read(base: BaseFolder) -> None:
+    scheduler = Memory()
+    first, *others = submit(request(base, scheduler, count=GOOD + 1))
+    SUBMITTED["metrics.jsonl is a link to itself"](base.run(first.exp_id))
+    for use_array in (False, True):
+        asked = request(base, scheduler, count=GOOD + 1, use_array=use_array)
+        for results in (preview(asked), submit(asked)):
+            actions = {result.exp_id: result.action for result in results}
+            assert actions == {first.exp_id: "failed", **{one.exp_id: "skip" for one in others}}
+            (text,) = [result.text for result in results if result.is_bad]
+            assert f"{first.exp_id}/metrics.jsonl: Too many levels of symbolic links" in text
+    assert len(scheduler.sent) == GOOD + 1
 
 
 @pytest.fixture

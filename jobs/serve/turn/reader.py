@@ -241,12 +241,12 @@ class FolderReader:
         if is_readable:
             metrics, place = new_metric_events(ticket, self._run(ticket), place)
         events = [*state_events(facts, organization), *metrics]
-        is_alive = facts.row is not None and facts.row.state in ACTIVE
+        is_alive = facts.row is not None and facts.row.state in (*ACTIVE, "paused")
         self.index.write_job(
             job_object(facts, organization),
             created=seconds(ticket.created_at),
             model=ticket.tuned_model(organization),
-            # a cancelled job may still be running
+            # a cancelled job may still be running, or its run still be called paused
             is_open=is_alive or standing(facts).status not in FINAL or not is_readable,
             is_deleted=facts.is_deleted,
             facts=marks,
