@@ -67,8 +67,13 @@ class Request:
     @functools.cached_property
     def templates(self) -> dict[str, JobSpec]:
         """A spec for each experiment, without attempt and token; ConfigError names each mistake."""
+        launch = launch_line.read(self.job.python_binary, self.job, python=self.python)
         mistakes = list(
-            refusals.of_flags(self.flag_texts, shares_disk=self.backend.traits.shares_disk)
+            refusals.of_flags(
+                self.flag_texts,
+                world=launch_line.processes(launch.argv, self.job),
+                shares_disk=self.backend.traits.shares_disk,
+            )
         )
         templates: dict[str, JobSpec] = {}
         for name, values in self.by_id.items():

@@ -37,6 +37,42 @@ FAULTS = [
         why="a port that is taken is minutes of silence while GPUs are held",
         tests=MEETING,
     ),
+    # What one experiment throws is its own
+    Fault(
+        "jobs/submit/send.py",
+        "            errors[spec.folder] = error",
+        "            raise error",
+        why="one full or closed folder keeps a whole array from being sent",
+        tests=SENDING + " -k array",
+    ),
+    Fault(
+        "jobs/submit/group.py",
+        "    if row is not None and row.read_error is not None:",
+        "    if False:",
+        why="a job that runs in a folder nobody can read is sent a second time",
+        tests="tests/jobs/test_odd_folders.py -k second_copy",
+    ),
+    Fault(
+        "jobs/record/verdict.py",
+        'return "cancelled" if attempt.end_wanted_for is None else "paused"',
+        'return "cancelled"',
+        why="a job that is only paused is called cancelled",
+        tests="tests/jobs/test_status.py -k 'wish or paused'",
+    ),
+    Fault(
+        "jobs/record/status.py",
+        "(seen.state, seen.reason) == (last.state, last.reason)",
+        "(row.state, row.reason) == (last.state, last.reason)",
+        why="each submission writes a reason into the record that nobody gave",
+        tests="tests/jobs/test_status.py -k reason",
+    ),
+    Fault(
+        "jobs/submit/prepare.py",
+        'if name == "device" and text.endswith(".json"):',
+        "if False:",
+        why="a job looks for its calibration in its code snapshot and fails",
+        tests=REFUSALS + " -k calibration",
+    ),
     # A base before those that begin with its model
     Fault(
         "jobs/submit/policy.py",
