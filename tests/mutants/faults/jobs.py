@@ -73,6 +73,13 @@ FAULTS = [
         why="a job looks for its calibration in its code snapshot and fails",
         tests=REFUSALS + " -k calibration",
     ),
+    Fault(
+        "jobs/record/by_hand.py",
+        "    if holder is not None:",
+        "    if False:",
+        why="a live run whose folder was moved away is sent a second time",
+        tests="tests/jobs/test_moved_folder.py",
+    ),
     # A base before those that begin with its model
     Fault(
         "jobs/submit/policy.py",
