@@ -80,6 +80,13 @@ FAULTS = [
         why="a live run whose folder was moved away is sent a second time",
         tests="tests/jobs/test_moved_folder.py",
     ),
+    Fault(
+        "jobs/node/wrapper.py",
+        "while child.poll() is None or _saves_on(attempt, stop):",
+        "while child.poll() is None:",
+        why="a training in a container is killed while it saves, and loses its steps",
+        tests=RUN + " -k container_dies",
+    ),
     # A base before those that begin with its model
     Fault(
         "jobs/submit/policy.py",
