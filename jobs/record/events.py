@@ -32,7 +32,7 @@ from jobs.errors import Busy
 from jobs.job_state import STATES
 from jobs.record.times import now
 from trainer.errors import LatheError
-from trainer.files.atomic import refusals
+from trainer.files.atomic import open_file, refusals
 
 if TYPE_CHECKING:
     from jobs.job_state import JobState
@@ -137,7 +137,8 @@ def read(folder: RunFolder) -> Job | None:
     of another experiment.
     """
     try:
-        content = folder.record.read_bytes()
+        with open_file(folder.record) as file:
+            content = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
     job, problem = None, None

@@ -21,6 +21,7 @@ from jobs.record.paths import RunFolder
 from jobs.record.row import Row
 from jobs.serve.tickets import Checked, Failure, Ticket, Wish
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+from trainer.files.atomic import open_file
 from trainer.files.survival_events import recovery_sentence
 
 Status = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled"]
@@ -353,7 +354,7 @@ def checkpoints(ticket: Ticket, folder: RunFolder, organization: str) -> list[di
 def metric_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of metrics.jsonl; [] when there is no such file, or none to be read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return metric_lines_from(file, 0)[0]
     except OSError:
         return []

@@ -42,7 +42,7 @@ from jobs.record.times import now
 from trainer.config.block import Strict
 from trainer.data.formats.json_text import preview
 from trainer.errors import LatheError
-from trainer.files.atomic import create_json, refusals, sync, write_json
+from trainer.files.atomic import create_json, open_file, refusals, sync, write_json
 
 WishKind = Literal["pause", "resume", "cancel", "delete"]
 JOB, FILE = "ftjob-", "file-"
@@ -318,7 +318,8 @@ def _read(path: Path, kind: type[R]) -> R | None:
     LatheError when it holds something else.
     """
     try:
-        content = path.read_bytes()
+        with open_file(path) as file:
+            content = file.read()
     except FileNotFoundError:
         return None
     try:

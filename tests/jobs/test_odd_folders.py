@@ -30,6 +30,7 @@ from tests.jobs.odd_folders import (
     deep_at,
     folder_at,
     loop_at,
+    pipe_at,
     status_of,
     text_at,
     together,
@@ -45,6 +46,10 @@ CREATED = (
 SUBMITTED = {
     "job.jsonl is a folder": folder_at("job.jsonl"),
     "job.jsonl is a link to itself": loop_at("job.jsonl"),
+    "job.jsonl is a pipe": pipe_at("job.jsonl"),
+    "exit.json is a pipe": together(STARTED, pipe_at("attempts/1/exit.json")),
+    "heartbeat.json is a pipe": together(STARTED, pipe_at("attempts/1/heartbeat.json")),
+    "metrics.jsonl is a pipe": together(STARTED, pipe_at("metrics.jsonl")),
     "job.jsonl is nested deeply": deep_at("job.jsonl"),
     "job.jsonl is of another program": text_at("job.jsonl", "\0\0\n{}\n"),
     "the record of another experiment": text_at("job.jsonl", CREATED % ("e" * 32, '"g"')),
@@ -68,6 +73,8 @@ SUBMITTED = {
 BY_HAND = {
     "status.json is a folder": folder_at("status.json"),
     "status.json is a link to itself": loop_at("status.json"),
+    "status.json is a pipe": pipe_at("status.json"),
+    "metrics.jsonl is a pipe, by hand": pipe_at("metrics.jsonl"),
     "status.json is nested deeply": deep_at("status.json"),
     "a time that is a number": text_at("status.json", status_of(updated_at=5)),
     "a host that is a number": text_at("status.json", status_of(host=5)),
@@ -79,6 +86,7 @@ BY_HAND = {
 # What is odd but does not keep its row from being shown as it is.
 HARMLESS = {
     "exp_dict.json is a folder": folder_at("exp_dict.json"),
+    "exp_dict.json is a pipe": pipe_at("exp_dict.json"),
     "exp_dict.json is nested deeply": deep_at("exp_dict.json"),
     "exp_dict.json is nested as deeply as Python reads": text_at(
         "exp_dict.json", '{"a":' * 900 + "1" + "}" * 900
