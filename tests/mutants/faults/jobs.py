@@ -87,6 +87,20 @@ FAULTS = [
         why="a training in a container is killed while it saves, and loses its steps",
         tests=RUN + " -k container_dies",
     ),
+    Fault(
+        "jobs/backends/local/runner.py",
+        "        except Exception as error:  # of any kind: it must not keep the others waiting",
+        "        except KeyboardInterrupt as error:",
+        why="one odd folder in the queue ends the runner of all jobs",
+        tests=QUEUE + " -k is_no_job",
+    ),
+    Fault(
+        "trainer/files/atomic.py",
+        "if stat.S_ISREG(mode):",
+        "if not stat.S_ISDIR(mode):",
+        why="a pipe in the place of a file counts as an empty one, in silence",
+        tests="tests/jobs/test_odd_folders.py -k status_shows",
+    ),
     # A base before those that begin with its model
     Fault(
         "jobs/submit/policy.py",
