@@ -221,8 +221,8 @@ def _write_intents(
     for i, spec in enumerate(members):
         folder = RunFolder(Path(spec.folder))
         try:
-            for earlier in range(1, spec.attempt):
-                give_up(folder, earlier)
+            for number in range(1, spec.attempt):
+                give_up(folder, number)
             _write(folder, spec, rendered)
             event = record.intent(
                 spec.attempt, spec.token, name=rendered.token, index=i, backend=backend.name

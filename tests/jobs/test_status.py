@@ -639,7 +639,9 @@ def test_every_state_that_is_no_progress_has_a_reason_even_where_nobody_gives_on
     assert (row.state, row.reason) == (state, DEFAULT_REASONS[state].format(exp_id=IDS[0]))
     assert before is not None
     # the text is for people: the record holds what was seen
+    written = folder.record.read_bytes()
     assert record_state(folder, before, row) == before
+    assert folder.record.read_bytes() == written
     assert table.as_json([row])[0]["reason"] == run_card(row, {}, {})["reason"] == row.reason
     assert row.reason in report(base, [row], gather(base))
     assert row.reason[:20] in printed([replace(row, unseen_since=None)], 200)

@@ -278,7 +278,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/record/status.py",
-        "row = as_shown(_row(case, verdict, sight))  # before an odd value is on record for good",
+        "row = as_shown(_with_reason(_row(case, verdict, sight)))",
         "row = _row(case, verdict, sight)",
         why="one odd reason ends the table of all runs",
         tests=ODD,
