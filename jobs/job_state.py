@@ -18,6 +18,7 @@ JobState = Literal[
     "oom",
     "preempted",  # asks to be run again
     "cancelled",
+    "paused",  # its end was asked for so that it goes on later: the service's pause
     "lost",  # the scheduler does not know it, and it left no outcome
 ]
 ACTIVE: tuple[JobState, ...] = ("submitting", "submitted", "queued", "running", "held")
@@ -47,6 +48,7 @@ ENDED: tuple[JobState, ...] = (
     "oom",
     "preempted",
     "cancelled",
+    "paused",
     "lost",
 )
 DECIDED: tuple[JobState, ...] = (
@@ -54,4 +56,5 @@ DECIDED: tuple[JobState, ...] = (
     "timeout",
     "oom",
     "cancelled",
-)  # bad ends that no witness alters any more
+    "paused",
+)  # ends other than success that no witness alters any more

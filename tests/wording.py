@@ -671,6 +671,7 @@ PLAN = (
         device_counts="{device} with --nodes {nodes} are {devices} devices, and --world is {world}.",
         device_kinds="devices of several kinds",
         device_none="no device at all",
+        device_count_of_job="{devices} devices, and the job has {processes} process(es)",
         devices_over_nodes="cannot be spread evenly",
     )
     | wording(

@@ -19,7 +19,7 @@ from jobs.job_state import ACTIVE, ENDED_BADLY, JobState
 from jobs.record.events import read
 from jobs.record.paths import CODE, BaseFolder, RunFolder, is_exp_id
 from trainer.errors import ConfigError, LatheError
-from trainer.files.atomic import read_json, refusals
+from trainer.files.atomic import open_file, read_json, refusals
 
 # a submission takes seconds from its snapshot to its link; a copy of 200 MiB takes minutes
 UNTOUCHED_S = 3600.0
@@ -150,12 +150,12 @@ def _digests_in_use(base: BaseFolder) -> set[str]:
         if (folder / CODE).is_symlink():
             used |= set(os.readlink(folder / CODE).split("/"))
         for attempt in _children(folder / "attempts"):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                # searched, not parsed: a torn one counts too, and a digest too many does no harm
-                used |= {
-                    digest.decode()
-                    for digest in _DIGESTS.findall((attempt / "spec.json").read_bytes())
-                }
+            # searched, not parsed: a torn one counts too, and a digest too many does no harm
+            with (
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                open_file(attempt / "spec.json") as file,
+            ):
+                used |= {digest.decode() for digest in _DIGESTS.findall(file.read())}
     return used
 
 
@@ -168,7 +168,7 @@ def _arrays(base: BaseFolder) -> Iterator[tuple[Path, str]]:
             folders = [Path(folder) for folder, _ in table.values()]
         except (TypeError, ValueError):
             continue  # not an index of ours
-        final = (None, "succeeded", *ENDED_BADLY)  # no scheduler starts such a job again
+        final = (None, "succeeded", "paused", *ENDED_BADLY)  # no scheduler starts such a job again
         if all(_state(RunFolder(base.path / folder.name)) in final for folder in folders):
             yield path, "all jobs of this array have ended"
 

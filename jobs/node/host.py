@@ -146,7 +146,8 @@ def descendants(pid: int) -> list[int]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             # the name before ")" may hold anything
             fields = entry.read_text().rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+            if fields[0] != "Z":  # a dead one that nobody has waited for
+                children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
     pids: list[int] = []
     pending = list(children.get(pid, []))
     while pending:

@@ -231,13 +231,14 @@ def _train(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: 
 def _watch(
     child: subprocess.Popen[bytes], attempt: Attempt, spec: dict[str, Any], stop: Stop
 ) -> bool:
-    """Wait until the training ends. Meanwhile write the heartbeat and pass on a request to stop.
+    """Wait until the training ends; while it saves, also without its launcher. Meanwhile write the
+    heartbeat and pass on a request to stop.
 
     Returns whether it ran out of time.
     """
     job, began, beat_at = spec["job"], time.monotonic(), -float("inf")
     limit_s, was_asked, timed_out = job.get("max_run_time") or float("inf"), False, False
-    while child.poll() is None:
+    while child.poll() is None or _saves_on(attempt, stop):
         moment = time.monotonic()
         if moment - began > limit_s and stop.name is None:
             timed_out = True
@@ -249,6 +250,8 @@ def _watch(
             node.signal_all(child.pid, signal.SIGTERM)
         if moment - stop.at > job["grace_s"]:
             node.signal_all(child.pid, signal.SIGKILL)
+            if child.poll() is not None:
+                break
         if moment - beat_at > HEARTBEAT_S and node.is_leader():
             beat_at = moment
             step = (read_json(_run_folder(attempt).status) or {}).get("step")
@@ -261,6 +264,17 @@ def _watch(
                 stop.ask(signal.SIGTERM)
         time.sleep(POLL_S)
     return timed_out
+
+
+def _saves_on(attempt: Attempt, stop: Stop) -> bool:
+    """Whether a training that was asked to stop goes on although its launcher has ended: the
+    program of a container may die of the signal that lets the training save.
+    """
+    return (
+        stop.name is not None
+        and not attempt.outcome.exists()
+        and bool(node.descendants(os.getpid()))
+    )
 
 
 def _ending(attempt: Attempt, code: int, stop: Stop, timed_out: bool, was_oom: bool) -> Ending:

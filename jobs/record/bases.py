@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jobs.errors import reason_of
 from jobs.job_state import ENDED_BADLY, STATES
 from jobs.record import events as record
 from jobs.record.paths import BaseFolder, RunFolder
@@ -49,7 +50,10 @@ def why_it_waits(folder: RunFolder, values: Mapping[str, Any]) -> str | None:
 def sentence(base: RunFolder) -> tuple[str, bool]:
     """What is awaited of a base that has no model yet, and whether a person must act for it."""
     name = base.path.name
-    state, reason = _state(base)
+    try:
+        state, reason = _state(base)
+    except (OSError, KeyError, TypeError, ValueError, LatheError) as error:
+        return f"the folder of its base {name} cannot be read: {reason_of(error, base.path)}", True
     if state is None:
         return f"its base {name} was never run. Submit that one's group", True
     if state in ENDED_BADLY:
@@ -57,22 +61,26 @@ def sentence(base: RunFolder) -> tuple[str, bool]:
         return f"its base {name} is {state}{because}. `retry {name}` first", True
     if state == "succeeded":
         return f"its base {name} has succeeded, but left no model in final/. `reset` it", True
+    if state == "paused":
+        return f"its base {name} is {reason}", True
     return f"it waits until its base {name}, now {state}, has succeeded", False
 
 
 def _state(base: RunFolder) -> tuple[JobState | None, str | None]:
-    """State and reason of a run, from its own files alone; (None, None) without any."""
-    try:
-        job = record.read(base)
-        if job is None or job.last is None:
-            status = read_json(base.status) or {}
-            state = status.get("state")
-            known: JobState | None = state if state in STATES else None
-            return ("pending" if job is not None and known is None else known), status.get("error")
-        ended = read_json(base.attempt(job.last.number).exit)
-        if ended is None:
-            return job.last.state, job.last.reason
-        end = end_of(ended.get("code"), ended.get("kind"))
-        return ("failed" if end == "bad input" else end), ended.get("reason")
-    except (OSError, KeyError, TypeError, ValueError, LatheError) as error:
-        return "held", f"its folder cannot be read: {type(error).__name__}: {error}"
+    """State and reason of a run, from its own files alone; (None, None) without any. OSError,
+    KeyError, TypeError, ValueError or LatheError where they cannot be read.
+    """
+    job = record.read(base)
+    if job is None or job.last is None:
+        status = read_json(base.status) or {}
+        state = status.get("state")
+        known: JobState | None = state if state in STATES else None
+        return ("pending" if job is not None and known is None else known), status.get("error")
+    ended = read_json(base.attempt(job.last.number).exit)
+    if ended is None:
+        return job.last.state, job.last.reason
+    end = end_of(ended.get("code"), ended.get("kind"))
+    if end != "succeeded" and job.last.is_cancelled:
+        why = job.last.end_wanted_for
+        return ("cancelled" if why is None else "paused"), why
+    return ("failed" if end == "bad input" else end), ended.get("reason")

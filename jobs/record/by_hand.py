@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
 from jobs.job_state import JobState
@@ -43,6 +46,9 @@ def training_now(folder: RunFolder, *, was_sent: bool) -> str | None:
     was_sent: it was submitted, and its scheduler and wrapper say that it has ended. Then only a
     process that can be seen counts, because a job that was killed leaves a recent status.json too.
     """
+    holder = _holder_of(folder.path.with_name(f".{folder.path.name}.lock"))
+    if holder is not None:  # also where its folder was moved away: the lock stands beside it
+        return f"its training runs here: process {holder}. Wait for it, or stop it"
     status = read_json(folder.status) or {}
     if status.get("state") != "running":
         return None
@@ -54,6 +60,38 @@ def training_now(folder: RunFolder, *, was_sent: bool) -> str | None:
     if was_sent or life(process) != "unseen" or age_s > HEARTBEAT_LOST_S:
         return None
     return f"its training runs, {where}: it gave a sign of life {age_s:.0f} s ago"
+
+
+def _holder_of(lock: Path) -> int | None:
+    """The process of this machine that has locked a file (flock); None when there is none, or it
+    cannot be told. The lock is only looked at: to take it would keep a training out that starts.
+    """
+    try:
+        file = lock.stat()
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:  # "1: FLOCK  ADVISORY  WRITE 4711 08:01:123456 0 EOF"
+        words = line.split()
+        is_of_file = words[1] == "FLOCK" and words[5].endswith(f":{file.st_ino}")
+        if is_of_file and _has_open(int(words[4]), file):
+            return int(words[4])
+    return None
+
+
+def _has_open(pid: int, file: os.stat_result) -> bool:
+    """Whether a process has a file open; True too where nobody may see that."""
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as descriptors:
+            for descriptor in descriptors:
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.stat(descriptor.path), file):
+                        return True
+    except PermissionError:
+        return True
+    except OSError:  # it has just ended
+        return False
+    return False
 
 
 def _process(status: Mapping[str, Any]) -> dict[str, Any]:

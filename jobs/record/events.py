@@ -32,7 +32,7 @@ from jobs.errors import Busy
 from jobs.job_state import STATES
 from jobs.record.times import now
 from trainer.errors import LatheError
-from trainer.files.atomic import refusals
+from trainer.files.atomic import open_file, refusals
 
 if TYPE_CHECKING:
     from jobs.job_state import JobState
@@ -137,7 +137,8 @@ def read(folder: RunFolder) -> Job | None:
     of another experiment.
     """
     try:
-        content = folder.record.read_bytes()
+        with open_file(folder.record) as file:
+            content = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
     job, problem = None, None
@@ -231,10 +232,24 @@ def _apply(job: Job, event: dict[str, Any]) -> Job:
     elif event["event"] == "cancel":
         changes = {"is_cancelled": True, "end_wanted_for": event.get("why")}
     attempts = tuple(
-        replace(attempt, **changes) if attempt.number == event["attempt"] else attempt
+        _paused_or_not(replace(attempt, **changes))
+        if attempt.number == event["attempt"]
+        else attempt
         for attempt in job.attempts
     )
     return replace(job, attempts=attempts)
+
+
+def _paused_or_not(attempt: Sent) -> Sent:
+    """`attempt` as "paused" or "cancelled" by the last wish for its end: a record from before 26
+    November 2026 says "cancelled" of both, and who is paused may be cancelled later.
+    """
+    why = attempt.end_wanted_for
+    if attempt.state == "cancelled" and why is not None:
+        return replace(attempt, state="paused", reason=why)
+    if attempt.state == "paused" and why is None:
+        return replace(attempt, state="cancelled", reason=None)
+    return attempt
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from trainer.files.atomic import open_file
+
 if TYPE_CHECKING:
     from jobs.record.paths import RunFolder
 
@@ -35,7 +37,8 @@ def last_metrics(folder: RunFolder) -> dict[str, float]:
         with contextlib.suppress(
             FileNotFoundError, ValueError, IndexError, TypeError, KeyError, RecursionError
         ):
-            score = json.loads((folder.path / "score_list.json").read_bytes())[-1]
+            with open_file(folder.path / "score_list.json") as file:
+                score = json.loads(file.read())[-1]
             metrics = {
                 name: value for name, value in numbers(score).items() if name != "step"
             } | metrics
@@ -45,7 +48,7 @@ def last_metrics(folder: RunFolder) -> dict[str, float]:
 def _tail(path: Path, size: int) -> tuple[list[bytes], bool]:
     """The whole lines among the last `size` bytes of a file, and whether these are all it has."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             length = file.seek(0, os.SEEK_END)
             file.seek(max(length - size, 0))
             content = file.read()

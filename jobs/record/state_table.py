@@ -167,10 +167,11 @@ class StateRule:
     """One row of VERDICTS: the state, the columns, and the reason.
 
     reason_of: the witness whose reason is given, behind `reason` if there is one. "as recorded" and
-    "as observed" give the reason of the witness that they name.
+    "as observed" give the reason of the witness that they name. "as wished" is "paused" where the
+    end was asked for so that the run goes on later, with that wish as its reason; else "cancelled".
     """
 
-    state: JobState | Literal["as recorded", "as observed"]
+    state: JobState | Literal["as recorded", "as observed", "as wished"]
     exit: End | Literal["none"] | tuple[End, ...] = ANY
     record: Record = ANY
     has_id: bool = ANY
@@ -186,7 +187,7 @@ class StateRule:
 
 
 _SILENT = ("unseen", "unknown", "submitted")  # a scheduler that says nothing about the job
-_KILLED: tuple[JobState, ...] = ("failed", "preempted")
+_KILLED: tuple[JobState, ...] = ("failed", "preempted", "cancelled")
 _SECOND_COPY = "a second copy of this attempt started and vanished; retry it"
 _NO_EXIT_FILE = "the scheduler says that it ended well, but it left no exit.json"
 _NO_ID = "it started under an id that is not known, and left no exit.json"
@@ -202,7 +203,7 @@ VERDICTS = (
     StateRule("as recorded", exit="preempted", scheduler="unseen", record="active"),
     StateRule("as observed", exit="preempted", scheduler=ACTIVE),
     StateRule("queued", exit="preempted", will_rerun=True, reason_of="scheduler"),
-    StateRule("cancelled", exit=ANY_END, is_cancelled=True, reason_of="exit"),
+    StateRule("as wished", exit=ANY_END, is_cancelled=True, reason_of="exit"),
     StateRule("as observed", exit="preempted", scheduler=("cancelled", "timeout")),
     StateRule("preempted", exit="preempted", reason_of="exit"),
     StateRule("failed", exit="bad input", reason=BAD_INPUT, reason_of="exit"),
@@ -216,7 +217,7 @@ VERDICTS = (
     StateRule("as recorded", has_id=False, record="ended"),
     StateRule("running", has_id=False, life="alive"),
     StateRule("lost", has_id=False, life="silent", reason=_NO_ID),
-    StateRule("cancelled", has_id=False, is_cancelled=True, is_fresh=False, reason=_CANCELLED_SOON),
+    StateRule("as wished", has_id=False, is_cancelled=True, is_fresh=False, reason=_CANCELLED_SOON),
     StateRule("submitting", has_id=False, reason_of="record"),
     # Its heart beats, and the scheduler has nothing to say against that: it cannot be seen, it has
     # forgotten the job, it speaks of a second copy (which did nothing), or it forgot the start.
@@ -229,17 +230,34 @@ VERDICTS = (
     StateRule("as recorded", scheduler="submitted", record="active", reason_of="scheduler"),
     StateRule("failed", scheduler="succeeded", reason=_NO_EXIT_FILE),
     StateRule("queued", scheduler=("pending", *ENDED), will_rerun=True, reason_of="scheduler"),
-    StateRule("cancelled", scheduler=_KILLED, is_cancelled=True, reason_of="scheduler"),
+    StateRule("as wished", scheduler=_KILLED, is_cancelled=True, reason_of="scheduler"),
     StateRule(
         "preempted", scheduler="failed", scheduler_code=EXIT_PREEMPTED, reason_of="scheduler"
     ),
     StateRule("as recorded", scheduler="unknown", record="ended"),
     StateRule("as recorded", scheduler="unknown", is_fresh=True, life="never started"),
-    StateRule("cancelled", scheduler="unknown", is_cancelled=True, reason=_FORGOTTEN_CANCELLED),
+    StateRule("as wished", scheduler="unknown", is_cancelled=True, reason=_FORGOTTEN_CANCELLED),
     StateRule("lost", scheduler="unknown", reason=_FORGOTTEN),
     StateRule("as observed"),
 )
 # fmt: on
+
+
+# The reason of a job of which no witness gives one. {exp_id}: the experiment.
+DEFAULT_REASONS: dict[JobState, str] = {
+    "pending": "nothing of it was sent: submit its group",
+    "submitting": "sent, and its scheduler has not answered: `reconcile` asks again",
+    "submitted": "its scheduler has taken it, and does not list it yet",
+    "queued": "it waits for its scheduler, which gives no reason",
+    "held": "its scheduler holds it, and gives no reason",
+    "failed": "it named no error: see `lathe-jobs logs {exp_id}`",
+    "timeout": "its time was over; `retry` goes on from the last checkpoint",
+    "oom": "out of memory: see `lathe-jobs logs {exp_id}`",
+    "preempted": "stopped before its end: `reconcile` goes on from the last checkpoint",
+    "cancelled": "somebody asked for its end",
+    "paused": "it goes on when it is resumed",
+    "lost": "it left no outcome: `retry {exp_id}` goes on from the last checkpoint",
+}
 
 
 # What a submission does: send a new attempt, settle an intent without an answer, or skip.

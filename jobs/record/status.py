@@ -23,7 +23,7 @@ from jobs.record.events import Job
 from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder, is_there
 from jobs.record.row import Row, as_shown, experiment_of, starts_of
-from jobs.record.state_table import End, end_of
+from jobs.record.state_table import DEFAULT_REASONS, End, end_of
 from jobs.record.times import age_of, now
 from jobs.record.verdict import AttemptFiles, Verdict, judge
 from jobs.record.wandb_key import sync_hint
@@ -119,7 +119,8 @@ def survey(
         try:
             sight = sights[case.question[0]] if case.question else None
             verdict = _verdict(case, sight)
-            row = as_shown(_row(case, verdict, sight))  # before an odd value is on record for good
+            # before an odd value is on record for good
+            row = as_shown(_with_reason(_row(case, verdict, sight)))
             if record_changes:
                 _record(case, verdict, sight)
         except Exception as error:
@@ -135,10 +136,10 @@ def survey(
 
 def record_state(folder: RunFolder, job: Job, row: Row) -> Job:
     """`job` with its last attempt in the state of its row, on record. The caller holds the lock."""
-    last = job.last
-    if last is None or (row.state, row.reason) == (last.state, last.reason):
+    last, seen = job.last, row.history[-1] if row.history else None
+    if last is None or seen is None or (seen.state, seen.reason) == (last.state, last.reason):
         return job
-    news = {"state": row.state, "reason": row.reason, "host": row.host}
+    news = {"state": seen.state, "reason": seen.reason, "host": seen.host}
     record.append(folder, {"event": "observed", "attempt": last.number, **news})
     return record.read(folder) or job
 
@@ -229,8 +230,6 @@ def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
 
 def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
     job, last, folder = case.job, case.job.last, case.folder
-    if last is not None and verdict.state == "cancelled" and last.end_wanted_for is not None:
-        verdict = replace(verdict, reason=last.end_wanted_for)
     row = Row(
         job.exp_id,
         job.group,
@@ -301,6 +300,14 @@ def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Ro
     return replace(progress, recoveries=lost) if lost else progress
 
 
+def _with_reason(row: Row) -> Row:
+    """`row` with a reason, if its state asks for one and no witness gave any."""
+    default = DEFAULT_REASONS.get(row.state)
+    if row.reason or default is None:
+        return row
+    return replace(row, reason=default.format(exp_id=row.exp_id))
+
+
 def _by_hand(folder: RunFolder) -> Row | None:
     """The row of a run that was never submitted; None when its folder holds no such run."""
     try:
@@ -334,7 +341,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
             heartbeat_age_s=_finite(age_s) if state == "running" else None,
             sync_hint=sync_hint(folder) if state in ENDED else None,
         )
-        return as_shown(_with_progress(row, folder, status))
+        return as_shown(_with_reason(_with_progress(row, folder, status)))
     except Exception as error:  # of any kind: it must not hide the others
         return _unreadable(folder, error)
 

@@ -112,6 +112,8 @@ def judge(job: Job, files: AttemptFiles, observed: Observed | None, *, is_seen: 
     reason = rule.reason
     if witness is not None:
         reason = reasons[witness] if reason is None else f"{reason}{reasons[witness]}"
+    if state == "paused" and rule.state == "as wished":
+        reason = attempt.end_wanted_for
     if rule.record == "pending":  # refused: it was never on a host
         return Verdict(state, reason)
     started_on = (files.started or {}).get("host")
@@ -124,4 +126,6 @@ def _state(rule: StateRule, attempt: Sent, observed: Observed | None) -> JobStat
     if rule.state == "as observed":
         assert observed is not None, "only a rule about a state of the scheduler says so"
         return observed.state
+    if rule.state == "as wished":
+        return "cancelled" if attempt.end_wanted_for is None else "paused"
     return rule.state

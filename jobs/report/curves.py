@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from jobs.record.metrics import numbers
+from trainer.files.atomic import open_file
 
 MOST_POINTS = 400  # of one metric, after thinning
 MOST_METRICS = 80  # of one run; further ones are left out
@@ -84,7 +85,7 @@ def read_curves(path: Path) -> Curves:
     """
     curves = Curves()
     end = 0
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_file(path) as file:
         facts = os.fstat(file.fileno())
         stride = 1 + facts.st_size // SIZE_READ_WHOLE
         for count, text in enumerate(file):

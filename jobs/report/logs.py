@@ -16,6 +16,7 @@ from jobs.job_state import ACTIVE, JobState
 from jobs.record import events as record
 from jobs.record.verdict import AttemptFiles, judge
 from jobs.report.text import visible
+from trainer.files.atomic import open_file
 
 if TYPE_CHECKING:
     from jobs.protocol import Backend
@@ -66,7 +67,7 @@ def last_lines(path: Path, count: int, *, most: int = 64 << 10) -> list[str]:
     file that can be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             begin = max(file.seek(0, os.SEEK_END) - most, 0)
             file.seek(begin)
             content = file.read(most)
@@ -120,7 +121,7 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO = path.open("rb")
+        self._file: BinaryIO = open_file(path)
         self._pending = b""
 
     def read(self) -> Iterator[str]:
@@ -134,7 +135,7 @@ class _Reader:
             if is_another or facts.st_size < self._file.tell():  # another file, or it was cut
                 yield from self.rest()
                 self._file.close()
-                self._file = self._path.open("rb")
+                self._file = open_file(self._path)
         while block := self._file.read(BLOCK):
             *lines, self._pending = LINE_END.split(self._pending + block)
             yield from map(_text, lines)

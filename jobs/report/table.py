@@ -32,6 +32,7 @@ COLOURS: dict[JobState, str] = {
     "oom": "red",
     "preempted": "yellow",
     "cancelled": "magenta",
+    "paused": "yellow",
     "lost": "red",
 }
 MOST = 200  # lines of the table when nobody watches it

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from trainer.config.block import Positive, Strict, validate
 from trainer.errors import ConfigError
-from trainer.files.atomic import replace_file
+from trainer.files.atomic import open_file, replace_file
 
 Role = Literal["read", "run", "admin"]
 # Of tokens, and of addresses: name -> (requests that are left, when), the least recent first.
@@ -193,7 +193,8 @@ def read_tokens(path: Path) -> list[Token]:
     """The tokens of a file. ConfigError when others may read or write it, or it is malformed."""
     try:
         facts = path.stat()
-        values: Any = json.loads(path.read_text())
+        with open_file(path) as file:
+            values: Any = json.loads(file.read().decode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--token_file {path}: {error}. `lathe-jobs token` makes one.") from None
     mode = stat.S_IMODE(facts.st_mode)

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import socket
 import sqlite3
@@ -39,6 +39,7 @@ from jobs.serve.answers import routes as answer_routes
 from jobs.serve.answers.workers import Workers
 from jobs.serve.keeper import Keeper, Send
 from jobs.serve.limits.connections import Connection, IdleConnections, raise_file_limit
+from jobs.serve.limits.handshakes import Handshake
 from jobs.serve.limits.shares import THREADS, Shares, holder_of
 from jobs.serve.live import routes as live_routes
 from jobs.serve.requests import Refusal
@@ -131,11 +132,19 @@ class Door:
 
 
 class Server(uvicorn.Server):
-    """A server that first ends the event streams, because uvicorn waits for every answer to end."""
+    """A server that counts connections from their TLS handshake on, and that ends the event streams
+    first, because uvicorn waits for every answer to end.
+    """
 
     def __init__(self, options: uvicorn.Config, keeper: Keeper) -> None:
         super().__init__(options)
         self._keeper = keeper
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        context, self.config.ssl = self.config.ssl, None
+        if context is not None:
+            self.config.http_protocol_class = functools.partial(Handshake, context)  # type: ignore[assignment]
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._keeper.stop()
@@ -256,8 +265,6 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
 
 def options_of(door: Door, **where: Any) -> uvicorn.Config:
     """How uvicorn serves an application. where: its address and its certificate."""
-    # Why not an option: uvicorn 0.54 has none for it; asyncio's own default is 60 s.
-    asyncio.constants.SSL_HANDSHAKE_TIMEOUT = door.idle.head_s  # type: ignore[attr-defined]
     return uvicorn.Config(
         door,
         log_level="warning",

@@ -21,6 +21,7 @@ from jobs.record.paths import RunFolder
 from jobs.record.row import Row
 from jobs.serve.tickets import Checked, Failure, Ticket, Wish
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+from trainer.files.atomic import open_file
 from trainer.files.survival_events import recovery_sentence
 
 Status = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled"]
@@ -161,7 +162,7 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
         "lathe": {
             "exp_id": ticket.exp_id,
             "state": row.state if row is not None else "pending",
-            "reason": row.reason if row is not None else None,
+            "reason": row.reason if row is not None else _reason(facts),
             "is_paused": is_paused(facts),
             "step": row.step if row is not None else None,
             "total": row.total if row is not None else None,
@@ -171,6 +172,18 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
             "suffix": ticket.suffix,
         },
     }
+
+
+def _reason(facts: Facts) -> str:
+    """Why nothing of a job was sent."""
+    for end in (facts.checked, facts.failure):
+        if end is not None and end.message is not None:
+            return end.message
+    if facts.last_wish("cancel") is not None:
+        return "cancelled before it was sent"
+    if is_paused(facts):
+        return "paused before it was sent"
+    return "its files are being checked" if facts.checked is None else "it is sent next"
 
 
 def unreadable_job(
@@ -341,7 +354,7 @@ def checkpoints(ticket: Ticket, folder: RunFolder, organization: str) -> list[di
 def metric_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of metrics.jsonl; [] when there is no such file, or none to be read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return metric_lines_from(file, 0)[0]
     except OSError:
         return []

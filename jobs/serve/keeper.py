@@ -187,6 +187,8 @@ class Keeper:
         is_unwanted |= failure is not None
         if row is not None and row.state in ACTIVE and is_unwanted:
             return self._end(row, why=PAUSED if is_paused(facts) else None)
+        if row is not None and row.state == "paused" and is_unwanted and not is_paused(facts):
+            return self._end(row, why=None)
         if is_unwanted or standing(facts).status in FINAL:
             return False
         if facts.checked is None:
@@ -297,11 +299,13 @@ class Keeper:
         return request
 
     def _end(self, row: Row, *, why: str | None) -> bool:
-        """Cancel an attempt; at most every ASK_AGAIN_S seconds."""
-        key = f"{row.exp_id}/{row.attempt}"
+        """Cancel an attempt, or let it pause; at most every ASK_AGAIN_S seconds."""
+        key = f"{row.exp_id}/{row.attempt} {why or 'cancel'}"
         if row.read_error is not None and key in self._asked:
             return False  # whether it ends can never be seen
-        if row.history and row.history[-1].is_cancelled and key not in self._asked:
+        last = row.history[-1] if row.history else None
+        has_wish = last is not None and last.is_cancelled and last.end_wanted_for == why
+        if has_wish and key not in self._asked:
             self._asked[key] = time.monotonic()  # another server has asked
         if time.monotonic() - self._asked.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S:
             return False
@@ -319,8 +323,9 @@ class Keeper:
         key = f"{row.exp_id}/{row.attempt} again {num_wishes}"
         if time.monotonic() - self._asked.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S:
             return False
-        paused: tuple[JobState, ...] = ("cancelled",)
-        limits = Limits(retry=paused) if row.state == "cancelled" else None
+        # "cancelled": paused by an earlier version, which did not say so in its record
+        paused: tuple[JobState, ...] = ("paused", "cancelled")
+        limits = Limits(retry=paused) if row.state in paused else None
         request = control.Again(self.folder.base, self.backend_of, limits)
         (result,) = control.again(request, [row])
         if result.action == "skip" or result.is_bad:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from trainer.data.formats import conversation
 from trainer.data.formats.json_text import BadJson, json_value
 from trainer.errors import DataError
-from trainer.files.atomic import aside
+from trainer.files.atomic import aside, open_file
 
 Row = dict[str, Any]
 MAX_MISTAKES = 20
@@ -121,7 +121,7 @@ def write_split(source: Path, target: Path, kind: str, *, keep: Callable[[int], 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, content) of every line that is not blank. A too long line is cut."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         number = 0
         while content := file.readline(MAX_LINE + 1):
             number += 1

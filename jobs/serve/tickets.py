@@ -42,12 +42,13 @@ from jobs.record.times import now
 from trainer.config.block import Strict
 from trainer.data.formats.json_text import preview
 from trainer.errors import LatheError
-from trainer.files.atomic import create_json, refusals, sync, write_json
+from trainer.files.atomic import create_json, open_file, refusals, sync, write_json
 
 WishKind = Literal["pause", "resume", "cancel", "delete"]
 JOB, FILE = "ftjob-", "file-"
 ID_DIGITS = 24
 YOUNG_S = 60.0
+MOST_BYTES = 4 << 20  # of a ticket or a wish: they are read at every look at an open job
 
 
 def _time(text: str) -> str:
@@ -318,11 +319,14 @@ def _read(path: Path, kind: type[R]) -> R | None:
     LatheError when it holds something else.
     """
     try:
-        content = path.read_bytes()
+        with open_file(path) as file:
+            content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         return None
     try:
-        return kind.model_validate(json.loads(content))
+        if len(content) <= MOST_BYTES:
+            return kind.model_validate(json.loads(content))
+        problem = f"more than {MOST_BYTES >> 20} MiB"
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"])) or "the whole"

@@ -55,7 +55,7 @@ def cancel(
 
 
 def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf, why: str | None) -> ActionResult:
-    if row.state not in ACTIVE:
+    if row.state not in (*ACTIVE, "paused"):
         return ActionResult(row.exp_id, "skip", f"it is {row.state}: nothing runs", row.state)
     try:
         with record.lock(folder, wait_s=LOCK_WAIT_S):
@@ -66,6 +66,9 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf, why: str | None)
             backend = backend_of(attempt.backend)
             reason = {} if why is None else {"why": why}
             record.append(folder, {"event": "cancel", "attempt": attempt.number, **reason})
+            if row.state == "paused":
+                text = "it was paused: nothing runs, and it does not go on"
+                return ActionResult(row.exp_id, "cancel", text, "cancelled")
             # for the wrapper: a scheduler that has lost sight of a job cannot end it
             files = folder.attempt(attempt.number)
             with refusals(files.folder):
@@ -128,11 +131,11 @@ def _each_again(
 
 def _again(request: Again, row: Row, rows: Sequence[Row], full: set[str]) -> ActionResult:
     folder = request.base.run(row.exp_id)
-    if row.read_error is not None:
-        # somebody else's folder is theirs to care for; one's own is to be mended
-        is_own = folder.path.stat().st_uid == os.geteuid()
-        return ActionResult(row.exp_id, "unread", row.reason or "", row.state, is_bad=is_own)
     try:
+        if row.read_error is not None:
+            # somebody else's folder is theirs to care for; one's own is to be mended
+            is_own = folder.path.stat().st_uid == os.geteuid()
+            return ActionResult(row.exp_id, "unread", row.reason or "", row.state, is_bad=is_own)
         with record.lock(folder, wait_s=LOCK_WAIT_S):
             rows_now = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)
             row = rows_now[0] if rows_now else row

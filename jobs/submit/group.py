@@ -32,7 +32,7 @@ from jobs.submit.request import (
     check_dictionary,
 )
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
-from trainer.errors import ConfigError, LatheError, ResumeError
+from trainer.errors import ConfigError, LatheError, ResumeError, StorageError
 from trainer.files.atomic import read_json, refuse_link_out, write_json
 
 if TYPE_CHECKING:
@@ -60,10 +60,8 @@ def preview(request: Request) -> list[ActionResult]:
             decision = _decide(request, name, rows.get(name))
             state = _state_or_status(request.base.run(name), rows.get(name))
             results.append(ActionResult(name, decision.action, decision.reason, state))
-        except LatheError as error:
-            results.append(
-                ActionResult(name, "failed", str(error), _state(rows.get(name)), is_bad=True)
-            )
+        except Exception as error:  # of any kind: it must not hide the others
+            results.append(_failure(request.base.run(name), rows.get(name), error))
     to_send = [result.exp_id for result in results if result.action == "send"]
     if to_send:  # one is asked for all: they differ in nothing that a scheduler sees
         answer = request.backend.rehearse(trials[to_send[0]].rendered)
@@ -202,8 +200,7 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
     except Unreachable as error:
         return ActionResult(name, "settle", str(error), "submitting", is_bad=True)
     except Exception as error:  # of any kind: the others are sent all the same
-        reason, may_pass = reason_of(error, folder.path), is_transient(error)
-        return ActionResult(name, "failed", reason, _state(row), is_bad=True, is_transient=may_pass)
+        return _failure(folder, row, error)
 
 
 def _wait(folder: RunFolder, job: Job, template: JobSpec, reason: str) -> ActionResult:
@@ -259,7 +256,17 @@ def _result(name: str, action: str, outcome: Outcome) -> ActionResult:
     )
 
 
+def _failure(folder: RunFolder, row: Row | None, error: Exception) -> ActionResult:
+    """What to tell of an experiment that could not be sent."""
+    name, reason, may_pass = folder.path.name, reason_of(error, folder.path), is_transient(error)
+    return ActionResult(name, "failed", reason, _state(row), is_bad=True, is_transient=may_pass)
+
+
 def _decide(request: Request, name: str, row: Row | None) -> Decision:
+    """Raises the error that keeps its folder from being read: what runs there is unknown."""
+    if row is not None and row.read_error is not None:
+        kind = LatheError if row.read_error == "permanent" else StorageError
+        raise kind(row.reason or row.folder)
     folder = request.base.run(name)
     status = read_json(folder.status) or {}
     is_other = False  # whether other flags, another code or another job dictionary are sent now
@@ -309,9 +316,7 @@ def _submit_arrays(request: Request, rows: Mapping[str, Row]) -> dict[str, Actio
     if not isinstance(request.backend, ArrayBackend):
         raise ConfigError(f"--array: {request.backend.name} has no arrays. Leave it out.")
     to_send = [
-        name
-        for name in sorted(request.templates)
-        if _decide(request, name, rows.get(name)).action == "send"
+        name for name in sorted(request.templates) if _is_to_send(request, name, rows.get(name))
     ]
     size = min(request.backend.max_array(), ARRAY_LOCKS)
     if size < 1:
@@ -337,15 +342,32 @@ def _submit_array(
                 job = _begin(request, folder, request.drafts[name])
                 if len(job.attempts) == (row.attempts if row is not None else 0):
                     specs[str(folder.path)] = fresh(job, request.templates[name], folder)
-            except LatheError as error:
-                results[name] = ActionResult(name, "failed", str(error), _state(row), is_bad=True)
-        if specs:
+            except Exception as error:  # of any kind: the others are sent all the same
+                results[name] = _failure(folder, row, error)
+        outcomes: Mapping[str, Outcome | Exception]
+        try:
             outcomes = send_array(
                 specs, request.backend, request.base.arrays, max_parallel=request.max_parallel
             )
-            for path, spec in specs.items():
-                results[spec.exp_id] = _result(spec.exp_id, "send", outcomes[path])
+        except Exception as error:  # of any kind: other arrays are sent all the same
+            outcomes = dict.fromkeys(specs, error)
+        for path, spec in specs.items():
+            name, outcome = spec.exp_id, outcomes[path]
+            results[name] = (
+                _failure(request.base.run(name), rows.get(name), outcome)
+                if isinstance(outcome, Exception)
+                else _result(name, "send", outcome)
+            )
     return results
+
+
+def _is_to_send(request: Request, name: str, row: Row | None) -> bool:
+    """Whether an experiment belongs into an array. What cannot be told is left to _submit_one."""
+    try:
+        return _decide(request, name, row).action == "send"
+    except Exception as error:  # of any kind: it is met again there, and told
+        log.debug("%s", name, exc_info=error)
+        return False
 
 
 # Before anything is sent

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -145,6 +146,10 @@ def make(
 
 def _absolute(name: str, text: str) -> str:
     """A path as an absolute one, for the job runs in its snapshot; any other text as it is."""
+    if name == "device" and text.endswith(".json"):  # a calibration, maybe of several devices
+        times = re.match(r"\d+x(?=.)", text)
+        start = 0 if times is None else times.end()
+        return text[:start] + str(Path(text[start:]).expanduser().absolute())
     if name in PATHS or (name == "deepspeed" and Path(text).is_file()):
         return str(Path(text).expanduser().absolute())
     return text

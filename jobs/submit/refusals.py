@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.code.repository import MAX_WEIGHTS, WEIGHTS
+from trainer.cards import count_and_name, device_of
 from trainer.config.deepspeed_config import offload_device
 from trainer.config.flags import ENTITY_ALONE, unknown_tracker
 from trainer.config.mistakes import (
@@ -20,6 +21,7 @@ from trainer.config.mistakes import (
 )
 from trainer.config.userfile import START_FOLDER, may_be_hub_id
 from trainer.errors import ConfigError
+from trainer.plan.time.rates import read as read_calibration
 
 if TYPE_CHECKING:
     from jobs.config import JobConfig
@@ -34,10 +36,11 @@ FILES = ("deepspeed", "data.chat_template")
 log = logging.getLogger(__name__)
 
 
-def of_flags(flags: Mapping[str, str], *, shares_disk: bool) -> Iterator[str]:
+def of_flags(flags: Mapping[str, str], *, world: int | None, shares_disk: bool) -> Iterator[str]:
     """What is wrong with the flags of a training.
 
-    shares_disk: the job's node sees the folders of this machine.
+    world: its processes; None where only the node knows. shares_disk: the job's node sees the
+    folders of this machine.
     """
     for name, text in flags.items():
         if "\0" in text:
@@ -55,6 +58,28 @@ def of_flags(flags: Mapping[str, str], *, shares_disk: bool) -> Iterator[str]:
     yield from unknown_tracker(flags.get("trackers"))
     if flags.get("wandb_entity_name") and not flags.get("wandb_project_name"):
         yield ENTITY_ALONE
+    if "device" in flags:
+        yield from _of_device(flags["device"], world=world, shares_disk=shares_disk)
+
+
+def _of_device(text: str, *, world: int | None, shares_disk: bool) -> Iterator[str]:
+    """The problem of a --device that names none, or another number than the job has processes. The
+    calibration of another machine is found out there.
+    """
+    try:
+        count, name = count_and_name(text)
+        if not name.endswith(".json"):
+            device_of(name)
+        elif shares_disk:
+            read_calibration(Path(name))
+    except ConfigError as error:
+        yield str(error)
+        return
+    if None not in (count, world) and count != world:
+        yield (
+            f"--device {text}: {count} devices, and the job has {world} process(es), one for each. "
+            f"Write --device {name}, or change gpus and nodes of the job dictionary."
+        )
 
 
 def of_experiment(

@@ -12,6 +12,7 @@ from jobs.errors import Unreachable
 from jobs.protocol import Backend, JobSpec, Rendered, token_of
 from jobs.record import events as record
 from jobs.record.bases import base_of, has_model
+from jobs.record.paths import is_there
 from jobs.submit import launch_line, refusals
 from trainer import tasks
 from trainer.config import auto, deepspeed_config
@@ -66,8 +67,13 @@ class Request:
     @functools.cached_property
     def templates(self) -> dict[str, JobSpec]:
         """A spec for each experiment, without attempt and token; ConfigError names each mistake."""
+        launch = launch_line.read(self.job.python_binary, self.job, python=self.python)
         mistakes = list(
-            refusals.of_flags(self.flag_texts, shares_disk=self.backend.traits.shares_disk)
+            refusals.of_flags(
+                self.flag_texts,
+                world=launch_line.processes(launch.argv, self.job),
+                shares_disk=self.backend.traits.shares_disk,
+            )
         )
         templates: dict[str, JobSpec] = {}
         for name, values in self.by_id.items():
@@ -133,7 +139,7 @@ class Request:
             base = base_of(self.base.run(name), values)
             if base is None or base.path.name in self.by_id or has_model(base.path):
                 continue
-            if not base.record.exists() and not base.status.exists():
+            if not is_there(base.record) and not is_there(base.status):
                 task = values["base"]["experiment"].get("task")
                 mistakes.append(
                     f"experiment {name}: its base, experiment {base.path.name} (task {task}), was "

@@ -12,14 +12,14 @@ under the same name. Should two copies run all the same, the wrapper lets only t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pydantic import ValidationError
 
-from jobs.errors import NotYet, Refused, Unreachable
+from jobs.errors import NotYet, Refused, Unreachable, reason_of
 from jobs.protocol import ArrayBackend, Backend, JobSpec, Rendered, array_token
 from jobs.record import events as record
 from jobs.record.paths import RunFolder
@@ -175,37 +175,95 @@ def give_up(folder: RunFolder, number: int) -> bool:
 
 def send_array(
     specs: Mapping[str, JobSpec], backend: Backend, index_folder: Path, *, max_parallel: int | None
-) -> dict[str, Outcome]:
-    """Send many attempts in one submission; outcomes by folder. The caller holds all the locks."""
+) -> dict[str, Outcome | Exception]:
+    """Send many attempts in one submission; by folder the outcome, or the error of that attempt
+    alone. The caller holds all the locks.
+
+    An attempt whose intent cannot be written is left out, and the array is made again without it.
+    What concerns all (the backend cannot express the array, its index cannot be written) is raised;
+    then nothing is on record.
+    """
     assert isinstance(backend, ArrayBackend), "asked for by the caller"
     members = list(specs.values())
-    token = array_token([spec.token for spec in members])
-    index_file = index_folder / f"{token}.json"
-    rendered = backend.render_array(
-        members, token=token, index_file=str(index_file), max_parallel=max_parallel
-    )
-    with refusals(index_folder):
-        index_folder.mkdir(parents=True, exist_ok=True)
-    write_json(index_file, {str(i): [spec.folder, spec.attempt] for i, spec in enumerate(members)})
+    results: dict[str, Outcome | Exception] = {}
+    while members:
+        token = array_token([spec.token for spec in members])
+        index_file = index_folder / f"{token}.json"
+        rendered = backend.render_array(
+            members, token=token, index_file=str(index_file), max_parallel=max_parallel
+        )
+        with refusals(index_folder):
+            index_folder.mkdir(parents=True, exist_ok=True)
+        places = {str(i): [spec.folder, spec.attempt] for i, spec in enumerate(members)}
+        write_json(index_file, places)
+        errors = _write_intents(members, rendered, backend)
+        if not errors:
+            return results | _submit_array(members, rendered, backend)
+        results |= errors
+        index_file.unlink(missing_ok=True)
+        culprit, error = next(iter(errors.items()))
+        reason = f"array {token} was not sent: {reason_of(error, Path(culprit))}"
+        intact = [spec for spec in members if spec.folder not in errors]
+        members = list[JobSpec]()
+        for spec in intact:
+            try:
+                members.append(_next_attempt(spec, reason))
+            except Exception as error:  # of any kind: it is this attempt's
+                results[spec.folder] = error
+    return results
+
+
+def _write_intents(
+    members: Sequence[JobSpec], rendered: Rendered, backend: Backend
+) -> dict[str, Exception]:
+    """The errors of those members of an array whose intent cannot be written, by folder."""
+    errors: dict[str, Exception] = {}
     for i, spec in enumerate(members):
         folder = RunFolder(Path(spec.folder))
-        _write(folder, spec, rendered)
-        record.append(
-            folder,
-            record.intent(spec.attempt, spec.token, name=token, index=i, backend=backend.name),
-        )
+        try:
+            for number in range(1, spec.attempt):
+                give_up(folder, number)
+            _write(folder, spec, rendered)
+            event = record.intent(
+                spec.attempt, spec.token, name=rendered.token, index=i, backend=backend.name
+            )
+            record.append(folder, event)
+        except Exception as error:  # of any kind: it is this attempt's
+            errors[spec.folder] = error
+    return errors
+
+
+def _next_attempt(spec: JobSpec, reason: str) -> JobSpec:
+    """The attempt after one that was not sent, whose record gets this reason."""
+    folder = RunFolder(Path(spec.folder))
+    record.append(folder, {"event": "refused", "attempt": spec.attempt, "reason": reason})
+    job = record.read(folder)
+    assert job is not None, "its intent was written a moment ago"
+    return fresh(job, spec, folder)
+
+
+def _submit_array(
+    members: Sequence[JobSpec], rendered: Rendered, backend: ArrayBackend
+) -> dict[str, Outcome | Exception]:
+    """Send an array whose intents are on the disk, and record the answer for each member."""
+    answer: str | Exception
     try:
-        array_id = backend.submit(rendered)
-    except (NotYet, Refused, Unreachable) as error:
-        return {
-            spec.folder: _not_sent(RunFolder(Path(spec.folder)), spec, error) for spec in members
-        }
-    outcomes: dict[str, Outcome] = {}
+        answer = cast("Backend", backend).submit(rendered)
+    except Exception as error:  # of any kind: each record says what is known
+        answer = error
+    results: dict[str, Outcome | Exception] = {}
     for i, spec in enumerate(members):
-        outcomes[spec.folder] = _note_id(
-            RunFolder(Path(spec.folder)), spec, backend.element(array_id, i)
-        )
-    return outcomes
+        folder = RunFolder(Path(spec.folder))
+        try:
+            if isinstance(answer, str):
+                results[spec.folder] = _note_id(folder, spec, backend.element(answer, i))
+            elif isinstance(answer, NotYet | Refused | Unreachable):
+                results[spec.folder] = _not_sent(folder, spec, answer)
+            else:
+                results[spec.folder] = answer
+        except Exception as error:  # of any kind: it is this attempt's
+            results[spec.folder] = error
+    return results
 
 
 def _submit(folder: RunFolder, spec: JobSpec, backend: Backend, rendered: Rendered) -> Outcome:

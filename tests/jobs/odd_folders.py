@@ -28,6 +28,15 @@ def folder_at(name: str) -> Poison:
     return put
 
 
+def pipe_at(name: str) -> Poison:
+    """A named pipe to which nobody ever writes: whoever opens it to read waits for ever."""
+
+    def put(run: RunFolder) -> None:
+        os.mkfifo(_free(run.path / name))
+
+    return put
+
+
 def loop_at(name: str) -> Poison:
     """The file is a link to itself."""
 
@@ -64,7 +73,7 @@ def together(*poisons: Poison) -> Poison:
 
 def _free(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file():
+    if path.is_file() or path.is_fifo():
         path.unlink()
     return path
 

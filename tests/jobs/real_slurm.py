@@ -15,6 +15,7 @@ cluster.kill_controller()     SIGKILL to slurmctld; cluster.start_controller() s
 cluster.restart_controller()  both
 cluster.has_saved(name)       whether a running job of this name would survive that: the controller
                               saves up to 5 s late
+cluster.wait_saved(*names)    return once all of them would
 cluster.processes(job_id)     what runs of this job, or of all jobs, by process id
 cluster.wait_gone(job_id)     return once nothing of this job runs any more; it fails the test when
                               something does
@@ -65,6 +66,7 @@ DAEMON_PATH = os.pathsep.join(
 NODES = ("n1", "n2")
 CPUS, MEMORY_MIB, GPUS = 2, 4096, 2
 UP_S, DOWN_S = 120.0, 60.0
+NUDGE_S = 6.0  # the controller saves up to 5 s late by itself
 
 # cred_expire: a requeued job otherwise waits 120 s for its old credential to expire; 5 is the least
 # that works. MessageTimeout: clients of a dead controller give up after 3 s instead of 9 (some try
@@ -208,6 +210,26 @@ class RealSlurm:
         nodes = rb"\0{4}" if is_waiting else rb"n[12]\0"
         record = nodes + rb".{4}[a-z]+\0.{4}" + re.escape(name.encode()) + rb"\0"
         return re.search(record, saved.read_bytes(), re.DOTALL) is not None
+
+    def wait_saved(self, *names: str, is_waiting: bool = False) -> None:
+        """Return once `has_saved` holds of jobs of these names.
+
+        Slurm 22.05 can lose the wake-up of the thread that saves: it was seen to sleep for more
+        than three minutes after two jobs had begun. Each change of a job wakes it, so the jobs get
+        a comment, which nobody reads, until their state is saved.
+        """
+
+        def are_saved() -> bool:
+            if all(self.has_saved(name, is_waiting=is_waiting) for name in names):
+                return True
+            if time.monotonic() - asked[-1] > NUDGE_S:
+                asked.append(time.monotonic())
+                for job_id in self.command("squeue", "-h", "-o", "%A").split():
+                    self.command("scontrol", "update", f"JobId={job_id}", f"Comment={len(asked)}")
+            return False
+
+        asked = [time.monotonic()]
+        self.wait_for(are_saved, within_s=UP_S, what=f"the state of {', '.join(names)} is saved")
 
     def start_now(self, job_id: str) -> None:
         """Let a requeued job start within a second or two, instead of after cred_expire."""

@@ -24,12 +24,13 @@ from jobs.report import table
 from jobs.report.html import report
 from jobs.report.scores import gather
 from jobs.submit import control
-from jobs.submit.group import submit
+from jobs.submit.group import preview, submit
 from tests.jobs.odd_folders import (
     as_stranger,
     deep_at,
     folder_at,
     loop_at,
+    pipe_at,
     status_of,
     text_at,
     together,
@@ -45,6 +46,10 @@ CREATED = (
 SUBMITTED = {
     "job.jsonl is a folder": folder_at("job.jsonl"),
     "job.jsonl is a link to itself": loop_at("job.jsonl"),
+    "job.jsonl is a pipe": pipe_at("job.jsonl"),
+    "exit.json is a pipe": together(STARTED, pipe_at("attempts/1/exit.json")),
+    "heartbeat.json is a pipe": together(STARTED, pipe_at("attempts/1/heartbeat.json")),
+    "metrics.jsonl is a pipe": together(STARTED, pipe_at("metrics.jsonl")),
     "job.jsonl is nested deeply": deep_at("job.jsonl"),
     "job.jsonl is of another program": text_at("job.jsonl", "\0\0\n{}\n"),
     "the record of another experiment": text_at("job.jsonl", CREATED % ("e" * 32, '"g"')),
@@ -68,6 +73,8 @@ SUBMITTED = {
 BY_HAND = {
     "status.json is a folder": folder_at("status.json"),
     "status.json is a link to itself": loop_at("status.json"),
+    "status.json is a pipe": pipe_at("status.json"),
+    "metrics.jsonl is a pipe, by hand": pipe_at("metrics.jsonl"),
     "status.json is nested deeply": deep_at("status.json"),
     "a time that is a number": text_at("status.json", status_of(updated_at=5)),
     "a host that is a number": text_at("status.json", status_of(host=5)),
@@ -79,6 +86,7 @@ BY_HAND = {
 # What is odd but does not keep its row from being shown as it is.
 HARMLESS = {
     "exp_dict.json is a folder": folder_at("exp_dict.json"),
+    "exp_dict.json is a pipe": pipe_at("exp_dict.json"),
     "exp_dict.json is nested deeply": deep_at("exp_dict.json"),
     "exp_dict.json is nested as deeply as Python reads": text_at(
         "exp_dict.json", '{"a":' * 900 + "1" + "}" * 900
@@ -185,6 +193,20 @@ def test_reconcile_tells_of_every_odd_folder_and_acts_on_the_others(base: BaseFo
     assert {odd[name] for name, one in results.items() if one.action == "unread"} == {*SUBMITTED}
     assert [(results[name].action, results[name].is_bad) for name in sent] == [("send", False)] * 2
     assert len(scheduler.sent) == 2 * GOOD
+
+
+def test_a_submission_sends_no_second_copy_of_what_it_cannot_read(base: BaseFolder) -> None:
+    scheduler = Memory()
+    first, *others = submit(request(base, scheduler, count=GOOD + 1))
+    SUBMITTED["metrics.jsonl is a link to itself"](base.run(first.exp_id))
+    for use_array in (False, True):
+        asked = request(base, scheduler, count=GOOD + 1, use_array=use_array)
+        for results in (preview(asked), submit(asked)):
+            actions = {result.exp_id: result.action for result in results}
+            assert actions == {first.exp_id: "failed", **{one.exp_id: "skip" for one in others}}
+            (text,) = [result.text for result in results if result.is_bad]
+            assert f"{first.exp_id}/metrics.jsonl: Too many levels of symbolic links" in text
+    assert len(scheduler.sent) == GOOD + 1
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -21,11 +22,11 @@ import pytest
 from jobs.backends.local import queue as queue_module
 from jobs.backends.local import runner as runner_module
 from jobs.backends.local.backend import Local
-from jobs.backends.local.queue import Queue, default_folder, runner_lock
+from jobs.backends.local.queue import Queue, QueuedJob, default_folder, runner_lock
 from jobs.backends.local.runner import CANCELLED, Capacity, Runner, main, serve
 from tests.jobs.conftest import wait_until
 from tests.wording import refused
-from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
+from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.runtime.process import birth, life, namespace
 
 Spawned = list[subprocess.Popen[bytes]]
@@ -557,3 +558,70 @@ def test_the_reason_for_waiting_is_the_true_one(
     if free is not None:
         (idle.folder / "free.json").write_text(json.dumps(free))
     assert Local().query([job_id])[job_id].reason == reason
+
+
+# What may stand in the folder of the queue's jobs and was written by nobody of ours.
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "an empty folder": lambda path: path.mkdir(),
+    "a file": lambda path: path.write_text("x"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "an entry that is a pipe": lambda path: (path.mkdir(), os.mkfifo(path / "entry.json")),
+    "a start that is a pipe": lambda path: (path.mkdir(), os.mkfifo(path / "started.json")),
+    "an entry of another shape": lambda path: (
+        path.mkdir(),
+        (path / "entry.json").write_text('{"cpus": NaN, "after": [5], "base": 7}'),
+    ),
+    "a start of another shape": lambda path: (
+        path.mkdir(),
+        (path / "started.json").write_text('{"pid": "x"}'),
+    ),
+}
+
+
+def test_what_is_no_job_keeps_no_other_from_running_and_is_told(
+    own: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    (own.folder / "jobs").mkdir(parents=True)
+    for number, put in enumerate(FOREIGN.values()):
+        put(own.folder / "jobs" / f"ft_a_b_{number + 1}")
+    (own.folder / "jobs" / "\udcff\udcfe").mkdir()
+    ids = [add(own, f"ft_c_d{number}_1") for number in range(3)]
+    runner = Runner(own, Capacity.here())
+    ended = wait_until(
+        lambda: runner.turn() or [own.entry(f"ft_c_d{n}_1").read_end() for n in range(3)],
+        all,
+        within_s=20,
+    )
+    assert [end["code"] for end in ended if end] == [EXIT_OK] * 3
+    assert runner.is_idle()
+    for number in range(len(FOREIGN)):
+        lines = [one for one in caplog.messages if one.startswith(f"ft_a_b_{number + 1}: ")]
+        assert len(lines) == 1, lines
+    # nor does it hide the others
+    foreign = [own.id_of(f"ft_a_b_{number + 1}") for number in range(len(FOREIGN))]
+    states = {name: seen.state for name, seen in Local().query([*ids, *foreign]).items()}
+    assert [states.pop(job_id) for job_id in ids] == ["succeeded"] * 3
+    assert set(states.values()) <= {"failed", "held"}
+
+
+def test_an_end_that_a_full_disk_refuses_is_recorded_later(
+    own: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(own, "ft_a_b_1")
+    add(own, "ft_c_d_1")
+    runner = Runner(own, Capacity.here())
+    end, refused_ones = QueuedJob.end, list[str]()
+
+    def end_or_fail(self: QueuedJob, code: int, reason: str | None) -> None:
+        if self.token == "ft_a_b_1" and len(refused_ones) < 3:
+            refused_ones.append(self.token)
+            raise StorageError("no space") from OSError(errno.ENOSPC, "No space left on device")
+        end(self, code, reason)
+
+    monkeypatch.setattr(QueuedJob, "end", end_or_fail)
+    tokens = ("ft_a_b_1", "ft_c_d_1")
+    ended = wait_until(
+        lambda: runner.turn() or [own.entry(token).read_end() for token in tokens], all, within_s=20
+    )
+    assert [end["code"] for end in ended if end] == [EXIT_OK] * 2
+    assert len(refused_ones) == 3

@@ -20,6 +20,7 @@ from tests.jobs.conftest import Place
 from tests.wording import Fault, fault, refused, says
 from trainer.config.identity import exp_id
 from trainer.config.userfile import START_FOLDER, placed
+from trainer.plan.time.rates import of_data_sheet, plain
 
 ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[[int], Place]
@@ -60,6 +61,10 @@ REFUSED: list[tuple[dict[str, Any], list[str], Fault]] = [
         ["--trackers", "tensorbord"],
         fault("tracker_unknown", tracker="tensorbord", nearest="tensorboard"),
     ),
+    (TINY, ["--device", "h2000"], fault("device_unknown", device="h2000", nearest="h200")),
+    (TINY, ["--device", "2xh200"], fault("device_count_of_job", devices=2, processes=1)),
+    (TINY, ["--device", "h100,h200"], fault("device_kinds")),
+    (TINY, ["--device", "no-such-calibration.json"], fault("calibration_unreadable")),
     (TINY, ["--wandb_entity_name", "us"], fault("entity_alone")),
     (TINY, ["--data_path", str(ROOT / "README.md")], fault("data_path_is_file_of_a_run")),
 ]
@@ -172,6 +177,17 @@ def test_relative_paths_start_where_the_command_was_typed(
     assert json.loads((here.base / name / "exp_dict.json").read_text()) == values
     monkeypatch.setenv(START_FOLDER, str(mine))
     assert placed("bases/decoder") == str(mine / "bases" / "decoder")
+
+
+def test_a_calibration_reaches_the_job_by_its_absolute_path(place: Make, tmp_path: Path) -> None:
+    here = place(1)
+    name = given(here, TINY)
+    rates = of_data_sheet("h200")
+    assert rates is not None
+    (tmp_path / "rates.json").write_text(json.dumps(plain(rates)))
+    done = trainval(here, "--device", "1xrates.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"--device=1x{tmp_path / 'rates.json'}" in spec_of(here, name)["program"]
 
 
 def test_no_folder_is_told_where_no_path_is_relative(place: Make, tmp_path: Path) -> None:

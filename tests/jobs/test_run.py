@@ -369,6 +369,39 @@ def test_ranks_in_sessions_of_their_own_are_stopped_and_none_is_left(folder: Pat
     until(lambda: birth(pid) is None)
 
 
+SAVES_ALONE = """
+import json, os, signal, time
+def save(*_):
+    time.sleep({save_s})
+    json.dump({{"code": 75}}, open(os.environ["LATHE_OUTCOME"], "w"))
+    os._exit(75)
+if os.fork() == 0:  # the training in a container, whose program dies of SIGTERM
+    signal.signal(signal.SIGTERM, save)
+    open({ready!r}, "w")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("save_s", "is_saved"), [(0.7, True), (30, False)])
+def test_a_training_saves_though_the_program_of_its_container_dies_of_the_signal(
+    folder: Path, tmp_path: Path, save_s: float, is_saved: bool
+) -> None:
+    ready = tmp_path / "ready"
+    spec(folder, SAVES_ALONE.format(save_s=save_s, ready=str(ready)), job={"grace_s": 3})
+    threading.Thread(target=ask_when_there, args=(ready,), daemon=True).start()
+    began = time.monotonic()
+    assert run.run(folder, 1) == 75
+    assert time.monotonic() - began < 10
+    assert RunFolder(folder).attempt(1).outcome.exists() is is_saved
+
+
+def ask_when_there(path: Path) -> None:
+    """SIGTERM for this process as soon as a file is there."""
+    while not path.exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_orphans_of_a_launcher_that_ended_are_killed(folder: Path) -> None:
     rank = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(300)"
     spec(

@@ -4,6 +4,7 @@ to lose.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -444,3 +445,128 @@ def test_the_limit_of_a_group_holds_over_all_its_submissions(
     base.run(first.exp_id).attempt(1).exit.write_text(json.dumps(exit_file))
     assert [result.action for result in reconcile(everything)] == ["send"]
     assert record.read(base.submitted_runs()[0]) is not None
+
+
+def refuse_intents(monkeypatch: pytest.MonkeyPatch, name: str, *, is_written: bool) -> None:
+    """Let the disk refuse the first intent of one experiment, before or after it has taken it."""
+    append, refusals = record.append, [OSError(errno.EIO, "Input/output error", f"{name}.jsonl")]
+
+    def append_or_fail(folder: Any, *events: dict[str, Any], **options: Any) -> None:
+        is_intent = folder.path.name == name and events[0]["event"] == "intent"
+        if not (is_intent and refusals):
+            return append(folder, *events, **options)
+        if is_written:
+            append(folder, *events, **options)
+        raise refusals.pop()
+
+    monkeypatch.setattr(record, "append", append_or_fail)
+
+
+@pytest.mark.parametrize("is_written", [False, True], ids=["lost", "written"])
+def test_an_error_of_one_intent_leaves_that_experiment_out_of_its_array(
+    base: BaseFolder, scheduler: Memory, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    asked = request(base, scheduler, 4, use_array=True)
+    bad = sorted(asked.by_id)[1]
+    refuse_intents(monkeypatch, bad, is_written=is_written)
+    results = {result.exp_id: result for result in submit(asked)}
+    assert results[bad].action == "failed"
+    assert results[bad].text == f"{bad}.jsonl: Input/output error"
+    good = sorted(set(results) - {bad})
+    assert [results[name].text for name in good] == [f"submitted as 0_{i}" for i in range(3)]
+    (token,) = scheduler.ids
+    index = json.loads((base.arrays / f"{token}.json").read_text())
+    assert [index[str(i)][0] for i in range(3)] == [str(base.run(name).path) for name in good]
+    assert [path.stem for path in base.arrays.iterdir()] == [token]
+    # each record tells of the very element that runs it, and of no other
+    for name in good:
+        job = record.read(base.run(name))
+        assert job is not None
+        assert job.last is not None
+        assert index[str(job.last.index)] == [str(base.run(name).path), job.last.number]
+    # the one that was left out takes nothing of the array, and is sent next time
+    results = {result.exp_id: result for result in submit(asked)}
+    assert not results[bad].is_bad, results[bad].text
+    assert [row.job_id for row in rows(base, scheduler) if row.exp_id == bad] == [
+        "1" if is_written else "1_0"
+    ]
+    assert len(scheduler.ids) == 2
+
+
+def test_a_folder_that_refuses_a_file_stops_no_other_member_of_its_array(
+    base: BaseFolder, scheduler: Memory
+) -> None:
+    asked = request(base, scheduler, 3, use_array=True)
+    bad = sorted(asked.by_id)[0]
+    base.run(bad).path.mkdir(parents=True)
+    (base.run(bad).path / "attempts").write_text("no folder")
+    results = {result.exp_id: result for result in submit(asked)}
+    assert results[bad].action == "failed"
+    assert "attempts" in results[bad].text
+    assert len([result for result in results.values() if result.action == "send"]) == 2
+    assert len(scheduler.ids) == 1
+
+
+@pytest.mark.parametrize("use_array", [False, True], ids=["alone", "array"])
+def test_what_a_program_throws_while_it_sends_is_told_and_settled_later(
+    base: BaseFolder, scheduler: Memory, monkeypatch: pytest.MonkeyPatch, use_array: bool
+) -> None:
+    def fail(rendered: Rendered) -> str:
+        raise OSError(errno.E2BIG, "Argument list too long", "sbatch")
+
+    asked = request(base, scheduler, 3, use_array=use_array)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "submit", fail)
+        results = submit(asked)
+    assert {result.text for result in results} == {"sbatch: Argument list too long"}
+    assert {result.action for result in results} == {"failed"}
+    assert {row.state for row in rows(base, scheduler)} == {"submitting"}
+    assert not any(result.is_bad for result in submit(asked))
+    assert {row.state for row in rows(base, scheduler)} == {"queued"}
+
+
+def test_an_answer_that_one_record_refuses_is_noted_in_the_others(
+    base: BaseFolder, scheduler: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(base, scheduler, 3, use_array=True)
+    bad = sorted(asked.by_id)[1]
+    append = record.append
+
+    def append_or_fail(folder: Any, *events: dict[str, Any], **options: Any) -> None:
+        if folder.path.name == bad and events[0]["event"] == "submitted":
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder.record))
+        append(folder, *events, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "append", append_or_fail)
+        results = {result.exp_id: result for result in submit(asked)}
+    assert [results[name].is_bad for name in sorted(results)] == [False, True, False]
+    assert results[bad].is_transient
+    (adopted,) = reconcile(Again(base, lambda name: scheduler))
+    assert adopted.exp_id == bad
+    assert [str(row.job_id) for row in rows(base, scheduler) if row.exp_id == bad] == ["0_1"]
+    assert len(scheduler.sent) == 1
+
+
+def test_an_array_gives_up_the_attempt_before_which_may_still_stand_in_a_queue(
+    base: BaseFolder, scheduler: Memory
+) -> None:
+    submit(request(base, scheduler, 2, use_array=True))
+    scheduler.states = {"0_0": Observed("failed"), "0_1": Observed("failed")}
+    submit(request(base, scheduler, 2, use_array=True, retry=("failed",)))
+    for folder in base.submitted_runs():
+        assert folder.attempt(1).give_up_file.exists()
+        assert not folder.attempt(2).give_up_file.exists()
+
+
+def test_a_folder_that_vanishes_before_it_is_looked_at_stops_no_reconcile(
+    base: BaseFolder, scheduler: Memory
+) -> None:
+    submit(request(base, scheduler, 2))
+    scheduler.lose_requests = 0
+    first, second = rows(base, scheduler)
+    unread = replace(first, read_error="permanent", state="held")
+    (base.path / first.exp_id).rename(base.path / "elsewhere")
+    results = again(Again(base, lambda name: scheduler), [unread, second])
+    assert [result.action for result in results] == ["failed", "skip"]
+    assert first.exp_id in results[0].text

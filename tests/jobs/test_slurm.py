@@ -640,9 +640,7 @@ def test_a_killed_controller_is_unreachable_and_knows_the_jobs_when_it_is_back(
     rendered = slurm.render(make())
     # That a job runs is not saved for minutes unless something else happens, another job for example.
     reached(slurm, sent(slurm, make()), "succeeded")
-    cluster.wait_for(
-        lambda: cluster.has_saved(spec.token), within_s=SOON_S, what="the job is saved"
-    )
+    cluster.wait_saved(spec.token)
     cluster.kill_controller()
     try:
         asks: list[Callable[[], object]] = [

@@ -162,9 +162,7 @@ def test_a_job_that_a_killed_controller_takes_for_waiting_is_cancelled_once_it_h
     cluster.command("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=not yet")
     submit(made)
     (row,) = made.status()
-    cluster.wait_for(
-        lambda: cluster.has_saved(made_token(row), is_waiting=True), within_s=180, what="saved"
-    )
+    cluster.wait_saved(made_token(row), is_waiting=True)
     waiting = (cluster.folder / "state" / "job_state").read_bytes()
     cluster.command("scontrol", "update", "NodeName=n2", "State=RESUME")
     wait_until(made.starts, bool)
@@ -264,11 +262,7 @@ def test_a_controller_that_is_away_loses_nothing(
     made.says("sleep")
     submit(made)
     made.until(lambda rows: len(made.starts()) == 2)
-    cluster.wait_for(
-        lambda: all(cluster.has_saved(made_token(row)) for row in made.status()),
-        within_s=180,
-        what="saved",
-    )
+    cluster.wait_saved(*(made_token(row) for row in made.status()))
     cluster.kill_controller()
     try:
         rows = made.status()

@@ -66,6 +66,8 @@ LETTERS = {
     "oom": "O",
     "preempted": "E",
     "cancelled": "C",
+    "paused": "U",
+    "as wished": "W",
     "lost": "L",
 }
 # A "*" stands for every value. Each situation is in one line, and each line has one letter for each
@@ -77,33 +79,33 @@ none       active   yes   no        no    never_started  . L Q R H . F F E L Q F
 none       active   yes   no        yes   never_started  . . Q R H . F F E L Q F E Q C C T Q O O
 none       active   yes   no        *     silent         . L Q R H . F F E L Q F E Q C C T Q O O
 none       active   yes   no        *     alive          R R Q R H R F F E R Q R E Q C R T Q O R
-none       active   yes   yes       no    never_started  . C Q R H . F C C L Q C C Q C C T Q O O
-none       active   yes   yes       yes   never_started  . . Q R H . F C C L Q C C Q C C T Q O O
-none       active   yes   yes       *     silent         . C Q R H . F C C L Q C C Q C C T Q O O
-none       active   yes   yes       *     alive          R R Q R H R F C C R Q R C Q C R T Q O R
+none       active   yes   yes       no    never_started  . W Q R H . F W W L Q W W Q W W T Q O O
+none       active   yes   yes       yes   never_started  . . Q R H . F W W L Q W W Q W W T Q O O
+none       active   yes   yes       *     silent         . W Q R H . F W W L Q W W Q W W T Q O O
+none       active   yes   yes       *     alive          R R Q R H R F W W R Q R W Q W R T Q O R
 none       active   no    no        *     never_started  I I I I I I I I I I I I I I I I I I I I
-none       active   no    yes       no    never_started  C C C C C C C C C C C C C C C C C C C C
+none       active   no    yes       no    never_started  W W W W W W W W W W W W W W W W W W W W
 none       active   no    yes       yes   never_started  I I I I I I I I I I I I I I I I I I I I
 none       active   no    *         *     silent         L L L L L L L L L L L L L L L L L L L L
 none       active   no    *         *     alive          R R R R R R R R R R R R R R R R R R R R
 none       ended    yes   no        *     *              . . Q R H S F F E L Q F E Q C C T Q O O
-none       ended    yes   yes       *     *              . . Q R H S F C C L Q C C Q C C T Q O O
+none       ended    yes   yes       *     *              . . Q R H S F W W L Q W W Q W W T Q O O
 none       ended    no    *         *     *              . . . . . . . . . . . . . . . . . . . .
 succeeded  *        *     *         *     *              K K K K K K K K K K K K K K K K K K K K
 preempted  pending  *     no        *     *              E E Q R H S E E E E Q E E Q C C T Q E E
-preempted  pending  *     yes       *     *              C C Q R H S C C C C Q C C Q C C C Q C C
+preempted  pending  *     yes       *     *              W W Q R H S W W W W Q W W Q W W W Q W W
 preempted  active   *     no        *     *              . E Q R H S E E E E Q E E Q C C T Q E E
-preempted  active   *     yes       *     *              . C Q R H S C C C C Q C C Q C C C Q C C
+preempted  active   *     yes       *     *              . W Q R H S W W W W Q W W Q W W W Q W W
 preempted  ended    *     no        *     *              E E Q R H S E E E E Q E E Q C C T Q E E
-preempted  ended    *     yes       *     *              C C Q R H S C C C C Q C C Q C C C Q C C
+preempted  ended    *     yes       *     *              W W Q R H S W W W W Q W W Q W W W Q W W
 bad_input  *        *     no        *     *              F F F F F F F F F F F F F F F F F F F F
-bad_input  *        *     yes       *     *              C C C C C C C C C C C C C C C C C C C C
+bad_input  *        *     yes       *     *              W W W W W W W W W W W W W W W W W W W W
 timeout    *        *     no        *     *              T T T T T T T T T T T T T T T T T T O O
-timeout    *        *     yes       *     *              C C C C C C C C C C C C C C C C C C C C
+timeout    *        *     yes       *     *              W W W W W W W W W W W W W W W W W W W W
 oom        *        *     no        *     *              O O O O O O O O O O O O O O O O T T O O
-oom        *        *     yes       *     *              C C C C C C C C C C C C C C C C C C C C
+oom        *        *     yes       *     *              W W W W W W W W W W W W W W W W W W W W
 failed     *        *     no        *     *              F F F F F F F F F F F F F F F F T T O O
-failed     *        *     yes       *     *              C C C C C C C C C C C C C C C C C C C C
+failed     *        *     yes       *     *              W W W W W W W W W W W W W W W W W W W W
 """
 
 
@@ -184,6 +186,7 @@ timeout    - I S - - S - - S
 oom        - I S - - S - - S
 preempted  - I S - - S - S S
 cancelled  - I S - - - - - S
+paused     - I S - - - - - S
 lost       - I S - - S - - S
 """
 

@@ -9,6 +9,7 @@ import os
 import pstats
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ import pytest
 from rich.console import Console
 
 from jobs.errors import Unreachable
-from jobs.job_state import Observed
+from jobs.job_state import STATES, JobState, Observed
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
 from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row
-from jobs.record.status import survey
+from jobs.record.state_table import DEFAULT_REASONS
+from jobs.record.status import record_state, survey
 from jobs.record.verdict import AttemptFiles
 from jobs.report import table
 from jobs.report.html import report
@@ -622,3 +624,64 @@ def test_rows_become_json() -> None:
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("state", sorted(set(STATES) - {"running", "succeeded"}))
+def test_every_state_that_is_no_progress_has_a_reason_even_where_nobody_gives_one(
+    base: BaseFolder, state: JobState
+) -> None:
+    folder = submitted(base, IDS[0], "8")
+    wish = {"event": "cancel", "attempt": 1, "why": ""} if state == "paused" else {"event": "seen"}
+    record.append(folder, wish, {"event": "observed", "attempt": 1, "state": state})
+    before = record.read(folder)
+    away = Scheduler(is_reachable=False)
+    row = only_row(base, away, record_changes=False)
+    assert (row.state, row.reason) == (state, DEFAULT_REASONS[state].format(exp_id=IDS[0]))
+    assert before is not None
+    # the text is for people: the record holds what was seen
+    written = folder.record.read_bytes()
+    assert record_state(folder, before, row) == before
+    assert folder.record.read_bytes() == written
+    assert table.as_json([row])[0]["reason"] == run_card(row, {}, {})["reason"] == row.reason
+    assert row.reason in report(base, [row], gather(base))
+    assert row.reason[:20] in printed([replace(row, unseen_since=None)], 200)
+
+
+@pytest.mark.parametrize("state", sorted(set(STATES) - {"running", "succeeded"}))
+def test_a_run_by_hand_has_a_reason_in_every_state_that_is_no_progress(
+    base: BaseFolder, state: JobState
+) -> None:
+    folder = base.run(IDS[0])
+    write(folder.exp_dict, {"task": "t"})
+    write(folder.status, {"state": state, "updated_at": at(1)})
+    assert only_row(base, Scheduler(), include_unsubmitted=True).reason
+
+
+def test_what_makes_progress_needs_no_reason(base: BaseFolder) -> None:
+    assert set(DEFAULT_REASONS) == set(STATES) - {"running", "succeeded"}
+    submitted(base, IDS[0], "8")
+    assert only_row(base, Scheduler({"8": Observed("running")})).reason is None
+
+
+def test_the_last_wish_for_its_end_makes_a_job_paused_or_cancelled(base: BaseFolder) -> None:
+    folder = submitted(base, IDS[0], "8")
+    scheduler = Scheduler({"8": Observed("cancelled", "CANCELLED by 0")})
+    record.append(folder, {"event": "cancel", "attempt": 1, "why": "paused by anna"})
+    row = only_row(base, scheduler)
+    assert (row.state, row.reason) == ("paused", "paused by anna")
+    assert (row.history[-1].state, row.ended_at) == ("paused", None)
+    job = record.read(folder)
+    assert job is not None
+    assert job.state == "paused"
+    assert only_row(base, scheduler) == row
+    record.append(folder, {"event": "cancel", "attempt": 1})
+    row = only_row(base, scheduler)
+    assert (row.state, row.reason) == ("cancelled", "CANCELLED by 0")
+
+
+def test_a_record_that_calls_a_paused_job_cancelled_is_read_as_paused(base: BaseFolder) -> None:
+    folder = submitted(base, IDS[0], "8")
+    record.append(folder, {"event": "cancel", "attempt": 1, "why": "paused by anna"})
+    record.append(folder, {"event": "observed", "attempt": 1, "state": "cancelled", "reason": "C"})
+    row = only_row(base, Scheduler(is_reachable=False))
+    assert (row.state, row.reason) == ("paused", "paused by anna")

@@ -22,6 +22,7 @@ from tests.ranks import run_alone
 from tests.tolerance import Step, assert_equal_step
 from tests.wording import refused
 from trainer import tasks
+from trainer.cards import CONTEXT, FILLED, Device
 from trainer.commands.plan import subject_for
 from trainer.launch import preflight
 from trainer.launch.run import run
@@ -31,7 +32,6 @@ from trainer.plan.memory.plan import make
 from trainer.plan.time.blocks import whole
 from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime import distributed
-from trainer.runtime.gpus import CONTEXT, FILLED, Device
 from trainer.runtime.preemption import Preemption
 from trainer.training.options import Options
 from trainer.training.run_plan import plan

@@ -161,9 +161,12 @@ def serving(
     python: Path | None = None,
     tokens: Path | None = None,
     has_keeper: bool = True,
+    certificate: tuple[Path, Path] | None = None,
     **changes: Any,
 ) -> Iterator[Service]:
-    """A service over a savedir_base. changes: keys of its configuration."""
+    """A service over a savedir_base. certificate: PEM files of it and of its key. changes: keys of
+    the configuration.
+    """
     config = offers.read(None).model_copy(update=changes)
     send = Send("local", python_binary=str(python or ""), allow_dirty=True)
     base.mkdir(parents=True, exist_ok=True)
@@ -181,7 +184,8 @@ def serving(
             requests_per_minute=config.requests_per_minute,
         )
         app = make_app(keeper, entrance, has_keeper=has_keeper)
-        server = Server(options_of(app), keeper)
+        files = dict(zip(("ssl_certfile", "ssl_keyfile"), certificate or (), strict=False))
+        server = Server(options_of(app, **files), keeper)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

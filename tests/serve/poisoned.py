@@ -14,7 +14,7 @@ from jobs.serve import offers
 from jobs.serve.access import add_token, gate
 from jobs.serve.app import make_app, make_keeper
 from jobs.serve.keeper import Keeper, Send
-from tests.jobs.odd_folders import Poison, deep_at, folder_at, loop_at, text_at
+from tests.jobs.odd_folders import Poison, deep_at, folder_at, loop_at, pipe_at, text_at
 from tests.serve.conftest import CHAT, Stub, jsonl, our_code
 
 TENANTS = ("anna", "ben", "carl")
@@ -49,6 +49,12 @@ KINDS: dict[str, Kind] = {
     "a record that is a folder": Kind("run", folder_at("job.jsonl"), "job.jsonl"),
     "a record that is nested deeply": Kind("run", deep_at("job.jsonl"), "job.jsonl"),
     "a record of another": Kind("run", text_at("job.jsonl", CREATED), "job.jsonl"),
+    "a record that is a pipe": Kind("run", pipe_at("job.jsonl"), "job.jsonl"),
+    "metrics that are a pipe": Kind("run", pipe_at("metrics.jsonl"), "metrics.jsonl"),
+    "a ticket that is a pipe": Kind("ticket", pipe_at("ticket.json"), "ticket.json"),
+    "a wish that is a pipe": Kind("ticket", pipe_at("wish-1.json"), "wish-1.json"),
+    "content that is a pipe": Kind("upload", pipe_at("content"), "content"),
+    "facts of a file that are a pipe": Kind("upload", pipe_at("file.json"), "file.json"),
     "a dictionary that is a folder": Kind("run", folder_at("exp_dict.json"), "exp_dict.json"),
     "a dictionary of another": Kind("run", text_at("exp_dict.json", '{"task": "t"}'), "exp_dict"),
     "metrics that are a loop": Kind("run", loop_at("metrics.jsonl"), "metrics.jsonl"),
@@ -59,6 +65,9 @@ KINDS: dict[str, Kind] = {
     "a wish of another shape": Kind("ticket", text_at("wish-1.json", '{"a": 1}'), "wish-1.json"),
     "a wish that is a loop": Kind("ticket", loop_at("wish-1.json"), "wish-1.json"),
     "a ticket that is a folder": Kind("ticket", folder_at("ticket.json"), "ticket.json"),
+    "a ticket of 5 MB": Kind(
+        "ticket", text_at("ticket.json", " " * 5_000_000), "ticket.json: more"
+    ),
     "a ticket that is nested deeply": Kind("ticket", deep_at("ticket.json"), "ticket.json"),
     "data that is a file": Kind("ticket", text_at("data", "x"), "data"),
     "facts of a file that are a folder": Kind("upload", folder_at("file.json"), "file.json"),

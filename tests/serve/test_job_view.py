@@ -79,8 +79,10 @@ CASES: list[tuple[str, Checked | None, list[Wish], Row | None, str]] = [
     ("it ended well when it was cancelled", DONE, wishes(cancel=7), row("succeeded", ended=8), "cancelled"),
     ("cancelled by `lathe-jobs cancel`", DONE, [], row("cancelled", ended=9), "cancelled"),
     ("paused, still saving", DONE, wishes(pause=7), row("running"), "running"),
-    ("paused", DONE, wishes(pause=7), row("cancelled", ended=8), "queued"),
-    ("to be resumed", DONE, wishes(pause=7, resume=9), row("cancelled", ended=8), "queued"),
+    ("paused", DONE, wishes(pause=7), row("paused", ended=8), "queued"),
+    ("to be resumed", DONE, wishes(pause=7, resume=9), row("paused", ended=8), "queued"),
+    ("paused, says an old record", DONE, wishes(pause=7), row("cancelled", ended=8), "queued"),
+    ("to be resumed, says an old record", DONE, wishes(pause=7, resume=9), row("cancelled", ended=8), "queued"),
     ("resumed, and cancelled by hand", DONE, wishes(pause=2, resume=3), row("cancelled", ended=8), "cancelled"),
     ("paused, then cancelled", DONE, wishes(pause=7, cancel=9), row("cancelled", ended=8), "cancelled"),
 ]  # fmt: skip

@@ -359,7 +359,7 @@ def test_pause_saves_and_stops_and_resume_goes_on_where_it_was(
     assert jobs.pause(job.id).lathe["is_paused"]
     assert jobs.pause(job.id).lathe["is_paused"]  # asked twice, done once
     paused = until_status(client, job.id, "queued")
-    assert (paused["lathe"]["state"], paused["lathe"]["step"]) == ("cancelled", 2)
+    assert (paused["lathe"]["state"], paused["lathe"]["step"]) == ("paused", 2)
     stub.says("ok")
     jobs.resume(job.id)
     done = until_status(client, job.id, "succeeded")

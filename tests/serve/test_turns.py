@@ -198,10 +198,17 @@ def test_status_calls_a_paused_job_paused(world: World, stub: Stub) -> None:
 
     wait_until(row, lambda row: row.step == 2, within_s=60)
     world.ask("POST", f"{JOBS}/{job['id']}/pause", "anna")
-    ended = wait_until(row, lambda row: row.state == "cancelled", within_s=60)
+    ended = wait_until(row, lambda row: row.state == "paused", within_s=60)
     assert ended.reason == keeper_module.PAUSED
     assert row().reason == keeper_module.PAUSED
-    assert world.jobs()[job["id"]]["status"] == "queued"
+    said = world.jobs()[job["id"]]
+    assert (said["status"], said["lathe"]["state"]) == ("queued", "paused")
+    world.ask("POST", f"{JOBS}/{job['id']}/cancel", "anna")
+    ended = wait_until(row, lambda row: row.state == "cancelled", within_s=60)
+    assert ended.reason != keeper_module.PAUSED
+    world.keeper.turn()
+    said = world.jobs()[job["id"]]
+    assert (said["status"], said["lathe"]["state"]) == ("cancelled", "cancelled")
 
 
 def test_a_job_that_has_succeeded_stays_so_whatever_becomes_of_its_folder(world: World) -> None:

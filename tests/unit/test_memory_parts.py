@@ -18,6 +18,7 @@ import transformers
 from exp_configs import EXP_GROUPS
 from tests.wording import refused
 from trainer import tasks
+from trainer.cards import GIB, device_of
 from trainer.config.block import validate
 from trainer.config.schema import Train
 from trainer.data.order import Sharding, Sizes, window_rows
@@ -46,7 +47,6 @@ from trainer.plan.memory.planned_rows import heaviest
 from trainer.plan.memory.subject import published_shape
 from trainer.plan.memory.tracker import BLOCK, Tracker
 from trainer.runtime.batch import batch_of, name_batch_when_out_of_memory
-from trainer.runtime.gpus import GIB, device_of
 from trainer.training.run_plan import RunPlan
 
 P = 1_000_000

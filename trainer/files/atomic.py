@@ -12,10 +12,11 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from trainer.errors import ConfigError, LatheError, StorageError
 
@@ -133,14 +134,29 @@ def create_json(path: Path, value: Any) -> bool:
     return True
 
 
+def open_file(path: Path) -> BinaryIO:
+    """A file for reading. OSError, and at once, also for what is none: a pipe or a device, at which
+    a reader would wait for ever, or a folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "no file but a pipe, a socket or a device", str(path))
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a small JSON file.
 
     None when it is absent or (its writer was killed) no whole object, or one that is nested too
-    deeply to be read.
+    deeply to be read. OSError as `open_file`.
     """
     try:
-        value: Any = json.loads(path.read_text())
+        with open_file(path) as file:
+            value: Any = json.loads(file.read().decode())
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None

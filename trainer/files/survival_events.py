@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from trainer.files.atomic import open_file
+
 FILE = "survival.jsonl"  # of a run folder
 KEY = "recoveries"  # of status.json
 
@@ -24,7 +26,8 @@ def add(folder: Path, event: Mapping[str, Any]) -> None:
 def read(folder: Path) -> list[dict[str, Any]]:
     """Every recovery of a run, oldest first; a line that is torn is none."""
     try:
-        lines = Path(folder, FILE).read_text(errors="replace").splitlines()
+        with open_file(Path(folder, FILE)) as file:
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
     events: list[dict[str, Any]] = []

@@ -31,8 +31,8 @@ from trainer.plan.time.text import duration
 from trainer.runtime.distributed import on_main
 
 if TYPE_CHECKING:
+    from trainer.cards import Device
     from trainer.plan.time.target import Target
-    from trainer.runtime.gpus import Device
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
 

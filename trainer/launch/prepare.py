@@ -29,9 +29,9 @@ from trainer.training.run_plan import say_padding
 from trainer.training.scoring import first_questions
 
 if TYPE_CHECKING:
+    from trainer.cards import Device
     from trainer.launch.choose import Chosen
     from trainer.protocol.task import Places, Row, Task
-    from trainer.runtime.gpus import Device
     from trainer.training.checkpoint import SavedState
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan

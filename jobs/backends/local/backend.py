@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from jobs.backends.local.queue import Queue, QueuedJob, attempt_of, default_folder
 from jobs.backends.local.runner import CANCELLED, RESTARTED, Capacity
-from jobs.errors import Refused, Unreachable
+from jobs.errors import Refused, Unreachable, reason_of
 from jobs.job_state import Observed
 from jobs.protocol import Finding, JobSpec, Rendered, Traits
 from jobs.record.bases import has_model, sentence
@@ -181,7 +181,10 @@ class Local:
             if token is None:
                 unseen[job_id] = _where(job_id)
             elif (entry := self._queue.entry(token)).folder.exists():
-                observed = outlook.of(entry)
+                try:
+                    observed = outlook.of(entry)
+                except Exception as error:  # of any kind: it must not hide the others
+                    observed = Observed("held", reason_of(error, entry.folder))
                 if observed is not None:
                     answers[job_id] = observed
                 else:
@@ -291,7 +294,7 @@ class _Outlook:
         if before:
             return f"waits for {', '.join(before)}"
         free = self.free
-        peers, limit = free.get("groups", {}).get(facts["group"], 0), facts["max_parallel"]
+        peers, limit = free.get("groups", {}).get(facts["group"], 0), facts.get("max_parallel")
         if limit is not None and peers >= limit:
             return f"waits for its group: {peers} of at most {limit} run"
         short = [

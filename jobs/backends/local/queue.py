@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.record.state_table import EXIT_FAILED
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, StorageError
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
 from trainer.files.atomic import create_json, read_json, sync
 
 IDLE_S = 1.0  # the runner leaves when there has been nothing to do for so long
@@ -59,6 +59,25 @@ def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(own).absolute()
     state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "lathe" / "queue" / socket.gethostname()
+
+
+# What the runner cannot do without.
+KEYS: dict[str, type | tuple[type, ...]] = {
+    "wrapper": list,
+    "workdir": str,
+    "id": str,
+    "gpus": int,
+    "cpus": int,
+    "grace_s": (int, float),
+    "group": str,
+    "after": list,
+    "at": (int, float),
+}
+OPTIONAL: dict[str, type | tuple[type, ...]] = {
+    "max_parallel": (int, type(None)),
+    "base": (str, type(None)),
+    "environment": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -76,9 +95,20 @@ class QueuedJob:
 
         Its keys: wrapper, workdir, id, gpus, cpus, grace_s, group, max_parallel, after (ids), base
         (the run folder whose model it begins with, or null), environment (of the wrapper), at.
+        LatheError when somebody else has written it.
         """
-        value = read_json(self.folder / "entry.json")
-        assert value is not None, "an entry comes into the queue whole"
+        path = self.folder / "entry.json"
+        value = read_json(path)
+        if value is None:
+            raise LatheError(
+                f"{path}: absent, or no whole JSON object: no queue writes such a job."
+            )
+        wrong = [name for name, kind in KEYS.items() if not isinstance(value.get(name), kind)]
+        optional = value.keys() & OPTIONAL.keys()
+        wrong += [name for name in optional if not isinstance(value[name], OPTIONAL[name])]
+        if wrong or not all(isinstance(job_id, str) for job_id in value["after"]):
+            wrong = wrong or ["after"]
+            raise LatheError(f"{path}: {', '.join(wrong)}: not what the queue writes there.")
         return value
 
     def read_start(self) -> dict[str, Any] | None:

@@ -20,15 +20,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jobs.backends.local import queue as queue_folder
 from jobs.backends.local.queue import Queue, QueuedJob, attempt_of, runner_lock
+from jobs.errors import is_transient, reason_of
 from jobs.node.host import gpus as gpu_lines
 from jobs.record.bases import has_model
+from jobs.record.state_table import EXIT_FAILED
 from trainer.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
 from trainer.files.atomic import create_json, write_json
 from trainer.runtime import process
@@ -40,6 +43,7 @@ KILL_AFTER_S = 30.0  # beyond the job's own grace: a wrapper that does not end b
 CANCELLED = 143  # 128 + SIGTERM, as a shell reports it
 RESTARTED = "the machine was restarted"
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -115,6 +119,8 @@ class Runner:
     models: dict[str, bool] = field(default_factory=dict[str, bool])  # by run folder; of this turn
     free_on_disk: dict[str, Any] = field(default_factory=dict[str, Any])
     looked_at: float = -float("inf")
+    troubles: dict[str, str] = field(default_factory=dict[str, str])  # by job: what it threw last
+    again: set[str] = field(default_factory=set[str])  # jobs that are taken in at the next turn
 
     def work(self) -> None:
         """Take turns until there was nothing to do for IDLE_S. A job whose exit code only this
@@ -132,21 +138,45 @@ class Runner:
         self.verdicts.clear()
         self.models.clear()
         self.welcome()
-        for token in [token for token, live in self.live.items() if live.code() is not None]:
-            live = self.live.pop(token)
-            code = live.code()
-            live.entry.end(
-                -1 if code is None else code,
-                None if live.child else "its runner was killed before it",
-            )
-        for live in self.live.values():
-            self._stop_if_asked(live)
+        for token, live in list(self.live.items()):
+            self._apart(token, partial(self._record_end, token, live), False)
+        for token, live in self.live.items():
+            self._apart(token, partial(self._stop_if_asked, live), None)
         if time.monotonic() - self.looked_at > LOOK_S:
             self.looked_at = time.monotonic()
             for token, facts in list(self.waiting.items()):
-                self._end_if_unwanted(token, facts)
+                self._apart(token, partial(self._end_if_unwanted, token, facts), False)
         self._start_what_fits()
         self._tell()
+
+    def _apart(self, token: str, work: Callable[[], T], otherwise: T) -> T:
+        """The result of one job's part of a turn. What it throws is logged once and is that job's:
+        one that waits ends with it, unless it may pass; the others go on.
+        """
+        try:
+            result = work()
+        except Exception as error:  # of any kind: it must not keep the others waiting
+            entry = self.queue.entry(token)
+            reason = reason_of(error, entry.folder)
+            if self.troubles.get(token) != reason:
+                self.troubles[token] = reason
+                log.warning("%s: %s", token, reason, exc_info=error)
+            if token not in self.live and not is_transient(error):
+                self.waiting.pop(token, None)
+                with contextlib.suppress(OSError, LatheError):  # it says so in the log, then
+                    entry.end(EXIT_FAILED, reason)
+            return otherwise
+        self.troubles.pop(token, None)
+        return result
+
+    def _record_end(self, token: str, live: Live) -> bool:
+        """Record the end of a job that has ended, and let go of it; else do nothing."""
+        code = live.code()
+        if code is None:
+            return False
+        live.entry.end(code, None if live.child else "its runner was killed before it")
+        del self.live[token]
+        return True
 
     def is_idle(self) -> bool:
         """Whether nothing runs, and nothing waits but for models that no job here may bring: who
@@ -165,11 +195,16 @@ class Runner:
     def welcome(self) -> None:
         """Add new entries, and adopt the jobs that a killed runner had started."""
         # once more: a job that one of them waits for may be newer
+        self.tokens -= self.again
+        self.again.clear()
         while names := self.queue.tokens() - self.tokens:
             self.tokens |= names
             for token in names:
                 self.attempts.setdefault(attempt_of(token)[0], set()).add(token)
-                self._take_in(self.queue.entry(token))
+                take_in = partial(self._take_in, self.queue.entry(token))
+                self._apart(token, take_in, None)
+                if token in self.troubles and not self.queue.entry(token).read_end():
+                    self.again.add(token)  # what keeps it from being read may pass
 
     def _take_in(self, entry: QueuedJob) -> None:
         if entry.read_end() is not None:
@@ -240,17 +275,23 @@ class Runner:
                 self._has_succeeded(other) is not True for other in facts["after"]
             )
             peers = sum(live.facts["group"] == facts["group"] for live in self.live.values())
-            if is_held or (facts["max_parallel"] is not None and peers >= facts["max_parallel"]):
+            most = facts.get("max_parallel")
+            if is_held or (most is not None and peers >= most):
                 continue
             if len(gpus) < facts["gpus"] or self._free_cpus() < facts["cpus"]:
                 return
-            if not self._end_if_unwanted(token, facts):
-                del self.waiting[token]
-                live = _start(self.queue.entry(token), facts, gpus[: facts["gpus"]])
-                if live is not None:
-                    self.live[token] = live
-                else:
-                    self._take_in(self.queue.entry(token))
+            start = partial(self._start, token, facts, gpus[: facts["gpus"]])
+            self._apart(token, start, None)
+
+    def _start(self, token: str, facts: dict[str, Any], gpus: tuple[str, ...]) -> None:
+        if self._end_if_unwanted(token, facts):
+            return
+        live = _start(self.queue.entry(token), facts, gpus)
+        del self.waiting[token]
+        if live is not None:
+            self.live[token] = live
+        else:
+            self._take_in(self.queue.entry(token))
 
     def _tell(self) -> None:
         groups = Counter(live.facts["group"] for live in self.live.values())

@@ -1,7 +1,8 @@
 """Connections: one that sends no request in time is closed, and silent ones keep nobody out.
 
-A connection is idle when no request of it is in progress: before its first one, while the head of
-the next one arrives, and after an answer. Idle connections are bounded in time (`head_s`) and in
+A connection is idle when no request of it is in progress: during a TLS handshake
+(limits/handshakes.py), before its first one, while the head of the next one arrives, and after an
+answer. Idle connections are bounded in time (`head_s`) and in
 number (`idle_connections`). Above the number the oldest connection of the holder that has the most
 is closed, so a new connection is never refused.
 """
@@ -12,7 +13,7 @@ import asyncio
 import resource
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -22,18 +23,25 @@ from jobs.serve.limits.shares import address_of
 MOST_FILES = 8192  # that the server may have open; every connection is one
 
 
+class Idle(Protocol):
+    """A connection, or the handshake of one that is to come."""
+
+    holder: str  # whose share it uses
+    transport: asyncio.Transport
+
+
 @dataclass
 class IdleConnections:
     """The idle connections of a server, the oldest first."""
 
     most: int
     head_s: float
-    _all: dict[Connection, None] = field(default_factory=dict["Connection", None])
+    _all: dict[Idle, None] = field(default_factory=dict[Idle, None])
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: Idle) -> None:
         """Add a connection, and close another one when there are too many."""
         self._all[connection] = None
         if len(self._all) > self.most:
@@ -43,7 +51,7 @@ class IdleConnections:
             self.discard(oldest)
             oldest.transport.abort()
 
-    def discard(self, connection: Connection) -> None:
+    def discard(self, connection: Idle) -> None:
         """Remove a connection that is closed, or whose request has come."""
         self._all.pop(connection, None)
 

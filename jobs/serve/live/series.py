@@ -11,6 +11,7 @@ from typing import Any
 from jobs.record.metrics import numbers
 from jobs.report.curves import Place, has_gradient_norms, read_curves, thin
 from jobs.serve.job_view import metric_lines_from
+from trainer.files.atomic import open_file
 
 MOST_LINES = 2000  # in one event of the stream; after more of them the page reads the curves anew
 MOST_ROWS, LONGEST_TEXT = 200, 4000  # of generated answers; a text is cut after so many letters
@@ -39,7 +40,7 @@ def lines_since(path: Path, place: Place) -> tuple[list[dict[str, Any]] | None, 
     replaced or has grown by more than MOST_LINES: then the page reads the curves anew.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             facts = os.fstat(file.fileno())
             is_replaced = facts.st_ino != place.file or facts.st_size < place.end
             if is_replaced:
@@ -68,7 +69,7 @@ def answers_of(run: Path, step: int | None) -> dict[str, Any]:
         step = max(files, default=None)
     rows: list[dict[str, Any]] = []
     if step in files:
-        with suppress(OSError), files[step].open("rb") as file:
+        with suppress(OSError), open_file(files[step]) as file:
             rows = metric_lines_from(file, 0)[0][:MOST_ROWS]
     texts = [{name: _text(value) for name, value in row.items()} for row in rows]
     return {"steps": sorted(files), "step": step, "rows": texts}

@@ -40,7 +40,7 @@ from jobs.serve.tickets import FILE, JOB, Failure, ServiceFolder, Ticket, Ticket
 from jobs.serve.turn.troubles import Troubles
 from jobs.serve.uploads import unreadable
 from trainer.errors import LatheError
-from trainer.files.atomic import refusals
+from trainer.files.atomic import open_file, refusals
 
 MARK_BYTES = (
     4096  # before a place in metrics.jsonl; their digest shows whether the file is the same
@@ -241,12 +241,12 @@ class FolderReader:
         if is_readable:
             metrics, place = new_metric_events(ticket, self._run(ticket), place)
         events = [*state_events(facts, organization), *metrics]
-        is_alive = facts.row is not None and facts.row.state in ACTIVE
+        is_alive = facts.row is not None and facts.row.state in (*ACTIVE, "paused")
         self.index.write_job(
             job_object(facts, organization),
             created=seconds(ticket.created_at),
             model=ticket.tuned_model(organization),
-            # a cancelled job may still be running
+            # a cancelled job may still be running, or its run still be called paused
             is_open=is_alive or standing(facts).status not in FINAL or not is_readable,
             is_deleted=facts.is_deleted,
             facts=marks,
@@ -301,7 +301,7 @@ def new_metric_events(
     those that the index already has stay as they are.
     """
     try:
-        with run.metrics.open("rb") as file:
+        with open_file(run.metrics) as file:
             size, written_at = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mtime
             is_same = size >= before.end and _digest(file, before.end) == before.mark
             start = before.end if is_same else 0

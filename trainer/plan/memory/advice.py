@@ -30,9 +30,9 @@ from trainer.plan.memory.measure import (
 from trainer.plan.memory.planned_rows import Specimens, binding_limit, training_batches
 
 if TYPE_CHECKING:
+    from trainer.cards import Device
     from trainer.plan.memory.plan import Basis, MemoryPlan
     from trainer.plan.memory.subject import Subject
-    from trainer.runtime.gpus import Device
 
 RECOMPUTED = "train.gradient_checkpointing"  # the key
 _SHORTER = (2, 4, 8)  # limits that are tried: a half, a quarter and an eighth of the present one

@@ -37,9 +37,9 @@ from trainer.plan.memory.planned_rows import (
 from trainer.protocol.abilities import Answers
 
 if TYPE_CHECKING:
+    from trainer.cards import Device
     from trainer.plan.memory.planned_rows import RowsByNumber
     from trainer.plan.memory.subject import Subject
-    from trainer.runtime.gpus import Device
 
 # host memory of a process that has imported torch, transformers and CUDA's libraries
 _PROCESS = 2 * 2**30

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from trainer.cards import GIB, Device
 from trainer.plan.memory.measure import TRAINING
-from trainer.runtime.gpus import GIB, Device
 
 if TYPE_CHECKING:
     from trainer.plan.memory.advice import Advice

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.cards import Device, data_sheet
 from trainer.errors import ConfigError
-from trainer.runtime.gpus import Device, data_sheet
 
 VERSION = 3  # of the file format
 

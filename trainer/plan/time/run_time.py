@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.cards import data_sheet
 from trainer.data.order import window_rows
 from trainer.plan.memory.measure import Measured, measure
 from trainer.plan.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests, request_of
@@ -24,7 +25,6 @@ from trainer.plan.time.step_time import (
     step_time,
 )
 from trainer.protocol.abilities import Answers
-from trainer.runtime.gpus import data_sheet
 
 if TYPE_CHECKING:
     from trainer.plan.memory.subject import Subject

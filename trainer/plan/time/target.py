@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.cards import Device, count_and_name
 from trainer.errors import ConfigError
 from trainer.plan.time.rates import Rates, of_data_sheet, read
 from trainer.plan.time.step_time import Cluster
-from trainer.runtime.gpus import Device, device_to_plan_for
+from trainer.runtime.gpus import device_to_plan_for
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,14 @@ def target_of(text: str | None, *, world: int | None, nodes: int = 1) -> Target:
     world: the number of devices if `text` does not say it; None: as many as the launcher started,
     or one.
     """
-    if re.search(r"[,+&]", Path(text or "").name):
-        raise ConfigError(
-            f"--device {text}: devices of several kinds. A step waits for the slowest: plan for "
-            "that one, such as 8xa100-80."
-        )
-    several = re.fullmatch(r"(\d+)x(.+)", text or "")
-    if several:
-        count = int(several[1]) * nodes
-        if count < 1:
+    count, name = (None, None) if text is None else count_and_name(text)
+    if count is not None:
+        if world is not None and world != count * nodes:
             raise ConfigError(
-                f"--device {text}: no device at all. Want one or more: 1x{several[2]}."
-            )
-        if world is not None and world != count:
-            raise ConfigError(
-                f"--device {text} with --nodes {nodes} are {count} devices, and --world is "
+                f"--device {text} with --nodes {nodes} are {count * nodes} devices, and --world is "
                 f"{world}. Leave one of them out."
             )
-        world, text = count, several[2]
+        world = count * nodes
     world = world or int(os.environ.get("WORLD_SIZE", "1"))
     if world < 1 or world % nodes:
         raise ConfigError(
@@ -63,8 +53,8 @@ def target_of(text: str | None, *, world: int | None, nodes: int = 1) -> Target:
             "Give --device 8xNAME, or a --world that is a multiple of --nodes."
         )
     cluster = Cluster(world, nodes)
-    if text is not None and text.endswith(".json"):
-        rates = read(Path(text))
+    if name is not None and name.endswith(".json"):
+        rates = read(Path(name))
         return Target(rates.device, rates, cluster)
-    device = device_to_plan_for(text)
+    device = device_to_plan_for(name)
     return Target(device, None if device is None else of_data_sheet(device.name), cluster)

@@ -2,7 +2,7 @@
 
 const FAILED = ["failed", "timeout", "oom", "lost", "held"];
 export const ACTIVE = ["submitting", "submitted", "queued", "running", "held"];
-export const STATES = ["running", "queued", "submitted", "submitting", "pending", "held", "preempted",
+export const STATES = ["running", "queued", "submitted", "submitting", "pending", "held", "preempted", "paused",
   "succeeded", "failed", "timeout", "oom", "lost", "cancelled"];
 
 export class Board {

@@ -16,7 +16,7 @@ export class QueuePage {
   }
 
   news() {
-    const lines = this.board.lines().filter(line => [...ACTIVE, "pending", "preempted"].includes(line.state) || line.job?.is_paused);
+    const lines = this.board.lines().filter(line => [...ACTIVE, "pending", "preempted", "paused"].includes(line.state) || line.job?.is_paused);
     const rank = line => (line.state === "running" ? 0 : ACTIVE.includes(line.state) ? 1 : 2);
     lines.sort((a, b) => rank(a) - rank(b) || (a.submitted ?? a.created ?? "").localeCompare(b.submitted ?? b.created ?? ""));
     const rows = lines.map((line, at) => h("tr", {}, h("td", { class: "num" }, String(at + 1)),
