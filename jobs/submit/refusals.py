@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.code.repository import MAX_WEIGHTS, WEIGHTS
-from trainer.cards import count_and_name, device_of
 from trainer.config.deepspeed_config import offload_device
 from trainer.config.flags import ENTITY_ALONE, unknown_tracker
 from trainer.config.mistakes import (
@@ -20,6 +19,7 @@ from trainer.config.mistakes import (
     no_base,
 )
 from trainer.config.userfile import START_FOLDER, may_be_hub_id
+from trainer.devices import count_and_name, device_of
 from trainer.errors import ConfigError
 from trainer.plan.time.rates import read as read_calibration
 

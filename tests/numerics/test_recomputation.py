@@ -22,8 +22,8 @@ from tests.ranks import run_alone
 from tests.tolerance import Step, assert_equal_step
 from tests.wording import refused
 from trainer import tasks
-from trainer.cards import CONTEXT, FILLED, Device
 from trainer.commands.plan import subject_for
+from trainer.devices import CONTEXT, FILLED, Device
 from trainer.launch import preflight
 from trainer.launch.run import run
 from trainer.plan.memory import advice, fake_step

@@ -18,10 +18,10 @@ import transformers
 from exp_configs import EXP_GROUPS
 from tests.wording import refused
 from trainer import tasks
-from trainer.cards import GIB, device_of
 from trainer.config.block import validate
 from trainer.config.schema import Train
 from trainer.data.order import Sharding, Sizes, window_rows
+from trainer.devices import GIB, device_of
 from trainer.launch import choose
 from trainer.launch.prepare import PreparedRun
 from trainer.plan.memory import plan_text

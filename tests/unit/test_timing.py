@@ -17,7 +17,7 @@ from benchmarks.plan_time import first_choices, kendall, quickest
 from tests.ranks import run_on_ranks
 from tests.unit.test_memory_parts import measured, zero
 from tests.wording import Fault, fault, refused
-from trainer.cards import data_sheet
+from trainer.devices import data_sheet
 from trainer.launch import late
 from trainer.plan.memory.measure import Measured, Moment
 from trainer.plan.operators import Operator

@@ -31,7 +31,7 @@ from trainer.plan.time.text import duration
 from trainer.runtime.distributed import on_main
 
 if TYPE_CHECKING:
-    from trainer.cards import Device
+    from trainer.devices import Device
     from trainer.plan.time.target import Target
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan

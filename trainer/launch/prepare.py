@@ -29,7 +29,7 @@ from trainer.training.run_plan import say_padding
 from trainer.training.scoring import first_questions
 
 if TYPE_CHECKING:
-    from trainer.cards import Device
+    from trainer.devices import Device
     from trainer.launch.choose import Chosen
     from trainer.protocol.task import Places, Row, Task
     from trainer.training.checkpoint import SavedState

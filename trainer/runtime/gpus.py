@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.cards import (
+from trainer.devices import (
     LARGE_CUBLAS,
     SMALL_CUBLAS,
     Device,

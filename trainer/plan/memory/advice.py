@@ -30,7 +30,7 @@ from trainer.plan.memory.measure import (
 from trainer.plan.memory.planned_rows import Specimens, binding_limit, training_batches
 
 if TYPE_CHECKING:
-    from trainer.cards import Device
+    from trainer.devices import Device
     from trainer.plan.memory.plan import Basis, MemoryPlan
     from trainer.plan.memory.subject import Subject
 

@@ -37,7 +37,7 @@ from trainer.plan.memory.planned_rows import (
 from trainer.protocol.abilities import Answers
 
 if TYPE_CHECKING:
-    from trainer.cards import Device
+    from trainer.devices import Device
     from trainer.plan.memory.planned_rows import RowsByNumber
     from trainer.plan.memory.subject import Subject
 

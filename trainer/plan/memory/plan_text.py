@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from trainer.cards import GIB, Device
+from trainer.devices import GIB, Device
 from trainer.plan.memory.measure import TRAINING
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.cards import Device, data_sheet
+from trainer.devices import Device, data_sheet
 from trainer.errors import ConfigError
 
 VERSION = 3  # of the file format

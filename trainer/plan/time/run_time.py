@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.cards import data_sheet
 from trainer.data.order import window_rows
+from trainer.devices import data_sheet
 from trainer.plan.memory.measure import Measured, measure
 from trainer.plan.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests, request_of
 from trainer.plan.time.step_time import (

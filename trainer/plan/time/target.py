@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cards import Device, count_and_name
+from trainer.devices import Device, count_and_name
 from trainer.errors import ConfigError
 from trainer.plan.time.rates import Rates, of_data_sheet, read
 from trainer.plan.time.step_time import Cluster

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.cards import GIB
+from trainer.devices import GIB
 
 if TYPE_CHECKING:
     from trainer.plan.time.fastest import Way
