@@ -213,17 +213,14 @@ class _Gradients:
                 torch.mm(gradient_CV, weight, out=of_rows[rows])
         for place, states in ((1, self._hidden_ND), (4, low_NR)):
             if self._needed[place] and states is not None:
-                self._add_product(place, gradient_CV.t(), states[rows])
+                left, right, total = gradient_CV.t(), states[rows], self._sums[place]
+                if total is None:
+                    product = left @ right
+                    self._sums[place] = product if self._kept_NV is not None else product.float()
+                elif total.dtype == left.dtype:
+                    total.addmm_(left, right)
+                else:
+                    total += left @ right
         if self._needed[2]:
             of_bias, sums = self._sums[2], gradient_CV.sum(0, dtype=torch.float32)
             self._sums[2] = sums if of_bias is None else of_bias.add_(sums)
-
-    def _add_product(self, place: int, left: Tensor, right: Tensor) -> None:
-        total = self._sums[place]
-        if total is None:
-            product = left @ right
-            self._sums[place] = product if self._kept_NV is not None else product.float()
-        elif total.dtype == left.dtype:
-            total.addmm_(left, right)
-        else:
-            total += left @ right

@@ -39,7 +39,9 @@ class Dropout:
         """Two (A, H) int32 hashes of the seed, a query's place in the stream, and a head."""
         heads = torch.arange(num_heads, device=queries_A.device)
         places_AH = queries_A[:, None].long() * num_heads + heads
-        first, second = _int32(_mix_bits(places_AH ^ self.seed[:, None, None])).unbind()
+        words = _mix_bits(places_AH ^ self.seed[:, None, None])
+        signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        first, second = signed.unbind()
         return first, second
 
     def places(self, queries_A: Tensor, num_heads: int, num_keys: int, of: slice) -> Tensor:
@@ -61,7 +63,3 @@ def _mix_bits(words: Tensor) -> Tensor:
     words = ((words ^ (words >> 16)) * FIRST) & _WORD
     words = ((words ^ (words >> 15)) * SECOND) & _WORD
     return words ^ (words >> 16)
-
-
-def _int32(words: Tensor) -> Tensor:
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -78,7 +78,11 @@ def _give_twins(out: Any, func: Any, args: Any, kwargs: Any) -> None:
     is_random = func in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags
     are_known = not is_random and all(map(_is_known, tensors_in(args, kwargs)))
     if func in _CHOOSING:
-        _choose(out)
+        # the indices among the result (of argmax, topk) have a twin that is CHOSEN everywhere
+        found = [fake for fake in tensors_in(out) if not fake.is_floating_point()]
+        for fake in filter(lambda one: one.numel() <= LARGEST, found):
+            with _disable_current_modes():
+                fake.twin = torch.full(fake.shape, CHOSEN, dtype=fake.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     elif (writes or is_small) and are_known:
         # an operation that writes into its arguments writes into their twins, too
         _attach(out, _on_twins(func, args, kwargs))
@@ -141,14 +145,6 @@ def _on_twins(func: Any, args: Any, kwargs: Any) -> Any:
 def _attach(out: Any, twins: Any) -> None:
     for fake, twin in zip(tensors_in(out), tensors_in(twins), strict=True):
         fake.twin = twin if isinstance(fake, FakeTensor) else None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _choose(out: Any) -> None:
-    """Give the indices among a result (of argmax, topk) a twin that is CHOSEN everywhere."""
-    for fake in tensors_in(out):
-        if not fake.is_floating_point() and fake.numel() <= LARGEST:
-            with _disable_current_modes():
-                fake.twin = torch.full(fake.shape, CHOSEN, dtype=fake.dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _without_masks(indices: Any) -> list[Any]:

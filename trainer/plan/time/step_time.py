@@ -223,7 +223,13 @@ def step_time(
     count = sum(number for _, number in batches)
     update = _updating(step, zero, rates)
     copied = _copying(step, zero, rates, count)
-    host = rates.launch_s * _host_operators(step, zero, rates, count)
+    work = _ON_GPU if rates.overlaps_launches else _ON_CPU
+    weights, stage = step.num_weights, zero.stage
+    of_step = _STEP + weights * work.per_weight[stage]
+    of_batch = _PER_BATCH + weights * work.per_weight_and_batch[stage]
+    host = rates.launch_s * (
+        of_step + count * of_batch + work.per_visit[stage] * _visits(step, count)
+    )
     together = together.plus(StepTime(optimizer=update, memory=copied, launches=host))
     together = hide_launches(together, rates)
     sending = _sending(step, zero, cluster, rates, count)
@@ -233,14 +239,6 @@ def step_time(
         hideable = 0.0
     visible = max(sending - _HIDDEN * hideable, (1 - _HIDDEN) * sending)
     return together.plus(StepTime(communication=visible))
-
-
-def _host_operators(step: Measured, zero: Zero, rates: Rates, batches: float) -> float:
-    work = _ON_GPU if rates.overlaps_launches else _ON_CPU
-    weights, stage = step.num_weights, zero.stage
-    of_step = _STEP + weights * work.per_weight[stage]
-    of_batch = _PER_BATCH + weights * work.per_weight_and_batch[stage]
-    return of_step + batches * of_batch + work.per_visit[stage] * _visits(step, batches)
 
 
 def _visits(step: Measured, batches: float) -> float:

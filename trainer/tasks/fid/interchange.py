@@ -305,7 +305,17 @@ def _check(source: Source) -> Source:
         for name, t in tensors.items()
         if name not in _TIED or (is_untied and name == _HEAD)
     }
-    return replace(source, config=_plain_config(source.config, config), tensors=once)
+    # To every version of transformers, tie_word_embeddings=false means an unscaled decoder
+    # output. save_pretrained of 5.x writes true beside scale_decoder_outputs=false instead,
+    # which 4.x takes for a T5 v1.0.
+    left_out = ("scale_decoder_outputs", "compat_cross_bias", "_name_or_path")
+    own_config = {name: value for name, value in source.config.items() if name not in left_out}
+    own_config |= {
+        "architectures": ["T5ForConditionalGeneration"],
+        "tie_word_embeddings": config.scale_decoder_outputs,
+    }
+    start = {"decoder_start_token_id": own_config.get("pad_token_id", 0)}  # as every published T5
+    return replace(source, config={**start, **own_config}, tensors=once)
 
 
 def _t5_config(source: Source) -> Any:
@@ -315,23 +325,6 @@ def _t5_config(source: Source) -> Any:
         raise ConfigError(
             f"{source.path}: its config.json describes no T5 ({error}). Correct it."
         ) from None
-
-
-def _plain_config(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """config.json of a plain T5.
-
-    tie_word_embeddings=false means an unscaled decoder output to every version of transformers.
-    save_pretrained of 5.x writes true beside scale_decoder_outputs=false instead, which 4.x takes
-    for a T5 v1.0.
-    """
-    left_out = ("scale_decoder_outputs", "compat_cross_bias", "_name_or_path")
-    own_config = {name: value for name, value in values.items() if name not in left_out}
-    own_config |= {
-        "architectures": ["T5ForConditionalGeneration"],
-        "tie_word_embeddings": config.scale_decoder_outputs,
-    }
-    start = {"decoder_start_token_id": own_config.get("pad_token_id", 0)}  # as every published T5
-    return {**start, **own_config}
 
 
 def _skeleton(config: Any, *, is_untied: bool, has_cross_bias: bool) -> Any:
