@@ -76,7 +76,8 @@ def predict_time(subject: Subject, target: Target) -> dict[str, Any] | None:
             if theirs != ours:
                 raise ConfigError(
                     f"--device: a calibration of another machine ({rates.name}): its {key} is "
-                    f"{theirs!r}, here it is {ours!r}. Calibrate here: python -m trainer calibrate-device."
+                    f"{theirs!r}, here it is {ours!r}. Calibrate here: python -m trainer "
+                    "calibrate-device."
                 )
     time = run_time(subject, rates, target.cluster)
     logger.info(

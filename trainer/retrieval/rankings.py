@@ -120,8 +120,8 @@ def mean_measures(rankings: Rankings, qrels: Qrels, *, at: Sequence[int]) -> dic
         note(f"question {question!r}", "judged questions that the run lacks (they count 0)")
     for question in rankings.keys() - set(questions):
         note(f"question {question!r}", "ranked questions without a relevant passage (not measured)")
-    # A run is no worse for some relevant passages that no ranking holds, for it has an end; where it
-    # holds none at all, the ids are doubted.
+    # Rankings have an end, so that some relevant passages may be in none of them. If no ranking
+    # holds any relevant passage, the ids of the two files are probably not the same.
     ranked = {hit.passage for hits in rankings.values() for hit in hits}
     relevant = {
         passage: question

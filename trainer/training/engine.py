@@ -214,7 +214,13 @@ class Engine:
         if watch is not None and self.stage == 0:
             watch(self._gradients())
         if self._own_clip:
-            self._norm = self._clip()
+            if self.clip > 0:
+                self._norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.clip)
+            else:
+                weights = self._parameters.values()
+                self._norm = nn.utils.get_total_norm(
+                    [w.grad for w in weights if w.grad is not None]
+                )
             if self.leaves_out_unsound and not torch.isfinite(self._norm):
                 return self.leave_out()
         self.state_copy.wait()
@@ -385,13 +391,6 @@ class Engine:
             # stage 3 waits on the host for every micro-batch's reduction. What follows reads the
             # sums on the device; only an offloaded optimizer reads them on the host.
             stream.synchronize = lambda: torch.cuda.current_stream().wait_stream(stream)
-
-    def _clip(self) -> Tensor:
-        parameters = list(self._parameters.values())
-        if self.clip > 0:
-            return nn.utils.clip_grad_norm_(parameters, self.clip)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return nn.utils.get_total_norm(gradients)
 
     def _check_that_deepspeed_agrees(self, ds: Mapping[str, Any]) -> None:
         """DeepSpeed drops what it does not understand without a word, so ask it what it will do."""

@@ -94,9 +94,15 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     missing = [names[0] for names, _ in groups if not tensors.keys() & set(names)]
     problems = [f"missing {_list_names(missing)}"]
     problems += [f"unexpected {_list_names(sorted(tensors.keys() - targets.keys()))}"]
-    problems += [
-        f"different tensors for one shared parameter: {_list_names(_conflicts(groups, tensors))}"
-    ]
+    clashes: list[str] = []
+    for names, _ in groups:
+        present = [name for name in names if name in tensors]
+        clashes += [
+            f"{present[0]} and {name}"
+            for name in present[1:]
+            if not torch.equal(tensors[present[0]], tensors[name])
+        ]
+    problems += [f"different tensors for one shared parameter: {_list_names(clashes)}"]
     wrong = [
         f"{name} (got {tuple(tensor.shape)}, want {tuple(targets[name].shape)})"
         for name, tensor in tensors.items()
@@ -112,20 +118,6 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     with torch.no_grad():
         for name, tensor in tensors.items():
             targets[name].copy_(tensor)
-
-
-def _conflicts(
-    groups: Iterable[tuple[list[str], Tensor]], tensors: Mapping[str, Tensor]
-) -> list[str]:
-    clashes: list[str] = []
-    for names, _ in groups:
-        present = [name for name in names if name in tensors]
-        clashes += [
-            f"{present[0]} and {name}"
-            for name in present[1:]
-            if not torch.equal(tensors[present[0]], tensors[name])
-        ]
-    return clashes
 
 
 def _list_names(names: list[str]) -> str:

@@ -39,7 +39,11 @@ class Dropout:
         """Two (A, H) int32 hashes of the seed, a query's place in the stream, and a head."""
         heads = torch.arange(num_heads, device=queries_A.device)
         places_AH = queries_A[:, None].long() * num_heads + heads
-        words = _mix_bits(places_AH ^ self.seed[:, None, None])
+        # a hash of each word of 32 bits, computed in int64
+        words = places_AH ^ self.seed[:, None, None]
+        words = ((words ^ (words >> 16)) * FIRST) & _WORD
+        words = ((words ^ (words >> 15)) * SECOND) & _WORD
+        words = words ^ (words >> 16)
         signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
         first, second = signed.unbind()
         return first, second
@@ -56,10 +60,3 @@ class Dropout:
         numbers += second
         numbers *= SECOND - (1 << 32)
         return numbers < self.threshold
-
-
-def _mix_bits(words: Tensor) -> Tensor:
-    """A hash of each word of 32 bits, in int64."""
-    words = ((words ^ (words >> 16)) * FIRST) & _WORD
-    words = ((words ^ (words >> 15)) * SECOND) & _WORD
-    return words ^ (words >> 16)

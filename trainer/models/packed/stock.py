@@ -48,7 +48,7 @@ class Rows:
     starts: Tensor  # (rows + 1,) int32, and where the last one ends
     cells_M: Tensor
     grids: list[Tensor]  # (N, L) bool of each rectangle, True where there is a token
-    _masks: dict[tuple[int, int | None, bool], Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None, bool], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], prefix: str = "") -> Rows:
@@ -67,27 +67,26 @@ class Rows:
 
         window: keys so far away, or farther, are not seen.
         """
+        grid_NL = self.grids[number]
+        length = grid_NL.shape[1]
+        if window is not None and window >= length:
+            window = None
+        if is_causal and window is None:
+            return None
         key = (number, window, is_causal)
         if key not in self._masks:
-            self._masks[key] = _mask(self.grids[number], window, is_causal=is_causal)
+            places = torch.arange(length, device=grid_NL.device)
+            distance_LL = places[:, None] - places
+            seen_NLL = grid_NL[:, None]
+            if is_causal:
+                self._masks[key] = (distance_LL >= 0) & (distance_LL < (window or length))
+            elif window is None:
+                self._masks[key] = seen_NLL[:, None]
+            else:
+                # a pad sees itself, for a softmax over nothing has no gradient
+                seen_NLL = (seen_NLL & (distance_LL.abs() < window)) | (distance_LL == 0)
+                self._masks[key] = seen_NLL[:, None]
         return self._masks[key]
-
-
-def _mask(grid_NL: Tensor, window: int | None, *, is_causal: bool) -> Tensor | None:
-    length = grid_NL.shape[1]
-    if window is not None and window >= length:
-        window = None
-    if is_causal and window is None:
-        return None
-    places = torch.arange(length, device=grid_NL.device)
-    distance_LL = places[:, None] - places
-    if is_causal:
-        return (distance_LL >= 0) & (distance_LL < (window or length))
-    seen_NLL = grid_NL[:, None]
-    if window is not None:
-        # a pad sees itself, for a softmax over nothing has no gradient
-        seen_NLL = (seen_NLL & (distance_LL.abs() < window)) | (distance_LL == 0)
-    return seen_NLL[:, None]
 
 
 @torch.compiler.disable  # see models/fused.py

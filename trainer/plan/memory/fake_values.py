@@ -58,7 +58,14 @@ def run_with_twins(func: Any, args: Any, kwargs: Any) -> Any:
     if any(map(_is_real_array, tensors_in(args))):
         args = tree_map(lambda value: _constant(value) if _is_real_array(value) else value, args)
     if func in _INDEXING:
-        args = (args[0], _without_masks(args[1]), *args[2:])
+        # a boolean mask becomes integer indices, one tensor for each of its axes
+        places: list[Any] = []
+        for index in args[1]:
+            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                places.extend(_shaped_by_values(aten.nonzero.default, (index,), {}).unbind(1))
+            else:
+                places.append(index)
+        args = (args[0], places, *args[2:])
     if func in _SHAPED_BY_VALUES:
         return _shaped_by_values(func, args, kwargs)
     out = func(*args, **kwargs)
@@ -79,8 +86,8 @@ def _give_twins(out: Any, func: Any, args: Any, kwargs: Any) -> None:
     are_known = not is_random and all(map(_is_known, tensors_in(args, kwargs)))
     if func in _CHOOSING:
         # the indices among the result (of argmax, topk) have a twin that is CHOSEN everywhere
-        found = [fake for fake in tensors_in(out) if not fake.is_floating_point()]
-        for fake in filter(lambda one: one.numel() <= LARGEST, found):
+        indices = [fake for fake in tensors_in(out) if not fake.is_floating_point()]
+        for fake in filter(lambda one: one.numel() <= LARGEST, indices):
             with _disable_current_modes():
                 fake.twin = torch.full(fake.shape, CHOSEN, dtype=fake.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     elif (writes or is_small) and are_known:
@@ -145,17 +152,6 @@ def _on_twins(func: Any, args: Any, kwargs: Any) -> Any:
 def _attach(out: Any, twins: Any) -> None:
     for fake, twin in zip(tensors_in(out), tensors_in(twins), strict=True):
         fake.twin = twin if isinstance(fake, FakeTensor) else None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _without_masks(indices: Any) -> list[Any]:
-    """Boolean indices as integer indices, one for each axis of the mask."""
-    places: list[Any] = []
-    for index in indices:
-        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
-            places.extend(_shaped_by_values(aten.nonzero.default, (index,), {}).unbind(1))
-        else:
-            places.append(index)
-    return places
 
 
 def _shaped_by_values(func: Any, args: Any, kwargs: Any) -> Any:

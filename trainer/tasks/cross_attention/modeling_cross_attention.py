@@ -347,7 +347,14 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask = input_ids.new_ones(len(input_ids), past + input_ids.shape[1])
         if position_ids is None:
             position_ids = _positions(attention_mask)[:, -input_ids.shape[1] :]
-        self._now = self._seen(context, position_ids)
+        has_key_B1 = context.kept_BL.any(dim=-1, keepdim=True)
+        shown_BL = context.kept_BL | ~has_key_B1  # a row without keys mixes all of them alike
+        self._now = _Now(
+            dict(zip(self.indices, context.keys_values, strict=True)),
+            shown_BL[:, None, None, :],
+            has_key_B1[:, :, None, None],
+            self._turn(position_ids),
+        )
         try:
             out = self.base(
                 input_ids=input_ids,
@@ -366,16 +373,6 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             )
         return CausalLMOutputWithPast(
             loss=loss, logits=out.logits, past_key_values=out.past_key_values
-        )
-
-    def _seen(self, context: Context, position_ids: Tensor) -> _Now:
-        has_key_B1 = context.kept_BL.any(dim=-1, keepdim=True)
-        shown_BL = context.kept_BL | ~has_key_B1  # a row without keys mixes all of them alike
-        return _Now(
-            dict(zip(self.indices, context.keys_values, strict=True)),
-            shown_BL[:, None, None, :],
-            has_key_B1[:, :, None, None],
-            self._turn(position_ids),
         )
 
     def _turn(self, positions_BT: Tensor) -> tuple[Tensor, Tensor] | None:

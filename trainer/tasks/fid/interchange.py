@@ -32,7 +32,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.frozen.freezing import load_into
-from trainer.models.weights import model_folder
+from trainer.models.weights import model_folder, weight_files
 from trainer.tasks.fid import fido
 from trainer.tasks.fid.transformers_302 import config_302, refuse_newer
 from trainer.tasks.fid.weights import CROSS_BIAS
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 LAYOUTS = ["t5", "fid"]
 _EMBEDDING, _HEAD = "shared.weight", "lm_head.weight"
 _TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # one of them makes a tokenizer
 _WRAPPED_BLOCK = re.compile(r"encoder\.block\.(\d+)\.(?!layer\.)\w+\.layer\.")
 
@@ -131,26 +130,16 @@ def _read_folder(folder: Path) -> Source:
             f"{path}: got model_type={family!r}, want 't5'. Give the folder of a T5 or of a reader."
         )
     tensors: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
+    files = weight_files.of(str(folder))
+    if not files:
+        legal = ", ".join(f"{single} or {single}.index.json" for single in weight_files.KINDS)
+        raise ConfigError(f"{folder}: holds no weights, want {legal}. Copy the folder again.")
+    for file in files:
         tensors |= _tensors_of(file)
     copied = [folder / "generation_config.json", *(folder / name for name in vocabulary.FILES)]
     return Source(
         folder, config, _rename(tensors, folder), tuple(file for file in copied if file.is_file())
     )
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for single in _WEIGHT_FILES:
-        if (folder / single).is_file():
-            return [folder / single]
-        index = folder / f"{single}.index.json"
-        if index.is_file():
-            return [
-                folder / shard
-                for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            ]
-    legal = ", ".join(f"{single} or {single}.index.json" for single in _WEIGHT_FILES)
-    raise ConfigError(f"{folder}: holds no weights, want {legal}. Copy the folder again.")
 
 
 def _tensors_of(file: Path) -> dict[str, Tensor]:
