@@ -77,36 +77,32 @@ def adapted_source(source: str, adapted: Adapted, cache_dir: Path) -> str:
         for file in Path(source).iterdir():
             if file.is_file() and file.name not in {"config.json", *(f.name for f in files)}:
                 shutil.copy(file, temporary)  # the tokenizer
-        whole = _config(config, adapted)
+        from transformers import T5Gemma2Config, T5Gemma2DecoderConfig
+
+        keys = T5Gemma2DecoderConfig().to_dict().keys() - {"model_type"}
+        side = {key: value for key, value in config.to_dict().items() if key in keys}
+        side["sliding_window"] = adapted.window or config.sliding_window
+        ends = {key: side[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id")}
+        no_token = config.vocab_size  # where the vocabulary has none that stands for a picture
+        whole = T5Gemma2Config(
+            encoder={
+                "text_config": side,
+                "vision_config": NO_PICTURES,
+                "mm_tokens_per_image": 4,
+                "eoi_token_index": no_token,
+                "initializer_range": config.initializer_range,
+            },
+            decoder=side,
+            image_token_index=no_token + 1,
+            initializer_range=config.initializer_range,
+            architectures=["T5Gemma2ForConditionalGeneration"],
+            **ends,
+        )
         whole.save_pretrained(temporary)
         safetensors_file.write_tensors(temporary, _WEIGHTS, _weights(whole, source))
 
     folder = cache_dir / "adapted" / key
     return str(build_once(folder, build, is_whole=lambda folder: (folder / _WEIGHTS).is_file()))
-
-
-def _config(config: Any, adapted: Adapted) -> Any:
-    from transformers import T5Gemma2Config, T5Gemma2DecoderConfig
-
-    keys = T5Gemma2DecoderConfig().to_dict().keys() - {"model_type"}
-    side = {key: value for key, value in config.to_dict().items() if key in keys}
-    side["sliding_window"] = adapted.window or config.sliding_window
-    ends = {key: side[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id")}
-    no_token = config.vocab_size  # where the vocabulary has none that stands for a picture
-    return T5Gemma2Config(
-        encoder={
-            "text_config": side,
-            "vision_config": NO_PICTURES,
-            "mm_tokens_per_image": 4,
-            "eoi_token_index": no_token,
-            "initializer_range": config.initializer_range,
-        },
-        decoder=side,
-        image_token_index=no_token + 1,
-        initializer_range=config.initializer_range,
-        architectures=["T5Gemma2ForConditionalGeneration"],
-        **ends,
-    )
 
 
 def _weights(config: Any, source: str) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ untouched (transformers 5.23).
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -152,19 +151,15 @@ def _has_kernel(query_1HMC: Tensor, key_1GMC: Tensor) -> bool:
     nothing; before torch 2.12 it knew no groups.
     """
     width, is_grouped = query_1HMC.shape[-1], query_1HMC.shape[1] != key_1GMC.shape[1]
+    device = query_1HMC.device
     return (
-        query_1HMC.device.type != "cpu"
+        device.type != "cpu"
         and query_1HMC.dtype in _HALVES
         and width <= _WIDEST
         and width % 8 == 0
         and (not is_grouped or _KNOWS_GROUPS)
-        and _has_flash(query_1HMC.device)
+        and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= _AMPERE)
     )
-
-
-@functools.cache
-def _has_flash(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 def _where_they_lie(
