@@ -91,10 +91,10 @@ def training_rows(
     finder, num_rows = AnswerFinder(passages), 0
     for query in queries:
         relevant = positives[query.id]
-        known = {passages[name]["text"] for name in relevant}
+        texts = {passages[name]["text"] for name in relevant}
         in_window = rankings.get(query.id, [])[window.first - 1 : window.last]
         ids = [hit.passage for hit in in_window if hit.passage not in relevant]
-        negatives = [name for name in ids if passages[name]["text"] not in known]
+        negatives = [name for name in ids if passages[name]["text"] not in texts]
         if not window.may_have_answer and query.answers:
             answering = finder.having(query.answers, negatives)
             negatives = [name for name in negatives if name not in answering]

@@ -214,13 +214,12 @@ class Engine:
         if watch is not None and self.stage == 0:
             watch(self._gradients())
         if self._own_clip:
+            weights = self._parameters.values()
             if self.clip > 0:
-                self._norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.clip)
+                self._norm = nn.utils.clip_grad_norm_(weights, self.clip)
             else:
-                weights = self._parameters.values()
-                self._norm = nn.utils.get_total_norm(
-                    [w.grad for w in weights if w.grad is not None]
-                )
+                gradients = [weight.grad for weight in weights if weight.grad is not None]
+                self._norm = nn.utils.get_total_norm(gradients)
             if self.leaves_out_unsound and not torch.isfinite(self._norm):
                 return self.leave_out()
         self.state_copy.wait()
