@@ -79,8 +79,8 @@ def evaluate(
 
 @torch.no_grad()
 def pool(model: Scored, task: Task, store: TokenStore, *, name: str, batch: int) -> Tensor | None:
-    """The values of one pool of `task.scores` over every row of `store` exactly once, on all ranks;
-    None: no such.
+    """The values of the pool `name` of `task.scores` over every row of `store` exactly once, on all
+    ranks; None if the task has no such pool.
     """
 
     def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
@@ -204,7 +204,9 @@ def _sum_scores(
 
 
 def _nothing(score: Ratio | GatheredValues) -> Ratio | GatheredValues:
-    """The same kind of score over no rows: what a rank adds that ran for the others' sake."""
+    """The same kind of score over no rows. A rank adds it after a batch that it ran only because
+    all ranks must make equally many calls.
+    """
     if isinstance(score, Ratio):
         return Ratio(torch.zeros_like(score.num), torch.zeros_like(score.den))
     return GatheredValues(score.values[:0], score.reduce)

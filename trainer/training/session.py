@@ -74,7 +74,7 @@ class Progress:
     units: int = 0  # units trained on so far
     best: float | None = None
     best_step: int = 0
-    # of a run that began before best/ followed the metric: "min", which then was the default
+    # "min" in a run that began before best/ followed the metric: it was the default then
     best_is: Direction | None = None
     owes_evaluation: bool = False  # this step was saved before its evaluation was done
     plateau: Plateau = field(default_factory=Plateau)
@@ -105,11 +105,11 @@ class Moved:
 
 
 def ignore(event: Moved) -> None:
-    """Report to nobody."""
+    """Report an event to nobody."""
 
 
 def do_nothing(engine: Engine, progress: Progress) -> None:
-    """Follow a step with nothing."""
+    """Do nothing after a step."""
 
 
 def no_check() -> None:
@@ -141,7 +141,7 @@ class Session:
     after_step: Callable[[Engine, Progress], None] = do_nothing  # the last thing of every step
     # ConfigError when weights that the run began with are not finite; a collective
     refuse_unsound_base: Callable[[], None] = no_check
-    report: Callable[[Moved], None] = ignore  # to whoever watches this rank
+    report: Callable[[Moved], None] = ignore  # reports to the process that watches this rank
 
     @property
     def is_judged(self) -> bool:
