@@ -72,7 +72,7 @@ class ReadyRun:
 
 
 @dataclass(frozen=True)
-class Keeper:
+class Saver:
     """What the loop has a run keep: checkpoints, exports, and steps in memory."""
 
     prepared: PreparedRun
@@ -134,7 +134,7 @@ def start(
     )
 
     waits = not options.saves_behind
-    keeper = Keeper(run, live, meter, lock, chain, saves, own_mirror, waits)
+    saver = Saver(run, live, meter, lock, chain, saves, own_mirror, waits)
 
     def refuse_unsound_base() -> None:
         init_from = getattr(cfg, "init_from", None)
@@ -154,19 +154,19 @@ def start(
         run=record,
         meter=meter,
         preemption=preemption,
-        save=keeper.save,
-        export_best=lambda: keeper.export("best"),
+        save=saver.save,
+        export_best=lambda: saver.export("best"),
         log_gradients=options.wandb_log_gradients,
         questions=run.questions,
         chain=chain,
         left_out=bad_steps.left_out(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),
-        after_step=keeper.mirror_step,
+        after_step=saver.mirror_step,
         refuse_unsound_base=refuse_unsound_base,
         report=lambda event: lifeline.moved(event.step, is_stepping=event.is_stepping),
     )
     enforced = memory.enforce_plan(memory_plan, live, run)
-    return ReadyRun(session, progress, keeper.export, saves, own_mirror, plan.checkpoints, enforced)
+    return ReadyRun(session, progress, saver.export, saves, own_mirror, plan.checkpoints, enforced)
 
 
 def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:

@@ -135,20 +135,19 @@ def _read_folder(folder: Path) -> Source:
         legal = ", ".join(f"{single} or {single}.index.json" for single in weight_files.KINDS)
         raise ConfigError(f"{folder}: holds no weights, want {legal}. Copy the folder again.")
     for file in files:
-        tensors |= _tensors_of(file)
+        if file.suffix != ".safetensors":
+            tensors |= _tensors_by_name(_unpickle(file), file)
+            continue
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"{file}: cannot be read ({error}). Copy the checkpoint again."
+            ) from None
     copied = [folder / "generation_config.json", *(folder / name for name in vocabulary.FILES)]
     return Source(
         folder, config, _rename(tensors, folder), tuple(file for file in copied if file.is_file())
     )
-
-
-def _tensors_of(file: Path) -> dict[str, Tensor]:
-    if file.suffix != ".safetensors":
-        return _tensors_by_name(_unpickle(file), file)
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error}). Copy the checkpoint again.") from None
 
 
 def _read_pickle(file: Path) -> Source:
