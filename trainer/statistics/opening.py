@@ -21,6 +21,11 @@ def opening_line(store: TokenStore, notes: Notes | None = None) -> str:
     For a store of an older version, or of a task that does not count cuts, the line has only rows
     and tokens. notes: what was left out of the split, or is doubted.
     """
+    text = _rows_and_cuts(store)
+    return f"{text}; {notes.line()}: {FILE}" if notes else text
+
+
+def _rows_and_cuts(store: TokenStore) -> str:
     fields: dict[str, int] = store.summary()["tokens"]
     tokens = sum(
         count
@@ -29,12 +34,12 @@ def opening_line(store: TokenStore, notes: Notes | None = None) -> str:
     )
     text = f"{store.meta['split']}: {len(store):,} rows, {tokens:,} tokens"
     cuts = store.cuts()
+    if not cuts:
+        return text
     lost = [_lost(name, counts) for name, counts in cuts.items() if counts["texts_cut"]]
-    if lost:
-        text = "; ".join([text, *lost, "`stats` shows more"])
-    elif cuts:
-        text = f"{text}, nothing cut"
-    return f"{text}; {notes.line()}: {FILE}" if notes else text
+    if not lost:
+        return f"{text}, nothing cut"
+    return "; ".join([text, *lost, "`stats` shows more"])
 
 
 def _lost(name: str, counts: dict[str, Any]) -> str:
