@@ -153,7 +153,10 @@ def _backward(
             of_shares = own_HAC @ row.values(block).transpose(1, 2)
             row.drop(block, of_shares)
             of_shares.sub_(row.take(means_MH, block).t()[..., None])
-            of_scores = _shear(shares, of_shares)
+            # shares x gradients, as a view of zeros of (H, A, L + A), which _diagonal_sums needs
+            heads, queries, keys = shares.shape
+            padded = shares.new_zeros(heads, queries, keys + queries)
+            of_scores = torch.mul(shares, of_shares, out=padded[..., :keys])
             row.put(of_q, block, of_scores @ row.keys(block))
             at = (block.heads, block.keys)
             of_keys[at].baddbmm_(of_scores.transpose(1, 2), row.queries(block))
@@ -168,15 +171,6 @@ def _backward(
         of_table if of_table is None or biases is None else of_table.to(biases.table_KH.dtype)
     )
     return of_q, of_k, of_v, of_table
-
-
-def _shear(shares: Tensor, of_shares: Tensor) -> Tensor:
-    """(H, A, L) shares x gradients, as a view of zeros of (H, A, L + A), which _diagonal_sums
-    needs.
-    """
-    num_heads, num_queries, num_keys = shares.shape
-    padded = shares.new_zeros(num_heads, num_queries, num_keys + num_queries)
-    return torch.mul(shares, of_shares, out=padded[..., :num_keys])
 
 
 def _diagonal_sums(sheared: Tensor) -> Tensor:

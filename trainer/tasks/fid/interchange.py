@@ -98,7 +98,24 @@ def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
     refuse_existing(out)
     read = _check(_read_folder(folder))
     if layout == "fid":
-        _write_fid(read, out)
+        config = _t5_config(read)
+        refuse_newer(config, read.path)
+        tensors = dict(read.tensors)
+        # a tensor that is left out would be filled with random numbers by transformers 3.0.2
+        if CROSS_BIAS not in tensors:
+            shape = config.relative_attention_num_buckets, config.num_heads
+            tensors[CROSS_BIAS] = torch.zeros(shape, dtype=tensors[_EMBEDDING].dtype)
+            log.info("added: a position bias of zeros for cross-attention, which changes nothing")
+        tensors |= dict.fromkeys(_TIED, tensors[_EMBEDDING])
+        wrapped: dict[str, Tensor] = {}
+        for name in _skeleton(config, is_untied=False, has_cross_bias=True).state_dict():
+            wrapped_name = re.sub(r"^encoder\.", "encoder.encoder.", name)
+            block = r"^(encoder\.encoder\.block\.\d+\.)layer\."
+            wrapped[re.sub(block, r"\1module.layer.", wrapped_name)] = tensors[name]
+        with new_folder(out) as written:
+            _write_config(written, config_302(config) | {"architectures": ["FiDT5"]})
+            _save(wrapped, written / "pytorch_model.bin")
+        log.info("%s: %s", out, _describe(read))
     else:
         _write_t5(read, out, None)
 
@@ -374,26 +391,6 @@ def _tokenizer(spec: str, cache_dir: Path) -> Any:
             f"--tokenizer {spec}: its spiece.model cannot be read ({reason}). Install the packages "
             "sentencepiece and protobuf, or name a folder with a tokenizer.json."
         ) from error
-
-
-def _write_fid(source: Source, out: Path) -> None:
-    config = _t5_config(source)
-    refuse_newer(config, source.path)
-    tensors = dict(source.tensors)
-    if CROSS_BIAS not in tensors:  # left out, transformers 3.0.2 would fill it with random numbers
-        shape = config.relative_attention_num_buckets, config.num_heads
-        tensors[CROSS_BIAS] = torch.zeros(shape, dtype=tensors[_EMBEDDING].dtype)
-        log.info("added: a position bias of zeros for cross-attention, which changes nothing")
-    tensors |= dict.fromkeys(_TIED, tensors[_EMBEDDING])
-    wrapped: dict[str, Tensor] = {}
-    for name in _skeleton(config, is_untied=False, has_cross_bias=True).state_dict():
-        wrapped_name = re.sub(r"^encoder\.", "encoder.encoder.", name)
-        block = r"^(encoder\.encoder\.block\.\d+\.)layer\."
-        wrapped[re.sub(block, r"\1module.layer.", wrapped_name)] = tensors[name]
-    with new_folder(out) as folder:
-        _write_config(folder, config_302(config) | {"architectures": ["FiDT5"]})
-        _save(wrapped, folder / "pytorch_model.bin")
-    log.info("%s: %s", out, _describe(source))
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
