@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout
 
+from log_tables import table
 from minilm import linked
 from our_commands import figures, run
 from sklearn.metrics import roc_auc_score
@@ -266,9 +267,11 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=12000, help="that train")
     given = parser.parse_args()
     rows = measure(Chain(given.out.resolve(), given.questions))
-    print("| step | measured |\n|---|---|")
-    for step, values in rows.items():
-        print(f"| {step} | {', '.join(f'{name} {each:.4f}' for name, each in values.items())} |")
+    shown = [
+        (step, ", ".join(f"{name} {each:.4f}" for name, each in values.items()))
+        for step, values in rows.items()
+    ]
+    print(table(("step", "measured"), shown))
     (given.out / "chain.json").write_text(json.dumps(rows, indent=2) + "\n")
 
 

@@ -18,7 +18,6 @@ then they do not do the same work. Prints the share of padding of both.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import sys
@@ -33,7 +32,7 @@ sys.path.insert(
 
 import torch
 from cross_attention_contestants import LAYERS, SIZES, Answers, Contestants, Work
-from races import OURS, REFERENCE, Race, Turn, environment, race_parser, table
+from races import OURS, REFERENCE, Race, Turn, environment, race_parser, show, table
 from workload import SEED
 
 from trainer.runtime import distributed
@@ -193,40 +192,30 @@ def report(options: argparse.Namespace, work: Work, answers: Answers) -> None:
         **checked,
         **measure(work, options.rounds, answers),
     }
-    if options.json:
-        print(json.dumps(found, indent=1))
-        return
     count, stride = LAYERS[work.size]
-    print(found["environment"])
-    print(
+    ours, theirs = found["padding_ours"], found["padding_reference"]
+    notes = [
         f"GPTBigCode {work.size} ({SIZES[work.size]}), random weights, {count} added layers of "
         f"stride {stride}; "
         f"{work.batch} rows a step{', contexts predicted too' if work.with_contexts else ''}, "
         f"{work.precision}; "
-        f"{options.rounds} rounds"
-    )
-    print(
+        f"{options.rounds} rounds",
         f"without dropout the first loss is {checked['loss']:.5f}, apart by "
-        f"{checked['loss_difference']:.1e} at most"
-    )
-    ours, theirs = found["padding_ours"], found["padding_reference"]
-    print(
+        f"{checked['loss_difference']:.1e} at most",
         f"padding: ours {ours:.1%} (in the decoder's attention "
         f"{found['padding_of_our_attention']:.1%}; micro-batches "
         f"of at most {work.micro_tokens} tokens), the reference's {theirs:.1%} (of "
         f"{work.micro_batch} rows); "
-        f"below {MOST_PADDING:.0%} {'met' if ours < MOST_PADDING else 'missed'}"
-    )
-    print(
+        f"below {MOST_PADDING:.0%} {'met' if ours < MOST_PADDING else 'missed'}",
         f"answers are equal; {options.answers} at a time, on {options.context_tokens} tokens of "
-        "context"
-    )
-    print(table(found, options.clock))
+        "context",
+    ]
     ratios = ", ".join(f"{clock} {ratio:.2f}" for clock, ratio in found["total_ratio"].items())
-    print(
-        f"step / published, all {options.rounds} turns together (the same rows on both sides): "
-        f"{ratios}"
+    lines = (
+        f"{table(found, options.clock)}\nstep / published, all {options.rounds} turns together "
+        f"(the same rows on both sides): {ratios}"
     )
+    show(found, notes, lines, as_json=options.json)
 
 
 if __name__ == "__main__":

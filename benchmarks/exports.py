@@ -23,6 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout
 
+from log_tables import table
+
 from tests import exported
 from tests.bases import DECODERS
 from tests.facts import write_facts
@@ -61,11 +63,9 @@ def main() -> int:
         (runs,) = run_on_ranks(1, exported.trained, values, folder, place / "runs")
         exports = {name: (values[name], run / "final") for name, (run, _) in runs.items()}
         sides = exported.both(exports, folder, place / "stranger")
-    print("| export | loaded by | largest difference | of | largest number |")
-    print("|---|---|---|---|---|")
     rows = [row(name, values[name]["task"], *sides[name]) for name in values]
-    for text, _ in rows:
-        print(text)
+    heads = ("export", "loaded by", "largest difference", "of", "largest number")
+    print(table(heads, [cells for cells, _ in rows]))
     return int(not all(is_good for _, is_good in rows))
 
 
@@ -75,22 +75,22 @@ def with_earlier(keep: Path | None) -> int:
         place = keep or Path(temporary)
         folder = write_facts(place / "facts")
         sides = exports_457.sides(exports_457.experiments(folder), folder, place / "runs")
-    print("| export | 4.57 against today | of |")
-    print("|---|---|---|")
     found = {name: exports_457.difference(*pair) for name, pair in sides.items()}
-    for name, (largest, of) in found.items():
-        print(f"| {name} | {largest:.1e} | {of} |")
+    rows = [[name, f"{far:.1e}", of] for name, (far, of) in found.items()]
+    print(table(("export", "4.57 against today", "of"), rows))
     return int(not all(largest <= BOUND_OF_EARLIER for largest, _ in found.values()))
 
 
-def row(name: str, task: str, own: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, bool]:
-    """A line of the table, and whether it is within its bound."""
+def row(
+    name: str, task: str, own: dict[str, Any], theirs: dict[str, Any]
+) -> tuple[list[str], bool]:
+    """A row of the table, and whether it is within its bound."""
     compared = {of: tensor for of, tensor in own.items() if of != "said"}
     found = {of: float((x - theirs[of]).abs().max()) for of, x in compared.items()}
     worst = max(found, key=lambda of: found[of])
     largest = float(compared[worst].abs().max())
     cells = [name, LOADER[task], f"{found[worst]:.1e}", worst, f"{largest:.3g}"]
-    return f"| {' | '.join(cells)} |", found[worst] <= BOUND * max(1.0, largest)
+    return cells, found[worst] <= BOUND * max(1.0, largest)
 
 
 if __name__ == "__main__":

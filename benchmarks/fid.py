@@ -32,7 +32,7 @@ sys.path.insert(
 
 import torch
 from fid_contestants import CLIP, SIZES, Ours, Reference, Work
-from races import OURS, REFERENCE, SETTLING, Race, environment, race_parser, table
+from races import OURS, REFERENCE, SETTLING, Race, environment, race_parser, show, table
 from workload import SEED
 
 from trainer.runtime import distributed
@@ -181,23 +181,17 @@ def report(options: argparse.Namespace, work: Work) -> None:
         "races": races,
         "peak_gib": memory,
     }
-    if options.json:
-        print(json.dumps(found, indent=1))
-        return
-    print(found["environment"])
-    print(
+    notes = [
         f"T5 {work.size}, random weights (they never end an answer, so all new tokens are made); "
         f"{work.contexts} passages of at most {work.passage_tokens} tokens, batch {work.batch}, "
         "fp32, "
-        f"dropout {work.dropout}, clip {CLIP}; {options.rounds} rounds"
-    )
-    print(f"padding in the reference's encoder: {padding:.1%}, real tokens {1 - padding:.1%}")
-    print(
+        f"dropout {work.dropout}, clip {CLIP}; {options.rounds} rounds",
+        f"padding in the reference's encoder: {padding:.1%}, real tokens {1 - padding:.1%}",
         f"without dropout, losses of {CHECKED} steps differ by at most "
         f"{checked['loss_difference']:.1e}, "
-        f"all {checked['equal_answers']} answers are equal"
-    )
-    print(table(found, options.clock))
+        f"all {checked['equal_answers']} answers are equal",
+    ]
+    show(found, notes, table(found, options.clock), as_json=options.json)
 
 
 if __name__ == "__main__":

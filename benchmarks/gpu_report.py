@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from log_tables import table
+
 Results = dict[str, dict[str, Any]]
 _EQUAL = ("repeats", "resumes")
 
@@ -18,11 +20,6 @@ def read(folder: Path) -> Results:
     """The results of all parts by their names."""
     files = sorted(folder.glob("*.json"))
     return {file.stem: json.loads(file.read_text()) for file in files}
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _of(results: Results, prefix: str) -> Results:

@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout
 
+from log_tables import table
 from our_commands import figures, run
 
 from exp_configs import EXP_GROUPS
@@ -108,16 +109,15 @@ def main() -> int:
 
     with ThreadPoolExecutor(2) as pool:
         found = dict(ChainMap(*pool.map(in_turn, chains)))
-    print("| group | metric | held-out | at least | control | at most | CPU minutes | weights |")
-    print("|---|---|---|---|---|---|---|---|")
-    missed = False
+    missed, rows = False, list[list[str]]()
     for group, values in sorted(found.items()):
         bound = BOUNDS[group]
         missed |= values["valid"] < bound.at_least or values[CONTROL] > bound.at_most
         cells = [values["valid"], bound.at_least, values[CONTROL], bound.at_most]
-        shown = " | ".join(f"{cell:.4f}" for cell in cells)
-        ends = f"{values['cpu_min']:.1f} | {values['weights']}"
-        print(f"| {group} | {bound.metric} | {shown} | {ends} |")
+        ends = [f"{values['cpu_min']:.1f}", str(values["weights"])]
+        rows.append([group, bound.metric, *(f"{cell:.4f}" for cell in cells), *ends])
+    heads = "group, metric, held-out, at least, control, at most, CPU minutes, weights"
+    print(table(heads.split(", "), rows))
     (out / "learns.json").write_text(json.dumps(found, indent=2) + "\n")
     return int(missed)
 

@@ -5,6 +5,7 @@ to, and what such benchmarks print and are asked.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
@@ -103,6 +104,14 @@ def table(found: dict[str, Any], judge: str) -> str:
             f"{'':9s}    {verdict}"
         )
     return "\n".join(lines)
+
+
+def show(found: dict[str, Any], notes: Sequence[str], lines: str, *, as_json: bool) -> None:
+    """Print what was found: as JSON, or its environment, the notes, and the lines of its table."""
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(found["environment"], *notes, lines, sep="\n")
 
 
 def environment(*packages: str) -> str:

@@ -16,7 +16,6 @@ not do the same work. They take turns, so that the noise of the machine hits bot
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import statistics
@@ -31,7 +30,7 @@ sys.path.insert(
 )  # runs from a checkout that is not installed
 
 import torch
-from races import OURS, REFERENCE, SETTLING, Race, environment, race_parser
+from races import OURS, REFERENCE, SETTLING, Race, environment, race_parser, show
 from vera_contestants import (
     EVALUATED_SLOTS,
     LR,
@@ -178,25 +177,19 @@ def main() -> None:
 def report(options: argparse.Namespace, work: Work) -> None:
     checked = check(replace(work, dropout=0.0))
     found = {"environment": environment(), **checked, **measure(work, options.rounds)}
-    if options.json:
-        print(json.dumps(found, indent=1))
-        return
-    print(found["environment"])
-    print(
+    notes = [
         f"T5 v1.1 {work.size} encoder, random weights; {', '.join(work.tasks)}, batch "
         f"{work.batch} groups, fp32, "
         f"dropout {work.dropout}, Adam {LR}, no clipping; {options.rounds} rounds\n"
         f"the reference pads every group to {TRAINED_SLOTS} x {MAX_TOKENS} tokens in training, "
         f"{EVALUATED_SLOTS} x {MAX_TOKENS} in evaluation; both sides compute our vectorised form "
-        "of its loss"
-    )
-    print(
+        "of its loss",
         f"without dropout, losses of {CHECKED} steps (the first {checked['loss']:.4f}) differ by "
         "at most "
         f"{checked['loss_difference']:.1e}, {checked['num_logits']} logits by "
-        f"{checked['logit_difference']:.1e}"
-    )
-    print(table(found, options.clock))
+        f"{checked['logit_difference']:.1e}",
+    ]
+    show(found, notes, table(found, options.clock), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,30 @@ QrelsFile = Annotated[
 OfSplit = Annotated[
     str | None, typer.Option("--split", help='Use only questions whose "split" is this one.')
 ]
+Scored = Annotated[
+    Path | None,
+    typer.Option(
+        "--scored",
+        help="The file of evaluate --write_scores, to measure how far reader and ranking agree.",
+    ),
+]
 Depth = Annotated[int, typer.Option("--depth", min=1, help="Passages per question.")]
 Format = Annotated[
     str,
     typer.Option(
         "--format",
         help="Format of the run file: trec, tevatron (id, id, score) or msmarco (id, id, rank).",
+    ),
+]
+Texts = Annotated[
+    Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")
+]
+ShardRows = Annotated[
+    int | None,
+    typer.Option(
+        "--shard_rows",
+        min=1,
+        help="Vectors per file; a kill loses at most the file in progress.",
     ),
 ]
 At = Annotated[
@@ -55,9 +73,7 @@ At = Annotated[
 @options.guard
 def encode(
     which: options.ExperimentOptions,
-    source: Annotated[
-        Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")
-    ],
+    source: Texts,
     side: Annotated[str, typer.Option("--side", help="What to encode: query or passage.")],
     out: Annotated[
         Path,
@@ -72,14 +88,7 @@ def encode(
     precision: Annotated[
         str, typer.Option("--precision", help="Precision of the model: fp32 or bf16.")
     ] = "fp32",
-    shard_rows: Annotated[
-        int | None,
-        typer.Option(
-            "--shard_rows",
-            min=1,
-            help="Vectors per file; a kill loses at most the file in progress.",
-        ),
-    ] = None,
+    shard_rows: ShardRows = None,
     strict: Strict = False,
 ) -> None:
     """Write the vectors of a corpus or of questions; under torchrun, every rank writes a shard at a
@@ -251,14 +260,7 @@ def judge(
         bool,
         typer.Option("--remove_query", help="Leave out the passage with the question's own id."),
     ] = False,
-    scored: Annotated[
-        Path | None,
-        typer.Option(
-            "--scored",
-            help="The file of evaluate --write_scores, to measure how far reader and "
-            "ranking agree.",
-        ),
-    ] = None,
+    scored: Scored = None,
     strict: Strict = False,
 ) -> None:
     """Measure a run: recall, MRR, nDCG and MAP as trec_eval defines them, and DPR's answer

@@ -22,6 +22,10 @@ Declarer = Annotated[
         "before the converter.",
     ),
 ]
+OnlySplit = Annotated[
+    str | None,
+    typer.Option("--split", help="Convert only this split; default: every split that is there."),
+]
 Variant = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,12 +51,7 @@ def convert(
             "--out", help="The folder in which to write <task>/<split>.json, .tsv and report.json."
         ),
     ],
-    split: Annotated[
-        str | None,
-        typer.Option(
-            "--split", help="Convert only this split; default: every split that is there."
-        ),
-    ] = None,
+    split: OnlySplit = None,
     task: Annotated[
         str | None, typer.Option("--task", help="Name of the folder below --out; default DATASET.")
     ] = None,

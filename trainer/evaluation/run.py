@@ -242,7 +242,19 @@ def _check(question: Question) -> None:
 def model_folder(question: Question, options: Options) -> Path:
     """The folder of the model that is evaluated; ConfigError when there is none."""
     if question.model == _UNTRAINED:
-        return _base_folder(question, options)
+        source = base_source.resolve(tasks.parse(question.values).base, options.places)
+        if isinstance(source, RandomBase):
+            raise ConfigError(
+                "--model base: this experiment's base has random weights and no folder. Use "
+                f"{' or '.join(_EXPORTS)}, or give --model a folder."
+            )
+        files = [weight_files.find_file(source, "config.json"), *weight_files.of(source)]
+        if files[0] is None:
+            raise ConfigError(
+                f"--model base: {source!r} is neither a folder with config.json nor a model that "
+                "the Hub gives out. Give --model a folder."
+            )
+        return files[0].parent
     if question.model not in _EXPORTS:
         folder = Path(base_source.folder_or_id(question.model, options.cache_dir))
         if not folder.is_dir():
@@ -259,23 +271,6 @@ def model_folder(question: Question, options: Options) -> Path:
     raise ConfigError(
         f"{run_folder} holds no {question.model}/ folder. {other}, or give --model a folder."
     )
-
-
-def _base_folder(question: Question, options: Options) -> Path:
-    """The folder of the base that an experiment starts from, before any training."""
-    source = base_source.resolve(tasks.parse(question.values).base, options.places)
-    if isinstance(source, RandomBase):
-        raise ConfigError(
-            "--model base: this experiment's base has random weights and no folder. Use "
-            f"{' or '.join(_EXPORTS)}, or give --model a folder."
-        )
-    files = [weight_files.find_file(source, "config.json"), *weight_files.of(source)]
-    if files[0] is None:
-        raise ConfigError(
-            f"--model base: {source!r} is neither a folder with config.json nor a model that the "
-            "Hub gives out. Give --model a folder."
-        )
-    return files[0].parent
 
 
 def _rows(task: Task, question: Question) -> Iterator[Row]:

@@ -52,28 +52,6 @@ def text(folder: Path, record: Record) -> str:
         front_matter.append(f"base_model: {base}")
     front_matter += ["tags:", "- lathe", f"- {record.experiment['task']}", "---"]
     what = type(cfg).model_fields["task"].description
-    parts = [
-        "\n".join(front_matter),
-        f"# {cfg.task} {record.exp_id[:8]}\n\n{what} Trained with Lathe {record.lathe}; this card "
-        "was written by it, from what the run recorded. What it does not say is unknown to it.",
-        "## How to load it\n\n" + "\n\n".join([*programs, _TRIED, _OWN_PROGRAM]),
-        "## Limits\n\n" + "\n".join(f"- {limit}" for limit in [*use.limits, _NOT_MEASURED]),
-        "## Base\n\n" + _base(record),
-        "## Data\n\n" + _data(record),
-        "## Scores\n\n" + _scores(record),
-        "## Dictionary\n\n```json\n" + json.dumps(record.experiment, indent=2) + "\n```",
-        "## Files\n\n"
-        + _table(["file", "sha256"], [[f"`{n}`", d] for n, d in record.files.items()]),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _base_name(record: Record) -> str | None:
-    base = record.experiment["base"]
-    return base if isinstance(base, str) else None
-
-
-def _base(record: Record) -> str:
     base, name = record.experiment["base"], _base_name(record)
     if name is not None:
         origin = f"`{name}`, as the dictionary names it."
@@ -87,7 +65,25 @@ def _base(record: Record) -> str:
     licence = record.licence or "unknown to this card"
     if name is None and "experiment" not in base:
         licence = "it has none"
-    return f"{origin}{frozen} Its licence: {licence}."
+    parts = [
+        "\n".join(front_matter),
+        f"# {cfg.task} {record.exp_id[:8]}\n\n{what} Trained with Lathe {record.lathe}; this card "
+        "was written by it, from what the run recorded. What it does not say is unknown to it.",
+        "## How to load it\n\n" + "\n\n".join([*programs, _TRIED, _OWN_PROGRAM]),
+        "## Limits\n\n" + "\n".join(f"- {limit}" for limit in [*use.limits, _NOT_MEASURED]),
+        f"## Base\n\n{origin}{frozen} Its licence: {licence}.",
+        "## Data\n\n" + _data(record),
+        "## Scores\n\n" + _scores(record),
+        "## Dictionary\n\n```json\n" + json.dumps(record.experiment, indent=2) + "\n```",
+        "## Files\n\n"
+        + _table(["file", "sha256"], [[f"`{n}`", d] for n, d in record.files.items()]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _base_name(record: Record) -> str | None:
+    base = record.experiment["base"]
+    return base if isinstance(base, str) else None
 
 
 def _data(record: Record) -> str:

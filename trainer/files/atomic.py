@@ -1,4 +1,4 @@
-"""Files and folders that are never half written, and what to tell when a disk refuses.
+"""Files and folders that are never half written, and the error when a disk refuses.
 
 Imports no torch.
 """
@@ -40,7 +40,9 @@ def refusals(path: Path) -> Iterator[None]:
         yield
     except LatheError:
         raise
-    except Exception as error:  # any: libraries in Rust have no error of their own for the disk
+    except (
+        Exception
+    ) as error:  # any error: libraries in Rust have no error of their own for the disk
         number = disk_error(error)
         if number is None:
             raise
@@ -59,7 +61,7 @@ def disk_error(error: Exception) -> int | None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's names, to the disk: after a power cut they are there. OSError."""
+    """fsync a file, or a folder's names, so that they survive a power cut. OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -104,10 +106,8 @@ def write_json(path: Path, value: Any, *, is_durable: bool = True) -> None:
 
 
 def overwrite_json(path: Path, value: Any) -> None:
-    """Make `value` the whole of a small file that is there already, in the room that it has.
-
-    For when write_json is refused by a full disk: a reader may for a moment see half of it.
-    StorageError when this is refused, too.
+    """Overwrite a small file that exists with `value`, in place, for when a full disk refuses
+    write_json. A reader may for a moment see half of it. StorageError when this is refused, too.
     """
     with refusals(path), path.open("r+b", buffering=0) as file:
         file.write(_json(value))

@@ -17,7 +17,7 @@ from trainer.files.atomic import disk_error, sync
 
 log = logging.getLogger(__name__)
 
-# What a disk answers when it refuses; any other OSError while building may come from the data that
+# The errors with which a disk refuses. Any other OSError while building may come from the data that
 # is read.
 _REFUSALS = {
     errno.ENOSPC,
@@ -60,7 +60,9 @@ def _storage_errors(folder: Path, numbers: set[int]) -> Iterator[None]:
     `folder`."""
     try:
         yield
-    except Exception as error:  # any: libraries in Rust have no error of their own for the disk
+    except (
+        Exception
+    ) as error:  # any error: libraries in Rust have no error of their own for the disk
         number = disk_error(error)
         if number is None or number not in numbers:
             raise
@@ -70,7 +72,7 @@ def _storage_errors(folder: Path, numbers: set[int]) -> Iterator[None]:
 
 
 def _advice(folder: Path, number: int) -> str:
-    """What mends the refusal of a cache's disk."""
+    """What a user can do when the disk of a cache refuses."""
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "Free space there, or choose another cache folder."
     files = [path for path in folder.parents if path.exists() and not path.is_dir()]
@@ -112,7 +114,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         for path in sorted(temporary.iterdir()):
             sync(path)
         os.replace(temporary, folder)
-        sync(folder.parent)  # a rename never survives a power cut that its content does not
+        sync(folder.parent)  # if the rename survives a power cut, so does the content
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -1,5 +1,5 @@
-"""Kernels that torch compiles on first use: one process at a time, said aloud, and never behind the
-lock of a process that is dead.
+"""Lets torch compile a kernel on first use: one process at a time, with a line in the log, and
+without waiting for the lock of a dead process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def compiling(name: str, what: str) -> Iterator[None]:
     """Inside, an extension may be compiled. name: of its folder; what: for people, with how long.
 
     torch 2.13 (utils/file_baton.py) locks a build by a file that stays when its process is killed;
-    the next one then waits for ever, silently. While this lock of ours is held nobody of ours
+    the next one then waits for ever, silently. While we hold our own lock no other process of ours
     compiles, so that such a file is stale unless a process works in its folder.
     """
     folder = _folder(name)

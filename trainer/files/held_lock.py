@@ -13,7 +13,7 @@ from trainer.errors import ResumeError
 
 
 class HeldLock:
-    """A lock on what one process at a time may do.
+    """A lock for what only one process at a time may do.
 
     The operating system locks the file itself, not its name. Once the file is removed by hand, the
     next process makes another one of the same name, locks that, and nothing on the disk tells it
@@ -66,7 +66,7 @@ class HeldLock:
             )
 
     def release(self) -> None:
-        """Give the lock back. Without it, nothing."""
+        """Give the lock back, if this process has it."""
         self._identity = None
         if self._folder is not None:
             os.close(self._folder)

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub can be reached: asked once, and said once when it cannot."""
+"""Whether the Hugging Face Hub can be reached. A process asks once, and logs once if it cannot."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Optional packages, and folders inside installed ones, named "package:NAME/FOLDER": there a
-package's code is never run, its folder alone is looked up.
+"""Optional packages, and folders inside installed ones, named "package:NAME/FOLDER". To find such a
+folder, the package's code is not run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def folder_of(name: str) -> Path:
             f'{name!r}: {package!r} is no name of a package. Write "{PREFIX}NAME/FOLDER", with the '
             "name that Python would import."
         )
-    # Of a top-level name this finds the place without importing anything.
+    # For a top-level name, find_spec imports nothing.
     spec = importlib.util.find_spec(package)
     roots = [Path(root) for root in spec.submodule_search_locations or []] if spec else []
     if not roots:

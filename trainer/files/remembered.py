@@ -25,7 +25,7 @@ def recall(cache: Path, key: str, compute: Callable[[], Any], *, with_folders: b
     """
     place = cache / FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     record = read_json(place)
-    # a record that something else wrote may have any form
+    # a record that another program wrote may have any form
     with suppress(OSError, KeyError, TypeError, ValueError, AttributeError, IndexError):
         if record is not None and "value" in record and is_same(record):
             return record["value"]

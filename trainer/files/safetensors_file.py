@@ -81,8 +81,8 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> Iterator[Block]:
 
 
 def write_blocks(path: Path, blocks: Iterable[Block]) -> WrittenFile:
-    """Write a new file, fsynced; the checksum is taken, beside the writing, of the very bytes
-    handed to the disk.
+    """Write a new file, fsynced. The checksum is computed during the writing, from the bytes that
+    go to the disk.
     """
     digest, size = hashlib.sha256(), 0
     with refusals(path), path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
@@ -109,7 +109,7 @@ def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum_problem(folder: Path, record: WrittenFile) -> str | None:
-    """What a file's content says against its record, or None."""
+    """How a file's content differs from its record; None if it does not."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(BLOCK, max(record.size, 1))))
     try:
         with (folder / record.name).open("rb", buffering=0) as file:

@@ -1,4 +1,5 @@
-"""Named tensors that several files hold together, whole or in pieces; read as far as is wanted.
+"""Named tensors that several files hold together, whole or in pieces; only what is asked for is
+read.
 
 A piece is a run of elements of the flattened tensor, called `name@first/shape`: "w@12/4x8" are the
 elements of w, a tensor of 4 times 8, from the thirteenth on.
@@ -23,14 +24,13 @@ _PIECE = re.compile(r"(.*)@(\d+)/([\dx]*)", re.DOTALL)
 
 
 def piece_name(name: str, start: int, shape: Sequence[int]) -> str:
-    """What the elements of a tensor from `start` on are called in a file."""
+    """The name in a file of the elements of a tensor from `start` on."""
     return f"{name}@{start}/{'x'.join(map(str, shape))}"
 
 
 def part_of(tensors: Mapping[str, Tensor], name: str, start: int, count: int) -> Tensor:
-    """(count,) elements of a flattened tensor, fewer at its end.
-
-    Of SavedTensors no more is read.
+    """(count,) elements of a flattened tensor, fewer at its end. From SavedTensors nothing else is
+    read.
     """
     if isinstance(tensors, SavedTensors):
         return tensors.part(name, start, count)
@@ -109,7 +109,7 @@ class SavedTensors(Mapping[str, Tensor]):
 
 
 class _unreadable:
-    """Inside, what a file cannot give becomes a CheckpointError that names it."""
+    """Inside, an error of reading a file becomes a CheckpointError that names it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,5 +1,5 @@
-"""What a run of `--survive` has been through: a line of survival.jsonl for every recovery, and
-what status.json and those who show runs tell of them. Imports no torch.
+"""The recoveries of a run with `--survive`: a line of survival.jsonl for each, and the summary that
+status.json and the pages of runs show. Imports no torch.
 """
 
 from __future__ import annotations

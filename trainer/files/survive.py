@@ -1,4 +1,4 @@
-"""What `--survive RANKS[+SPARES][,hang_s=S][,every=K]` says."""
+"""Reads `--survive RANKS[+SPARES][,hang_s=S][,every=K]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 
 @dataclass(frozen=True)
 class Survival:
-    """So many ranks, and so many processes that wait to take the place of one."""
+    """How many ranks train, and how many spare processes wait to take the place of a lost one."""
 
     ranks: int
     spares: int = 0

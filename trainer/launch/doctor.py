@@ -121,9 +121,21 @@ class Net(nn.Module):
 def examine(stages: Sequence[int] = STAGES) -> Iterator[Examined]:
     """One finding for each case and stage. A collective."""
     for case in CASES:
-        twin = _twin(case)
+        # the twin trains in plain torch, on all rows at once
+        net = _net(case)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=LR, eps=EPS, weight_decay=0.0)
+        norms: list[float] = []
+        for step in range(STEPS):
+            inputs_BD = torch.cat([rows for own in _rows(case, step) for rows in own])
+            (_of_forwards(case, net, inputs_BD) / len(inputs_BD)).backward()
+            norm = nn.utils.clip_grad_norm_(trained, case.clip or float("inf"))
+            norms.append(float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
         for stage in stages:
-            yield _compare(case, stage, twin)
+            yield _compare(case, stage, (weights, norms))
 
 
 def before_first_use(stage: int, cache_dir: Path) -> None:
@@ -231,22 +243,6 @@ def _of_forwards(case: Case, model: Any, inputs_BD: Tensor) -> Tensor:
     if case.is_beside:
         loss = loss + _loss(getattr(model, "module", model).middle(inputs_BD))
     return loss + _loss(model(inputs_BD.flip(1))) if case.is_in_two_forwards else loss
-
-
-def _twin(case: Case) -> tuple[dict[str, Tensor], list[float]]:
-    """(weights by name, gradient norms) after plain torch has trained on all rows at once."""
-    net = _net(case)
-    trained = [p for p in net.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, eps=EPS, weight_decay=0.0)
-    norms: list[float] = []
-    for step in range(STEPS):
-        inputs_BD = torch.cat([rows for own in _rows(case, step) for rows in own])
-        (_of_forwards(case, net, inputs_BD) / len(inputs_BD)).backward()
-        norm = nn.utils.clip_grad_norm_(trained, case.clip or float("inf"))
-        norms.append(float(norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}, norms
 
 
 def _under_deepspeed(case: Case, stage: int) -> tuple[dict[str, Tensor], list[float]]:

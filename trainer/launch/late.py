@@ -68,7 +68,17 @@ def predict_time(subject: Subject, target: Target) -> dict[str, Any] | None:
     if rates is None:
         return None
     if rates.machine:
-        _refuse_another(rates.machine, rates.name)
+        from trainer.plan.time.calibration import machine as this_machine
+
+        here = this_machine()
+        for key in ("device", "processor"):
+            theirs, ours = rates.machine.get(key), here[key]
+            if theirs != ours:
+                raise ConfigError(
+                    f"--device: a calibration of another machine ({rates.name}): its {key} is "
+                    f"{theirs!r}, here it is {ours!r}. Calibrate here: python -m trainer "
+                    "calibrate-device."
+                )
     time = run_time(subject, rates, target.cluster)
     logger.info(
         "time: %s a step predicted (%s), %s in all",
@@ -77,19 +87,6 @@ def predict_time(subject: Subject, target: Target) -> dict[str, Any] | None:
         duration(time.total_s),
     )
     return time.plain()
-
-
-def _refuse_another(machine: Mapping[str, Any], name: str) -> None:
-    from trainer.plan.time.calibration import machine as this_machine
-
-    here = this_machine()
-    for key in ("device", "processor"):
-        theirs, ours = machine.get(key), here[key]
-        if theirs != ours:
-            raise ConfigError(
-                f"--device: a calibration of another machine ({name}): its {key} is {theirs!r}, "
-                f"here it is {ours!r}. Calibrate here: python -m trainer calibrate-device."
-            )
 
 
 def tell(meter: Meter, record: RunRecord) -> None:

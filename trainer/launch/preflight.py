@@ -96,9 +96,9 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
     shared = len(_contents(first["train"]) & _contents(first["valid"]))
     if shared:
         (found.problems if options.strict else found.warnings).append(
-            _overlap_text(
-                shared, len(first["valid"]), "of the first validation rows are also first"
-            )
+            f"{shared:,} of {len(first['valid']):,} of the first validation rows are also first "
+            "training rows: what is measured on them is remembered, not learnt. Take them out of "
+            "one of the two."
         )
     return found
 
@@ -128,21 +128,20 @@ def show(plan: RunPlan, findings: Findings) -> str:
         is_over_tokens = any(one["in_loss"] is not None for text in row.values() for one in text)
         mark = "; «in the loss»" if is_over_tokens else ""
         lines += ["", f"training row {number}, as the model gets it{mark}"]
-        lines += [f"  {name}: {_mark_segments(segments)}" for name, segments in row.items()]
+        for name, segments in row.items():
+            marked = (f"«{one['text']}»" if one["in_loss"] else one["text"] for one in segments)
+            lines.append(f"  {name}: {''.join(marked)}")
     lines += ["", *(f"warning: {text}" for text in findings.warnings)] if findings.warnings else []
     lines += ["", *(f"refused: {text}" for text in findings.problems)] if findings.problems else []
     return "\n".join(lines) + "\n"
 
 
-def _mark_segments(segments: list[Segment]) -> str:
-    return "".join(
-        f"«{segment['text']}»" if segment["in_loss"] else segment["text"] for segment in segments
-    )
-
-
 def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
     """Raise one ConfigError with every problem that shows before a row is read. On one rank."""
-    problems = [*foreign_best(plan.cfg), *_of_folder(plan), *_of_memory(plan, options)]
+    problems = [*foreign_best(plan.cfg), *_of_folder(plan)]
+    on_disk = deepspeed_config.offload_device(plan.ds, "offload_optimizer") == "nvme"
+    if options.memory and on_disk:
+        problems.append(OPTIMIZER_ON_NVME)
     for problem in _of_schedule(plan):
         if options.is_shortened:  # --steps shortens a run, but not its schedule
             log.warning("%s", problem)
@@ -152,12 +151,6 @@ def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
         problems += _of_model(plan, options.places, task)[1]
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _of_memory(plan: RunPlan, options: Options) -> Iterator[str]:
-    key = "offload_optimizer"
-    if options.memory and deepspeed_config.offload_device(plan.ds, key) == "nvme":
-        yield OPTIMIZER_ON_NVME
 
 
 def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: float) -> None:
@@ -232,17 +225,12 @@ def _of_model(plan: RunPlan, places: Places, task: Task) -> tuple[str, list[str]
             weight_files.check_whole(source)
     except LatheError as error:
         return f"not counted: {error}", [str(error)]
-    return str(trainable_report(model)), list(_of_disk(plan, checkpoint_nbytes(model, plan)))
-
-
-def _of_disk(plan: RunPlan, needed: int) -> Iterator[str]:
-    """The problem of a disk that has no room for one checkpoint."""
-    free = shutil.disk_usage(_nearest(plan.folder)).free
-    if free < needed:
-        yield (
-            f"{plan.folder}: {size_of(free)} free, a checkpoint needs at least {size_of(needed)}. "
-            "Free some space, or save elsewhere with --savedir_base."
-        )
+    free, needed = shutil.disk_usage(_nearest(plan.folder)).free, checkpoint_nbytes(model, plan)
+    problem = (
+        f"{plan.folder}: {size_of(free)} free, a checkpoint needs at least {size_of(needed)}. "
+        "Free some space, or save elsewhere with --savedir_base."
+    )
+    return str(trainable_report(model)), [problem] if free < needed else []
 
 
 def checkpoint_nbytes(model: nn.Module, plan: RunPlan) -> int:
@@ -330,10 +318,3 @@ def _rows_in_both(train_N: np.ndarray, valid_M: np.ndarray) -> dict[int, int]:
     place_M = np.minimum(np.searchsorted(train_N, valid_M, sorter=order_N), len(train_N) - 1)
     rows = np.flatnonzero(train_N[order_N[place_M]] == valid_M)
     return dict(zip(rows.tolist(), order_N[place_M[rows]].tolist(), strict=True))
-
-
-def _overlap_text(shared: int, count: int, which: str) -> str:
-    return (
-        f"{shared:,} of {count:,} {which} training rows: what is measured on them is remembered, "
-        "not learnt. Take them out of one of the two."
-    )

@@ -114,21 +114,9 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
     for name in WRITTEN_AGAIN:  # temporary files of a killed process
         for left in plan.folder.glob(f".{name}.*.tmp"):
             left.unlink(missing_ok=True)
-    _check_files(plan)
-    _check_dictionary(plan)
-    write_json(plan.folder / "exp_dict.json", plan.values)
-    write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
-    write_json(plan.folder / "ds_config.json", plan.ds)
-
-
-def _check_files(plan: RunPlan) -> None:
-    """Raise a ResumeError that names every damaged file of an earlier start that cannot be made
-    again. The files are not changed.
-
-    exp_dict.json is made again when resolved.json is of this very experiment; data.json from a
-    checkpoint, if there is one (check_identity); score_list.json from metrics.jsonl, and
-    status.json with the next line (RunRecord).
-    """
+    # exp_dict.json is made again when resolved.json is of this very experiment; data.json from a
+    # checkpoint, if there is one (check_identity); score_list.json from metrics.jsonl, and
+    # status.json with the next line (RunRecord)
     problems: list[str] = []
     problem = _problem(plan.folder / "exp_dict.json", lambda value: isinstance(value, dict))
     if problem and _is_resolved(plan):
@@ -141,6 +129,10 @@ def _check_files(plan: RunPlan) -> None:
         problems.append(f"{problem}; want which data and base the run began with.")
     if problems:
         raise ResumeError("\n".join([*problems, MEND]))
+    _check_dictionary(plan)
+    write_json(plan.folder / "exp_dict.json", plan.values)
+    write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
+    write_json(plan.folder / "ds_config.json", plan.ds)
 
 
 MEND = (

@@ -29,11 +29,9 @@ from trainer.telemetry.chain import StepChain
 from trainer.telemetry.meter import Meter
 from trainer.training import bad_steps, checkpoint, engine
 from trainer.training.engine import Engine
-from trainer.training.schedule import DEFAULT_EVERY, log_interval
-from trainer.training.session import Cadence, Moved, Progress, Session
+from trainer.training.session import Cadence, Progress, Session
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Train
     from trainer.files.held_lock import HeldLock
     from trainer.launch.prepare import PreparedRun
     from trainer.runtime.preemption import Preemption
@@ -73,6 +71,42 @@ class ReadyRun:
             logger.info("%s", self.mirror.told())
 
 
+@dataclass(frozen=True)
+class Saver:
+    """What the loop has a run keep: checkpoints, exports, and steps in memory."""
+
+    prepared: PreparedRun
+    live: Engine
+    meter: Meter
+    lock: HeldLock
+    chain: StepChain
+    saves: Beside
+    mirror: Mirror | None
+    waits: bool  # until a checkpoint is written, before the next step
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint, beside the next steps unless `waits`. A collective."""
+        with self.meter.pause("saving"):
+            on_main(self.lock.check)
+            progress.links = self.chain.links()
+            plan, identity = self.prepared.plan, self.prepared.identity
+            self.saves.start(snapshot(plan, self.live, progress, identity))
+            if self.waits:
+                self.saves.wait()
+
+    def export(self, name: str) -> None:
+        """Write the present weights into the folder of this name. A collective."""
+        on_main(self.lock.check)
+        run_folder.export(self.prepared.plan, self.prepared.task, self.live, name)
+
+    def mirror_step(self, live: Engine, progress: Progress) -> None:
+        """Keep a step in memory, for ranks that go on without a lost one (--survive)."""
+        if self.mirror is not None:
+            self.mirror.keep(live, progress, self.chain)
+            steps = self.prepared.plan.cfg.train.steps
+            lifeline.moved(progress.step, is_stepping=progress.step < steps)
+
+
 def start(
     run: PreparedRun,
     options: Options,
@@ -99,22 +133,8 @@ def start(
         options.memory, plan.id, live, step=progress.step, every=options.mirror_every
     )
 
-    def save(progress: Progress) -> None:
-        with meter.pause("saving"):
-            on_main(lock.check)
-            progress.links = chain.links()
-            saves.start(snapshot(plan, live, progress, run.identity))
-            if not options.saves_behind:
-                saves.wait()
-
-    def export(name: str) -> None:
-        on_main(lock.check)
-        run_folder.export(plan, run.task, live, name)
-
-    def mirror_step(live: Engine, progress: Progress) -> None:
-        if own_mirror is not None:
-            own_mirror.keep(live, progress, chain)
-            lifeline.moved(progress.step, is_stepping=progress.step < cfg.train.steps)
+    waits = not options.saves_behind
+    saver = Saver(run, live, meter, lock, chain, saves, own_mirror, waits)
 
     def refuse_unsound_base() -> None:
         init_from = getattr(cfg, "init_from", None)
@@ -130,27 +150,23 @@ def start(
         train=run.stores["train"],
         valid=run.stores["valid"],
         sharding=plan.sharding,
-        cadence=_cadence(cfg.train, options),
+        cadence=Cadence.of(cfg.train, otherwise=options.log_every),
         run=record,
         meter=meter,
         preemption=preemption,
-        save=save,
-        export_best=lambda: export("best"),
+        save=saver.save,
+        export_best=lambda: saver.export("best"),
         log_gradients=options.wandb_log_gradients,
         questions=run.questions,
         chain=chain,
         left_out=bad_steps.left_out(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),
-        after_step=mirror_step,
+        after_step=saver.mirror_step,
         refuse_unsound_base=refuse_unsound_base,
-        report=_report,
+        report=lambda event: lifeline.moved(event.step, is_stepping=event.is_stepping),
     )
     enforced = memory.enforce_plan(memory_plan, live, run)
-    return ReadyRun(session, progress, export, saves, own_mirror, plan.checkpoints, enforced)
-
-
-def _report(event: Moved) -> None:
-    lifeline.moved(event.step, is_stepping=event.is_stepping)
+    return ReadyRun(session, progress, saver.export, saves, own_mirror, plan.checkpoints, enforced)
 
 
 def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:
@@ -194,19 +210,6 @@ def restore(live: Engine, saved: SavedState, *, seed: int) -> Progress:
     progress = Progress.of(state["progress"])
     logger.info("resumed from %s", saved)
     return progress
-
-
-def _cadence(train: Train, options: Options) -> Cadence:
-    """The intervals of the dictionary, else of the flag --log_every, else the defaults: a hundred
-    log lines in a run, evaluations and saves every DEFAULT_EVERY steps.
-    """
-    log_every, otherwise = train.log_every or options.log_every, options.log_every or DEFAULT_EVERY
-    return Cadence(
-        log=log_every or log_interval(train.steps),
-        evaluate=train.eval_every or otherwise,
-        save=train.save_every or otherwise,
-        is_first_logged=log_every is None,
-    )
 
 
 def snapshot(

@@ -20,6 +20,7 @@ from trainer.config.block import Strict, validate
 from trainer.config.schema import Lora
 from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
+from trainer.files.packages import extra
 from trainer.models.frozen.freezing import load_into
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def adapted(base: PreTrainedModel, how: Lora, *, seed: int) -> PreTrainedModel:
     for all ranks must begin with the same ones. ConfigError for targets that the base does not
     have.
     """
-    peft = _peft()
+    peft = extra("peft", "lora")
     targets = _targets(base, how.targets, peft)
     config = peft.LoraConfig(
         r=how.r,
@@ -336,16 +337,6 @@ def refuse(folder: Path, *, because: str) -> None:
             '"lora": {"export": "merged"}, or merge them with peft: '
             "PeftModel.from_pretrained(base, folder).merge_and_unload()."
         )
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ModuleNotFoundError:
-        raise ConfigError(
-            'lora needs the package peft. Install it: pip install -e ".[lora]".'
-        ) from None
-    return peft
 
 
 def loading(kind: str, folder: Path) -> str:

@@ -174,19 +174,19 @@ def gather_tensors(own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         values.detach().contiguous().flatten().view(torch.uint8)
         for values in (lengths, *own.values())
     ]
-    return [_unpack(part, own) for part in distributed.gather_rows(torch.cat(raw))]
-
-
-def _unpack(raw: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    start = 8 * len(like)
-    lengths = raw[:start].clone().view(torch.int64).tolist()
-    tensors: dict[str, Tensor] = {}
-    for (name, values), length in zip(like.items(), lengths, strict=True):
-        stop = start + length * prod(values.shape[1:]) * values.element_size()
-        # a clone is aligned, which a slice of bytes need not be
-        tensors[name] = raw[start:stop].clone().view(values.dtype).view(length, *values.shape[1:])
-        start = stop
-    return tensors
+    by_rank: list[dict[str, Tensor]] = []
+    for part in distributed.gather_rows(torch.cat(raw)):
+        start = 8 * len(own)
+        lengths_there = part[:start].clone().view(torch.int64).tolist()
+        tensors: dict[str, Tensor] = {}
+        for (name, values), length in zip(own.items(), lengths_there, strict=True):
+            stop = start + length * prod(values.shape[1:]) * values.element_size()
+            # a clone is aligned, which a slice of bytes need not be
+            flat = part[start:stop].clone().view(values.dtype)
+            tensors[name] = flat.view(length, *values.shape[1:])
+            start = stop
+        by_rank.append(tensors)
+    return by_rank
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""What stands on top of a base: its own output layer, and new weights, which lie in a file of their
-own beside the base's, so that others can load the base alone.
+"""The layers on top of a base: its own output layer, and a new head. The head's weights have a file
+of their own beside the base's, so that others can load the base alone.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HEAD_FILE = "head.safetensors"
 
 
 class Head(nn.Linear):
-    """A new linear layer on the states of a base: drawn under its own seed, the same on every rank,
-    as torch would.
+    """A new linear layer on the states of a base. Its weights are drawn as torch draws them, under
+    a seed of their own, so that every rank has the same ones.
 
-    It computes in fp32, whatever its weights are in: bf16 has 256 values between two powers of 2,
-    and many a score would tie with another.
+    It computes in fp32 whatever the dtype of its weights: bf16 has 128 values between two powers of
+    2, so that many scores would be equal.
     """
 
     def __init__(self, base: Any, outputs: int = 1, *, seed: int) -> None:
@@ -55,8 +55,8 @@ class Head(nn.Linear):
 
 
 class OutputLayer:
-    """The layer of a base that scores its vocabulary, and what its family does before and behind
-    it.
+    """A base's output layer, which scores the vocabulary, with the scaling that its family applies
+    to the states before it and to the logits after it.
 
     T5 v1.0 scales the states. Gemma caps its logits, Granite divides and Cohere multiplies them.
     Source: transformers 5.23.
@@ -99,20 +99,20 @@ class OutputLayer:
 
 
 def _plain(layer: Any) -> Any:
-    """The base's own linear layer, where adapters stand around it."""
+    """The base's own linear layer, also if adapters wrap it."""
     return layer.get_base_layer() if hasattr(layer, "lora_A") else layer
 
 
 def _has_adapters(layer: Any) -> bool:
-    """Whether adapters add to its logits. DoRA's (peft 0.21: a variant) do more than that, and are
-    not meant.
+    """Whether low-rank adapters add to the layer's logits. DoRA (in peft 0.21 a lora_variant) also
+    scales the weight, so it does not count.
     """
     is_adapted = hasattr(layer, "lora_A") and not layer.disable_adapters
     return is_adapted and not layer.lora_variant
 
 
 def _loss(layer: Any, hidden_ND: Tensor, scoring: Scoring) -> Tensor:
-    """() fp32, computed where a call of the layer has its weight at hand."""
+    """() fp32, computed inside a call of the layer, where ZeRO-3 has gathered its weight."""
 
     def of_states(hidden_ND: Tensor) -> Tensor:
         return chunked_cross_entropy(hidden_ND, Scorer(layer.weight, layer.bias), scoring)
@@ -122,7 +122,7 @@ def _loss(layer: Any, hidden_ND: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _loss_with_adapters(layer: Any, hidden_ND: Tensor, scoring: Scoring) -> Tensor:
-    """The same, where the adapters' weights are at hand, too. Their calls are in peft's order."""
+    """The same with adapters: computed inside calls of all three layers, made in peft's order."""
     (name,) = layer.active_adapters
     plain, down, up = layer.get_base_layer(), layer.lora_A[name], layer.lora_B[name]
 
@@ -141,7 +141,7 @@ def _loss_with_adapters(layer: Any, hidden_ND: Tensor, scoring: Scoring) -> Tens
 
 
 def _doing(module: nn.Module, function: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-    """Inside, a call of the module runs `function` between its hooks."""
+    """Inside, a call of the module runs `function` instead of its forward; its hooks still run."""
     return replaced(module, "forward", function)
 
 

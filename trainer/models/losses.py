@@ -13,8 +13,8 @@ from torch import Tensor
 # B batch, T tokens, D width, N labelled positions, V vocabulary, R rank of adapters
 
 IGNORED = -100  # the label of a position that is not scored
-# Logits of a chunk in fp32, and the fewest positions in one: a narrower product is slow. Source:
-# docs/log.md, and TRL's pull request 5575, which takes 256 positions.
+# Bytes of a chunk's logits in fp32, and the fewest positions in a chunk: a product with fewer is
+# slow. Source: docs/log.md, and TRL's pull request 5575, which takes 256 positions.
 CHUNK_BYTES, CHUNK_POSITIONS = 32 * 2**20, 256
 
 
@@ -22,8 +22,8 @@ def token_cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, smoothing: floa
     """() fp32: the SUM of cross-entropies, in nats, over the targets that are not IGNORED; 0 when
     there is none.
 
-    smoothing: this share of each is the mean over the vocabulary. Source: Szegedy et al. 2016, sec.
-    7, with a uniform distribution over all V.
+    smoothing: this share of each loss is the mean loss over all tokens of the vocabulary. Source:
+    Szegedy et al. 2016, sec. 7, with a uniform distribution over all V.
     """
     return F.cross_entropy(
         logits_NV.float(),
@@ -35,9 +35,9 @@ def token_cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, smoothing: floa
 
 
 def scored_before(labels_BT: Tensor) -> Tensor:
-    """(N,) int64: which positions of the flat (B * T,) have a label behind them.
+    """(N,) int64: the positions of the flat (B * T,) whose next position has a label.
 
-    Collation works it out, for on a device it would be waited for.
+    Collation computes it on the host: on a GPU, the step would wait for how many there are.
     """
     is_scored_BT = torch.nn.functional.pad(labels_BT[:, 1:] != IGNORED, (0, 1))
     return is_scored_BT.flatten().nonzero()[:, 0]
@@ -100,9 +100,9 @@ class Scorer:
 def chunked_cross_entropy(hidden_ND: Tensor, scorer: Scorer, scoring: Scoring) -> Tensor:
     """token_cross_entropy of a layer's logits, of which only those of one chunk exist at a time.
 
-    Gradients are computed right behind the logits of each chunk, so nothing is computed twice; only
-    in fp16 they wait for the loss scale, and logits are computed once more. backward() may be
-    called once.
+    The gradients of a chunk are computed right after its logits, so that nothing is computed twice.
+    Only in fp16 do they wait for the loss scale, and the logits are computed again. backward() may
+    be called once.
     """
     inputs = (scorer.weight_VD, scorer.bias_V, scorer.low_NR, scorer.low_weight_VR)
     return _Chunked.apply(scoring, torch.is_grad_enabled(), hidden_ND, *inputs)  # pyright: ignore[reportReturnType]
@@ -147,9 +147,10 @@ def chunks_of(num_rows: int, size: int) -> Iterator[slice]:
 class _Gradients:
     """Sums over chunks: the loss, and the gradients of those inputs that need one.
 
-    The gradient of a weight is a sum over all positions. Either it is summed in fp32, chunk after
-    chunk, or the gradient of all logits is kept for one product behind the last chunk: what takes
-    fewer bytes, and in 16 bits also where it takes up to twice as many.
+    The gradient of a weight is a sum over all positions. Either the products of all chunks are
+    added up in fp32, or the gradient of all logits is kept and multiplied once after the last
+    chunk. The second way is taken if it needs no more bytes; in 16 bits, if it needs at most twice
+    as many.
     """
 
     def __init__(self, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> None:
@@ -161,15 +162,17 @@ class _Gradients:
         for place, rows in ((0, hidden), (3, low)):
             if needed[place] and rows is not None:
                 self._sums[place] = torch.empty_like(rows)
-        # bytes a word; a product in 16 bits is a tensor and a pass over the sum more for each chunk
+        # bytes for each word of the vocabulary; in 16 bits, each chunk's product costs one more
+        # tensor and one more pass over the sum
         of_kept, of_sum = hidden.element_size() * len(hidden), 4 * hidden.shape[1]
         keeps = needed[1] and of_kept <= (of_sum if hidden.element_size() == 4 else 2 * of_sum)
         self._kept_NV = hidden.new_empty(len(hidden), len(weight)) if keeps else None
 
     def run(self, scoring: Scoring, factor: Tensor | None = None) -> Tensor:
-        """() fp32 the loss. factor: of the gradients."""
+        """() fp32: the loss. factor: the gradients are multiplied with it."""
         total = self._hidden_ND.new_zeros((), dtype=torch.float32)
-        # one at least: a rank without labels has gradients of 0, which ZeRO waits for
+        # at least one chunk: a rank without labels has gradients, too, of 0, and ZeRO waits for
+        # them
         for rows in chunks_of(max(1, len(self._hidden_ND)), scoring.chunk):
             total += self._chunk(rows, scoring, factor)
         if self._kept_NV is not None:
@@ -205,7 +208,7 @@ class _Gradients:
         return logits_CV.add_(F.linear(low_NR[rows], low_weight_VR))
 
     def _add(self, gradient_CV: Tensor, rows: slice) -> None:
-        """Add the gradients that follow from those of the logits of `rows`."""
+        """From the gradient of the logits of `rows`, add up those of the inputs and the weights."""
         _, _, _, low_NR, low_weight_VR = self._inputs
         for place, weight in ((0, self._weight_VD), (3, low_weight_VR)):
             of_rows = self._sums[place]
@@ -213,17 +216,14 @@ class _Gradients:
                 torch.mm(gradient_CV, weight, out=of_rows[rows])
         for place, states in ((1, self._hidden_ND), (4, low_NR)):
             if self._needed[place] and states is not None:
-                self._add_product(place, gradient_CV.t(), states[rows])
+                left, right, total = gradient_CV.t(), states[rows], self._sums[place]
+                if total is None:
+                    product = left @ right
+                    self._sums[place] = product if self._kept_NV is not None else product.float()
+                elif total.dtype == left.dtype:
+                    total.addmm_(left, right)
+                else:
+                    total += left @ right
         if self._needed[2]:
             of_bias, sums = self._sums[2], gradient_CV.sum(0, dtype=torch.float32)
             self._sums[2] = sums if of_bias is None else of_bias.add_(sums)
-
-    def _add_product(self, place: int, left: Tensor, right: Tensor) -> None:
-        total = self._sums[place]
-        if total is None:
-            product = left @ right
-            self._sums[place] = product if self._kept_NV is not None else product.float()
-        elif total.dtype == left.dtype:
-            total.addmm_(left, right)
-        else:
-            total += left @ right

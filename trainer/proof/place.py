@@ -19,7 +19,7 @@ from trainer.files.atomic import BLOCK, refusals, replace_file, sync
 from trainer.runtime import distributed
 
 MIB = 64  # written and read for the bandwidth
-SKEW_S = 2.0  # what ranks and the disk may differ by: a heartbeat of 30 s is judged by both
+SKEW_S = 2.0  # most seconds between clocks of ranks and disk: both judge a heartbeat of 30 s
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Fact:
 
 
 def examine(folder: Path) -> Iterator[Fact]:
-    """What is found, on rank 0; nothing on the others. A collective; StorageError when the disk
-    refuses.
+    """The facts about the folder, on rank 0; no fact on the others. A collective; StorageError when
+    the disk refuses.
     """
     name = distributed.broadcast(f".doctor-{secrets.token_hex(4)}")
-    # a folder that runs will make lies on the disk of the one above it
+    # runs will make the folder, on the disk of the folder above it
     place = next(up for up in (folder, *folder.absolute().parents) if up.is_dir()) / name
     try:
         with refusals(place):

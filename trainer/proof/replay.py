@@ -1,4 +1,4 @@
-"""A stretch of a run once more, beside its folder, to see whether its steps come out the same."""
+"""Runs some steps of a run again, beside its folder, and compares them with the run's steps."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def read(folder: Path) -> RecordedRun:
 
 @dataclass(frozen=True)
 class Replay:
-    """How a stretch of steps came out once more."""
+    """How the repeated steps compare with those of the run."""
 
-    start: int  # the steps behind this one were done again
+    start: int  # the steps after this one were repeated
     stop: int
     agreed: list[int]  # steps whose proof is that of the run
     differing: list[list[Any]]  # [step, the run's line, this one's] of the others, in order
@@ -83,7 +83,7 @@ class Replay:
 
 
 def starts(folder: Path, *, world: int) -> list[int]:
-    """The steps that a replay on `world` ranks may begin behind: the start, and its checkpoints."""
+    """The steps after which a replay on `world` ranks may begin: 0, and those with a checkpoint."""
     steps = [
         step
         for step, path in checkpoint.candidates(folder / "checkpoints")
@@ -93,7 +93,7 @@ def starts(folder: Path, *, world: int) -> list[int]:
 
 
 def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: int) -> Replay:
-    """Steps start+1 to stop of the run in plan.folder again, in `scratch`, against its proofs.
+    """Repeat steps start+1 to stop of the run in plan.folder, in `scratch`, and compare the proofs.
 
     plan: with the DeepSpeed dictionary of the run. Nothing is written to plan.folder. A collective.
     """
@@ -143,7 +143,9 @@ def _comparison(recorded: RecordedRun, scratch: Path, start: int, stop: int) -> 
 
 
 def _lay_out(folder: Path, scratch: Path, start: int) -> None:
-    """What the stretch begins with: data.json, what rollbacks left out, and the checkpoint."""
+    """Put what the replay begins with into `scratch`: data.json, the steps that rollbacks left out,
+    and the checkpoint.
+    """
     for name in ("data.json", bad_steps.FILE):
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(folder / name, scratch / name)
@@ -176,14 +178,16 @@ def as_it_ran(plan: RunPlan) -> RunPlan:
             "back from a copy, or check the lines alone (without --replay)."
         ) from None
     cfg = with_recomputation(with_micro_batch(plan.cfg, rows), recomputed)
-    world = plan.sharding.world  # the file is of the last start, which may have had others
+    world = (
+        plan.sharding.world
+    )  # the file is that of the last start, which may have had other flags
     accumulation = ds["train_batch_size"] // (ds["train_micro_batch_size_per_gpu"] * world)
     ds["gradient_accumulation_steps"] = accumulation
     return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
 
 
 def worlds(proofs: dict[int, str]) -> Iterator[tuple[int, int, int]]:
-    """(first step, last step, ranks) of the stretches that a run had the same ranks for."""
+    """(first step, last step, ranks) of each stretch of steps with the same number of ranks."""
     stretch: tuple[int, int, int] | None = None
     for step, proof in sorted(proofs.items()):
         ranks = int(proof.rpartition("/")[2])

@@ -91,14 +91,17 @@ def training_rows(
     finder, num_rows = AnswerFinder(passages), 0
     for query in queries:
         relevant = positives[query.id]
-        negatives = _negatives(
-            rankings.get(query.id, []),
-            query,
-            passages,
-            relevant=relevant,
-            window=window,
-            finder=finder,
-        )
+        texts = {passages[name]["text"] for name in relevant}
+        in_window = rankings.get(query.id, [])[window.first - 1 : window.last]
+        ids = [hit.passage for hit in in_window if hit.passage not in relevant]
+        negatives = [name for name in ids if passages[name]["text"] not in texts]
+        if not window.may_have_answer and query.answers:
+            answering = finder.having(query.answers, negatives)
+            negatives = [name for name in negatives if name not in answering]
+        if len(negatives) > window.count:
+            draw = random.Random(f"{window.seed} {query.id}")
+            sample = draw.sample(range(len(negatives)), window.count)
+            negatives = [negatives[place] for place in sorted(sample)]
         if not relevant or not negatives:
             note(f"question {query.id!r}", UNTRAINABLE)
             continue
@@ -114,27 +117,6 @@ def training_rows(
         raise DataError(
             "no question has a positive and a negative. Give --qrels, or a deeper run and --ranks."
         )
-
-
-def _negatives(
-    hits: Sequence[Hit],
-    query: Query,
-    passages: Mapping[str, Row],
-    *,
-    relevant: Sequence[str],
-    window: RankRange,
-    finder: AnswerFinder,
-) -> list[str]:
-    texts = {passages[name]["text"] for name in relevant}
-    ids = [hit.passage for hit in hits[window.first - 1 : window.last]]
-    ids = [name for name in ids if name not in relevant and passages[name]["text"] not in texts]
-    if not window.may_have_answer and query.answers:
-        answering = finder.having(query.answers, ids)
-        ids = [name for name in ids if name not in answering]
-    if len(ids) <= window.count:
-        return ids
-    sample = random.Random(f"{window.seed} {query.id}").sample(range(len(ids)), window.count)
-    return [ids[place] for place in sorted(sample)]
 
 
 def _tevatron(passage: Row) -> Row:

@@ -120,20 +120,8 @@ def mean_measures(rankings: Rankings, qrels: Qrels, *, at: Sequence[int]) -> dic
         note(f"question {question!r}", "judged questions that the run lacks (they count 0)")
     for question in rankings.keys() - set(questions):
         note(f"question {question!r}", "ranked questions without a relevant passage (not measured)")
-    _note_passages(rankings, qrels, questions)
-    totals: dict[str, float] = {}
-    for question in questions:
-        for name, value in question_measures(
-            rankings.get(question, []), qrels[question], at=at
-        ).items():
-            totals[name] = totals.get(name, 0.0) + value
-    return {name: value / len(questions) for name, value in totals.items()}
-
-
-def _note_passages(rankings: Rankings, qrels: Qrels, questions: Sequence[str]) -> None:
-    """Tell how many relevant passages no ranking holds. A run is no worse for some of them, for it
-    has an end; where it holds none at all, the ids are doubted.
-    """
+    # Rankings have an end, so that some relevant passages may be in none of them. If no ranking
+    # holds any relevant passage, the ids of the two files are probably not the same.
     ranked = {hit.passage for hits in rankings.values() for hit in hits}
     relevant = {
         passage: question
@@ -151,6 +139,13 @@ def _note_passages(rankings: Rankings, qrels: Qrels, questions: Sequence[str]) -
             "%d of %d relevant passages are in no ranking, the first is %r",
             *(len(strangers), len(relevant), strangers[0]),
         )
+    totals: dict[str, float] = {}
+    for question in questions:
+        for name, value in question_measures(
+            rankings.get(question, []), qrels[question], at=at
+        ).items():
+            totals[name] = totals.get(name, 0.0) + value
+    return {name: value / len(questions) for name, value in totals.items()}
 
 
 def question_measures(

@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
-    from trainer.protocol.task import Batch, Task, Text
+    from trainer.protocol.task import Batch, Task
 
 _PLACES = (0.1, 0.5, 1.0)  # quantiles of the length: a short row, the median, the longest
 _MOST_TOKENS = 400  # tokens of a text in the report, half of them from its beginning
@@ -40,29 +40,24 @@ def examples(task: Task, store: TokenStore, *, ids: Sequence[str]) -> list[dict[
 
 def texts(task: Task, batch: Batch) -> dict[str, list[Segment]]:
     """The texts of a batch of one row without padding, as segments by the name of the text."""
-    return {name: _segments(text, task.decode) for name, text in task.describe(batch).items()}
-
-
-def _segments(text: Text, decode: Decode) -> list[Segment]:
-    """Runs of tokens that are all in the loss, or all not in it."""
-    is_real = (
-        torch.ones_like(text.ids, dtype=torch.bool) if text.is_real is None else text.is_real.bool()
-    )
-    tokens = text.ids[is_real].tolist()
-    marks: list[bool | None] = [None] * len(tokens)
-    if text.in_loss is not None:
-        marks = text.in_loss[is_real].tolist()
-    segments: list[Segment] = []
-    start = 0
-    for stop in range(1, len(tokens) + 1):
-        if stop < len(tokens) and marks[stop] == marks[start]:
-            continue
-        run, half = tokens[start:stop], _MOST_TOKENS // 2
-        if len(run) <= _MOST_TOKENS:
-            content = decode(run)
-        else:
-            num_hidden = len(run) - 2 * half
-            content = f"{decode(run[:half])} [... {num_hidden} tokens ...] {decode(run[-half:])}"
-        segments.append({"text": content, "in_loss": marks[start]})
-        start = stop
+    decode, half = task.decode, _MOST_TOKENS // 2
+    segments: dict[str, list[Segment]] = {}
+    for name, text in task.describe(batch).items():
+        is_real = torch.ones_like(text.ids) if text.is_real is None else text.is_real
+        tokens = text.ids[is_real.bool()].tolist()
+        marks: list[bool | None] = [None] * len(tokens)
+        if text.in_loss is not None:
+            marks = text.in_loss[is_real.bool()].tolist()
+        segments[name] = []
+        start = 0
+        # a segment ends where the tokens that follow are no longer in the loss, or are in it again
+        for stop in range(1, len(tokens) + 1):
+            if stop < len(tokens) and marks[stop] == marks[start]:
+                continue
+            run = tokens[start:stop]
+            content = decode(run) if len(run) <= _MOST_TOKENS else decode(run[:half])
+            if len(run) > _MOST_TOKENS:
+                content += f" [... {len(run) - 2 * half} tokens ...] {decode(run[-half:])}"
+            segments[name].append({"text": content, "in_loss": marks[start]})
+            start = stop
     return segments

@@ -123,18 +123,6 @@ def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
     steps = min(_MOST_STEPS, max(1, len(store) // train.global_batch))
     seed = train.seed if train.order == "shuffled" else None
     without, sizes = replace(sharding, micro_tokens=None, bucket_steps=1), sizes_of(store, task)
-    return {
-        "by_length": padding_share(sizes, sharding, seed=seed, steps=steps),
-        "without_budget_and_buckets": padding_share(sizes, without, seed=seed, steps=steps),
-        "collated": _collated_padding(task, store, sharding, seed=seed, steps=steps),
-        "steps": steps,
-        "micro_batch": micro_batch,
-    }
-
-
-def _collated_padding(
-    task: Task, store: TokenStore, sharding: Sharding, *, seed: int | None, steps: int
-) -> float | None:
     real = cells = 0
     for step in np.unique(np.linspace(0, steps - 1, _COLLATED).astype(int)):
         for rows in window_rows(
@@ -143,4 +131,10 @@ def _collated_padding(
             texts = task.describe(task.collate([store[int(row)] for row in rows])).values()
             for is_real in [text.is_real for text in texts if text.is_real is not None]:
                 real, cells = real + int(is_real.sum()), cells + is_real.numel()
-    return 1 - real / cells if cells else None
+    return {
+        "by_length": padding_share(sizes, sharding, seed=seed, steps=steps),
+        "without_budget_and_buckets": padding_share(sizes, without, seed=seed, steps=steps),
+        "collated": 1 - real / cells if cells else None,
+        "steps": steps,
+        "micro_batch": micro_batch,
+    }

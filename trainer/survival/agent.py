@@ -154,7 +154,16 @@ class Agent:
             self._ending = RunEnd(EXIT_PREEMPTED, now)
         phase = self._phase()
         if phase is RunPhase.ENDING:
-            self._send_the_rest_away(now)
+            # tell stranded ranks how the run ended, and kill the ranks that stay too long
+            assert self._ending is not None, "the phase is ENDING"
+            if now - self._ending.at > LEAVE_S:
+                for member in filter(lambda one: one.is_awaited, self._members):
+                    member.process.kill()
+            for member in self._members:
+                if member.state == "stranded":
+                    member.state = "dismissed"
+                    # a rank that left with EXIT_OK passed the final barrier, which all reached
+                    member.send(do="leave" if self._ending.code == EXIT_OK else "fail")
             return
         for member in self._members:
             limit_s = max(WARM_S, self._patience_s())
@@ -350,18 +359,6 @@ class Agent:
             self._break.is_explained = False
         for member in self._ranks():
             member.send(do="let go")
-
-    def _send_the_rest_away(self, now: float) -> None:
-        """End the run: tell stranded ranks how it ended, and kill the ranks that stay too long."""
-        assert self._ending is not None, "the phase is ENDING"
-        if now - self._ending.at > LEAVE_S:
-            for member in filter(lambda one: one.is_awaited, self._members):
-                member.process.kill()
-        for member in self._members:
-            if member.state == "stranded":
-                member.state = "dismissed"
-                # a rank that left with EXIT_OK passed the final barrier, so all ranks reached it
-                member.send(do="leave" if self._ending.code == EXIT_OK else "fail")
 
     def _begin_when_ready(self, now: float) -> None:
         """Begin the next generation when every process that belongs to it is ready."""

@@ -17,7 +17,14 @@ def silent(ranks: Sequence[Member], now: float, patience_s: float) -> list[Membe
 
 def holders(ranks: Sequence[Member], since_s: float, patience_s: float) -> list[Member]:
     """The ranks that hold on for too long to a group that broke since_s seconds ago."""
-    return [rank for rank in ranks if since_s > _hold_limit_s(rank, patience_s)]
+    late: list[Member] = []
+    for rank in ranks:
+        # torch 2.13: while gloo makes a group, it waits for a lost rank, and closed sockets do not
+        # end it
+        limit_s = FREE_S if rank.waited_s > FREE_S else patience_s
+        if since_s > (limit_s if rank.has_joined else JOIN_S):
+            late.append(rank)
+    return late
 
 
 def stuck(ranks: Sequence[Member], now: float, patience_s: float) -> list[Member]:
@@ -29,11 +36,3 @@ def stuck(ranks: Sequence[Member], now: float, patience_s: float) -> list[Member
         return []
     busy = [rank for rank in ranks if rank.waited_s < patience_s / 2]
     return busy or list(ranks[-1:])
-
-
-def _hold_limit_s(member: Member, patience_s: float) -> float:
-    if not member.has_joined:
-        return JOIN_S
-    # torch 2.13: while gloo makes a group, it waits for a lost rank, and closed sockets do not end
-    # it
-    return FREE_S if member.waited_s > FREE_S else patience_s

@@ -208,15 +208,9 @@ def of_this_rank(
     """
     if not memory:
         return None
-    _refuse_too_large(live, sum(os.stat(file).st_size for files in memory for file in files))
-    mirror = Mirror(memory[distributed.rank()], run, every)
-    mirror.forget_after(step)
-    return mirror
-
-
-def _refuse_too_large(live: Engine, held: int) -> None:
     import psutil
 
+    held = sum(os.stat(file).st_size for files in memory for file in files)
     size = 2 * BYTES * sum(shape.numel() for shape in shapes(live.model.module).values())
     free = psutil.virtual_memory().available + held
     if size > free:
@@ -225,6 +219,9 @@ def _refuse_too_large(live: Engine, held: int) -> None:
             f"ranks go on from: {BYTES} bytes a trained parameter, twice. Use a machine with more, "
             "train fewer parameters, or train without --survive."
         )
+    mirror = Mirror(memory[distributed.rank()], run, every)
+    mirror.forget_after(step)
+    return mirror
 
 
 def newest(memory: list[list[str]], run: str) -> MirroredState | None:

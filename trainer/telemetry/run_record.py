@@ -195,11 +195,13 @@ class RunRecord:
         if not self._is_writer:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        # a folder of this name is a whole checkpoint: it is renamed when all of it is on the disk
+        names = [path.name.removeprefix("step-") for path in self.folder.glob("checkpoints/step-*")]
         values = {
             "state": state,
             "step": self.step,
             "total": self.total,
-            "checkpoint": self._newest_checkpoint(),
+            "checkpoint": max((int(name) for name in names if name.isdigit()), default=None),
             "host": socket.gethostname(),
             "updated_at": now,
             "error": error,
@@ -223,11 +225,6 @@ class RunRecord:
                 raise
             # A full disk holds no second file, but the room that this one has is its own.
             overwrite_json(self.folder / STATUS, values | {"error": error and error[:MAX_ERROR]})
-
-    def _newest_checkpoint(self) -> int | None:
-        # a folder of this name is a whole checkpoint: it is renamed when all of it is on the disk
-        names = [path.name.removeprefix("step-") for path in self.folder.glob("checkpoints/step-*")]
-        return max((int(name) for name in names if name.isdigit()), default=None)
 
     def fail(self, error: BaseException) -> None:
         """Record that `error` of this rank ends the run.

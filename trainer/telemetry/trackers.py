@@ -56,17 +56,17 @@ class TrackedRun(ABC):
         self._is_lost = False
 
     def log(self, step: int, scalars: Mapping[str, Number]) -> None:
-        self._tolerate(lambda: self._log(step, scalars))
+        self._tolerate(lambda: self.write(step, scalars))
 
     def close(self, exit_code: int) -> None:
-        self._tolerate(lambda: self._close(exit_code))
+        self._tolerate(lambda: self.end(exit_code))
         self._is_lost = True
 
     @abstractmethod
-    def _log(self, step: int, scalars: Mapping[str, Number]) -> None: ...
+    def write(self, step: int, scalars: Mapping[str, Number]) -> None: ...
 
     @abstractmethod
-    def _close(self, exit_code: int) -> None: ...
+    def end(self, exit_code: int) -> None: ...
 
     def _tolerate(self, act: Callable[[], None]) -> None:
         if self._is_lost:
@@ -91,7 +91,7 @@ class TensorBoardRun(TrackedRun):
         self._folder = folder / TENSORBOARD_FOLDER
         self._writer: Any = None
 
-    def _log(self, step: int, scalars: Mapping[str, Number]) -> None:
+    def write(self, step: int, scalars: Mapping[str, Number]) -> None:
         if self._writer is None:  # the first step is known only now
             from torch.utils.tensorboard import SummaryWriter
 
@@ -100,7 +100,7 @@ class TensorBoardRun(TrackedRun):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def _close(self, exit_code: int) -> None:
+    def end(self, exit_code: int) -> None:
         del exit_code
         if self._writer is not None:
             self._writer.close()
@@ -141,13 +141,13 @@ class MlflowRun(TrackedRun):
         self._client = client
         log.info("mlflow: run %s of experiment %r", self._run_id, title)
 
-    def _log(self, step: int, scalars: Mapping[str, Number]) -> None:
+    def write(self, step: int, scalars: Mapping[str, Number]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         metrics = [Metric(name, float(value), now, step) for name, value in scalars.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
-    def _close(self, exit_code: int) -> None:
+    def end(self, exit_code: int) -> None:
         status = {EXIT_OK: "FINISHED", EXIT_PREEMPTED: "KILLED"}.get(exit_code, "FAILED")
         self._client.set_terminated(self._run_id, status)

@@ -127,7 +127,30 @@ def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
     first = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
     for mode in dict.fromkeys((first, "offline")):
         try:
-            run = _init_wandb(settings, folder, mode)
+            import wandb  # takes 2 s, which only runs with wandb pay
+
+            # after a failed start its service holds on to the id (0.31: "run ID ... is in use")
+            wandb.teardown()
+            run = wandb.init(
+                entity=settings.entity,
+                project=settings.project,
+                name=settings.name,
+                id=settings.id,
+                config=dict(settings.config),
+                dir=folder,
+                resume="allow",
+                mode=cast(Any, mode),
+                settings=wandb.Settings(
+                    silent=True,
+                    init_timeout=settings.init_timeout_s,
+                    # without a network the rows stay on the disk, for `wandb sync`
+                    finish_timeout=FINISH_S,
+                    # its default of 15 s loses a preempted run's last rows (0.31)
+                    x_transaction_log_flush_interval=2,
+                ),
+            )
+            run.define_metric("step")
+            run.define_metric("*", step_metric="step")
             log.info("wandb: %s", _where(run))
             return run
         except Exception as error:  # any: see WandbRun._tolerate
@@ -156,30 +179,3 @@ def _has_key() -> bool:
         )
     except (OSError, NetrcParseError):
         return False
-
-
-def _init_wandb(settings: WandbSettings, folder: Path, mode: str) -> Any:
-    import wandb  # takes 2 s, which only runs with wandb pay
-
-    # after a failed start its service holds on to the id (0.31: "run ID ... is in use")
-    wandb.teardown()
-    run = wandb.init(
-        entity=settings.entity,
-        project=settings.project,
-        name=settings.name,
-        id=settings.id,
-        config=dict(settings.config),
-        dir=folder,
-        resume="allow",
-        mode=cast(Any, mode),
-        settings=wandb.Settings(
-            silent=True,
-            init_timeout=settings.init_timeout_s,
-            finish_timeout=FINISH_S,  # without a network; the rows are on the disk for `wandb sync`
-            # its default of 15 s loses a preempted run's last rows (0.31)
-            x_transaction_log_flush_interval=2,
-        ),
-    )
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run

@@ -144,7 +144,7 @@ class Engine:
             raise ConfigError(
                 "the model has no trainable parameter: nothing to do. Unfreeze or insert layers."
             )
-        # before the next lines: whoever waits for a compiler, or presses Ctrl-C, reads what is said
+        # made before stdout is redirected: building it may compile a kernel, and says so
         optimizer = build_optimizer(self._parameters.values(), ds, optim)
         # a rank that loads for long must not abort the others' first exchange
         distributed.wait_for_all()
@@ -165,9 +165,9 @@ class Engine:
         self._own_clip = self.stage == 0 and dtype_of(self._parameters) == torch.float32
         self._norm: Tensor | float | None = None
         self._is_left_out = False
-        self.state_copy = StateCopy()  # waited for when weights and moments are about to change
-        # fp32 at stage 0 too then leaves out an update that is not finite, as DeepSpeed does
-        # elsewhere; it waits for the device
+        self.state_copy = StateCopy()  # step() waits for it before weights and moments change
+        # True: fp32 at stage 0, too, leaves out an update that is not finite, as DeepSpeed does in
+        # all other cases. To know it, the host waits for the device.
         self.leaves_out_unsound = False
         self._world = distributed.world()
         if self.stage == 0:
@@ -214,7 +214,12 @@ class Engine:
         if watch is not None and self.stage == 0:
             watch(self._gradients())
         if self._own_clip:
-            self._norm = self._clip()
+            weights = self._parameters.values()
+            if self.clip > 0:
+                self._norm = nn.utils.clip_grad_norm_(weights, self.clip)
+            else:
+                gradients = [weight.grad for weight in weights if weight.grad is not None]
+                self._norm = nn.utils.get_total_norm(gradients)
             if self.leaves_out_unsound and not torch.isfinite(self._norm):
                 return self.leave_out()
         self.state_copy.wait()
@@ -224,8 +229,8 @@ class Engine:
     def leave_out(self) -> None:
         """Drop the gradient of this window: nothing is updated, and step_was_skipped() says so.
 
-        All ranks call it instead of step(). DeepSpeed is made to find an overflow, since it alone
-        knows where its gradients are; a loss scale does not hear of it.
+        All ranks call it instead of step(). DeepSpeed is made to find an overflow, because only
+        DeepSpeed knows where its gradients are; the loss scale does not change.
         """
         self.state_copy.wait()
         with mended.every_gradient_refused(self.model.optimizer):
@@ -238,8 +243,8 @@ class Engine:
         return float("nan") if norm < 0 else norm
 
     def norm(self) -> Tensor | float:
-        """What grad_norm() reads, where it is: the device is not waited for. nan where there is
-        none; -1, by DeepSpeed 0.19.8, for what is not finite.
+        """The number that grad_norm() reads, on its device: the host does not wait. nan if there is
+        none; from DeepSpeed 0.19.8, -1 if it is not finite.
         """
         norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
         return float("nan") if norm is None else norm
@@ -264,7 +269,7 @@ class Engine:
         return self._is_left_out or not self.model.was_step_applied()
 
     def loss_scale(self) -> tuple[float, float] | None:
-        """What fp16 multiplies its loss with, and its least value; None in another precision."""
+        """The loss scale of fp16 and its least value; None in another precision."""
         scaler = self.model.optimizer.loss_scaler if self.model.fp16_enabled() else None
         return scaler and (
             float(scaler.cur_scale),
@@ -372,26 +377,20 @@ class Engine:
     # ---------------------------------------------------------------------------------------
 
     def _wait_less(self, offload: Mapping[str, Any]) -> None:
-        """Spare the host those waits for the device that DeepSpeed (0.19.8) need not do."""
+        """Leave out waits for the device that DeepSpeed 0.19.8 makes without need."""
         optimizer: Any = self.model.optimizer
         if self.stage == 0 and hasattr(optimizer, "fp32_groups"):
             # FP16_UnfusedOptimizer, which is bf16's, too: three waits for every weight
             optimizer.step = functools.partial(mended.step_of_whole_weights, optimizer)
         elif self.stage in (1, 2) and hasattr(optimizer, "unscale_and_clip_grads"):
-            # its own asks for each group whether the norm is finite, which step() has just done
+            # DeepSpeed's function asks for each group whether the norm is finite; step() has just
+            # asked that
             optimizer.unscale_and_clip_grads = functools.partial(mended.unscale_and_clip, optimizer)
         stream = getattr(optimizer, "reduce_and_partition_stream", None)
         if stream is not None and offload.get("device", "none") == "none":
             # stage 3 waits on the host for every micro-batch's reduction. What follows reads the
             # sums on the device; only an offloaded optimizer reads them on the host.
             stream.synchronize = lambda: torch.cuda.current_stream().wait_stream(stream)
-
-    def _clip(self) -> Tensor:
-        parameters = list(self._parameters.values())
-        if self.clip > 0:
-            return nn.utils.clip_grad_norm_(parameters, self.clip)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return nn.utils.get_total_norm(gradients)
 
     def _check_that_deepspeed_agrees(self, ds: Mapping[str, Any]) -> None:
         """DeepSpeed drops what it does not understand without a word, so ask it what it will do."""

@@ -1,8 +1,8 @@
 """The optimizer of a run, and what it remembers under ZeRO as full named tensors: the same at any
 stage and world size.
 
-With training/engine.py, this is the only importer of deepspeed, whose ways into its partitions are
-used here.
+With training/engine.py, this is the only importer of deepspeed: it uses the functions that read and
+write DeepSpeed's partitions.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class OptimizerState:
         for name, key, start, part in self.pieces():
             shapes = self._state_shapes(self._parameters[name])
             if key not in shapes:
-                continue  # in fp32 the weights say as much
+                continue  # in fp32 the weights are the master copy
             whole, place = part.numel() == shapes[key].numel(), f"{name}|{key}"
             if whole:
                 found[place] = part.detach().reshape(shapes[key])
@@ -271,9 +271,9 @@ class OptimizerState:
     def _link_states(self) -> None:
         """Tie every parameter to its slice of the moments.
 
-        deepspeed 0.19.8, stage_1_and_2._optimizer_step: ties all groups when only the first has
-        been stepped, once and for all, so with two groups (decay, no decay) the second is never
-        found. Hence again, when all have moments.
+        deepspeed 0.19.8, stage_1_and_2._optimizer_step: ties all groups once, when only the first
+        has been stepped, so that with two groups (decay, no decay) the moments of the second are
+        never found. So they are tied again here, when all have moments.
         """
         wrapper = self._engine.optimizer
         if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
@@ -282,7 +282,7 @@ class OptimizerState:
 
 
 def dtype_of(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
-    """What all of them are kept in: a model has one training precision."""
+    """The dtype that all parameters have: a model has one training precision."""
     return next(iter(parameters.values())).dtype
 
 

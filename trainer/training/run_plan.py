@@ -56,7 +56,14 @@ def plan(
     is taken smaller, for a run that has lost ranks.
     """
     name = exp_id(values)
-    _check_places(options)
+    data = options.data_path
+    if data is not None and not data.is_dir():
+        problem = f"there is no such folder (from {Path.cwd()}). Give the folder of the data."
+        if data.exists():
+            problem = (
+                f"it is a file, and its folder is wanted, which holds every split: {data.parent}."
+            )
+        raise DataError(f"--data_path {data}: {problem}")
     cfg = tasks.parse(values, source=f"experiment {name}")
     if cfg.train.micro_batch == 0:  # "auto": `run` chooses
         cfg = with_micro_batch(cfg, 1)
@@ -83,18 +90,6 @@ def plan(
     )
     folder = options.savedir_base / name
     return RunPlan(values, cfg, name, folder, ds, sharding, options.names.get(name, ""))
-
-
-def _check_places(options: Options) -> None:
-    """DataError for a --data_path that is not there."""
-    data = options.data_path
-    if data is not None and not data.is_dir():
-        problem = f"there is no such folder (from {Path.cwd()}). Give the folder of the data."
-        if data.exists():
-            problem = (
-                f"it is a file, and its folder is wanted, which holds every split: {data.parent}."
-            )
-        raise DataError(f"--data_path {data}: {problem}")
 
 
 def say_padding(plan: RunPlan, sizes: Sizes) -> None:

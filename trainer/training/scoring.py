@@ -79,8 +79,8 @@ def evaluate(
 
 @torch.no_grad()
 def pool(model: Scored, task: Task, store: TokenStore, *, name: str, batch: int) -> Tensor | None:
-    """The values of one pool of `task.scores` over every row of `store` exactly once, on all ranks;
-    None: no such.
+    """The values of the pool `name` of `task.scores` over every row of `store` exactly once, on all
+    ranks; None if the task has no such pool.
     """
 
     def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
@@ -193,18 +193,20 @@ def _sum_scores(
         for name, score in scores(rows.tolist()).items():
             score = score if counted else _nothing(score)
             found[name] = found[name] + score if name in found else score  # pyright: ignore[reportOperatorIssue]
-    return {name: _over_ranks(score) for name, score in found.items()}
+    for name, score in found.items():
+        if isinstance(score, Ratio):
+            parts = torch.stack([score.num.double(), score.den.double()])
+            found[name] = Ratio(*distributed.total(parts))
+        else:
+            rows = torch.cat(distributed.gather_rows(score.values)).cpu()
+            found[name] = GatheredValues(rows, score.reduce)
+    return found
 
 
 def _nothing(score: Ratio | GatheredValues) -> Ratio | GatheredValues:
-    """The same kind of score over no rows: what a rank adds that ran for the others' sake."""
+    """The same kind of score over no rows. A rank adds it after a batch that it ran only because
+    all ranks must make equally many calls.
+    """
     if isinstance(score, Ratio):
         return Ratio(torch.zeros_like(score.num), torch.zeros_like(score.den))
     return GatheredValues(score.values[:0], score.reduce)
-
-
-def _over_ranks(score: Ratio | GatheredValues) -> Ratio | GatheredValues:
-    if isinstance(score, Ratio):
-        num, den = distributed.total(torch.stack([score.num.double(), score.den.double()]))
-        return Ratio(num, den)
-    return GatheredValues(torch.cat(distributed.gather_rows(score.values)).cpu(), score.reduce)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.schema import Experiment
+from trainer.config.schema import Experiment, Train
 from trainer.data.order import Sharding
 from trainer.metrics.direction import Direction
 from trainer.telemetry.chain import StepChain
 from trainer.training.bad_steps import BadSteps, SkippedSteps, Trouble
-from trainer.training.schedule import Plateau
+from trainer.training.schedule import DEFAULT_EVERY, Plateau, log_interval
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
@@ -30,6 +30,19 @@ class Cadence:
     evaluate: int
     save: int
     is_first_logged: bool = False  # step 1 has a line in metrics.jsonl whatever `log` says
+
+    @classmethod
+    def of(cls, train: Train, *, otherwise: int | None) -> Cadence:
+        """The intervals of a dictionary, else `otherwise` (the flag --log_every), else the
+        defaults: a hundred log lines in a run, evaluations and saves every DEFAULT_EVERY steps.
+        """
+        log_every, rarely = train.log_every or otherwise, otherwise or DEFAULT_EVERY
+        return cls(
+            log=log_every or log_interval(train.steps),
+            evaluate=train.eval_every or rarely,
+            save=train.save_every or rarely,
+            is_first_logged=log_every is None,
+        )
 
     def due(self, step: int, last: int) -> Due:
         """What follows step `step` (counted from 1) of a run of `last` steps."""
@@ -61,7 +74,7 @@ class Progress:
     units: int = 0  # units trained on so far
     best: float | None = None
     best_step: int = 0
-    # of a run that began before best/ followed the metric: "min", which then was the default
+    # "min" in a run that began before best/ followed the metric: it was the default then
     best_is: Direction | None = None
     owes_evaluation: bool = False  # this step was saved before its evaluation was done
     plateau: Plateau = field(default_factory=Plateau)
@@ -92,11 +105,11 @@ class Moved:
 
 
 def ignore(event: Moved) -> None:
-    """Report to nobody."""
+    """Report an event to nobody."""
 
 
 def do_nothing(engine: Engine, progress: Progress) -> None:
-    """Follow a step with nothing."""
+    """Do nothing after a step."""
 
 
 def no_check() -> None:
@@ -128,7 +141,7 @@ class Session:
     after_step: Callable[[Engine, Progress], None] = do_nothing  # the last thing of every step
     # ConfigError when weights that the run began with are not finite; a collective
     refuse_unsound_base: Callable[[], None] = no_check
-    report: Callable[[Moved], None] = ignore  # to whoever watches this rank
+    report: Callable[[Moved], None] = ignore  # reports to the process that watches this rank
 
     @property
     def is_judged(self) -> bool:

@@ -20,9 +20,8 @@ from trainer.config.differences import names_by_difference
 
 if TYPE_CHECKING:
     from jobs.protocol import Backend
-    from jobs.record.paths import BaseFolder, RunFolder
+    from jobs.record.paths import BaseFolder
     from jobs.record.row import Row
-    from jobs.report.scores import Score
     from jobs.serve.index import Index
 
 
@@ -57,7 +56,8 @@ def update_index(
         experiment, scores = {}, {}
         if row.read_error is None:
             try:
-                experiment, scores = _experiment_and_scores(base.run(row.exp_id))
+                experiment = experiment_of(base.run(row.exp_id)) or {}
+                scores = best_scores(base.run(row.exp_id), experiment)
             except Exception as error:  # of any kind: one run must not hide the others
                 problems[row.exp_id] = reason_of(error, base.run(row.exp_id).path)
         named = row if row.by_hand else replace(row, name=names.get(row.exp_id, ""))
@@ -70,11 +70,6 @@ def update_index(
         differences = names_by_difference([json.loads(text) for text in experiments.values()])
         index.write_names(dict(zip(experiments, differences, strict=True)))
     return problems
-
-
-def _experiment_and_scores(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Score]]:
-    experiment = experiment_of(folder) or {}
-    return experiment, best_scores(folder, experiment)
 
 
 def _entry(

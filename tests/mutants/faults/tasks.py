@@ -486,8 +486,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/retrieval/negatives.py",
-        "hits[window.first - 1 : window.last]",
-        "hits[window.first : window.last]",
+        "[window.first - 1 : window.last]",
+        "[window.first : window.last]",
         why="the hardest negative is never trained on",
         tests=MINING,
     ),

@@ -87,8 +87,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/engine.py",
-        "return nn.utils.clip_grad_norm_(parameters, self.clip)",
-        "return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])",
+        "self._norm = nn.utils.clip_grad_norm_(weights, self.clip)",
+        "self._norm = nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])",
         why="gradients are measured and not clipped",
         tests=ENGINE,
     ),

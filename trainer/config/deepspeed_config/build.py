@@ -42,18 +42,27 @@ def build(
     _refuse(source, mistakes(preset))
     config = copy.deepcopy(preset)
     config.setdefault("zero_optimization", {"stage": 0})
-    _refuse(
-        source,
-        [
-            *_batches(config, train, world),
-            *_settle(config, "gradient_clipping", optim.clip, f"optim.clip={optim.clip}"),
-            *_precision(config, train),
-            *_optimizer(config, optim),
-            *_scheduler(config, source),
-            *refusals(config, train, optim, world),
-            *_bucket_sizes(config["zero_optimization"], hidden_size),
-        ],
-    )
+    problems = [
+        *_batches(config, train, world),
+        *_settle(config, "gradient_clipping", optim.clip, f"optim.clip={optim.clip}"),
+        *_precision(config, train),
+        *_optimizer(config, optim),
+        *_scheduler(config, source),
+        *refusals(config, train, optim, world),
+    ]
+    zero: Config = config["zero_optimization"]
+    for key, formula in FROM_HIDDEN_SIZE.items():
+        if zero.get(key) != AUTO:
+            continue
+        if hidden_size is not None:
+            zero[key] = formula(hidden_size)
+        elif key.startswith("stage3_") and zero["stage"] < 3:
+            del zero[key]  # without effect there
+        else:
+            problems.append(
+                f'zero_optimization.{key}="auto" needs the hidden size of the base. Write a number.'
+            )
+    _refuse(source, problems)
     return config
 
 
@@ -175,19 +184,3 @@ def _scheduler(config: Config, source: str) -> list[str]:
         f"scheduler states {stated}, but the loop owns the schedule. Use `schedule` in the "
         "experiment instead."
     ]
-
-
-def _bucket_sizes(zero: Config, hidden_size: int | None) -> list[str]:
-    problems: list[str] = []
-    for key, formula in FROM_HIDDEN_SIZE.items():
-        if zero.get(key) != AUTO:
-            continue
-        if hidden_size is not None:
-            zero[key] = formula(hidden_size)
-        elif key.startswith("stage3_") and zero["stage"] < 3:
-            del zero[key]  # without effect there
-        else:
-            problems.append(
-                f'zero_optimization.{key}="auto" needs the hidden size of the base. Write a number.'
-            )
-    return problems

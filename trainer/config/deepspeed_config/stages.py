@@ -34,7 +34,17 @@ def refusals(config: Config, train: Train, optim: Optim, world: int) -> Iterator
             "train.compile=true needs ZeRO stage 0, 1 or 2, got stage=3: it gathers weights within "
             "the blocks that would be compiled. Use --deepspeed zero2, or leave train.compile out."
         )
-    yield from _secondary(config, world)
+    # zero_hpz_partition_size: a second copy of the weights within each group of ranks, which
+    # DeepSpeed cuts from all ranks without a look at whether they are so many, or ignores
+    size = config["zero_optimization"].get("zero_hpz_partition_size", 1)
+    name = f"zero_optimization.zero_hpz_partition_size={size}"
+    if size != 1 and stage < 3:
+        yield f"{name} needs stage 3, got stage={stage}. Delete the key."
+    elif size < 1 or world % size:
+        yield (
+            f"{name} does not divide {world} ranks: it is the number of those that share a node, "
+            "whose weights are then gathered within it. Write that number, or use zero3."
+        )
     yield from _whole_weights(config, optim)
     dtype = config.get("data_types", {}).get("grad_accum_dtype")
     if stage == 0 and dtype not in (None, train.precision):
@@ -64,25 +74,6 @@ def _stage(config: Config) -> list[str]:
             "loss scale that it never applied. Use --deepspeed zero1, or train.precision='bf16'."
         )
     return problems
-
-
-def _secondary(config: Config, world: int) -> list[str]:
-    """A second copy of the weights within each group of ranks, which DeepSpeed cuts from all ranks
-    without a look at whether they are so many, or ignores.
-    """
-    zero: Config = config["zero_optimization"]
-    size = zero.get("zero_hpz_partition_size", 1)
-    if size == 1:
-        return []
-    name = f"zero_optimization.zero_hpz_partition_size={size}"
-    if zero["stage"] < 3:
-        return [f"{name} needs stage 3, got stage={zero['stage']}. Delete the key."]
-    if size < 1 or world % size:
-        return [
-            f"{name} does not divide {world} ranks: it is the number of those that share a node, "
-            "whose weights are then gathered within it. Write that number, or use zero3."
-        ]
-    return []
 
 
 def _whole_weights(config: Config, optim: Optim) -> list[str]:

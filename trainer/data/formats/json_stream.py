@@ -100,14 +100,6 @@ class _Checked:
             if not content:
                 break
         self._rest, seen = seen[end:], seen[:end]
-        self._check_halves(seen)
-        self._line += seen.count(b"\n")
-        self.num_open += seen.count(b"[") + seen.count(b"{") - seen.count(b"]") - seen.count(b"}")
-        if self.num_open > _MAX_OPEN:
-            raise BadJson(TOO_DEEP)
-        return seen
-
-    def _check_halves(self, seen: bytes) -> None:
         for match in _HALF.finditer(seen) if b"\\ud" in seen or b"\\uD" in seen else ():
             before = seen[: match.start()]
             if (len(before) - len(before.rstrip(b"\\"))) % 2:
@@ -117,6 +109,11 @@ class _Checked:
                 f"{match[0].decode()} in line {line} is half of a surrogate pair, as of an emoji "
                 "that was cut in two; take it out"
             )
+        self._line += seen.count(b"\n")
+        self.num_open += seen.count(b"[") + seen.count(b"{") - seen.count(b"]") - seen.count(b"}")
+        if self.num_open > _MAX_OPEN:
+            raise BadJson(TOO_DEEP)
+        return seen
 
 
 def _end_of_escapes(seen: bytes) -> int:

@@ -191,18 +191,15 @@ class RotaryBackbone:
         self.blocks: nn.ModuleList = self._model.layers
         self._output = OutputLayer(base)
         self._rotates_in_fp32 = family_of(config).rotates_in_fp32
-        self._frequencies, self._rope_scales = self._rotations()
-
-    def _rotations(self) -> tuple[dict[int | None, Tensor], dict[int | None, float]]:
-        """For each window, the frequencies of its blocks and the factor of their rotations."""
+        # for each window, the frequencies of its blocks and the factor of their rotations
         rotary: Any = self._model.rotary_emb
-        frequencies: dict[int | None, Tensor] = {}
-        scales: dict[int | None, float] = {}
+        self._frequencies: dict[int | None, Tensor] = {}
+        self._rope_scales: dict[int | None, float] = {}
         for window in set(self.windows):
             of_kind = f"{_kind(window)}_" if _is_by_kind(self.config) else ""
-            frequencies[window] = getattr(rotary, f"{of_kind}inv_freq").detach().float().clone()
-            scales[window] = getattr(rotary, f"{of_kind}attention_scaling")
-        return frequencies, scales
+            frequencies: Tensor = getattr(rotary, f"{of_kind}inv_freq")
+            self._frequencies[window] = frequencies.detach().float().clone()
+            self._rope_scales[window] = getattr(rotary, f"{of_kind}attention_scaling")
 
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         return self._model.embed_tokens(ids_BT)

@@ -1,10 +1,10 @@
-"""A decoder-only base as both halves of an encoder-decoder, which is trained on from there.
+"""Makes an encoder-decoder of a decoder-only base: both halves begin with its weights.
 
-Weights that were drawn apart have to learn from nothing that a token of a document and the same
-one of a summary are the same; those of one language model know it (docs/log.md). Source: T5Gemma 2
-(arXiv 2512.14856), which begins with a Gemma 3 in both halves. Of our own is how the encoder ends:
-its last block begins as the identity, and its last norm is that block's first one, so that the
-decoder's last block finds in a document what it used to look up in the text before it.
+Two halves with random weights would first have to learn that a token of a document and the same
+token of a summary are the same; two halves of one language model know it (docs/log.md). Source:
+T5Gemma 2 (arXiv 2512.14856), which begins with a Gemma 3 in both halves. The end of the encoder is
+our own: its last block begins as the identity, and its last norm is that block's first norm, so
+that the decoder's last block finds in the document what it used to find in the text before it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _RENAMED = {
     "pre_self_attn_layernorm": "input_layernorm",
     "post_self_attn_layernorm": "post_attention_layernorm",
 }
-# A T5Gemma 2 reads pictures too. Nobody shows one to it here: as small as can be, and zero.
+# A T5Gemma 2 reads pictures, too. Here it gets none, so that part is as small as possible, and its
+# weights are 0.
 NO_PICTURES: dict[str, Any] = {
     "model_type": "siglip_vision_model",
     "hidden_size": 16,
@@ -77,36 +78,32 @@ def adapted_source(source: str, adapted: Adapted, cache_dir: Path) -> str:
         for file in Path(source).iterdir():
             if file.is_file() and file.name not in {"config.json", *(f.name for f in files)}:
                 shutil.copy(file, temporary)  # the tokenizer
-        whole = _config(config, adapted)
+        from transformers import T5Gemma2Config, T5Gemma2DecoderConfig
+
+        keys = T5Gemma2DecoderConfig().to_dict().keys() - {"model_type"}
+        side = {key: value for key, value in config.to_dict().items() if key in keys}
+        side["sliding_window"] = adapted.window or config.sliding_window
+        ends = {key: side[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id")}
+        no_token = config.vocab_size  # an id beyond the vocabulary: no token stands for a picture
+        whole = T5Gemma2Config(
+            encoder={
+                "text_config": side,
+                "vision_config": NO_PICTURES,
+                "mm_tokens_per_image": 4,
+                "eoi_token_index": no_token,
+                "initializer_range": config.initializer_range,
+            },
+            decoder=side,
+            image_token_index=no_token + 1,
+            initializer_range=config.initializer_range,
+            architectures=["T5Gemma2ForConditionalGeneration"],
+            **ends,
+        )
         whole.save_pretrained(temporary)
         safetensors_file.write_tensors(temporary, _WEIGHTS, _weights(whole, source))
 
     folder = cache_dir / "adapted" / key
     return str(build_once(folder, build, is_whole=lambda folder: (folder / _WEIGHTS).is_file()))
-
-
-def _config(config: Any, adapted: Adapted) -> Any:
-    from transformers import T5Gemma2Config, T5Gemma2DecoderConfig
-
-    keys = T5Gemma2DecoderConfig().to_dict().keys() - {"model_type"}
-    side = {key: value for key, value in config.to_dict().items() if key in keys}
-    side["sliding_window"] = adapted.window or config.sliding_window
-    ends = {key: side[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id")}
-    no_token = config.vocab_size  # where the vocabulary has none that stands for a picture
-    return T5Gemma2Config(
-        encoder={
-            "text_config": side,
-            "vision_config": NO_PICTURES,
-            "mm_tokens_per_image": 4,
-            "eoi_token_index": no_token,
-            "initializer_range": config.initializer_range,
-        },
-        decoder=side,
-        image_token_index=no_token + 1,
-        initializer_range=config.initializer_range,
-        architectures=["T5Gemma2ForConditionalGeneration"],
-        **ends,
-    )
 
 
 def _weights(config: Any, source: str) -> dict[str, Tensor]:
@@ -130,7 +127,7 @@ def _weights(config: Any, source: str) -> dict[str, Tensor]:
 
 
 def _origin(name: str, last: int) -> str | None:
-    """The weight that `name` begins with; None of what reads pictures."""
+    """The weight of the source that `name` begins with; None if `name` reads pictures."""
     if "vision" in name or "multi_modal" in name or "eoi" in name:
         return None
     _, _, of_layer = name.partition(".layers.")

@@ -85,14 +85,24 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     ConfigError lists every missing, unexpected and misshaped name at once. It must be called before
     the engine partitions the model.
     """
-    groups = _names_by_tensor(model)
+    # every parameter and saved buffer with all of its names, in the model's order
+    by_storage: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        by_storage.setdefault(id(tensor), ([], tensor))[0].append(name)
+    groups = list(by_storage.values())
     targets = {name: target for names, target in groups for name in names}
     missing = [names[0] for names, _ in groups if not tensors.keys() & set(names)]
     problems = [f"missing {_list_names(missing)}"]
     problems += [f"unexpected {_list_names(sorted(tensors.keys() - targets.keys()))}"]
-    problems += [
-        f"different tensors for one shared parameter: {_list_names(_conflicts(groups, tensors))}"
-    ]
+    clashes: list[str] = []
+    for names, _ in groups:
+        present = [name for name in names if name in tensors]
+        clashes += [
+            f"{present[0]} and {name}"
+            for name in present[1:]
+            if not torch.equal(tensors[present[0]], tensors[name])
+        ]
+    problems += [f"different tensors for one shared parameter: {_list_names(clashes)}"]
     wrong = [
         f"{name} (got {tuple(tensor.shape)}, want {tuple(targets[name].shape)})"
         for name, tensor in tensors.items()
@@ -108,28 +118,6 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -
     with torch.no_grad():
         for name, tensor in tensors.items():
             targets[name].copy_(tensor)
-
-
-def _names_by_tensor(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Every parameter and saved buffer with all of its names, in the model's order."""
-    by_storage: dict[int, tuple[list[str], Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        by_storage.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(by_storage.values())
-
-
-def _conflicts(
-    groups: Iterable[tuple[list[str], Tensor]], tensors: Mapping[str, Tensor]
-) -> list[str]:
-    clashes: list[str] = []
-    for names, _ in groups:
-        present = [name for name in names if name in tensors]
-        clashes += [
-            f"{present[0]} and {name}"
-            for name in present[1:]
-            if not torch.equal(tensors[present[0]], tensors[name])
-        ]
-    return clashes
 
 
 def _list_names(names: list[str]) -> str:

@@ -123,7 +123,14 @@ def _pack(weight_NK: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
         scales_N = weight_NK.float().abs().amax(1) / 127
         steps_NK = weight_NK.float() / scales_N.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         return steps_NK.round().to(torch.int8), scales_N
-    functional, count = _bitsandbytes().functional, weight_NK.numel()
+    try:
+        from bitsandbytes import functional
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "train.base_bits=4 needs the package bitsandbytes. Install it: pip install "
+            '-e ".[bits]", or use 8, which needs none.'
+        ) from None
+    count = weight_NK.numel()
     if weight_NK.device.type == "meta":
         like: dict[str, Any] = {"device": "meta"}
         scales = torch.empty(-(-count // _BLOCK), dtype=torch.float32, **like)
@@ -131,14 +138,3 @@ def _pack(weight_NK: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
     whole = weight_NK.contiguous()
     packed, state = functional.quantize_4bit(whole, blocksize=_BLOCK, quant_type=_KIND)
     return packed, state.absmax
-
-
-def _bitsandbytes() -> Any:
-    try:
-        import bitsandbytes
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "train.base_bits=4 needs the package bitsandbytes. Install it: pip install "
-            '-e ".[bits]", or use 8, which needs none.'
-        ) from None
-    return bitsandbytes

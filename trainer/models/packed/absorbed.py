@@ -31,7 +31,7 @@ class FewQueries:
     """B rows of few queries, and the states that each row reads, as rectangles."""
 
     states_BSD: Tensor
-    is_state_BS: Tensor | None  # False for filling; None: there is none
+    is_state_BS: Tensor | None  # False for padding; None: there is no padding
     cells_N: Tensor  # the place of each query among all B * T
     queries: int  # T
 
@@ -182,7 +182,7 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
     """The batched product in fp32, without rounding to the inputs' dtype."""
     if one.dtype == torch.float32:
         return torch.bmm(one, other)
-    if one.device.type == "cpu":  # torch 2.13 has no product there with an output of another kind
+    if one.device.type == "cpu":  # torch 2.13 has no product with another output dtype there
         return torch.bmm(one.float(), other.float())
     return torch.bmm(one, other, out_dtype=torch.float32)
 

@@ -71,7 +71,7 @@ def in_streams(table: Any, batch: Mapping[str, Tensor], *, dropout: float) -> At
 
 
 def in_rows(table: Any, rows: Rows, *, dropout: float) -> Attend:
-    """Attention within rows, which are causal for the table of a decoder."""
+    """Attention within rows; causal if the table is a decoder's."""
     buckets = torch.arange(table.relative_attention_num_buckets, device=rows.queries.device)
     # all distances beyond the largest one are in the last bucket
     num_distances = table.relative_attention_max_distance + 1

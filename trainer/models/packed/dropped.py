@@ -1,6 +1,6 @@
-"""Dropout by random numbers that are a function of a seed and of a place, on any device the same.
-
-Nothing is drawn one after the other, so a backward pass finds the same numbers again, in any order.
+"""Dropout whose random numbers are a function of a seed and a place. They are the same on every
+device, and no generator draws them one after the other, so that a backward pass computes the same
+numbers again, in any order.
 """
 
 from __future__ import annotations
@@ -23,45 +23,40 @@ class Dropout:
     """Which shares of an attention are dropped."""
 
     rate: float
-    seed: Tensor  # (2,) int64, on the device: nobody waits for it
+    seed: Tensor  # (2,) int64, on the device: the host does not wait for it
 
     @classmethod
     def with_seed(cls, rate: float, device: torch.device) -> Dropout:
-        """With a seed from torch's generator."""
+        """Dropout with a seed that torch's generator draws."""
         return cls(rate, torch.randint(1 << 32, (2,), device=device))
 
     @property
     def threshold(self) -> int:
-        """A place is dropped when its number, an int32, is below."""
+        """A place is dropped if its int32 number is below this one."""
         return round(self.rate * 2**32) - 2**31
 
     def keys(self, queries_A: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
         """Two (A, H) int32 hashes of the seed, a query's place in the stream, and a head."""
         heads = torch.arange(num_heads, device=queries_A.device)
         places_AH = queries_A[:, None].long() * num_heads + heads
-        first, second = _int32(_mix_bits(places_AH ^ self.seed[:, None, None])).unbind()
+        # a hash of each word of 32 bits, computed in int64
+        words = places_AH ^ self.seed[:, None, None]
+        words = ((words ^ (words >> 16)) * FIRST) & _WORD
+        words = ((words ^ (words >> 15)) * SECOND) & _WORD
+        words = words ^ (words >> 16)
+        signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        first, second = signed.unbind()
         return first, second
 
     def places(self, queries_A: Tensor, num_heads: int, num_keys: int, of: slice) -> Tensor:
-        """(H, A, L) bool, True where the share of a key of the row is dropped, of these heads."""
+        """(H, A, L) bool for these heads: True where the share of a key of the row is dropped."""
         first, second = (x_AH.t()[of, :, None] for x_AH in self.keys(queries_A, num_heads))
         keys_L = torch.arange(num_keys, dtype=torch.int32, device=queries_A.device)
         numbers = torch.bitwise_xor(first, keys_L)
         numbers *= FIRST
         shifted = numbers >> SHIFT
-        shifted &= (1 << (32 - SHIFT)) - 1  # torch moves the sign in
+        shifted &= (1 << (32 - SHIFT)) - 1  # torch's >> fills with the sign bit
         numbers ^= shifted
         numbers += second
         numbers *= SECOND - (1 << 32)
         return numbers < self.threshold
-
-
-def _mix_bits(words: Tensor) -> Tensor:
-    """A hash of each word of 32 bits, in int64."""
-    words = ((words ^ (words >> 16)) * FIRST) & _WORD
-    words = ((words ^ (words >> 15)) * SECOND) & _WORD
-    return words ^ (words >> 16)
-
-
-def _int32(words: Tensor) -> Tensor:
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -1,4 +1,4 @@
-"""The tokens of a stream in rectangles, for an attention that needs them, and back again."""
+"""Copies the tokens of a stream into rectangles, for attention that needs them, and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_stream(rectangles: Sequence[Tensor], cells_M: Tensor) -> Tensor:
 
 
 class _Taken(torch.autograd.Function):
-    """index_select whose backward copies instead of adding, for no cell is taken twice."""
+    """index_select whose backward copies instead of adding: no cell is selected twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cells_M: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

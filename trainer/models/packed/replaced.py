@@ -1,4 +1,4 @@
-"""An attribute of what is not ours, replaced for a while."""
+"""Replaces an attribute of another library's object for a while."""
 
 from __future__ import annotations
 

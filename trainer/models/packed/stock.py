@@ -7,7 +7,6 @@ untouched (transformers 5.23).
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +27,7 @@ from trainer.models.packed.replaced import replaced
 # M tokens of all rows, N rows of a rectangle, L its length, H heads, G key-value heads, C width of
 # a head
 
-NAME = "lathe_packed"  # of the function, among those of transformers
+NAME = "lathe_packed"  # under this name transformers knows the function
 REPLACED = (
     None,
     "sdpa",
@@ -41,14 +40,14 @@ _KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 @dataclass(eq=False)
 class Rows:
     """Where each row of a stream begins, and where each token lies in rectangles of rows of like
-    length. Never changed; not frozen, for torch 2.11 looks into a frozen one and compiles a block
-    anew where a rectangle has a single row.
+    length. It never changes. It is not frozen, because torch 2.11 looks into a frozen dataclass and
+    compiles a block again if a rectangle has a single row.
     """
 
     starts: Tensor  # (rows + 1,) int32, and where the last one ends
     cells_M: Tensor
     grids: list[Tensor]  # (N, L) bool of each rectangle, True where there is a token
-    _masks: dict[tuple[int, int | None, bool], Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None, bool], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], prefix: str = "") -> Rows:
@@ -58,36 +57,35 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """Tokens of no row are more. The host knows it without waiting for the device."""
+        """No row has more tokens. The host knows the number without waiting for the device."""
         return max(grid.shape[1] for grid in self.grids)
 
     def mask(self, number: int, window: int | None, *, is_causal: bool) -> Tensor | None:
-        """Which keys are seen in rectangle `number`, (L, L) or (N, 1, L, L) bool; None: those that
-        are not behind the query. It is made once for all blocks.
+        """The keys that are seen in rectangle `number`: (L, L) or (N, 1, L, L) bool, made once for
+        all blocks. None: all keys up to the query's own place.
 
-        window: keys so far away, or farther, are not seen.
+        window: a key at this distance, or farther away, is not seen.
         """
+        grid_NL = self.grids[number]
+        length = grid_NL.shape[1]
+        if window is not None and window >= length:
+            window = None
+        if is_causal and window is None:
+            return None
         key = (number, window, is_causal)
         if key not in self._masks:
-            self._masks[key] = _mask(self.grids[number], window, is_causal=is_causal)
+            places = torch.arange(length, device=grid_NL.device)
+            distance_LL = places[:, None] - places
+            seen_NLL = grid_NL[:, None]
+            if is_causal:
+                self._masks[key] = (distance_LL >= 0) & (distance_LL < (window or length))
+            elif window is None:
+                self._masks[key] = seen_NLL[:, None]
+            else:
+                # a pad sees itself: a softmax over no key has no gradient
+                seen_NLL = (seen_NLL & (distance_LL.abs() < window)) | (distance_LL == 0)
+                self._masks[key] = seen_NLL[:, None]
         return self._masks[key]
-
-
-def _mask(grid_NL: Tensor, window: int | None, *, is_causal: bool) -> Tensor | None:
-    length = grid_NL.shape[1]
-    if window is not None and window >= length:
-        window = None
-    if is_causal and window is None:
-        return None
-    places = torch.arange(length, device=grid_NL.device)
-    distance_LL = places[:, None] - places
-    if is_causal:
-        return (distance_LL >= 0) & (distance_LL < (window or length))
-    seen_NLL = grid_NL[:, None]
-    if window is not None:
-        # a pad sees itself, for a softmax over nothing has no gradient
-        seen_NLL = (seen_NLL & (distance_LL.abs() < window)) | (distance_LL == 0)
-    return seen_NLL[:, None]
 
 
 @torch.compiler.disable  # see models/fused.py
@@ -105,10 +103,10 @@ def attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """(1, H, M, C) queries, (1, G, M, C) keys and values -> (1, M, H, C), each token mixed from
-    those of its row that it sees. Where a model reads from left to right, pads of a rectangle are
-    behind every token, so that causality hides them.
+    those of its row that it sees. In a causal model the pads of a rectangle stand after all tokens,
+    so that causality hides them.
 
-    rows: None: they stand where a mask does. softcap: scores are kept within +- this (Gemma 2); no
+    rows: None if they are passed as the mask. softcap: scores are kept within +- this (Gemma 2); no
     fused kernel of torch does that.
     """
     rows = attention_mask if rows is None else rows
@@ -144,28 +142,24 @@ def attention(
 
 
 def _of_tokens(x_1HMC: Tensor) -> Tensor:
-    """(M, H, C), without a copy, also in the backward pass, where that of x[0] makes one."""
+    """(M, H, C) without a copy. The backward pass makes none, either; that of x[0] would."""
     return x_1HMC.squeeze(0).transpose(0, 1)
 
 
 def _has_kernel(query_1HMC: Tensor, key_1GMC: Tensor) -> bool:
-    """Whether torch has an attention for rows where they lie in a stream: flash, on a GPU. It drops
-    nothing; before torch 2.12 it knew no groups.
+    """Whether torch can attend to rows in place, as they lie in a stream. On a GPU flash attention
+    can; it has no dropout, and before torch 2.12 it had no grouped queries.
     """
     width, is_grouped = query_1HMC.shape[-1], query_1HMC.shape[1] != key_1GMC.shape[1]
+    device = query_1HMC.device
     return (
-        query_1HMC.device.type != "cpu"
+        device.type != "cpu"
         and query_1HMC.dtype in _HALVES
         and width <= _WIDEST
         and width % 8 == 0
         and (not is_grouped or _KNOWS_GROUPS)
-        and _has_flash(query_1HMC.device)
+        and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= _AMPERE)
     )
-
-
-@functools.cache
-def _has_flash(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 def _where_they_lie(
@@ -178,7 +172,7 @@ def _where_they_lie(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """(1, M, H, C) of attention's, without a rectangle."""
+    """(1, M, H, C): the result of `attention`, computed without rectangles."""
     reach = -1 if window is None else window - 1  # keys so far away are seen, and no farther ones
     groups: dict[str, Any] = (
         {"enable_gqa": True} if query_1HMC.shape[1] != key_1GMC.shape[1] else {}
@@ -229,15 +223,15 @@ def on_streams(config: Any) -> AbstractContextManager[None]:
 
 
 def attending(config: Any, mask: Any) -> AbstractContextManager[None]:
-    """Inside, the blocks of `config` attend as their mask wants it: on a stream, when it is its
-    layout.
+    """Inside, the blocks of `config` attend on a stream if their mask is the layout of one, else as
+    usual.
     """
     return on_streams(config) if isinstance(mask, Rows) else nullcontext()
 
 
 def encode(body: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """(M, D) states of the tokens of a packed batch (packing.pack), each row read by itself: what
-    a stock body without a head says of them.
+    """(M, D) states that a stock body without a head gives the tokens of a packed batch
+    (packing.pack). Each row is read by itself.
     """
     config = body.config
     first = config.pad_token_id + 1 if family_of(config).positions_follow_pad else 0

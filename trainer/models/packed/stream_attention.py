@@ -27,7 +27,7 @@ _QUERIES, _SCORES = 128, 1 << 19  # of a block; its scores lie in a processor's 
 
 @dataclass(frozen=True)
 class Biases:
-    """T5's position biases: what is added to a score by how far the key stands behind the query."""
+    """T5's position biases, which are added to scores; the distance from query to key decides."""
 
     table_KH: Tensor
     bucket_of: Tensor  # (2 * largest + 1,) of the distances -largest to largest, the last for all
@@ -153,7 +153,10 @@ def _backward(
             of_shares = own_HAC @ row.values(block).transpose(1, 2)
             row.drop(block, of_shares)
             of_shares.sub_(row.take(means_MH, block).t()[..., None])
-            of_scores = _shear(shares, of_shares)
+            # shares x gradients, as a view of zeros of (H, A, L + A), which _diagonal_sums needs
+            heads, queries, keys = shares.shape
+            padded = shares.new_zeros(heads, queries, keys + queries)
+            of_scores = torch.mul(shares, of_shares, out=padded[..., :keys])
             row.put(of_q, block, of_scores @ row.keys(block))
             at = (block.heads, block.keys)
             of_keys[at].baddbmm_(of_scores.transpose(1, 2), row.queries(block))
@@ -170,19 +173,10 @@ def _backward(
     return of_q, of_k, of_v, of_table
 
 
-def _shear(shares: Tensor, of_shares: Tensor) -> Tensor:
-    """(H, A, L) shares x gradients, in the memory of (H, A, L + A) whose rest is 0, for
-    _diagonal_sums.
-    """
-    num_heads, num_queries, num_keys = shares.shape
-    padded = shares.new_zeros(num_heads, num_queries, num_keys + num_queries)
-    return torch.mul(shares, of_shares, out=padded[..., :num_keys])
-
-
 def _diagonal_sums(sheared: Tensor) -> Tensor:
-    """(H, A + L - 1): the sums over those of (A, L) whose places add up to the same.
+    """(H, A + L - 1): the sums over all entries (a, l) of (A, L) that have the same a + l.
 
-    In rows that are one shorter than those of the memory, they stand in one column.
+    Read in rows that are one shorter than in memory, such entries stand in one column.
     """
     num_heads, num_queries, num_keys = sheared.shape
     width = num_keys + num_queries - 1
@@ -294,7 +288,7 @@ class _Row:
         return slice(end - block.queries.stop, end - block.queries.start)
 
     def take(self, x_MHC: Tensor, block: _Block) -> Tensor:
-        """(A, H, ...) fp32 of the queries of a block, as it counts them."""
+        """(A, H, ...) fp32: the values of a block's queries, in the reverse order of the block."""
         return x_MHC[self._span(block), block.heads].flip(0).float()
 
     def put(self, x_MHC: Tensor, block: _Block, values: Tensor) -> None:
@@ -310,7 +304,7 @@ def _rows(
 
 
 def spans_of(rows: Rows) -> Iterator[tuple[slice, slice]]:
-    """Where the queries and the keys of each row lie that has queries."""
+    """For each row that has queries: where its queries lie, and where its keys lie."""
     queries, keys = (list(pairwise(starts.tolist())) for starts in (rows.queries, rows.keys))
     for own, others in zip(queries, keys, strict=True):
         if own[0] < own[1]:  # a document may have no summary

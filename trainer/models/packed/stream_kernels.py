@@ -1,6 +1,6 @@
-"""Attention of streams (stream_attention.py) on a GPU: what is allocated, and what is launched.
-
-A device of another kind computes nothing: it is that of the memory plan, which counts bytes.
+"""Attention of streams (stream_attention.py) on a GPU: allocates the outputs and launches the
+kernels. Any other device is the fake one of the memory plan: nothing is computed there, only bytes
+are counted.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def backward(
 
 
 class _Launch:
-    """What every kernel is told."""
+    """The arguments of every kernel."""
 
     def __init__(self, q: Tensor, rows: Rows, biases: Biases | None, drop: Dropout | None) -> None:
         num_heads, width = q.shape[1:]

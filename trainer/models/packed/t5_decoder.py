@@ -37,7 +37,8 @@ def decode(
     """
     hidden_TD = decoder.dropout(decoder.embed_tokens(tokens_T))
     own = replace(rows, keys=rows.queries, is_causal=True)
-    # In umT5 every block has a table of position biases, else the first one for all.
+    # In umT5 every block has a table of position biases; in other models the first block's serves
+    # all.
     is_shared = not decoder.block[-1].layer[0].SelfAttention.has_relative_attention_bias
     first = decoder.block[0].layer[0].SelfAttention
     shared = _by_biases(first, own) if is_shared else None

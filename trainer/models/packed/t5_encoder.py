@@ -1,8 +1,7 @@
-"""A stock T5 encoder on a stream of real tokens: no rectangle but inside attention, and the modules
-as they are.
+"""Runs a stock T5 encoder on a stream of real tokens; only attention may use rectangles.
 
-The modules and parameter names stay as transformers made them; only the order in which they are
-called is ours, and it is the same on every rank, whatever the tokens are, as ZeRO-3 wants.
+Modules and parameter names stay as transformers made them. Only the order of the calls is ours. It
+is the same on every rank, whatever the tokens are, as ZeRO-3 requires.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from trainer.models.packed.layout import grids_of
 
 # M tokens, D width
 
-# Tokens of the longest row from which attention needs no grid. Measured on a processor and on an
-# H200 (docs/log.md), where stream and grids take equally long at 512 and grids longer from there.
+# If the longest row has at least this many tokens, attention uses no grids. Measured on a processor
+# and on an H200 (docs/log.md), where both ways take equally long at 512 tokens, and grids longer
+# beyond.
 LONG, LONG_ELSEWHERE = {"cpu": 240}, 512
 
 
@@ -42,7 +42,8 @@ def encode(
     """
     hidden_MD = encoder.dropout(encoder.embed_tokens(batch["tokens"]))
     attend_by = attend_by or _by_length(encoder, batch)
-    # In umT5 every block has a table of position biases, else the first one for all.
+    # In umT5 every block has a table of position biases; in other models the first block's serves
+    # all.
     is_shared = not encoder.block[-1].layer[0].SelfAttention.has_relative_attention_bias
     shared = attend_by(encoder.block[0].layer[0].SelfAttention) if is_shared else None
     run, every = of_blocks(_encoder_block), recompute_every if encoder.training else None
@@ -53,7 +54,7 @@ def encode(
 
 
 def _by_length(encoder: Any, batch: Mapping[str, Tensor]) -> AttendBy:
-    """Attention by whichever is faster and smaller."""
+    """Attention in grids or in the stream: the way that is faster, and takes less memory, here."""
     grids, cells = grids_of(batch), batch["cells"]
     longest = max(grid.shape[1] for grid in grids)
     is_long = longest >= LONG.get(cells.device.type, LONG_ELSEWHERE)
@@ -73,8 +74,8 @@ def _encoder_block(
     """One encoder block of T5 on tokens without an order or a batch; only attention knows which
     belong together.
 
-    shared: attention with the biases of all blocks; None: by the block's own, which are then put
-    together anew where the block is recomputed.
+    shared: attention with the biases that all blocks share; None: with the block's own biases,
+    which are computed again when the block is recomputed.
     """
     first, feed_forward = block.layer[0], block.layer[-1]
     normed_MD, heads = first.layer_norm(hidden_MD), first.SelfAttention

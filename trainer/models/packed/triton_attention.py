@@ -108,7 +108,7 @@ def forward(
             q_QC, k_LC, of_queries, of_keys, is_seen, biases, head, LARGEST, HAS_BIASES
         )
         higher = tl.maximum(largest, tl.max(scores, 1))
-        higher = tl.where(is_query, higher, 0.0)  # a query that is none sees nothing
+        higher = tl.where(is_query, higher, 0.0)  # a query beyond the row's end sees no key
         shares = tl.exp(scores - higher[:, None])
         fading = tl.exp(largest - higher)
         sums = sums * fading + tl.sum(shares, 1)

@@ -63,18 +63,14 @@ def _problems(values: Any, within: str) -> Iterator[str]:
         name = f"{within}{key}"
         if isinstance(value, dict):
             yield from _problems(value, f"{name}.")
-        elif key in _DTYPES and value is not None and not _is_dtype(value):
-            yield f"{name}={value!r} is no dtype of torch. Use float32, bfloat16 or float16."
+        elif key in _DTYPES and value is not None:
+            dtype = getattr(torch, value, None) if isinstance(value, str) else value
+            if not isinstance(dtype, torch.dtype):
+                yield f"{name}={value!r} is no dtype of torch. Use float32, bfloat16 or float16."
         elif key in _SIZES and isinstance(value, int) and value < 0:
             yield f"{name}={value}, want at least 1. Write the number that the model has."
         elif key in _LAYERS and isinstance(value, int) and value > _MOST_LAYERS:
             yield f"{name}={value}, want at most {_MOST_LAYERS}. Write the number of its blocks."
-
-
-def _is_dtype(value: Any) -> bool:
-    if isinstance(value, torch.dtype):
-        return True
-    return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
 
 
 @contextlib.contextmanager

@@ -43,26 +43,22 @@ def encoder_source(source: str, cache_dir: Path) -> str:
     def build(temporary: Path) -> None:
         log.info("taking the encoder out of %s (once)", ", ".join(file.name for file in files))
         (temporary / "config.json").write_bytes(config.read_bytes())
-        safetensors_file.write_tensors(temporary, _WEIGHTS, _encoder_tensors(files))
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            tensors |= {
+                name: tensor
+                for name, tensor in weight_files.read_pickle(file).items()
+                if name == "shared.weight" or name.startswith("encoder.")
+            }
+        if "shared.weight" not in tensors:
+            tensors["shared.weight"] = tensors.pop("encoder.embed_tokens.weight", torch.empty(0))
+        tensors.pop("encoder.embed_tokens.weight", None)  # the same tensor under another name
+        if not tensors["shared.weight"].numel() or len(tensors) == 1:
+            raise ConfigError(
+                f"{files[0]}: holds no T5 encoder (shared.weight, encoder.block...). Use a T5 "
+                "checkpoint."
+            )
+        safetensors_file.write_tensors(temporary, _WEIGHTS, tensors)
 
     folder = cache_dir / "encoders" / f"{Path(source).name}-{key}"
     return str(build_once(folder, build, is_whole=lambda folder: (folder / _WEIGHTS).is_file()))
-
-
-def _encoder_tensors(files: list[Path]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= {
-            name: tensor
-            for name, tensor in weight_files.read_pickle(file).items()
-            if name == "shared.weight" or name.startswith("encoder.")
-        }
-    if "shared.weight" not in tensors:
-        tensors["shared.weight"] = tensors.pop("encoder.embed_tokens.weight", torch.empty(0))
-    tensors.pop("encoder.embed_tokens.weight", None)  # the same tensor under another name
-    if not tensors["shared.weight"].numel() or len(tensors) == 1:
-        raise ConfigError(
-            f"{files[0]}: holds no T5 encoder (shared.weight, encoder.block...). Use a T5 "
-            "checkpoint."
-        )
-    return tensors

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-_KINDS = ("model.safetensors", "pytorch_model.bin")  # the first that is there is read
+KINDS = ("model.safetensors", "pytorch_model.bin")  # the first that is there is read
 
 
 def find_file(source: str, name: str) -> Path | None:
@@ -45,7 +45,7 @@ def of(source: str) -> list[Path]:
 
     ConfigError when an index lists a file that is not there.
     """
-    for kind in _KINDS:
+    for kind in KINDS:
         single, index = find_file(source, kind), find_file(source, f"{kind}.index.json")
         if single is not None:
             return [single]

@@ -26,7 +26,14 @@ def tied_as_saved(build: Any, config: PretrainedConfig, source: str) -> Iterator
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-    untied = _saved_apart(build, config, source) if is_deepspeed_zero3_enabled() else set()
+    if not is_deepspeed_zero3_enabled():
+        yield
+        return
+    with torch.device("meta"), without_partitioning():
+        tied: dict[str, str] = build(config).all_tied_weights_keys
+    saved = weight_files.tensors(source, {*tied, *tied.values()}) if tied else {}
+    both = [(name, to) for name, to in tied.items() if name in saved and to in saved]
+    untied = {name for name, to in both if not torch.equal(saved[name], saved[to])}
     if not untied:
         yield
         return
@@ -40,20 +47,6 @@ def tied_as_saved(build: Any, config: PretrainedConfig, source: str) -> Iterator
         yield
     finally:
         build.get_expanded_tied_weights_keys = of_class
-
-
-def _saved_apart(build: Any, config: PretrainedConfig, source: str) -> set[str]:
-    """The weights that the class ties to another one, while the files hold both with different
-    values.
-    """
-    with torch.device("meta"), without_partitioning():
-        tied: dict[str, str] = build(config).all_tied_weights_keys
-    saved = weight_files.tensors(source, {*tied, *tied.values()}) if tied else {}
-    return {
-        name
-        for name, to in tied.items()
-        if name in saved and to in saved and not torch.equal(saved[name], saved[to])
-    }
 
 
 @contextlib.contextmanager

@@ -213,29 +213,23 @@ def _shorter(
     requests: list[tuple[str, MeasureRequest]] = []
     for shorter in limits[-1:] if shortest_only else limits:
         values = with_value(subject.values, key, shorter)
-        rows = _encoded_anew(subject, basis, values)
+        cfg = tasks.parse(values)
+        task = tasks.load(cfg, subject.places)
+        raw = subject.train.raw(basis.numbers)
+        different = {id(row): row for row in raw}  # made-up rows are all the same object
+        encoded = {number: Specimens(task, row) for number, row in different.items()}
+        specimens = [encoded[id(row)] for row in raw]
+        count = len(basis.numbers)
+        if cfg.train.micro_tokens is not None:
+            longest = max(int(specimen.lengths[0]) for specimen in specimens)
+            count = max(1, min(cfg.train.micro_batch, cfg.train.micro_tokens // longest))
+        rows = [
+            specimens[number % len(specimens)].encoded_rows([0], is_drawn=True)[0]
+            for number in range(count)
+        ]
         request = MeasureRequest(values, "train", rows, accumulates=subject.zero.accumulates)
         requests.append((f"{key} {shorter}", request))
     return requests
-
-
-def _encoded_anew(
-    subject: Subject, basis: Basis, values: dict[str, Any]
-) -> list[dict[str, list[int]]]:
-    cfg = tasks.parse(values)
-    task = tasks.load(cfg, subject.places)
-    raw = subject.train.raw(basis.numbers)
-    different = {id(row): row for row in raw}  # made-up rows are all the same object
-    encoded = {number: Specimens(task, row) for number, row in different.items()}
-    specimens = [encoded[id(row)] for row in raw]
-    count = len(basis.numbers)
-    if cfg.train.micro_tokens is not None:
-        longest = max(int(specimen.lengths[0]) for specimen in specimens)
-        count = max(1, min(cfg.train.micro_batch, cfg.train.micro_tokens // longest))
-    return [
-        specimens[number % len(specimens)].encoded_rows([0], is_drawn=True)[0]
-        for number in range(count)
-    ]
 
 
 def _limit_change(

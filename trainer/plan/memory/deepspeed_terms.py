@@ -139,7 +139,16 @@ def training(step: Measured, zero: Zero, *, cublas: int, is_first: bool = False)
         rest = Breakdown(
             activations=moment.activations, logits=moment.logits, workspace=cublas + step.scratch
         )
-        gradients = _in_backward(moment.gradients, step, zero, is_alone=is_alone)
+        gradients = moment.gradients
+        if not is_alone and zero.stage < 2:
+            # those of the micro-batches before
+            gradients = max(moment.gradients for moment in step.moments_at(zero.stage))
+        accumulated = _gradient_sums(step, zero)
+        if is_alone and zero.copies_into_buckets:
+            accumulated = accumulated * gradients // (zero.width * step.trainable)
+        elif is_alone:
+            accumulated = 0
+        gradients = _in_flight(gradients, step, zero) + accumulated
         moments.append(_sum(resident, Breakdown(gradients=gradients), rest))
     if zero.stage == 3:
         # After backward only these weights are still whole: the small ones, the one that was used
@@ -273,18 +282,6 @@ def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
         return 0  # each is copied into a bucket and freed
     # weights that are larger than a bucket are reduced on their own, and three were seen waiting
     return min(gradients, 2 * max(zero.reduce_bucket, 3 * step.largest) * zero.width)
-
-
-def _in_backward(gradients: int, step: Measured, zero: Zero, *, is_alone: bool) -> int:
-    if not is_alone and zero.stage < 2:
-        # those of the micro-batches before
-        gradients = max(moment.gradients for moment in step.moments_at(zero.stage))
-    accumulated = _gradient_sums(step, zero)
-    if is_alone and zero.copies_into_buckets:
-        accumulated = accumulated * gradients // (zero.width * step.trainable)
-    elif is_alone:
-        accumulated = 0
-    return _in_flight(gradients, step, zero) + accumulated
 
 
 def _at_reduction(step: Measured, zero: Zero) -> Breakdown:

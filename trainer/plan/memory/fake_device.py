@@ -145,30 +145,23 @@ def _attention(
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if key.shape[1] != query.shape[1]:  # the efficient kernel has no grouped queries
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
+    if attn_mask is not None:  # (B, H, Q, K) floats, aligned, expanded without a copy
+        if attn_mask.dtype == torch.bool:
+            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
+        num_keys = key.shape[2]
+        if attn_mask.shape[-1] % _MASK_ALIGNMENT and attn_mask.shape[-1] == num_keys:
+            attn_mask = F.pad(attn_mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
+        attn_mask = attn_mask.expand(*query.shape[:3], num_keys)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     keeps_sums = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return efficient(query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale)[0]
+    return efficient(query, key, value, attn_mask, keeps_sums, dropout_p, is_causal, scale=scale)[0]
 
 
 def _attention_of_rows(query: Tensor, *rest: Any, **how: Any) -> Tensor:
     """torch's padding-free attention. Counts the sums that its backward allocates."""
     _scratch.append(4 * query.numel())
     return _torch_attention_of_rows(query, *rest, **how)
-
-
-def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask (B, H, Q, K) as the efficient kernel reads it: floats, aligned, expanded without a
-    copy.
-    """
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
-            mask.logical_not(), float("-inf")
-        )
-    num_keys = key.shape[2]
-    if mask.shape[-1] % _MASK_ALIGNMENT and mask.shape[-1] == num_keys:
-        mask = F.pad(mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], num_keys)
 
 
 def _safe_softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -58,7 +58,14 @@ def run_with_twins(func: Any, args: Any, kwargs: Any) -> Any:
     if any(map(_is_real_array, tensors_in(args))):
         args = tree_map(lambda value: _constant(value) if _is_real_array(value) else value, args)
     if func in _INDEXING:
-        args = (args[0], _without_masks(args[1]), *args[2:])
+        # a boolean mask becomes integer indices, one tensor for each of its axes
+        places: list[Any] = []
+        for index in args[1]:
+            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                places.extend(_shaped_by_values(aten.nonzero.default, (index,), {}).unbind(1))
+            else:
+                places.append(index)
+        args = (args[0], places, *args[2:])
     if func in _SHAPED_BY_VALUES:
         return _shaped_by_values(func, args, kwargs)
     out = func(*args, **kwargs)
@@ -78,7 +85,11 @@ def _give_twins(out: Any, func: Any, args: Any, kwargs: Any) -> None:
     is_random = func in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags
     are_known = not is_random and all(map(_is_known, tensors_in(args, kwargs)))
     if func in _CHOOSING:
-        _choose(out)
+        # the indices among the result (of argmax, topk) have a twin that is CHOSEN everywhere
+        indices = [fake for fake in tensors_in(out) if not fake.is_floating_point()]
+        for fake in filter(lambda one: one.numel() <= LARGEST, indices):
+            with _disable_current_modes():
+                fake.twin = torch.full(fake.shape, CHOSEN, dtype=fake.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     elif (writes or is_small) and are_known:
         # an operation that writes into its arguments writes into their twins, too
         _attach(out, _on_twins(func, args, kwargs))
@@ -141,25 +152,6 @@ def _on_twins(func: Any, args: Any, kwargs: Any) -> Any:
 def _attach(out: Any, twins: Any) -> None:
     for fake, twin in zip(tensors_in(out), tensors_in(twins), strict=True):
         fake.twin = twin if isinstance(fake, FakeTensor) else None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _choose(out: Any) -> None:
-    """Give the indices among a result (of argmax, topk) a twin that is CHOSEN everywhere."""
-    for fake in tensors_in(out):
-        if not fake.is_floating_point() and fake.numel() <= LARGEST:
-            with _disable_current_modes():
-                fake.twin = torch.full(fake.shape, CHOSEN, dtype=fake.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _without_masks(indices: Any) -> list[Any]:
-    """Boolean indices as integer indices, one for each axis of the mask."""
-    places: list[Any] = []
-    for index in indices:
-        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
-            places.extend(_shaped_by_values(aten.nonzero.default, (index,), {}).unbind(1))
-        else:
-            places.append(index)
-    return places
 
 
 def _shaped_by_values(func: Any, args: Any, kwargs: Any) -> Any:

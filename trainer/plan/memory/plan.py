@@ -4,7 +4,7 @@ run is executed with fake tensors, which have shapes but compute nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,7 +143,13 @@ def make(subject: Subject, *, cublas: int) -> Basis:
         ),
     ]
     if answered and isinstance(subject.task, Answers):
-        grown = _grown(answered, subject.task.answer_tokens())
+        # what generating needs is extrapolated from two shorter runs
+        few, more = answered
+        a_token = max(0, more.peak.total - few.peak.total) // (SHORT_ANSWERS[1] - SHORT_ANSWERS[0])
+        further = a_token * max(0, subject.task.answer_tokens() - SHORT_ANSWERS[1])
+        grown = replace(
+            more, moments=[replace(more.peak, activations=more.peak.activations + further)]
+        )
         peak = inference(grown, subject.zero, cublas=cublas)
         phases.append(phase(GENERATION, peak, grown, subject.valid, eval_rows))
     plan = MemoryPlan(
@@ -163,14 +169,6 @@ def phase(name: str, peak: Breakdown, step: Measured, rows: RowsByNumber, number
     return Phase(
         name, peak, len(numbers), int(rows.lengths[numbers].max()), step.shapes, step.tensors
     )
-
-
-def _grown(answered: Sequence[Measured], tokens: int) -> Measured:
-    """What generating `tokens` tokens needs, extrapolated from two shorter runs."""
-    few, more = answered
-    a_token = max(0, more.peak.total - few.peak.total) // (SHORT_ANSWERS[1] - SHORT_ANSWERS[0])
-    further = a_token * max(0, tokens - SHORT_ANSWERS[1])
-    return replace(more, moments=[replace(more.peak, activations=more.peak.activations + further)])
 
 
 # Besides the device

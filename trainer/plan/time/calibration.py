@@ -304,7 +304,11 @@ class _Block(nn.Module):
             self.layers[name](normed_BLD).view(rows, length, self.heads, -1).transpose(1, 2)
             for name in ("query", "key", "value")
         )
-        query, key = (_rotate(side, cos_LK, sin_LK) for side in (query, key))
+        rotated: list[Tensor] = []
+        for side in (query, key):
+            low, high = side.chunk(2, dim=-1)
+            rotated.append(side * cos_LK + torch.cat((-high, low), dim=-1) * sin_LK)
+        query, key = rotated
         mixed_BHLK = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         mixed_BLD = mixed_BHLK.transpose(1, 2).reshape(x_BLD.shape)
         x_BLD = x_BLD + self.layers["mixed"](mixed_BLD)
@@ -315,11 +319,6 @@ class _Block(nn.Module):
     def _norm(self, x_BLD: Tensor, place: int) -> Tensor:
         variance_BL1 = x_BLD.pow(2).mean(-1, keepdim=True)
         return self.norms[place] * (x_BLD * torch.rsqrt(variance_BL1 + 1e-6))
-
-
-def _rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
-    low, high = x_BHLK.chunk(2, dim=-1)
-    return x_BHLK * cos_LK + torch.cat((-high, low), dim=-1) * sin_LK
 
 
 def _launches(watch: Stopwatch) -> tuple[float, float]:

@@ -91,6 +91,12 @@ def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
     ]
     time = step_time(times, steps[0], subject.zero, rates, cluster)
     flops = share * sum(flops_of(step, per_step) for step in steps)
+    sheet, mfu = data_sheet(rates.name), None
+    if sheet is not None:
+        mfu = flops / time.total / sheet.peak_flops
+    elif not rates.overlaps_launches:
+        fastest = max(rate for curve in rates.matmul.values() for _, rate in curve)
+        mfu = flops / time.total / fastest
     train = subject.cfg.train
     return replace(
         _around(subject, rates, cluster, steps[0], (evaluation, answers)),
@@ -99,7 +105,7 @@ def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
         units=share * per_step * cluster.world * sum(step.units for step in steps),
         unit=subject.task.unit,
         flops=flops,
-        mfu=_mfu(flops, time.total, rates),
+        mfu=mfu,
     )
 
 
@@ -124,14 +130,6 @@ def typical_batches(subject: Subject) -> tuple[list[Any], float]:
 def _eval_rows(subject: Subject) -> int:
     train = subject.cfg.train
     return min(train.eval_batch or train.micro_batch, len(subject.valid.lengths))
-
-
-def _mfu(flops: float, seconds: float, rates: Rates) -> float | None:
-    sheet = data_sheet(rates.name)
-    if sheet is not None:
-        return flops / seconds / sheet.peak_flops
-    fastest = max(rate for curve in rates.matmul.values() for _, rate in curve)
-    return None if rates.overlaps_launches else flops / seconds / fastest
 
 
 def _around(

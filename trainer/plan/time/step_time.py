@@ -222,8 +222,21 @@ def step_time(
         together = together.plus(time.times(count))
     count = sum(number for _, number in batches)
     update = _updating(step, zero, rates)
-    copied = _copying(step, zero, rates, count)
-    host = rates.launch_s * _host_operators(step, zero, rates, count)
+    # gradients are copied into their sums, into reduction buffers, and back
+    nbytes = zero.width * step.trainable
+    is_alone = zero.world == 1
+    flattened = (_FLATTENED_ALONE if is_alone else _FLATTENED)[zero.stage]
+    of_reduction = (_COPIED_ALONE if is_alone else _COPIED)[zero.stage]
+    passes = of_reduction * _reductions(zero, count) + _ADDED * max(0.0, count - 1)
+    fresh_passes = flattened * _reductions(zero, count)
+    copied = nbytes * (fresh_passes / _fresh(rates) + passes / rates.memory_bytes_per_s)
+    work = _ON_GPU if rates.overlaps_launches else _ON_CPU
+    weights, stage = step.num_weights, zero.stage
+    of_step = _STEP + weights * work.per_weight[stage]
+    of_batch = _PER_BATCH + weights * work.per_weight_and_batch[stage]
+    host = rates.launch_s * (
+        of_step + count * of_batch + work.per_visit[stage] * _visits(step, count)
+    )
     together = together.plus(StepTime(optimizer=update, memory=copied, launches=host))
     together = hide_launches(together, rates)
     sending = _sending(step, zero, cluster, rates, count)
@@ -233,14 +246,6 @@ def step_time(
         hideable = 0.0
     visible = max(sending - _HIDDEN * hideable, (1 - _HIDDEN) * sending)
     return together.plus(StepTime(communication=visible))
-
-
-def _host_operators(step: Measured, zero: Zero, rates: Rates, batches: float) -> float:
-    work = _ON_GPU if rates.overlaps_launches else _ON_CPU
-    weights, stage = step.num_weights, zero.stage
-    of_step = _STEP + weights * work.per_weight[stage]
-    of_batch = _PER_BATCH + weights * work.per_weight_and_batch[stage]
-    return of_step + batches * of_batch + work.per_visit[stage] * _visits(step, batches)
 
 
 def _visits(step: Measured, batches: float) -> float:
@@ -261,17 +266,6 @@ def _updating(step: Measured, zero: Zero, rates: Rates) -> float:
 def _reductions(zero: Zero, batches: float) -> float:
     """How often a step reduces the gradients."""
     return batches if zero.stage > 1 else 1.0
-
-
-def _copying(step: Measured, zero: Zero, rates: Rates, batches: float) -> float:
-    """Seconds of copying gradients: into their sums, into reduction buffers, and back."""
-    nbytes = zero.width * step.trainable
-    is_alone = zero.world == 1
-    flattened = (_FLATTENED_ALONE if is_alone else _FLATTENED)[zero.stage]
-    copied = (_COPIED_ALONE if is_alone else _COPIED)[zero.stage]
-    passes = copied * _reductions(zero, batches) + _ADDED * max(0.0, batches - 1)
-    fresh_passes = flattened * _reductions(zero, batches)
-    return nbytes * (fresh_passes / _fresh(rates) + passes / rates.memory_bytes_per_s)
 
 
 def _fresh(rates: Rates) -> float:

@@ -156,7 +156,9 @@ def _of_article(article: PublishedRecord) -> Iterator[PublishedRecord]:
 
 
 def _of_columns(path: Path) -> Iterator[PublishedRecord]:
-    """Columns side by side, each from its own reading of the file: it does not fit into memory."""
+    """Records from columns. Each column is read by a reader of its own, because the file does not
+    fit into memory.
+    """
     with ExitStack() as stack:
         columns: list[Any] = [
             ijson.kvitems(checked(file), name, use_float=True)

@@ -37,8 +37,18 @@ def rows(records: RecordsOf, split: str, shuffles: int) -> Iterator[Row]:
         row = read_as(_row, record)
         if row is None:
             continue
-        for copy in range(max(1, shuffles)):
-            yield _shuffle(row, f"{copy}:{_id(record)}") if shuffles else row
+        if not shuffles:
+            yield row
+        for copy in range(shuffles):
+            # the same row with its passages in an order that the name decides
+            name = f"{copy}:{_id(record)}"
+            order = sorted(range(len(row["contexts"])), key=lambda place: _draw(f"{name}:{place}"))
+            lists = {
+                field: [row[field][place] for place in order]
+                for field in ("contexts", "titles", "useful_contexts")
+                if field in row
+            }
+            yield {**row, **lists}
 
 
 def _row(record: PublishedRecord) -> Row | None:
@@ -56,17 +66,6 @@ def _row(record: PublishedRecord) -> Row | None:
 
 def _id(record: PublishedRecord) -> str:
     return record.text("_id" if "_id" in record.values else "id")
-
-
-def _shuffle(row: Row, name: str) -> Row:
-    """The same row with its passages in an order that the name decides."""
-    order = sorted(range(len(row["contexts"])), key=lambda place: _draw(f"{name}:{place}"))
-    lists = {
-        field: [row[field][place] for place in order]
-        for field in ("contexts", "titles", "useful_contexts")
-        if field in row
-    }
-    return {**row, **lists}
 
 
 def _draw(name: str) -> bytes:

@@ -61,7 +61,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What stands in the folder now."""
+    """What the folder holds now."""
 
     folder: Path  # of the states
     rows: dict[str, int]
@@ -163,7 +163,7 @@ def _write_states(
         ),
         writing.gib(shutil.disk_usage(folder).free),
     )
-    distributed.barrier()  # nobody writes before all have looked
+    distributed.barrier()  # no rank writes before all have looked
     if not lacking.shards:
         # at most its last file is missing
         writing.write(folder, distinct, lambda _: [], plan=plan, batch_tokens=1)

@@ -66,7 +66,21 @@ def convert(request: Conversion, converter: Converter | None = None) -> list[Rep
     that exist: nothing is overwritten.
     """
     adapter, task = _adapter(request)
-    variants = _variants(request, adapter)
+    for name, value in request.variants.items():
+        if value not in adapter.variants.get(name, ()):
+            legal = [
+                f"{known_name}={one}"
+                for known_name, values in adapter.variants.items()
+                for one in values
+            ]
+            advice = (
+                f"Use one of {', '.join(legal)}." if legal else "It has no variants: leave it out."
+            )
+            raise ConfigError(f"{request.dataset} has no variant {name}={value}. {advice}")
+    defaults = {name: values[0] for name, values in adapter.variants.items()}
+    if request.dataset == _UNIFIED and adapter.is_statement:
+        defaults["boolean"] = "statement"
+    variants = defaults | dict(request.variants)
     files = _files(request, adapter)
     folder = request.out / task
     for split in files:
@@ -134,25 +148,6 @@ def _adapter(request: Conversion) -> tuple[Adapter, str]:
             own = ADAPTERS[task]
             adapter = replace(adapter, is_joined=own.is_joined, is_statement=own.is_statement)
     return adapter, task
-
-
-def _variants(request: Conversion, adapter: Adapter) -> dict[str, str]:
-    """Every variant of the adapter, given or default."""
-    for name, value in request.variants.items():
-        if value not in adapter.variants.get(name, ()):
-            legal = [
-                f"{known_name}={one}"
-                for known_name, values in adapter.variants.items()
-                for one in values
-            ]
-            advice = (
-                f"Use one of {', '.join(legal)}." if legal else "It has no variants: leave it out."
-            )
-            raise ConfigError(f"{request.dataset} has no variant {name}={value}. {advice}")
-    defaults = {name: values[0] for name, values in adapter.variants.items()}
-    if request.dataset == _UNIFIED and adapter.is_statement:
-        defaults["boolean"] = "statement"
-    return defaults | dict(request.variants)
 
 
 def _files(request: Conversion, adapter: Adapter) -> dict[str, list[Path | None]]:

@@ -29,7 +29,9 @@ _SENTENCE_END = ". "
 
 @dataclass(frozen=True)
 class Draft:
-    """A statement, but for the text that the converter puts between `before` and the full stop."""
+    """A statement; for rule "converter", without the text that the converter puts between `before`
+    and the full stop.
+    """
 
     rule: Rule
     text: str  # of rule "converter": what it is given

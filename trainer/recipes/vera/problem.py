@@ -16,15 +16,15 @@ YES = "yes"
 
 
 class BadRecord(ValueError):
-    """A record that is no problem: what was got and what was wanted. Callers know file and line."""
+    """A record that is no problem; says what was got and what was wanted. The caller adds file and
+    line.
+    """
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and what may answer it.
-
-    A boolean has one choice, which holds (gold 0) or does not (gold None): "yes", or the statement
-    if nothing is asked.
+    """A question and its choices. A boolean has one choice, which is true (gold 0) or false (gold
+    None): "yes", or the statement if nothing is asked.
     """
 
     question: str | None  # None: the choices are statements
@@ -101,9 +101,8 @@ def read_line(line: str, *, is_statement: bool = False, keeps_blank: bool = Fals
 
 
 def one_line(text: str) -> str:
-    """A text without tabs and line ends, which would break a line.
-
-    A space stands where they joined two words.
+    """A text without tabs and line ends, which would break a line. If one stood between two words,
+    a space takes its place.
     """
     return (
         " ".join(part for part in re.split(r"\s*[\t\r\n]+\s*", text) if part)

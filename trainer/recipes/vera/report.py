@@ -1,4 +1,4 @@
-"""What became of the records of a split, in numbers: the report that is printed and written."""
+"""Counts what became of the records of a split, for the report that is printed and written."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Report:
     def count_problem(
         self, problem: Problem, line: str, *, is_cloze: bool, is_statement: bool
     ) -> None:
-        """Add what can be said of a problem before its statements are there."""
+        """Count what is known of a problem before its statements are made."""
         texts = [choice.strip() for choice in problem.choices]
         self.identical_options += len(set(texts)) < len(texts)
         question = problem.question or ""
@@ -58,7 +58,7 @@ class Report:
     def count_groups(
         self, groups: Sequence[dict[str, list[str]]], *, is_boolean: Sequence[bool]
     ) -> None:
-        """Add what can be said of the groups, of which some come from booleans."""
+        """Count what is known of the groups, some of which come from booleans."""
         sizes = [len(group["golds"]) + len(group["distractors"]) for group in groups]
         self.groups, self.statements = len(groups), sum(sizes)
         self.gold_groups = sum(bool(group["golds"]) for group in groups)

@@ -63,10 +63,10 @@ _OPEN_ENDS = _words(
 
 
 def statement_by_rule(sentence: str, choice: str, before: str = "") -> str | None:
-    """The statement that a last sentence and its choice make, perhaps without its full stop; None:
-    ask a converter.
+    """The statement that a last sentence and its choice make, perhaps without its full stop; None
+    if a converter has to make it.
 
-    before: what stands in front of the sentence; behind "Was Dr. " it is no sentence.
+    before: the text in front of the sentence; after "Was Dr. " the rest is no sentence.
     """
     sentence = sentence.strip()
     words = sentence.rstrip("?").split()

@@ -225,7 +225,19 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         for key in _NOT_OF_BASE:
             how.pop(key, None)
         dtype = how.get("dtype", how.pop("torch_dtype", None))
-        model = cls(config, _base_of(name, config, hub, {**how, "dtype": dtype or config.dtype}))
+        how["dtype"] = dtype or config.dtype
+        if isinstance(config.base, dict):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.base["seed"])
+                base = AutoModelForCausalLM.from_config(config.get_text_config())
+        elif config.base == _WITHIN and os.path.isdir(name):
+            base = _whole(os.path.join(name, "base"), config, **how)  # subfolder seeks adapters
+        elif config.base == _WITHIN:
+            base = _whole(name, config, subfolder="base", **hub, **how)
+        else:
+            of_hub = {key: value for key, value in hub.items() if key != "revision"}
+            base = _whole(config.base, config, **of_hub, **how)
+        model = cls(config, base)
         if config.has_adapters:  # not before: transformers 4.57 draws them anew in post_init
             model.base.load_adapter(name)
         file = cached_file(name, "model.safetensors", **hub)
@@ -347,7 +359,14 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask = input_ids.new_ones(len(input_ids), past + input_ids.shape[1])
         if position_ids is None:
             position_ids = _positions(attention_mask)[:, -input_ids.shape[1] :]
-        self._now = self._seen(context, position_ids)
+        has_key_B1 = context.kept_BL.any(dim=-1, keepdim=True)
+        shown_BL = context.kept_BL | ~has_key_B1  # a row without keys mixes all of them alike
+        self._now = _Now(
+            dict(zip(self.indices, context.keys_values, strict=True)),
+            shown_BL[:, None, None, :],
+            has_key_B1[:, :, None, None],
+            self._turn(position_ids),
+        )
         try:
             out = self.base(
                 input_ids=input_ids,
@@ -366,16 +385,6 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             )
         return CausalLMOutputWithPast(
             loss=loss, logits=out.logits, past_key_values=out.past_key_values
-        )
-
-    def _seen(self, context: Context, position_ids: Tensor) -> _Now:
-        has_key_B1 = context.kept_BL.any(dim=-1, keepdim=True)
-        shown_BL = context.kept_BL | ~has_key_B1  # a row without keys mixes all of them alike
-        return _Now(
-            dict(zip(self.indices, context.keys_values, strict=True)),
-            shown_BL[:, None, None, :],
-            has_key_B1[:, :, None, None],
-            self._turn(position_ids),
         )
 
     def _turn(self, positions_BT: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -410,21 +419,6 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _ids(self, tokenizer: Any, text: str) -> list[int]:
         return [*self.config.text["opening"], *tokenizer(text, add_special_tokens=False).input_ids]
-
-
-def _base_of(name: Any, config: Any, hub: dict[str, Any], how: dict[str, Any]) -> Any:
-    if isinstance(config.base, dict):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.base["seed"])
-            base = AutoModelForCausalLM.from_config(config.get_text_config())
-    elif config.base == _WITHIN and os.path.isdir(name):  # with subfolder, adapters would be sought
-        base = _whole(os.path.join(name, "base"), config, **how)
-    elif config.base == _WITHIN:
-        base = _whole(name, config, subfolder="base", **hub, **how)
-    else:
-        of_hub = {key: value for key, value in hub.items() if key != "revision"}
-        base = _whole(config.base, config, **of_hub, **how)
-    return base
 
 
 def _whole(name: Any, config: Any, **how: Any) -> Any:

@@ -210,7 +210,18 @@ class Task(TokenTask[Config]):
         """
         fields = ["context", *([_OTHER] if _OTHER in rows[0] else [])]
         if self.is_packed and can_be_streams(rows, fields):
-            return self._streams(rows, fields)
+            decoders = [self._decoder(row) for row in rows]
+            is_answer = self.cfg.data.loss_on == "answer"
+            batch = decoder_stream(
+                decoders, [int(row["answer_start"][0]) if is_answer else 0 for row in rows]
+            )
+            lengths = [len(ids) for ids in decoders]
+            for field in fields:
+                chunks = [unflat(row, field) for row in rows]
+                prefix = f"{field}_" if field == _OTHER else ""
+                stream = context_stream(chunks, lengths, cache=self._states)
+                batch |= {f"{prefix}{name}": tensor for name, tensor in stream.items()}
+            return batch
         ids, mask = pad_right([self._decoder(row) for row in rows], self.prompts.pad)
         labels = ids.masked_fill(mask == 0, IGNORED)
         if self.cfg.data.loss_on == "answer":
@@ -245,21 +256,6 @@ class Task(TokenTask[Config]):
                 "be run on streams. Leave data.packed out, or the base's attn_implementation."
             )
         return attention in REPLACED
-
-    def _streams(self, rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> Batch:
-        """A packed batch; the names of another row's context begin with `other_`."""
-        decoders = [self._decoder(row) for row in rows]
-        is_answer = self.cfg.data.loss_on == "answer"
-        batch = decoder_stream(
-            decoders, [int(row["answer_start"][0]) if is_answer else 0 for row in rows]
-        )
-        lengths = [len(ids) for ids in decoders]
-        for field in fields:
-            chunks = [unflat(row, field) for row in rows]
-            prefix = f"{field}_" if field == _OTHER else ""
-            stream = context_stream(chunks, lengths, cache=self._states)
-            batch |= {f"{prefix}{name}": tensor for name, tensor in stream.items()}
-        return batch
 
     def _decoder(self, row: Mapping[str, Any]) -> list[int]:
         """The decoder's ids. In training, a row that predicts its context has the parts of the

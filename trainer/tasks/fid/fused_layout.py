@@ -38,24 +38,7 @@ def pack(
     batch = layout.pack(passages, bucketed=bucketed)
     lengths = np.array([len(passage) for passage in passages], dtype=np.int64)
     question = np.repeat(np.arange(len(questions)), [len(question) for question in questions])
-    fused_mask, fused = _fuse(
-        lengths, question, batch["passage"].numpy(), batch["position"].numpy(), cross_width
-    )
-    of_questions = np.bincount(question, weights=lengths).astype(np.int32)
-    starts = np.concatenate([[0], np.cumsum(of_questions)]).astype(np.int32)
-    placed = {"question": question, "question_starts": starts}
-    placed |= {"fused": fused, "fused_mask": fused_mask}
-    return batch | {name: torch.from_numpy(values) for name, values in placed.items()}
-
-
-def _fuse(
-    lengths: np.ndarray,
-    question: np.ndarray,
-    passage: np.ndarray,
-    position: np.ndarray,
-    cross_width: int | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(B, S) mask, and the place of every token in the flattened mask (B * S,)."""
+    passage, position = batch["passage"].numpy(), batch["position"].numpy()
     rooms = lengths if cross_width is None else np.full_like(lengths, cross_width)
     per_question = np.bincount(question, weights=rooms).astype(np.int64)
     width = (
@@ -68,4 +51,8 @@ def _fuse(
     fused = question[passage] * width + (before - before_question[question])[passage] + position
     mask = np.zeros(len(per_question) * width, dtype=bool)
     mask[fused] = True
-    return mask.reshape(len(per_question), width), fused
+    of_questions = np.bincount(question, weights=lengths).astype(np.int32)
+    starts = np.concatenate([[0], np.cumsum(of_questions)]).astype(np.int32)
+    placed = {"question": question, "question_starts": starts}
+    placed |= {"fused": fused, "fused_mask": mask.reshape(len(per_question), width)}
+    return batch | {name: torch.from_numpy(values) for name, values in placed.items()}

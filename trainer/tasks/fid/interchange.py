@@ -32,7 +32,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.frozen.freezing import load_into
-from trainer.models.weights import model_folder
+from trainer.models.weights import model_folder, weight_files
 from trainer.tasks.fid import fido
 from trainer.tasks.fid.transformers_302 import config_302, refuse_newer
 from trainer.tasks.fid.weights import CROSS_BIAS
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 LAYOUTS = ["t5", "fid"]
 _EMBEDDING, _HEAD = "shared.weight", "lm_head.weight"
 _TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # one of them makes a tokenizer
 _WRAPPED_BLOCK = re.compile(r"encoder\.block\.(\d+)\.(?!layer\.)\w+\.layer\.")
 
@@ -99,7 +98,24 @@ def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
     refuse_existing(out)
     read = _check(_read_folder(folder))
     if layout == "fid":
-        _write_fid(read, out)
+        config = _t5_config(read)
+        refuse_newer(config, read.path)
+        tensors = dict(read.tensors)
+        # a tensor that is left out would be filled with random numbers by transformers 3.0.2
+        if CROSS_BIAS not in tensors:
+            shape = config.relative_attention_num_buckets, config.num_heads
+            tensors[CROSS_BIAS] = torch.zeros(shape, dtype=tensors[_EMBEDDING].dtype)
+            log.info("added: a position bias of zeros for cross-attention, which changes nothing")
+        tensors |= dict.fromkeys(_TIED, tensors[_EMBEDDING])
+        wrapped: dict[str, Tensor] = {}
+        for name in _skeleton(config, is_untied=False, has_cross_bias=True).state_dict():
+            wrapped_name = re.sub(r"^encoder\.", "encoder.encoder.", name)
+            block = r"^(encoder\.encoder\.block\.\d+\.)layer\."
+            wrapped[re.sub(block, r"\1module.layer.", wrapped_name)] = tensors[name]
+        with new_folder(out) as written:
+            _write_config(written, config_302(config) | {"architectures": ["FiDT5"]})
+            _save(wrapped, written / "pytorch_model.bin")
+        log.info("%s: %s", out, _describe(read))
     else:
         _write_t5(read, out, None)
 
@@ -131,35 +147,24 @@ def _read_folder(folder: Path) -> Source:
             f"{path}: got model_type={family!r}, want 't5'. Give the folder of a T5 or of a reader."
         )
     tensors: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
-        tensors |= _tensors_of(file)
+    files = weight_files.of(str(folder))
+    if not files:
+        legal = ", ".join(f"{single} or {single}.index.json" for single in weight_files.KINDS)
+        raise ConfigError(f"{folder}: holds no weights, want {legal}. Copy the folder again.")
+    for file in files:
+        if file.suffix != ".safetensors":
+            tensors |= _tensors_by_name(_unpickle(file), file)
+            continue
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"{file}: cannot be read ({error}). Copy the checkpoint again."
+            ) from None
     copied = [folder / "generation_config.json", *(folder / name for name in vocabulary.FILES)]
     return Source(
         folder, config, _rename(tensors, folder), tuple(file for file in copied if file.is_file())
     )
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for single in _WEIGHT_FILES:
-        if (folder / single).is_file():
-            return [folder / single]
-        index = folder / f"{single}.index.json"
-        if index.is_file():
-            return [
-                folder / shard
-                for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            ]
-    legal = ", ".join(f"{single} or {single}.index.json" for single in _WEIGHT_FILES)
-    raise ConfigError(f"{folder}: holds no weights, want {legal}. Copy the folder again.")
-
-
-def _tensors_of(file: Path) -> dict[str, Tensor]:
-    if file.suffix != ".safetensors":
-        return _tensors_by_name(_unpickle(file), file)
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error}). Copy the checkpoint again.") from None
 
 
 def _read_pickle(file: Path) -> Source:
@@ -305,7 +310,17 @@ def _check(source: Source) -> Source:
         for name, t in tensors.items()
         if name not in _TIED or (is_untied and name == _HEAD)
     }
-    return replace(source, config=_plain_config(source.config, config), tensors=once)
+    # To every version of transformers, tie_word_embeddings=false means an unscaled decoder
+    # output. save_pretrained of 5.x writes true beside scale_decoder_outputs=false instead,
+    # which 4.x takes for a T5 v1.0.
+    left_out = ("scale_decoder_outputs", "compat_cross_bias", "_name_or_path")
+    own_config = {name: value for name, value in source.config.items() if name not in left_out}
+    own_config |= {
+        "architectures": ["T5ForConditionalGeneration"],
+        "tie_word_embeddings": config.scale_decoder_outputs,
+    }
+    start = {"decoder_start_token_id": own_config.get("pad_token_id", 0)}  # as every published T5
+    return replace(source, config={**start, **own_config}, tensors=once)
 
 
 def _t5_config(source: Source) -> Any:
@@ -315,23 +330,6 @@ def _t5_config(source: Source) -> Any:
         raise ConfigError(
             f"{source.path}: its config.json describes no T5 ({error}). Correct it."
         ) from None
-
-
-def _plain_config(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """config.json of a plain T5.
-
-    tie_word_embeddings=false means an unscaled decoder output to every version of transformers.
-    save_pretrained of 5.x writes true beside scale_decoder_outputs=false instead, which 4.x takes
-    for a T5 v1.0.
-    """
-    left_out = ("scale_decoder_outputs", "compat_cross_bias", "_name_or_path")
-    own_config = {name: value for name, value in values.items() if name not in left_out}
-    own_config |= {
-        "architectures": ["T5ForConditionalGeneration"],
-        "tie_word_embeddings": config.scale_decoder_outputs,
-    }
-    start = {"decoder_start_token_id": own_config.get("pad_token_id", 0)}  # as every published T5
-    return {**start, **own_config}
 
 
 def _skeleton(config: Any, *, is_untied: bool, has_cross_bias: bool) -> Any:
@@ -393,26 +391,6 @@ def _tokenizer(spec: str, cache_dir: Path) -> Any:
             f"--tokenizer {spec}: its spiece.model cannot be read ({reason}). Install the packages "
             "sentencepiece and protobuf, or name a folder with a tokenizer.json."
         ) from error
-
-
-def _write_fid(source: Source, out: Path) -> None:
-    config = _t5_config(source)
-    refuse_newer(config, source.path)
-    tensors = dict(source.tensors)
-    if CROSS_BIAS not in tensors:  # left out, transformers 3.0.2 would fill it with random numbers
-        shape = config.relative_attention_num_buckets, config.num_heads
-        tensors[CROSS_BIAS] = torch.zeros(shape, dtype=tensors[_EMBEDDING].dtype)
-        log.info("added: a position bias of zeros for cross-attention, which changes nothing")
-    tensors |= dict.fromkeys(_TIED, tensors[_EMBEDDING])
-    wrapped: dict[str, Tensor] = {}
-    for name in _skeleton(config, is_untied=False, has_cross_bias=True).state_dict():
-        wrapped_name = re.sub(r"^encoder\.", "encoder.encoder.", name)
-        block = r"^(encoder\.encoder\.block\.\d+\.)layer\."
-        wrapped[re.sub(block, r"\1module.layer.", wrapped_name)] = tensors[name]
-    with new_folder(out) as folder:
-        _write_config(folder, config_302(config) | {"architectures": ["FiDT5"]})
-        _save(wrapped, folder / "pytorch_model.bin")
-    log.info("%s: %s", out, _describe(source))
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

@@ -182,8 +182,18 @@ class Task(TokenTask[Config]):
             read = [len(question) + len(ids) for ids in whole]
             cuts["passages"] = Cut("data.passage_tokens", limit, read)
         else:
-            encoded["corpus_rows"] = [self._corpus_row(passage, row) for passage in row["ctxs"]]
-            lengths = [int(self._corpus.lengths[number]) for number in encoded["corpus_rows"]]
+            numbers: list[int] = []
+            for passage in row["ctxs"]:
+                number = self._corpus_rows.get(str(passage.get("id")))
+                if number is None:
+                    raise DataError(
+                        f"question {row['id']} ({row['question']!r}): its passage "
+                        f"{passage.get('id')!r} is no id in {self.cfg.data.corpus}. Give the "
+                        "corpus that the passages were retrieved from."
+                    )
+                numbers.append(number)
+            encoded["corpus_rows"] = numbers
+            lengths = [int(self._corpus.lengths[number]) for number in numbers]
         longest = len(question) + max(lengths, default=0)
         lost_labels = self.prompts.lost_labels(row)
         return Encoded(encoded, is_truncated=longest > limit, lost_labels=lost_labels, cuts=cuts)
@@ -205,16 +215,6 @@ class Task(TokenTask[Config]):
             "ctxs": passages,
             _MADE_UP: True,
         }
-
-    def _corpus_row(self, passage: Row, row: Row) -> int:
-        number = self._corpus_rows.get(str(passage.get("id")))
-        if number is None:
-            raise DataError(
-                f"question {row['id']} ({row['question']!r}): its passage {passage.get('id')!r} "
-                "is no id in "
-                f"{self.cfg.data.corpus}. Give the corpus that the passages were retrieved from."
-            )
-        return number
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """targets; and passages, each behind its question, when the rows hold them."""

@@ -60,7 +60,12 @@ def retrieval_metrics(table: Tensor, *, temperature: float) -> dict[str, float]:
     of_kind = {kind: table[table[:, 0] == kind] for kind in (QUERY, PASSAGE, RELEVANT)}
     numbers_Q, order = _integer(of_kind[QUERY][:, 1:4]).sort()
     queries_QE = of_kind[QUERY][order, KEYS:].double()
-    ids_P, passages_PE = _distinct(of_kind[PASSAGE])
+    # passages without duplicates, by ascending id: the batches' order changes nothing
+    rows = of_kind[PASSAGE]
+    ids, place = _integer(rows[:, 4:8]).sort(stable=True)
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    is_first[1:] = ids[1:] != ids[:-1]
+    ids_P, passages_PE = ids[is_first], rows[place[is_first], KEYS:].double()
     pairs = of_kind[RELEVANT]
     is_relevant_QP = torch.zeros(len(queries_QE), len(ids_P), dtype=torch.bool)
     row_R, column_R = _integer(pairs[:, 1:4]), _integer(pairs[:, 4:8])
@@ -70,7 +75,12 @@ def retrieval_metrics(table: Tensor, *, temperature: float) -> dict[str, float]:
         relevant = is_relevant_QP[start : start + _QUERIES_AT_ONCE]
         scores = queries_QE[start : start + _QUERIES_AT_ONCE] @ passages_PE.T
         ranks = _ranks(scores, relevant)
-        losses.append(_losses(scores / temperature, relevant))
+        # (Q,) the mean of -log softmax over a query's relevant passages. Each one's softmax is over
+        # itself and all passages that are not relevant.
+        scaled = scores / temperature
+        others_Q1 = scaled.masked_fill(relevant, float("-inf")).logsumexp(-1, keepdim=True)
+        surprise_QP = torch.logaddexp(scaled, others_Q1) - scaled
+        losses.append(surprise_QP.masked_fill(~relevant, 0.0).sum(-1) / relevant.sum(-1))
         best.append(ranks.min(-1).values)
         recalls = [(ranks <= depth).sum(-1) / relevant.sum(-1) for depth in DEPTHS]
         shares.append(torch.stack(recalls, -1).double())
@@ -95,25 +105,6 @@ def _ranks(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
         above = len(others) - int(torch.searchsorted(others, score))
         ranks_QP[row, column] = above + 1 + int((scores_QP[row][relevant_QP[row]] > score).sum())
     return ranks_QP
-
-
-def _losses(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
-    """(Q,) the mean of -log softmax over a query's relevant passages. The softmax of each is over
-    itself and all passages that are not relevant.
-    """
-    others_Q1 = scores_QP.masked_fill(relevant_QP, float("-inf")).logsumexp(-1, keepdim=True)
-    surprise_QP = torch.logaddexp(scores_QP, others_Q1) - scores_QP
-    return surprise_QP.masked_fill(~relevant_QP, 0.0).sum(-1) / relevant_QP.sum(-1)
-
-
-def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids of passages without duplicates, ascending, and the vector of each. The result does
-    not depend on the order of the batches.
-    """
-    ids, place = _integer(rows[:, 4:8]).sort(stable=True)
-    is_first = torch.ones_like(ids, dtype=torch.bool)
-    is_first[1:] = ids[1:] != ids[:-1]
-    return ids[is_first], rows[place[is_first], KEYS:].double()
 
 
 def _integer(columns: Tensor) -> Tensor:

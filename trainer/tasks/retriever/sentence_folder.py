@@ -62,7 +62,18 @@ def write(folder: Path, cfg: Config, *, width: int, pooler: dict[str, Tensor]) -
     _write_json(folder / _POOLING / "config.json", {"word_embedding_dimension": width, **pooling})
     modules = [("", "Transformer"), (_POOLING, "Pooling")]
     if dense:
-        _write_dense(folder / _DENSE, dense)
+        out_width, in_width = dense["linear.weight"].shape
+        (folder / _DENSE).mkdir(exist_ok=True)
+        _write_json(
+            folder / _DENSE / "config.json",
+            {
+                "in_features": in_width,
+                "out_features": out_width,
+                "bias": "linear.bias" in dense,
+                "activation_function": "torch.nn.modules.linear.Identity",
+            },
+        )
+        safetensors_file.write_tensors(folder / _DENSE, "model.safetensors", dense)
         modules.append((_DENSE, "Dense"))
     if how.normalize:
         place = _NORMALIZE.format(len(modules))
@@ -113,21 +124,6 @@ def _settings_of(folder: Path) -> dict[str, Any]:
     pooling = names[0] if len(names) == 1 else mode
     keys = {"pooling": pooling} if pooling in _KEYS else {}
     return {**keys, "normalize": "Normalize" in kinds}
-
-
-def _write_dense(folder: Path, weights: dict[str, Tensor]) -> None:
-    out_width, in_width = weights["linear.weight"].shape
-    folder.mkdir(exist_ok=True)
-    _write_json(
-        folder / "config.json",
-        {
-            "in_features": in_width,
-            "out_features": out_width,
-            "bias": "linear.bias" in weights,
-            "activation_function": "torch.nn.modules.linear.Identity",
-        },
-    )
-    safetensors_file.write_tensors(folder, "model.safetensors", weights)
 
 
 def _write_json(path: Path, value: Any) -> None:

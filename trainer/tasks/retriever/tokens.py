@@ -29,7 +29,16 @@ class Tokens:
         # Tevatron also takes the name of an attribute of the tokenizer, such as sep_token
         value = getattr(tokenizer, data.separator, None) if data.separator.isidentifier() else None
         self.separator = value if isinstance(value, str) else data.separator
-        self.before, self.after = _special_tokens(tokenizer)
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+        start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
+        if start is None:
+            raise ConfigError(
+                f"tokenizer {tokenizer.name_or_path!r}: special tokens change how a text is cut "
+                f"({plain} alone, {whole} "
+                "with them). Use another tokenizer."
+            )
+        self.before, self.after = whole[:start], whole[start + len(plain) :]
         if data.append_eos:
             end = vocabulary.eos_id(tokenizer)
             self.after = [*self.after, end] if self.after[-1:] != [end] else self.after
@@ -82,20 +91,6 @@ def identity(ids: Sequence[int]) -> list[int]:
     """Two 32-bit numbers that identify a passage by its tokens; equal passages have equal ones."""
     digest = hashlib.blake2b(np.asarray(ids, dtype="<i4").tobytes(), digest_size=8).digest()
     return np.frombuffer(digest, dtype="<i4").tolist()
-
-
-def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts before a text, and behind it."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
-    start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
-    if start is None:
-        raise ConfigError(
-            f"tokenizer {tokenizer.name_or_path!r}: special tokens change how a text is cut "
-            f"({plain} alone, {whole} "
-            "with them). Use another tokenizer."
-        )
-    return whole[:start], whole[start + len(plain) :]
 
 
 def passage_of(row: Mapping[str, Any], index: int) -> Any:

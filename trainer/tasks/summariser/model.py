@@ -57,8 +57,18 @@ class Summariser(nn.Module):
         if target_starts is not None and "tokens" in source:
             hidden_ND = self._decode(source, labels, scored, target_starts)
         else:
+            written = self.base.prepare_decoder_input_ids_from_labels(labels)
+            if hasattr(self.base, "model"):  # a T5Gemma, which has its body in one module
+                decoded = self.base.model(**source, decoder_input_ids=written, use_cache=False)
+            else:
+                decoded = self.base.decoder(
+                    input_ids=written,
+                    encoder_hidden_states=self.base.encoder(**source).last_hidden_state,
+                    encoder_attention_mask=source["attention_mask"],
+                    use_cache=False,
+                )
             # pads are dropped first, for the logits of all pads would be most of the cost
-            hidden_ND = self._decode_padded(source, labels).flatten(0, 1).index_select(0, scored)
+            hidden_ND = decoded.last_hidden_state.flatten(0, 1).index_select(0, scored)
         smoothing = self.label_smoothing if self.training else 0.0
         targets_N = labels.flatten().index_select(0, scored)
         return {"loss": OutputLayer(self.base).loss(hidden_ND, targets_N, smoothing=smoothing)}
@@ -79,21 +89,6 @@ class Summariser(nn.Module):
             Rows(starts, source["starts"], max(labels.shape[1], _longest(source))),
             recompute_every=self.recompute_every,
         )
-
-    def _decode_padded(self, source: Mapping[str, Tensor], labels: Tensor) -> Tensor:
-        """(B, T, D) states of the decoder for padded rows, under teacher forcing."""
-        written = self.base.prepare_decoder_input_ids_from_labels(labels)
-        if hasattr(self.base, "model"):  # a T5Gemma, which has its body in one module
-            return self.base.model(
-                **source, decoder_input_ids=written, use_cache=False
-            ).last_hidden_state
-        encoded = self.base.encoder(**source)
-        return self.base.decoder(
-            input_ids=written,
-            encoder_hidden_states=encoded.last_hidden_state,
-            encoder_attention_mask=source["attention_mask"],
-            use_cache=False,
-        ).last_hidden_state
 
     def _generate(self, source: Mapping[str, Tensor], how: Any) -> Tensor:
         cache = generation_file.cache_of(self.base.config)

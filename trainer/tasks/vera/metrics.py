@@ -61,15 +61,27 @@ def statement_metrics(
     of_task = {
         task: numbers == number for number, task in enumerate(tasks) if (numbers == number).any()
     }
-    choices = {
-        task: _choices(rows[mask])
-        for task, mask in of_task.items()
-        if kinds[task] == "multiple_choice"
-    }
+    choices: dict[str, dict[str, float]] = {}
+    for task, mask in of_task.items():
+        if kinds[task] != "multiple_choice":
+            continue
+        of_rows = rows[mask]
+        ranked, firsts = _rank(of_rows)
+        has_second = np.diff(firsts, append=len(of_rows)) > 1
+        best, seconds = ranked[firsts], ranked[firsts + has_second]
+        is_tied = has_second & (of_rows[best, LOGIT] == of_rows[seconds, LOGIT])
+        accuracy = float(of_rows[best, LABEL].mean())
+        choices[task] = {"accuracy": accuracy, "tied": float(is_tied.mean())}
     scores: dict[str, float] = {}
     for metric in ("accuracy", "tied"):
         by_task = {task: values[metric] for task, values in choices.items()}
-        scores |= {f"{metric}/{name}": value for name, value in _averages(by_task, parts).items()}
+        # the unweighted means over all tasks and over each part
+        means = {"mean": float(np.mean(list(by_task.values())))} if by_task else {}
+        for name, own in PARTS.items():
+            of_part = [value for task, value in by_task.items() if parts[task] in own]
+            if of_part:
+                means[name] = float(np.mean(of_part))
+        scores |= {f"{metric}/{name}": value for name, value in (means | by_task).items()}
     weights = 1.0 / np.bincount(numbers)[numbers] if len(rows) else np.empty(0)
     for name, mask in _sets(of_task, parts).items():
         of_set = _of_statements(rows[mask, LOGIT], rows[mask, LABEL] > 0.5, weights[mask])
@@ -87,15 +99,6 @@ def best_rows(table: Tensor | np.ndarray) -> np.ndarray:
     return ranked[firsts]
 
 
-def _choices(rows: np.ndarray) -> dict[str, float]:
-    """accuracy and tied, over the problems of one task."""
-    ranked, firsts = _rank(rows)
-    has_second = np.diff(firsts, append=len(rows)) > 1
-    best, seconds = ranked[firsts], ranked[firsts + has_second]
-    is_tied = has_second & (rows[best, LOGIT] == rows[seconds, LOGIT])
-    return {"accuracy": float(rows[best, LABEL].mean()), "tied": float(is_tied.mean())}
-
-
 def _rank(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Row numbers sorted by task, problem, falling logit and column; and where each problem begins
     among them.
@@ -103,16 +106,6 @@ def _rank(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ranked = np.lexsort((rows[:, COLUMN], -rows[:, LOGIT], rows[:, GROUP], rows[:, TASK]))
     problems = rows[ranked][:, [TASK, GROUP]]
     return ranked, np.flatnonzero(np.any(np.diff(problems, axis=0, prepend=-1) != 0, axis=1))
-
-
-def _averages(by_task: Mapping[str, float], parts: Mapping[str, Part]) -> dict[str, float]:
-    """The value of each task, and the unweighted means over all tasks and over each part."""
-    means = {"mean": float(np.mean(list(by_task.values())))} if by_task else {}
-    for name, own in PARTS.items():
-        values = [value for task, value in by_task.items() if parts[task] in own]
-        if values:
-            means[name] = float(np.mean(values))
-    return means | dict(by_task)
 
 
 def _sets(of_task: Mapping[str, np.ndarray], parts: Mapping[str, Part]) -> dict[str, np.ndarray]:

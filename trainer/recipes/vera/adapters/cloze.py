@@ -80,36 +80,26 @@ def _schemas(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """
     collection, texts = paths
     schemas = list(xml_items([collection], "schema"))[:_WSC273]
-    options = None if texts is None else _wsc_options(texts)
-    if options is not None and len(options) != len(schemas):
-        raise DataError(
-            f"{texts} holds {len(options)} schemas, and {collection} {len(schemas)}. Take the "
-            "published files."
-        )
-    for index, raw in enumerate(schemas):
-        yield raw._replace(value=(raw.value, None if options is None else options[index]))
-
-
-def _wsc_options(path: Path) -> list[tuple[str, str]]:
-    """(right, wrong) of every record of wsc273.txt.
-
-    A record: sentence, [MASK], options with a comma between, answer, blank.
-    """
-    lines = [text.strip() for _, text in jsonl.lines(path)]
-    records: list[tuple[str, str]] = []
+    # a record of wsc273.txt: sentence, [MASK], options with a comma between, answer, blank
+    lines = [] if texts is None else [text.strip() for _, text in jsonl.lines(texts)]
+    records: list[tuple[str, str]] = []  # (right, wrong)
     for start in range(0, len(lines) - 3, 5):
-        options, right = (
-            [option.strip() for option in lines[start + 2].split(",")],
-            lines[start + 3],
-        )
-        if len(options) != 2 or right not in options:
+        options = [option.strip() for option in lines[start + 2].split(",")]
+        right = lines[start + 3]
+        if texts is not None and (len(options) != 2 or right not in options):
             problem = (
                 f"options {jsonl.preview(lines[start + 2])} and answer {jsonl.preview(right)} do "
                 "not fit"
             )
-            raise jsonl.bad_line(path, start + 3, f"{problem}; take the published file")
+            raise jsonl.bad_line(texts, start + 3, f"{problem}; take the published file")
         records.append((right, options[1 - options.index(right)]))
-    return records
+    if texts is not None and len(records) != len(schemas):
+        raise DataError(
+            f"{texts} holds {len(records)} schemas, and {collection} {len(schemas)}. Take the "
+            "published files."
+        )
+    for index, raw in enumerate(schemas):
+        yield raw._replace(value=(raw.value, None if texts is None else records[index]))
 
 
 @_adapter(

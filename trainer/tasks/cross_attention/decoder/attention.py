@@ -68,13 +68,12 @@ def key_mask(kept_BL: Tensor, real_BL: Tensor | None = None) -> KeyMask:
     """The attention mask of the kept keys. A sample that keeps none attends to all its keys
     uniformly.
 
-    real_BL: which keys a sample has, all others being filling that even such a sample does not see;
-    None: all.
+    real_BL: False for padding, which even such a sample does not see; None: no padding.
 
-    The published layer gets there by masking every score to one value. In a fused kernel that value
-    swallows the normaliser, and its backward is off by a factor of L; so such a sample gets a zero
-    query and no mask instead: the same output, the same (zero) gradient into queries and keys, and
-    a right one into values.
+    The published layer sets every score of such a sample to one value. In a fused kernel that value
+    swallows the normaliser, and the gradient is off by a factor of L. Here such a sample gets a
+    zero query and no mask instead: the output and the (zero) gradients of queries and keys are the
+    same, and the gradient of the values is right.
     """
     has_key_B1 = kept_BL.any(dim=-1, keepdim=True)
     shown_BL = ~has_key_B1 if real_BL is None else ~has_key_B1 & real_BL

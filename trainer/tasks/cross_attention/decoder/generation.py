@@ -181,16 +181,15 @@ def search_beams(
 
 
 class _Spoken(PreTrainedModel, GenerationMixin):
-    """What transformers' `generate` calls: the forwards of one request.
-
-    They go over a context that `generate` knows nothing of.
+    """What transformers' `generate` calls for one request. Its forwards read a context that
+    `generate` does not know.
     """
 
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True  # it computes nothing itself
 
     def __init__(self, model: nn.Module, context: Mapping[str, Any]) -> None:
         super().__init__(_inner(model).base.config)
-        self._called = [model]  # a list, for a module would become part of this one
+        self._called = [model]  # in a list: a module would be registered as a part of this one
         self._context = context
         self._past: Past | None = None
 

@@ -121,7 +121,7 @@ def added_layers(
             "base's logits"
         )
     own = indices[:1] if layers.shared_weights else indices
-    with torch.random.fork_rng(devices=[]):  # the caller's random state is none the wiser
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
         torch.manual_seed(seed)
         built = {str(index): AddedLayer(shape) for index in own}
         for layer in built.values():

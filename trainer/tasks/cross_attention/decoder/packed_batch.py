@@ -63,9 +63,8 @@ def context_stream(
 
 
 def can_be_streams(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> bool:
-    """Whether every row has a context token in each field.
-
-    One without attends to its pads, which a stream has not.
+    """Whether every row has a context token in each field. A row without one attends to its pads,
+    and a stream has no pads.
     """
     return all(sum(row[f"{field}_lengths"]) for row in rows for field in fields)
 

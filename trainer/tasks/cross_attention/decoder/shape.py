@@ -1,4 +1,4 @@
-"""What the added layers are built from: what the experiment says, and for the rest the base."""
+"""The shape of the added layers: what the experiment says, and otherwise what the base has."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.models.frozen.freezing import load_into
+from trainer.models.weights import weight_files
 
 if TYPE_CHECKING:
     from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 
 PREFIX = "cross_attn_layers."
 _INDEXED = re.compile(r"cross_attn_layers\.(\d+)\.(.+)")
-_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def added_weights(model: CrossAttentionModel) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ def read_added(folder: Path) -> dict[str, Tensor]:
 
 
 def _files_with_added(folder: Path) -> list[Path]:
-    for single in _SINGLE_FILES:
+    for single in weight_files.KINDS:
         if (folder / single).is_file():
             return [folder / single]
         index = folder / f"{single}.index.json"
@@ -103,7 +103,7 @@ def _files_with_added(folder: Path) -> list[Path]:
             return [
                 folder / shard for shard in sorted({shards[name] for name in _added_names(shards)})
             ]
-    legal = ", ".join(f"{single} or {single}.index.json" for single in _SINGLE_FILES)
+    legal = ", ".join(f"{single} or {single}.index.json" for single in weight_files.KINDS)
     raise ConfigError(f"{folder}: holds no weights, want {legal}. Give the folder of a checkpoint.")
 
 

@@ -113,17 +113,16 @@ def open_states(root: Path, identity: Identity) -> StateCache:
         shards_in(path.parent).read(PLAN, lambda plan: plan["identity"])
         for path in sorted(root.glob(f"*/{PLAN}"))
     ]
-    differing = [_differences(other, identity) for other in others]
+    differing: list[str] = []
+    for other in others:
+        names = [name for name in identity if other.get(name) != identity[name]]
+        values = (f"{name}={other.get(name)!r} (want {identity[name]!r})" for name in names)
+        differing.append(", ".join(values))
     present = f"It holds states with {' | '.join(differing)}." if others else "It holds none."
     raise ConfigError(
         f"{root}: holds no states for this experiment. {present} Run `python -m trainer prepare` "
         "with this group and give its --out as --data_path, or set data.encode='online'."
     )
-
-
-def _differences(other: Identity, expected: Identity) -> str:
-    names = [name for name in expected if other.get(name) != expected[name]]
-    return ", ".join(f"{name}={other.get(name)!r} (want {expected[name]!r})" for name in names)
 
 
 def pad_states(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:

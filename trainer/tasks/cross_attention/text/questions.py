@@ -38,7 +38,16 @@ def of_split(
     to the subset; it names the subsets that exist.
     """
     if data_path is not None and (data_path / PREPARED).is_file():
-        rows = _prepared_rows(source, split, data_path)
+        made = prepared(data_path)
+        if made["source"] != source and not {made["source"], source} <= set(OWN):
+            raise DataError(
+                f"{data_path}: was prepared from data.source={made['source']!r}, the group reads "
+                f"{source!r}."
+            )
+        if split not in made["rows"]:
+            legal = ", ".join(made["rows"]) or "none yet: run the same prepare command again"
+            raise DataError(f"{data_path}: has no {split} split, but {legal}.")
+        rows = read_jsonl(data_path / f"{split}.jsonl")
     elif source in OWN:
         rows = qa_rows(data_path, split, own, cache_dir=cache_dir)
     elif source == "stdlib_docs":
@@ -76,19 +85,6 @@ def prepared(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} cannot be read ({error}). Delete {folder} and prepare anew."
         ) from error
-
-
-def _prepared_rows(source: str, split: str, folder: Path) -> Iterator[Row]:
-    rows = prepared(folder)
-    if rows["source"] != source and not {rows["source"], source} <= set(OWN):
-        raise DataError(
-            f"{folder}: was prepared from data.source={rows['source']!r}, the group reads "
-            f"{source!r}."
-        )
-    if split not in rows["rows"]:
-        legal = ", ".join(rows["rows"]) or "none yet: run the same prepare command again"
-        raise DataError(f"{folder}: has no {split} split, but {legal}.")
-    return read_jsonl(folder / f"{split}.jsonl")
 
 
 def _of_dataset(rows: Iterable[Row], subset: str, split: str) -> Iterator[Row]:

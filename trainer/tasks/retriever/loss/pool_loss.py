@@ -41,7 +41,13 @@ class PoolLoss:
         scope = PoolScope(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
         # one micro-batch at a time: a list would hold all of them on the device
         for pool in [window] if cfg.pool == "window" else ([batch] for batch in window):
-            self._log_size_once(pool)
+            if not self._is_size_logged:
+                self._is_size_logged = True
+                ranks = distributed.world() if cfg.negatives_x_device else 1
+                queries = ranks * sum(len(batch["counts"]) for batch in pool)
+                passages = ranks * sum(len(batch["identities"]) for batch in pool)
+                message = "one loss goes over %d queries and %d passages: %d negatives a query"
+                log.info(message, queries, passages, passages - 1)
             yield from pooled_losses(
                 lambda batch: self._represent(model, batch), pool, self._of_pool, scope
             )
@@ -78,13 +84,3 @@ class PoolLoss:
             )
             total = total + cfg.distillation.coefficient * distillation
         return total
-
-    def _log_size_once(self, pool: Sequence[Batch]) -> None:
-        if self._is_size_logged:
-            return
-        self._is_size_logged = True
-        ranks = distributed.world() if self.cfg.loss.negatives_x_device else 1
-        queries = ranks * sum(len(batch["counts"]) for batch in pool)
-        passages = ranks * sum(len(batch["identities"]) for batch in pool)
-        message = "one loss goes over %d queries and %d passages: %d negatives a query"
-        log.info(message, queries, passages, passages - 1)
