@@ -57,6 +57,11 @@ class Notes:
         if number < NAMED:
             self.first.append(note)
 
+    def updated(self, notes: Notes) -> Notes:
+        """These notes with the ones of another reading, which replace those of the same reason."""
+        first = [one for one in self.first if one.why not in notes.counts]
+        return Notes(self.counts | notes.counts, first + notes.first)
+
     def record(self) -> dict[str, Any]:
         """The notes as plain JSON, for of()."""
         return {"counts": self.counts, "first": [asdict(note) for note in self.first]}
@@ -138,10 +143,12 @@ def gathering() -> Iterator[Gathered]:
 
 
 def gather(split: str, notes: Notes) -> None:
-    """Add the notes of a split that was read; where nobody gathers them, they are told at once."""
+    """Add the notes of a split that was read; where nobody gathers them, they are told at once.
+    Whatever is said again of a reason replaces what was said of it before.
+    """
     notes_of = _gathering.get()
     if notes_of is not None:
-        notes_of[split] = notes
+        notes_of[split] = notes_of.get(split, Notes()).updated(notes)
     elif notes:
         log.warning("%s: %s", split, notes.line(with_places=True))
 

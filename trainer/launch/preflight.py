@@ -22,6 +22,7 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.mistakes import OPTIMIZER_ON_NVME, foreign_best, long_warmup
 from trainer.data import left_out
+from trainer.data.control_tokens import ControlTokens, reason
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
 from trainer.models import base_model, base_source, recomputation
@@ -265,8 +266,13 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
     """The first rows of a split, encoded. [] if a row fails to encode; its error goes to
     `problems`.
     """
+    rows: list[Encoded] = []
+    controls = ControlTokens(tokenizer) if (tokenizer := getattr(task, "tokenizer", None)) else None
     try:
-        rows = [task.encode(row) for row in islice(task.rows(split), FIRST_ROWS)]
+        for number, row in enumerate(islice(task.rows(split), FIRST_ROWS), start=1):
+            rows.append(task.encode(row))
+            for control in controls.in_row(row) if controls else ():
+                left_out.note(f"row {number}", reason(control), field=control[0])
     except LatheError as error:
         problems.append(str(error))
         return []
