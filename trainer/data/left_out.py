@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.formats.json_text import preview
 from trainer.errors import DataError
 from trainer.files.atomic import refusals, replace_file
 
@@ -27,6 +28,7 @@ FILE = "left_out.jsonl"
 NAMED = 1000  # notes of one reason that the file names; the others are counted
 IN_TRAIN = "rows that are training rows as well (measured on them is memory, not learning)"
 _SHOWN = 3  # places in a message
+_KEYS = 12  # keys in a message
 _PLACE = re.compile(r"(?P<file>.+), (?P<unit>line|row|item) (?P<number>\d+)$", re.DOTALL)
 _FIELD = re.compile(r"'([^']+)' (?:is|holds|in column)\b")
 
@@ -44,11 +46,33 @@ class Note:
 
 
 @dataclass
+class Keys:
+    """The keys of raw rows, see watched.py."""
+
+    held: dict[str, int] = field(default_factory=dict[str, int])  # how many rows hold each
+    read: set[str] = field(default_factory=set[str])
+
+    def unread(self) -> dict[str, int]:
+        """How many rows hold each key that nothing has read."""
+        return {name: count for name, count in self.held.items() if name not in self.read}
+
+    def line(self) -> str:
+        """A line such as "nothing reads 'url' (2,000 rows), 'date' (90 rows)"; "" where all was
+        read.
+        """
+        unread = self.unread()
+        named = [f"{preview(name)} ({count:,} rows)" for name, count in unread.items()]
+        more = f" and {len(named) - _KEYS} more keys" if len(named) > _KEYS else ""
+        return f"nothing reads {', '.join(named[:_KEYS])}{more}" if named else ""
+
+
+@dataclass
 class Notes:
     """The notes of one reading. Their number is bounded, their counts are not."""
 
     counts: dict[str, int] = field(default_factory=dict[str, int])  # by reason
     first: list[Note] = field(default_factory=list[Note])
+    keys: Keys = field(default_factory=Keys)
 
     def add(self, note: Note, *, count: int = 1) -> None:
         """Add a note; count: how many more things it stands for, itself included."""
@@ -60,15 +84,18 @@ class Notes:
     def updated(self, notes: Notes) -> Notes:
         """These notes with the ones of another reading, which replace those of the same reason."""
         first = [one for one in self.first if one.why not in notes.counts]
-        return Notes(self.counts | notes.counts, first + notes.first)
+        keys = Keys(self.keys.held | notes.keys.held, self.keys.read | notes.keys.read)
+        return Notes(self.counts | notes.counts, first + notes.first, keys)
 
     def record(self) -> dict[str, Any]:
         """The notes as plain JSON, for of()."""
-        return {"counts": self.counts, "first": [asdict(note) for note in self.first]}
+        first = [asdict(note) for note in self.first]
+        return {"counts": self.counts, "first": first, "unread": self.keys.unread()}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Notes:
-        return cls(dict(record["counts"]), [Note(**note) for note in record["first"]])
+        first = [Note(**note) for note in record["first"]]
+        return cls(dict(record["counts"]), first, Keys(dict(record.get("unread", {}))))
 
     def __bool__(self) -> bool:
         return bool(self.counts)
@@ -118,6 +145,11 @@ def note(place: str, why: str, *, field: str | None = None, count: int = 1) -> N
     notes = _reading.get()
     if notes is not None:
         notes.add(Note(place, why, field), count=count)
+
+
+def current() -> Notes | None:
+    """The notes of the reading that goes on, if any."""
+    return _reading.get()
 
 
 @contextmanager

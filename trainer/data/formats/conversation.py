@@ -113,8 +113,8 @@ def _refusal_at(place: str) -> Report:
 
 
 def _conversation(raw: Mapping[str, Any], report: Report, *, is_learnt: bool) -> Row:
-    for name in raw:
-        _check_row_key(name, raw[name], report)
+    for name, value in raw.items():
+        _check_row_key(name, value, report)
     values = _listed(_turns(raw, report))
     if not isinstance(values, list) or (is_learnt and not values):
         want = "a list of objects with role and content that is not empty"

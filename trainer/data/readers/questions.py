@@ -19,6 +19,7 @@ from trainer.data.readers.jsonl import numbered_jsonl, objects
 from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.passages import nq_passages
 from trainer.data.stdlib_docs import is_held_out
+from trainer.data.watched import watched
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
     for index, (line, raw) in enumerate(numbered_jsonl(path)):
         if split is not None and raw.get("split") not in names:
             continue
-        place = f"{path}, line {line}"
+        place, raw = f"{path}, line {line}", watched(raw)
         id_name, number = first_given(raw, fields.QUESTION_IDS)
         name = str(index) if number is None else fields.column_identity(number, place, id_name)
         text_name, text = first_given(raw, fields.QUESTIONS)
@@ -121,7 +122,7 @@ def nq_lines(
     for index, (place, raw) in enumerate(objects(path)):
         if raw.get("split") in names:
             is_empty = False
-            yield index, place, raw
+            yield index, place, watched(raw)
     if is_empty:
         raise DataError(
             f"{path} has no line whose split is {' or '.join(names)}, which {split!r} wants."

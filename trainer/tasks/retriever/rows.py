@@ -26,6 +26,7 @@ from trainer.data.readers.own_rows import own_rows
 from trainer.data.readers.passages import nq_passages, written_passages
 from trainer.data.readers.questions import nq_lines, queries
 from trainer.data.readers.rankings import Qrels, read_qrels
+from trainer.data.watched import watched
 from trainer.errors import DataError
 from trainer.metrics.mergeable import normalise
 
@@ -139,7 +140,8 @@ def _tevatron_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterat
 
 
 def _pretokenised_rows(path: Path) -> Iterator[Row]:
-    for line, raw in numbered_jsonl(path):
+    for line, given in numbered_jsonl(path):
+        raw = watched(given)
         lists = {name: raw.get(name) for name in ("query", "positives", "negatives")}
         for name, value in lists.items():
             texts = [value] if name == "query" else value
@@ -241,7 +243,8 @@ def _dpr_rows(path: Path) -> Iterator[Row]:
     """DPR's training files. The negatives are a question's hard ones, or its easy ones if it has
     none. Questions without positives are left out.
     """
-    for index, (place, raw) in enumerate(objects(path)):
+    for index, (place, given) in enumerate(objects(path)):
+        raw = watched(given)
         positives, hard, easy = (
             fields.passages(raw.get(name) or [], place, name)
             for name in ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")

@@ -17,6 +17,7 @@ from trainer.data.formats.json_text import json_value
 from trainer.data.formats.lists import as_list
 from trainer.data.readers.folders import required_folder, split_names
 from trainer.data.readers.own_rows import own_rows
+from trainer.data.watched import watched
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ def _check(group: Any, path: Path, number: int, is_boolean: bool) -> Row:
     where = f"{path}, group {number}"
     if not isinstance(group, dict) or not set(_SIDES) <= group.keys():
         raise DataError(f"{where}: want an object with golds and distractors.")
+    group = watched(cast("Row", group))
     lists = {name: as_list(group[name], where, name) for name in _SIDES}
     return _checked_at(where, lists, is_boolean)
 
