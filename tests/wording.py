@@ -148,6 +148,7 @@ SHARDS = wording(
 # Rows, tables and the files that hold them
 DATA_FILES = wording(
     DataError,
+    data_changed_since="{folder} is finished, and its {splits} rows are others than those that it was trained on...Start over with -r 1",
     strict_refuses="--strict: got what is left out of the data, or doubted, want nothing...{count} {why}: {places}\nMend",
     file_unreadable="cannot be read: {reason}. Put it there...--data_path",
     file_torn="cannot be read behind {place}: ...Fetch it again",
@@ -457,6 +458,8 @@ BASES = wording(
     digest_of_file_differs="have the sha256 {has}, but the experiment...{stated}",
     wordnet_missing="Get it: python -m nltk.downloader wordnet.",
     nothing_to_train="none of the {count} parameters of {model} was chosen",
+    base_of_another_kind="base: got model_type {family!r}, {kind}, want {wanted}, such as...Choose such a base{advice}.",
+    base_without_vocabulary="base: got model_type {family!r}, which has no vocabulary, want a language model",
     family_unknown="got model_type {family!r}, want one of {families}",
     family_of_adapted="base.adapted: a {family} ...want a {wanted}.",
     family_of_summaries="a {family}, want one of the T5 families",
@@ -775,6 +778,7 @@ JOBS = (
 )
 SUBMISSION = wording(
     ConfigError,
+    rate_odd="--strict: optim.lr={lr}: a step of {name} moves a weight {how}, want between 1e-09 and {highest}.",
     warmup_too_long="schedule.warmup_steps={warmup} is longer than the run of train.steps={steps}",
     best_not_of_validation="train.best={best!r}: evaluations are of the validation split",
     tokenizer_nowhere="there is no such folder, neither here nor below --data_path ({data})",

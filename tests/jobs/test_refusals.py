@@ -60,6 +60,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], Fault]] = [
         ["--trackers", "tensorbord"],
         fault("tracker_unknown", tracker="tensorbord", nearest="tensorboard"),
     ),
+    (vary(TINY, optim={"lr": 100.0}), ["--strict"], fault("rate_odd", lr=100, highest="0.1")),
     (TINY, ["--wandb_entity_name", "us"], fault("entity_alone")),
     (TINY, ["--data_path", str(ROOT / "README.md")], fault("data_path_is_file_of_a_run")),
 ]

@@ -20,7 +20,7 @@ import numpy as np
 
 from trainer import tasks
 from trainer.config import deepspeed_config
-from trainer.config.mistakes import OPTIMIZER_ON_NVME, foreign_best, long_warmup
+from trainer.config.mistakes import OPTIMIZER_ON_NVME, foreign_best, long_warmup, odd_rate
 from trainer.data import left_out
 from trainer.data.control_tokens import ControlTokens, reason
 from trainer.errors import ConfigError, DataError, LatheError
@@ -69,6 +69,7 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
     """
     found = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
     (found.warnings if options.is_shortened else found.problems).extend(_of_schedule(plan))
+    (found.problems if options.strict else found.warnings).extend(odd_rate(plan.cfg))
     try:
         task = tasks.load(plan.cfg, options.places)
         found.parameters, problems = _of_model(plan, options.places, task)
@@ -149,6 +150,11 @@ def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
             log.warning("%s", problem)
         else:
             problems.append(problem)
+    for doubt in odd_rate(plan.cfg):
+        if options.strict:
+            problems.append(f"--strict: {doubt}")
+        else:
+            log.warning("%s", doubt)
     if not has_begun(plan):
         problems += _of_model(plan, options.places, task)[1]
     if problems:
