@@ -23,6 +23,7 @@ from trainer.config import deepspeed_config
 from trainer.config.mistakes import OPTIMIZER_ON_NVME, foreign_best, long_warmup, odd_rate
 from trainer.data import left_out
 from trainer.data.control_tokens import ControlTokens, reason
+from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
 from trainer.models import base_model, base_source, recomputation
@@ -95,7 +96,7 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
     ]
     if first["train"] and not _units(task, first["train"]):
         found.problems.append(_no_label(len(first["train"])))
-    shared = len(_contents(first["train"]) & _contents(first["valid"]))
+    shared = _num_shared(first["train"], first["valid"])
     if shared:
         (found.problems if options.strict else found.warnings).append(
             _overlap_text(
@@ -277,6 +278,7 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
     try:
         for number, row in enumerate(islice(task.rows(split), FIRST_ROWS), start=1):
             rows.append(task.encode(row))
+            rows[-1].row_hash = row_hash(row)
             for control in controls.in_row(row) if controls else ():
                 left_out.note(f"row {number}", reason(control), field=control[0])
     except LatheError as error:
@@ -318,10 +320,17 @@ def _no_label(count: int) -> str:
     )
 
 
-def _contents(rows: Sequence[Encoded]) -> set[str]:
-    """The contents of rows as text, without fields that only some rows have."""
-    common = set.intersection(*(set(row) for row in rows)) if rows else set[str]()
-    return {repr([list(row[name]) for name in sorted(common)]) for row in rows}
+def _num_shared(train: Sequence[Encoded], valid: Sequence[Encoded]) -> int:
+    """How many of these validation rows are among these training rows, as shared_rows() compares
+    them.
+    """
+    common = set.intersection(*(set(row) for row in (*train, *valid))) if train else set[str]()
+
+    def ids_of(row: Encoded) -> str:
+        return repr([list(row[name]) for name in sorted(common)])
+
+    hashes, contents = {row.row_hash for row in train}, {ids_of(row) for row in train}
+    return sum(row.row_hash in hashes or ids_of(row) in contents for row in valid)
 
 
 def shared_rows(train: TokenStore, valid: TokenStore) -> list[tuple[int, int]]:

@@ -20,10 +20,17 @@ from trainer.data.readers import fields, retrieved
 from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
 from trainer.data.readers.fields import QUESTION_IDS, first_given
-from trainer.data.readers.folders import corpus_file, required_folder, split_file, split_names
+from trainer.data.readers.folders import (
+    CORPUS,
+    corpus_file,
+    nq_folder,
+    required_folder,
+    split_file,
+    split_names,
+)
 from trainer.data.readers.jsonl import bad_line, numbered_jsonl, objects, preview
 from trainer.data.readers.own_rows import own_rows
-from trainer.data.readers.passages import nq_passages, written_passages
+from trainer.data.readers.passages import by_id, nq_passages, written_passages
 from trainer.data.readers.questions import nq_lines, queries
 from trainer.data.readers.rankings import Qrels, read_qrels
 from trainer.data.watched import watched
@@ -320,7 +327,7 @@ def _nq_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
     """Questions of NaturalQuestions: the gold passage is the positive, the negatives are passages
     of BM25's ranking that hold no answer.
     """
-    texts = {passage["id"]: passage for passage in nq_passages(folder)}
+    texts = by_id(nq_passages(folder), nq_folder(folder) / CORPUS)
     for index, place, raw in nq_lines(folder, split, getattr(data.files, split)):
         ranked = [str(one).strip() for one in as_list(raw.get("bm25"), place, "bm25") or ()]
         gold = str(raw.get("gold")).strip()
@@ -408,7 +415,7 @@ class _Corpus:
                     "data.corpus."
                 )
             path = corpus_file(self.folder, self.name)
-            self._passages = {passage["id"]: passage for passage in written_passages(path)}
+            self._passages = by_id(written_passages(path), path)
         if number not in self._passages:
             raise DataError(f"{place}: passage {number!r} is not in the corpus {self.name}.")
         return self._passages[number]
