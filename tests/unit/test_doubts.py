@@ -19,6 +19,7 @@ from trainer.config.own_rows import OwnRows
 from trainer.data import left_out
 from trainer.data.content import content_of
 from trainer.data.control_tokens import reason
+from trainer.data.readers.questions import completions
 from trainer.evaluation import predict
 from trainer.launch import preflight
 from trainer.launch.run_folder import tell_changed_data
@@ -26,7 +27,9 @@ from trainer.protocol.abilities import Prediction
 from trainer.protocol.task import Places
 from trainer.recipes.cross_attention import preparation
 from trainer.tasks.causal_lm.chat_rows import chats
+from trainer.tasks.retriever import rows as retriever_rows
 from trainer.tasks.summariser import data as summaries
+from trainer.tasks.vera import groups
 from trainer.training.options import Options
 from trainer.training.run_plan import plan
 
@@ -120,6 +123,44 @@ def test_documents_without_a_summary_are_counted(facts: Path, tmp_path: Path) ->
         content_of(task_of("summariser", facts, tmp_path), "valid", tmp_path / "cache")
         counts = left_out.of_split("valid").counts
     assert counts[summaries.UNSUMMARISED] == 3
+
+
+def test_a_statement_that_is_true_and_false_is_counted(facts: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", [{"golds": ["g"], "distractors": ["g", "h"]}])
+    data = {
+        "source": "files",
+        "train_tasks": ["choices"],
+        "valid_tasks": ["choices"],
+        "boolean": [],
+    }
+    task = task_of("vera", facts, tmp_path, data=data)
+    with left_out.gathering():
+        content_of(task, "train", tmp_path / "cache")
+        assert left_out.of_split("train").counts == {groups.BOTH: 1}
+
+
+def test_blank_passages_are_counted(facts: Path, tmp_path: Path) -> None:
+    passages = [{"text": " "}, {"title": "t", "text": ""}, {"text": "x"}]
+    row = {"query": "q", "positive_passages": passages[1:], "negative_passages": passages[:1]}
+    write_lines(tmp_path / "train.jsonl", [row])
+    data = {"files": {"train": None, "valid": None}}
+    task = task_of("retriever", facts, tmp_path, data=data)
+    with left_out.gathering():
+        content_of(task, "train", tmp_path / "cache")
+        notes = left_out.of_split("train")
+    assert notes.counts == {retriever_rows.BLANK: 1}
+    assert notes.first[0].field == "negatives"
+
+
+@pytest.mark.parametrize("value", [5, ["x"], {"a": "b"}])
+def test_an_input_that_is_no_text_is_refused(value: Any, tmp_path: Path) -> None:
+    row = {"prompt": "p", "completion": "c", "input": value}
+    write_lines(tmp_path / "train.jsonl", [row])
+    for reader in (chats, completions):
+        with refused("text_wanted", at="train.jsonl, line 1", key="input", value=value):
+            list(reader(tmp_path, "train", own=OwnRows()))
+    write_lines(tmp_path / "train.jsonl", [{**row, "input": one} for one in (None, "", " ")])
+    assert len(list(chats(tmp_path, "train", own=OwnRows()))) == 3
 
 
 # Commands

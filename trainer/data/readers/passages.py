@@ -74,8 +74,8 @@ def by_id(rows: Iterable[Row], path: Path) -> dict[str, Row]:
     for row in rows:
         if known.setdefault(row["id"], row) != row:
             raise DataError(
-                f"{path}: the id {row['id']!r} stands twice, with {preview(row['text'])} too; give "
-                "every passage its own."
+                f"{path}: two passages have the id {row['id']!r}, one of them "
+                f"{preview(row['text'])}. Give every passage an id of its own."
             )
     return known
 

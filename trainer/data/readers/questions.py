@@ -15,7 +15,7 @@ from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields
 from trainer.data.readers.fields import first_given
 from trainer.data.readers.folders import CORPUS, QUERIES, nq_folder, split_names
-from trainer.data.readers.jsonl import numbered_jsonl, objects
+from trainer.data.readers.jsonl import numbered_jsonl, objects, preview
 from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.passages import nq_passages
 from trainer.data.stdlib_docs import is_held_out
@@ -193,6 +193,8 @@ def completions(
     how: dict[str, Any] = {"layout": COMPLETIONS, "first": ".jsonl", "cache_dir": cache_dir}
     for place, raw in own_rows(own, split, folder, **how):
         fields.required_text(raw, "prompt", place)
+        if not isinstance(raw.get("input"), str | None):
+            raise DataError(f"{place}: 'input' is {preview(raw['input'])}, want text.")
         prompt = with_input(raw)
         text = prompt + fields.required_text(raw, "completion", place)
         yield {"text": text, "answer_spans": [(len(prompt), len(text))]}

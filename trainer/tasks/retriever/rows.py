@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 UNANSWERED = "questions without a positive passage (left out)"
 OWN_POSITIVES = "negatives that are positives of their query (left out)"
+BLANK = "blank passages (an embedding of nothing)"
 _ALL = 1_000_000_000  # a limit on the passages of a question that no file reaches
 _VALID_OF_1000 = 100  # queries held out of a BEIR set that has no validation split
 _DOCUMENTED_NEGATIVES = 3
@@ -87,7 +88,15 @@ def without_own_positives(rows: Iterable[Row]) -> Iterator[Row]:
         if num_left_out:
             note(f"query {row['id']!r}", OWN_POSITIVES, field="negatives", count=num_left_out)
             row = {**row, "negatives": negatives}
+        for side in ("positives", "negatives"):
+            for _ in filter(_is_blank, row[side]):
+                note(f"query {row['id']!r}", BLANK, field=side)
         yield row
+
+
+def _is_blank(passage: Any) -> bool:
+    is_text = isinstance(passage, dict) and passage.get("text") is not None
+    return is_text and not f"{passage.get('title') or ''}{passage['text']}".strip()
 
 
 def _identity_of_content(passage: Any) -> tuple[Any, ...]:
