@@ -147,8 +147,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/readers/own_rows.py",
-        "question = normal_value(_asked(next(given, None)))",
-        "question = normal_value(next(given, None))",
+        "question = normal_value(_asked(given[0]))",
+        "question = normal_value(given[0])",
         why="a conversation is validated on a question that was trained on, with another answer",
         tests=VANISHES,
     ),
