@@ -148,6 +148,7 @@ SHARDS = wording(
 # Rows, tables and the files that hold them
 DATA_FILES = wording(
     DataError,
+    data_changed_since="{folder} is finished, and its {splits} rows are others than those that it was trained on...Start over with -r 1",
     strict_refuses="--strict: got what is left out of the data, or doubted, want nothing...{count} {why}: {places}\nMend",
     file_unreadable="cannot be read: {reason}. Put it there...--data_path",
     file_torn="cannot be read behind {place}: ...Fetch it again",
@@ -156,7 +157,8 @@ DATA_FILES = wording(
     json_malformed="malformed JSON ({reason}); write one object a line",
     json_list_malformed="malformed JSON ({reason}); write one list of objects. NaN is no JSON, and an integer beyond 64 bits is wanted as text",
     json_no_object="a JSON {kind}, want an object",
-    not_utf8="byte {byte} is not UTF-8",
+    not_utf8="byte {byte} is not UTF-8; save",
+    other_kind_of_file="byte {byte} is not UTF-8 ({kind}",
     file_kind="want a file that ends in {endings}, each also",
     data_path_missing="--data_path, and none was given. Point it at a folder that holds {files}, or use",
     data_path_is_file="is a file, want the folder that holds it",
@@ -206,6 +208,7 @@ ROWS = wording(
     neither_text_nor_id="'{key}' has neither text nor id (keys: {keys})",
     id_with_white_space="the id {id!r} holds white space",
     id_twice="the id {id!r} stands twice",
+    id_of_two_passages="two passages have the id {id!r}, one of them {text!r}",
     gold_unknown="gold={gold} is no id in",
     row_of_other_set="no row of the {split} split is of the data set {dataset!r}.",
     split_without_rows="the {split} split has no rows",
@@ -226,6 +229,7 @@ CONVERSATIONS = wording(
     content_wanted="messages[{turn}].content is {value!r}, want text",
     weight_wanted="messages[{turn}].{key} is {value!r}, want 0 or 1,...(this one is of {role!r})",
     learning_key_unknown='messages[{turn}].{key} is {value!r}, want "weight": 0 or 1',
+    functions_of_row="'functions' is {value}, want the functions in \"tools\":",
     learning_of_row="'{key}' is {value!r}, want a \"weight\" of 0 or 1",
     learning_keys_differ="messages[{turn}].{key} is {value!r}, want the same as in {other!r}",
     old_call_unread="messages[{turn}].function_call is {value!r}, want a call in",
@@ -264,6 +268,8 @@ PASSAGES = wording(
     score_wanted="the score is {value!r}, want a finite number",
     ranking_of_others="for none of the {count} questions...its ids are like {ours!r}, theirs like {theirs!r}",
     judgement_columns="{value!r}, want question, iteration, passage, relevance",
+    judgements_header="the header is {value!r}, want the question first",
+    judged_twice="the relevance of passage {passage!r} for question {question!r} is {relevance}, want {before} as in an earlier line",
     judgements_empty="holds no judgement",
 ) | wording(
     ConfigError,
@@ -457,6 +463,8 @@ BASES = wording(
     digest_of_file_differs="have the sha256 {has}, but the experiment...{stated}",
     wordnet_missing="Get it: python -m nltk.downloader wordnet.",
     nothing_to_train="none of the {count} parameters of {model} was chosen",
+    base_of_another_kind="base: got model_type {family!r}, {kind}, want {wanted}, such as...Choose such a base{advice}.",
+    base_without_vocabulary="base: got model_type {family!r}, which has no vocabulary, want a language model",
     family_unknown="got model_type {family!r}, want one of {families}",
     family_of_adapted="base.adapted: a {family} ...want a {wanted}.",
     family_of_summaries="a {family}, want one of the T5 families",
@@ -776,6 +784,7 @@ JOBS = (
 )
 SUBMISSION = wording(
     ConfigError,
+    rate_odd="--strict: optim.lr={lr}: a step of {name} moves a weight {how}, want between 1e-09 and {highest}.",
     warmup_too_long="schedule.warmup_steps={warmup} is longer than the run of train.steps={steps}",
     best_not_of_validation="train.best={best!r}: evaluations are of the validation split",
     tokenizer_nowhere="there is no such folder, neither here nor below --data_path ({data})",

@@ -17,6 +17,7 @@ from trainer.config.mistakes import (
     foreign_best,
     long_warmup,
     no_base,
+    odd_rate,
 )
 from trainer.config.userfile import START_FOLDER, may_be_hub_id
 from trainer.devices import count_and_name, device_of
@@ -97,6 +98,11 @@ def of_experiment(
     `steps` a long warm-up is a warning, as it is here. shares_disk: as in `of_flags`.
     """
     problems = list(foreign_best(cfg))
+    for doubt in odd_rate(cfg):
+        if "strict" in flags:
+            problems.append(f"--strict: {doubt}")
+        else:
+            log.warning("%s", doubt)
     if not _has_begun(folder):  # runs of older versions go on
         long = list(long_warmup(cfg))
         if "steps" in flags:

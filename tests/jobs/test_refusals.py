@@ -65,6 +65,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], Fault]] = [
     (TINY, ["--device", "2xh200"], fault("device_count_of_job", devices=2, processes=1)),
     (TINY, ["--device", "h100,h200"], fault("device_kinds")),
     (TINY, ["--device", "no-such-calibration.json"], fault("calibration_unreadable")),
+    (vary(TINY, optim={"lr": 100.0}), ["--strict"], fault("rate_odd", lr=100, highest="0.1")),
     (TINY, ["--wandb_entity_name", "us"], fault("entity_alone")),
     (TINY, ["--data_path", str(ROOT / "README.md")], fault("data_path_is_file_of_a_run")),
 ]

@@ -190,6 +190,19 @@ def asked_of(model: Path, folder: Path) -> tuple[Any, list[str], list[str]]:
     return Reader(model / "final", cache_dir=folder / "cache"), questions, contexts
 
 
+def test_predict_under_strict_refuses_what_is_doubted_and_writes_nothing(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    row = {**row_of("summariser", 0), "context": "It ends <|endoftext|> here."}
+    rows = written(tmp_path / "rows.jsonl", [row])
+    words = arguments(runs["summariser"], rows, tmp_path / "out.jsonl", "--strict")
+    refused = forked.run(*words)
+    assert refused.returncode == 2, refused.stderr
+    why = "rows with the control token '<|endoftext|>' in 'document'"
+    says("strict_refuses", refused.stderr, count=1, why=why, places=f"{rows}, line 1")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
 def test_a_context_is_read_once_and_asked_often(runs: dict[str, Path], tmp_path: Path) -> None:
     model = runs["cross_attention"]
     reader, questions, contexts = asked_of(model, tmp_path)

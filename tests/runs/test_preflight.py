@@ -123,7 +123,7 @@ def _cases(folder: Path, root: Path) -> dict[str, tuple[dict[str, Any], Path, li
         "family": (
             vary(experiment("fid", folder), base=TINY_BASE),
             folder,
-            ["a gpt_bigcode is not what this task trains"],
+            ["'gpt_bigcode', a decoder, want an encoder-decoder"],
         ),
         "config": (vary(plain, base=wide), folder, ["no gpt_bigcode can be built"]),
         "no label": (

@@ -373,6 +373,14 @@ def test_system_and_input_of_a_row_are_read(tmp_path: Path) -> None:
             {"messages": [TURNS[1], {**TURNS[2], "mask": True}]},
             fault("learning_key_unknown", turn=1, key="mask", value=True),
         ),
+        *(
+            (
+                {"messages": [TURNS[1], {**TURNS[2], key: True}]},
+                fault("learning_key_unknown", turn=1, key=key, value=True),
+            )
+            for key in ("ignore", "skip", "unmask", "supervised")
+        ),
+        ({"messages": TURNS, "functions": [{}]}, fault("functions_of_row", value="[{}]")),
         (
             {"messages": [TURNS[1], {**TURNS[2], "loss_mask": [0, 1]}]},
             fault("weight_wanted", turn=1, key="loss_mask", value=[0, 1], role="assistant"),

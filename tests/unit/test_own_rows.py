@@ -302,11 +302,17 @@ def test_what_contradicts_itself_is_refused_before_a_file_is_read(
         ("a,b,a\n1,2,3\n", fault("table_column_twice", column="a")),
         ("a,b\n1\n", fault("table_row_fields", at="row 1", columns=2, line=2)),
         ("a,b\n", fault("table_empty")),
+        ("a,b\n1,2\ncaf\udce9,3\n", fault("not_utf8", at="train.csv, line 3", byte=3)),
+        (
+            "\udcff\udcfea\0",
+            fault("other_kind_of_file", at="train.csv, line 1", byte=0, kind="it is UTF-16"),
+        ),
+        ("\x1f\udc8b", fault("other_kind_of_file", byte=1, kind="it is packed with gzip")),
         ('a,b\n"1,2\n', fault("table_row_unreadable", at="row 1", reason="unexpected end of data")),
     ],
 )
 def test_a_bad_table_is_named(content: str, said: Fault, tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text(content)
+    (tmp_path / "train.csv").write_text(content, encoding="utf-8", errors="surrogateescape")
     with refused(said):
         read(tmp_path, columns={})
 

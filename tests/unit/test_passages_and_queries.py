@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from tests.wording import Fault, fault, refused
-from trainer.data.readers.passages import passages, passages_with_ids, written_passages
+from trainer.data.readers.passages import (
+    numbers_by_id,
+    passages,
+    passages_with_ids,
+    written_passages,
+)
 from trainer.data.readers.questions import Query, queries
 
 DATA = Path(__file__).resolve().parents[2] / os.environ.get("LATHE_DATA", "../shared/data")
@@ -186,3 +191,16 @@ def test_white_space_around_an_id_is_no_part_of_it(tmp_path: Path) -> None:
     asked = write(tmp_path / "q.jsonl", {"_id": "q1 ", "text": "t", "positive_docids": [" d1"]})
     (query,) = queries(asked)
     assert (query.id, query.positives) == ("q1", ["d1"])
+
+
+def test_an_id_of_two_passages_is_refused_where_passages_are_looked_up(tmp_path: Path) -> None:
+    one, same, other = ({"_id": "1", "text": text} for text in ("a", "a", "b"))
+    last = {"_id": 2, "text": "c"}
+    corpus = write(tmp_path / "corpus.jsonl", one, same, last)
+    assert [row["text"] for row in passages_with_ids(corpus, ["1", "2"]).values()] == ["a", "c"]
+    assert numbers_by_id(tmp_path, "corpus.jsonl") == {"1": 1, "2": 2}
+    write(corpus, one, last, other)
+    with refused("id_of_two_passages", at="corpus.jsonl", id="1", text="b"):
+        passages_with_ids(corpus, ["1"])
+    with refused("id_of_two_passages", at="corpus.jsonl", id="1", text="b"):
+        numbers_by_id(tmp_path, "corpus.jsonl")

@@ -120,6 +120,22 @@ def test_an_id_with_white_space_in_it_is_refused_by_its_line(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    "header", ["corpus-id\tquery-id\tscore", "docid iter qid rel", "PID\tqid\trelevance"]
+)
+def test_a_header_of_judgements_in_another_order_is_refused(header: str, tmp_path: Path) -> None:
+    (tmp_path / "qrels").write_text(f"{header}\nd1\tq1\t1\n")
+    with refused("judgements_header", at="qrels, line 1", value=" ".join(header.split())):
+        read_qrels(tmp_path / "qrels")
+
+
+def test_a_pair_that_is_judged_in_two_ways_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "qrels").write_text("q1 0 d1 1\nq1 0 d1 1\nq1 0 d1 0\n")
+    told = {"question": "q1", "passage": "d1", "relevance": 0, "before": 1}
+    with refused("judged_twice", at="qrels, line 3", **told):
+        read_qrels(tmp_path / "qrels")
+
+
+@pytest.mark.parametrize(
     ("text", "line"),
     [(f"q 0 d {'9' * 5000}\n", 1), ("q 0 d 1\nq 0 d\n", 2), ("q 0 d 0.5\n", 1), ("q d\n", 1)],
 )

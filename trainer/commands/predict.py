@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trainer.commands import options
 from trainer.commands.evaluate import Seed, Temperature, TopP
 from trainer.commands.options import BatchSize, NumAnswers, NumBeams
-from trainer.config.flags import CacheDir
+from trainer.config.flags import CacheDir, Strict
 from trainer.errors import ConfigError
 
 Trained = Annotated[
@@ -53,6 +53,7 @@ def predict(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     cache_dir: CacheDir = Path("tmp-cache"),
+    strict: Strict = False,
 ) -> None:
     """Write the predictions of a trained model for each row of a file; under torchrun, on all
     ranks. After a kill, the same command goes on where it was.
@@ -66,7 +67,8 @@ def predict(
             f"more answers. Use --num_beams {num_answers} or more, or --temperature."
         )
     how = Prediction(Search(num_beams, num_answers, temperature, top_p, seed), max_tokens)
-    request = prediction.RowsToPredict(model, data_path, out, how, batch=batch, cache_dir=cache_dir)
+    rows: dict[str, Any] = {"batch": batch, "cache_dir": cache_dir, "strict": strict}
+    request = prediction.RowsToPredict(model, data_path, out, how, **rows)
     typer.echo(f"{prediction.predict(request)} rows in {out}")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer.commands import options
-from trainer.config.flags import NumProc
+from trainer.config.flags import NumProc, Strict
 from trainer.errors import ConfigError, LatheError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def prepare(
     batch_tokens: BatchTokens = 16_384,
     shard_tokens: ShardTokens = None,
     num_proc: NumProc = None,
+    strict: Strict = False,
 ) -> None:
     """Write the rows of a group, and its frozen base's states of their contexts; under torchrun, on
     every device.
@@ -82,7 +83,9 @@ def prepare(
         )
     sources = {name: place for name, _, place in pairs}
     distributed.init()
-    request = module.Preparation(out, sources, hotpotqa_shuffles, batch_tokens, shard_tokens)
+    request = module.Preparation(
+        out, sources, hotpotqa_shuffles, batch_tokens, shard_tokens, strict=strict
+    )
     cfg = tasks.parse(values)
     lock = FileLock(out.with_name(f".{out.name}.lock"), timeout=0)  # a killed process lets go of it
     on_main(lambda: _claim(out, lock))

@@ -114,6 +114,26 @@ def long_warmup(cfg: Experiment) -> Iterator[str]:
         )
 
 
+# An AdamW step moves every weight by about lr (Kingma & Ba 2015, sec. 2.1), an Adafactor step by lr
+# times the weight's size (Shazeer & Stern 2018, sec. 8). Weights of language models start at about
+# 0.02 (Radford et al. 2019, their code), whose neighbours in fp32 are 2e-9 away.
+_HIGHEST_RATE = {"adamw": 0.1, "adafactor": 1.0}
+_LOWEST_RATE = 1e-9
+
+
+def odd_rate(cfg: Experiment) -> Iterator[str]:
+    """The doubt about a learning rate far outside of what anybody trains with: one that moves
+    weights by many times their size, or not at all.
+    """
+    lr, highest = cfg.optim.lr, _HIGHEST_RATE[cfg.optim.name]
+    if not _LOWEST_RATE <= lr <= highest:
+        effect = "by more than its size" if lr > highest else "by less than fp32 can tell"
+        yield (
+            f"optim.lr={lr:g}: a step of {cfg.optim.name} moves a weight {effect}, want between "
+            f"{_LOWEST_RATE:g} and {highest:g}. Most runs use 1e-6 to 1e-2."
+        )
+
+
 def foreign_best(cfg: Experiment) -> Iterator[str]:
     """The problem of a train.best that is the name of no validation metric."""
     best = cfg.train.best

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.formats.json_text import preview
 from trainer.errors import DataError
 from trainer.files.atomic import refusals, replace_file
 
@@ -27,8 +28,15 @@ FILE = "left_out.jsonl"
 NAMED = 1000  # notes of one reason that the file names; the others are counted
 IN_TRAIN = "rows that are training rows as well (measured on them is memory, not learning)"
 _SHOWN = 3  # places in a message
+_KEYS = 12  # keys in a message
 _PLACE = re.compile(r"(?P<file>.+), (?P<unit>line|row|item) (?P<number>\d+)$", re.DOTALL)
 _FIELD = re.compile(r"'([^']+)' (?:is|holds|in column)\b")
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+# What readers know to be no content, even where another key names the row.
+_KNOWN = frozenset(
+    {"id", "_id", "qid", "query_id", "docid", "passage_id", "psg_id", "split", "metadata"}
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +52,33 @@ class Note:
 
 
 @dataclass
+class ReadKeys:
+    """The keys of raw rows (WatchedRow), and which of them were read."""
+
+    held: dict[str, int] = field(default_factory=dict[str, int])  # how many rows hold each
+    read: set[str] = field(default_factory=set[str])
+
+    def unread(self) -> dict[str, int]:
+        """How many rows hold each key that nothing has read."""
+        return {name: count for name, count in self.held.items() if name not in self.read}
+
+    def line(self) -> str:
+        """A line such as "nothing reads 'url' (2,000 rows), 'date' (90 rows)"; "" where all was
+        read.
+        """
+        unread = self.unread()
+        named = [f"{preview(name)} ({count:,} rows)" for name, count in unread.items()]
+        more = f" and {len(named) - _KEYS} more keys" if len(named) > _KEYS else ""
+        return f"nothing reads {', '.join(named[:_KEYS])}{more}" if named else ""
+
+
+@dataclass
 class Notes:
     """The notes of one reading. Their number is bounded, their counts are not."""
 
     counts: dict[str, int] = field(default_factory=dict[str, int])  # by reason
     first: list[Note] = field(default_factory=list[Note])
+    keys: ReadKeys = field(default_factory=ReadKeys)
 
     def add(self, note: Note, *, count: int = 1) -> None:
         """Add a note; count: how many more things it stands for, itself included."""
@@ -57,13 +87,21 @@ class Notes:
         if number < NAMED:
             self.first.append(note)
 
+    def updated(self, notes: Notes) -> Notes:
+        """These notes with the ones of another reading, which replace those of the same reason."""
+        first = [one for one in self.first if one.why not in notes.counts]
+        keys = ReadKeys(self.keys.held | notes.keys.held, self.keys.read | notes.keys.read)
+        return Notes(self.counts | notes.counts, first + notes.first, keys)
+
     def record(self) -> dict[str, Any]:
         """The notes as plain JSON, for of()."""
-        return {"counts": self.counts, "first": [asdict(note) for note in self.first]}
+        first = [asdict(note) for note in self.first]
+        return {"counts": self.counts, "first": first, "unread": self.keys.unread()}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Notes:
-        return cls(dict(record["counts"]), [Note(**note) for note in record["first"]])
+        first = [Note(**note) for note in record["first"]]
+        return cls(dict(record["counts"]), first, ReadKeys(dict(record.get("unread", {}))))
 
     def __bool__(self) -> bool:
         return bool(self.counts)
@@ -115,6 +153,11 @@ def note(place: str, why: str, *, field: str | None = None, count: int = 1) -> N
         notes.add(Note(place, why, field), count=count)
 
 
+def current() -> Notes | None:
+    """The notes of the reading that goes on, if any."""
+    return _reading.get()
+
+
 @contextmanager
 def reading() -> Iterator[Notes]:
     """Inside, notes are counted in what this yields. A reading inside another one has its own."""
@@ -138,10 +181,12 @@ def gathering() -> Iterator[Gathered]:
 
 
 def gather(split: str, notes: Notes) -> None:
-    """Add the notes of a split that was read; where nobody gathers them, they are told at once."""
+    """Add the notes of a split that was read; where nobody gathers them, they are told at once.
+    Whatever is said again of a reason replaces what was said of it before.
+    """
     notes_of = _gathering.get()
     if notes_of is not None:
-        notes_of[split] = notes
+        notes_of[split] = notes_of.get(split, Notes()).updated(notes)
     elif notes:
         log.warning("%s: %s", split, notes.line(with_places=True))
 
@@ -224,3 +269,69 @@ def _refused(message: str) -> dict[str, Any]:
     match = _FIELD.match(why)
     where = {} if "place" in of_place else of_place
     return {**where, "field": match[1] if match else None, "why": message, "is_refused": True}
+
+
+# Keys that nothing reads
+# --------------------------------------------------------------------------------------------------
+
+
+class WatchedRow(dict[str, Any]):
+    """A raw row. The first look at one of its keys counts the keys that it holds; `[]`, get() and
+    `in` count a key as read, and so does nothing else.
+    """
+
+    def __init__(self, values: Mapping[str, Any], held: Iterable[str], keys: ReadKeys) -> None:
+        """held: the keys of the row as its file has them."""
+        super().__init__(values)
+        self._held: Iterable[str] | None = held
+        self._keys = keys
+
+    def __getitem__(self, name: str) -> Any:
+        self._look_at(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._look_at(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._look_at(name)
+        return super().get(name, default)
+
+    def _look_at(self, name: Any) -> None:
+        if self._held is not None:
+            for one in self._held:
+                self._keys.held[one] = self._keys.held.get(one, 0) + 1
+            self._held = None
+        self._keys.read.add(name)
+
+
+def watched(
+    row: dict[str, Any],
+    *,
+    raw: Mapping[str, Any] | None = None,
+    sources: Iterable[str] = (),
+    replaced: Iterable[str] = (),
+) -> dict[str, Any]:
+    """The row; while a split is read (left_out.reading), as a WatchedRow.
+
+    raw: the row as its file has it, where columns were renamed: `sources` are the columns that were
+    read for that, `replaced` those whose place another one took.
+    """
+    notes = current()
+    if notes is None:
+        return row
+    raw, sources = row if raw is None else raw, set(sources)
+    lost = {name for name in replaced if name not in sources}
+    held = [_named(name, lost) for name, value in raw.items() if _is_content(name, value, sources)]
+    return WatchedRow(row, held, notes.keys)
+
+
+def _named(name: str, lost: set[str]) -> str:
+    """The key under which a column is counted: one that was replaced is never read."""
+    return f"{name} (replaced by data.columns)" if name in lost else str(name)
+
+
+def _is_content(name: str, value: Any, sources: set[str]) -> bool:
+    is_empty = isinstance(value, str | list | dict | None) and value in _EMPTY
+    return name not in _KNOWN and name not in sources and not is_empty

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.data import left_out
 from trainer.data.content import Content, RowHasher, content_of, content_of_rows
+from trainer.data.control_tokens import ControlTokens, reason
 from trainer.data.encoding import encoded_rows, usable_processes
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import DataError
@@ -148,6 +150,13 @@ class TokenStore:
         """
         return self.meta.get("cuts", {})
 
+    def notes(self) -> left_out.Notes:
+        """The rows with control tokens in their texts; none when an older version made the
+        store.
+        """
+        record = self.meta.get("notes")
+        return left_out.Notes() if record is None else left_out.Notes.of(record)
+
     def sizes(self, field: str) -> np.ndarray:
         """(rows,) int64: the number of ids of each row in `field`."""
         return np.diff(self._offsets[field])
@@ -178,6 +187,7 @@ def store_of(
         split=split,
         cache_dir=cache_dir,
         length=task.length,
+        tokenizer=getattr(task, "tokenizer", None),
         num_proc=num_proc,
         content=content or content_of(task, split, cache_dir),
     )
@@ -191,6 +201,7 @@ def open_store(
     split: str,
     cache_dir: Path,
     length: Callable[[Mapping[str, Any]], int],
+    tokenizer: Any = None,
     num_proc: int | None = None,
     content: Content | None = None,
 ) -> TokenStore:
@@ -202,17 +213,20 @@ def open_store(
     content: the key and the number of rows, if the caller knows them (content_of); None: the rows
     are read to compute them. num_proc: the number of processes that encode, which does not change
     the result; None: chosen by the number of rows (`usable_processes`). Memory stays bounded.
+    tokenizer: its control tokens in the texts of rows are noted with the store, and gathered.
     Raises DataError when there are no rows, when the rows change between two readings, or when an
     encoding is not lists of ids; StorageError when the disk refuses.
     """
     digest, num_rows = content or content_of_rows(rows, encoding_id, split)
+    controls = None if tokenizer is None else ControlTokens(tokenizer)
+    encode_row = functools.partial(_encode, encode, controls)
 
     def build(temporary: Path) -> None:
         processes = num_proc or usable_processes(num_rows)
         with _Writer(temporary) as writer:
             hasher = RowHasher(encoding_id)
             raw = hasher.pass_through(rows())
-            results = encoded_rows(raw, functools.partial(_hashed, encode), num_proc=processes)
+            results = encoded_rows(raw, encode_row, num_proc=processes)
             for index, encoded in enumerate(_report_progress(results, split, num_rows, processes)):
                 writer.add(index, encoded, length)
         if hasher.hexdigest() != digest:
@@ -223,12 +237,15 @@ def open_store(
         writer.write_meta(digest=digest, encoding_id=encoding_id, split=split)
 
     folder = cache_dir / "tokens" / f"{split}-{digest[:32]}-v{_FORMAT}"
-    return TokenStore(build_once(folder, build, is_whole=_is_whole))
+    store = TokenStore(build_once(folder, build, is_whole=_is_whole))
+    left_out.gather(split, store.notes())
+    return store
 
 
-def _hashed(encode: Callable[[Row], Encoded], row: Row) -> Encoded:
+def _encode(encode: Callable[[Row], Encoded], controls: ControlTokens | None, row: Row) -> Encoded:
     encoded = encode(row)
     encoded.row_hash = row_hash(row)
+    encoded.controls = controls.in_row(row) if controls else ()
     return encoded
 
 
@@ -283,6 +300,7 @@ class _Writer:
         self._truncated_rows = 0
         self._lost_labels = np.zeros(2, dtype=np.int64)
         self._cuts: dict[str, dict[str, Any]] = {}
+        self._notes = left_out.Notes()
 
     def add(self, index: int, encoded: Encoded, length: Callable[[Mapping[str, Any]], int]) -> None:
         """Append one row; DataError when its fields are not those of the first row, or not lists of
@@ -307,6 +325,9 @@ class _Writer:
                 counts["texts_cut"] += int(lost > 0)
                 counts["tokens"] += text_length
                 counts["tokens_cut"] += lost
+        for control in encoded.controls:
+            note = left_out.Note(f"row {index + 1}", reason(control), control[0])
+            self._notes.add(note)
         self._lengths.append([length(encoded)])
         self._row_hashes.append(np.array([encoded.row_hash], dtype=np.uint64))
         for field, ids in tokens.items():
@@ -323,6 +344,7 @@ class _Writer:
             "truncated_rows": self._truncated_rows,
             "lost_labels": self._lost_labels.tolist(),
             "cuts": self._cuts,
+            "notes": self._notes.record(),
             "bytes": names,
             **facts,
         }

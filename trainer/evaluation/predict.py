@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.config.own_rows import Layout
+from trainer.data import left_out
+from trainer.data.control_tokens import ControlTokens, reason
 from trainer.data.readers import fields, row_files
 from trainer.data.readers.columns import in_our_names
 from trainer.errors import ConfigError
@@ -57,6 +59,7 @@ class RowsToPredict:
     how: Prediction
     batch: int | None = None  # rows of one forward; None: train.eval_batch
     cache_dir: Path = Path("tmp-cache")
+    strict: bool = False  # refuse rows that are doubted, before the first is predicted
 
 
 def predict(request: RowsToPredict) -> int:
@@ -82,6 +85,7 @@ def predict(request: RowsToPredict) -> int:
     options = Options(places, data_path=data, cache_dir=request.cache_dir)
     task, model, _ = open_model(Question(values, model=str(folder)), options)
     batch = request.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
+    _judge_rows(request, task)
     _begin(parts, request, folder, task, batch)
     count = _write_pieces(parts, request, task, model, batch=batch, rank=rank, world=world)
     # not earlier: ranks have different numbers of forwards, so these must not be collectives
@@ -159,6 +163,21 @@ def _rows(request: RowsToPredict, task: Any) -> Iterator[tuple[Any, str, Row]]:
         yield number if identity is None else identity, place, raw
 
 
+def _judge_rows(request: RowsToPredict, task: Any) -> None:
+    """Tell what is left out of the rows, or doubted; refuse it under --strict. No row is wrong in a
+    piece that comes later: the first wrong one is an error here.
+    """
+    controls, trained = ControlTokens(task.tokenizer), _trained(task)
+    with left_out.one_reading(str(request.rows), strict=request.strict):
+        for _, place, raw in _rows(request, task):
+            for control in controls.in_row(trained.row_to_predict(task, raw, place)):
+                left_out.note(place, reason(control), field=control[0])
+
+
+def _trained(task: Any) -> Trained:
+    return importlib.import_module(f"trainer.tasks.{task.cfg.task}.trained")  # type: ignore
+
+
 def _write_pieces(
     parts: Path,
     request: RowsToPredict,
@@ -170,7 +189,7 @@ def _write_pieces(
     world: int,
 ) -> int:
     """Write the missing pieces of this rank; returns the number of all rows."""
-    trained: Trained = importlib.import_module(f"trainer.tasks.{task.cfg.task}.trained")  # type: ignore
+    trained = _trained(task)
     rows, piece, count = _rows(request, task), 0, 0
     while block := list(islice(rows, batch * _BATCHES)):
         path = parts / f"{piece:07d}.jsonl"

@@ -12,6 +12,7 @@ import torch
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.launch.prepare import is_in_memory
 from trainer.launch.run import run
+from trainer.launch.run_folder import tell_changed_data
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
@@ -40,6 +41,7 @@ def run_each(plans: Sequence[RunPlan], options: Options, preemption: Preemption)
     for plan in plans:
         if not options.resets(plan.id) and on_main(functools.partial(is_finished, plan)):
             logger.info("%s is finished; -r 1 starts it over", plan.folder)
+            on_main(functools.partial(tell_changed_data, plan, options))
             continue
         is_asked_to_stop = torch.tensor(int(preemption.requested))
         if not is_in_memory(plan, options) and int(distributed.total(is_asked_to_stop)):

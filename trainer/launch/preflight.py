@@ -20,8 +20,10 @@ import numpy as np
 
 from trainer import tasks
 from trainer.config import deepspeed_config
-from trainer.config.mistakes import OPTIMIZER_ON_NVME, foreign_best, long_warmup
+from trainer.config.mistakes import OPTIMIZER_ON_NVME, foreign_best, long_warmup, odd_rate
 from trainer.data import left_out
+from trainer.data.control_tokens import ControlTokens, reason
+from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
 from trainer.models import base_model, base_source, recomputation
@@ -68,6 +70,7 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
     """
     found = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
     (found.warnings if options.is_shortened else found.problems).extend(_of_schedule(plan))
+    (found.problems if options.strict else found.warnings).extend(odd_rate(plan.cfg))
     try:
         task = tasks.load(plan.cfg, options.places)
         found.parameters, problems = _of_model(plan, options.places, task)
@@ -93,7 +96,7 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
     ]
     if first["train"] and not _units(task, first["train"]):
         found.problems.append(_no_label(len(first["train"])))
-    shared = len(_contents(first["train"]) & _contents(first["valid"]))
+    shared = _num_shared(first["train"], first["valid"])
     if shared:
         (found.problems if options.strict else found.warnings).append(
             f"{shared:,} of {len(first['valid']):,} of the first validation rows are also first "
@@ -147,6 +150,11 @@ def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
             log.warning("%s", problem)
         else:
             problems.append(problem)
+    for doubt in odd_rate(plan.cfg):
+        if options.strict:
+            problems.append(f"--strict: {doubt}")
+        else:
+            log.warning("%s", doubt)
     if not has_begun(plan):
         problems += _of_model(plan, options.places, task)[1]
     if problems:
@@ -253,8 +261,14 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
     """The first rows of a split, encoded. [] if a row fails to encode; its error goes to
     `problems`.
     """
+    rows: list[Encoded] = []
+    controls = ControlTokens(tokenizer) if (tokenizer := getattr(task, "tokenizer", None)) else None
     try:
-        rows = [task.encode(row) for row in islice(task.rows(split), FIRST_ROWS)]
+        for number, row in enumerate(islice(task.rows(split), FIRST_ROWS), start=1):
+            rows.append(task.encode(row))
+            rows[-1].row_hash = row_hash(row)
+            for control in controls.in_row(row) if controls else ():
+                left_out.note(f"row {number}", reason(control), field=control[0])
     except LatheError as error:
         problems.append(str(error))
         return []
@@ -294,10 +308,17 @@ def _no_label(count: int) -> str:
     )
 
 
-def _contents(rows: Sequence[Encoded]) -> set[str]:
-    """The contents of rows as text, without fields that only some rows have."""
-    common = set.intersection(*(set(row) for row in rows)) if rows else set[str]()
-    return {repr([list(row[name]) for name in sorted(common)]) for row in rows}
+def _num_shared(train: Sequence[Encoded], valid: Sequence[Encoded]) -> int:
+    """How many of these validation rows are among these training rows, as shared_rows() compares
+    them.
+    """
+    common = set.intersection(*(set(row) for row in (*train, *valid))) if train else set[str]()
+
+    def ids_of(row: Encoded) -> str:
+        return repr([list(row[name]) for name in sorted(common)])
+
+    hashes, contents = {row.row_hash for row in train}, {ids_of(row) for row in train}
+    return sum(row.row_hash in hashes or ids_of(row) in contents for row in valid)
 
 
 def shared_rows(train: TokenStore, valid: TokenStore) -> list[tuple[int, int]]:

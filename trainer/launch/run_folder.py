@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer import tasks
 from trainer.config.identity import digest
 from trainer.config.userfile import kind
-from trainer.data.content import content_of_rows
-from trainer.errors import ConfigError, ResumeError, StorageError
+from trainer.data import left_out
+from trainer.data.content import content_of, content_of_rows
+from trainer.errors import ConfigError, DataError, LatheError, ResumeError, StorageError
 from trainer.exports import card, record
 from trainer.files.atomic import refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
@@ -248,6 +250,39 @@ def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
         content_of_rows(lambda: task.rows(split), encoding_id, split)[0] == recorded
         for encoding_id in task.earlier_encoding_ids()
     )
+
+
+def tell_changed_data(plan: RunPlan, options: Options) -> None:
+    """Warn of a finished run whose data files hold other rows than those that it was trained on;
+    DataError under --strict. Nothing is said where they cannot be read any more, or are a data set
+    of the Hub.
+    """
+    data = plan.values.get("data", {})
+    if data.get("dataset") or data.get("source") == "hub":
+        return
+    changed: list[str] = []
+    try:
+        began = _beginning(plan.folder / "data.json", None) or {}
+        task = tasks.load(plan.cfg, options.places)
+        for split in set(began) - {"base"}:
+            with left_out.gathering():
+                digest_now = content_of(task, split, options.cache_dir)[0]
+            is_same = digest_now == began[split]
+            if not is_same and not _is_of_earlier_version(task, split, began[split]):
+                changed.append(split)
+    except LatheError as error:
+        logger.info("%s: its data is not compared (%s)", plan.folder, str(error).splitlines()[0])
+        return
+    if not changed:
+        return
+    text = (
+        f"{plan.folder} is finished, and its {' and '.join(sorted(changed))} rows are others than "
+        "those that it was trained on: the files have changed since, or how they are read "
+        "(CHANGELOG.md). Start over with -r 1 (the old folder is moved aside), or put them back."
+    )
+    if options.strict:
+        raise DataError(f"--strict: {text}")
+    logger.warning("%s", text)
 
 
 def _beginning(path: Path, newest: SavedState | None) -> dict[str, Any] | None:

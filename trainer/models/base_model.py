@@ -172,16 +172,41 @@ def _model_class(config: PretrainedConfig, kind: Kind) -> Any:
         "seq2seq_lm": transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         "encoder": transformers.MODEL_MAPPING,
     }[kind]
-    if type(config) not in classes:
-        kinds = {
-            "causal_lm": "a causal language model, such as gpt_bigcode",
-            "seq2seq_lm": "a seq2seq model, such as t5",
-            "encoder": "a model with a body of its own, such as t5, bert or llama",
-        }
+    what, advice = _description(config)
+    is_other = kind == "causal_lm" and (config.is_encoder_decoder or what == _MASKED)
+    if is_other or type(config) not in classes:
         raise ConfigError(
-            f"base: a {config.model_type} is not what this task trains. Use {kinds[kind]}."
+            f"base: got model_type {config.model_type!r}, {what}, want {_WANTED[kind]}. Choose "
+            f"such a base{advice}."
         )
     return classes[type(config)]
+
+
+def check_kind(base: Base, places: Places, kind: Kind) -> None:
+    """ConfigError if a base is of another kind than a task trains; it says of which."""
+    _model_class(base_source.config_of(base, places), kind)
+
+
+_WANTED: dict[Kind, str] = {
+    "causal_lm": "a decoder, which writes a text from left to right, such as llama or gpt_bigcode",
+    "seq2seq_lm": "an encoder-decoder, such as t5",
+    "encoder": "a language model with a body of its own, such as t5, bert or llama",
+}
+_MASKED = "an encoder of masked language modelling"
+
+
+def _description(config: PretrainedConfig) -> tuple[str, str]:
+    """(what the models of a config are, the tasks that train them, for messages)."""
+    import transformers
+
+    is_decoder = any(getattr(config, name, False) for name in ("is_decoder", "causal"))
+    if type(config) in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        return "an encoder-decoder", ", or train a T5 with the task fid or summariser"
+    if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
+        return _MASKED, ", or train this one with the task retriever"
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "a decoder", ", or train this one with the task causal_lm"
+    return "no language model that transformers knows", ""
 
 
 def set_dropout(model: nn.Module, dropout: float) -> None:

@@ -113,7 +113,13 @@ def tokenizer_of(cfg: Experiment, places: Places, *, needs_eos: bool = True) -> 
     """
     spec = cfg.tokenizer
     # read first, so that a wrong base is reported as a wrong base
-    num_embeddings = config_of(cfg.base, places).vocab_size
+    config = config_of(cfg.base, places)
+    num_embeddings = getattr(config.get_text_config(), "vocab_size", None)
+    if num_embeddings is None:
+        raise ConfigError(
+            f"base: got model_type {config.model_type!r}, which has no vocabulary, want "
+            "a language model. Choose such a base."
+        )
     if spec is None:
         source = resolve(cfg.base, places)
         if isinstance(source, RandomBase):

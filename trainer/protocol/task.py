@@ -48,10 +48,11 @@ class Encoded(dict[str, list[int]]):
     than `train.max_lost_labels` of all label tokens are cut off is refused; with (0, 0) everywhere
     it never is. cuts: {"contexts": Cut(...)}, what the limits cut, by what people call it: it is
     added up and told at the start of a run. row_hash: of the raw row, equal for rows that say the
-    same; the token store sets it.
+    same; controls: (field, control token) of its texts; the token store sets both.
     """
 
     row_hash: int = 0
+    controls: Sequence[tuple[str, str]] = ()
 
     def __init__(
         self,

@@ -50,6 +50,8 @@ class TokenTask(ABC, Generic[C]):
 
     def __init__(self, cfg: C, places: Places, *, tokenizer: Any = None) -> None:
         self.cfg, self.places = cfg, places
+        if tokenizer is None:  # a base of another kind may have no tokenizer that fits
+            base_model.check_kind(cfg.base, places, self.kind)
         self.tokenizer = base_source.tokenizer_of(cfg, places) if tokenizer is None else tokenizer
         self._export: Path | None = None  # the folder that load_export has read
 

@@ -34,7 +34,10 @@ _WANTED_ROLES = "system, user, assistant or tool"
 # Keys that say whether a turn is learnt: OpenAI (weight), axolotl (train, training), others.
 _LEARNS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
 # A key of a turn, or of a row, that seems to say what is learnt and that is not one of these.
-_ON_LEARNING = re.compile(r"(^|_)(train(ing|able|ed)?|loss|mask(ed|s)?|weights?|learn(t|ed)?)(_|$)")
+_ON_LEARNING = re.compile(
+    r"(^|_)(train(ing|able|ed)?|loss|(un)?mask(ed|s)?|weights?|(un)?learn(t|ed)?"
+    r"|ignored?|skip(ped)?|supervised?)(_|$)"
+)
 # Keys whose value would be lost, with what to write in their place.
 _UNREAD = {
     "function_call": 'a call in "tool_calls": [{"type": "function", "function": {...}}]',
@@ -113,8 +116,8 @@ def _refusal_at(place: str) -> Report:
 
 
 def _conversation(raw: Mapping[str, Any], report: Report, *, is_learnt: bool) -> Row:
-    for name in raw:
-        _check_row_key(name, raw[name], report)
+    for name, value in raw.items():
+        _check_row_key(name, value, report)
     values = _listed(_turns(raw, report))
     if not isinstance(values, list) or (is_learnt and not values):
         want = "a list of objects with role and content that is not empty"
@@ -140,6 +143,9 @@ def _check_row_key(name: str, value: Any, report: Report) -> None:
         report(RowProblem(name, value, 'a "weight" of 0 or 1 on turns of the assistant'))
     elif name in _UNREAD:
         report(RowProblem(name, value, _UNREAD[name]))
+    elif name == "functions":
+        want = 'the functions in "tools": [{"type": "function", "function": {...}}]'
+        report(RowProblem(name, value, want))
     elif name == "history":
         report(RowProblem(name, value, 'earlier turns in "messages"'))
 
@@ -151,6 +157,8 @@ def _turns(raw: Mapping[str, Any], report: Report) -> Any:
     if raw.get("messages") is not None:
         return raw["messages"]
     if raw.get("prompt") is not None and raw.get("completion") is not None:
+        if not isinstance(raw.get("input"), str | None):
+            report(RowProblem("input", raw.get("input"), "text"))
         return [
             {"role": "user", "content": with_input(raw)},
             {"role": ASSISTANT, "content": raw["completion"]},

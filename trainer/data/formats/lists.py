@@ -21,7 +21,7 @@ _TOKEN = re.compile(
     r"""(?P<space>\s+)
     |(?P<text>[bBuU]?(?:'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*"))
     |(?P<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?![\w.]))
-    |(?P<word>\.\.\.|[A-Za-z_]\w*)
+    |(?P<word>\.\.\.|(?:np\.|numpy\.)?[A-Za-z_]\w*)
     |(?P<mark>[][(){},:=])
     """,
     re.VERBOSE | re.DOTALL,
@@ -33,12 +33,25 @@ _CONSTANTS = {
 # What Python's repr writes behind a backslash.
 _ESCAPE = re.compile(r"\\(?:([\\'\"nrt])|x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))", re.S)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
-_WRAPPERS = ("array", "list")  # array(['a'], dtype=object), in what numpy prints of nested arrays
+# array(['a'], dtype=object), in what numpy prints of nested arrays
+_WRAPPERS = ("array", "list", "np.array", "numpy.array")
+_SCALAR = re.compile(r"(?:np|numpy)\.\w+")  # np.str_('a'), np.int64(3): numpy 2's, in a list
+_NUMPY_CONSTANTS = {"True_": True, "False_": False, "nan": math.nan}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 _QUOTED = re.compile(r"""[bBuU]?(['"])""")
 _NEXT_QUOTED = re.compile(r"""['"]\s*,\s*[bBuU]?['"]""")
-_SURE = re.compile(r"""\[\s*(?:\[\s*['"]|\{\s*['"]|array\(|list\()|array\(\s*\[|\{\s*['"]""")
+_SURE = re.compile(
+    r"""\[\s*(?:\[\s*['"]|\{\s*['"]|array\(|list\(|(?:np|numpy)\.\w+\()
+    |(?:np\.|numpy\.)?array\(\s*\[
+    |(?:np|numpy)\.(?:str_|bytes_|bool_|u?int\d+|float\d+)\(
+    |\{\s*['"]
+    |(?:frozenset|deque|Index|OrderedDict|dict_keys|dict_values)\(\s*[[{(]
+    |\[\s*[\u201c\u201d\u2018\u2019].*[\u201c\u201d\u2018\u2019]\s*\]$ # quotes of a word processor
+    |.*\n(?:Name:\ .*,\ )?(?:Length:\ \d+,\ )?dtype:\ \w+$  # a Series of pandas
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 _NUMBERS = re.compile(r"\[\s*\d+(?:[\s,]+\d+)*[\s,]*\]")
 
 
@@ -90,7 +103,7 @@ def structure(text: str, place: str, name: str) -> list[Any] | dict[str, Any] | 
 
 def _structure(text: str) -> list[Any] | dict[str, Any] | None:
     content = text.strip()
-    if not content.startswith(("[", "{", "(", "array(")):
+    if not content.startswith(("[", "{", "(", "array(", "np.array(", "numpy.array(")):
         return None
     if content[0] in "[{":
         try:
@@ -205,6 +218,8 @@ def _value(tokens: _Tokens, depth: int) -> Any:
         return _CONSTANTS[text]
     if kind == "word" and text in _WRAPPERS and tokens.skip("("):
         return _wrapped(tokens, depth)
+    if kind == "word" and _SCALAR.fullmatch(text):
+        return _scalar(text.partition(".")[2], tokens, depth)
     if kind == "mark" and text in ("[", "("):
         return _items(tokens, depth, closing=_CLOSING[text])
     if kind == "mark" and text == "{":
@@ -261,6 +276,18 @@ def _wrapped(tokens: _Tokens, depth: int) -> Any:
         if token.kind not in ("word", "text") and token.text not in (",", "="):
             raise _NoStructure
     if not isinstance(value, list):
+        raise _NoStructure
+    return value
+
+
+def _scalar(name: str, tokens: _Tokens, depth: int) -> Any:
+    """The value in np.str_('a') or np.int64(3), as numpy 2 prints what stands in a list."""
+    if name in _NUMPY_CONSTANTS:
+        return _NUMPY_CONSTANTS[name]
+    if not tokens.skip("("):
+        raise _NoStructure
+    value = _value(tokens, depth + 1)
+    if not tokens.skip(")") or isinstance(value, (list, dict)):
         raise _NoStructure
     return value
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats.lists import as_list, is_nan, structure
+from trainer.data.left_out import watched
 from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError, nearest
 
@@ -34,6 +35,11 @@ def in_our_names(
         rows = itertools.chain(first, rows)
     names = {name for group in layout.groups for name in group}
     replaced = {other for name in columns for other in layout.alternatives(name)}
+    sources = {
+        name
+        for column in columns.values()
+        for name in (column, _parts(column)[0].removesuffix("[]"))
+    }
     for place, raw in rows:
         row = {name: value for name, value in raw.items() if name not in replaced}
         for name, column in columns.items():
@@ -49,7 +55,7 @@ def in_our_names(
                 )
         for name in layout.lists & row.keys():
             row[name] = as_list(row[name], place, name)
-        yield place, row
+        yield place, watched(row, raw=raw, sources=sources, replaced=replaced)
 
 
 def _check_columns(rows: list[tuple[str, Row]], columns: Mapping[str, str]) -> None:

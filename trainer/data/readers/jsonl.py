@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# How other kinds of files begin.
+_OTHERS = {
+    b"\x1f\x8b": "it is packed with gzip, once or once more: unpack it, or name it .gz",
+    b"PK\x03\x04": "it is a zip or a spreadsheet",
+    b"\xff\xfe": "it is UTF-16",
+    b"\xfe\xff": "it is UTF-16",
+    b"PAR1": "it is Parquet: name it .parquet",
+}
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -103,9 +111,10 @@ def _decode(content: bytes, path: Path, line: int) -> str:
     try:
         return content.rstrip(b"\r\n").decode(encoding)
     except UnicodeDecodeError as error:
-        raise bad_line(
-            path, line, f"byte {error.start} is not UTF-8; save the file as UTF-8"
-        ) from None
+        kind = next((kind for start, kind in _OTHERS.items() if content.startswith(start)), "")
+        is_other = bool(kind) and line == 1
+        what = f"byte {error.start} is not UTF-8{f' ({kind})' if is_other else ''}"
+        raise bad_line(path, line, f"{what}; save the file as UTF-8") from None
 
 
 def _object(value: Any, place: str) -> Row:

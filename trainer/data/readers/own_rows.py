@@ -104,8 +104,13 @@ def _share(
     names = [name for group in layout.groups for name in group]
     is_empty = True
     for place, row in rows:
-        given = (row[name] for name in names if row.get(name) not in (None, "", []))
-        question = normal_value(_asked(next(given, None)))
+        plain = dict(row)  # what decides the side is not read by the task yet
+        given = [plain[name] for name in names if plain.get(name) not in (None, "", [])]
+        if not given:  # the reader says what such a row lacks
+            is_empty = False
+            yield place, row
+            continue
+        question = normal_value(_asked(given[0]))
         name = canonical_json({"told": question})
         is_valid = is_held_out(name, per_mille=round(share * 1000))
         if is_valid == (split == "valid"):

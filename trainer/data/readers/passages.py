@@ -58,14 +58,42 @@ def passages_with_ids(path: Path, ids: Iterable[str]) -> dict[str, Row]:
     one is not there.
     """
     needed = set(ids)
-    by_id = {row["id"]: row for row in passages(path) if row["id"] in needed}
-    missing = needed - by_id.keys()
+    found = by_id((row for row in passages(path) if row["id"] in needed), path)
+    missing = needed - found.keys()
     if missing:
         raise DataError(
             f"{path} has no passage {min(missing)!r} ({len(missing)} of {len(needed)} are "
             "missing). Give the corpus that was searched."
         )
-    return by_id
+    return found
+
+
+def by_id(rows: Iterable[Row], path: Path) -> dict[str, Row]:
+    """The passages of a corpus by their ids. DataError when two that differ have one id."""
+    known: dict[str, Row] = {}
+    for row in rows:
+        if known.setdefault(row["id"], row) != row:
+            raise DataError(
+                f"{path}: two passages have the id {row['id']!r}, one of them "
+                f"{preview(row['text'])}. Give every passage an id of its own."
+            )
+    return known
+
+
+def numbers_by_id(folder: Path | None, name: str) -> dict[str, int]:
+    """The place, from 0, of every passage of a corpus (corpus_passages), by its id. DataError when
+    two that differ have one id.
+    """
+    numbers: dict[str, int] = {}
+    twice: set[str] = set()
+    for number, passage in enumerate(corpus_passages(folder, name)):
+        if passage["id"] in numbers:
+            twice.add(passage["id"])
+        numbers[passage["id"]] = number
+    if twice:  # these alone are held in memory to be compared
+        rows = (row for row in corpus_passages(folder, name) if row["id"] in twice)
+        by_id(rows, corpus_file(folder, name))
+    return numbers
 
 
 def nq_passages(folder: Path | None) -> Iterator[Row]:

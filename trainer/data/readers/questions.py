@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.config.own_rows import COMPLETIONS, QUESTIONS, TEXTS, Layout, OwnRows
 from trainer.data.formats.conversation import with_input
 from trainer.data.formats.lists import as_list
+from trainer.data.left_out import watched
 from trainer.data.readers import fields
 from trainer.data.readers.fields import first_given
 from trainer.data.readers.folders import CORPUS, QUERIES, nq_folder, split_names
-from trainer.data.readers.jsonl import numbered_jsonl, objects
+from trainer.data.readers.jsonl import numbered_jsonl, objects, preview
 from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.passages import nq_passages
 from trainer.data.stdlib_docs import is_held_out
@@ -52,7 +53,7 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
     for index, (line, raw) in enumerate(numbered_jsonl(path)):
         if split is not None and raw.get("split") not in names:
             continue
-        place = f"{path}, line {line}"
+        place, raw = f"{path}, line {line}", watched(raw)
         id_name, number = first_given(raw, fields.QUESTION_IDS)
         name = str(index) if number is None else fields.column_identity(number, place, id_name)
         text_name, text = first_given(raw, fields.QUESTIONS)
@@ -121,7 +122,7 @@ def nq_lines(
     for index, (place, raw) in enumerate(objects(path)):
         if raw.get("split") in names:
             is_empty = False
-            yield index, place, raw
+            yield index, place, watched(raw)
     if is_empty:
         raise DataError(
             f"{path} has no line whose split is {' or '.join(names)}, which {split!r} wants."
@@ -192,6 +193,8 @@ def completions(
     how: dict[str, Any] = {"layout": COMPLETIONS, "first": ".jsonl", "cache_dir": cache_dir}
     for place, raw in own_rows(own, split, folder, **how):
         fields.required_text(raw, "prompt", place)
+        if not isinstance(raw.get("input"), str | None):
+            raise DataError(f"{place}: 'input' is {preview(raw['input'])}, want text.")
         prompt = with_input(raw)
         text = prompt + fields.required_text(raw, "completion", place)
         yield {"text": text, "answer_spans": [(len(prompt), len(text))]}

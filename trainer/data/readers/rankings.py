@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ from trainer.data.readers.jsonl import bad_line, lines, preview
 from trainer.errors import DataError
 
 _MAX_DIGITS = 18  # of a rank or a relevance: 64 bits
+_NO_LETTERS = re.compile(r"[^a-z]")
+# Names of the columns of judgements, as BEIR, TREC, MTEB and MS MARCO write them, letters alone.
+_OF_QUESTIONS = {"queryid", "qid", "query", "topic", "topicid", "questionid", "question"}
+_OF_PASSAGES = {"corpusid", "docid", "docno", "pid", "passageid", "documentid", "did", "doc"}
 
 
 class RankedPassage(NamedTuple):
@@ -82,7 +87,8 @@ def read_run(path: Path) -> Rankings:
 
 def read_qrels(path: Path) -> Qrels:
     """Judgements: TREC's question, iteration, passage, relevance; or BEIR's question, passage,
-    score with a header. A pair may occur twice, as in SciFact of BEIR; it counts once.
+    score with a header. A pair may occur twice, as in SciFact of BEIR; it counts once. DataError
+    for a header of another order, and for a pair that is judged in two ways.
 
     Columns are separated by any white space, as trec_eval has it; an id with white space in it,
     which tabs would allow, is refused.
@@ -101,8 +107,11 @@ def read_qrels(path: Path) -> Qrels:
                 f"the id {broken!r} holds white space, which separates columns; want ids without",
             )
         is_judgement = len(columns) in (3, 4)
-        if not text.strip() or (line == 1 and is_judgement and not _is_number(columns[-1])):
-            continue  # blank, or the header
+        if line == 1 and is_judgement and not _is_number(columns[-1]):
+            _check_header(columns, path)
+            continue
+        if not text.strip():
+            continue
         if not is_judgement or not _is_integer(columns[-1]):
             raise bad_line(
                 path,
@@ -110,12 +119,32 @@ def read_qrels(path: Path) -> Qrels:
                 f"{preview(text)}, want question, iteration, passage, relevance, or question, "
                 "passage, relevance; relevance an integer",
             )
-        qrels.setdefault(columns[0], {})[columns[-2]] = int(columns[-1])
+        question, passage, relevance = columns[0], columns[-2], int(columns[-1])
+        before = qrels.setdefault(question, {}).setdefault(passage, relevance)
+        if before != relevance:
+            raise bad_line(
+                path,
+                line,
+                f"the relevance of passage {passage!r} for question {question!r} is {relevance}, "
+                f"want {before} as in an earlier line; leave one of the two",
+            )
     if not qrels:
         raise DataError(
             f"{path} holds no judgement. Put question, passage and relevance on every line."
         )
     return qrels
+
+
+def _check_header(columns: list[str], path: Path) -> None:
+    """DataError for a header that names passages first, or questions behind them."""
+    first, behind = (_NO_LETTERS.sub("", name.lower()) for name in (columns[0], columns[-2]))
+    if first in _OF_PASSAGES or behind in _OF_QUESTIONS:
+        raise bad_line(
+            path,
+            1,
+            f"the header is {preview(' '.join(columns))}, want the question first, then the "
+            "passage, then the relevance",
+        )
 
 
 def check_distinct(passages: list[str], question: str, path: Path) -> None:

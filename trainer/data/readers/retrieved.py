@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _QUESTION_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 _RANKED_FILES, _RANKING_FILES = (".json", ".jsonl"), (".trec", ".tsv", ".txt", ".run")
+UNANSWERED = "questions without an answer (answered, not scored)"
 _NO_LISTS = ("answers", "answer", "target")  # of texts, beside the passages
 _PASSAGE_LISTS = (
     ("ctxs",),  # FiD, and what DPR's retriever writes
@@ -81,7 +82,9 @@ def rows(
                 {**_question(raw, place, index=index, split=split), "ctxs": _passages(raw, place)}
                 for index, (place, raw) in enumerate(questions)
             )
-    for row in rows:
+    for number, row in enumerate(rows, start=1):
+        if not row["answers"] and "target" not in row:
+            note(f"row {number}, question {row['id']!r}", UNANSWERED, field="answers")
         yield {**row, "ctxs": _first(row["ctxs"], contexts, sort_by_score)}
 
 

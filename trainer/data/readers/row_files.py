@@ -161,7 +161,11 @@ def _quoted_cells(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]
                 if cells:
                     yield reader.line_num, cells
                     number += 1
-    except (csv.Error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        for _ in lines(path):
+            pass  # names the line that is not UTF-8
+        raise DataError(f"{path}, row {number}: {error}. Save it as UTF-8.") from None
+    except csv.Error as error:
         raise DataError(
             f"{path}, row {number}: {error}. Save it as UTF-8, with texts quoted as CSV."
         ) from None

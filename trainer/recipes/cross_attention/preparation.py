@@ -22,12 +22,13 @@ import numpy as np
 
 from trainer import tasks
 from trainer.config.own_rows import Splits
+from trainer.data import left_out
 from trainer.data.padding import unflat
 from trainer.data.readers.folders import QUERIES, first_split_file, nq_folder, split_names
 from trainer.data.readers.jsonl import read_jsonl
 from trainer.data.readers.row_files import SUFFIXES
 from trainer.data.token_store import TokenStore, store_of
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import refusals, write_json
 from trainer.models import base_model, base_source
 from trainer.protocol.task import Places, Row
@@ -57,6 +58,7 @@ class Preparation:
     hotpotqa_shuffles: int = reading_sources.HOTPOTQA_SHUFFLES
     batch_tokens: int = 16_384  # padded tokens per device and forward
     shard_tokens: int | None = None
+    strict: bool = False  # refuse rows that are left out, or doubted
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,12 @@ def write_rows(cfg: Config, places: Places, request: Preparation) -> None:
         digests: dict[str, str] = {}
         for split, rows in splits.items():
             temporary = out / f".{split}.jsonl.{os.getpid()}.tmp"
-            counts[split], digests[split] = _write_lines(temporary, rows())
+            read = left_out.refusing(rows(), split, strict=request.strict)
+            try:
+                counts[split], digests[split] = _write_lines(temporary, read)
+            except DataError:
+                temporary.unlink()
+                raise
             if (
                 before["sha256"].get(split, digests[split]) != digests[split]
                 or before["source"] != cfg.data.source
@@ -119,7 +126,9 @@ def write_states(cfg: Config, places: Places, request: Preparation) -> Prepared:
     # a tokenizer may lie below the old one
     task.places = replace(places, data_path=request.out)
     counts: dict[str, int] = questions.prepared(request.out)["rows"]
-    stores = [store_of(task, split, places.cache_dir, num_proc=places.num_proc) for split in counts]
+    how: dict[str, Any] = {"num_proc": places.num_proc}
+    with left_out.settling(None, strict=request.strict):
+        stores = [store_of(task, split, places.cache_dir, **how) for split in counts]
     distinct = writing.distinct(_met(stores), lambda place: _chunk(stores, place))
     identity = contexts.identity(cfg, places, task.tokenizer)
     width = base_source.config_of(cfg.base, places).hidden_size

@@ -18,7 +18,7 @@ from trainer.data import vocabulary
 from trainer.data.content import content_of_rows
 from trainer.data.padding import flat, unflat
 from trainer.data.readers import retrieved
-from trainer.data.readers.passages import corpus_passages
+from trainer.data.readers.passages import corpus_passages, numbers_by_id
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
 from trainer.metrics.mergeable import answer_scores
@@ -164,8 +164,7 @@ class Task(TokenTask[Config]):
     def _corpus_rows(self) -> dict[str, int]:
         """The row number of each passage of the corpus, by the passage's id."""
         assert self.cfg.data.corpus is not None
-        passages = corpus_passages(self.places.data_path, self.cfg.data.corpus)
-        return {passage["id"]: number for number, passage in enumerate(passages)}
+        return numbers_by_id(self.places.data_path, self.cfg.data.corpus)
 
     def encode(self, row: Row) -> Encoded:
         """Token ids of the question, its passages and its targets; for passages of data.corpus

@@ -9,8 +9,10 @@ and karlstratos/minFiD, which agree on it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.control_tokens import ControlTokens
 from trainer.data.padding import unflat
 from trainer.data.vocabulary import eos_id
 from trainer.protocol.abilities import GeneratedText
@@ -27,6 +29,11 @@ class Prompts:
     def __init__(self, tokenizer: Any, data: Data) -> None:
         self.tokenizer, self.data = tokenizer, data
         self.end = eos_id(tokenizer)
+
+    @cached_property
+    def controls(self) -> ControlTokens:
+        """The control tokens that a text may spell."""
+        return ControlTokens(self.tokenizer)
 
     def question(self, text: str) -> list[int]:
         """Ids of the question, which stands before every passage.
@@ -68,7 +75,7 @@ class Prompts:
 
     def _whole_targets(self, row: Row) -> list[list[int]]:
         texts = [row["target"]] if "target" in row else row["answers"]
-        return [[*ids, self.end] for ids in self._ids(list(texts))]
+        return [[*ids, self.end] for ids in self.controls.written_out(texts)]
 
     def answer(self, tokens: Sequence[int], *, ends: Collection[int] = ()) -> GeneratedText:
         """The text of generated tokens, without special tokens, up to the end or, if it comes

@@ -15,15 +15,22 @@ from trainer.config import userfile
 from trainer.config.own_rows import QUESTIONS, TEVATRON
 from trainer.data import stdlib_docs
 from trainer.data.formats.lists import as_list
-from trainer.data.left_out import note
+from trainer.data.left_out import note, watched
 from trainer.data.readers import fields, retrieved
 from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
 from trainer.data.readers.fields import QUESTION_IDS, first_given
-from trainer.data.readers.folders import corpus_file, required_folder, split_file, split_names
+from trainer.data.readers.folders import (
+    CORPUS,
+    corpus_file,
+    nq_folder,
+    required_folder,
+    split_file,
+    split_names,
+)
 from trainer.data.readers.jsonl import bad_line, numbered_jsonl, objects, preview
 from trainer.data.readers.own_rows import own_rows
-from trainer.data.readers.passages import nq_passages, written_passages
+from trainer.data.readers.passages import by_id, nq_passages, written_passages
 from trainer.data.readers.questions import nq_lines, queries
 from trainer.data.readers.rankings import Qrels, read_qrels
 from trainer.errors import DataError
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
 
 UNANSWERED = "questions without a positive passage (left out)"
 OWN_POSITIVES = "negatives that are positives of their query (left out)"
+BLANK = "blank passages (an embedding of nothing)"
 _ALL = 1_000_000_000  # a limit on the passages of a question that no file reaches
 _VALID_OF_1000 = 100  # queries held out of a BEIR set that has no validation split
 _DOCUMENTED_NEGATIVES = 3
@@ -79,7 +87,15 @@ def without_own_positives(rows: Iterable[Row]) -> Iterator[Row]:
         if num_left_out:
             note(f"query {row['id']!r}", OWN_POSITIVES, field="negatives", count=num_left_out)
             row = {**row, "negatives": negatives}
+        for side in ("positives", "negatives"):
+            for _ in filter(_is_blank, row[side]):
+                note(f"query {row['id']!r}", BLANK, field=side)
         yield row
+
+
+def _is_blank(passage: Any) -> bool:
+    is_text = isinstance(passage, dict) and passage.get("text") is not None
+    return is_text and not f"{passage.get('title') or ''}{passage['text']}".strip()
 
 
 def _identity_of_content(passage: Any) -> tuple[Any, ...]:
@@ -139,7 +155,8 @@ def _tevatron_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterat
 
 
 def _pretokenised_rows(path: Path) -> Iterator[Row]:
-    for line, raw in numbered_jsonl(path):
+    for line, given in numbered_jsonl(path):
+        raw = watched(given)
         lists = {name: raw.get(name) for name in ("query", "positives", "negatives")}
         for name, value in lists.items():
             texts = [value] if name == "query" else value
@@ -241,7 +258,8 @@ def _dpr_rows(path: Path) -> Iterator[Row]:
     """DPR's training files. The negatives are a question's hard ones, or its easy ones if it has
     none. Questions without positives are left out.
     """
-    for index, (place, raw) in enumerate(objects(path)):
+    for index, (place, given) in enumerate(objects(path)):
+        raw = watched(given)
         positives, hard, easy = (
             fields.passages(raw.get(name) or [], place, name)
             for name in ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
@@ -317,7 +335,7 @@ def _nq_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
     """Questions of NaturalQuestions: the gold passage is the positive, the negatives are passages
     of BM25's ranking that hold no answer.
     """
-    texts = {passage["id"]: passage for passage in nq_passages(folder)}
+    texts = by_id(nq_passages(folder), nq_folder(folder) / CORPUS)
     for index, place, raw in nq_lines(folder, split, getattr(data.files, split)):
         ranked = [str(one).strip() for one in as_list(raw.get("bm25"), place, "bm25") or ()]
         gold = str(raw.get("gold")).strip()
@@ -405,7 +423,7 @@ class _Corpus:
                     "data.corpus."
                 )
             path = corpus_file(self.folder, self.name)
-            self._passages = {passage["id"]: passage for passage in written_passages(path)}
+            self._passages = by_id(written_passages(path), path)
         if number not in self._passages:
             raise DataError(f"{place}: passage {number!r} is not in the corpus {self.name}.")
         return self._passages[number]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Places, Row
     from trainer.tasks.summariser.config import Data
 
+UNSUMMARISED = "documents without a summary (neither learnt nor scored)"
 OTHER_SCRIPT = "summaries without a Latin letter or a digit, all that ROUGE reads (they score 0)"
 
 
@@ -50,7 +51,10 @@ def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
     how: dict[str, Any] = {"layout": layout, "cache_dir": places.cache_dir}
     for number, (place, raw) in enumerate(own_rows(data, split, places.data_path, **how), start=1):
         line = place.rpartition(" ")[2]
-        yield _row(raw, data, place=place, number=line if line.isdecimal() else str(number))
+        row = _row(raw, data, place=place, number=line if line.isdecimal() else str(number))
+        if not row["summaries"]:
+            note(place, UNSUMMARISED, field=data.summaries[0])
+        yield row
 
 
 def document_row(raw: Row, data: Data, place: str) -> Row:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.data.control_tokens import ControlTokens
 from trainer.data.padding import flat, pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import Ratio
@@ -135,16 +137,18 @@ class Task(TokenTask[Config]):
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """source: prefix, document and end token; targets: every reference with its end token."""
         limits = self.cfg.data
-        texts = self.tokenizer(
-            [limits.prefix + row["document"], *row["summaries"]],
-            add_special_tokens=False,
-            verbose=False,
-        )
-        source, *targets = [[*ids, self.end] for ids in texts["input_ids"]]
+        document = limits.prefix + row["document"]
+        source = self.tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        summaries = self._controls.written_out(row["summaries"])
+        targets = [[*ids, self.end] for ids in summaries]
         return {
-            "source": Uncut([source], limits.source_tokens, "data.source_tokens"),
+            "source": Uncut([[*source, self.end]], limits.source_tokens, "data.source_tokens"),
             "targets": Uncut(targets, limits.target_tokens, "data.target_tokens", labels_from=0),
         }
+
+    @cached_property
+    def _controls(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
 
     def _cut(self, ids: list[int], limit: int) -> list[int]:
         return ids if len(ids) <= limit else [*ids[: limit - 1], self.end]

@@ -15,6 +15,7 @@ from trainer.config.own_rows import STATEMENTS
 from trainer.data import lookup, stdlib_docs
 from trainer.data.formats.json_text import json_value
 from trainer.data.formats.lists import as_list
+from trainer.data.left_out import note, watched
 from trainer.data.readers.folders import required_folder, split_names
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError
@@ -41,6 +42,7 @@ BOOLEAN = {
 EMBEDDED = {"docs_choice": False, "docs_boolean": True, **dict.fromkeys(lookup.STATEMENTS, False)}
 _FILES = {"train": "train.json", "valid": "dev.json", "test": "test.json"}
 _CHOICES = 4
+BOTH = "groups whose gold is a distractor as well (learnt as true and as false)"
 _SIDES = ("golds", "distractors")
 _LABELS = {"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False}
 
@@ -192,6 +194,7 @@ def _check(group: Any, path: Path, number: int, is_boolean: bool) -> Row:
     where = f"{path}, group {number}"
     if not isinstance(group, dict) or not set(_SIDES) <= group.keys():
         raise DataError(f"{where}: want an object with golds and distractors.")
+    group = watched(cast("Row", group))
     lists = {name: as_list(group[name], where, name) for name in _SIDES}
     return _checked_at(where, lists, is_boolean)
 
@@ -213,6 +216,8 @@ def _checked_at(where: str, group: Row, is_boolean: bool) -> Row:
             f"{where}: {len(golds + distractors)} statements, but its task is boolean: want "
             "exactly one."
         )
+    if set(golds) & set(distractors):
+        note(where, BOTH, field="distractors")
     return {"golds": golds, "distractors": distractors}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import vocabulary
+from trainer.data.control_tokens import ControlTokens
 from trainer.data.padding import flat, pad_right
 from trainer.errors import DataError
 from trainer.protocol.abilities import GREEDY, GeneratedText, Search, by_row
@@ -52,6 +53,7 @@ class Prompts:
         self.pad = vocabulary.pad_id(tokenizer)
         self.eos = vocabulary.eos_id(tokenizer)
         self.opening = vocabulary.opening_of(tokenizer)
+        self.controls = ControlTokens(tokenizer)
 
     @cached_property
     def ends(self) -> list[int]:
@@ -172,6 +174,8 @@ class Prompts:
         text = templates.prompt(row["question"], self.data.template)
         reference = templates.answer(row["answers"][0], self.data.template)
         prompt, whole = self._ids(text), self._ids(text + reference)
+        if self.controls.in_text(reference):  # an answer ends at its own end alone
+            return prompt, [*self.controls.written_out([reference])[0], self.eos]
         is_beginning = whole[: len(prompt)] == prompt
         answer = whole[len(prompt) :] if is_beginning else self._ids(reference, is_opened=False)
         return prompt, [*answer, self.eos]
