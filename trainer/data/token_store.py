@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.data.content import Content, RowHasher, content_of, content_of_rows
-from trainer.data.encoding import encoded_rows, usable_processes
+from trainer.data.encoding import EncodeRows, encoded_rows, usable_processes
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import DataError
 from trainer.files.build_once import build_once
+from trainer.protocol.abilities import EncodesRows
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Encoded, Row, Task
@@ -37,6 +38,7 @@ _PERCENTILES = (50, 90, 99, 100)
 _REPORT_EVERY_S = 10.0
 
 
+_ROWS_AT_ONCE = 64  # rows that are encoded by one call, where the task can
 _HASHED_ROWS = 8192  # rows whose tokens are in memory at once
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # Knuth's golden ratio: an odd number of 64 bits
 
@@ -180,6 +182,7 @@ def store_of(
         length=task.length,
         num_proc=num_proc,
         content=content or content_of(task, split, cache_dir),
+        encode_rows=task.encode_rows if isinstance(task, EncodesRows) else None,
     )
 
 
@@ -193,6 +196,7 @@ def open_store(
     length: Callable[[Mapping[str, Any]], int],
     num_proc: int | None = None,
     content: Content | None = None,
+    encode_rows: EncodeRows | None = None,
 ) -> TokenStore:
     """The store of `rows()` under `encode`, from `cache_dir` when it is there, else built.
 
@@ -201,7 +205,8 @@ def open_store(
     another folder, and a stale store is never used. Rows are encoded only while a store is built.
     content: the key and the number of rows, if the caller knows them (content_of); None: the rows
     are read to compute them. num_proc: the number of processes that encode, which does not change
-    the result; None: chosen by the number of rows (`usable_processes`). Memory stays bounded.
+    the result; None: chosen by the number of rows (`usable_processes`). encode_rows: encodes many
+    rows by one call, with the results of `encode`; None: `encode` is called. Memory stays bounded.
     Raises DataError when there are no rows, when the rows change between two readings, or when an
     encoding is not lists of ids; StorageError when the disk refuses.
     """
@@ -212,7 +217,13 @@ def open_store(
         with _Writer(temporary) as writer:
             hasher = RowHasher(encoding_id)
             raw = hasher.pass_through(rows())
-            results = encoded_rows(raw, functools.partial(_hashed, encode), num_proc=processes)
+            many = encode_rows or (lambda chunk: [encode(row) for row in chunk])
+            results = encoded_rows(
+                raw,
+                functools.partial(_hashed, many),
+                num_proc=processes,
+                at_once=_ROWS_AT_ONCE if encode_rows else 1,
+            )
             for index, encoded in enumerate(_report_progress(results, split, num_rows, processes)):
                 writer.add(index, encoded, length)
         if hasher.hexdigest() != digest:
@@ -226,9 +237,10 @@ def open_store(
     return TokenStore(build_once(folder, build, is_whole=_is_whole))
 
 
-def _hashed(encode: Callable[[Row], Encoded], row: Row) -> Encoded:
-    encoded = encode(row)
-    encoded.row_hash = row_hash(row)
+def _hashed(encode: EncodeRows, rows: Sequence[Row]) -> list[Encoded]:
+    encoded = encode(rows)
+    for one, row in zip(encoded, rows, strict=True):
+        one.row_hash = row_hash(row)
     return encoded
 
 
