@@ -225,7 +225,7 @@ def test_a_token_that_reaches_over_the_end_of_a_turn_is_learnt() -> None:
     made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[UNK]")
     made.chat_template = (
         "{% for m in messages %}{{ m.role | capitalize + ': ' + m.content + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+        "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
     )
     turns = [TURNS[1], TURNS[2], {"role": "user", "content": "Two? 2"}]
     (tokens,) = ChatTemplate.of(made, None, None).tokens([{"messages": turns}], 0)
@@ -286,6 +286,47 @@ def test_a_template_that_reads_what_it_has_written_gives_the_text_without_marks(
     text = chat.spoken({"messages": TURNS}).text
     assert text == made.apply_chat_template(TURNS, tokenize=False)
     assert text.startswith("1:")
+    assert learnt(template, TURNS) == ["Eins.<|im_end|>", " Zwei \n<|im_end|>"]
+
+
+def call_of(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": {"a": 1, "b": ["é"]}}}
+
+
+# DeepSeek-V3's: arguments are texts, and later calls of a conversation are written without a header.
+DEEPSEEK = (
+    "{% set ns = namespace(is_called=false) %}"
+    "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
+    "{%- for c in m.tool_calls %}{% if not ns.is_called %}"
+    "{{ '<|im_start|>assistant<|calls|>' + c.function.name + c.function.arguments }}"
+    "{% set ns.is_called = true %}"
+    "{% else %}{{ '\n' + c.function.name + c.function.arguments }}{% endif %}{% endfor %}"
+    "{{ '<|im_end|>' }}{% elif m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant' + m.content + '<|im_end|>' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_calls_reach_a_template_that_adds_their_arguments_to_a_text(is_marked: bool) -> None:
+    template = DEEPSEEK
+    if is_marked:
+        template = template.replace("{%- for c", "{% generation %}{%- for c")
+        template = template.replace(
+            "{{ '<|im_end|>' }}{% elif", "{{ '<|im_end|>' }}{% endgeneration %}{% elif"
+        ).replace(
+            "{{ '<|im_start|>assistant' + m.content + '<|im_end|>' }}",
+            "{% generation %}{{ '<|im_start|>assistant' + m.content + '<|im_end|>' }}"
+            "{% endgeneration %}",
+        )
+    turns = [TURNS[1], {"role": "assistant", "content": "", "tool_calls": [call_of("add")]}]
+    turns += [{"role": "tool", "content": "2"}, TURNS[2]]
+    said = '<|calls|>add{"a": 1, "b": ["é"]}<|im_end|>'
+    assert learnt(template, turns) == [said, "Eins.<|im_end|>"]
+    more = [TURNS[3], {"role": "assistant", "content": "", "tool_calls": [call_of("sub")]}]
+    with refused("template_turn_unopened", turn=6, turns=6):
+        learnt(template, [*turns, *more])
 
 
 def test_a_template_that_opens_no_answer_is_refused_where_it_writes_a_header() -> None:

@@ -16,7 +16,7 @@ from trainer.data.formats.conversation import ASSISTANT
 from trainer.errors import DataError
 from trainer.tasks.causal_lm.chat_marks import Span
 from trainer.tasks.causal_lm.chat_templates import legal
-from trainer.tasks.causal_lm.chat_writer import CLOCK, GENERATION, Message, Writer, naming, plain
+from trainer.tasks.causal_lm.chat_writer import CLOCK, GENERATION, Message, Writer, naming, rendered
 
 
 def spans_of_prefixes(
@@ -29,7 +29,7 @@ def spans_of_prefixes(
     try:
         return [_span(writer, messages, tools, number, whole) for number in counted]
     except _NoPrefix as error:
-        spans = _spans_of_generation(writer, messages, tools, counted)
+        spans = _spans_of_generation(writer, messages, tools, counted, whole)
         if spans is None:
             raise DataError(
                 f"{naming(messages)}: the chat template {writer.name} does not tell what "
@@ -62,26 +62,35 @@ def _span(writer: Writer, messages: Sequence[Message], tools: Any, number: int, 
 
 
 def _spans_of_generation(
-    writer: Writer, messages: Sequence[Message], tools: Any, counted: Sequence[int]
+    writer: Writer, messages: Sequence[Message], tools: Any, counted: Sequence[int], whole: str
 ) -> list[Span] | None:
     """The spans that {% generation %} marks; None if the template does not mark every turn of the
-    assistant.
+    assistant, or writes one without the header that opens an answer.
     """
     template = writer.template(tools)
     if not GENERATION.search(template):
         return None
     variables: dict[str, Any] = {**writer.tokenizer.special_tokens_map, **CLOCK, "tools": tools}
-    rendered: Any = render_jinja_template(
-        conversations=[plain(messages)],
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **variables,
-    )
-    spans: list[list[Span]] = rendered[1]
+
+    def spans_of(conversation: list[dict[str, Any]]) -> list[list[Span]]:
+        both: Any = render_jinja_template(
+            conversations=[conversation],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
+        return both[1]
+
+    spans = rendered(spans_of, messages)
     spoken = [number for number, one in enumerate(messages) if one["role"] == ASSISTANT]
     if len(spans[0]) != len(spoken):
         return None
     of_turn = dict(zip(spoken, spans[0], strict=True))
+    headers = {number: writer.header(messages[:number], tools) for number in counted if number}
+    for number, header in headers.items():
+        start = of_turn[number][0]
+        if header not in whole[max(0, start - 2 * len(header)) : start + len(header)]:
+            return None
     return [of_turn[number] for number in counted]
 
 

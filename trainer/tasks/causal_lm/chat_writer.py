@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import jinja2
 
@@ -14,6 +17,7 @@ from trainer.tasks.causal_lm.chat_marks import DATE, MarkedTemplate, MarkedText,
 from trainer.tasks.causal_lm.chat_templates import legal
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 CLOCK = {"date_string": DATE.strftime("%d %b %Y")}
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -59,13 +63,14 @@ class Writer:
         """
         try:
             pinned(self.template(tools))
-            return self.tokenizer.apply_chat_template(
-                plain(messages),
+            render = partial(
+                self.tokenizer.apply_chat_template,
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=is_opened,
                 **CLOCK,
             )
+            return rendered(render, messages)
         except RecursionError:
             raise ConfigError(
                 f"data.chat_template: the chat template {self.name} calls itself without an end. "
@@ -91,9 +96,24 @@ class Writer:
             "add_generation_prompt": is_opened,
         }
         try:
-            return self.marked_template(tools).text(plain(messages), variables)
+            render = partial(self.marked_template(tools).text, variables=variables)
+            return rendered(render, messages)
         except (*_REFUSALS, RecursionError):
             return None  # the marks themselves may be what it cannot read
+
+    def header(self, messages: Sequence[Message], tools: Any) -> str:
+        """The first special token that opens an answer behind messages, with the words up to the
+        next one or the end of the line; an empty text without such a token.
+        """
+        opened, closed = self.text(messages, tools, is_opened=True), self.text(messages, tools)
+        added = opened.removeprefix(closed)
+        starts = [added.find(token) for token in self.ends if token in added]
+        if not starts or added == opened:
+            return ""
+        token = max((one for one in self.ends if added.startswith(one, min(starts))), key=len)
+        first = min(starts) + len(token)
+        places = [added.find(one, first) for one in (*self.ends, "\n")]
+        return added[: min([place for place in places if place >= 0], default=len(added))]
 
     def last_boundary(self, text: str) -> int:
         """How many characters of a text stand up to its last line's end or special token."""
@@ -108,6 +128,28 @@ class Writer:
             token = max((one for one in self.ends if text.endswith(one)), key=len)
             text = text.removesuffix(token).strip()
         return text
+
+
+def rendered(render: Callable[[list[dict[str, Any]]], T], messages: Sequence[Message]) -> T:
+    """What a template writes of messages. One that cannot read the arguments of calls as objects,
+    as DeepSeek's, gets them as texts of JSON.
+    """
+    try:
+        return render(plain(messages))
+    except TypeError:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        return render([_with_texts(message) for message in plain(messages)])
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as texts."""
+    calls = copy.deepcopy(message.get("tool_calls"))
+    for call in calls or ():
+        function = call.get("function", call)
+        if not isinstance(function.get("arguments", ""), str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
