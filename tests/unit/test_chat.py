@@ -7,6 +7,7 @@ from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from trainer.tasks.causal_lm.chat import ChatTemplate, flags
 from trainer.tasks.causal_lm.chat_marks import MarkedTemplate
 from trainer.tasks.causal_lm.chat_rows import chats, opened
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
+from trainer.tasks.causal_lm.trained import usage
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -391,6 +393,22 @@ def test_a_template_with_a_clock_writes_the_same_date_on_every_day(
     assert chat.identity() == {"chat_template": clock, "date": "2024-07-26"}
     plain = ChatTemplate.of(tokenizer(LLAMA_3), None, None)
     assert plain.identity() == {"chat_template": LLAMA_3}  # as before there was a date
+
+
+def test_the_program_of_a_card_has_the_tokens_of_training_on_every_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template_utils, "datetime", datetime)  # the program sets another one
+    made = tokenizer("{{ strftime_now('%d %B %Y at %H') }}" + BUILT_IN["chatml"])
+    made.save_pretrained(tmp_path)
+    cfg: Any = SimpleNamespace(data=SimpleNamespace(source="chat", max_tokens=9))
+    ((_, program),) = usage(cfg, tmp_path).programs
+    code = program[program.index("from datetime") : program.index("prompt = torch")]
+    names: dict[str, Any] = {"tokenizer": made}
+    exec(code, names)
+    assert made.decode(names["ids"]).startswith("26 July 2024 at 00<|im_start|>user")
+    opened_text = ChatTemplate.of(made, None, None).opened({"messages": names["messages"]})
+    assert names["text"] == opened_text
 
 
 def test_a_tokenizer_without_a_template_names_the_key_and_a_file_will_do(tmp_path: Path) -> None:
