@@ -240,6 +240,7 @@ CONVERSATIONS = wording(
     list_of_wanted="'{key}' is {value!r}, want a list",
     assistant_alone="nobody but the assistant speaks",
     template_drops="does not write {what} of turn {turn} of {turns}.",
+    template_turn_unopened="turn {turn} of {turns} does not begin as the template opens it.",
     template_without_opening="has no add_generation_prompt, which opens turn {turn} of {turns}.",
     template_refuses="begins {start!r}: the chat template ...{reason}.",
 ) | wording(

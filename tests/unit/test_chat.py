@@ -7,6 +7,7 @@ from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,12 @@ from transformers.utils import chat_template_utils
 from tests.wording import Fault, fault, refused
 from trainer.config.own_rows import OwnRows
 from trainer.data.readers.questions import completions
-from trainer.tasks.causal_lm.chat import ChatTemplate
+from trainer.tasks.causal_lm import chat as chat_module
+from trainer.tasks.causal_lm.chat import ChatTemplate, flags
+from trainer.tasks.causal_lm.chat_marks import MarkedTemplate
 from trainer.tasks.causal_lm.chat_rows import chats, opened
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
+from trainer.tasks.causal_lm.trained import usage
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -70,7 +74,7 @@ def learnt(template: str | None, turns: list[dict[str, Any]], **row: Any) -> lis
     """The texts that are learnt, one after the other."""
     made = tokenizer(template)
     chat = ChatTemplate.of(made, row.pop("given", None), None)
-    tokens = chat.tokens({"messages": turns, **row}, made.eos_token_id)
+    tokens = chat.tokens([{"messages": turns, **row}], made.eos_token_id)[0]
     pairs = zip(tokens["ids"], tokens["scored"], strict=True)
     runs = [list(run) for is_scored, run in groupby(pairs, key=itemgetter(1)) if is_scored]
     return [made.decode([number for number, _ in run]) for run in runs]
@@ -93,7 +97,7 @@ def test_what_the_assistant_says_is_learnt_with_the_token_that_ends_it(
 
 def test_the_ids_are_those_that_the_template_gives() -> None:
     made = tokenizer(LLAMA_3)
-    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    tokens = ChatTemplate.of(made, None, None).tokens([{"messages": TURNS}], made.eos_token_id)[0]
     said = made.apply_chat_template(TURNS, return_dict=True)
     assert tokens["ids"] == said["input_ids"]
 
@@ -101,7 +105,7 @@ def test_the_ids_are_those_that_the_template_gives() -> None:
 @pytest.mark.parametrize("template", [MARKED, FORGETFUL], ids=["by prefixes", "by marks alone"])
 def test_the_mask_is_that_of_transformers_where_the_template_marks_it(template: str) -> None:
     made = tokenizer(template)
-    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    tokens = ChatTemplate.of(made, None, None).tokens([{"messages": TURNS}], made.eos_token_id)[0]
     said = made.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
     assert tokens["ids"] == said["input_ids"]
     assert tokens["scored"] == said["assistant_masks"]
@@ -117,7 +121,9 @@ def test_a_turn_of_weight_0_is_read_and_not_learnt(template: str) -> None:
 
 def test_a_last_turn_that_no_token_ends_gets_the_end_of_the_text() -> None:
     made = tokenizer(None, special=[])
-    tokens = ChatTemplate.of(made, "chatml", None).tokens({"messages": TURNS}, made.eos_token_id)
+    tokens = ChatTemplate.of(made, "chatml", None).tokens([{"messages": TURNS}], made.eos_token_id)[
+        0
+    ]
     assert tokens["ids"][-1] == made.eos_token_id
     assert tokens["scored"][-1] == 1
     assert tokens["ids"].count(made.eos_token_id) == 1
@@ -130,7 +136,7 @@ def test_a_learnt_turn_keeps_the_thoughts_that_the_template_drops_once_more_turn
     turns = [{**TURNS[2], "weight": 0} if turn == TURNS[2] else turn for turn in TURNS]
     assert learnt(template, turns) == wanted[1:]
     made = tokenizer(template)
-    tokens = ChatTemplate.of(made, None, None).tokens({"messages": turns}, made.eos_token_id)
+    tokens = ChatTemplate.of(made, None, None).tokens([{"messages": turns}], made.eos_token_id)[0]
     assert tokens["ids"] == made.apply_chat_template(TURNS, return_dict=True)["input_ids"]
 
 
@@ -149,7 +155,7 @@ def test_what_the_template_opens_is_not_learnt_and_stands_there() -> None:
         "So.</think> Zwei \n<|im_end|>",
     ]
     made = tokenizer(template)
-    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    tokens = ChatTemplate.of(made, None, None).tokens([{"messages": TURNS}], made.eos_token_id)[0]
     assert made.decode(tokens["ids"]).count("<|im_start|>assistant\n<think>\nSo.</think>") == 2
 
 
@@ -175,20 +181,154 @@ def test_a_conversation_is_rendered_as_often_whatever_its_number_of_turns(
 ) -> None:
     made = tokenizer(BUILT_IN["chatml"])
     chat = ChatTemplate.of(made, None, None)
-    chat.tokens({"messages": TURNS}, made.eos_token_id)  # meets every kind of opening
+    chat.tokens([{"messages": TURNS}], made.eos_token_id)  # meets every kind of opening
     lengths: list[int] = []
-    for name in ("_written", "_marked_text"):
-        render = getattr(chat, name)
+    for name in ("text", "marked_text"):
+        render = getattr(chat._writer, name)
 
         def count(messages: Any, *rest: Any, render: Any = render, **how: Any) -> Any:
             lengths.append(len(messages))
             return render(messages, *rest, **how)
 
-        monkeypatch.setattr(chat, name, count)
+        monkeypatch.setattr(chat._writer, name, count)
     turns = [TURNS[0], *(TURNS[1:3] * 100)]
-    tokens = chat.tokens({"messages": turns}, made.eos_token_id)
+    tokens = chat.tokens([{"messages": turns}], made.eos_token_id)[0]
     assert made.decode(tokens["ids"]).count("Eins.") == 100
     assert sum(lengths) <= 4 * len(turns)
+
+
+def test_many_rows_at_once_have_the_tokens_that_each_has_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_module, "_CHARACTERS_AT_ONCE", 1_000)
+    turns = [{"role": ("user", "assistant")[n % 2], "content": f"é 漢 {n}\n"} for n in range(140)]
+    rows: list[dict[str, Any]] = [
+        {"messages": TURNS},
+        {"messages": [TURNS[1], {**TURNS[2], "content": "🙂 ½"}]},
+        {"messages": turns},
+        {"messages": [{"role": "user", "content": "x" * 3_000}, TURNS[2]]},
+        {"messages": TURNS[1:3]},
+    ]
+    for template in (BUILT_IN["chatml"], LLAMA_3, FORGETFUL, MARKED):
+        made = tokenizer(template)
+        chat = ChatTemplate.of(made, None, None)
+        together = chat.tokens(rows, made.eos_token_id)
+        assert together == [chat.tokens([row], made.eos_token_id)[0] for row in rows]
+        for row, tokens in zip(rows, together, strict=True):
+            spoken = chat.spoken(row)
+            encoding = made(spoken.text, add_special_tokens=False, return_offsets_mapping=True)
+            assert tokens["ids"] == encoding["input_ids"]
+            assert tokens["scored"] == flags(encoding["offset_mapping"], spoken.spans)
+
+
+def test_a_token_that_reaches_over_the_end_of_a_turn_is_learnt() -> None:
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "Assistant:": 1, "Eins.\nUser:": 2}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[UNK]")
+    made.chat_template = (
+        "{% for m in messages %}{{ m.role | capitalize + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+    )
+    turns = [TURNS[1], TURNS[2], {"role": "user", "content": "Two? 2"}]
+    (tokens,) = ChatTemplate.of(made, None, None).tokens([{"messages": turns}], 0)
+    assert made.convert_ids_to_tokens(tokens["ids"])[2] == "Eins.\nUser:"
+    assert tokens["scored"] == [0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("template", "is_told"),
+    [
+        (BUILT_IN["chatml"], True),
+        (BUILT_IN["plain"], True),
+        (LLAMA_3, True),
+        (
+            "{% set rest = messages[1:] %}{% set r = rest %}{{ messages[0].content }}"
+            "{% for m in r %}{{ m.content }}{% for c in m.calls %}{{ loop.last }}{% endfor %}"
+            "{% endfor %}",
+            True,
+        ),
+        ("{% for m in messages %}{{ m.content if loop.last }}{% endfor %}", False),
+        ("{% for m in messages %}{{ messages | length }}{% endfor %}", False),
+        ("{% for m in messages %}{{ messages[loop.index0 + 1].role }}{% endfor %}", False),
+        ("{% for m in messages %}{{ messages[-1].role }}{% endfor %}", False),
+        (
+            "{% set a = messages %}{% set b = a %}{% for m in b %}{{ b[-1].role }}{% endfor %}",
+            False,
+        ),
+        (
+            "{% set n = namespace(u=0) %}{% for m in messages %}{% set n.u = loop.index %}{% endfor %}"
+            "{% for m in messages %}{{ n.u }}{% endfor %}",
+            False,
+        ),
+        ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages recursive %}{{ m.content }}{% endfor %}", False),
+        (
+            "{% macro f(all) %}{{ all[-1] }}{% endmacro %}{% for m in messages %}{{ f(messages) }}"
+            "{% endfor %}",
+            False,
+        ),
+    ],
+)
+def test_a_template_that_cannot_look_ahead_is_told_from_others(
+    template: str, is_told: bool
+) -> None:
+    assert MarkedTemplate(template).is_forward is is_told
+
+
+def test_a_template_that_reads_what_it_has_written_gives_the_text_without_marks() -> None:
+    template = (
+        "{% set all %}"
+        + BUILT_IN["chatml"].partition("{%- if add_generation_prompt")[0]
+        + "{% endset %}"
+        "{{ all.split('\ue0fe') | length }}:{{ all }}"  # the sign of our marks
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    made = tokenizer(template)
+    chat = ChatTemplate.of(made, None, None)
+    text = chat.spoken({"messages": TURNS}).text
+    assert text == made.apply_chat_template(TURNS, tokenize=False)
+    assert text.startswith("1:")
+    assert learnt(template, TURNS) == ["Eins.<|im_end|>", " Zwei \n<|im_end|>"]
+
+
+def call_of(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": {"a": 1, "b": ["é"]}}}
+
+
+# DeepSeek-V3's: arguments are texts, and later calls of a conversation are written without a header.
+DEEPSEEK = (
+    "{% set ns = namespace(is_called=false) %}"
+    "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
+    "{%- for c in m.tool_calls %}{% if not ns.is_called %}"
+    "{{ '<|im_start|>assistant<|calls|>' + c.function.name + c.function.arguments }}"
+    "{% set ns.is_called = true %}"
+    "{% else %}{{ '\n' + c.function.name + c.function.arguments }}{% endif %}{% endfor %}"
+    "{{ '<|im_end|>' }}{% elif m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant' + m.content + '<|im_end|>' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_calls_reach_a_template_that_adds_their_arguments_to_a_text(is_marked: bool) -> None:
+    template = DEEPSEEK
+    if is_marked:
+        template = template.replace("{%- for c", "{% generation %}{%- for c")
+        template = template.replace(
+            "{{ '<|im_end|>' }}{% elif", "{{ '<|im_end|>' }}{% endgeneration %}{% elif"
+        ).replace(
+            "{{ '<|im_start|>assistant' + m.content + '<|im_end|>' }}",
+            "{% generation %}{{ '<|im_start|>assistant' + m.content + '<|im_end|>' }}"
+            "{% endgeneration %}",
+        )
+    turns = [TURNS[1], {"role": "assistant", "content": "", "tool_calls": [call_of("add")]}]
+    turns += [{"role": "tool", "content": "2"}, TURNS[2]]
+    said = '<|calls|>add{"a": 1, "b": ["é"]}<|im_end|>'
+    assert learnt(template, turns) == [said, "Eins.<|im_end|>"]
+    more = [TURNS[3], {"role": "assistant", "content": "", "tool_calls": [call_of("sub")]}]
+    with refused("template_turn_unopened", turn=6, turns=6):
+        learnt(template, [*turns, *more])
 
 
 def test_a_template_that_opens_no_answer_is_refused_where_it_writes_a_header() -> None:
@@ -226,7 +366,7 @@ def test_a_conversation_begins_with_one_opening_whoever_writes_it(template: str)
     made.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", opening)]
     )
-    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    tokens = ChatTemplate.of(made, None, None).tokens([{"messages": TURNS}], made.eos_token_id)[0]
     assert tokens["ids"][0] == opening
     assert tokens["ids"].count(opening) == 1
     assert tokens["scored"][0] == 0
@@ -248,11 +388,27 @@ def test_a_template_with_a_clock_writes_the_same_date_on_every_day(
     made = tokenizer(clock)
     chat = ChatTemplate.of(made, None, None)
     assert chat.opened({"messages": TURNS[:2]}).startswith("26 July 2024<|im_start|>")
-    tokens = chat.tokens({"messages": TURNS}, made.eos_token_id)
+    tokens = chat.tokens([{"messages": TURNS}], made.eos_token_id)[0]
     assert made.decode(tokens["ids"]).startswith("26 July 2024<|im_start|>")
     assert chat.identity() == {"chat_template": clock, "date": "2024-07-26"}
     plain = ChatTemplate.of(tokenizer(LLAMA_3), None, None)
     assert plain.identity() == {"chat_template": LLAMA_3}  # as before there was a date
+
+
+def test_the_program_of_a_card_has_the_tokens_of_training_on_every_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template_utils, "datetime", datetime)  # the program sets another one
+    made = tokenizer("{{ strftime_now('%d %B %Y at %H') }}" + BUILT_IN["chatml"])
+    made.save_pretrained(tmp_path)
+    cfg: Any = SimpleNamespace(data=SimpleNamespace(source="chat", max_tokens=9))
+    ((_, program),) = usage(cfg, tmp_path).programs
+    code = program[program.index("from datetime") : program.index("prompt = torch")]
+    names: dict[str, Any] = {"tokenizer": made}
+    exec(code, names)
+    assert made.decode(names["ids"]).startswith("26 July 2024 at 00<|im_start|>user")
+    opened_text = ChatTemplate.of(made, None, None).opened({"messages": names["messages"]})
+    assert names["text"] == opened_text
 
 
 def test_a_tokenizer_without_a_template_names_the_key_and_a_file_will_do(tmp_path: Path) -> None:

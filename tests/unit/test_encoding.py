@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +86,31 @@ def test_few_rows_take_one_process_and_many_the_cores_that_ranks_share(
     assert encoding.usable_processes(encoding.SMALL) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     assert encoding.usable_processes(encoding.SMALL) == 1
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_rows_that_are_encoded_many_at_once_give_the_same_store(
+    tmp_path: Path, num_proc: int
+) -> None:
+    sizes: list[int] = []
+
+    def encode_rows(rows: Sequence[Row]) -> list[Encoded]:
+        sizes.append(len(rows))
+        return [encode(row) for row in rows]
+
+    how: dict[str, Any] = {"encoding_id": "e", "split": "train", "length": lambda _: 1}
+    made = [
+        open_store(
+            rows,
+            encode,
+            **how,
+            cache_dir=tmp_path / str(many is None),
+            num_proc=num_proc,
+            encode_rows=many,
+        )
+        for many in (None, encode_rows)
+    ]
+    assert made[0].digest == made[1].digest
+    contents = [{file.name: file.read_bytes() for file in one.folder.iterdir()} for one in made]
+    assert contents[0] == contents[1]
+    assert num_proc == 2 or max(sizes) == 64

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, cast
@@ -27,10 +27,10 @@ _CHUNK = 200  # rows that a process gets at a time: about 0.1 s of work
 _AHEAD = 4  # chunks per process that are queued or finished, which bounds the memory
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-Encode = Callable[["Row"], "Encoded"]
+EncodeRows = Callable[[Sequence["Row"]], list["Encoded"]]
 
 # The encoder of the forked processes. It is set before the fork, so it is not pickled.
-_encode: Encode | None = None
+_encode: EncodeRows | None = None
 
 
 def usable_processes(num_rows: int) -> int:
@@ -43,9 +43,12 @@ def usable_processes(num_rows: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def encoded_rows(rows: Iterable[Row], encode: Encode, *, num_proc: int) -> Iterator[Encoded]:
-    """encode(row) of every row, in order; at most a few hundred rows per process are in memory.
+def encoded_rows(
+    rows: Iterable[Row], encode: EncodeRows, *, num_proc: int, at_once: int = 1
+) -> Iterator[Encoded]:
+    """The encoding of every row, in order; at most a few hundred rows per process are in memory.
 
+    at_once: the most rows of one call of `encode`, where one process encodes.
     The first row is encoded here, before any process starts, so that the processes share what
     encoding builds once (for example a corpus). An error of a row is raised as one process would
     raise it. LatheError when a process is killed. With several processes, this process forks: call
@@ -54,9 +57,10 @@ def encoded_rows(rows: Iterable[Row], encode: Encode, *, num_proc: int) -> Itera
     global _encode
     rows = iter(rows)
     if num_proc == 1:
-        yield from map(encode, rows)
+        while chunk := list(itertools.islice(rows, at_once)):
+            yield from encode(chunk)
         return
-    yield from map(encode, itertools.islice(rows, 1))
+    yield from encode(list(itertools.islice(rows, 1)))
     _encode = encode
     waiting: deque[Future[list[Encoded]]] = deque()
     pool = ProcessPoolExecutor(
@@ -101,7 +105,7 @@ def _encode_chunk(chunk: list[Row]) -> list[Encoded]:
     flat list stays as it is; the writer of the store refuses it by name.
     """
     assert _encode is not None
-    encoded_chunk = [_encode(row) for row in chunk]
+    encoded_chunk = _encode(chunk)
     for encoded in encoded_chunk:
         fields = cast("dict[str, Any]", encoded)
         for name, values in fields.items():

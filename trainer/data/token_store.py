@@ -21,10 +21,11 @@ import numpy as np
 from trainer.data import left_out
 from trainer.data.content import Content, RowHasher, content_of, content_of_rows
 from trainer.data.control_tokens import ControlTokens, reason
-from trainer.data.encoding import encoded_rows, usable_processes
+from trainer.data.encoding import EncodeRows, encoded_rows, usable_processes
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import DataError
 from trainer.files.build_once import build_once
+from trainer.protocol.abilities import EncodesRows
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Encoded, Row, Task
@@ -39,6 +40,7 @@ _PERCENTILES = (50, 90, 99, 100)
 _REPORT_EVERY_S = 10.0
 
 
+_ROWS_AT_ONCE = 64  # rows that are encoded by one call, where the task can
 _HASHED_ROWS = 8192  # rows whose tokens are in memory at once
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # Knuth's golden ratio: an odd number of 64 bits
 
@@ -190,6 +192,7 @@ def store_of(
         tokenizer=getattr(task, "tokenizer", None),
         num_proc=num_proc,
         content=content or content_of(task, split, cache_dir),
+        encode_rows=task.encode_rows if isinstance(task, EncodesRows) else None,
     )
 
 
@@ -204,6 +207,7 @@ def open_store(
     tokenizer: Any = None,
     num_proc: int | None = None,
     content: Content | None = None,
+    encode_rows: EncodeRows | None = None,
 ) -> TokenStore:
     """The store of `rows()` under `encode`, from `cache_dir` when it is there, else built.
 
@@ -212,21 +216,25 @@ def open_store(
     another folder, and a stale store is never used. Rows are encoded only while a store is built.
     content: the key and the number of rows, if the caller knows them (content_of); None: the rows
     are read to compute them. num_proc: the number of processes that encode, which does not change
-    the result; None: chosen by the number of rows (`usable_processes`). Memory stays bounded.
+    the result; None: chosen by the number of rows (`usable_processes`). encode_rows: encodes many
+    rows by one call, with the results of `encode`; None: `encode` is called. Memory stays bounded.
     tokenizer: its control tokens in the texts of rows are noted with the store, and gathered.
     Raises DataError when there are no rows, when the rows change between two readings, or when an
     encoding is not lists of ids; StorageError when the disk refuses.
     """
     digest, num_rows = content or content_of_rows(rows, encoding_id, split)
     controls = None if tokenizer is None else ControlTokens(tokenizer)
-    encode_row = functools.partial(_encode, encode, controls)
+    many = encode_rows or (lambda chunk: [encode(row) for row in chunk])
+    encode_chunk = functools.partial(_encode, many, controls)
 
     def build(temporary: Path) -> None:
         processes = num_proc or usable_processes(num_rows)
         with _Writer(temporary) as writer:
             hasher = RowHasher(encoding_id)
             raw = hasher.pass_through(rows())
-            results = encoded_rows(raw, encode_row, num_proc=processes)
+            results = encoded_rows(
+                raw, encode_chunk, num_proc=processes, at_once=_ROWS_AT_ONCE if encode_rows else 1
+            )
             for index, encoded in enumerate(_report_progress(results, split, num_rows, processes)):
                 writer.add(index, encoded, length)
         if hasher.hexdigest() != digest:
@@ -242,10 +250,13 @@ def open_store(
     return store
 
 
-def _encode(encode: Callable[[Row], Encoded], controls: ControlTokens | None, row: Row) -> Encoded:
-    encoded = encode(row)
-    encoded.row_hash = row_hash(row)
-    encoded.controls = controls.in_row(row) if controls else ()
+def _encode(
+    encode: EncodeRows, controls: ControlTokens | None, rows: Sequence[Row]
+) -> list[Encoded]:
+    encoded = encode(rows)
+    for one, row in zip(encoded, rows, strict=True):
+        one.row_hash = row_hash(row)
+        one.controls = controls.in_row(row) if controls else ()
     return encoded
 
 

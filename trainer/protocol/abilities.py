@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.metrics.mergeable import Ratio
-    from trainer.protocol.task import Row
+    from trainer.protocol.task import Encoded, Row
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,15 @@ class Search:
 
 
 GREEDY = Search()
+
+
+@runtime_checkable
+class EncodesRows(Protocol):
+    """The ability to encode many rows by one call of the tokenizer."""
+
+    def encode_rows(self, rows: Sequence[Row]) -> list[Encoded]:
+        """`Task.encode` of each row. An error is that of the first wrong row."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ FAULTS = [
         tests=OWN,
     ),
     Fault(
-        "trainer/tasks/causal_lm/chat.py",
+        "trainer/tasks/causal_lm/chat_prefixes.py",
         "return len(opening), len(ended if has_end else closed)",
         "return len(opening), len(closed)",
         why="what the template writes behind the end of a turn is learnt",
@@ -227,6 +227,34 @@ FAULTS = [
         'return f"{prompt}\\n{more}" if is_more and isinstance(prompt, str) else prompt',
         "return prompt",
         why="Alpaca's input is dropped, so that answers are learnt to no question",
+        tests=CHAT,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/chat.py",
+        "(encoding.token_to_chars(behind) or (0,))[0] != stop:",
+        "False:",
+        why="a token that reaches over the end of a turn is not learnt",
+        tests=CHAT,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/chat_prefixes.py",
+        "if header not in whole[",
+        "if header is whole[",
+        why="a call that the template writes without the header of an answer is learnt",
+        tests=CHAT,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/template_tree.py",
+        'return name in names or (name == "loop" and is_in_turn)',
+        "return False",
+        why="the thoughts of earlier turns are not learnt, for the template is taken for another kind",
+        tests=CHAT,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/chat_marks.py",
+        "if is_captured:",
+        "if not value:",
+        why="marks that a template reads change what it writes",
         tests=CHAT,
     ),
     Fault(

@@ -39,6 +39,13 @@ FAULTS = [
         tests=CHAT,
     ),
     Fault(
+        "trainer/tasks/causal_lm/trained.py",
+        "prompt = _STILL + prompt",
+        "pass",
+        why="the program of a card writes the day on which it runs",
+        tests=CHAT,
+    ),
+    Fault(
         "trainer/models/weights/absent.py",
         "id(weight) not in training",
         "id(weight) in training",

@@ -2,51 +2,40 @@
 
 A chat template is a program that writes a conversation as one text; it does not tell who says what.
 So marks are put into its loops, and one rendering tells where each turn stands (chat_marks.py). For
-a template of which that is not known, a turn of the assistant is located by two renderings: one of
-all turns before it, opened for an answer, and one that also holds the turn. This is right if each
-rendering begins with the one before it, which is checked for every turn of every row.
+a template of which that is not known, renderings of the turns before tell it (chat_prefixes.py).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
+import numpy as np
 
 from trainer.config.userfile import placed
 from trainer.data import vocabulary
 from trainer.data.formats.conversation import ASSISTANT, counts
-from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.causal_lm.chat_marks import (
-    DATE,
-    MarkedText,
-    Span,
-    marked_text,
-    pinned,
-    with_marks,
-)
-from trainer.tasks.causal_lm.chat_templates import BUILT_IN
+from trainer.tasks.causal_lm.chat_marks import DATE, MarkedText, Span
+from trainer.tasks.causal_lm.chat_prefixes import spans_of_prefixes
+from trainer.tasks.causal_lm.chat_templates import BUILT_IN, legal
+from trainer.tasks.causal_lm.chat_writer import Message, Writer, naming
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
+
     from trainer.protocol.task import Row
 
 log = logging.getLogger(__name__)
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_CLOCK = {"date_string": DATE.strftime("%d %b %Y")}
+_MOST_LOOKED_UP = 64  # spans: each is looked up from the first token on
+_CHARACTERS_AT_ONCE = 1 << 18  # about 10 MB of tokens with their places
 _OPENED = "{{- bos_token }}"
-
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,10 +60,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self.tokenizer, self.name = tokenizer, name
-        added = tokenizer.added_tokens_decoder.values()
-        self._marked: dict[str, Any] = {}  # by the source of a template: the same with marks
+        self._writer = Writer(tokenizer, name)
         self._openings: dict[tuple[Any, ...], str | None] = {}
-        self._ends = tuple(token.content for token in added if not token.content.isspace())
 
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, data_path: Path | None) -> ChatTemplate:
@@ -88,7 +75,7 @@ class ChatTemplate:
         elif tokenizer.chat_template is None:
             raise ConfigError(
                 f'data.source="chat": tokenizer {tokenizer.name_or_path!r} has no chat template. '
-                f"Set data.chat_template: {_legal()}."
+                f"Set data.chat_template: {legal()}."
             )
         chat = cls(tokenizer, template or f"of tokenizer {tokenizer.name_or_path}")
         chat._write_opening()
@@ -118,7 +105,7 @@ class ChatTemplate:
         turns = [{"role": role, "content": "a"} for role in ("system", "user", ASSISTANT)]
         for messages in (turns[1:], turns[1:2], turns):
             try:
-                return token in self._written(messages, None)
+                return token in self._writer.text(messages, None)
             except DataError:
                 continue
         return token in self.text or "bos_token" in self.text
@@ -135,18 +122,32 @@ class ChatTemplate:
         # until 2026-11-26 such a template wrote the day of its encoding
         return {"chat_template": self.text, "date": DATE.date().isoformat()}
 
-    def tokens(self, row: Row, end: int) -> dict[str, list[int]]:
-        """A whole conversation: "ids", and "scored", which is 1 for each id that is learnt.
+    def tokens(self, rows: Sequence[Row], end: int) -> list[dict[str, list[int]]]:
+        """Each whole conversation: "ids", and "scored", which is 1 for each id that is learnt. The
+        tokenizer is called once for many.
 
         end: the id that is appended when no token ends the last answer.
         """
-        spoken = self.spoken(row)
+        tokens: list[dict[str, list[int]]] = []
+        for group in _grouped([self.spoken(row) for row in rows]):
+            tokens += self._tokens(group, end)
+        return tokens
+
+    def _tokens(self, spoken: Sequence[Spoken], end: int) -> list[dict[str, list[int]]]:
         encoding = self.tokenizer(
-            spoken.text, add_special_tokens=False, return_offsets_mapping=True
+            [one.text for one in spoken],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
         )
-        scored = flags(encoding["offset_mapping"], spoken.spans)
-        behind = [end] if spoken.needs_end else []
-        return {"ids": [*encoding["input_ids"], *behind], "scored": [*scored, *(1 for _ in behind)]}
+        of_rows: list[dict[str, list[int]]] = []
+        for one, ids, places in zip(spoken, encoding["input_ids"], encoding.encodings, strict=True):
+            scored = _flags_of(places, one.spans, len(one.text))
+            if one.needs_end:
+                ids.append(end)
+                scored.append(1)
+            of_rows.append({"ids": ids, "scored": scored})
+        return of_rows
 
     def spoken(self, row: Row) -> Spoken:
         """The text of a conversation, and the spans of the assistant's turns that are learnt.
@@ -154,20 +155,22 @@ class ChatTemplate:
         DataError when the template refuses the conversation, or does not tell where a turn stands.
         """
         messages, tools = row["messages"], row.get("tools")
-        whole = self._written(messages, tools)
         counted = [number for number, one in enumerate(messages) if counts(one)]
-        marked = self._marked_text(messages, tools)
-        if marked is not None and marked.text != whole:
-            marked = None
+        marked = self._writer.marked_text(messages, tools)
+        if marked is not None and marked.is_surely_exact:
+            whole = marked.text
+        else:
+            whole = self._writer.text(messages, tools)
+            marked = marked if marked is not None and marked.text == whole else None
         spans = self._spans_of_marks(messages, tools, counted, marked)
         if marked is None or spans is None:
-            spans = self._spans_of_prefixes(messages, tools, counted, whole)
-        elif not _GENERATION.search(self.tokenizer.get_chat_template(None, tools)):
+            spans = spans_of_prefixes(self._writer, messages, tools, counted, whole)
+        elif not self._writer.keeps_turns(tools):
             by_turn = dict(zip(counted, spans, strict=True))
             whole, spans = self._as_said(messages, tools, by_turn, marked)
         self._check_written(messages, counted, [whole[start:stop] for start, stop in spans])
         last = spans[-1][1]
-        is_last = not whole[last:].strip() and not whole[:last].endswith(self._ends)
+        is_last = not whole[last:].strip() and not whole[:last].endswith(self._writer.ends)
         return Spoken(whole, spans, needs_end=is_last)
 
     def _spans_of_marks(
@@ -183,24 +186,6 @@ class ChatTemplate:
         spans = [self._marked_span(messages, tools, number, marked) for number in counted]
         return None if None in spans else [span for span in spans if span is not None]
 
-    def _marked_text(
-        self, messages: Sequence[Message], tools: Any, *, is_opened: bool = False
-    ) -> MarkedText | None:
-        source = self.tokenizer.get_chat_template(None, tools)
-        if source not in self._marked:
-            self._marked[source] = with_marks(source)
-        variables = {
-            **self.tokenizer.special_tokens_map,
-            **_CLOCK,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": is_opened,
-        }
-        try:
-            return marked_text(self._marked[source], [_plain(one) for one in messages], variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError):
-            return None  # the marks themselves may be what it cannot read
-
     def _marked_span(
         self, messages: Sequence[Message], tools: Any, number: int, marked: MarkedText
     ) -> Span | None:
@@ -215,15 +200,15 @@ class ChatTemplate:
         written = marked.text[start:stop]
         if not opening and not written.lstrip().startswith(_content(messages[number])):
             return None
-        length = _common_length(written, opening)
-        if length < len(opening):  # it opens thoughts, say, which this turn has not
-            length = self._last_boundary(opening[:length])
+        length = len(opening)
+        if not written.startswith(opening):  # it opens thoughts, say, which this turn has not
+            length = self._writer.last_boundary(_common(written, opening))
             if not length:
                 return None
         if number == len(messages) - 1:
             written = marked.text[start:]  # the template may end the whole text behind the turn
         ended = written.rstrip()
-        has_end = len(ended) > length and ended.endswith(self._ends)
+        has_end = len(ended) > length and ended.endswith(self._writer.ends)
         return start + length, start + len(ended if has_end else written)
 
     def _as_said(
@@ -244,7 +229,7 @@ class ChatTemplate:
         for first, stop in pairwise(users):
             counted = [number for number in range(first, stop) if number in spans]
             window = [*head, *messages[first:stop]]
-            marked = self._marked_text(window, tools) if counted else None
+            marked = self._writer.marked_text(window, tools) if counted else None
             if marked is None:
                 continue
             for number in counted:
@@ -278,21 +263,14 @@ class ChatTemplate:
             lost = next(
                 (f"the call of {one.get('name')!r}" for one in functions if _lacks(text, one)), None
             )
-            if _content(messages[number]) and not self._without_ends(text):
+            if _content(messages[number]) and not self._writer.without_ends(text):
                 lost = "the content"
             if lost is not None:
                 raise DataError(
-                    f"{_name_roles(messages)}: the chat template {self.name} does not write {lost} "
+                    f"{naming(messages)}: the chat template {self.name} does not write {lost} "
                     f'of turn {number + 1} of {len(messages)}. Give that turn "weight": 0, or '
-                    f"name a template in data.chat_template: {_legal()}."
+                    f"name a template in data.chat_template: {legal()}."
                 )
-
-    def _without_ends(self, text: str) -> str:
-        text = text.strip()
-        while text and text.endswith(self._ends):
-            token = max((one for one in self._ends if text.endswith(one)), key=len)
-            text = text.removesuffix(token).strip()
-        return text
 
     def _opening(self, messages: Sequence[Message], tools: Any, number: int) -> str | None:
         """What the template writes behind the turns before `number` to open an answer; None if that
@@ -303,33 +281,10 @@ class ChatTemplate:
         before = messages[number - 1]
         key = (before["role"], bool(before.get("tool_calls")), number == 1, bool(tools))
         if key not in self._openings:
-            marked = self._marked_text(messages[:number], tools, is_opened=True)
+            marked = self._writer.marked_text(messages[:number], tools, is_opened=True)
             last = marked.spans[-1] if marked is not None else None
             self._openings[key] = None if marked is None or last is None else marked.text[last[1] :]
         return self._openings[key]
-
-    def _last_boundary(self, text: str) -> int:
-        """How many characters of a text stand up to its last line's end or special token."""
-        ends = [text.rfind("\n") + 1]
-        ends += [text.rfind(token) + len(token) for token in self._ends if token in text]
-        return max(ends)
-
-    def _spans_of_prefixes(
-        self, messages: Sequence[Message], tools: Any, counted: Sequence[int], whole: str
-    ) -> list[Span]:
-        """The spans of the counted turns, by two renderings of what stands before each."""
-        try:
-            return [self._span(messages, tools, number, whole) for number in counted]
-        except _NoPrefix as error:
-            spans = self._mark_turns(messages, tools, counted)
-            if spans is None:
-                raise DataError(
-                    f"{_name_roles(messages)}: the chat template {self.name} does not tell what "
-                    f'the assistant says: {error}. Give that turn "weight": 0, part the '
-                    "conversation into rows of one answer, or name a template in "
-                    f"data.chat_template: {_legal()}."
-                ) from None
-            return spans
 
     def turn_end(self, end: int) -> int:
         """The token that ends a turn of the assistant; `end` if the template writes none, or if the
@@ -337,7 +292,7 @@ class ChatTemplate:
         """
         messages = [{"role": role, "content": "a"} for role in ("user", ASSISTANT)]
         try:
-            encoding = self.tokens({"messages": messages}, end)
+            (encoding,) = self.tokens([{"messages": messages}], end)
         except DataError:
             return end
         scored = [
@@ -347,111 +302,63 @@ class ChatTemplate:
 
     def opened(self, row: Row) -> str:
         """A conversation as text, up to where the assistant begins to speak."""
-        return self._written(row["messages"], row.get("tools"), is_opened=True)
-
-    def _span(self, messages: Sequence[Message], tools: Any, number: int, whole: str) -> Span:
-        """The span of the assistant's turn `number`, with the token that ends it."""
-        if number == 0:
-            raise _NoPrefix("it begins with the assistant")
-        before = messages[:number]
-        opening = self._written(before, tools, is_opened=True)
-        closed = self._written(messages[: number + 1], tools)
-        turn = f"turn {number + 1} of {len(messages)}"
-        if not closed.startswith(opening):
-            raise _NoPrefix(f"{turn} does not begin as the template opens it")
-        if not whole.startswith(closed):
-            raise _NoPrefix(f"{turn} is written otherwise once more turns follow")
-        written, content = closed[len(opening) :].lstrip(), str(messages[number]["content"]).strip()
-        is_unopened = opening == self._written(before, tools)
-        if is_unopened and not written.startswith(content):
-            raise _NoPrefix(f"the template has no add_generation_prompt, which opens {turn}")
-        ended = closed.rstrip()
-        has_end = len(ended) > len(opening) and ended.endswith(self._ends)
-        return len(opening), len(ended if has_end else closed)
-
-    def _mark_turns(
-        self, messages: Sequence[Message], tools: Any, counted: Sequence[int]
-    ) -> list[Span] | None:
-        """The spans that {% generation %} marks; None if the template does not mark every turn of
-        the assistant.
-        """
-        template = self.tokenizer.get_chat_template(None, tools)
-        if not _GENERATION.search(template):
-            return None
-        variables: dict[str, Any] = {**self.tokenizer.special_tokens_map, **_CLOCK, "tools": tools}
-        rendered: Any = render_jinja_template(
-            conversations=[[_plain(one) for one in messages]],
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **variables,
-        )
-        spans: list[list[Span]] = rendered[1]
-        spoken = [number for number, one in enumerate(messages) if one["role"] == ASSISTANT]
-        if len(spans[0]) != len(spoken):
-            return None
-        of_turn = dict(zip(spoken, spans[0], strict=True))
-        return [of_turn[number] for number in counted]
-
-    def _written(self, messages: Sequence[Message], tools: Any, *, is_opened: bool = False) -> str:
-        try:
-            pinned(self.tokenizer.get_chat_template(None, tools))
-            return self.tokenizer.apply_chat_template(
-                [_plain(one) for one in messages],
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=is_opened,
-                **_CLOCK,
-            )
-        except RecursionError:
-            raise ConfigError(
-                f"data.chat_template: the chat template {self.name} calls itself without an end. "
-                f"Mend it, or name another: {_legal()}."
-            ) from None
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
-            raise DataError(
-                f"{_name_roles(messages)}: the chat template {self.name} refuses it: {error}. Mend "
-                "the row, or name another template in data.chat_template."
-            ) from None
+        return self._writer.text(row["messages"], row.get("tools"), is_opened=True)
 
 
-class _NoPrefix(Exception):
-    """A rendering does not begin with the one before it."""
+def _grouped(spoken: Sequence[Spoken]) -> Iterator[list[Spoken]]:
+    """Conversations of at most _CHARACTERS_AT_ONCE together, in order; longer ones alone."""
+    group: list[Spoken] = []
+    length = 0
+    for one in spoken:
+        if group and length + len(one.text) > _CHARACTERS_AT_ONCE:
+            yield group
+            group, length = [], 0
+        group.append(one)
+        length += len(one.text)
+    if group:
+        yield group
 
 
-def flags(tokens: Iterable[Span], spans: Iterable[Span]) -> list[int]:
+def flags(tokens: Sequence[Span], spans: Iterable[Span]) -> list[int]:
     """For each token 1 if it shares a character with one of the spans, which do not overlap."""
-    ordered = sorted(spans)
-    starts, stops = [start for start, _ in ordered], [stop for _, stop in ordered]
-    found: list[int] = []
-    for first, end in tokens:
-        before = bisect_left(starts, end)  # spans that begin before the token ends
-        found.append(int(before > 0 and first < stops[before - 1]))
-    return found
+    bounds = np.array([(0, 0), *sorted(spans)])  # the first one holds no character
+    places = np.fromiter(chain.from_iterable(tokens), np.int64, 2 * len(tokens)).reshape(-1, 2)
+    # the last span that begins before the token ends
+    last = np.searchsorted(bounds[1:, 0], places[:, 1])
+    return (places[:, 0] < bounds[last, 1]).astype(int).tolist()
+
+
+def _flags_of(encoding: Encoding, spans: Sequence[Span], num_characters: int) -> list[int]:
+    """`flags` of the tokenizer's own encoding of a text, without a list of the places of all tokens
+    where spans are few and end where tokens do.
+    """
+    flagged = [0] * len(encoding)
+    for start, stop in spans:
+        first, behind = encoding.char_to_token(start), encoding.char_to_token(stop)
+        if stop == num_characters:
+            behind = len(encoding)
+        if first is None or behind is None or len(spans) > _MOST_LOOKED_UP:
+            return flags(encoding.offsets, spans)
+        if stop < num_characters and (encoding.token_to_chars(behind) or (0,))[0] != stop:
+            return flags(encoding.offsets, spans)
+        flagged[first:behind] = [1] * (behind - first)
+    return flagged
 
 
 def _content(message: Message) -> str:
     return str(message["content"]).strip()
 
 
+def _common(text: str, other: str) -> str:
+    """What two texts begin with alike."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return text[: next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))]
+
+
 def _lacks(text: str, function: Mapping[str, Any]) -> bool:
     """Whether neither the name nor the arguments of a call stand in a text."""
     told = (str(function.get("name")), json.dumps(function.get("arguments"), ensure_ascii=False))
     return all(one not in text for one in told)
-
-
-def _common_length(text: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """A message without our own key, which templates do not know."""
-    return {name: value for name, value in message.items() if name != "weight"}
-
-
-def _name_roles(messages: Sequence[Message]) -> str:
-    return f"the conversation that begins {preview(messages[0].get('content'))}"
 
 
 def _read(template: str, data_path: Path | None) -> str:
@@ -462,9 +369,5 @@ def _read(template: str, data_path: Path | None) -> str:
         if place.is_file():
             return place.read_text(encoding="utf-8")
     raise ConfigError(
-        f"data.chat_template={template!r} is no file here or below --data_path. Give {_legal()}."
+        f"data.chat_template={template!r} is no file here or below --data_path. Give {legal()}."
     )
-
-
-def _legal() -> str:
-    return f"a file of Jinja, or the name of a built-in one ({', '.join(BUILT_IN)})"

@@ -2,7 +2,8 @@
 
 Chat templates are programs in Jinja that loop over the messages. Each loop gets a mark before and
 behind its body, which is written if the loop stands at a message. Without the marks the text must
-be the one that the template writes by itself, or nothing is known.
+be the one that the template writes by itself, or nothing is known: it is that where the template
+cannot read what its loops have written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 from jinja2 import nodes
 from transformers.utils import chat_template_utils
+
+from trainer.tasks.causal_lm.template_tree import captured_loops, is_forward
 
 Span = tuple[int, int]  # (start, end) in characters, end exclusive
 
@@ -32,6 +35,7 @@ class MarkedText:
 
     text: str
     spans: list[Span | None]
+    is_surely_exact: bool  # the template has read no mark
 
 
 def pinned(template: str) -> Any:
@@ -47,41 +51,55 @@ def _strftime_now(form: str) -> str:
     return DATE.strftime(form)
 
 
-def with_marks(template: str) -> Any:
-    """The compiled template with marks in its loops."""
-    environment: Any = pinned(template).environment
-    tree = environment.parse(template)
-    for loop in [*tree.find_all(nodes.For)]:
-        if isinstance(loop.target, nodes.Name):
-            turn = nodes.Name(loop.target.name, "load")
-            start, end = (_output(side, turn, loop.lineno) for side in "se")
-            loop.body = [start, *loop.body, end]
-    tree.set_environment(environment)
-    return environment.from_string(tree)
+class MarkedTemplate:
+    """A template with marks in its loops.
+
+    is_forward: whether no turn's text depends on a later turn (template_tree.py).
+    """
+
+    def __init__(self, template: str) -> None:
+        environment: Any = pinned(template).environment
+        tree = environment.parse(template)
+        self.is_forward = is_forward(tree)
+        captured = captured_loops(tree)
+        for loop in [*tree.find_all(nodes.For)]:
+            if isinstance(loop.target, nodes.Name):
+                how = (loop.target.name, id(loop) in captured, loop.lineno)
+                loop.body = [_output("s", *how), *loop.body, _output("e", *how)]
+        tree.set_environment(environment)
+        self._compiled = environment.from_string(tree)
+
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> MarkedText | None:
+        """The rendering of a conversation; None if a text holds the sign of marks."""
+        chat: Any = chat_template_utils._alias_reasoning_fields(  # type: ignore[attr-defined]
+            [dict(message) for message in messages]
+        )
+        numbers = {id(message): number for number, message in enumerate(chat)}
+        captured: list[int] = []
+
+        def mark(value: Any, side: str, is_captured: bool) -> str:
+            number = numbers.get(id(value))
+            if number is None:
+                return ""
+            if is_captured:
+                captured.append(number)
+            return f"{_SIGN}{side}{number}{_SIGN}"
+
+        marked = self._compiled.render(messages=chat, **{_FUNCTION: mark}, **variables)
+        return _without_marks(marked, len(messages), is_surely_exact=not captured)
 
 
-def _output(side: str, turn: nodes.Name, line: int) -> nodes.Output:
-    function = nodes.Name(_FUNCTION, "load")
-    call = nodes.Call(function, [turn, nodes.Const(side)], [], None, None)
+def _output(side: str, turn: str, is_captured: bool, line: int) -> nodes.Output:
+    values = [nodes.Name(turn, "load"), nodes.Const(side), nodes.Const(is_captured)]
+    call = nodes.Call(nodes.Name(_FUNCTION, "load"), values, [], None, None)
     output = nodes.Output([call])
     output.set_lineno(line, override=True)
     return output
 
 
-def marked_text(
-    compiled: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-) -> MarkedText | None:
-    """The rendering of a template that has marks; None if a text holds the sign of marks."""
-    chat: Any = chat_template_utils._alias_reasoning_fields(  # type: ignore[attr-defined]
-        [dict(message) for message in messages]
-    )
-    numbers = {id(message): number for number, message in enumerate(chat)}
-
-    def mark(value: Any, side: str) -> str:
-        number = numbers.get(id(value))
-        return "" if number is None else f"{_SIGN}{side}{number}{_SIGN}"
-
-    marked = compiled.render(messages=chat, **{_FUNCTION: mark}, **variables)
+def _without_marks(marked: str, num_turns: int, *, is_surely_exact: bool) -> MarkedText | None:
     parts: list[str] = []
     starts: dict[int, int] = {}
     spans: dict[int, list[Span]] = {}
@@ -98,5 +116,6 @@ def marked_text(
     text = "".join([*parts, marked[place:]])
     if _SIGN in text:
         return None
-    each = [spans.get(number, []) for number in range(len(messages))]
-    return MarkedText(text, [of_turn[0] if len(of_turn) == 1 else None for of_turn in each])
+    each = [spans.get(number, []) for number in range(num_turns)]
+    one_each = [of_turn[0] if len(of_turn) == 1 else None for of_turn in each]
+    return MarkedText(text, one_each, is_surely_exact)

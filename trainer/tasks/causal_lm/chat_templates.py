@@ -22,3 +22,8 @@ _PLAIN = """\
 {%- if add_generation_prompt %}{{- 'Assistant:' }}{% endif %}"""
 
 BUILT_IN = {"chatml": _CHATML, "plain": _PLAIN}
+
+
+def legal() -> str:
+    """What data.chat_template may be, for messages."""
+    return f"a file of Jinja, or the name of a built-in one ({', '.join(BUILT_IN)})"

@@ -209,10 +209,15 @@ class Task(TokenTask[Config]):
 
     def encode(self, row: Row) -> Encoded:
         if self.chat is not None:
-            return self._conversation(self.chat.tokens(row, self.end))
+            return self.encode_rows([row])[0]
         limit, piece = self.cfg.data.max_tokens, row["piece"]
         of_piece = slice(piece * limit, (piece + 1) * limit)
         return Encoded({name: values[of_piece] for name, values in self._tokens(row).items()})
+
+    def encode_rows(self, rows: Sequence[Row]) -> list[Encoded]:
+        if self.chat is None:
+            return [self.encode(row) for row in rows]
+        return [self._conversation(whole) for whole in self.chat.tokens(rows, self.end)]
 
     def _conversation(self, whole: Mapping[str, list[int]]) -> Encoded:
         """The first data.max_tokens tokens of a conversation. The rest is dropped, for it would be
@@ -234,7 +239,7 @@ class Task(TokenTask[Config]):
         cut at its end, and its labels count from the first one.
         """
         if self.chat is not None:
-            whole, limit = self.chat.tokens(row, self.end), self.cfg.data.max_tokens
+            (whole,), limit = self.chat.tokens([row], self.end), self.cfg.data.max_tokens
             first = whole["scored"].index(1)
             return {"ids": Uncut([whole["ids"]], limit, "data.max_tokens", labels_from=first)}
         ids = self.encode(row)["ids"]

@@ -40,6 +40,21 @@ text = tokenizer.apply_chat_template(
 ids = tokenizer(text, add_special_tokens=False)["input_ids"]
 """
 _ON_DAY = ', date_string="26 Jul 2024"'  # the date that chat.py has templates write
+# A template may ask the clock of transformers: it stands still on the same day.
+_STILL = """\
+from datetime import datetime
+
+from transformers.utils import chat_template_utils
+
+
+class Day(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2024, 7, 26)
+
+
+chat_template_utils.datetime = Day
+"""
 _TEXT = """\
 text = "Where is the red key?"
 ids = {opening}tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -68,6 +83,8 @@ def usage(cfg: Config, folder: Path) -> Usage:
     if is_chat:
         has_date = "date_string" in str(tokenizer.chat_template)
         prompt = _CHAT.format(more=_ON_DAY if has_date else "")
+        if "strftime_now" in str(tokenizer.chat_template):
+            prompt = _STILL + prompt
     write = _WRITE.format(blank='.removeprefix(" ")' if is_chat else "")
     limits = [
         f"It was trained on at most {cfg.data.max_tokens} tokens at a time; what it says may be "

@@ -1,0 +1,85 @@
+"""What a chat template can do, as far as its syntax tree tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinja2 import nodes
+
+# A place in a template whose text the template itself can read.
+_CAPTURES = (nodes.AssignBlock, nodes.Block, nodes.CallBlock, nodes.FilterBlock, nodes.Macro)
+_OF_EARLIER = {"first", "index", "index0", "previtem"}  # what a loop tells without later turns
+
+
+def captured_loops(tree: nodes.Node) -> set[int]:
+    """id() of each loop whose text the template can read, instead of only writing it."""
+    recursive = [loop for loop in tree.find_all(nodes.For) if loop.recursive]
+    places = [*tree.find_all(_CAPTURES), *recursive]
+    inside = [loop for place in places for loop in place.find_all(nodes.For)]
+    return {id(loop) for loop in (*inside, *recursive)}
+
+
+def is_forward(tree: nodes.Node) -> bool:
+    """Whether no turn's text can depend on a later turn: the template goes through the messages
+    once, and sees of them only the first one and those that it has come to.
+
+    False also for a template that is merely not understood.
+    """
+    names = _names_of_messages(tree)
+    loops = [loop for loop in tree.find_all(nodes.For) if _is_messages(loop.iter, names)]
+    return (
+        len(loops) == 1
+        and not loops[0].recursive
+        and not _looks_ahead(tree, names, loops[0], is_in_turn=False)
+    )
+
+
+def _names_of_messages(tree: nodes.Node) -> set[str]:
+    names, found = set[str](), {"messages"}
+    while found != names:
+        names = found
+        found = names | {
+            one.target.name
+            for one in tree.find_all(nodes.Assign)
+            if isinstance(one.target, nodes.Name) and _is_messages(one.node, names)
+        }
+    return names
+
+
+def _is_messages(value: Any, names: set[str]) -> bool:
+    """Whether an expression is the messages, or those behind the first one."""
+    if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
+        bounds = value.arg
+        is_tail = bounds.stop is None and bounds.step is None and _is_0_or_1(bounds.start)
+        return is_tail and _is_messages(value.node, names)
+    return isinstance(value, nodes.Name) and value.name in names
+
+
+def _is_0_or_1(value: Any) -> bool:
+    return value is None or (isinstance(value, nodes.Const) and value.value in (0, 1))
+
+
+def _looks_ahead(node: nodes.Node, names: set[str], turns: nodes.For, *, is_in_turn: bool) -> bool:
+    """Whether a part of a template may read later messages.
+
+    turns: the loop over the messages. is_in_turn: whether `loop` is that loop in this part.
+    """
+    match node:
+        case nodes.For():
+            is_turns = node is turns
+            parts = [(one, is_turns) for one in (*node.body, node.test) if one is not None]
+            parts += [(one, is_in_turn) for one in node.else_]
+            parts += [] if is_turns else [(node.iter, is_in_turn)]
+        case nodes.Assign(target=nodes.Name()) if _is_messages(node.node, names):
+            return False
+        case nodes.Getitem(node=nodes.Name(name=name), arg=nodes.Const(value=0)) if name in names:
+            return False
+        case nodes.Test(name="defined", node=nodes.Name()):
+            return False
+        case nodes.Getattr(node=nodes.Name(name="loop"), attr=attr) if is_in_turn:
+            return attr not in _OF_EARLIER
+        case nodes.Name(name=name, ctx="load"):
+            return name in names or (name == "loop" and is_in_turn)
+        case _:
+            parts = [(one, is_in_turn) for one in node.iter_child_nodes()]
+    return any(_looks_ahead(one, names, turns, is_in_turn=place) for one, place in parts)
