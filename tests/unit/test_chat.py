@@ -17,6 +17,7 @@ from transformers.utils import chat_template_utils
 
 from tests.wording import Fault, fault, refused
 from trainer.config.own_rows import OwnRows
+from trainer.data import encoding
 from trainer.data.readers.questions import completions
 from trainer.tasks.causal_lm import chat as chat_module
 from trainer.tasks.causal_lm.chat import ChatTemplate, flags
@@ -195,6 +196,76 @@ def test_a_conversation_is_rendered_as_often_whatever_its_number_of_turns(
     tokens = chat.tokens([{"messages": turns}], made.eos_token_id)[0]
     assert made.decode(tokens["ids"]).count("Eins.") == 100
     assert sum(lengths) <= 4 * len(turns)
+
+
+# SmolLM3's: an answer opens with empty thoughts where the system text says so.
+BY_CONTENT = (
+    "{% set how = '/no_think' if '/no_think' in messages[0].content else '' %}"
+    + BUILT_IN["chatml"].partition("{%- if add_generation_prompt")[0]
+    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if how == '/no_think' %}{{ '<think>\n\n</think>\n' }}{% endif %}{% endif %}"
+)
+
+
+def of_system(text: str) -> dict[str, Any]:
+    thoughts = "<think>\n\n</think>\n" if text == "/no_think" else ""
+    answer = {"role": "assistant", "content": thoughts + "Eins."}
+    return {"messages": [{"role": "system", "content": text}, TURNS[1], answer]}
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_what_is_learnt_of_a_row_does_not_depend_on_the_rows_before_it(
+    num_proc: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "_CHUNK", 2)
+    rows = [of_system(text) for text in ["be good"] * 3 + ["/no_think"] * 3]
+    scored: list[list[int]] = []
+    for ordered in (rows, rows[::-1]):
+        made = tokenizer(BY_CONTENT)
+        chat = ChatTemplate.of(made, None, None)
+        assert made.decode([chat.turn_end(0)]) == "<|im_end|>"
+
+        def encode(chunk: list[Any], chat: Any = chat) -> list[Any]:
+            return chat.tokens(chunk, 0)
+
+        found = encoding.encoded_rows(ordered, encode, num_proc=num_proc, at_once=2)
+        scored.append([sum(one["scored"]) for one in found])
+    assert scored == [[len("Eins.") + 1] * 6] * 2
+
+
+@pytest.mark.parametrize(
+    ("template", "is_known"),
+    [
+        (BUILT_IN["chatml"], True),
+        (LLAMA_3, True),
+        (FORGETFUL, True),
+        (
+            "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}"
+            "{% endif %}" + LLAMA_3,
+            True,
+        ),
+        (BY_CONTENT, False),
+        (LLAMA_3.replace("{% endfor %}", "{% else %}none{% endfor %}"), False),
+        (LLAMA_3 + "{{ messages[-1].role }}", False),
+        (LLAMA_3 + "{% for m in messages %}{{ m.role }}{% endfor %}", False),
+        ("{% macro a() %}a{% endmacro %}" + LLAMA_3 + "{{ a() }}", False),
+        ("{% set add_generation_prompt = messages | length > 2 %}" + LLAMA_3, False),
+        (LLAMA_3.replace("in messages", "in messages | reverse"), False),
+        ("{% if messages %}" + LLAMA_3 + "{% endif %}", False),
+        (LLAMA_3 + "{{ tools | length if tools else 0 }}", False),
+    ],
+)
+def test_what_opens_every_answer_is_told_from_what_a_conversation_may_change(
+    template: str, is_known: bool
+) -> None:
+    tail = MarkedTemplate(template).tail({"add_generation_prompt": True})
+    assert (tail is not None) is is_known
+    if is_known:
+        opened_text = tokenizer(template).apply_chat_template(
+            TURNS, tokenize=False, add_generation_prompt=True
+        )
+        assert tail
+        assert opened_text.endswith(tail)
 
 
 def test_many_rows_at_once_have_the_tokens_that_each_has_alone(

@@ -61,7 +61,6 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, name: str) -> None:
         self.tokenizer, self.name = tokenizer, name
         self._writer = Writer(tokenizer, name)
-        self._openings: dict[tuple[Any, ...], str | None] = {}
 
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, data_path: Path | None) -> ChatTemplate:
@@ -193,7 +192,7 @@ class ChatTemplate:
         beginning that the template writes to open an answer.
         """
         turn = marked.spans[number]
-        opening = self._opening(messages, tools, number)
+        opening = self._writer.opening(messages[:number], tools) if number else None
         if turn is None or opening is None:
             return None
         start, stop = turn
@@ -271,20 +270,6 @@ class ChatTemplate:
                     f'of turn {number + 1} of {len(messages)}. Give that turn "weight": 0, or '
                     f"name a template in data.chat_template: {legal()}."
                 )
-
-    def _opening(self, messages: Sequence[Message], tools: Any, number: int) -> str | None:
-        """What the template writes behind the turns before `number` to open an answer; None if that
-        is not known. It depends on the turn before and on whether there are tools.
-        """
-        if number == 0:
-            return None
-        before = messages[number - 1]
-        key = (before["role"], bool(before.get("tool_calls")), number == 1, bool(tools))
-        if key not in self._openings:
-            marked = self._writer.marked_text(messages[:number], tools, is_opened=True)
-            last = marked.spans[-1] if marked is not None else None
-            self._openings[key] = None if marked is None or last is None else marked.text[last[1] :]
-        return self._openings[key]
 
     def turn_end(self, end: int) -> int:
         """The token that ends a turn of the assistant; `end` if the template writes none, or if the

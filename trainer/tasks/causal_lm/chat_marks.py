@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
-from trainer.tasks.causal_lm.template_tree import captured_loops, is_forward
+from trainer.tasks.causal_lm.template_tree import captured_loops, constant_tail, is_forward
 
 Span = tuple[int, int]  # (start, end) in characters, end exclusive
 
@@ -61,6 +61,10 @@ class MarkedTemplate:
         environment: Any = pinned(template).environment
         tree = environment.parse(template)
         self.is_forward = is_forward(tree)
+        tail = constant_tail(tree)
+        self._tail = (
+            None if tail is None else environment.from_string(nodes.Template(tail, lineno=1))
+        )
         captured = captured_loops(tree)
         for loop in [*tree.find_all(nodes.For)]:
             if isinstance(loop.target, nodes.Name):
@@ -68,6 +72,12 @@ class MarkedTemplate:
                 loop.body = [_output("s", *how), *loop.body, _output("e", *how)]
         tree.set_environment(environment)
         self._compiled = environment.from_string(tree)
+
+    def tail(self, variables: Mapping[str, Any]) -> str | None:
+        """What it writes behind the last turn of every conversation; None if that may depend on the
+        conversation.
+        """
+        return None if self._tail is None else self._tail.render(messages=[], **variables)
 
     def text(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]

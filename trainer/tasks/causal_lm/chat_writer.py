@@ -36,6 +36,7 @@ class Writer:
         # what may end a turn
         self.ends = tuple(token.content for token in added if not token.content.isspace())
         self._marked: dict[str, MarkedTemplate] = {}  # by the source of a template
+        self._tails: dict[str, str | None] = {}  # likewise; what opens every answer
 
     def template(self, tools: Any) -> str:
         """The source of the template for a conversation with these tools."""
@@ -88,18 +89,39 @@ class Writer:
         """The same text with the span of each turn; None when the template with marks refuses it.
         What it says is `text` where `is_surely_exact`, else it is to be compared.
         """
-        variables = {
+        variables = self._variables(tools, is_opened=is_opened)
+        try:
+            render = partial(self.marked_template(tools).text, variables=variables)
+            return rendered(render, messages)
+        except (*_REFUSALS, RecursionError):
+            return None  # the marks themselves may be what it cannot read
+
+    def _variables(self, tools: Any, *, is_opened: bool) -> dict[str, Any]:
+        return {
             **self.tokenizer.special_tokens_map,
             **CLOCK,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": is_opened,
         }
-        try:
-            render = partial(self.marked_template(tools).text, variables=variables)
-            return rendered(render, messages)
-        except (*_REFUSALS, RecursionError):
-            return None  # the marks themselves may be what it cannot read
+
+    def opening(self, messages: Sequence[Message], tools: Any) -> str | None:
+        """What the template writes behind these turns to open an answer; None if that is not
+        known. It is remembered only where no conversation can change it.
+        """
+        source = self.template(tools)
+        if source not in self._tails:
+            try:
+                variables = self._variables(tools, is_opened=True)
+                self._tails[source] = self.marked_template(tools).tail(variables)
+            except (*_REFUSALS, RecursionError):
+                self._tails[source] = None
+        tail = self._tails[source]
+        if tail is not None:
+            return tail
+        marked = self.marked_text(messages, tools, is_opened=True)
+        last = marked.spans[-1] if marked is not None else None
+        return None if marked is None or last is None else marked.text[last[1] :]
 
     def header(self, messages: Sequence[Message], tools: Any) -> str:
         """The first special token that opens an answer behind messages, with the words up to the

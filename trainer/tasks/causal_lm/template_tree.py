@@ -8,6 +8,8 @@ from jinja2 import nodes
 
 # A place in a template whose text the template itself can read.
 _CAPTURES = (nodes.AssignBlock, nodes.Block, nodes.CallBlock, nodes.FilterBlock, nodes.Macro)
+# What every template is given besides the conversation.
+GIVEN = frozenset({"add_generation_prompt", "date_string", "documents"})
 _OF_EARLIER = {"first", "index", "index0", "previtem"}  # what a loop tells without later turns
 
 
@@ -32,6 +34,67 @@ def is_forward(tree: nodes.Node) -> bool:
         and not loops[0].recursive
         and not _looks_ahead(tree, names, loops[0], is_in_turn=False)
     )
+
+
+def constant_tail(tree: nodes.Template) -> list[nodes.Node] | None:
+    """The part of a template behind its turns, if it writes the same behind every conversation;
+    None if it may read one, or if it is not known where the turns end.
+    """
+    read = _names_of_conversation(tree)
+    writing = [
+        (number, loop)
+        for number, part in enumerate(tree.body)
+        if not isinstance(part, nodes.Macro)
+        for loop in _loops(part)
+        if any(loop.find_all(nodes.Output)) and not _is_constant(loop.iter, read - {"tools"})
+    ]
+    outer = [(number, loop) for number, loop in writing if loop is tree.body[number]]
+    if len({number for number, _ in writing}) != 1 or not outer:
+        return None
+    number, loop = outer[0]
+    tail = tree.body[number + 1 :]
+    is_known = _is_messages(loop.iter, _names_of_messages(tree)) and not loop.else_
+    return tail if is_known and all(_is_constant(part, read) for part in tail) else None
+
+
+def _loops(part: nodes.Node) -> list[nodes.For]:
+    inside = [*part.find_all(nodes.For)]
+    return [part, *inside] if isinstance(part, nodes.For) else inside
+
+
+def _names_of_conversation(tree: nodes.Node) -> set[str]:
+    """The names that may stand for something else with another conversation."""
+    defaults = {
+        id(one.target)
+        for choice in tree.find_all(nodes.If)
+        for one in choice.body
+        if isinstance(one, nodes.Assign) and _is_undefined(choice.test, one.target)
+    }
+    given = [one for one in tree.find_all(nodes.Name) if one.ctx != "load"]
+    names = {one.name for one in given if id(one) not in defaults}
+    names |= {one.name for one in tree.find_all(nodes.Macro)}
+    return names | {"messages", "tools", "loop", "self", "caller"}
+
+
+def _is_undefined(test: nodes.Node, target: nodes.Node) -> bool:
+    """Whether a test holds only if a name is missing that is given with every conversation."""
+    if isinstance(test, nodes.Not):
+        test, name = test.node, "defined"
+    else:
+        name = "undefined"
+    return (
+        isinstance(test, nodes.Test)
+        and test.name == name
+        and isinstance(test.node, nodes.Name)
+        and isinstance(target, nodes.Name)
+        and test.node.name == target.name
+        and target.name in GIVEN
+    )
+
+
+def _is_constant(part: nodes.Node, read: set[str]) -> bool:
+    names = [part] if isinstance(part, nodes.Name) else part.find_all(nodes.Name)
+    return not any(one.name in read for one in names)
 
 
 def _names_of_messages(tree: nodes.Node) -> set[str]:
