@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
@@ -177,6 +178,47 @@ def test_turns_whose_content_or_calls_are_not_written_are_refused() -> None:
         learnt(parts, TURNS[1:3])
 
 
+WITH_THOUGHTS = MARKED.replace(
+    "{{ message.content", "{{ (message.reasoning_content or '') + message.content"
+)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("content", ["", "4"])
+def test_a_turn_whose_thoughts_are_not_written_is_refused(key: str, content: str) -> None:
+    turns = [TURNS[1], {"role": "assistant", "content": content, key: "I think 4"}]
+    with refused("template_drops", what=f"the {key!r}", turn=2, turns=2):
+        learnt(BUILT_IN["chatml"], turns)
+    assert learnt(BUILT_IN["chatml"], [TURNS[1], TURNS[2], TURNS[3], {**TURNS[4], key: ""}])
+    assert learnt(WITH_THOUGHTS, turns) == [f"I think 4{content}<|im_end|>"]
+
+
+def test_a_turn_of_which_only_its_end_would_be_learnt_is_refused() -> None:
+    with refused("template_drops", what="the content", turn=2, turns=2):
+        learnt(BUILT_IN["chatml"], [TURNS[1], {"role": "assistant", "content": " "}])
+
+
+def test_thoughts_that_a_template_drops_from_earlier_turns_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    template = WITH_THOUGHTS.replace(
+        "message.reasoning_content or", "(message.thinking or '') if loop.last else"
+    )
+    row = {
+        "messages": [
+            one | ({"thinking": "So."} if "E" in one["content"] or "Z" in one["content"] else {})
+            for one in TURNS
+        ]
+    }
+    made = tokenizer(template)
+    chat = ChatTemplate.of(made, None, None)
+    chat.tokens([row, row], 0)
+    told = [one for one in caplog.messages if "leaves out the thoughts of earlier turns" in one]
+    assert len(told) == 1
+    with refused("template_drops", what="the 'thinking'", turn=3, turns=5):
+        chat.tokens([{"messages": [*row["messages"][:4], TURNS[4]]}], 0)
+
+
 def test_a_conversation_is_rendered_as_often_whatever_its_number_of_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -225,7 +267,7 @@ def test_what_is_learnt_of_a_row_does_not_depend_on_the_rows_before_it(
         chat = ChatTemplate.of(made, None, None)
         assert made.decode([chat.turn_end(0)]) == "<|im_end|>"
 
-        def encode(chunk: list[Any], chat: Any = chat) -> list[Any]:
+        def encode(chunk: Sequence[Any], chat: Any = chat) -> list[Any]:
             return chat.tokens(chunk, 0)
 
         found = encoding.encoded_rows(ordered, encode, num_proc=num_proc, at_once=2)
@@ -244,6 +286,13 @@ def test_what_is_learnt_of_a_row_does_not_depend_on_the_rows_before_it(
             "{% endif %}" + LLAMA_3,
             True,
         ),
+        (
+            LLAMA_3.replace(
+                "{% endif %}", "{% elif messages[-1].role == 'user' %}{{ eos_token }}{% endif %}"
+            ),
+            True,
+        ),
+        ("{% for one in messages[0].content %}{{ one }}{% endfor %}" + LLAMA_3, True),
         (BY_CONTENT, False),
         (LLAMA_3.replace("{% endfor %}", "{% else %}none{% endfor %}"), False),
         (LLAMA_3 + "{{ messages[-1].role }}", False),

@@ -7,7 +7,6 @@ a template of which that is not known, renderings of the turns before tell it (c
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from trainer.errors import ConfigError, DataError
 from trainer.tasks.causal_lm.chat_marks import DATE, MarkedText, Span
 from trainer.tasks.causal_lm.chat_prefixes import spans_of_prefixes
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN, legal
-from trainer.tasks.causal_lm.chat_writer import Message, Writer, naming
+from trainer.tasks.causal_lm.chat_writer import Message, Writer
+from trainer.tasks.causal_lm.unwritten import Unwritten
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -61,6 +61,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, name: str) -> None:
         self.tokenizer, self.name = tokenizer, name
         self._writer = Writer(tokenizer, name)
+        self._unwritten = Unwritten(self._writer)
 
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, data_path: Path | None) -> ChatTemplate:
@@ -167,7 +168,7 @@ class ChatTemplate:
         elif not self._writer.keeps_turns(tools):
             by_turn = dict(zip(counted, spans, strict=True))
             whole, spans = self._as_said(messages, tools, by_turn, marked)
-        self._check_written(messages, counted, [whole[start:stop] for start, stop in spans])
+        self._unwritten.check(messages, counted, [whole[start:stop] for start, stop in spans])
         last = spans[-1][1]
         is_last = not whole[last:].strip() and not whole[:last].endswith(self._writer.ends)
         return Spoken(whole, spans, needs_end=is_last)
@@ -252,25 +253,6 @@ class ChatTemplate:
             length, place = length + len(one.text), stop
         return "".join([*parts, whole[place:]]), moved
 
-    def _check_written(
-        self, messages: Sequence[Message], counted: Sequence[int], learnt: Sequence[str]
-    ) -> None:
-        """DataError for a turn of which the template writes nothing, or not the calls."""
-        for number, text in zip(counted, learnt, strict=True):
-            calls = messages[number].get("tool_calls") or ()
-            functions = [call.get("function", call) for call in calls]
-            lost = next(
-                (f"the call of {one.get('name')!r}" for one in functions if _lacks(text, one)), None
-            )
-            if _content(messages[number]) and not self._writer.without_ends(text):
-                lost = "the content"
-            if lost is not None:
-                raise DataError(
-                    f"{naming(messages)}: the chat template {self.name} does not write {lost} "
-                    f'of turn {number + 1} of {len(messages)}. Give that turn "weight": 0, or '
-                    f"name a template in data.chat_template: {legal()}."
-                )
-
     def turn_end(self, end: int) -> int:
         """The token that ends a turn of the assistant; `end` if the template writes none, or if the
         turn cannot be located.
@@ -338,12 +320,6 @@ def _common(text: str, other: str) -> str:
     """What two texts begin with alike."""
     pairs = enumerate(zip(text, other, strict=False))
     return text[: next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))]
-
-
-def _lacks(text: str, function: Mapping[str, Any]) -> bool:
-    """Whether neither the name nor the arguments of a call stand in a text."""
-    told = (str(function.get("name")), json.dumps(function.get("arguments"), ensure_ascii=False))
-    return all(one not in text for one in told)
 
 
 def _read(template: str, data_path: Path | None) -> str:

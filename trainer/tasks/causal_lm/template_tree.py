@@ -46,15 +46,36 @@ def constant_tail(tree: nodes.Template) -> list[nodes.Node] | None:
         for number, part in enumerate(tree.body)
         if not isinstance(part, nodes.Macro)
         for loop in _loops(part)
-        if any(loop.find_all(nodes.Output)) and not _is_constant(loop.iter, read - {"tools"})
+        if any(loop.find_all(nodes.Output)) and _may_be_turns(loop.iter, read)
     ]
     outer = [(number, loop) for number, loop in writing if loop is tree.body[number]]
     if len({number for number, _ in writing}) != 1 or not outer:
         return None
     number, loop = outer[0]
     tail = tree.body[number + 1 :]
+    if "add_generation_prompt" not in read:
+        tail = [one for part in tail for one in _where_opened(part)]
     is_known = _is_messages(loop.iter, _names_of_messages(tree)) and not loop.else_
     return tail if is_known and all(_is_constant(part, read) for part in tail) else None
+
+
+def _may_be_turns(value: nodes.Node, read: set[str]) -> bool:
+    """Whether the items of a value may be messages: those of a field are none."""
+    is_field = isinstance(value, nodes.Getattr) or (
+        isinstance(value, nodes.Getitem)
+        and isinstance(value.arg, nodes.Const)
+        and isinstance(value.arg.value, str)
+    )
+    return not is_field and not _is_constant(value, read - {"tools"})
+
+
+def _where_opened(part: nodes.Node) -> list[nodes.Node]:
+    """What is left of a part of a template when add_generation_prompt is true."""
+    match part:
+        case nodes.If(test=nodes.Name(name="add_generation_prompt")):
+            return list(part.body)
+        case _:
+            return [part]
 
 
 def _loops(part: nodes.Node) -> list[nodes.For]:

@@ -206,7 +206,7 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             base = AutoModelForCausalLM.from_config(config.get_text_config())
         self.base = base
         self._now: _Now | None = None
-        body = getattr(base, base.base_model_prefix)
+        body = _body(base)
         blocks = body.h if hasattr(body, "h") else body.layers
         for index in self.indices:
             if shape["after"]:
@@ -288,8 +288,7 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         flat_ids, flat_mask = ids.flatten(0, -2), mask.flatten(0, -2)
         if self.config.has_adapters:  # they belong to the decoder alone
             self.base.disable_adapters()
-        body = getattr(self.base, self.base.base_model_prefix)
-        states = body(
+        states = _body(self.base)(
             input_ids=flat_ids,
             attention_mask=flat_mask,
             position_ids=_positions(flat_mask),
@@ -419,6 +418,13 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _ids(self, tokenizer: Any, text: str) -> list[int]:
         return [*self.config.text["opening"], *tokenizer(text, add_special_tokens=False).input_ids]
+
+
+def _body(base: Any) -> Any:
+    """The decoder of a causal LM, without what turns its states into logits."""
+    # the prefix of Gemma 3 is no attribute in transformers 4.57
+    names = (base.base_model_prefix, "model", "transformer")
+    return next(getattr(base, name) for name in names if hasattr(base, name))
 
 
 def _whole(name: Any, config: Any, **how: Any) -> Any:
