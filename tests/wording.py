@@ -454,6 +454,7 @@ BASES = wording(
     index_leads_out="{index} lists {file}, outside of its folder",
     index_unreadable="{index} cannot be read ({reason}), want...weight_map",
     template_endless="data.chat_template: the chat template {template} calls itself without an end",
+    weights_not_finite="{happened}, because weights are not:",
     weight_not_finite="{name} holds NaN (no number)",
     weight_too_large="{name} holds numbers that {dtype} cannot",
     base_packed_already="has a quantization_config ({method})...{key}",

@@ -24,7 +24,7 @@ from trainer.errors import ConfigError, LatheError
 from trainer.evaluation.run import Question, open_model
 from trainer.files.atomic import read_json
 from trainer.metrics.mergeable import cut_at
-from trainer.models.texts import GrowingText, TokenChoice, grown
+from trainer.models.texts import GrowingText, grown
 from trainer.protocol.abilities import GREEDY, Answers, Embeds, Search
 from trainer.training.options import Options
 
@@ -137,14 +137,20 @@ def _told(
             if number in several:
                 told["is_last"] = not growing[number]
             if texts[row].num_likeliest is not None:
-                told["logprobs"] = [_logprob(task.tokenizer, one) for one in texts[row].chosen]
+                told["logprobs"] = _logprobs(texts[row])
         yield told
 
 
-def _logprob(tokenizer: Any, one: TokenChoice) -> dict[str, Any]:
-    likeliest = [{"token": tokenizer.decode([t]), "logprob": value} for t, value in one.likeliest]
-    token = tokenizer.decode([one.token])
-    return {"token": token, "logprob": one.logprob, "likeliest": likeliest}
+def _logprobs(text: GrowingText) -> list[dict[str, Any]]:
+    """One object for each token of a text that has ended; their texts together are the text."""
+    told: list[dict[str, Any]] = []
+    for choice, own in zip(text.chosen, text.texts_of_choices(), strict=True):
+        likeliest = [
+            {"token": own if token == choice.token else spelt, "logprob": value}
+            for (token, value), spelt in zip(choice.likeliest, choice.spelt, strict=True)
+        ]
+        told.append({"token": own, "logprob": choice.logprob, "likeliest": likeliest})
+    return told
 
 
 def _answer(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _EXPORTS = ("best", "final")
 _UNTRAINED = "base"
+_UNUSABLE = "What the model computes is not finite"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ def run(question: Question, options: Options) -> dict[str, float]:
     folder = model_folder(question, options)
     with left_out.settling(None, strict=options.strict):
         store = _store(task, question, options)
-    model = Frozen(task.load_export(folder).to(distributed.device()).eval())
+    loaded = task.load_export(folder).to(distributed.device()).eval()
+    _check_weights(loaded, task.cfg, folder, options.places)
+    model = Frozen(loaded)
     batch = _batch(question)
     raw = [question_of(task, row) for row in _rows(task, question)]
     logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), question.split, batch)
@@ -141,7 +144,8 @@ def _refuse_unsound(cfg: Experiment, folder: Path, places: Places) -> None:
     sources = [str(folder), base_source.resolve(cfg.base, places)]
     folders = [source for source in sources if isinstance(source, str)]
     dtype = base_model.DTYPES[cfg.train.precision]
-    on_main(lambda: unsound.refuse(folders, dtype))
+    happened = "The scores of the model are not finite"
+    on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
 
 
 def _table_cells(row: Row) -> dict[str, Any]:
@@ -203,7 +207,26 @@ def open_model(question: Question, options: Options) -> tuple[Task, nn.Module, P
     The model is on this rank's device, in evaluation mode.
     """
     task, folder = _task(question, options), model_folder(question, options)
-    return task, task.load_export(folder).to(distributed.device()).eval(), folder
+    model = task.load_export(folder).to(distributed.device()).eval()
+    _check_weights(model, task.cfg, folder, options.places)
+    return task, model, folder
+
+
+def _check_weights(model: nn.Module, cfg: Experiment, folder: Path, places: Places) -> None:
+    """ConfigError if a weight is no finite number: what is generated or ranked does not show it.
+
+    Every rank reads the weights, and tells by itself.
+    """
+    floats = (one.detach() for one in model.parameters() if one.is_floating_point())
+    if all(bool(torch.isfinite(torch.stack(one.aminmax())).all()) for one in floats if one.numel()):
+        return
+    sources = [str(folder), base_source.resolve(cfg.base, places)]
+    folders = [source for source in sources if isinstance(source, str)]
+    unsound.refuse(folders, base_model.DTYPES[cfg.train.precision], happened=_UNUSABLE)
+    raise ConfigError(
+        f"{folder}: the model that it gives has weights that are not finite, though its files are. "
+        "Export it anew."
+    )
 
 
 def _task(question: Question, options: Options) -> Task:

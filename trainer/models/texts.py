@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from trainer.data.padding import pad_right
+from trainer.models.spelling import TORN, Spelling
 from trainer.protocol.abilities import GeneratedText
 
-TORN = "\ufffd"  # stands for a character of which only some tokens are generated yet
+# Lower ones choose as this one does; their quotients would leave the numbers of 32 bits.
+_LEAST_TEMPERATURE = 1e-6
 Piece = dict[str, Any]
 
 
@@ -28,6 +30,7 @@ class TokenChoice:
     token: int
     logprob: float
     likeliest: list[tuple[int, float]]
+    spelt: list[str]  # what each of the likeliest would add to the text
 
 
 @dataclass
@@ -37,7 +40,7 @@ class GrowingText:
     prompt: list[int]  # token ids
     most: int  # the most tokens to generate
     ends: Collection[int]  # the tokens that end it
-    spell: Callable[[list[int]], str]  # the text of generated tokens
+    spell: Callable[[Sequence[int]], str]  # the text of generated tokens
     temperature: float | None = None  # None: the most likely token is chosen
     top_p: float = 1.0  # tokens are drawn from the likeliest, whose probabilities sum up to this
     chance: torch.Generator = field(default_factory=torch.Generator)  # for the draws
@@ -46,9 +49,13 @@ class GrowingText:
     num_likeliest: int | None = None  # log-probabilities that are kept beside each; None: none
     made: list[int] = field(default_factory=list[int])  # token ids that were generated
     chosen: list[TokenChoice] = field(default_factory=list[TokenChoice])
+    bounds: list[int] = field(default_factory=list[int])  # of each choice: where its text ends
     text: str = ""  # of these tokens
     told: int = 0  # how many characters of it were returned already
     finish: str = ""  # why it ended: "stop" or "length"; "" while it grows
+
+    def __post_init__(self) -> None:
+        self._spelling = Spelling(self.spell)
 
     def take(self, token: int) -> Piece | None:
         """Add a token; returns the new characters that no later token can change, if any."""
@@ -56,15 +63,23 @@ class GrowingText:
             return self._end("stop", self.spell(self.made))
         self.made.append(token)
         is_last = len(self.made) == self.most
-        if not (self.is_told or self.stops or is_last):
-            return None
-        self.text = self.spell(self.made)
-        places = [self.text.find(stop) for stop in self.stops if stop in self.text]
-        if places:
-            return self._end("stop", self.text[: min(places)])
+        if not (self.is_told or self.stops or self.num_likeliest is not None):
+            return self._end("length", self.spell(self.made)) if is_last else None
+        seen = len(self.text.rstrip(TORN)) - max(map(len, self.stops), default=0)
+        self.text = self._spelling.add(token)
+        self.bounds.append(max(len(self.text.rstrip(TORN)), *self.bounds[-1:], 0))
+        places = [self.text.find(stop, max(0, seen)) for stop in self.stops]
+        if max(places, default=-1) >= 0:
+            self._cut_choices(first := min(place for place in places if place >= 0))
+            return self._end("stop", self.text[:first])
         if is_last:
-            return self._end("length", self.text)
-        return self._until(len(self.text) - unsure(self.text, self.stops))
+            return self._end("length", self.spell(self.made))
+        return self._until(len(self.text) - unsure(self.text[self.told :], self.stops))
+
+    def _cut_choices(self, length: int) -> None:
+        """Forget the choices whose text begins behind the first characters."""
+        starts = [0, *self.bounds[:-1]]
+        del self.chosen[sum(start < length for start in starts) :]
 
     def _end(self, finish: str, text: str) -> Piece | None:
         self.text, self.finish = text, finish
@@ -82,7 +97,17 @@ class GrowingText:
         logprobs_V = logits_V.float().log_softmax(-1)
         top = logprobs_V.topk(self.num_likeliest)
         likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        self.chosen.append(TokenChoice(token, float(logprobs_V[token]), likeliest))
+        spelt = [self._spelling.added_by(one) for one, _ in likeliest]
+        self.chosen.append(TokenChoice(token, float(logprobs_V[token]), likeliest, spelt))
+
+    def texts_of_choices(self) -> list[str]:
+        """The text of each of `chosen`, after the end: together they are the whole text. A
+        character stands with the last of its tokens.
+        """
+        ends = [min(bound, len(self.text)) for bound in self.bounds[: len(self.chosen)]]
+        ends[-1:] = [len(self.text)] if ends else []
+        starts = [0, *ends[:-1]]
+        return [self.text[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def last(self) -> Piece:
         """The reason why it ended, and its numbers of tokens."""
@@ -132,7 +157,9 @@ def grown(base: Any, texts: Sequence[GrowingText], *, pad: int) -> Iterator[tupl
             text = texts[number]
             token = likeliest
             if text.temperature is not None:
-                token = _draw(logits_V.float().cpu() / text.temperature, text)
+                token = _draw(
+                    logits_V.float().cpu() / max(text.temperature, _LEAST_TEMPERATURE), text
+                )
             text.keep_logprobs(logits_V, token)
             piece = text.take(token)
             if piece is not None:
@@ -164,7 +191,9 @@ def _draw(logits_V: Tensor, text: GrowingText) -> int:
     chances_V = logits_V.softmax(-1)
     if text.top_p < 1:
         ordered_V, tokens_V = chances_V.sort(descending=True, stable=True)
-        # a token stays if those before it do not have the share yet; so the likeliest always does
-        ordered_V[ordered_V.cumsum(-1) - ordered_V >= text.top_p] = 0
+        # a token stays if those before it do not have the share yet; the likeliest always does
+        is_behind_V = ordered_V.cumsum(-1) - ordered_V >= text.top_p
+        is_behind_V[0] = False
+        ordered_V[is_behind_V] = 0
         return int(tokens_V[torch.multinomial(ordered_V, 1, generator=text.chance)])
     return int(torch.multinomial(chances_V, 1, generator=text.chance))

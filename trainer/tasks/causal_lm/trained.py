@@ -127,7 +127,7 @@ def continuations(
     if not ids or len(ids) >= limit:
         raise ConfigError(f"the prompt has {len(ids)} tokens, want 1 to {limit - 1}")
 
-    def spell(tokens: list[int]) -> str:
+    def spell(tokens: Sequence[int]) -> str:
         text = text_of(task.tokenizer, tokens, ends=()).text
         # the training texts of some templates have a blank before the answer
         return text.removeprefix(" ") if row["is_turn"] else text
@@ -169,8 +169,9 @@ def predict(
     if how.search.num_beams > 1:
         _search_beams(task, base, texts, how.search)
     else:
-        for _ in grown(base, texts, pad=task.pad):
-            pass
+        for start in range(0, len(texts), len(rows)):  # as many in one forward as there are rows
+            for _ in grown(base, texts[start : start + len(rows)], pad=task.pad):
+                pass
     of_rows = by_row([text.whole() for text in texts], how.search)
     return predictions([[one.text for one in of_row] for of_row in of_rows])
 
