@@ -12,8 +12,8 @@ from tests.bases import OF_TASK, VOCABULARY
 from tests.families import END, PAD, base, ids_of
 from tests.wording import refused
 from trainer.models.texts import GrowingText, chance_of, grown, unsure
-from trainer.protocol.abilities import Search
-from trainer.tasks.causal_lm.trained import continuations
+from trainer.protocol.abilities import Prediction, Search
+from trainer.tasks.causal_lm.trained import continuations, predict
 
 LETTERS = "".join(map(chr, range(0x100, 0x100 + VOCABULARY)))
 ASKED: list[dict[str, Any]] = [
@@ -127,6 +127,36 @@ def test_draws_come_from_the_likeliest_tokens_that_have_the_share() -> None:
     [(greedy, _)] = made(model, ASKED[:1], PROMPTS[:1])
     narrow = {**ASKED[0], "temperature": 1.0, "top_p": 1e-6}
     assert made(model, [narrow], PROMPTS[:1])[0][0] == greedy
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"temperature": 1.0, "top_p": 0.0}, {"temperature": 1e-30}, {"temperature": 5e-324}],
+    ids=str,
+)
+def test_draws_at_the_edge_choose_the_likeliest_tokens(how: dict[str, float]) -> None:
+    model = base("causal_lm", "gpt_bigcode")
+    [(greedy, _)] = made(model, ASKED[:1], PROMPTS[:1])
+    assert made(model, [{**ASKED[0], **how}], PROMPTS[:1])[0][0] == greedy
+
+
+def test_as_many_texts_are_drawn_in_one_forward_as_there_are_rows() -> None:
+    model = base("causal_lm", "gpt_bigcode")
+    rows = [{"ids": prompt, "is_turn": False} for prompt in PROMPTS[:2]]
+    how = Prediction(Search(num_answers=5, temperature=1.0), max_tokens=4)
+    sizes: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(len(given["input_ids"])), with_kwargs=True
+    )
+    task = SimpleNamespace(**vars(TASK), opening=[])
+    try:
+        together = predict(task, SimpleNamespace(base=model), rows, how)  # type: ignore
+        alone = [predict(task, SimpleNamespace(base=model), [row], how)[0] for row in rows]  # type: ignore
+    finally:
+        hook.remove()
+    assert max(sizes) == 2
+    assert together == alone
+    assert [len(one["n_best"]) for one in together] == [5, 5]
 
 
 def test_log_probabilities_are_those_of_the_logits_that_a_token_was_chosen_by() -> None:

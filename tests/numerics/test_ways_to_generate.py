@@ -191,10 +191,27 @@ def test_a_seed_draws_the_same_texts_in_predict_and_the_service(
         texts[piece["choice"]] += piece.get("text", "")
         if "finish" in piece:
             assert len(piece["logprobs"]) == piece["tokens"]
+            tokens = "".join(one["token"] for one in piece["logprobs"])
+            assert tokens == texts[piece["choice"]]
             ends.append(piece["is_last"])
     assert texts == want["n_best"]
     assert len(set(texts)) == 3
     assert ends == [False, False, True]
+
+
+def test_log_probabilities_are_of_the_tokens_of_the_answer_and_not_of_its_stop(
+    folder: Path, tmp_path: Path
+) -> None:
+    _, _, opened = exported(values_of("texts", folder), folder, tmp_path / "export")
+    whole, last = served("texts", opened, logprobs=2)
+    assert "".join(one["token"] for one in last["logprobs"]) == whole
+    places = [at for at in range(4, len(whole) - 2) if whole.find(whole[at : at + 2]) == at]
+    text, cut = served("texts", opened, logprobs=2, stop=[whole[places[0] : places[0] + 2]])
+    assert text == whole[: places[0]]
+    assert "".join(one["token"] for one in cut["logprobs"]) == text
+    assert len(cut["logprobs"]) < len(last["logprobs"])
+    for one in cut["logprobs"][:-1]:
+        assert one["token"] in [other["token"] for other in one["likeliest"]]
 
 
 @pytest.mark.parametrize("kind", ["summariser", "fid", "cross_attention"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests import exported, forked
 from tests.facts import LLAMA, TINY_T5, experiment, facts, write_facts
@@ -101,6 +102,24 @@ def test_rows_without_answers_are_predicted_by_every_task(
     again = forked.run(*arguments(runs[task], rows, tmp_path / "out.jsonl"))
     assert again.returncode == 2
     says("path_exists", again.stderr)
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "fid", "retriever"])
+def test_weights_that_are_no_finite_numbers_are_told_before_anything_is_predicted(
+    task: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(runs[task] / "final", tmp_path / "poisoned"))
+    file = min(model.rglob("*.safetensors"))
+    weights = load_file(file)
+    name = min(one for one in weights if weights[one].is_floating_point())
+    weights[name].view(-1)[0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    rows = written(tmp_path / "rows.jsonl", [row_of(task, n) for n in range(2)])
+    done = forked.run(*arguments(model, rows, tmp_path / "out.jsonl"))
+    assert done.returncode == 2
+    says("weights_not_finite", done.stderr, happened="What the model computes is not finite")
+    says("weight_not_finite", done.stderr, at=file, name=name)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_what_is_predicted_does_not_depend_on_what_stands_beside_it(

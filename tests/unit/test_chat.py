@@ -178,6 +178,20 @@ def test_turns_whose_content_or_calls_are_not_written_are_refused() -> None:
         learnt(parts, TURNS[1:3])
 
 
+def test_a_template_that_counts_its_messages_is_read_and_said_to_be_slow(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    template = BUILT_IN["chatml"].replace(
+        "for message in messages %}",
+        "for i in range(messages | length) %}{%- set message = messages[i] %}",
+    )
+    assert learnt(template, TURNS) == learnt(BUILT_IN["chatml"], TURNS)
+    chat = ChatTemplate.of(tokenizer(template), None, None)
+    caplog.clear()
+    chat.tokens([{"messages": TURNS}] * 2, 0)
+    assert ["slow for conversations" in one for one in caplog.messages] == [True]
+
+
 WITH_THOUGHTS = MARKED.replace(
     "{{ message.content", "{{ (message.reasoning_content or '') + message.content"
 )

@@ -62,6 +62,7 @@ class ChatTemplate:
         self.tokenizer, self.name = tokenizer, name
         self._writer = Writer(tokenizer, name)
         self._unwritten = Unwritten(self._writer)
+        self._is_slow_way_told = False
 
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, data_path: Path | None) -> ChatTemplate:
@@ -164,6 +165,7 @@ class ChatTemplate:
             marked = marked if marked is not None and marked.text == whole else None
         spans = self._spans_of_marks(messages, tools, counted, marked)
         if marked is None or spans is None:
+            self._tell_slow_way(len(counted))
             spans = spans_of_prefixes(self._writer, messages, tools, counted, whole)
         elif not self._writer.keeps_turns(tools):
             by_turn = dict(zip(counted, spans, strict=True))
@@ -172,6 +174,16 @@ class ChatTemplate:
         last = spans[-1][1]
         is_last = not whole[last:].strip() and not whole[:last].endswith(self._writer.ends)
         return Spoken(whole, spans, needs_end=is_last)
+
+    def _tell_slow_way(self, turns: int) -> None:
+        if turns > 1 and not self._is_slow_way_told:
+            log.warning(
+                "the chat template %s does not tell by its loops over the messages where each turn "
+                "stands, as one that counts them (range) does not: two renderings a turn tell it, "
+                "which is slow for conversations of many turns",
+                self.name,
+            )
+            self._is_slow_way_told = True
 
     def _spans_of_marks(
         self,
