@@ -175,6 +175,101 @@ def test_four_ways_give_one_text(
     assert not {"repetition_penalty", "suppress_tokens", "temperature", "top_k"} & said.keys()
 
 
+TEMPLATES: dict[str, dict[str, str]] = {
+    "texts": {},
+    **{name: {"chat_template": name} for name in ("chatml", "plain")},
+    "date": {"chat_template": "date.jinja"},
+    "opened by content": {"chat_template": "by_content.jinja"},
+}
+_BY_CONTENT = DATED.replace(
+    "{% endif %}",
+    "{{ '<think></think>' if '/no_think' in messages[0].content else '' }}{% endif %}",
+)
+ROWS = (
+    [{"role": "user", "content": QUESTION}],
+    [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "Überall 🙂?"}],
+    [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Eins."},
+        {"role": "user", "content": "Two?  "},
+    ],
+)
+
+
+@pytest.mark.long
+def test_templates_times_rows_times_ways_are_equal(folder: Path, tmp_path: Path) -> None:
+    """The answers of predict, alone and beside others, of the service, alone and streamed
+    beside others, and of transformers on the template's text.
+    """
+    (folder / "by_content.jinja").write_text(_BY_CONTENT)
+    num_ways = 0
+    for number, (name, chat) in enumerate(TEMPLATES.items()):
+        values = values_of("chatml" if chat else "texts", folder)
+        values["data"] |= chat
+        (Path(values["base"]) / generation_file.NAME).unlink(missing_ok=True)
+        _, _, opened = exported(values, folder, tmp_path / str(number))
+        raws = [{"messages": row} if chat else {"text": row[-1]["content"]} for row in ROWS]
+        ways = ways_of(opened, raws)
+        num_ways = len(ways)
+        assert len({json.dumps(texts) for texts in ways.values()}) == 1, (name, ways)
+        assert len(set(ways["predict, alone"])) > 1
+    print(f"{len(TEMPLATES)} templates x {len(ROWS)} rows x {num_ways} ways: equal")
+
+
+def ways_of(opened: Opened, raws: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """By the name of a way: the answers to all rows."""
+    trained, task, model = trained_of(opened), opened.task, opened.model
+    how = Prediction(max_tokens=LONGEST)
+    rows = [trained.row_to_predict(task, raw, "here") for raw in raws]
+    asked = [
+        {"max_tokens": LONGEST, "temperature": 0, "seed": 1, "stop": []}
+        | ({"prompt": raw["text"]} if "text" in raw else raw)
+        for raw in raws
+    ]
+
+    def told(questions: list[dict[str, Any]]) -> list[str]:
+        texts = [""] * len(questions)
+        for piece in answers(opened, questions):
+            texts[piece["of"]] += piece.get("text", "")
+        return texts
+
+    with torch.no_grad():
+        return {
+            "predict, alone": [
+                trained.predict(task, model, [row], how)[0]["prediction"] for row in rows
+            ],
+            "predict, together": [
+                one["prediction"] for one in trained.predict(task, model, rows, how)
+            ],
+            "service, alone": [told([one])[0] for one in asked],
+            "service, together": told(asked),
+            "transformers": [by_transformers(opened, raw) for raw in raws],
+        }
+
+
+def by_transformers(opened: Opened, raw: dict[str, Any]) -> str:
+    """As whoever loads the export does it, without our prompts and our loop."""
+    tokenizer, base = opened.task.tokenizer, opened.model.base
+    if "text" in raw:
+        ids = opened.task.opening + tokenizer(raw["text"], add_special_tokens=False)["input_ids"]
+    else:
+        prompt = tokenizer.apply_chat_template(
+            raw["messages"], tokenize=False, add_generation_prompt=True, date_string="26 Jul 2024"
+        )
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    made = base.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=LONGEST,
+        do_sample=False,
+        eos_token_id=opened.task.ends,
+        pad_token_id=opened.task.pad,
+    )
+    new = [token for token in made[0, len(ids) :].tolist() if token not in opened.task.ends]
+    text = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text if "text" in raw else text.removeprefix(" ")
+
+
 def test_a_seed_draws_the_same_texts_in_predict_and_the_service(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -109,7 +109,7 @@ def test_weights_that_are_no_finite_numbers_are_told_before_anything_is_predicte
     task: str, runs: dict[str, Path], tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(runs[task] / "final", tmp_path / "poisoned"))
-    file = min(model.rglob("*.safetensors"))
+    [file] = model.glob("*.safetensors")
     weights = load_file(file)
     name = min(one for one in weights if weights[one].is_floating_point())
     weights[name].view(-1)[0] = float("nan")
