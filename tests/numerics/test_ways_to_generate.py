@@ -185,13 +185,13 @@ _BY_CONTENT = DATED.replace(
     "{% endif %}",
     "{{ '<think></think>' if '/no_think' in messages[0].content else '' }}{% endif %}",
 )
-ROWS = (
+ROWS = (  # short: of a longer prompt predict leaves out the beginning, the service cuts the answer
     [{"role": "user", "content": QUESTION}],
     [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "Überall 🙂?"}],
     [
-        {"role": "user", "content": "One?"},
-        {"role": "assistant", "content": "Eins."},
-        {"role": "user", "content": "Two?  "},
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "2? "},
     ],
 )
 
