@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _MOST_LOOKED_UP = 64  # spans: each is looked up from the first token on
 _CHARACTERS_AT_ONCE = 1 << 18  # about 10 MB of tokens with their places
+_MANY_TURNS = 16  # learnt ones: from there on what each costs is told
+_SLOW = "so that renderings of the turns before it tell it: slow for conversations of many turns"
 _OPENED = "{{- bos_token }}"
 
 
@@ -163,9 +165,12 @@ class ChatTemplate:
         else:
             whole = self._writer.text(messages, tools)
             marked = marked if marked is not None and marked.text == whole else None
+        if len(counted) > _MANY_TURNS and not self._writer.opens_alike(tools):
+            self._tell_slow_way("may open each answer by what was said before it")
         spans = self._spans_of_marks(messages, tools, counted, marked)
         if marked is None or spans is None:
-            self._tell_slow_way(len(counted))
+            if len(counted) > 1:
+                self._tell_slow_way("does not tell by its loops where each turn stands")
             spans = spans_of_prefixes(self._writer, messages, tools, counted, whole)
         elif not self._writer.keeps_turns(tools):
             by_turn = dict(zip(counted, spans, strict=True))
@@ -175,14 +180,10 @@ class ChatTemplate:
         is_last = not whole[last:].strip() and not whole[:last].endswith(self._writer.ends)
         return Spoken(whole, spans, needs_end=is_last)
 
-    def _tell_slow_way(self, turns: int) -> None:
-        if turns > 1 and not self._is_slow_way_told:
-            log.warning(
-                "the chat template %s does not tell by its loops over the messages where each turn "
-                "stands, as one that counts them (range) does not: two renderings a turn tell it, "
-                "which is slow for conversations of many turns",
-                self.name,
-            )
+    def _tell_slow_way(self, why: str) -> None:
+        """Say once that the time for a conversation grows with the square of its turns."""
+        if not self._is_slow_way_told:
+            log.warning("the chat template %s %s, %s", self.name, why, _SLOW)
             self._is_slow_way_told = True
 
     def _spans_of_marks(

@@ -105,10 +105,12 @@ class Writer:
             "add_generation_prompt": is_opened,
         }
 
-    def opening(self, messages: Sequence[Message], tools: Any) -> str | None:
-        """What the template writes behind these turns to open an answer; None if that is not
-        known. It is remembered only where no conversation can change it.
-        """
+    def opens_alike(self, tools: Any) -> bool:
+        """Whether no conversation can change what opens an answer."""
+        return self._tail(tools) is not None
+
+    def _tail(self, tools: Any) -> str | None:
+        """What opens every answer; None if a conversation may change it."""
         source = self.template(tools)
         if source not in self._tails:
             try:
@@ -116,7 +118,13 @@ class Writer:
                 self._tails[source] = self.marked_template(tools).tail(variables)
             except (*_REFUSALS, RecursionError):
                 self._tails[source] = None
-        tail = self._tails[source]
+        return self._tails[source]
+
+    def opening(self, messages: Sequence[Message], tools: Any) -> str | None:
+        """What the template writes behind these turns to open an answer; None if that is not
+        known. It is remembered only where no conversation can change it.
+        """
+        tail = self._tail(tools)
         if tail is not None:
             return tail
         marked = self.marked_text(messages, tools, is_opened=True)
