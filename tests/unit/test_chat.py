@@ -192,6 +192,15 @@ def test_a_template_that_counts_its_messages_is_read_and_said_to_be_slow(
     assert ["slow for conversations" in one for one in caplog.messages] == [True]
 
 
+@pytest.mark.parametrize(("turns", "is_told"), [(17, True), (3, False)])
+def test_a_template_that_opens_by_content_is_said_to_be_slow_for_many_turns(
+    turns: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = ChatTemplate.of(tokenizer(BY_CONTENT), None, None)
+    chat.tokens([{"messages": TURNS[1:3] * turns}], 0)
+    assert ["before it tell it: slow" in one for one in caplog.messages] == [True] * is_told
+
+
 WITH_THOUGHTS = MARKED.replace(
     "{{ message.content", "{{ (message.reasoning_content or '') + message.content"
 )
