@@ -272,7 +272,7 @@ FAULTS = [
         tests=CHAT,
     ),
     Fault(
-        "trainer/tasks/causal_lm/chat.py",
+        "trainer/tasks/causal_lm/unwritten.py",
         "return all(one not in text for one in told)",
         "return False",
         why="a turn is learnt without its call, which the template does not write",

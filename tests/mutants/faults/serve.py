@@ -60,14 +60,14 @@ FAULTS = [
         tests="tests/unit/test_spelling.py",
     ),
     Fault(
-        "trainer/models/spelling.py",
+        "trainer/models/texts.py",
         "return self._before + spelt[len(self._head) :]",
         "return self._before + spelt",
         why="settled tokens are spelt twice",
         tests="tests/unit/test_spelling.py",
     ),
     Fault(
-        "trainer/models/spelling.py",
+        "trainer/models/texts.py",
         "            self._settle()",
         "            pass",
         why="every token of a streamed text costs as much as the whole text",
