@@ -352,6 +352,7 @@ DICTIONARY = wording(
     group_unknown="{group}: no such group.",
     text_empty="{key}: String should have at least 1 character",
     tuple_empty="{key}: Tuple should have at least 1 item",
+    base_lacks_weights="base={source!r}: its files lack {names}, and here no training fills",
     rank_outside_world="0 <= rank < world",
     device_unknown="--device {device}: neither a size...nor a known name",
     answers_of_source='source={source!r} has no answers. Use source="files"',

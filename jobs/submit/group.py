@@ -148,6 +148,11 @@ class _Budget:
         if self.remaining is not None:
             self.remaining -= 1
 
+    def give_back(self) -> None:
+        """One that was counted does not start after all."""
+        if self.remaining is not None:
+            self.remaining += 1
+
 
 # One experiment
 # --------------------------------------------------------------------------------------------------
@@ -186,6 +191,8 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
             budget.spend()
             spec = fresh(job, template, folder)
             outcome = send(folder, spec, request.backend, draft=draft)
+            if outcome.is_refused:
+                budget.give_back()
             if outcome.is_waiting:
                 budget.close(f"{request.backend.name} takes no more jobs now")
             if request.backend.traits.is_in_process:

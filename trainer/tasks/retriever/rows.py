@@ -110,25 +110,6 @@ def _identity_of_content(passage: Any) -> tuple[Any, ...]:
     return ("text", " ".join(title.split()), " ".join(text.split()))
 
 
-def trainable(rows: Iterable[Row], passages: int) -> Iterator[Row]:
-    """The same rows. DataError for a row without a positive passage, or without a negative one when
-    `passages` is above 1.
-    """
-    for row in rows:
-        missing = None
-        if not row["positives"]:
-            missing = "positive"
-        elif passages > 1 and not row["negatives"]:
-            missing = "negative"
-        if missing is not None:
-            raise DataError(
-                f"query {row['id']!r} has no {missing} passage, and data.passages={passages} of "
-                "each are trained on. Take it out, give it some, or train on one positive alone "
-                "(data.passages=1)."
-            )
-        yield row
-
-
 # Tevatron
 # --------------------------------------------------------------------------------------------------
 
