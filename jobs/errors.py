@@ -110,14 +110,15 @@ def reason_of(error: BaseException, place: Path) -> str:
 
 def kind_of(error: BaseException) -> str:
     """A text that is the same each time the same thing goes wrong: type, error number and folder of
-    a refusal of the disk, and else the message without its numbers. A message may name a temporary
-    file, whose name is new each time.
+    a refusal of the disk, and else the message without its numbers (of what is no error of ours,
+    with its type). A message may name a temporary file, whose name is new each time.
     """
     disk = error.__cause__ if isinstance(error, StorageError) else error
     if isinstance(disk, OSError) and disk.filename is not None:
         folder = Path(os.fsdecode(disk.filename)).parent
         return f"{type(error).__name__} {disk.errno} {without_numbers(str(folder))}"
-    return f"{type(error).__name__} {without_numbers(str(error))}"
+    text = without_numbers(str(error))
+    return text if isinstance(error, LatheError) else f"{type(error).__name__} {text}"
 
 
 def without_numbers(text: str) -> str:

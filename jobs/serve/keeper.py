@@ -141,8 +141,8 @@ class Keeper:
 
     def _act(self, facts: Mapping[str, Facts]) -> None:
         """Advance jobs, and read again those for which something was done."""
-        for gone in self._last_tries.keys() - set(self.folder.ticket_ids()):
-            del self._last_tries[gone]
+        for ended in self._last_tries.keys() - self.reader.open_ids:
+            del self._last_tries[ended]
         names = [name for name in facts if self._has_advanced(facts[name])]
         part = "the jobs that were advanced"
         self.reader.run_part(part, lambda: self.reader.read_jobs(names), {})
@@ -167,9 +167,6 @@ class Keeper:
             if not is_done:
                 return False
         self.reader.failing.end(name)
-        is_alive = facts.row is not None and facts.row.state in (*ACTIVE, "paused")
-        if standing(facts).status in FINAL and not is_alive:
-            self._last_tries.pop(name, None)
         return is_done
 
     def _fail(self, folder: TicketFolder, failure: Failure) -> bool:

@@ -60,6 +60,8 @@ class FolderReader:
     organization: str
     observed_by: PatientBackends
     confirm_s: float
+    # the jobs that had not ended when the last turn began
+    open_ids: set[str] = field(default_factory=set[str])
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _exp_ids: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -89,16 +91,19 @@ class FolderReader:
     def _changed(self) -> list[str]:
         """Ids of the jobs whose files may have changed since they were read."""
         marks, waiting = self.index.job_marks(), self.index.open_jobs()
-        names = self.folder.ticket_ids()
+        names = set(self.folder.ticket_ids())
+        self.open_ids = (names & waiting) | (names - marks.keys())
+        self._forget_all_but(names)
+        return [name for name in names if name in self.open_ids or self._marks(name) != marks[name]]
+
+    def _forget_all_but(self, names: Collection[str]) -> None:
+        """Forget what is kept in memory of jobs that have ended, or whose folder is gone."""
+        parts = {index_part(name) for name in names}
+        parts |= {part for name in self.open_ids for part in (name, failure_part(name))}
+        self.failing.keep(parts, prefix=JOB)
         self.unreadable.keep(names, prefix=JOB)
-        self.failing.keep([part for name in names for part in parts_of(name)], prefix=JOB)
-        for name in self._exp_ids.keys() - set(names):
-            self._exp_ids.pop(name, None)
-        return [
-            name
-            for name in names
-            if name not in marks or name in waiting or self._marks(name) != marks[name]
-        ]
+        with self._looking:
+            self._exp_ids = {name: self._exp_ids[name] for name in self._exp_ids if name in names}
 
     def _take_in_uploads(self) -> None:
         """Write new uploads to the index, and remove those that are gone."""
@@ -230,10 +235,12 @@ class FolderReader:
         if failure is None and is_lasting:
             failure = Failure(at=now(), message=reason)
         before, ticket = self.index.job(job_id), _readable(folder.read)
-        is_alive = row is not None and row.state in (*ACTIVE, "paused")
         had_ended = before is not None and _has_end(before)
-        if had_ended and not is_alive:  # a cancelled one that is alive is still to be ended
-            return None
+        state = row.state if row is not None and row.read_error is None else "unknown"
+        if state == "unknown" and before is not None:
+            state = before["lathe"]["state"]
+        if had_ended and state not in (*ACTIVE, "paused"):
+            return None  # a cancelled job that is alive is still to be ended
         if before is not None and failure is None:
             return None
         if ticket is not None:
@@ -322,11 +329,6 @@ def index_part(name: str) -> str:
 def failure_part(job_id: str) -> str:
     """The part of a turn that writes down why a job cannot go on."""
     return f"{job_id}: its failed.json"
-
-
-def parts_of(job_id: str) -> tuple[str, ...]:
-    """The names under which a job may stand in `FolderReader.failing`."""
-    return job_id, index_part(job_id), failure_part(job_id)
 
 
 def _has_end(body: Mapping[str, Any]) -> bool:
