@@ -101,6 +101,7 @@ def test_poisoned_jobs_fail_with_their_reasons_and_the_others_run_as_if_alone(
         job = jobs[job_id]
         assert (name, job["status"]) == (name, "failed")
         assert KINDS[name].told in job["error"]["message"], job["error"]
+        assert str(tmp_path) not in json.dumps(job)
     assert {*stub.starts()} & {jobs[job_id]["lathe"]["exp_id"] for job_id in bad} == set()
 
     # every list is there for everybody, and says which folders cannot be read
