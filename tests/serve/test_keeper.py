@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jobs.code import repository, snapshot
-from jobs.errors import Unreachable, is_transient
+from jobs.errors import Unreachable, is_transient, kind_of
 from jobs.protocol import Rendered
 from jobs.record import events as record
 from jobs.record.patience import PatientBackends
@@ -29,7 +29,7 @@ from tests.serve.conftest import Stub
 from tests.serve.poisoned import JOBS, World, new_world
 from tests.serve.test_turns import until_all_ended
 from tests.wording import refused, says
-from trainer.errors import StorageError
+from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import create_json
 
 LONG_S = 20.0  # less than any wait that a turn must not do, and more than a busy machine needs
@@ -119,6 +119,28 @@ def test_a_trouble_with_a_new_temporary_name_each_time_fails_its_job(
     job = world.jobs()[job_id]
     assert (job["status"], (job["error"] or {}).get("code")) == ("failed", "cannot_run")
     assert job["error"]["message"].startswith("_jobs/code/.tmp-dddd-10570-")
+
+
+def test_the_kind_of_an_error_is_the_same_whatever_temporary_file_it_names() -> None:
+    def denied(name: str, *, is_ours: bool = True) -> Exception:
+        cause = PermissionError(errno.EACCES, "Permission denied", name)
+        error = StorageError(f"{name}: Permission denied.")
+        error.__cause__ = cause
+        return error if is_ours else cause
+
+    def kinds(*errors: Exception) -> int:
+        return len({kind_of(error) for error in errors})
+
+    for is_ours in (True, False):
+        names = ("/a/code/.tmp-zzzz", "/a/code/.tmp-yyyy")
+        assert kinds(*(denied(name, is_ours=is_ours) for name in names)) == 1
+        assert kinds(denied("/a/code/x", is_ours=is_ours), denied("/a/run/x", is_ours=is_ours)) == 2
+    inside = [f"/a/code/.tmp-dddd-{number}-b9ab0ca{number}/tree/x" for number in (1, 23)]
+    assert kinds(*map(denied, inside)) == 1
+    # what another part of the program has made a text of
+    assert kinds(*(LatheError(f"{name}: Permission denied.") for name in inside)) == 1
+    assert kinds(LatheError("a: Permission denied"), LatheError("a: Is a directory")) == 2
+    assert kinds(KeyError("model"), ValueError("model")) == 2
 
 
 def test_a_failure_that_cannot_be_written_down_is_tried_again_and_told(
