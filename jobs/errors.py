@@ -124,3 +124,21 @@ def kind_of(error: BaseException) -> str:
 def without_numbers(text: str) -> str:
     """A text in which every number, decimal or hexadecimal, is "#"."""
     return re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", text)
+
+
+def reason_for_client(error: BaseException, place: Path, base: Path) -> str:
+    """What to tell a client of the service of an error: the file, or else `place`, as it is below
+    the savedir_base, and no words of Python. The server's log has the whole (`reason_of`).
+    """
+    is_of_file = isinstance(error, OSError) and error.filename is not None
+    if is_of_file or isinstance(error, LatheError):
+        return without_base(reason_of(error, place), base)
+    text = f"{place}: the server does not understand it. The server's log says why."
+    return without_base(text, base)
+
+
+def without_base(text: str, base: Path) -> str:
+    """A text in which paths below `base` are relative to it."""
+    for folder in {str(base), os.path.realpath(base)} - {"/"}:
+        text = text.replace(f"{folder}/", "")
+    return text

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
 from jobs import backends
-from jobs.errors import is_transient
+from jobs.errors import is_transient, reason_for_client, without_base
 from jobs.options import BackendName, Base, PythonBinary, report_errors
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
@@ -44,7 +44,6 @@ from jobs.serve.limits.shares import THREADS, Shares, holder_of
 from jobs.serve.live import routes as live_routes
 from jobs.serve.requests import Refusal
 from jobs.serve.tickets import ServiceFolder
-from jobs.serve.told import reason_for_client, without_base
 from trainer.errors import ConfigError, LatheError, StorageError
 from trainer.files.atomic import disk_error
 

@@ -18,7 +18,7 @@ from typing import Any
 from jobs.backends import BackendCache
 from jobs.code.snapshot import Snapshot, take
 from jobs.config import JobConfig
-from jobs.errors import Unreachable, is_transient, kind_of, reason_of
+from jobs.errors import Unreachable, is_transient, kind_of, reason_for_client, reason_of
 from jobs.job_state import ACTIVE, JobState
 from jobs.record import events as record
 from jobs.record.paths import RunFolder, is_there
@@ -41,7 +41,6 @@ from jobs.serve.tickets import (
     Ticket,
     TicketFolder,
 )
-from jobs.serve.told import reason_for_client
 from jobs.serve.turn.reader import FolderReader, failure_part
 from jobs.serve.turn.troubles import Troubles
 from jobs.submit import control, prepare
@@ -81,7 +80,7 @@ class Keeper:
     observed_by: PatientBackends = field(default_factory=lambda: PatientBackends(BackendCache()))
     _poked: threading.Event = field(default_factory=threading.Event)
     _is_stopped: bool = False
-    # job id -> what was done for it -> when, on the clock of time.monotonic
+    # job id -> what was done for it -> when, in seconds of the monotonic clock
     _last_tries: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
 
     @cached_property

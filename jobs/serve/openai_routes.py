@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jobs.errors import reason_for_client
 from jobs.record.times import now
 from jobs.serve import uploads
 from jobs.serve.index import Page, PageRequest, may_lag
@@ -47,7 +48,6 @@ from jobs.serve.tickets import (
     is_id,
     new_id,
 )
-from jobs.serve.told import reason_for_client
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError, LatheError

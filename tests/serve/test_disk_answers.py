@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from jobs.errors import reason_for_client
 from jobs.serve import openai_routes, uploads
 from jobs.serve.access import add_token
 from jobs.serve.job_view import Facts, standing
 from jobs.serve.live.stream import Watch
 from jobs.serve.tickets import Failure, UploadFolder
-from jobs.serve.told import reason_for_client
 from tests.jobs.odd_folders import folder_at
 from tests.serve.conftest import Stub
 from tests.serve.poisoned import World, new_world

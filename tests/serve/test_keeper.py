@@ -25,7 +25,7 @@ from jobs.submit import group as group_of_jobs
 from jobs.submit import prepare
 from tests.jobs.odd_folders import folder_at
 from tests.jobs.test_sending import Memory
-from tests.serve.conftest import Stub
+from tests.serve.conftest import Stub, wait_until
 from tests.serve.poisoned import JOBS, World, new_world
 from tests.serve.test_turns import until_all_ended
 from tests.wording import refused, says
@@ -101,9 +101,10 @@ def test_a_job_that_waits_for_its_turn_is_not_sent_once_it_is_cancelled(
 
 
 def test_a_trouble_with_a_new_temporary_name_each_time_fails_its_job(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stub: Stub, queue: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The code folder of a shared savedir_base belongs to a colleague."""
+    world = new_world(tmp_path, stub, every_s=0.05)
     folder = world.base / "_jobs" / "code"
 
     def refuse(*arguments: Any, **options: Any) -> None:
@@ -116,6 +117,7 @@ def test_a_trouble_with_a_new_temporary_name_each_time_fails_its_job(
     job_id = world.asked("anna")["id"]
     for _ in range(6):
         world.keeper.turn()
+        time.sleep(0.05)
     job = world.jobs()[job_id]
     assert (job["status"], (job["error"] or {}).get("code")) == ("failed", "cannot_run")
     assert job["error"]["message"].startswith("_jobs/code/.tmp-dddd-10570-")
@@ -185,6 +187,29 @@ def test_a_job_that_has_failed_stays_as_it_was_when_its_folder_cannot_be_read(
         world.keeper.turn()
     assert world.jobs()[job["id"]] == ended
     assert not (world.keeper.folder.tickets / job["id"] / "failed.json").exists()
+
+
+def test_a_cancelled_job_stays_so_and_is_ended_though_its_ticket_cannot_be_read_any_more(
+    world: World, stub: Stub
+) -> None:
+    stub.says("slow")
+    job = world.asked("anna")
+    run = world.keeper.folder.base.run(job["lathe"]["exp_id"])
+
+    def turn() -> str:
+        world.keeper.turn()
+        return world.jobs()[job["id"]]["lathe"]["state"]
+
+    wait_until(turn, lambda state: state == "running", within_s=60)
+    world.ask("POST", f"{JOBS}/{job['id']}/cancel", "anna")
+    folder_at("wish-1.json")(world.keeper.folder.base.run(f"_service/tickets/{job['id']}"))
+
+    def has_ended() -> bool:
+        world.keeper.turn()
+        return run.attempt(1).exit.exists()
+
+    wait_until(has_ended, bool, within_s=60)
+    assert world.jobs()[job["id"]]["status"] == "cancelled"
 
 
 def test_a_run_whose_lock_is_held_keeps_no_turn_waiting(world: World, stub: Stub) -> None:

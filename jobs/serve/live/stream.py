@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import anyio
 from starlette.concurrency import run_in_threadpool
 
+from jobs.errors import without_base
 from jobs.report.text import plain
 from jobs.serve.live.series import lines_since
-from jobs.serve.told import without_base
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jobs.errors import Unreachable, is_of_index, is_transient, kind_of, reason_of, without_numbers
+from jobs.errors import (
+    Unreachable,
+    is_of_index,
+    is_transient,
+    kind_of,
+    reason_for_client,
+    reason_of,
+    without_base,
+    without_numbers,
+)
 from jobs.job_state import ACTIVE
 from jobs.record.paths import RunFolder, is_exp_id
 from jobs.record.patience import PatientBackends
@@ -39,7 +48,6 @@ from jobs.serve.job_view import (
 )
 from jobs.serve.live.runs import mark, update_index
 from jobs.serve.tickets import FILE, JOB, Failure, ServiceFolder, Ticket, TicketFolder
-from jobs.serve.told import reason_for_client, without_base
 from jobs.serve.turn.troubles import Troubles
 from jobs.serve.uploads import unreadable
 from trainer.errors import LatheError

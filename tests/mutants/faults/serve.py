@@ -407,7 +407,7 @@ FAULTS = [
         tests=f"{DISK} -k page_of_an_owner",
     ),
     Fault(
-        "jobs/serve/told.py",
+        "jobs/errors.py",
         'text = text.replace(f"{folder}/", "")',
         "pass",
         why="tenants are told where on the server everything lies",
