@@ -194,7 +194,7 @@ def test_a_cancelled_job_stays_so_and_is_ended_though_its_ticket_cannot_be_read_
 ) -> None:
     stub.says("slow")
     job = world.asked("anna")
-    run = world.keeper.folder.base.run(job["lathe"]["exp_id"])
+    exp_id = job["lathe"]["exp_id"]
 
     def turn() -> str:
         world.keeper.turn()
@@ -204,11 +204,11 @@ def test_a_cancelled_job_stays_so_and_is_ended_though_its_ticket_cannot_be_read_
     world.ask("POST", f"{JOBS}/{job['id']}/cancel", "anna")
     folder_at("wish-1.json")(world.keeper.folder.base.run(f"_service/tickets/{job['id']}"))
 
-    def has_ended() -> bool:
+    def state_of_run() -> str:
         world.keeper.turn()
-        return run.attempt(1).exit.exists()
+        return world.keeper.reader.rows([exp_id])[exp_id].state
 
-    wait_until(has_ended, bool, within_s=60)
+    wait_until(state_of_run, lambda state: state == "cancelled", within_s=60)
     assert world.jobs()[job["id"]]["status"] == "cancelled"
 
 
