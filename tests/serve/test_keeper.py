@@ -21,8 +21,8 @@ from jobs.record.patience import PatientBackends
 from jobs.serve import keeper as keeper_module
 from jobs.serve.index import Index
 from jobs.serve.turn.reader import failure_part, index_part
+from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
-from jobs.submit import prepare
 from tests.jobs.odd_folders import folder_at
 from tests.jobs.test_sending import Memory
 from tests.serve.conftest import Stub, wait_until
@@ -261,6 +261,32 @@ def test_a_wish_that_comes_while_another_job_is_sent_is_seen_before_its_own_job_
         return submit(request)
 
     monkeypatch.setattr(group_of_jobs, "submit", cancel_the_other)
+    for _ in range(3):
+        world.keeper.turn()
+    assert len(sent) == len(scheduler.ids) == 1
+
+
+def test_a_wish_that_comes_while_another_job_is_sent_again_is_seen_before_its_own_job_is(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Full(room=0)
+    use(world, scheduler)
+    monkeypatch.setattr(keeper_module, "ASK_AGAIN_S", 0.0)
+    jobs = {job["lathe"]["exp_id"]: job for job in (world.asked("anna"), world.asked("anna"))}
+    for _ in range(3):
+        world.keeper.turn()
+    again = control.again
+    sent: list[str] = []
+
+    def cancel_the_other(request: Any, rows: Any) -> Any:
+        sent.extend(row.exp_id for row in rows)
+        for exp_id, job in jobs.items():
+            if exp_id not in sent and len(sent) == 1:
+                world.ask("POST", f"{JOBS}/{job['id']}/cancel", "anna")
+        return again(request, rows)
+
+    monkeypatch.setattr(control, "again", cancel_the_other)
+    scheduler.room = 2
     for _ in range(3):
         world.keeper.turn()
     assert len(sent) == len(scheduler.ids) == 1

@@ -318,7 +318,7 @@ FAULTS = [
         "        if facts.failure is None:  # a wish may have come while other jobs were advanced\n",
         "        if False:\n",
         why="a job that was cancelled during a turn is sent in it all the same",
-        tests=f"{KEEPER} -k another_job_is_sent",
+        tests=f"{KEEPER} -k another_job_is_sent_again",
     ),
     Fault(
         "jobs/serve/keeper.py",
