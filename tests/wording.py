@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import NothingMatched, Refused, SomeFailed, Unreachable
+from jobs.errors import NothingMatched, Refused, SomeFailed, Transient, Unreachable
 from jobs.record.events import Busy
 from trainer.data.formats.json_text import BadJson
 from trainer.errors import (
@@ -797,22 +797,30 @@ SUBMISSION = wording(
     StorageError,
     run_folder_leads_out="{folder}: it is a link to {target}, outside of --savedir_base",
 )
-SNAPSHOTS = wording(
-    ConfigError,
-    tree_dirty="{count} file(s) differ from {commit}: {files}. Commit them...--allow-dirty",
-    tree_altered="{count} file(s) differ from {version} as it was installed: {files}. Install it again...--allow-dirty",
-    tree_without_git="not in a git repository",
-    tree_empty="no file to take",
-    tree_holds_secret="would hold a secret: {file}, line {line}: {what}....{fix}",
-    savedir_is_project="Give it a folder of its own",
-    tree_file_too_big="{file} ({size}); want at most {most} each....gitignore",
-    tree_too_big="a code snapshot of {size}, want at most {most}. The largest: {files},",
-    tree_unreadable="{file}: {reason}",
-    git_refuses="git rev-parse says",
-    digest_form="want 64 hexadecimal digits",
-) | wording(
-    StorageError,
-    code_is_folder="Move the folder away",
+SNAPSHOTS = (
+    wording(
+        ConfigError,
+        tree_dirty="{count} file(s) differ from {commit}: {files}. Commit them...--allow-dirty",
+        tree_altered="{count} file(s) differ from {version} as it was installed: {files}. Install it again...--allow-dirty",
+        tree_without_git="not in a git repository",
+        tree_empty="no file to take",
+        tree_holds_secret="would hold a secret: {file}, line {line}: {what}....{fix}",
+        savedir_is_project="Give it a folder of its own",
+        tree_file_too_big="{file} ({size}); want at most {most} each....gitignore",
+        tree_too_big="a code snapshot of {size}, want at most {most}. The largest: {files},",
+        tree_unreadable="{file}: {reason}",
+        git_refuses="git rev-parse says",
+        digest_form="want 64 hexadecimal digits",
+    )
+    | wording(
+        Transient,
+        git_slow="git {command} in {folder} took over {seconds} s",
+        tree_changes="{folder}: files change while they are copied",
+    )
+    | wording(
+        StorageError,
+        code_is_folder="Move the folder away",
+    )
 )
 SERVICE = wording(
     ConfigError,
@@ -841,6 +849,10 @@ SERVICE = wording(
     number_too_large="{number} is larger than any number of 64 bits",
     disk_refuses="The disk is full or refuses writes",
     ask_later="Ask again",
+    file_gone="{path}: it was deleted a moment ago",
+    file_refuses="It cannot be read or written: {reason}.",
+    tokens_unreadable="The server cannot read its tokens now",
+    not_understood="{path}: the server does not understand it. The server's log says why",
     row_too_wide="a row of more than {most} values",
     worker_ended="has ended, or is stuck",
 )
