@@ -19,7 +19,7 @@ import trainval
 from jobs import cli as jobs_cli
 from trainer import __main__ as trainer_cli
 from trainer.config import groups
-from trainer.config.group_files import READERS
+from trainer.config.readers.group_file import READERS
 from trainer.errors import ConfigError, LatheError
 from trainer.version import Version
 

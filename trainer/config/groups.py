@@ -10,9 +10,10 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
-from trainer.config import group_files, userfile
+from trainer.config import userfile
 from trainer.config.differences import names_by_difference
 from trainer.config.identity import exp_id
+from trainer.config.readers import group_file
 from trainer.errors import ConfigError, nearest
 
 Values = dict[str, Any]
@@ -135,8 +136,8 @@ def read(path: Path) -> dict[str, list[Values]]:
     ConfigError, with file and line, for whatever goes wrong in that file, and with every mistake at
     once when its EXP_GROUPS is not a dictionary of forms and non-empty lists of dictionaries.
     """
-    if path.suffix.lower() in group_files.READERS and path.is_file():
-        groups: Any = group_files.read_file(path)
+    if path.suffix.lower() in group_file.READERS and path.is_file():
+        groups: Any = group_file.read(path)
     else:
         defined = userfile.execute(path, flag="--exp_configs", defines="EXP_GROUPS")
         groups = defined.get("EXP_GROUPS")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from trainer.config.deepspeed_config.check import Config
-from trainer.config.json_file import finite, without_twins
+from trainer.config.readers.json_text import finite, without_twins
 from trainer.config.userfile import placed
 from trainer.errors import ConfigError, nearest
 

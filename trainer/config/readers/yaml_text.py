@@ -1,64 +1,18 @@
-"""Groups of experiments in a YAML or JSON file. Imports no torch.
-
-A file holds what EXP_GROUPS holds: group -> experiments. It may also hold one experiment, or a list
-of experiments; the group is then named after the file.
-"""
+"""YAML as the values that the same text has in JSON. Imports no torch."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from trainer.config import userfile
-from trainer.config.json_file import finite, without_twins
 from trainer.errors import ConfigError
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The groups of a .yaml, .yml or .json file, as EXP_GROUPS of a Python file would state them.
-
-    A value has the type that the same text has in JSON (YAML 1.2's core schema): 1e-4 is a number,
-    `no` and 2024-05-01 are texts, so the ids equal those of the same dictionary in Python. Raises
-    ConfigError with file and line for what is neither, and for a key that is stated twice.
+def read(text: str, path: Path) -> Any:
+    """The values of a YAML text under YAML 1.2's core schema. ConfigError with file and line for
+    what is no YAML, for a tag, and for a key that is stated twice.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: it cannot be read ({error.strerror}). Give the path of a file of groups."
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8."
-        ) from None
-    content = READERS[path.suffix.lower()](text, path)
-    if isinstance(content, list):
-        return {path.stem: content}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path}: it holds {userfile.kind(content)}. Want a dictionary: group -> list of "
-            "experiments; or one experiment, or a list of them."
-        )
-    groups = cast(dict[Any, Any], content)
-    return {path.stem: [groups]} if isinstance(groups.get("task"), str) else groups
-
-
-def _read_json(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=without_twins, parse_constant=finite)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path}:{error.lineno}: it is not JSON ({error.msg}, column {error.colno}). Correct "
-            "the line."
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}. Correct the file.") from None
-
-
-def _read_yaml(text: str, path: Path) -> Any:
     import yaml
 
     try:
@@ -74,12 +28,6 @@ def _read_yaml(text: str, path: Path) -> Any:
             f"{path}: it is not YAML that is read here ({error}). Correct the file."
         ) from None
 
-
-READERS: dict[str, Callable[[str, Path], Any]] = {
-    ".yaml": _read_yaml,
-    ".yml": _read_yaml,
-    ".json": _read_json,
-}
 
 # The plain scalars of YAML 1.2's core schema (yaml.org/spec/1.2.2, 10.3.2). PyYAML reads YAML 1.1,
 # in which 1e-4 is a text, `no` is false and 0123 is octal.
