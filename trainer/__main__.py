@@ -40,6 +40,7 @@ def _about(version: Version = False) -> None:
 
 app.command("import")(models.import_)
 app.command()(models.export)
+app.command()(models.merge)
 app.command()(evaluate.evaluate)
 app.command()(prepare.fetch)
 app.command()(predict.predict)
