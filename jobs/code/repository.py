@@ -193,7 +193,7 @@ def _installed(project: Path) -> SourceFiles | None:
     """The files that pip put into this folder; None when it did not install the project there (a
     clone, an editable installation).
     """
-    for folder in project.glob(f"{PACKAGE}-*.dist-info"):
+    for folder in project.glob(f"{PACKAGE}*-*.dist-info"):
         package = importlib.metadata.PathDistribution(folder)
         files = {
             file.as_posix(): file.hash
