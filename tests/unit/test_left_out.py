@@ -129,12 +129,25 @@ def test_the_opening_line_counts_what_was_left_out_and_names_the_file(tmp_path: 
 def test_a_file_of_rows_with_a_hidden_name_is_named(tmp_path: Path) -> None:
     for name in ("a.jsonl", "_b.jsonl", ".c.csv.gz", "_SUCCESS", "README.md", "._a.jsonl"):
         (tmp_path / name).write_text("{}\n")
+    (tmp_path / "README.jsonl").write_text("{}\n")
     with left_out.reading() as notes:
         assert [path.name for path in files_in(tmp_path)] == ["a.jsonl"]
-    assert [Path(one.place).name for one in notes.first] == [".c.csv.gz", "_b.jsonl"]
+    assert [Path(one.place).name for one in notes.first] == [
+        ".c.csv.gz",
+        "README.jsonl",
+        "_b.jsonl",
+    ]
+    assert "README" in notes.first[1].why
 
 
 # Rows of two splits
+
+
+def call(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A conversation that calls a tool with these arguments."""
+    function = {"name": "f", "arguments": arguments}
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    return {"messages": [{"role": "user", "content": "q"}, turn]}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +158,10 @@ def test_a_file_of_rows_with_a_hidden_name_is_named(tmp_path: Path) -> None:
         ({"ctxs": [{"id": 1, "text": "a", "score": 0.5}]}, {"ctxs": [{"text": "A"}]}, True),
         ({"text": "a", "answers": ["b"]}, {"text": "a", "answers": ["c"]}, False),
         ({"text": "a b"}, {"text": "ab"}, False),
+        (call({"id": 5}), call({"id": 6}), False),
+        (call({"score": 0.5}), call({"score": 0.25}), False),
+        ({**call({"id": 5}), "id": 1}, {**call({"id": 5}), "id": 2}, True),
+        ({"ctxs": [{"id": 1}]}, {"ctxs": [{"id": 2}]}, False),  # nothing but its name
     ],
 )
 def test_rows_that_say_the_same_have_one_hash(one: Any, other: Any, is_same: bool) -> None:

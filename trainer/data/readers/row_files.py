@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 # in a folder: of programs (Spark's _SUCCESS and .crc files), and what is written about the data
 _LEFT_OUT = re.compile(r"[._]|(?:readme|license)(?:\.|$)", re.IGNORECASE)
+LEFT_OUT = "files of rows named as no data is: ._..., .x, _x, README or LICENSE (left out)"
 _INSTALL = "Install it: pip install -e '.[datasets]'."
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _LIST = re.compile(r"(?:^|\t)\s*\[\s*['\"]")  # as DPR's .qa.csv hold answers, without a header
@@ -81,7 +82,7 @@ def files_in(folder: Path) -> list[Path]:
     entries = [path for path in everything if not _LEFT_OUT.match(path.name)]
     for path in everything:
         if path not in entries and _kind_of_name(path.name) and not path.name.startswith("._"):
-            note(str(path), "files of rows whose names begin with . or _ (left out)")
+            note(str(path), LEFT_OUT)
     problems = {path.name: problem for path in entries if (problem := _problem(path))}
     if problems:
         named = ", ".join(f"{name} ({problem})" for name, problem in problems.items())
