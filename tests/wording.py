@@ -124,7 +124,8 @@ ODD_TEXT = wording(
     BadJson,
     json_half_pair="{escape}...half of a surrogate pair, as of an emoji that was cut in two",
     json_too_deep="nested deeper than {depth} levels",
-    json_long_number="a number of thousands of digits",
+    json_long_number="an integer beyond 64 bits; write it as text",
+    json_infinite="a number beyond those of 64 bits, which is infinite",
     json_key_twice="the key {key!r} stands twice in one object",
 ) | wording(
     DataError,
@@ -155,7 +156,7 @@ DATA_FILES = wording(
     file_empty="is empty. Put",
     list_empty="is an empty list",
     json_malformed="malformed JSON ({reason}); write one object a line",
-    json_list_malformed="malformed JSON ({reason}); write one list of objects. NaN is no JSON, and an integer beyond 64 bits is wanted as text",
+    json_list_malformed="malformed JSON ({reason}); write one list of objects.",
     json_no_object="a JSON {kind}, want an object",
     not_utf8="byte {byte} is not UTF-8; save",
     other_kind_of_file="byte {byte} is not UTF-8 ({kind}",
