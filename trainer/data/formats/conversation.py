@@ -58,9 +58,10 @@ class RowProblem(NamedTuple):
     def at(self, place: str) -> DataError:
         """The error of the row that was read at `place`."""
         if not self.name:
-            return DataError(f"{place}: {self.value}, want {self.want}.")
+            return DataError(f"{place}: {self.value}, want {self.want}.", place=place)
         name = repr(self.name) if self.name.isidentifier() else self.name
-        return DataError(f"{place}: {name} is {preview(self.value)}, want {self.want}.")
+        message = f"{place}: {name} is {preview(self.value)}, want {self.want}."
+        return DataError(message, place=place, field=self.name)
 
 
 Report = Callable[[RowProblem], None]
@@ -82,7 +83,9 @@ def opened(raw: Mapping[str, Any], place: str) -> Row:
     while messages and messages[-1]["role"] == ASSISTANT:
         del messages[-1]
     if not messages:
-        raise DataError(f"{place}: nobody but the assistant speaks. Give a turn of the user.")
+        raise DataError(
+            f"{place}: nobody but the assistant speaks. Give a turn of the user.", place=place
+        )
     return conversation
 
 

@@ -125,7 +125,9 @@ def _structure(text: str) -> list[Any] | dict[str, Any] | None:
 def _refuse(text: str, place: str, name: str, problem: str) -> NoReturn:
     raise DataError(
         f"{place}: {name!r} is {preview(text)}, which looks like a list and cannot be read as one: "
-        f'{problem}. Write it as JSON: ["one", "two"]; a text that begins so is a list of one.'
+        f'{problem}. Write it as JSON: ["one", "two"]; a text that begins so is a list of one.',
+        place=place,
+        field=name,
     )
 
 

@@ -135,7 +135,8 @@ def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
             )
             raise DataError(
                 f"{place}: not as many fields as the {len(names)} columns of the header: "
-                f"{len(cells)}. It ends in line {line}. {advice}"
+                f"{len(cells)}. It ends in line {line}. {advice}",
+                place=place,
             )
         yield place, {name: cell or None for name, cell in zip(names, cells, strict=True)}
     if number < 1:
@@ -165,10 +166,13 @@ def _quoted_cells(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]
     except UnicodeDecodeError as error:
         for _ in lines(path):
             pass  # names the line that is not UTF-8
-        raise DataError(f"{path}, row {number}: {error}. Save it as UTF-8.") from None
+        raise DataError(
+            f"{path}, row {number}: {error}. Save it as UTF-8.", place=f"{path}, row {number}"
+        ) from None
     except csv.Error as error:
         raise DataError(
-            f"{path}, row {number}: {error}. Save it as UTF-8, with texts quoted as CSV."
+            f"{path}, row {number}: {error}. Save it as UTF-8, with texts quoted as CSV.",
+            place=f"{path}, row {number}",
         ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(

@@ -71,7 +71,8 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
         )
         raise DataError(
             f"{place}: no such column. {close} Say in data.columns what yours are called: "
-            '{"document": "article", "summary": "highlights"}.'
+            '{"document": "article", "summary": "highlights"}.',
+            place=place,
         )
     texts = _texts(raw.get(data.document), data.document, place)
     summaries: list[str] = []
@@ -98,6 +99,8 @@ def _texts(value: Any, column: str, place: str) -> list[str]:
     wrong = [item for item in values if not isinstance(item, str)]
     if wrong:
         raise DataError(
-            f"{place}: {column!r} is {preview(wrong[0])}, want a text or a list of texts."
+            f"{place}: {column!r} is {preview(wrong[0])}, want a text or a list of texts.",
+            place=place,
+            field=column,
         )
     return values
