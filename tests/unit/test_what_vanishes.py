@@ -144,6 +144,18 @@ def turn(role: str, content: str) -> dict[str, str]:
         },
         lambda q, n: {"messages": json.dumps([turn("user", q), turn("assistant", str(n))])},
         lambda q, n: {"prompt": q, "completion": f"a {n}"},
+        lambda q, n: {"prompt": "Translate:", "input": q, "completion": f"a {n}"},
+        lambda q, n: {
+            "messages": [turn("ChatGPT", f"Hi {n}"), turn("Human", q), turn("ai", str(n))]
+        },
+        lambda q, n: {"messages": [turn("bing", str(n)), turn("user", q), turn("model", "a")]},
+        lambda q, n: {"prompt": [turn("user", q)], "completion": [turn("assistant", str(n))]},
+        lambda q, n: {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": q}] if n % 2 else q},
+                turn("assistant", str(n)),
+            ]
+        },
     ],
 )
 def test_conversations_are_parted_by_what_is_asked(
@@ -154,7 +166,7 @@ def test_conversations_are_parted_by_what_is_asked(
     own = OwnRows(valid_share=0.2)
     sides = {
         split: [
-            next(one["content"] for one in row["messages"] if one["role"] == "user")
+            next(one["content"] for one in row["messages"] if one["role"] == "user").split("\n")[-1]
             for row in chats(tmp_path, split, own)
         ]
         for split in ("train", "valid")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config.identity import canonical_json
 from trainer.config.own_rows import Layout, OwnRows
+from trainer.data.formats.conversation import question_in, with_input
 from trainer.data.formats.normal_form import normal_value
 from trainer.data.readers import row_files
 from trainer.data.readers.columns import in_our_names
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 _OF_DATASETS = {"train": "train", "valid": "validation", "test": "test"}
-_NOT_ASKING = {"system", "developer", "assistant", "gpt", "model", "bot", "tool", "function"}
 FILES = OwnRows()  # the default: files by their usual names
 
 
@@ -82,19 +81,6 @@ def _file(own: OwnRows, split: str, folder: Path | None, suffixes: Sequence[str]
     return split_file(folder, split, suffixes, name=name, key="data.files")
 
 
-def _asked(value: Any) -> Any:
-    """What a conversation asks: the texts of its first turns that neither instruct the assistant
-    nor are said by it. Any other value unchanged.
-    """
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        return value
-    turns = [(turn.get("role") or turn.get("from"), turn) for turn in value]
-    turns = list(itertools.dropwhile(lambda turn: turn[0] in _NOT_ASKING, turns))
-    asked = itertools.takewhile(lambda turn: turn[0] == turns[0][0], turns)
-    texts = [turn.get("content") or turn.get("value") for _, turn in asked]
-    return texts or value
-
-
 def _share(
     rows: Iterator[tuple[str, Row]], share: float, split: str, layout: Layout
 ) -> Iterator[tuple[str, Row]]:
@@ -105,12 +91,13 @@ def _share(
     is_empty = True
     for place, row in rows:
         plain = dict(row)  # what decides the side is not read by the task yet
-        given = [plain[name] for name in names if plain.get(name) not in (None, "", [])]
+        given = [name for name in names if plain.get(name) not in (None, "", [])]
         if not given:  # the reader says what such a row lacks
             is_empty = False
             yield place, row
             continue
-        question = normal_value(_asked(given[0]))
+        value = with_input(plain) if given[0] == "prompt" else plain[given[0]]
+        question = normal_value(question_in(value))
         name = canonical_json({"told": question})
         is_valid = is_held_out(name, per_mille=round(share * 1000))
         if is_valid == (split == "valid"):
