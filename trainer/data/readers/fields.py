@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.formats.lists import as_list
+from trainer.data.formats.lists import as_list, structure
 from trainer.data.readers.jsonl import preview
 from trainer.errors import DataError
 
@@ -86,8 +86,9 @@ def titles(value: Any, place: str, count: int) -> list[str]:
 
 
 def passages(value: Any, place: str, name: str) -> list[Row]:
-    """The passages of a list of objects and ids, each as `passage` reads it."""
-    values = as_list(value, place, name)
+    """The passages of a list of objects and ids, or of one, each as `passage` reads it."""
+    of_text = structure(value, place, name) if isinstance(value, str) else None
+    values = [of_text] if isinstance(of_text, dict) else as_list(value, place, name)
     if not isinstance(values, list):
         raise DataError(
             f"{place}: {name!r} is {preview(value)}, want a list of passages or of their ids.",
