@@ -14,7 +14,6 @@ from trainer.data.readers import row_files
 from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
 from trainer.data.readers.folders import (
-    first_split_file,
     only_row_file,
     required_folder,
     split_file,
@@ -43,8 +42,8 @@ def own_rows(
     """(place, row) of "train", "valid" or "test", in the order of the files.
 
     folder: --data_path. suffixes: of files that are searched by the name of the split. first: the
-    suffix that is preferred if there are several files. cache_dir: where data sets of the Hub are
-    cached. DataError and ConfigError name the place of the problem.
+    suffix that is read if there are files of several kinds; the others are noted. cache_dir: where
+    data sets of the Hub are cached. DataError and ConfigError name the place of the problem.
     """
     split_names(split)
     is_shared = bool(own.valid_share) and split in ("train", "valid")
@@ -64,21 +63,19 @@ def own_rows(
             for number, row in enumerate(raw_rows, start=1)
         )
     else:
-        path = None
-        if first is not None and not is_shared and getattr(own.files, split) is None:
-            path = first_split_file(folder, split, first)
-        file = path or _file(own, of_split, folder, suffixes)
-        rows = row_files.placed_rows(file)
+        rows = row_files.placed_rows(_file(own, of_split, folder, suffixes, first))
     rows = in_our_names(rows, own.columns, layout)
     yield from _share(rows, own.valid_share, split, layout) if is_shared else rows
 
 
-def _file(own: OwnRows, split: str, folder: Path | None, suffixes: Sequence[str]) -> Path:
+def _file(
+    own: OwnRows, split: str, folder: Path | None, suffixes: Sequence[str], first: str | None
+) -> Path:
     """The file, or folder of files, of a split."""
     name = getattr(own.files, split)
     if own.valid_share and split == "train" and name is None:
         return only_row_file(required_folder(folder, "a file of rows"), suffixes)
-    return split_file(folder, split, suffixes, name=name, key="data.files")
+    return split_file(folder, split, suffixes, name=name, key="data.files", first=first)
 
 
 def _share(
