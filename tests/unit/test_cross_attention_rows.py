@@ -152,6 +152,7 @@ class Opened:
     """
 
     bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+    added_tokens_decoder, all_special_tokens, all_special_ids = {}, (), ()
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         ids = [ord(letter) for letter in ("" if text.startswith(("<", "[")) else " ") + text]

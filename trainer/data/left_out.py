@@ -31,6 +31,12 @@ _SHOWN = 3  # places in a message
 _KEYS = 12  # keys in a message
 _PLACE = re.compile(r"(?P<file>.+), (?P<unit>line|row|item) (?P<number>\d+)$", re.DOTALL)
 
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+# What readers know to be no content, even where another key names the row.
+_KNOWN = frozenset(
+    {"id", "_id", "qid", "query_id", "docid", "passage_id", "psg_id", "split", "metadata"}
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -45,8 +51,8 @@ class Note:
 
 
 @dataclass
-class Keys:
-    """The keys of raw rows, see watched.py."""
+class ReadKeys:
+    """The keys of raw rows (WatchedRow), and which of them were read."""
 
     held: dict[str, int] = field(default_factory=dict[str, int])  # how many rows hold each
     read: set[str] = field(default_factory=set[str])
@@ -71,7 +77,7 @@ class Notes:
 
     counts: dict[str, int] = field(default_factory=dict[str, int])  # by reason
     first: list[Note] = field(default_factory=list[Note])
-    keys: Keys = field(default_factory=Keys)
+    keys: ReadKeys = field(default_factory=ReadKeys)
 
     def add(self, note: Note, *, count: int = 1) -> None:
         """Add a note; count: how many more things it stands for, itself included."""
@@ -83,7 +89,7 @@ class Notes:
     def updated(self, notes: Notes) -> Notes:
         """These notes with the ones of another reading, which replace those of the same reason."""
         first = [one for one in self.first if one.why not in notes.counts]
-        keys = Keys(self.keys.held | notes.keys.held, self.keys.read | notes.keys.read)
+        keys = ReadKeys(self.keys.held | notes.keys.held, self.keys.read | notes.keys.read)
         return Notes(self.counts | notes.counts, first + notes.first, keys)
 
     def record(self) -> dict[str, Any]:
@@ -94,7 +100,7 @@ class Notes:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Notes:
         first = [Note(**note) for note in record["first"]]
-        return cls(dict(record["counts"]), first, Keys(dict(record.get("unread", {}))))
+        return cls(dict(record["counts"]), first, ReadKeys(dict(record.get("unread", {}))))
 
     def __bool__(self) -> bool:
         return bool(self.counts)
@@ -260,3 +266,69 @@ def write(path: Path, notes_of: Gathered, *, error: DataError | None = None) -> 
             replace_file(path, text.encode("utf-8", "backslashreplace"))
         else:
             path.unlink(missing_ok=True)
+
+
+# Keys that nothing reads
+# --------------------------------------------------------------------------------------------------
+
+
+class WatchedRow(dict[str, Any]):
+    """A raw row. The first look at one of its keys counts the keys that it holds; `[]`, get() and
+    `in` count a key as read, and so does nothing else.
+    """
+
+    def __init__(self, values: Mapping[str, Any], held: Iterable[str], keys: ReadKeys) -> None:
+        """held: the keys of the row as its file has them."""
+        super().__init__(values)
+        self._held: Iterable[str] | None = held
+        self._keys = keys
+
+    def __getitem__(self, name: str) -> Any:
+        self._look_at(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._look_at(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._look_at(name)
+        return super().get(name, default)
+
+    def _look_at(self, name: Any) -> None:
+        if self._held is not None:
+            for one in self._held:
+                self._keys.held[one] = self._keys.held.get(one, 0) + 1
+            self._held = None
+        self._keys.read.add(name)
+
+
+def watched(
+    row: dict[str, Any],
+    *,
+    raw: Mapping[str, Any] | None = None,
+    sources: Iterable[str] = (),
+    replaced: Iterable[str] = (),
+) -> dict[str, Any]:
+    """The row; while a split is read (left_out.reading), as a WatchedRow.
+
+    raw: the row as its file has it, where columns were renamed: `sources` are the columns that were
+    read for that, `replaced` those whose place another one took.
+    """
+    notes = current()
+    if notes is None:
+        return row
+    raw, sources = row if raw is None else raw, set(sources)
+    lost = {name for name in replaced if name not in sources}
+    held = [_named(name, lost) for name, value in raw.items() if _is_content(name, value, sources)]
+    return WatchedRow(row, held, notes.keys)
+
+
+def _named(name: str, lost: set[str]) -> str:
+    """The key under which a column is counted: one that was replaced is never read."""
+    return f"{name} (replaced by data.columns)" if name in lost else str(name)
+
+
+def _is_content(name: str, value: Any, sources: set[str]) -> bool:
+    is_empty = isinstance(value, str | list | dict | None) and value in _EMPTY
+    return name not in _KNOWN and name not in sources and not is_empty

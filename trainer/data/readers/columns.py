@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats.lists import as_list, is_nan, structure
+from trainer.data.left_out import watched
 from trainer.data.readers.jsonl import preview
-from trainer.data.watched import watched
 from trainer.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:

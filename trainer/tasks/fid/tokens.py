@@ -9,6 +9,7 @@ and karlstratos/minFiD, which agree on it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.control_tokens import ControlTokens
@@ -28,7 +29,11 @@ class Prompts:
     def __init__(self, tokenizer: Any, data: Data) -> None:
         self.tokenizer, self.data = tokenizer, data
         self.end = eos_id(tokenizer)
-        self.controls = ControlTokens(tokenizer)
+
+    @cached_property
+    def controls(self) -> ControlTokens:
+        """The control tokens that a text may spell."""
+        return ControlTokens(self.tokenizer)
 
     def question(self, text: str) -> list[int]:
         """Ids of the question, which stands before every passage.

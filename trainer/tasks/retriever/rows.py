@@ -15,7 +15,7 @@ from trainer.config import userfile
 from trainer.config.own_rows import QUESTIONS, TEVATRON
 from trainer.data import stdlib_docs
 from trainer.data.formats.lists import as_list
-from trainer.data.left_out import note
+from trainer.data.left_out import note, watched
 from trainer.data.readers import fields, retrieved
 from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
@@ -33,7 +33,6 @@ from trainer.data.readers.own_rows import own_rows
 from trainer.data.readers.passages import by_id, nq_passages, written_passages
 from trainer.data.readers.questions import nq_lines, queries
 from trainer.data.readers.rankings import Qrels, read_qrels
-from trainer.data.watched import watched
 from trainer.errors import DataError
 from trainer.metrics.mergeable import normalise
 

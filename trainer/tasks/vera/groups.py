@@ -15,10 +15,9 @@ from trainer.config.own_rows import STATEMENTS
 from trainer.data import lookup, stdlib_docs
 from trainer.data.formats.json_text import json_value
 from trainer.data.formats.lists import as_list
-from trainer.data.left_out import note
+from trainer.data.left_out import note, watched
 from trainer.data.readers.folders import required_folder, split_names
 from trainer.data.readers.own_rows import own_rows
-from trainer.data.watched import watched
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
