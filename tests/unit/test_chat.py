@@ -436,11 +436,11 @@ def test_system_and_input_of_a_row_are_read(tmp_path: Path) -> None:
         ),
         (
             {"prompt": [{**TURNS[1], "content": 5}], "completion": TURNS[2:3]},
-            fault("prompt_content_wanted", name="prompt[0]", value=5),
+            fault("content_wanted", turns="prompt", turn=0, value=5),
         ),
         (
             {"prompt": TURNS[1:2], "completion": [{"role": "boss", "content": "a"}]},
-            fault("prompt_role_wanted", name="completion[0]", value="boss"),
+            fault("role_wanted", turns="completion", turn=0, value="boss"),
         ),
         ({"prompt": ["a"], "completion": "b"}, fault("prompt_wanted", key="prompt", value=["a"])),
         (
