@@ -46,14 +46,14 @@ _SURE = re.compile(
     |(?:np\.|numpy\.)?array\(\s*\[
     |(?:np|numpy)\.(?:str_|bytes_|bool_|u?int\d+|float\d+)\(
     |\{\s*['"]
-    |(?:frozenset|deque|Index|OrderedDict|dict_keys|dict_values)\(\s*[[{(]
+    |(?:frozenset|deque|Index|OrderedDict|dict_keys|dict_values)\(\s*[\[{(]
     |\[\s*[\u201c\u201d\u2018\u2019].*[\u201c\u201d\u2018\u2019]\s*\]$ # quotes of a word processor
     |.*\n(?:Name:\ .*,\ )?(?:Length:\ \d+,\ )?dtype:\ \w+$  # a Series of pandas
     """,
     re.VERBOSE | re.DOTALL,
 )
 _WORD_BEHIND = re.compile(r"[.:;!?]?\s+[^\W\d]")
-_LIST_BEHIND = re.compile(r"""[[({]\s*['"]|\bdtype[:=]""")
+_LIST_BEHIND = re.compile(r"""[\[({]\s*['"]|\bdtype[:=]""")
 _NUMBERS = re.compile(r"\[\s*\d+(?:[\s,]+\d+)*[\s,]*\]")
 
 
