@@ -169,12 +169,14 @@ def test_weights_that_are_no_finite_numbers_are_named_with_their_file(
     base = shutil.copytree(saved / "base", tmp_path / "base")
     name, other = "model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight"
     weights = load_file(base / "model.safetensors")
-    unsound.refuse([str(base)], torch.float16)
+    how = {"happened": "The scores are not finite"}
+    unsound.refuse([str(base)], torch.float16, **how)
     weights[name][0, 0], weights[other][0, 0] = float("nan"), 1e6
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     with refused("weight_not_finite", at=base / "model.safetensors", name=name) as caught:
-        unsound.refuse([str(base)], torch.float16)
+        unsound.refuse([str(base)], torch.float16, **how)
+    says("weights_not_finite", caught.value, **how)
     says("weight_too_large", caught.value, name=other, dtype="float16")
     with pytest.raises(ConfigError) as caught:
-        unsound.refuse([str(base)], torch.bfloat16)
+        unsound.refuse([str(base)], torch.bfloat16, **how)
     assert other not in str(caught.value)

@@ -141,7 +141,8 @@ def _refuse_unsound(cfg: Experiment, folder: Path, places: Places) -> None:
     sources = [str(folder), base_source.resolve(cfg.base, places)]
     folders = [source for source in sources if isinstance(source, str)]
     dtype = base_model.DTYPES[cfg.train.precision]
-    on_main(lambda: unsound.refuse(folders, dtype))
+    happened = "The scores of the model are not finite"
+    on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
 
 
 def _table_cells(row: Row) -> dict[str, Any]:

@@ -141,7 +141,8 @@ def start(
         begun_with = [base_source.resolve(cfg.base, run.places), init_from and placed(init_from)]
         folders = [source for source in begun_with if isinstance(source, str)]
         dtype = base_model.DTYPES[cfg.train.precision]
-        on_main(lambda: unsound.refuse(folders, dtype))
+        happened = "The loss is not finite before any update of what the run began with"
+        on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
 
     session = Session(
         cfg=cfg,

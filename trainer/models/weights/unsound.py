@@ -17,9 +17,11 @@ from trainer.models.weights import weight_files
 _SHOWN = 5
 
 
-def refuse(sources: Iterable[str], dtype: torch.dtype) -> None:
+def refuse(sources: Iterable[str], dtype: torch.dtype, *, happened: str) -> None:
     """ConfigError names the weights in these folders or Hub ids that are not finite in `dtype`.
     Reads every one.
+
+    happened: the first clause of the message: what is not finite, and when.
     """
     problems: list[str] = []
     for file in _files(sources):
@@ -31,7 +33,7 @@ def refuse(sources: Iterable[str], dtype: torch.dtype) -> None:
     if problems:
         more = f"\nand {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConfigError(
-            "The loss is not finite before any update, because weights of the base are not:\n"
+            f"{happened}, because weights are not:\n"
             + "\n".join(problems[:_SHOWN])
             + f"{more}.\nGet the files again; where a precision cannot hold the numbers, choose "
             "another train.precision."
