@@ -8,6 +8,7 @@ LatheError
 ├── Unreachable      4  the scheduler cannot be seen; whatever was asked may or may not have
                      happened
 ├── Busy             1  another process holds the lock of an experiment
+├── Transient        1  what may be over at the next try: git is slow, files change at this moment
 ├── SomeFailed       3  some experiments of the group could not be submitted or ended badly
 └── NothingMatched   5  no experiment is what the command asked for
 """
@@ -15,6 +16,8 @@ LatheError
 from __future__ import annotations
 
 import errno
+import os
+import re
 import sqlite3
 import subprocess
 from pathlib import Path
@@ -23,6 +26,8 @@ from trainer.errors import LatheError, StorageError, UserError
 from trainer.files.atomic import disk_error
 
 EXIT_SOME_FAILED, EXIT_UNREACHABLE, EXIT_NOTHING_MATCHED = 3, 4, 5
+# another copy of this attempt runs, or nobody waits for it any more: this one does nothing
+EXIT_DUPLICATE = 76
 # A disk that refuses so refuses again until somebody changes something. What else an OSError tells
 # (a full disk, too many open files, a file server that is away) may pass by itself.
 PERMANENT = (
@@ -59,6 +64,10 @@ class Busy(LatheError):
     """Another process holds the lock of this experiment."""
 
 
+class Transient(LatheError):
+    """Something was too slow, or changed at this moment. The same action may succeed later."""
+
+
 class SomeFailed(LatheError):
     """Some experiments of a group could not be submitted or ended badly; the others are fine."""
 
@@ -79,12 +88,15 @@ def is_transient(error: BaseException) -> bool:
         return disk_error(error.__cause__) not in PERMANENT
     if isinstance(error, OSError):
         return error.errno not in PERMANENT
-    # the index cannot be read or written, which is no fault of the job
-    is_of_index = type(error) in (sqlite3.OperationalError, sqlite3.DatabaseError)
     is_of_process = isinstance(error, MemoryError) or "can't start new thread" in str(error)
     is_of_scheduler = isinstance(error, Unreachable | subprocess.TimeoutExpired)
-    is_of_disk = isinstance(error, Busy | StorageError)
-    return is_of_index or is_of_process or is_of_scheduler or is_of_disk
+    is_of_disk = isinstance(error, Busy | Transient | StorageError)
+    return is_of_index(error) or is_of_process or is_of_scheduler or is_of_disk
+
+
+def is_of_index(error: BaseException) -> bool:
+    """Whether the index of the service cannot be read or written, which is no fault of a job."""
+    return type(error) in (sqlite3.OperationalError, sqlite3.DatabaseError)
 
 
 def reason_of(error: BaseException, place: Path) -> str:
@@ -96,5 +108,37 @@ def reason_of(error: BaseException, place: Path) -> str:
     return f"{place}: {type(error).__name__}: {error}"
 
 
-# another copy of this attempt runs, or nobody waits for it any more: this one does nothing
-EXIT_DUPLICATE = 76
+def kind_of(error: BaseException) -> str:
+    """A text that is the same each time the same thing goes wrong: type, error number and folder of
+    a refusal of the disk, and else the message without its numbers (of what is no error of ours,
+    with its type). A message may name a temporary file, whose name is new each time.
+    """
+    disk = error.__cause__ if isinstance(error, StorageError) else error
+    if isinstance(disk, OSError) and disk.filename is not None:
+        folder = Path(os.fsdecode(disk.filename)).parent
+        return f"{type(error).__name__} {disk.errno} {without_numbers(str(folder))}"
+    text = without_numbers(str(error))
+    return text if isinstance(error, LatheError) else f"{type(error).__name__} {text}"
+
+
+def without_numbers(text: str) -> str:
+    """A text in which every number, decimal or hexadecimal, is "#"."""
+    return re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", text)
+
+
+def reason_for_client(error: BaseException, place: Path, base: Path) -> str:
+    """What to tell a client of the service of an error: the file, or else `place`, as it is below
+    the savedir_base, and no words of Python. The server's log has the whole (`reason_of`).
+    """
+    is_of_file = isinstance(error, OSError) and error.filename is not None
+    if is_of_file or isinstance(error, LatheError):
+        return without_base(reason_of(error, place), base)
+    text = f"{place}: the server does not understand it. The server's log says why."
+    return without_base(text, base)
+
+
+def without_base(text: str, base: Path) -> str:
+    """A text in which paths below `base` are relative to it."""
+    for folder in {str(base), os.path.realpath(base)} - {"/"}:
+        text = text.replace(f"{folder}/", "")
+    return text

@@ -115,8 +115,10 @@ class Backend(Protocol):
         ...
 
     def submit(self, rendered: Rendered) -> str:
-        """The scheduler's id. Refused: certainly not accepted; NotYet: nor now, but later.
-        Unreachable: it may have been.
+        """Hand a job to the scheduler; returns the scheduler's id of it.
+
+        Refused: the scheduler does not accept it. NotYet: it accepts no more jobs now, and may
+        accept this one later. Unreachable: whether it has accepted the job is not known.
         """
         ...
 

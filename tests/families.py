@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from tests.bases import OF_TASK, VOCABULARY, base_of, wider, with_uneven_norms
-from tests.contract.runs import from_folder, kind_of, losses, train
+from tests.contract.runs import from_folder, losses, published, train
 from tests.facts import experiment
 from tests.numerics.test_packed_decoder import packed_of, padded_of
 from trainer import tasks
@@ -351,8 +351,7 @@ def wrongly_read(task: str, name: str, files: str, folder: Path) -> list[str]:
     """
     random = RandomBase(**base_of(task, name))
     places = Places(None, folder / "cache", folder)
-    whole = kind_of(base_source.config_of(random, places))
-    written = base_model.load(random, places, precision="fp32", kind=whole)
+    written = published(random, places)
     write(written, folder / "base", files)
     read = base_model.load(str(folder / "base"), places, precision="fp32", kind=KINDS[task])
     body = written.base_model_prefix

@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import NothingMatched, Refused, SomeFailed, Unreachable
+from jobs.errors import NothingMatched, Refused, SomeFailed, Transient, Unreachable
 from jobs.record.events import Busy
 from trainer.data.formats.json_text import BadJson
 from trainer.errors import (
@@ -124,7 +124,8 @@ ODD_TEXT = wording(
     BadJson,
     json_half_pair="{escape}...half of a surrogate pair, as of an emoji that was cut in two",
     json_too_deep="nested deeper than {depth} levels",
-    json_long_number="a number of thousands of digits",
+    json_long_number="an integer beyond 64 bits; write it as text",
+    json_infinite="a number beyond those of 64 bits, which is infinite",
     json_key_twice="the key {key!r} stands twice in one object",
 ) | wording(
     DataError,
@@ -155,7 +156,7 @@ DATA_FILES = wording(
     file_empty="is empty. Put",
     list_empty="is an empty list",
     json_malformed="malformed JSON ({reason}); write one object a line",
-    json_list_malformed="malformed JSON ({reason}); write one list of objects. NaN is no JSON, and an integer beyond 64 bits is wanted as text",
+    json_list_malformed="malformed JSON ({reason}); write one list of objects.",
     json_no_object="a JSON {kind}, want an object",
     not_utf8="byte {byte} is not UTF-8; save",
     other_kind_of_file="byte {byte} is not UTF-8 ({kind}",
@@ -225,8 +226,11 @@ CONVERSATIONS = wording(
     DataError,
     messages_wanted="'messages' is {value!r}, want a list of objects",
     turn_wanted="messages[{turn}] is {value!r}, want an object",
-    role_wanted="messages[{turn}].role is {value!r}, want system",
-    content_wanted="messages[{turn}].content is {value!r}, want text",
+    role_wanted="{turns}[{turn}].role is {value!r}, want system",
+    content_wanted="{turns}[{turn}].content is {value!r}, want text",
+    part_unread="{name} is {value!r}, want 'text' alone",
+    prompt_wanted="'{key}' is {value!r}, want text, or a list of objects with role and content",
+    input_beside_turns="'input' is {value!r}, want it in a turn of",
     weight_wanted="messages[{turn}].{key} is {value!r}, want 0 or 1,...(this one is of {role!r})",
     learning_key_unknown='messages[{turn}].{key} is {value!r}, want "weight": 0 or 1',
     functions_of_row="'functions' is {value}, want the functions in \"tools\":",
@@ -350,8 +354,18 @@ DICTIONARY = wording(
     key_of_others_steps="{key}: no such key. A run is counted in optimizer steps: train.steps =",
     batch_not_dealt="train.global_batch={global_batch} is not a multiple of micro_batch={micro_batch} x world={world} = {rows}...Use {fix}.",
     group_unknown="{group}: no such group.",
+    group_not_named="{file} has 2 groups. Say which by -e: {groups}.",
+    yaml_wrong="{file}:{line}: it is not YAML that is read here ({problem}",
+    json_wrong="{file}:{line}: it is not JSON (",
+    groups_kind="{file}: it holds {kind}. Want a dictionary: group -> list of experiments",
+    groups_twice="{file}: stated twice in one block: {key}.",
+    groups_nan="{file}: NaN is not a number that JSON knows.",
+    merge_exists="--out {out}: it exists already",
+    merge_without_adapters="{folder} holds a whole model and no adapters",
+    new_file_exists="{file} exists already. Give another name by --out",
     text_empty="{key}: String should have at least 1 character",
     tuple_empty="{key}: Tuple should have at least 1 item",
+    base_lacks_weights="base={source!r}: its files lack {names}, and here no training fills",
     rank_outside_world="0 <= rank < world",
     device_unknown="--device {device}: neither a size...nor a known name",
     answers_of_source='source={source!r} has no answers. Use source="files"',
@@ -797,22 +811,30 @@ SUBMISSION = wording(
     StorageError,
     run_folder_leads_out="{folder}: it is a link to {target}, outside of --savedir_base",
 )
-SNAPSHOTS = wording(
-    ConfigError,
-    tree_dirty="{count} file(s) differ from {commit}: {files}. Commit them...--allow-dirty",
-    tree_altered="{count} file(s) differ from {version} as it was installed: {files}. Install it again...--allow-dirty",
-    tree_without_git="not in a git repository",
-    tree_empty="no file to take",
-    tree_holds_secret="would hold a secret: {file}, line {line}: {what}....{fix}",
-    savedir_is_project="Give it a folder of its own",
-    tree_file_too_big="{file} ({size}); want at most {most} each....gitignore",
-    tree_too_big="a code snapshot of {size}, want at most {most}. The largest: {files},",
-    tree_unreadable="{file}: {reason}",
-    git_refuses="git rev-parse says",
-    digest_form="want 64 hexadecimal digits",
-) | wording(
-    StorageError,
-    code_is_folder="Move the folder away",
+SNAPSHOTS = (
+    wording(
+        ConfigError,
+        tree_dirty="{count} file(s) differ from {commit}: {files}. Commit them...--allow-dirty",
+        tree_altered="{count} file(s) differ from {version} as it was installed: {files}. Install it again...--allow-dirty",
+        tree_without_git="not in a git repository",
+        tree_empty="no file to take",
+        tree_holds_secret="would hold a secret: {file}, line {line}: {what}....{fix}",
+        savedir_is_project="Give it a folder of its own",
+        tree_file_too_big="{file} ({size}); want at most {most} each....gitignore",
+        tree_too_big="a code snapshot of {size}, want at most {most}. The largest: {files},",
+        tree_unreadable="{file}: {reason}",
+        git_refuses="git rev-parse says",
+        digest_form="want 64 hexadecimal digits",
+    )
+    | wording(
+        Transient,
+        git_slow="git {command} in {folder} took over {seconds} s",
+        tree_changes="{folder}: files change while they are copied",
+    )
+    | wording(
+        StorageError,
+        code_is_folder="Move the folder away",
+    )
 )
 SERVICE = wording(
     ConfigError,
@@ -841,6 +863,10 @@ SERVICE = wording(
     number_too_large="{number} is larger than any number of 64 bits",
     disk_refuses="The disk is full or refuses writes",
     ask_later="Ask again",
+    file_gone="{path}: it was deleted a moment ago",
+    file_refuses="It cannot be read or written: {reason}.",
+    tokens_unreadable="The server cannot read its tokens now",
+    not_understood="{path}: the server does not understand it. The server's log says why",
     row_too_wide="a row of more than {most} values",
     worker_ended="has ended, or is stuck",
 )

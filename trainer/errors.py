@@ -41,7 +41,16 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A data file is missing, empty or malformed."""
+    """A data file is missing, empty or malformed, or a row of it.
+
+    place, field: of the row, "train.jsonl, line 3" and "messages[0].role"; None where no row, or no
+    field of it, is wrong.
+    """
+
+    def __init__(self, message: str, *, place: str | None = None, field: str | None = None) -> None:
+        super().__init__(message)
+        self.place = place
+        self.field = field
 
 
 class ResumeError(UserError):

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+DISTRIBUTION = "lathe-finetune"  # as pyproject.toml names it
 _NAMED = ("torch", "transformers", "deepspeed")
 
 
@@ -19,7 +20,7 @@ def version_text() -> str:
 
 def lathe_version() -> str:
     """Such as 0.1.0."""
-    return _version("lathe")
+    return _version(DISTRIBUTION)
 
 
 def _version(package: str) -> str:

@@ -17,7 +17,8 @@ from itertools import islice
 from pathlib import Path
 
 from jobs import secret_keys
-from trainer.errors import ConfigError, LatheError
+from jobs.errors import Transient
+from trainer.errors import ConfigError
 
 MIB = 1 << 20
 MAX_FILE, MAX_TOTAL, MAX_WEIGHTS = (
@@ -91,7 +92,7 @@ def read_source(project: Path) -> SourceFiles:
     """The files of a project's repository, or of its folder alone where git does not track it. Of
     an installed version (pip install): the files that were installed.
 
-    ConfigError when the folder or git refuses; LatheError when git does not answer in two minutes.
+    ConfigError when the folder or git refuses; Transient when git does not answer in two minutes.
     """
     project = project.resolve()
     installed = _installed(project)
@@ -192,7 +193,7 @@ def _installed(project: Path) -> SourceFiles | None:
     """The files that pip put into this folder; None when it did not install the project there (a
     clone, an editable installation).
     """
-    for folder in project.glob(f"{PACKAGE}-*.dist-info"):
+    for folder in project.glob(f"{PACKAGE}*-*.dist-info"):
         package = importlib.metadata.PathDistribution(folder)
         files = {
             file.as_posix(): file.hash
@@ -243,8 +244,8 @@ def _walk(project: Path) -> SourceFiles:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    """The output of git. ConfigError with git's words when it fails; FileNotFoundError where it is
-    not installed.
+    """The output of git. ConfigError with git's words when it fails; Transient when it takes longer
+    than GIT_S; FileNotFoundError where it is not installed.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
@@ -262,7 +263,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise LatheError(
+        raise Transient(
             f"git {arguments[0]} in {folder} took over {GIT_S:.0f} s. Try it by hand."
         ) from None
     if process.returncode != 0:

@@ -55,8 +55,9 @@ from jobs.code.repository import (
     select,
     why_dirty,
 )
+from jobs.errors import Transient
 from jobs.record.times import now
-from trainer.errors import ConfigError, LatheError, StorageError
+from trainer.errors import ConfigError, StorageError
 from trainer.files.atomic import read_json, refusals, replace_file, sha256_of, sync
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ def take(project: Path, base: BaseFolder, *, allow_dirty: bool) -> Snapshot:
 
     project: the folder of trainval.py. ConfigError for uncommitted changes or a project without git
     (unless allow_dirty), for keys in files and for files that are too big; StorageError when the
-    disk refuses. May be killed at any moment and run by many at once: a snapshot is written aside
-    and renamed when it is whole.
+    disk refuses; Transient when files change all the while. May be killed at any
+    moment and run by many at once: a snapshot is written aside and renamed when it is whole.
     """
     source = read_source(project)
     selection = select(source, base.path)
@@ -137,7 +138,7 @@ def take(project: Path, base: BaseFolder, *, allow_dirty: bool) -> Snapshot:
             size,
             source.name,
         )
-    raise ConfigError(
+    raise Transient(
         f"{source.top}: files change while they are copied. Stop what writes there, and submit "
         "again."
     )
@@ -409,6 +410,6 @@ def _publish(staging: Path, folder: Path) -> None:
         else:
             sync(folder.parent)
             return
-    raise LatheError(
+    raise Transient(
         f"{folder}: is made and torn again and again. Look for another process that writes there."
     )

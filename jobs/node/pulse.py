@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from jobs.record.paths import Attempt
-from jobs.record.times import seconds_since, seconds_since_change
+from jobs.record.times import CLOCKS_S, seconds_since, seconds_since_change
 from trainer.files.atomic import read_json
 
 ALIVE_S = 90.0  # three heartbeats: one that does not change for so long has stopped
-CLOCKS_S = 900.0  # how far apart the clocks of two nodes may be
 
 
 @dataclass

@@ -57,7 +57,7 @@ def _port(token: str) -> int:
         raise LatheError(f"{taken}. `retry` sends it with another port.")
     for port in ports:
         if is_free(port):
-            log.warning("%s: they meet at port %d", taken, port)
+            log.warning("%s: the nodes of this job meet at port %d", taken, port)
             return port
     raise LatheError(f"{taken}, and so are {TRIES - 1} others. `retry` sends it with other ports.")
 

@@ -22,12 +22,18 @@ def seconds_since(at: str | None) -> float:
         return float("inf")
 
 
+CLOCKS_S = 900.0  # how far apart the clocks of two nodes may be
+
+
 def age_of(path: Path, at: str | None) -> float:
-    """Seconds since a file was written that says `at`: by that date or by the file's own time, of
-    which the older counts, for the writer's clock may be ahead. Infinite for what is no time.
+    """Seconds since a file was written that says `at`, by the clock of its disk, since the writer's
+    may be ahead or behind. A date that is older than any difference between two clocks counts
+    instead: the file is then a copy. Infinite for what is no time.
     """
-    by_disk_s = seconds_since_change(path)
-    return max(seconds_since(at), by_disk_s if math.isfinite(by_disk_s) else 0.0, 0.0)
+    by_date_s, by_disk_s = seconds_since(at), seconds_since_change(path)
+    if math.isinf(by_disk_s) or by_date_s > by_disk_s + CLOCKS_S:
+        return max(by_date_s, 0.0)
+    return max(by_disk_s, 0.0)
 
 
 def seconds_since_change(path: Path) -> float:

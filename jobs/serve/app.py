@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
 from jobs import backends
-from jobs.errors import is_transient, reason_of
+from jobs.errors import is_transient, reason_for_client, without_base
 from jobs.options import BackendName, Base, PythonBinary, report_errors
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
@@ -45,6 +45,7 @@ from jobs.serve.live import routes as live_routes
 from jobs.serve.requests import Refusal
 from jobs.serve.tickets import ServiceFolder
 from trainer.errors import ConfigError, LatheError, StorageError
+from trainer.files.atomic import disk_error
 
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
 MOST_NAMES = 100  # of folders that cannot be read, in one answer
@@ -93,12 +94,14 @@ class Door:
                     headers.setdefault(name, value)
             await send(message)
 
+        if scope["path"] == PROBE:  # its answer needs no thread, no file and no token
+            await self.app(scope, receive, send_ours)
+            return
         with contextlib.ExitStack() as stack:
             try:
                 holder = self._admit(scope)
                 kind = "streams" if scope["path"] == live_routes.STREAM else "requests"
-                if scope["path"] != PROBE:
-                    stack.enter_context(self.shares.hold(kind, holder))
+                stack.enter_context(self.shares.hold(kind, holder))
             except Refusal as error:
                 await error.response()(scope, receive, send_ours)
                 return
@@ -114,10 +117,15 @@ class Door:
             raise Refusal(421, "Host: this server has another name. `hosts` of its file lists it.")
         if not self.gate.is_our_origin(headers):
             raise Refusal(403, "Origin: a page of another site may not call this server.")
-        client = self.gate.client(headers.get("authorization"))
+        try:
+            client = self.gate.client(headers.get("authorization"))
+        except (OSError, ConfigError) as error:  # it is being replaced, or somebody has to mend it
+            log.warning("%s", error)
+            text = "The server cannot read its tokens now. Ask again."
+            raise Refusal(503, text, code="overloaded", retry_after_s=5) from None
         holder, state = holder_of(scope, client), scope.setdefault("state", {})
         wait_s = self.gate.wait_s(holder, has_token=client is not None)
-        if wait_s and scope["path"] != PROBE:
+        if wait_s:
             text = f"Too many requests: at most {self.gate.requests_per_minute} a minute."
             raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=wait_s)
         is_page = scope["path"] in PUBLIC_PATHS or scope["path"].startswith("/live/")
@@ -151,18 +159,25 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-PROBE = "/healthz"  # a cluster restarts a server whose probe is refused: it never is
-PUBLIC_PATHS = (PROBE, "/", "/live")  # they hold no data: the page itself is empty
+# A cluster restarts a server whose probe is refused. It asks by the address of a pod, and before a
+# token file may be there, so nothing in the headers of a probe is looked at.
+PROBE = "/healthz"
+PUBLIC_PATHS = ("/", "/live")  # they hold no data: the page itself is empty
 
 
-def health(request: Request) -> Response:
-    """Answers probes: the server is up. It names the folders that it cannot read; the reasons are
-    in its log and on the page, because whoever asks here needs no token.
+async def health(request: Request) -> Response:
+    """Answers probes: the server is up. It names the folders that it cannot read, and what it could
+    not do when it last tried; the reasons are in its log and on the page, because whoever asks here
+    needs no token.
     """
-    names = list(lathe_routes.keeper_of(request).unreadable.reasons)
-    if not names:
+    keeper = lathe_routes.keeper_of(request)
+    folders, parts = list(keeper.unreadable.reasons), list(keeper.reader.failing.reasons)
+    if not folders and not parts:
         return Response("ok\n", media_type="text/plain")
-    lines = [f"degraded: {len(names)} folder(s) cannot be read, all others are served"]
+    counts = [f"{len(folders)} folder(s) cannot be read"] if folders else []
+    counts += [f"{len(parts)} thing(s) could not be done"] if parts else []
+    lines = [f"degraded: {', '.join(counts)}, all others are served"]
+    names = folders + parts
     lines += names[:MOST_NAMES] + (["..."] if len(names) > MOST_NAMES else [])
     return Response("\n".join(lines) + "\n", media_type="text/plain")
 
@@ -179,9 +194,11 @@ async def on_http(request: Request, error: Exception) -> Response:
 
 
 async def on_disk(request: Request, error: Exception) -> Response:
-    """The answer when a disk or the index refuses: 507 when it is full, 503 for what passes."""
+    """The answer when a disk or the index refuses: 507 when it is full, 503 for what passes, 404
+    when the file or folder that was asked for has gone meanwhile.
+    """
     kind = disk_trouble(error)
-    if kind is None and isinstance(error, OSError):
+    if kind is None and isinstance(error, StorageError | OSError):
         return await on_unreadable(request, error)
     if kind is None:
         raise error
@@ -189,7 +206,7 @@ async def on_disk(request: Request, error: Exception) -> Response:
     if kind == "busy":
         text = "The server has too many files open, or waits for its index. Ask again."
         return Refusal(503, text, code="overloaded", retry_after_s=5).response()
-    text = "The disk is full or refuses writes, so nothing was done. Ask whoever runs the service."
+    text = "The disk is full or refuses writes, so this was not done. Ask whoever runs the service."
     return Refusal(507, text, code="insufficient_storage").response()
 
 
@@ -197,10 +214,8 @@ def disk_trouble(error: BaseException | None) -> Literal["full", "busy"] | None:
     """What an error says about the disk: "full" (or read-only), "busy" (too many open files, an
     index that is locked), None for another error.
     """
-    if isinstance(error, StorageError):
-        return disk_trouble(error.__cause__) or "full"
-    if isinstance(error, OSError):
-        is_full, is_busy = error.errno in FULL, error.errno in MANY_FILES
+    if isinstance(error, OSError | StorageError):
+        is_full, is_busy = disk_number(error) in FULL, disk_number(error) in MANY_FILES
     elif isinstance(error, sqlite3.Error):
         is_full = any(words in str(error) for words in FULL_INDEX)
         is_busy = "locked" in str(error)
@@ -211,19 +226,37 @@ def disk_trouble(error: BaseException | None) -> Literal["full", "busy"] | None:
     return "busy" if is_busy else None
 
 
+def disk_number(error: OSError | StorageError) -> int | None:
+    """The errno with which a disk refused; None for a StorageError that is about something else."""
+    cause = error.__cause__ if isinstance(error, StorageError) else error
+    return disk_error(cause) if isinstance(cause, Exception) else None
+
+
 async def on_our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, LatheError), "registered for it"
-    return lathe_routes.refusal_of(error).response()
+    log.info("%s %s: %s", request.method, request.url.path, error)
+    refusal = lathe_routes.refusal_of(error)
+    refusal.message = without_base(refusal.message, base_of(request))
+    return refusal.response()
+
+
+def base_of(request: Request) -> Path:
+    """The savedir_base of the server."""
+    return lathe_routes.keeper_of(request).folder.base.path
 
 
 async def on_unreadable(request: Request, error: Exception) -> Response:
-    assert isinstance(error, OSError), "registered for it"
-    if is_transient(error):
+    """The answer when a file is gone (404), or is none that this server may read or write (409)."""
+    assert isinstance(error, OSError | StorageError), "registered for it"
+    number = disk_number(error)
+    if number is not None and is_transient(error):
         return await on_fault(request, error)
     log.warning("%s %s: %s", request.method, request.url.path, error)
-    return Refusal(
-        409, f"It cannot be read: {reason_of(error, Path(request.url.path))}."
-    ).response()
+    if number == errno.ENOENT and request.path_params:
+        text = f"{request.url.path}: it was deleted a moment ago."
+        return Refusal(404, text, param="id").response()
+    reason = reason_for_client(error, Path(request.url.path), base_of(request))
+    return Refusal(409, f"It cannot be read or written: {reason.rstrip('.')}.").response()
 
 
 async def on_fault(request: Request, error: Exception) -> Response:

@@ -292,6 +292,14 @@ class Index:
         query = "select exp_id from jobs where owner = ?"
         return {row[0] for row in self.connection.execute(query, (owner,))}
 
+    def ids_of(self, owner: str) -> set[str]:
+        """Ids of the jobs, the files and the runs of an owner."""
+        query = (
+            "select id from jobs where owner = ?1 union select exp_id from jobs where owner = ?1 "
+            "union select id from uploads where owner = ?1"
+        )
+        return {row[0] for row in self.connection.execute(query, (owner,))}
+
     def write_runs(self, entries: Iterable[Mapping[str, str]]) -> None:
         """Replace the rows of runs. An entry has exp_id, facts, state, body, group, name,
         experiment and card (JSON).

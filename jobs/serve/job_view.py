@@ -19,6 +19,7 @@ from typing import IO, Any, Literal, cast
 from jobs.record.metrics import numbers
 from jobs.record.paths import RunFolder
 from jobs.record.row import Row
+from jobs.record.state_table import TURN
 from jobs.serve.tickets import Checked, Failure, Ticket, Wish
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.files.atomic import open_file
@@ -88,10 +89,12 @@ def standing(facts: Facts) -> Standing:
     if facts.checked is not None and facts.checked.message is not None:
         error = _error("invalid_training_file", facts.checked.message, facts.checked.param)
         return Standing("failed", facts.checked.at, error)
-    if row is not None and row.state == "succeeded":
-        is_before_cancel = not ends or (row.ended_at or "") <= min(ends)
-        if is_before_cancel:
+    if row is not None and row.state in ("succeeded", *FAILED):
+        is_first_end = not ends or (row.ended_at or "") <= min(ends)
+        if is_first_end and row.state == "succeeded":
             return Standing("succeeded", _ended_at(row))
+        if is_first_end and row.ended_at is not None and cancel is None:
+            return _as_failed(row, f"training_{row.state}")
     if failure is not None and failure.at == min(ends):
         return Standing("failed", failure.at, _error(CANNOT_RUN, failure.message, None))
     if cancel is not None:
@@ -100,16 +103,27 @@ def standing(facts: Facts) -> Standing:
         return Standing("validating_files")
     if row is None or not row.history:
         return Standing("queued")
-    if row.state in FAILED or row.state == "pending":  # "pending": the scheduler refused it
-        reason = row.reason or f"it ended as {row.state}"
-        code = "refused" if row.state == "pending" else f"training_{row.state}"
-        return Standing("failed", _ended_at(row), _error(code, reason, None))
+    if row.state in FAILED:
+        return _as_failed(row, f"training_{row.state}")
+    if row.state == "pending" and not has_turn_later(row):
+        return _as_failed(row, "refused")
     last = facts.last_wish("pause", "resume")
     # a pause ended the attempt: then the job is resumed, now or later
     was_paused = last is not None and (last.wish == "pause" or row.history[-1].at < last.at)
     if row.state == "cancelled" and not was_paused:
         return Standing("cancelled", _ended_at(row))
     return Standing("running" if row.state == "running" else "queued")
+
+
+def has_turn_later(row: Row) -> bool:
+    """Whether its scheduler took no more jobs when it was sent: then it is sent again."""
+    return row.state == "pending" and (row.reason or "").startswith(TURN)
+
+
+def _as_failed(row: Row, code: str) -> Standing:
+    """The standing of a job whose run failed, or was refused by its scheduler."""
+    reason = row.reason or f"it ended as {row.state}"
+    return Standing("failed", _ended_at(row), _error(code, reason, None))
 
 
 def _ended_at(row: Row) -> str | None:

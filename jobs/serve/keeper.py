@@ -13,14 +13,15 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from jobs.backends import BackendCache
 from jobs.code.snapshot import Snapshot, take
 from jobs.config import JobConfig
-from jobs.errors import Unreachable, is_transient, reason_of
+from jobs.errors import Unreachable, is_transient, kind_of, reason_for_client, reason_of
 from jobs.job_state import ACTIVE, JobState
-from jobs.record.paths import is_there
+from jobs.record import events as record
+from jobs.record.paths import RunFolder, is_there
 from jobs.record.patience import PatientBackends
 from jobs.record.row import Row
 from jobs.record.times import now
@@ -40,7 +41,7 @@ from jobs.serve.tickets import (
     Ticket,
     TicketFolder,
 )
-from jobs.serve.turn.reader import FolderReader
+from jobs.serve.turn.reader import FolderReader, failure_part
 from jobs.serve.turn.troubles import Troubles
 from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
@@ -53,12 +54,9 @@ from trainer.files.atomic import create_json, refusals
 GROUP = "service"  # of every job that the service sends
 PAUSED = "paused in the service: resuming it there goes on from its last checkpoint"
 ASK_AGAIN_S = 10.0  # between two requests for the end of the same attempt
-MARK_BYTES = (
-    4096  # before a place in metrics.jsonl; their digest shows whether the file is the same
-)
+LOCK_WAIT_S = 0.0  # whoever holds the lock of one run keeps the others waiting no longer
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,8 @@ class Keeper:
     observed_by: PatientBackends = field(default_factory=lambda: PatientBackends(BackendCache()))
     _poked: threading.Event = field(default_factory=threading.Event)
     _is_stopped: bool = False
-    _asked: dict[str, float] = field(default_factory=dict[str, float])
+    # job id -> what was done for it -> when, in seconds of the monotonic clock
+    _last_tries: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
 
     @cached_property
     def reader(self) -> FolderReader:
@@ -112,7 +111,7 @@ class Keeper:
         while not self._is_stopped:
             self._poked.clear()
             try:
-                facts = self.reader.see()
+                facts = self.reader.read_changes()
                 if acting is None or not acting.is_alive():
                     acting = threading.Thread(target=self._act, args=(facts,), daemon=True)
                     acting.start()
@@ -137,38 +136,45 @@ class Keeper:
 
     def turn(self) -> None:
         """Read everything that may have changed, and act on it."""
-        self._act(self.reader.see())
+        self._act(self.reader.read_changes())
 
     def _act(self, facts: Mapping[str, Facts]) -> None:
         """Advance jobs, and read again those for which something was done."""
+        for ended in self._last_tries.keys() - self.reader.open_ids:
+            del self._last_tries[ended]
         names = [name for name in facts if self._has_advanced(facts[name])]
-        self.reader.apart("the jobs that were advanced", lambda: self.reader.look(names), {})
+        part = "the jobs that were advanced"
+        self.reader.run_part(part, lambda: self.reader.read_jobs(names), {})
 
     def _has_advanced(self, facts: Facts) -> bool:
         """Take the next step of one job; returns whether anything was done. What it throws is its
         own: it is tried again when it may pass by itself, and else it fails the job.
         """
-        folder = TicketFolder(self.folder.tickets / facts.ticket.id)
+        name = facts.ticket.id
+        folder = TicketFolder(self.folder.tickets / name)
         try:
             is_done = self._advance(facts)
         except Exception as error:  # of any kind, so that no job of another waits for ever
-            reason = reason_of(error, folder.path)
-            log.debug("%s", facts.ticket.id, exc_info=error)
+            reason, kind = reason_of(error, folder.path), kind_of(error)
+            log.debug("%s", name, exc_info=error)
             may_pass = is_transient(error)
-            if not self.reader.failing.note(facts.ticket.id, reason, is_transient=may_pass):
+            if not self.reader.failing.note(name, reason, kind=kind, is_transient=may_pass):
                 return False
-            failure = Failure(at=now(), message=reason)
-            return self.reader.apart(facts.ticket.id, partial(self._fail, folder, failure), False)
-        self.reader.failing.end(facts.ticket.id)
+            reason = reason_for_client(error, folder.path, self.folder.base.path)
+            fail = partial(self._fail, folder, Failure(at=now(), message=reason))
+            is_done = self.reader.run_part(failure_part(name), fail, False)
+            if not is_done:
+                return False
+        self.reader.failing.end(name)
         return is_done
 
     def _fail(self, folder: TicketFolder, failure: Failure) -> bool:
         """Write down durably why a job cannot go on. StorageError."""
         return create_json(folder.failure_file, failure.model_dump(mode="json"))
 
-    def look(self, job_id: str) -> dict[str, Any] | None:
+    def read_job(self, job_id: str) -> dict[str, Any] | None:
         """A job as its files are now, also written to the index; None for an unknown id."""
-        self.reader.look([job_id])
+        self.reader.read_jobs([job_id])
         return self.index.job(job_id)
 
     # Acting
@@ -179,6 +185,8 @@ class Keeper:
         """
         folder = self.folder.ticket(facts.ticket.id)
         assert folder is not None, "a ticket has a folder"
+        if facts.failure is None:  # a wish may have come while other jobs were advanced
+            facts = replace(facts, wishes=folder.wishes())
         row, failure = facts.row, facts.failure
         is_on_record = failure is None or is_there(folder.failure_file)
         if failure is not None and not is_on_record and standing(facts).status == "failed":
@@ -186,19 +194,19 @@ class Keeper:
         is_unwanted = facts.last_wish("cancel") is not None or is_paused(facts)
         is_unwanted |= failure is not None
         if row is not None and row.state in ACTIVE and is_unwanted:
-            return self._end(row, why=PAUSED if is_paused(facts) else None)
+            return self._end(facts.ticket.id, row, why=PAUSED if is_paused(facts) else None)
         if row is not None and row.state == "paused" and is_unwanted and not is_paused(facts):
-            return self._end(row, why=None)
+            return self._end(facts.ticket.id, row, why=None)
         if is_unwanted or standing(facts).status in FINAL:
             return False
         if facts.checked is None:
             self._check(folder, facts.ticket)
             return True
         if row is None or not row.history:
-            return self._submit(facts.ticket, folder)
+            return self._submit(facts, folder)
         if row.state in ACTIVE and row.job_id is not None:
             return False
-        return self._again(row, len(facts.wishes))
+        return self._again(facts, row)
 
     def _check(self, folder: TicketFolder, ticket: Ticket) -> None:
         """Check the files of a job completely, and write their rows as its task reads them."""
@@ -245,13 +253,18 @@ class Keeper:
             keep=lambda row: is_only_row or row in held_out,
         )
 
-    def _submit(self, ticket: Ticket, folder: TicketFolder) -> bool:
+    def _submit(self, facts: Facts, folder: TicketFolder) -> bool:
+        ticket = facts.ticket
         values = dict(self._offer(ticket).job)
         if self.send.python_binary:
             values["python_binary"] = self.send.python_binary
         job = validate(JobConfig, values, source=f"job of model {ticket.model!r}")
         flags = {"data_path": str(folder.data), "cache_dir": str(self.folder.cache)}
         request = self.request([ticket.experiment], GROUP, job, flags)
+        # a turn waits for nobody: what has no answer, or is locked, is tried again in the next ones
+        request = replace(request, lock_wait_s=LOCK_WAIT_S, answer_wait_s=0.0)
+        if len(folder.wishes()) != len(facts.wishes):
+            return True  # a wish came while the code was copied: it is looked at first
         for result in group_of_jobs.submit(request):
             log.info("%s: %s: %s", ticket.id, result.action, result.text)
             _raise_failure(result)
@@ -298,41 +311,56 @@ class Keeper:
         _ = request.trials  # raises ConfigError before a run folder is written
         return request
 
-    def _end(self, row: Row, *, why: str | None) -> bool:
-        """Cancel an attempt, or let it pause; at most every ASK_AGAIN_S seconds."""
-        key = f"{row.exp_id}/{row.attempt} {why or 'cancel'}"
-        if row.read_error is not None and key in self._asked:
+    def _end(self, job_id: str, row: Row, *, why: str | None) -> bool:
+        """Cancel an attempt, or let it pause; at most every ASK_AGAIN_S seconds, but in each turn
+        while another process holds its lock.
+        """
+        key, tries = f"{row.attempt} {why or 'cancel'}", self._last_tries.setdefault(job_id, {})
+        if row.read_error is not None and key in tries:
             return False  # whether it ends can never be seen
         last = row.history[-1] if row.history else None
         has_wish = last is not None and last.is_cancelled and last.end_wanted_for == why
-        if has_wish and key not in self._asked:
-            self._asked[key] = time.monotonic()  # another server has asked
-        if time.monotonic() - self._asked.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S:
+        if has_wish and key not in tries:
+            tries[key] = time.monotonic()  # another server has asked
+        if time.monotonic() - tries.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S:
             return False
-        self._asked[key] = time.monotonic()
-        for result in control.cancel(self.folder.base, [row], self.backend_of, why=why):
+        _raise_if_locked(self.folder.base.run(row.exp_id))
+        tries[key] = time.monotonic()
+        results = control.cancel(
+            self.folder.base, [row], self.backend_of, why=why, lock_wait_s=LOCK_WAIT_S
+        )
+        for result in results:
             log.info("%s: %s", row.exp_id, result.text)
         return True
 
-    def _again(self, row: Row, num_wishes: int) -> bool:
-        """Continue a run that was paused or preempted, or whose submission got no answer.
+    def _again(self, facts: Facts, row: Row) -> bool:
+        """Continue a run that was paused or preempted, that waits for its turn, or whose submission
+        got no answer.
 
         A run that has to wait is tried again after ASK_AGAIN_S seconds, because a try reads every
-        run.
+        run; one whose lock another process holds is tried again in the next turn.
         """
-        key = f"{row.exp_id}/{row.attempt} again {num_wishes}"
-        if time.monotonic() - self._asked.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S:
+        tries = self._last_tries.setdefault(facts.ticket.id, {})
+        key = f"{row.attempt} again {len(facts.wishes)}"
+        if time.monotonic() - tries.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S:
             return False
+        _raise_if_locked(self.folder.base.run(row.exp_id))
         # "cancelled": paused by an earlier version, which did not say so in its record
         paused: tuple[JobState, ...] = ("paused", "cancelled")
         limits = Limits(retry=paused) if row.state in paused else None
-        request = control.Again(self.folder.base, self.backend_of, limits)
+        request = control.Again(self.folder.base, self.backend_of, limits, lock_wait_s=LOCK_WAIT_S)
         (result,) = control.again(request, [row])
-        if result.action == "skip" or result.is_bad:
-            self._asked[key] = time.monotonic()
+        if result.action in ("skip", "wait") or result.is_bad:
+            tries[key] = time.monotonic()
             _raise_failure(result)
             return False
         return True
+
+
+def _raise_if_locked(folder: RunFolder) -> None:
+    """Busy when another process holds the lock of a run; return when it is free now."""
+    with record.lock(folder, wait_s=LOCK_WAIT_S):
+        pass
 
 
 def _raise_failure(result: ActionResult) -> None:

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from jobs.errors import reason_of
+from jobs.errors import reason_for_client
 from jobs.record.times import now
 from jobs.serve import uploads
 from jobs.serve.index import Page, PageRequest, may_lag
-from jobs.serve.job_view import FINAL, checkpoints, job_object, results_csv, seconds
+from jobs.serve.job_view import FINAL, checkpoints, results_csv, seconds
 from jobs.serve.limits.quotas import room_for_job
 from jobs.serve.offers import TuningRequest, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
@@ -149,7 +149,7 @@ def _unreadable_upload(
     try:
         is_gone = folder.read() is None
     except (OSError, LatheError) as error:
-        reason = reason_of(error, folder.path)
+        reason = reason_for_client(error, folder.path, keeper.folder.base.path)
         return folder, uploads.unreadable(file_id, reason, seconds(body["created_at"]), body)
     return None if is_gone else (folder, Upload.model_validate(body))
 
@@ -232,8 +232,8 @@ def _job_now(keeper: Keeper, job_id: str) -> dict[str, Any] | None:
     """
     job = None
     with may_lag():
-        job = keeper.look(job_id)
-    if job is not None and not keeper.reader.lags(job_id):
+        job = keeper.read_job(job_id)
+    if job is not None and not keeper.reader.is_behind(job_id):
         return job
     try:
         facts = keeper.reader.facts(job_id, None)
@@ -245,7 +245,7 @@ def _job_now(keeper: Keeper, job_id: str) -> dict[str, Any] | None:
         return job
     rows = keeper.reader.rows([facts.ticket.exp_id])
     facts = replace(facts, row=rows.get(facts.ticket.exp_id))
-    return job_object(facts, keeper.config.organization)
+    return keeper.reader.job_body(facts)
 
 
 def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Ticket:
@@ -341,7 +341,8 @@ def list_checkpoints(request: Request) -> Response:
     try:
         ticket = folder.read()
     except (OSError, LatheError) as error:
-        raise Refusal(409, reason_of(error, folder.path)) from None
+        base = keeper.folder.base.path
+        raise Refusal(409, reason_for_client(error, folder.path, base)) from None
     assert ticket is not None, "its job was found"
     run = keeper.folder.base.run(ticket.exp_id)
     objects = checkpoints(ticket, run, keeper.config.organization)
@@ -420,7 +421,6 @@ def delete_model(request: Request) -> Response:
         raise Refusal(403, f"{name} belongs to another token.")
     folder = keeper.folder.ticket(job["id"])
     assert folder is not None, "a job has a ticket"
-    folder.add_wish("delete", client.name)
     run, base = keeper.folder.base.run(job["lathe"]["exp_id"]), keeper.folder.base
     aside = base.deleted_folder / f"{run.path.name}-{time.strftime('%Y%m%d-%H%M%S')}-model"
     with refusals(aside):
@@ -428,6 +428,8 @@ def delete_model(request: Request) -> Response:
         for part in ("final", "best"):
             if (run.path / part).exists():
                 os.rename(run.path / part, aside / part)
+    # last: a disk that refuses has deleted nothing, and the same request may come again
+    folder.add_wish("delete", client.name)
     _job_now(keeper, job["id"])
     return PlainJSON({"id": name, "object": "model", "deleted": True})
 

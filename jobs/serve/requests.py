@@ -305,7 +305,7 @@ def keeper_of(request: Request) -> Keeper:
 
 
 def shares_of(request: Request) -> Shares:
-    """What the clients of the server hold at present."""
+    """How much of the server each client uses now, and may use."""
     return cast("Shares", request.app.state.shares)
 
 

@@ -44,21 +44,28 @@ BackendOf = Callable[[str], Backend]
 
 
 def cancel(
-    base: BaseFolder, rows: Collection[Row], backend_of: BackendOf, *, why: str | None = None
+    base: BaseFolder,
+    rows: Collection[Row],
+    backend_of: BackendOf,
+    *,
+    why: str | None = None,
+    lock_wait_s: float = LOCK_WAIT_S,
 ) -> list[ActionResult]:
     """Ask for the end of every live job among `rows`, including those whose submission got no
     answer.
 
     why: the reason that `status` gives for jobs that are not cancelled for good.
     """
-    return [_cancel(base.run(row.exp_id), row, backend_of, why) for row in rows]
+    return [_cancel(base.run(row.exp_id), row, backend_of, why, lock_wait_s) for row in rows]
 
 
-def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf, why: str | None) -> ActionResult:
+def _cancel(
+    folder: RunFolder, row: Row, backend_of: BackendOf, why: str | None, lock_wait_s: float
+) -> ActionResult:
     if row.state not in (*ACTIVE, "paused"):
         return ActionResult(row.exp_id, "skip", f"it is {row.state}: nothing runs", row.state)
     try:
-        with record.lock(folder, wait_s=LOCK_WAIT_S):
+        with record.lock(folder, wait_s=lock_wait_s):
             job = record.read(folder)
             attempt = job.last if job else None
             if attempt is None:
@@ -99,6 +106,7 @@ class Again:
     backend_of: BackendOf
     limits: Limits | None = None
     resend_s: float = RESEND_S
+    lock_wait_s: float = LOCK_WAIT_S
 
 
 def again(request: Again, rows: Sequence[Row]) -> list[ActionResult]:
@@ -136,7 +144,7 @@ def _again(request: Again, row: Row, rows: Sequence[Row], full: set[str]) -> Act
             # somebody else's folder is theirs to care for; one's own is to be mended
             is_own = folder.path.stat().st_uid == os.geteuid()
             return ActionResult(row.exp_id, "unread", row.reason or "", row.state, is_bad=is_own)
-        with record.lock(folder, wait_s=LOCK_WAIT_S):
+        with record.lock(folder, wait_s=request.lock_wait_s):
             rows_now = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)
             row = rows_now[0] if rows_now else row
             job = record.read(folder)

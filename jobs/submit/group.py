@@ -25,7 +25,6 @@ from jobs.record.state_table import end_of
 from jobs.record.status import record_state, survey
 from jobs.submit.policy import Decision, Limits, decide
 from jobs.submit.request import (
-    LOCK_WAIT_S,
     ActionResult,
     AttemptDraft,
     Request,
@@ -109,7 +108,8 @@ def submit(request: Request) -> list[ActionResult]:
         with ThreadPoolExecutor(SENDERS) as pool:
             for names in others:  # a base before those that begin with its model
                 results.update(zip(names, pool.map(send_it, names), strict=True))
-    deadline = time.monotonic() + 3 * request.resend_s + 1
+    wait_s = request.answer_wait_s
+    deadline = time.monotonic() + (3 * request.resend_s + 1 if wait_s is None else wait_s)
     while time.monotonic() < deadline:
         unanswered = [name for name in results if results[name].is_unanswered]
         if not unanswered:
@@ -148,6 +148,11 @@ class _Budget:
         if self.remaining is not None:
             self.remaining -= 1
 
+    def give_back(self) -> None:
+        """One that was counted does not start after all."""
+        if self.remaining is not None:
+            self.remaining += 1
+
 
 # One experiment
 # --------------------------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
         if decision.action == "skip":
             check_dictionary(folder, request.by_id[name])
             return ActionResult(name, "skip", decision.reason, _state_or_status(folder, row))
-        with record.lock(folder, wait_s=LOCK_WAIT_S):
+        with record.lock(folder, wait_s=request.lock_wait_s):
             template, draft = request.templates[name], request.drafts[name]
             job = _begin(request, folder, draft)
             if job.attempts:  # looked at again: it may have moved on, or ended, since the survey
@@ -186,6 +191,8 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
             budget.spend()
             spec = fresh(job, template, folder)
             outcome = send(folder, spec, request.backend, draft=draft)
+            if outcome.is_refused:
+                budget.give_back()
             if outcome.is_waiting:
                 budget.close(f"{request.backend.name} takes no more jobs now")
             if request.backend.traits.is_in_process:
@@ -338,7 +345,7 @@ def _submit_array(
         for name in names:
             folder, row = request.base.run(name), rows.get(name)
             try:
-                locks.enter_context(record.lock(folder, wait_s=LOCK_WAIT_S))
+                locks.enter_context(record.lock(folder, wait_s=request.lock_wait_s))
                 job = _begin(request, folder, request.drafts[name])
                 if len(job.attempts) == (row.attempts if row is not None else 0):
                     specs[str(folder.path)] = fresh(job, request.templates[name], folder)

@@ -5,6 +5,7 @@ nothing of torch is needed to see it. And where the relative paths of a dictiona
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -125,19 +126,19 @@ def _absent_folders(cfg: Experiment, data_path: str | None) -> Iterator[str]:
     """The problems of names that are neither folders here nor names on the Hub."""
     if isinstance(cfg.base, str) and not cfg.base.startswith("package:"):
         source = cfg.base.partition("#sha256=")[0]
-        if not Path(source).is_dir() and not may_be_hub_id(source):
+        if not os.path.isdir(source) and not may_be_hub_id(source):
             yield no_base(source)
     name = cfg.tokenizer
     if isinstance(name, str) and not name.startswith("package:") and not may_be_hub_id(name):
         places = [Path(name), *([Path(data_path, name)] if data_path else [])]
-        if not any(place.is_dir() for place in places):
+        if not any(os.path.isdir(place) for place in places):
             yield (
                 f"tokenizer={name!r}: there is no such folder, neither here nor below --data_path "
                 f"({data_path or 'not given'}). Give the folder that holds tokenizer.json, or a "
                 "Hub id."
             )
     init_from = getattr(cfg, "init_from", None)
-    if init_from and not Path(init_from).is_dir():
+    if init_from and not os.path.isdir(init_from):
         yield (
             f"init_from={init_from!r}: there is no such folder here. Give a folder with added "
             "layers, such as a final/ folder."
@@ -168,7 +169,7 @@ def start_folder(
             f"{', '.join(unreachable)}: relative to {here}, which the job's node may not see, and "
             "the code snapshot holds no weights. Give absolute paths, as that node sees them."
         )
-    return {START_FOLDER: str(here)} if named else {}
+    return {START_FOLDER: str(here)} if unreachable else {}
 
 
 def _relative(values: Mapping[str, Any], keys: Collection[str]) -> Iterator[str]:
@@ -182,7 +183,7 @@ def _relative(values: Mapping[str, Any], keys: Collection[str]) -> Iterator[str]
             if not isinstance(name, str) or not name or Path(name).is_absolute():
                 continue
             path = name.partition("#sha256=")[0]
-            if Path(path).exists() and (key != "deepspeed" or "/" in path or "." in path):
+            if os.path.exists(path) and (key != "deepspeed" or "/" in path or "." in path):
                 yield path
 
 

@@ -63,6 +63,9 @@ class Request:
     use_array: bool = False
     after: Sequence[str] = ()
     resend_s: float = RESEND_S
+    lock_wait_s: float = LOCK_WAIT_S  # for another process that holds the lock of an experiment
+    # how long a submission without an answer is asked about; None: until it was sent again, too
+    answer_wait_s: float | None = None
 
     @functools.cached_property
     def templates(self) -> dict[str, JobSpec]:

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from exp_configs import vary
 from tests.facts import experiment, with_dropout
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.config.identity import exp_id
+from trainer.config.schema import RandomBase
 from trainer.models import base_model, base_source
 from trainer.protocol.task import Places
 
@@ -90,11 +92,18 @@ class Trained:
         return losses(self.lines)
 
 
-def kind_of(config: Any) -> base_model.Kind:
-    """As what a base is published: the whole of it."""
-    if config.is_encoder_decoder:
-        return "seq2seq_lm"
-    return "causal_lm" if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else "encoder"
+def published(random: RandomBase, places: Places) -> Any:
+    """The model of a random base as it is published: the whole of it, an encoder of masked language
+    modelling with its head for words.
+    """
+    config: Any = base_source.config_of(random, places)
+    head = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if head is not None and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(random.seed)
+            return head(config)
+    kind = "seq2seq_lm" if config.is_encoder_decoder else "causal_lm" if head else "encoder"
+    return base_model.load(random, places, precision="fp32", kind=kind)
 
 
 def from_folder(values: dict[str, Any], bases: Path) -> dict[str, Any]:
@@ -104,8 +113,7 @@ def from_folder(values: dict[str, Any], bases: Path) -> dict[str, Any]:
     random, places = tasks.parse(values).base, Places(None, bases / "cache", bases)
     saved = bases / exp_id(values)
     if not saved.is_dir():
-        kind = kind_of(base_source.config_of(random, places))
-        model = base_model.load(random, places, precision="fp32", kind=kind)
+        model = published(random, places)
         model.save_pretrained(saved, max_shard_size="60KB")
         assert len(list(saved.glob("*.safetensors"))) > 1
     return {**values, "base": str(saved)}

@@ -49,7 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(["git", "apply"], cwd=copy, input=differing.stdout, check=True)
     wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copy)]
     subprocess.run(wheel, check=True, timeout=300)
-    (file,) = folder.glob("lathe-*.whl")
+    (file,) = folder.glob("lathe_finetune-*.whl")
     target = folder / "site-packages"
     subprocess.run(
         [*pip, "install", "--no-deps", "--target", str(target), str(file)], check=True, timeout=300

@@ -208,21 +208,38 @@ def test_a_placed_path_is_the_name_itself_where_nothing_lies_in_the_start_folder
     assert placed("gpt2") == str(tmp_path / "gpt2")
 
 
+def write_weights(folder: Path) -> None:
+    """A folder with more weights than a snapshot of the code takes."""
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"\0" * ((1 << 20) + 1))
+
+
 def test_files_of_the_project_are_those_of_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     values = vary(TINY, deepspeed="ds_configs/zero1.json")
     assert start_folder([values], ROOT, shares_disk=True) == {}
-    assert start_folder([vary(TINY, base="docs")], ROOT, shares_disk=True) == {
-        START_FOLDER: str(ROOT)
-    }
+    assert start_folder([vary(TINY, base="docs")], ROOT, shares_disk=True) == {}
+
+
+def test_a_folder_whose_weights_the_snapshot_leaves_out_is_read_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_weights(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    found = start_folder([vary(TINY, base="model")], tmp_path, shares_disk=True)
+    assert found == {START_FOLDER: str(tmp_path)}
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused_as_any_other() -> None:
+    for values in (vary(TINY, base="./" + "x" * 300), vary(TINY, tokenizer="./" + "x" * 300)):
+        assert start_folder([values], ROOT, shares_disk=True) == {}
 
 
 @pytest.mark.parametrize("where", ["elsewhere", "project"])
 def test_a_relative_folder_that_the_node_cannot_see_is_refused(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * ((1 << 20) + 1))
+    write_weights(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     project = tmp_path if where == "project" else ROOT
     values = vary(TINY, base="model#sha256=0")
@@ -231,7 +248,7 @@ def test_a_relative_folder_that_the_node_cannot_see_is_refused(
         start_folder([values], project, shares_disk=False)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\0")
     if where == "project":  # the snapshot holds all of it
-        assert start_folder([values], project, shares_disk=False)
+        assert start_folder([values], project, shares_disk=False) == {}
 
 
 # Run folders

@@ -125,7 +125,7 @@ def test_the_first_node_takes_another_port_for_one_that_is_taken_and_names_both(
         port = int(rendezvous.fill_in(WORDS, {"token": TOKEN})[2].partition(":")[2])
     assert port != first
     assert f"port {first} of" in caplog.text
-    assert f"is taken: they meet at port {port}" in caplog.text
+    assert f"is taken: the nodes of this job meet at port {port}" in caplog.text
 
 
 def test_where_every_node_has_its_own_wrapper_a_taken_port_is_one_clear_error(

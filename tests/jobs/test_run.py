@@ -323,6 +323,16 @@ def test_the_age_of_a_heartbeat_is_the_disks_when_its_clock_is_ahead(folder: Pat
     assert age_of(folder / "absent", at) == 0.0
 
 
+def test_a_clock_that_is_behind_makes_no_file_old_and_a_copy_is_as_old_as_it_says(
+    folder: Path,
+) -> None:
+    status = folder / "status.json"
+    status.write_text("{}")
+    for behind_s, low, high in ((700, 0, 60), (3600, 3590, 3660)):
+        at = datetime.now(timezone.utc) - timedelta(seconds=behind_s)
+        assert low <= age_of(status, at.isoformat()) < high
+
+
 SAVES = """
 import signal, sys, time
 def stop(*_):

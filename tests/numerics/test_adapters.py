@@ -17,7 +17,10 @@ from tests.contract.runs import from_folder, losses, train
 from tests.facts import experiment, write_facts
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close, note
+from tests.wording import refused
 from trainer import tasks
+from trainer.exports import record
+from trainer.exports.merge import merge
 from trainer.models import adapters
 from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime import distributed
@@ -228,6 +231,31 @@ def test_adapters_are_exported_as_peft_reads_them(
         assert not (tmp_path / "final" / "base").exists()
     else:
         assert not config.exists(), "the base is named, not copied"
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "cross_attention"])
+def test_merging_an_export_gives_the_files_of_a_run_that_merges(
+    name: str, folder: Path, bases: Path, tmp_path: Path
+) -> None:
+    values = values_of(name, "lora", folder, bases)
+    task = loaded(values, folder)
+    weights = {key: p.detach().clone() for key, p in randomise(task.model()).items()}
+    task.export(weights, tmp_path / "final")
+    record.write(
+        tmp_path / "final",
+        record.of_run(tmp_path / "final", values=values, task=task, run_folder=tmp_path),
+    )
+    merge(tmp_path, tmp_path / "merged", task.places)
+    whole = vary(values, lora={"export": "merged"})
+    loaded(whole, folder).export(weights, tmp_path / "want")
+    made = record.read(tmp_path / "merged")
+    assert made is not None
+    assert made.experiment == whole
+    assert made.files == record.digests(tmp_path / "want")
+    with refused("merge_without_adapters", folder=tmp_path / "merged"):
+        merge(tmp_path / "merged", tmp_path / "twice", task.places)
+    with refused("merge_exists", out=tmp_path / "merged"):
+        merge(tmp_path, tmp_path / "merged", task.places)
 
 
 @every_kind

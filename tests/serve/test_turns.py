@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import Busy, Unreachable, is_transient
+from jobs.errors import Busy, Transient, Unreachable, is_transient
 from jobs.record.paths import BaseFolder
 from jobs.record.row import Row
 from jobs.record.status import survey
@@ -101,6 +101,7 @@ def test_poisoned_jobs_fail_with_their_reasons_and_the_others_run_as_if_alone(
         job = jobs[job_id]
         assert (name, job["status"]) == (name, "failed")
         assert KINDS[name].told in job["error"]["message"], job["error"]
+        assert str(tmp_path) not in json.dumps(job)
     assert {*stub.starts()} & {jobs[job_id]["lathe"]["exp_id"] for job_id in bad} == set()
 
     # every list is there for everybody, and says which folders cannot be read
@@ -136,7 +137,7 @@ def test_poisoned_jobs_fail_with_their_reasons_and_the_others_run_as_if_alone(
     again = World(world.base, keeper, client, world.tokens)
     jobs_again = until_all_ended(again)
     for job_id, job in jobs.items():
-        if KINDS.get(bad.get(job_id, ""), KINDS["an offer that is gone"]).told != "ticket.json":
+        if bad.get(job_id) != "a ticket that is a folder":
             assert (job_id, jobs_again[job_id]["status"]) == (job_id, job["status"])
             assert jobs_again[job_id]["error"] == job["error"]
 
@@ -338,6 +339,7 @@ def test_an_upload_is_refused_where_a_training_would_refuse_it(name: str, tmp_pa
         (MemoryError(), True),
         (ConfigError("a key"), False),
         (KeyError("model"), False),
+        (Transient("git status took over 120 s"), True),
         (UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed"), False),
         (RecursionError(), False),
     ],
@@ -355,13 +357,18 @@ def test_what_may_pass_by_itself_is_tried_again_and_all_else_is_not(
 
 def test_a_trouble_is_there_for_good_when_it_lasts_and_does_not_pass() -> None:
     troubles = Troubles(0.05)
-    assert not troubles.note("a", "broken", is_transient=False)
+
+    def note(number: int, *, kind: str = "broken", is_transient: bool = False) -> bool:
+        return troubles.note("a", f"{kind} {number}", kind=kind, is_transient=is_transient)
+
+    assert not note(1)
     time.sleep(0.06)
-    assert troubles.note("a", "broken", is_transient=False)
-    assert not troubles.note("a", "broken", is_transient=True)
-    assert not troubles.note("a", "broken otherwise", is_transient=False)
+    assert note(2)
+    assert not note(3, is_transient=True)
+    assert troubles.reasons == {"a": "broken 1"}
+    assert not note(4, kind="broken otherwise")
     troubles.keep({"b"}, prefix="b")
-    assert troubles.reasons == {"a": "broken otherwise"}
+    assert troubles.reasons == {"a": "broken otherwise 4"}
     troubles.keep({"b"})
     assert troubles.reasons == {}
 

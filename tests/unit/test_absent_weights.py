@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.facts import LLAMA, TINY_BERT, experiment, write_facts
+from tests.wording import refused
 from trainer import tasks
 from trainer.errors import ConfigError
+from trainer.models.weights import absent
 from trainer.protocol.task import Places
 
 LOST = "model.layers.0.mlp.down_proj.weight"
@@ -105,3 +107,6 @@ def test_a_pooler_that_no_task_reads_may_be_absent(facts: Path, tmp_path: Path) 
     assert task_of("retriever", facts, base, lora=LORA).model() is not None
     plain = {"encoder": {"projection": None}}
     assert task_of("retriever", facts, base, **plain).load_export(base) is not None
+    absent.refuse_named(poolers, "of a family that always has one")
+    with refused("base_lacks_weights", source="squeezed", names="bert.poolers.weight"):
+        absent.refuse_named(["bert.poolers.weight", "bert.pooler.dense.bias"], "squeezed")

@@ -20,9 +20,20 @@ from trainer.training.validation import direction_of_best
 HIGHER = (
     *("em", "f1", "precision", "recall", "recall_em", "em_nq", "recall_em_triviaqa"),
     *("rouge1", "rouge2", "rougel", "rougelsum", "mrr@10", "recall@1", "recall@100", "ndcg@10"),
+    *("mean_reciprocal_rank", "reciprocal_rank@10", "spearman_rank", "spearman"),
     *("accuracy/mean", "weighted_accuracy/all", "auroc/seen", "ap_true/all", "f1_false/unseen1"),
 )
-LOWER = ("loss", "shuffled_loss", "loss/all", "perplexity", "ece/all", "my-error", "mean_rank")
+LOWER = (
+    "loss",
+    "shuffled_loss",
+    "loss/all",
+    "perplexity",
+    "ece/all",
+    "my-error",
+    "mean_rank",
+    "rank",
+)
+LOWER += ("word_error_rate", "mean_rank_nq", "loss_nq")
 
 
 def train(best: str | None, **own: Any) -> Train:
@@ -32,7 +43,9 @@ def train(best: str | None, **own: Any) -> Train:
 def test_the_name_of_each_of_our_metrics_says_what_is_better() -> None:
     assert {direction_of(f"valid/{name}") for name in HIGHER} == {"max"}
     assert {direction_of(f"valid/{name}") for name in LOWER} == {"min"}
-    for name in ("tied/all", "entropy", "recalled", "apples"):
+    for name in ("tied/all", "entropy", "recalled", "apples", "rank_accuracy", "accuracy_rank"):
+        assert direction_of(f"valid/{name}") is None, name
+    for name in ("accuracy_loss", "recall_error", "neg_mse", "loss_reduction", "recall_drop"):
         assert direction_of(f"valid/{name}") is None, name
 
 

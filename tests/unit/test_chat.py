@@ -19,6 +19,7 @@ from transformers.utils import chat_template_utils
 from tests.wording import Fault, fault, refused
 from trainer.config.own_rows import OwnRows
 from trainer.data import encoding
+from trainer.data.formats import conversation
 from trainer.data.readers.questions import completions
 from trainer.tasks.causal_lm import chat as chat_module
 from trainer.tasks.causal_lm.chat import ChatTemplate, flags
@@ -633,6 +634,29 @@ def test_a_turn_that_says_so_is_read_and_not_learnt(mark: dict[str, Any], tmp_pa
     assert row == {"messages": [TURNS[1], {**TURNS[2], "weight": 0}, TURNS[3], TURNS[4]]}
 
 
+TEXT_PARTS = [{"type": "text", "text": "On"}, {"type": "text", "text": "e?", "image_url": None}]
+
+
+def test_what_the_completion_says_is_learnt_of_two_lists_of_turns(tmp_path: Path) -> None:
+    prompt, completion = TURNS[:4], TURNS[4:]
+    by_lists, by_text, as_text, one_text = rows(
+        tmp_path,
+        {"prompt": prompt, "completion": completion},
+        {"prompt": prompt, "completion": TURNS[4]["content"]},
+        {"prompt": json.dumps(prompt), "completion": repr(completion)},
+        {"prompt": '["a", "b"]', "completion": completion},
+    )
+    wanted = [*TURNS[:2], {**TURNS[2], "weight": 0}, *TURNS[3:]]
+    assert [row["messages"] for row in (by_lists, by_text, as_text)] == [wanted] * 3
+    assert one_text["messages"][0] == {"role": "user", "content": '["a", "b"]'}
+    assert conversation.opened({"prompt": TURNS[:2]}, "here") == {"messages": TURNS[:2]}
+
+
+def test_texts_in_parts_are_one_text(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, {"messages": [{**TURNS[1], "content": TEXT_PARTS}, TURNS[2]]})
+    assert row == {"messages": TURNS[1:3]}
+
+
 def test_system_and_input_of_a_row_are_read(tmp_path: Path) -> None:
     (row,) = rows(tmp_path, {"messages": TURNS[1:], "system": "Be brief."})
     assert row["messages"] == TURNS
@@ -704,6 +728,23 @@ def test_system_and_input_of_a_row_are_read(tmp_path: Path) -> None:
         (
             {"messages": TURNS, "system": "Be long."},
             fault("system_differs", value="Be long.", first="Be brief."),
+        ),
+        (
+            {"messages": [{**TURNS[1], "content": [{"type": "image_url"}]}, TURNS[2]]},
+            fault("part_unread", name="messages[0].content[0].type", value="image_url"),
+        ),
+        (
+            {"prompt": [{**TURNS[1], "content": 5}], "completion": TURNS[2:3]},
+            fault("content_wanted", turns="prompt", turn=0, value=5),
+        ),
+        (
+            {"prompt": TURNS[1:2], "completion": [{"role": "boss", "content": "a"}]},
+            fault("role_wanted", turns="completion", turn=0, value="boss"),
+        ),
+        ({"prompt": ["a"], "completion": "b"}, fault("prompt_wanted", key="prompt", value=["a"])),
+        (
+            {"prompt": TURNS[1:2], "completion": "b", "input": "c"},
+            fault("input_beside_turns", value="c"),
         ),
         ({"messages": TURNS, "tools": "{"}, fault("list_of_wanted", key="tools", value=["{"])),
     ],

@@ -389,9 +389,9 @@ def test_a_file_named_from_the_working_folder_has_its_lines_too(
         read_groups(Path("mine.py"))
 
 
-@pytest.mark.parametrize("name", ["missing.py", "groups.json"])
+@pytest.mark.parametrize("name", ["missing.py", "missing.yaml", "groups.toml"])
 def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "groups.json").write_text("{}")
+    (tmp_path / "groups.toml").write_text("")
     with refused("python_file_wanted", flag="--exp_configs"):
         read_groups(tmp_path / name)
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.wording import refused
+from trainer.config.own_rows import OwnRows
 from trainer.data import left_out
 from trainer.data.content import content_of_rows, shared_test_rows
+from trainer.data.formats.conversation import RowProblem
 from trainer.data.formats.normal_form import row_hash
+from trainer.data.readers import questions
 from trainer.data.readers.row_files import files_in
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError
+from trainer.launch import run as launch
 from trainer.launch.preflight import shared_rows
 from trainer.protocol.task import Encoded
 from trainer.retrieval.negatives import write_rows
 from trainer.statistics.opening import opening_line
+from trainer.tasks.causal_lm.chat_rows import chats
 
 BLANK = "blank summaries (left out)"
 
@@ -106,11 +113,71 @@ def test_notes_are_remembered_with_the_content_of_files(tmp_path: Path) -> None:
 
 
 def test_the_refused_row_stands_in_the_file(tmp_path: Path) -> None:
-    error = DataError("/data/train.jsonl, line 3: 'text' is 5, want text.")
-    left_out.write(tmp_path / left_out.FILE, {}, error=error)
-    (line,) = lines_of(tmp_path / left_out.FILE)
-    where = {"file": "/data/train.jsonl", "line": 3, "field": "text"}
+    place = "/data: mine/train.jsonl, line 3"
+    error = RowProblem("messages[0].role", "boss", "another").at(place)
+    path = tmp_path / "not yet" / left_out.FILE
+    left_out.write(path, {}, error=pickle.loads(pickle.dumps(error)))  # as out of a worker
+    (line,) = lines_of(path)
+    where = {"file": "/data: mine/train.jsonl", "line": 3, "field": "messages[0].role"}
     assert line == {**where, "why": str(error), "is_refused": True}
+
+
+@pytest.mark.parametrize("text", ["/data/train.jsonl is empty.", "--strict: got what"])
+def test_a_refusal_of_no_row_is_no_refused_row(text: str, tmp_path: Path) -> None:
+    left_out.write(tmp_path / left_out.FILE, {}, error=DataError(text))
+    assert not (tmp_path / left_out.FILE).exists()
+
+
+ROW = {"messages": [{"role": "user", "content": 5}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "where"),
+    [
+        ("chats", [ROW], {"line": 1, "field": "messages[0].content"}),
+        ("texts", [{"text": "t"}, {"text": 5}], {"line": 2, "field": "text"}),
+        ("questions", [{"question": "q", "answers": "['a"}], {"line": 1, "field": "answers"}),
+        ("texts", [{"text": "t"}, 5], {"line": 2, "field": None}),
+    ],
+)
+def test_readers_name_the_row_and_its_field(
+    kind: str, rows: list[Any], where: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    readers = {
+        "chats": lambda: chats(tmp_path, "train", OwnRows()),
+        "texts": lambda: questions.text_rows(tmp_path, "train", ["text"]),
+        "questions": lambda: questions.qa_rows(tmp_path, "train"),
+    }
+    with pytest.raises(DataError) as caught:
+        list(readers[kind]())
+    place = caught.value.place
+    assert place == f"{tmp_path}/train.jsonl, line {where['line']}"
+    assert caught.value.field == where["field"]
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_row_that_is_refused_while_auto_keys_are_chosen_stands_in_the_file(
+    is_strict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = {} if is_strict else {"place": "t.jsonl, line 2", "field": "text"}
+
+    def choose(*_: Any) -> Any:
+        left_out.gather("train", left_out.Notes({BLANK: 1}, [left_out.Note("q", BLANK)]))
+        raise DataError("t.jsonl, line 2: no", **where)
+
+    monkeypatch.setattr(launch, "choose", choose)
+    monkeypatch.setattr(launch.device_defaults, "settle", lambda *_, **__: None)
+    train = SimpleNamespace(precision="fp32", compile=False)
+    cfg = SimpleNamespace(train=train, optim=SimpleNamespace(name="adamw"))
+    plan: Any = SimpleNamespace(name="", id="i", cfg=cfg, folder=tmp_path / "i")
+    with pytest.raises(DataError):
+        launch.run(plan, SimpleNamespace(), SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    if is_strict:
+        assert not plan.folder.exists()
+        return
+    lines = lines_of(plan.folder / left_out.FILE)
+    assert [(line.get("line"), line["field"]) for line in lines] == [(None, None), (2, "text")]
 
 
 def test_rows_that_are_refused_while_they_are_written_leave_no_file(tmp_path: Path) -> None:
@@ -129,12 +196,25 @@ def test_the_opening_line_counts_what_was_left_out_and_names_the_file(tmp_path: 
 def test_a_file_of_rows_with_a_hidden_name_is_named(tmp_path: Path) -> None:
     for name in ("a.jsonl", "_b.jsonl", ".c.csv.gz", "_SUCCESS", "README.md", "._a.jsonl"):
         (tmp_path / name).write_text("{}\n")
+    (tmp_path / "README.jsonl").write_text("{}\n")
     with left_out.reading() as notes:
         assert [path.name for path in files_in(tmp_path)] == ["a.jsonl"]
-    assert [Path(one.place).name for one in notes.first] == [".c.csv.gz", "_b.jsonl"]
+    assert [Path(one.place).name for one in notes.first] == [
+        ".c.csv.gz",
+        "README.jsonl",
+        "_b.jsonl",
+    ]
+    assert "README" in notes.first[1].why
 
 
 # Rows of two splits
+
+
+def call(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A conversation that calls a tool with these arguments."""
+    function = {"name": "f", "arguments": arguments}
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    return {"messages": [{"role": "user", "content": "q"}, turn]}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +225,10 @@ def test_a_file_of_rows_with_a_hidden_name_is_named(tmp_path: Path) -> None:
         ({"ctxs": [{"id": 1, "text": "a", "score": 0.5}]}, {"ctxs": [{"text": "A"}]}, True),
         ({"text": "a", "answers": ["b"]}, {"text": "a", "answers": ["c"]}, False),
         ({"text": "a b"}, {"text": "ab"}, False),
+        (call({"id": 5}), call({"id": 6}), False),
+        (call({"score": 0.5}), call({"score": 0.25}), False),
+        ({**call({"id": 5}), "id": 1}, {**call({"id": 5}), "id": 2}, True),
+        ({"ctxs": [{"id": 1}]}, {"ctxs": [{"id": 2}]}, False),  # nothing but its name
     ],
 )
 def test_rows_that_say_the_same_have_one_hash(one: Any, other: Any, is_same: bool) -> None:

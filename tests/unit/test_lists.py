@@ -71,6 +71,8 @@ def test_a_text_that_is_a_list_is_that_list(text: str, wanted: list[Any]) -> Non
         *("['Tis the season] was sung", '["We are] pleased," he said', '["Hello," he said]'),
         *("(1, 2)", "('a')", '("Hello" she said)', "a; b", "a|b", "a, b", "{x} is", "[a, b]"),
         *("np is a name", "the Index (of names)", "dtype: object", "[\u201cI\u201d] said he"),
+        *("{}", '{"a": 1}', '{"key"} is a set', '["x"] is how', "['x', 'y']. So it is"),
+        *('["yes" or "no"]', "['a' and 'b' and 'c']", "('a') and more", "{'a': 1} is one"),
         "[" * 5000,
     ],
 )
@@ -97,7 +99,8 @@ def test_any_other_text_is_a_list_of_one(text: str) -> None:
         ("Index(['a', 'b'], dtype='object')", "do not close"),
         ("0    a\n1    b\nName: answers, dtype: object", "do not close"),
         ("[\u201cParis\u201d, \u201cLyon\u201d]", "do not close"),
-        ('{"a": 1}', "it is an object"),
+        ("['a'], dtype=object", "do not close"),
+        ("['a'ish 'b']", "do not close"),
         ("[{'a': 1, 'a': 2}]", "stands twice"),
         ("[b'a']", "bytes"),
         (r"['\d']", "stands for no character"),
@@ -143,6 +146,16 @@ def test_every_task_reads_the_same_list_out_of_every_kind_of_file(
     assert (group["golds"], group["distractors"]) == (["q"], ["a", "b"])
 
 
+@pytest.mark.parametrize(
+    "text", ['{"a": 1}', "{}", "('a', 'b')", "['it's', 'b']", "[1, 2]", "[sic] so", '["x"] is how']
+)
+def test_a_document_that_is_no_list_in_brackets_is_its_own_text(text: str, tmp_path: Path) -> None:
+    WRITERS[".jsonl"](tmp_path / "train.jsonl", [{"document": text, "summary": "s"}])
+    data = validate(SummaryData, {"source": "files"})
+    (row,) = summaries.rows(data, Places(tmp_path, tmp_path, tmp_path), "train")
+    assert row["document"] == text
+
+
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_a_single_text_is_a_list_of_one_in_every_kind_of_file(suffix: str, tmp_path: Path) -> None:
     WRITERS[suffix](
@@ -179,6 +192,11 @@ def test_objects_that_numpy_printed_are_passages_and_conversations(tmp_path: Pat
     (chat,) = chats(tmp_path, "valid", OwnRows())
     assert [message["content"] for message in chat["messages"]] == ["a", "b"]
     assert "tools" not in chat
+
+
+def test_an_object_in_a_cell_of_passages_is_one_passage() -> None:
+    (passage,) = fields.passages('{"title": "T", "text": "a"}', "here", "ctxs")
+    assert passage == {"title": "T", "text": "a"}
 
 
 @pytest.mark.parametrize("marks", [[0, 1], "[0 1]", "[False  True]", ["0", "1"]])

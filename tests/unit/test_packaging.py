@@ -50,7 +50,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    (wheel,) = out.glob("lathe-*.whl")
+    (wheel,) = out.glob("lathe_finetune-*.whl")
     zipfile.ZipFile(wheel).extractall(out / "unpacked")
     return out / "unpacked"
 
@@ -77,7 +77,7 @@ def test_the_package_holds_every_file_and_its_licence(unpacked: Path) -> None:
         for path in (ROOT / name).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 assert (unpacked / path.relative_to(ROOT)).read_bytes() == path.read_bytes(), path
-    (info,) = unpacked.glob("lathe-*.dist-info")
+    (info,) = unpacked.glob("lathe_finetune-*.dist-info")
     metadata = Parser().parsestr((info / "METADATA").read_text())
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Author"] == "The Lathe authors"

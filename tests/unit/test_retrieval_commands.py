@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
 from trainer.config.own_rows import OwnRows, Splits
+from trainer.data import left_out
 from trainer.data.readers import retrieved
 from trainer.data.readers.rankings import read_run
 from trainer.protocol.abilities import Embeds
@@ -87,6 +88,12 @@ def encode(
     place: Place, side: str, *flags: str, world: int = 1, out: Path | None = None, **how: Any
 ) -> list[subprocess.CompletedProcess[str]]:
     """What `encode` of one side did on each of so many ranks."""
+    argv = encoding(place, side, *flags, out=out)
+    return [forked.run(*argv, **how)] if world == 1 else forked.run_ranks(world, *argv, **how)
+
+
+def encoding(place: Place, side: str, *flags: str, out: Path | None = None) -> list[str]:
+    """The command of encode() in words."""
     name = "corpus.jsonl" if side == "passage" else "queries.jsonl"
     given = [
         "--exp_id",
@@ -99,8 +106,7 @@ def encode(
     chosen = ["--split", "test"] if side == "query" else ["--shard_rows", "16", "--batch", "8"]
     where = str(out or place.path(side))
     argv = [*TRAINER, "encode", *given, "--in", place.path(name), "--side", side, "--out", where]
-    argv += [*chosen, *flags]
-    return [forked.run(*argv, **how)] if world == 1 else forked.run_ranks(world, *argv, **how)
+    return [*argv, *chosen, *flags]
 
 
 def command(*argv: str) -> list[str]:
@@ -189,6 +195,27 @@ def test_the_folder_says_which_model_made_it(found: Place) -> None:
 def test_encoding_is_refused_in_words(flags: list[str], said: Fault) -> None:
     asked = ["-sb", "results", "--in", "corpus.jsonl", "--out", "vectors"]
     says(said, output_of_refused("encode", *asked, *flags))
+
+
+def _doubting() -> None:
+    """A fault for forked.run_ranks: whoever reads the corpus doubts a passage."""
+    digest_of = embeddings.digest_of
+
+    def doubting(rows: Iterable[dict[str, Any]]) -> tuple[str, int]:
+        left_out.note("corpus.jsonl, line 1", "odd passages")
+        return digest_of(rows)
+
+    embeddings.digest_of = doubting
+
+
+def test_no_rank_waits_for_one_that_strict_refuses(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "vectors"
+    argv = encoding(place, "passage", "--strict", out=out)
+    ranks = [rank.finish() for rank in forked.start_ranks(2, *argv, first=_doubting)]
+    assert [done.returncode for done in ranks] == [2, 2]
+    said = [done.stdout + done.stderr for done in ranks]
+    assert any("odd passages" in text for text in said)
+    assert not out.exists()
 
 
 def _killed_before_the_plan_has_its_name() -> None:

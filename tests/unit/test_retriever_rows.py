@@ -12,7 +12,7 @@ import pytest
 from tests.wording import Fault, fault, refused
 from trainer.config.block import validate
 from trainer.data import left_out
-from trainer.tasks.retriever import rows
+from trainer.tasks.retriever import rows, selection
 from trainer.tasks.retriever.config import Data
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -256,9 +256,9 @@ def test_scifact_has_its_published_numbers_of_queries() -> None:
 
 def test_a_query_without_negatives_is_only_refused_where_some_are_wanted() -> None:
     row = {"id": "q", "query": "q", "positives": [CORPUS[0]], "negatives": []}
-    assert list(rows.trainable([row], 1)) == [row]
+    assert list(selection.trainable([row], 1)) == [row]
     with refused("no_negative_passage", query="q"):
-        list(rows.trainable([row], 2))
+        list(selection.trainable([row], 2))
 
 
 @pytest.mark.parametrize(

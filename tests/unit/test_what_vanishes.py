@@ -21,7 +21,8 @@ from tests.unit.test_own_rows import (
 from tests.wording import refused
 from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
-from trainer.data.readers import row_files
+from trainer.data import left_out
+from trainer.data.readers import folders, row_files
 from trainer.protocol.task import Places
 from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.summariser import data as summaries
@@ -73,6 +74,30 @@ def test_a_split_is_found_in_whatever_case_and_none_hides_behind_another(tmp_pat
     (tmp_path / "one" / "b.jsonl.bz2").write_bytes(b"x")
     with refused("share_of_two_files", files="a.jsonl and b.jsonl.bz2"):
         read(tmp_path / "one", columns={}, valid_share=0.5)
+
+
+def test_a_file_beside_the_one_that_is_read_is_named_and_a_second_of_its_kind_refused(
+    tmp_path: Path,
+) -> None:
+    row = {"question": "q", "answers": "a", "contexts": "c"}
+    write_lines(tmp_path / "train.jsonl", [row])
+    write_table(tmp_path / "train.csv", [row], ",")
+    for name in ("train.jsonl.bz2", "train.parquet.gz", "train.txt", "test.csv"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "train").mkdir()
+    with left_out.reading() as notes:
+        assert len(read(tmp_path, columns={})) == 1
+    assert notes.counts == {folders.OTHERS: 4}
+    assert [Path(one.place).name for one in notes.first] == [
+        *("train", "train.csv", "train.jsonl.bz2", "train.parquet.gz")
+    ]
+    with left_out.reading() as notes:
+        assert len(read(tmp_path, columns={}, files={"train": "train.csv"})) == 1
+    assert not notes
+    for name in ("valid.jsonl", "dev.jsonl"):
+        write_lines(tmp_path / name, [row])
+    with refused("split_in_two_files", files="valid.jsonl and dev.jsonl"):
+        read(tmp_path, "valid", columns={})
 
 
 @pytest.mark.parametrize(
@@ -144,6 +169,18 @@ def turn(role: str, content: str) -> dict[str, str]:
         },
         lambda q, n: {"messages": json.dumps([turn("user", q), turn("assistant", str(n))])},
         lambda q, n: {"prompt": q, "completion": f"a {n}"},
+        lambda q, n: {"prompt": "Translate:", "input": q, "completion": f"a {n}"},
+        lambda q, n: {
+            "messages": [turn("ChatGPT", f"Hi {n}"), turn("Human", q), turn("ai", str(n))]
+        },
+        lambda q, n: {"messages": [turn("bing", str(n)), turn("user", q), turn("model", "a")]},
+        lambda q, n: {"prompt": [turn("user", q)], "completion": [turn("assistant", str(n))]},
+        lambda q, n: {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": q}] if n % 2 else q},
+                turn("assistant", str(n)),
+            ]
+        },
     ],
 )
 def test_conversations_are_parted_by_what_is_asked(
@@ -154,7 +191,7 @@ def test_conversations_are_parted_by_what_is_asked(
     own = OwnRows(valid_share=0.2)
     sides = {
         split: [
-            next(one["content"] for one in row["messages"] if one["role"] == "user")
+            next(one["content"] for one in row["messages"] if one["role"] == "user").split("\n")[-1]
             for row in chats(tmp_path, split, own)
         ]
         for split in ("train", "valid")

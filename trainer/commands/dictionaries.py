@@ -1,4 +1,6 @@
-"""Shows which keys an experiment's dictionary may have, and which groups there are."""
+"""Shows which keys an experiment's dictionary may have and which groups there are, and writes a
+file to begin with.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import json
 import pprint
 import textwrap
 from collections import Counter
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +18,7 @@ from trainer.config import reference
 from trainer.config.mistakes import other_place
 from trainer.config.synonyms import SYNONYMS
 from trainer.errors import ConfigError, nearest
+from trainer.files.atomic import refusals
 
 Experiments = list[dict[str, Any]]
 WIDTH = 100  # columns
@@ -104,3 +108,129 @@ def whole(experiments: Experiments) -> str:
         for place, values in enumerate(experiments, start=1)
     ]
     return "\n\n".join(texts)
+
+
+# A file to begin with
+# --------------------------------------------------------------------------------------------------
+
+Line = tuple[str, Any, str]  # a key, its value, what it means
+
+_FILES = "train.csv, .tsv, .jsonl, .json or .parquet in --data_path"
+_COLUMNS = "our name of a field: your name of the column"
+_REST: list[Line] = [
+    ("data.valid_share", 0.05, "this share of the rows is for validation; 0 with a valid.* file"),
+    ("train.steps", 1000, "updates of the weights"),
+    ("train.global_batch", 32, "rows of an update, on all GPUs together"),
+    ("train.micro_batch", 4, "rows on a GPU at once: less needs less memory, not another result"),
+    ("train.precision", "bf16", '"fp32" on a CPU'),
+]
+_ASKED = {"question": "question", "answers": "answers", "contexts": "contexts"}
+TASKS: dict[str, list[Line]] = {
+    "causal_lm": [
+        ("base", "Qwen/Qwen2.5-7B-Instruct", "a Hub id, or a folder as transformers saves it"),
+        ("lora.r", 16, "adapters of this rank train; without this block all weights do"),
+        ("data.source", "chat", f"a conversation a row: {_FILES}"),
+        ("data.columns", {"messages": "messages"}, _COLUMNS),
+        *_REST,
+        ("optim.lr", 2e-4, "learning rate; 1e-5 where all weights train"),
+    ],
+    "cross_attention": [
+        ("base", "bigcode/starcoderbase-1b", "a decoder; it stays frozen"),
+        ("layers.count", 6, "this many layers are added, and train"),
+        ("layers.stride", 4, "blocks of the base from one of them to the next"),
+        ("data.source", "files", _FILES),
+        ("data.columns", _ASKED, _COLUMNS),
+        *_REST[1:],
+        ("optim.lr", 1e-4, "learning rate"),
+    ],
+    "fid": [
+        ("base", "google/t5-v1_1-base", "a T5: a Hub id, or a folder"),
+        ("data.source", "files", _FILES),
+        ("data.columns", _ASKED, _COLUMNS),
+        ("data.contexts", 10, "passages that are read for a question"),
+        *_REST,
+        ("optim.lr", 1e-4, "learning rate"),
+    ],
+    "retriever": [
+        ("base", "bert-base-uncased", "an encoder or a decoder: a Hub id, or a folder"),
+        ("encoder.pooling", "mean", "how a text becomes one vector: mean, cls, last, ..."),
+        ("data.source", "files", _FILES),
+        ("data.columns", _ASKED, _COLUMNS),
+        *_REST,
+        ("optim.lr", 2e-5, "learning rate"),
+    ],
+    "summariser": [
+        ("base", "google/flan-t5-base", "a T5: a Hub id, or a folder"),
+        ("data.source", "files", _FILES),
+        ("data.columns", {"document": "document", "summary": "summary"}, _COLUMNS),
+        ("data.source_tokens", 1024, "longer documents are cut, and counted"),
+        *_REST,
+        ("optim.lr", 1e-4, "learning rate"),
+    ],
+    "vera": [
+        ("base", "google/t5-v1_1-large", "a T5 or a decoder: a Hub id, or a folder"),
+        ("data.source", "files", _FILES),
+        ("data.columns", {"golds": "true", "distractors": "false"}, _COLUMNS),
+        ("data.train_tasks", ["mine"], "what your rows are called in the scores"),
+        ("data.valid_tasks", ["mine"], "the same of the validation rows"),
+        *_REST[1:],
+        ("optim.lr", 1e-5, "learning rate"),
+    ],
+}
+
+
+@guard
+def new(
+    task: Annotated[str, typer.Argument(help="Name of a task, such as causal_lm.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The file; usual: TASK.py.")] = None,
+) -> None:
+    """Write a commented file with one experiment of ten keys for your own data."""
+    if task not in TASKS:
+        raise ConfigError(f"task {task!r}: no such task. {nearest(task, sorted(TASKS))}")
+    file = out or Path(f"{task}.py")
+    if file.suffix != ".py":
+        raise ConfigError(f"--out {file}: want a Python file, such as {task}.py.")
+    with refusals(file):
+        try:
+            with file.open("x") as opened:
+                opened.write(file_of(task))
+        except FileExistsError:
+            raise ConfigError(
+                f"{file} exists already. Give another name by --out, or move it away."
+            ) from None
+    typer.echo(
+        f"{file} is written. Change base, data.columns and what else is yours, then\n"
+        f"  lathe train {file} --data_path data --dry_run   # checks it, and says what is read\n"
+        f"  lathe train {file} --data_path data\n"
+        f"Every key: lathe keys {task}"
+    )
+
+
+def file_of(task: str) -> str:
+    """The Python file for a task: EXP_GROUPS with one group of one experiment."""
+    body: list[str] = []
+    block = ""
+    for key, value, comment in TASKS[task]:
+        parent, _, name = key.rpartition(".")
+        if parent != block:
+            body += ["    },"] * bool(block) + [f'    "{parent}": {{'] * bool(parent)
+            block = parent
+        indent = "        " if parent else "    "
+        body += [f"{indent}# {comment}", f'{indent}"{name}": {_literal(value)},']
+    body += ["    },"] * bool(block)
+    return "\n".join(
+        [
+            f'"""My experiments: {task}. Every key: `lathe keys {task}`."""',
+            "",
+            "MINE = {",
+            f'    "task": "{task}",',
+            *body,
+            "}",
+            f'EXP_GROUPS = {{"my_{task}": [MINE]}}',
+            "",
+        ]
+    )
+
+
+def _literal(value: Any) -> str:
+    return repr(value).replace("'", '"')

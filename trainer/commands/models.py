@@ -1,4 +1,4 @@
-"""Imports published models, and exports trained ones."""
+"""Imports published models, and exports and merges trained ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trainer.commands import options
+from trainer.config.flags import CacheDir, DataPath
 from trainer.errors import ConfigError
 from trainer.files.atomic import refusals
 
@@ -93,6 +94,26 @@ def export(
             own = source_record.model_copy(update={"files": record.digests(out)})
             record.write(out, own)
             card.write(out, own)
+
+
+@options.guard
+def merge(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="best/ or final/ of a run with adapters, or the run's folder."
+        ),
+    ],
+    out: Out,
+    savedir_base: options.SavedirBase = Path("results"),
+    data_path: DataPath = None,
+    cache_dir: CacheDir = Path("tmp-cache"),
+) -> None:
+    """Fold the adapters of a trained model into its base, and write the whole model."""
+    from trainer.exports.merge import merge
+    from trainer.protocol.task import Places
+
+    merge(folder, out, Places(data_path, cache_dir, savedir_base))
 
 
 def _interchange(task: str, function: str, options: dict[str, Any]) -> Callable[..., None]:

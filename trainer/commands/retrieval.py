@@ -110,8 +110,13 @@ def encode(
             f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
         )
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
-    with left_out.one_reading(str(source), strict=strict):
-        texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
+
+    def read() -> list[Any]:
+        # on rank 0 alone, and inside of on_main: the others get the refusal of --strict, too
+        with left_out.one_reading(str(source), strict=strict):
+            return list(embeddings.digest_of(_rows(source, side, split)))
+
+    texts, count = on_main(read)
     rows = shard_rows or embeddings.shard_rows(count, distributed.world())
     plan: dict[str, Any] = {"side": side, "dtype": dtype, "count": count, "shard_rows": rows}
     vectors = embeddings.write(

@@ -13,6 +13,7 @@ from typing import Any, cast
 from trainer.config import userfile
 from trainer.config.differences import names_by_difference
 from trainer.config.identity import exp_id
+from trainer.config.readers import group_file
 from trainer.errors import ConfigError, nearest
 
 Values = dict[str, Any]
@@ -129,13 +130,17 @@ def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
 
 
 def read(path: Path) -> dict[str, list[Values]]:
-    """EXP_GROUPS of the Python file at `path`, which is executed.
+    """EXP_GROUPS of the Python file at `path`, which is executed; or what a YAML or JSON file says.
 
     A group given as a dictionary is a form: cartesian_exp_group makes its experiments. Raises
     ConfigError, with file and line, for whatever goes wrong in that file, and with every mistake at
     once when its EXP_GROUPS is not a dictionary of forms and non-empty lists of dictionaries.
     """
-    groups = userfile.execute(path, flag="--exp_configs", defines="EXP_GROUPS").get("EXP_GROUPS")
+    if path.suffix.lower() in group_file.READERS and path.is_file():
+        groups: Any = group_file.read(path)
+    else:
+        defined = userfile.execute(path, flag="--exp_configs", defines="EXP_GROUPS")
+        groups = defined.get("EXP_GROUPS")
     if not isinstance(groups, dict) or not groups:
         raise ConfigError(
             f"{path}: EXP_GROUPS is {userfile.kind(groups)}. Want a dictionary: group -> list of "

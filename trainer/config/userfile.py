@@ -4,9 +4,12 @@ folders and files that a dictionary names by a relative path. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ START_FOLDER = "LATHE_START_FOLDER"
 def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
     """The names that the Python file at `path` defines.
 
-    ConfigError when it is no .py file, naming `flag` and what the file should define; and for
-    whatever goes wrong in it, with its own line.
+    The file may import its neighbours. ConfigError when it is no .py file, naming `flag` and what
+    the file should define; and for whatever goes wrong in it, with its own line.
     """
     path = path.absolute()  # as its frames name it
     spec = (
@@ -36,7 +39,8 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
         )
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with _neighbours_of(path):
+            spec.loader.exec_module(module)
     except (
         Exception,
         SystemExit,
@@ -45,6 +49,32 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
             f"{path}:{_line(error, path)}: {type(error).__name__}: {error}"
         ) from error
     return vars(module)
+
+
+@contextlib.contextmanager
+def _neighbours_of(path: Path) -> Iterator[None]:
+    """Inside, modules of the file's folder can be imported. They are forgotten afterwards, because
+    the folder of the next file may have others of the same names.
+    """
+    folder, before = str(path.parent), set(sys.modules)
+    sys.path.append(folder)  # behind all others: a neighbour must not replace a library
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and Path(file).is_relative_to(folder) and not _is_installed(file):
+                del sys.modules[name]
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is one of a library's or of ours, which may lie below the folder, too."""
+    ours = Path(__file__).resolve().parent.parent.parent
+    return "site-packages" in file or any(
+        Path(file).resolve().is_relative_to(ours / name) for name in ("trainer", "jobs")
+    )
 
 
 _PLAIN = " Write what it says as a dictionary of Python into a .py file."

@@ -30,7 +30,6 @@ IN_TRAIN = "rows that are training rows as well (measured on them is memory, not
 _SHOWN = 3  # places in a message
 _KEYS = 12  # keys in a message
 _PLACE = re.compile(r"(?P<file>.+), (?P<unit>line|row|item) (?P<number>\d+)$", re.DOTALL)
-_FIELD = re.compile(r"'([^']+)' (?:is|holds|in column)\b")
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 # What readers know to be no content, even where another key names the row.
@@ -251,24 +250,22 @@ def settle(folder: Path | None, *, strict: bool) -> None:
 
 
 def write(path: Path, notes_of: Gathered, *, error: DataError | None = None) -> None:
-    """Write the notes, and the row that was refused, as JSON lines; without any, `path` goes."""
+    """Write the notes, and the row that was refused, as JSON lines; without any, `path` goes.
+
+    error: of a row; one without a place is of none, and is not written.
+    """
     lines = [line for split, notes in notes_of.items() for line in notes.lines(split)]
-    if error is not None:
-        lines.append(_refused(str(error)))
+    if error is not None and error.place is not None:
+        lines.append(
+            {**parts_of(error.place), "field": error.field, "why": str(error), "is_refused": True}
+        )
     with refusals(path):
         if lines:
+            path.parent.mkdir(parents=True, exist_ok=True)  # a row may be refused before a run is
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             replace_file(path, text.encode("utf-8", "backslashreplace"))
         else:
             path.unlink(missing_ok=True)
-
-
-def _refused(message: str) -> dict[str, Any]:
-    place, _, why = message.partition(": ")
-    of_place = parts_of(place)
-    match = _FIELD.match(why)
-    where = {} if "place" in of_place else of_place
-    return {**where, "field": match[1] if match else None, "why": message, "is_refused": True}
 
 
 # Keys that nothing reads

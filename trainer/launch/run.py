@@ -47,14 +47,13 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
         optimizer=plan.cfg.optim.name,
         compiles=plan.cfg.train.compile,
     )
-    with left_out.gathering() as notes:
-        chosen = choose(plan, options)
+    with left_out.gathering() as notes, _refused_row(plan.folder, notes):
+        chosen = choose(plan, options)  # may read rows, too
         with (
             claim_folder(chosen.plan, options) as lock,
             open_record(chosen.plan, options) as record,
         ):
-            with _refused_row(plan.folder, notes):
-                is_done = _train_or_stop(chosen, options, record, preemption, lock)
+            is_done = _train_or_stop(chosen, options, record, preemption, lock)
             record.status("succeeded" if is_done else "preempted")
             state = "finished" if is_done else "stopped, to be run again"
             logger.info("%s: %s", state, plan.folder)
@@ -67,7 +66,7 @@ def _refused_row(folder: Path, notes: left_out.Gathered) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        if distributed.is_main():
+        if distributed.is_main() and error.place is not None:  # not a refusal of --strict
             with contextlib.suppress(StorageError):  # the row is what went wrong
                 left_out.write(folder / left_out.FILE, notes, error=error)
         raise

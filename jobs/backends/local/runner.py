@@ -179,8 +179,8 @@ class Runner:
         return True
 
     def is_idle(self) -> bool:
-        """Whether nothing runs, and nothing waits but for models that no job here may bring: who
-        sends what brings one, or asks for the state of such a job, wakes the runner again.
+        """Whether no job runs, and each job that waits needs a model that no job of this queue will
+        train. A new job, or a question about the state of one, starts the runner again.
         """
         return not self.live and all(map(self._awaits_base, self.waiting.values()))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import anyio
 from starlette.concurrency import run_in_threadpool
 
+from jobs.errors import without_base
 from jobs.report.text import plain
 from jobs.serve.live.series import lines_since
 
@@ -79,5 +80,5 @@ class Watch:
         reasons = self.keeper.unreadable.reasons
         if self.owner is None or not reasons:
             return reasons
-        own = self.keeper.index.run_ids_of(self.owner)
-        return {name: reason for name, reason in reasons.items() if name in own}
+        own, base = self.keeper.index.ids_of(self.owner), self.keeper.folder.base.path
+        return {name: without_base(reason, base) for name, reason in reasons.items() if name in own}

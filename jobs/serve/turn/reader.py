@@ -10,12 +10,22 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from jobs.errors import Unreachable, is_transient, reason_of
+from jobs.errors import (
+    Unreachable,
+    is_of_index,
+    is_transient,
+    kind_of,
+    reason_for_client,
+    reason_of,
+    without_base,
+    without_numbers,
+)
 from jobs.job_state import ACTIVE
 from jobs.record.paths import RunFolder, is_exp_id
 from jobs.record.patience import PatientBackends
@@ -24,6 +34,7 @@ from jobs.record.status import survey
 from jobs.record.times import now
 from jobs.serve.index import Index, MetricsPlace
 from jobs.serve.job_view import (
+    CANNOT_RUN,
     FINAL,
     Facts,
     JobEvent,
@@ -42,9 +53,8 @@ from jobs.serve.uploads import unreadable
 from trainer.errors import LatheError
 from trainer.files.atomic import open_file, refusals
 
-MARK_BYTES = (
-    4096  # before a place in metrics.jsonl; their digest shows whether the file is the same
-)
+# before a place in metrics.jsonl; their digest shows whether the file is the same
+MARK_BYTES = 4096
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,6 +68,8 @@ class FolderReader:
     organization: str
     observed_by: PatientBackends
     confirm_s: float
+    # the jobs that had not ended when the last turn began
+    open_ids: set[str] = field(default_factory=set[str])
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _exp_ids: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -77,31 +89,45 @@ class FolderReader:
         with refusals(self.folder.index):
             return Index(self.folder.index)
 
-    def see(self) -> dict[str, Facts]:
+    def read_changes(self) -> dict[str, Facts]:
         """Read everything that may have changed; returns the jobs among it."""
-        facts = self.apart("the jobs", lambda: self.look(self._changed()), {})
-        self.apart("the uploads", self._take_in_uploads, None)
-        self.apart("the runs", self._take_in_runs, None)
+        facts = self.run_part("the jobs", lambda: self.read_jobs(self._changed()), {})
+        self.run_part("the uploads", self._take_in_uploads, None)
+        self.run_part("the runs", self._take_in_runs, None)
         return facts
 
     def _changed(self) -> list[str]:
         """Ids of the jobs whose files may have changed since they were read."""
         marks, waiting = self.index.job_marks(), self.index.open_jobs()
-        names = self.folder.ticket_ids()
+        names = set(self.folder.ticket_ids())
+        self.open_ids = (names & waiting) | (names - marks.keys())
+        self._forget_all_but(names)
+        return [name for name in names if name in self.open_ids or self._marks(name) != marks[name]]
+
+    def _forget_all_but(self, names: Collection[str]) -> None:
+        """Forget what is kept in memory of jobs that have ended, or whose folder is gone."""
+        parts = {index_part(name) for name in names}
+        parts |= {part for name in self.open_ids for part in (name, failure_part(name))}
+        self.failing.keep(parts, prefix=JOB)
         self.unreadable.keep(names, prefix=JOB)
-        return [
-            name
-            for name in names
-            if name not in marks or name in waiting or self._marks(name) != marks[name]
-        ]
+        with self._looking:
+            self._exp_ids = {name: self._exp_ids[name] for name in self._exp_ids if name in names}
 
     def _take_in_uploads(self) -> None:
         """Write new uploads to the index, and remove those that are gone."""
         on_disk, indexed = set(self.folder.upload_ids()), self.index.upload_ids()
         self.index.drop_uploads(indexed - on_disk)
         self.unreadable.keep(on_disk, prefix=FILE)
-        for file_id in (on_disk - indexed) | (on_disk & self.unreadable.reasons.keys()):
-            self.apart(f"the upload {file_id}", partial(self._take_in_upload, file_id), None)
+        self.failing.keep([index_part(name) for name in on_disk], prefix=FILE)
+        troubled = on_disk & self.unreadable.reasons.keys()
+        altered = {name for name in on_disk & indexed if self._is_altered(name)}
+        for file_id in (on_disk - indexed) | troubled | altered:
+            self.run_part(index_part(file_id), partial(self._take_in_upload, file_id), None)
+
+    def _is_altered(self, file_id: str) -> bool:
+        """Whether the facts of an upload are no file any more that this server may read."""
+        facts_file = self.folder.uploads / file_id / "file.json"
+        return not (os.path.isfile(facts_file) and os.access(facts_file, os.R_OK))
 
     def _take_in_upload(self, file_id: str) -> None:
         folder = self.folder.upload(file_id)
@@ -109,9 +135,10 @@ class FolderReader:
         try:
             upload = folder.read()
         except Exception as error:  # of any kind: other uploads are read all the same
-            reason = reason_of(error, folder.path)
-            self.unreadable.note(file_id, reason, is_transient=is_transient(error))
-            upload = unreadable(file_id, reason, folder.path.lstat().st_mtime, None)
+            self._note_unreadable(file_id, error, folder.path)
+            told = reason_for_client(error, folder.path, self.folder.base.path)
+            before, since = self.index.upload(file_id), folder.path.lstat().st_mtime
+            upload = unreadable(file_id, told, since, before)
         else:
             self.unreadable.end(file_id)
         if upload is not None:
@@ -128,9 +155,15 @@ class FolderReader:
         for name in set(troubled) - found.keys():
             self.unreadable.end(name)
         for name, reason in found.items():
-            self.unreadable.note(name, reason, is_transient=True)
+            kind = without_numbers(reason)
+            self.unreadable.note(name, reason, kind=kind, is_transient=True)
 
-    def apart(self, part: str, work: Callable[[], T], otherwise: T) -> T:
+    def _note_unreadable(self, name: str, error: Exception, place: Path) -> bool:
+        """Note that a folder cannot be read; returns whether it is so for good."""
+        kind, may_pass = kind_of(error), is_transient(error)
+        return self.unreadable.note(name, reason_of(error, place), kind=kind, is_transient=may_pass)
+
+    def run_part(self, part: str, work: Callable[[], T], otherwise: T) -> T:
         """The result of a part of the turn. When it throws, its error is logged once, and the
         other parts are done all the same.
         """
@@ -139,7 +172,7 @@ class FolderReader:
         except Exception as error:
             if part not in self.failing:
                 log.exception("%s", part)
-            self.failing.note(part, str(error), is_transient=True)
+            self.failing.note(part, str(error), kind=kind_of(error), is_transient=True)
             return otherwise
         self.failing.end(part)
         return result
@@ -158,7 +191,7 @@ class FolderReader:
         rows = survey(self.folder.base, only=exp_ids, backend_of=self.observed_by)
         return {row.exp_id: row for row in rows}
 
-    def look(self, job_ids: Collection[str]) -> dict[str, Facts]:
+    def read_jobs(self, job_ids: Collection[str]) -> dict[str, Facts]:
         """Read jobs again and write them to the index."""
         by_id: dict[str, Facts] = {}
         with self._looking:  # older facts must not replace newer ones in the index
@@ -167,16 +200,16 @@ class FolderReader:
             rows = self.rows([name for name in exp_ids.values() if name is not None])
             for name, exp_id in exp_ids.items():
                 put = partial(self._put, name, rows.get(exp_id or ""), marks[name])
-                facts = self.apart(_index_of(name), put, None)
+                facts = self.run_part(index_part(name), put, None)
                 if facts is not None:
                     by_id[name] = facts
         return by_id
 
-    def lags(self, job_id: str) -> bool:
+    def is_behind(self, job_id: str) -> bool:
         """Whether the index may hold older facts of a job than its files, because these could not
         be read, or the index not be written, when it was last looked at.
         """
-        return job_id in self.unreadable.reasons or _index_of(job_id) in self.failing.reasons
+        return job_id in self.unreadable or index_part(job_id) in self.failing
 
     def _put(self, job_id: str, row: Row | None, marks: str) -> Facts | None:
         """Read one job and write it to the index; None when there is nothing to be done for it."""
@@ -189,6 +222,8 @@ class FolderReader:
                 raise kind(row.reason or row.folder)
             self._write(facts, marks)
         except Exception as error:  # of any kind: the jobs of others are read all the same
+            if is_of_index(error):  # its folder is none the worse
+                raise
             return self._put_unreadable(job_id, row, marks, error)
         self.unreadable.end(job_id)
         return facts
@@ -200,23 +235,29 @@ class FolderReader:
         can be. It stays as it was while that may pass, and when it had ended before.
         """
         folder = TicketFolder(self.folder.tickets / job_id)
-        reason = reason_of(error, folder.path)
+        reason = reason_for_client(error, folder.path, self.folder.base.path)
         is_of_run = row is not None and row.read_error is not None
         name = row.exp_id if row is not None and is_of_run else job_id
-        is_lasting = self.unreadable.note(name, reason, is_transient=is_transient(error))
+        is_lasting = self._note_unreadable(name, error, folder.path)
         failure = _readable(folder.read_failure)
         if failure is None and is_lasting:
             failure = Failure(at=now(), message=reason)
         before, ticket = self.index.job(job_id), _readable(folder.read)
-        has_ended = before is not None and before["status"] == "succeeded"
-        if has_ended or (before is not None and failure is None):
+        had_ended = before is not None and _has_end(before)
+        state = row.state if row is not None and row.read_error is None else "unknown"
+        if state == "unknown" and before is not None:
+            state = before["lathe"]["state"]
+        if had_ended and state not in (*ACTIVE, "paused"):
+            return None  # a cancelled job that is alive is still to be ended
+        if before is not None and failure is None:
             return None
         if ticket is not None:
             wishes = _readable(folder.wishes) or []
             facts = Facts(ticket, _readable(folder.read_checked), wishes, row, failure)
-            self._write(facts, marks, is_readable=False)
+            if not had_ended:
+                self._write(facts, marks, is_readable=False)
             return facts if failure is not None else None
-        if failure is not None:
+        if failure is not None and not had_ended:
             since = folder.path.lstat().st_mtime
             body = unreadable_job(job_id, reason, since, before)
             self.index.write_job(
@@ -243,7 +284,7 @@ class FolderReader:
         events = [*state_events(facts, organization), *metrics]
         is_alive = facts.row is not None and facts.row.state in (*ACTIVE, "paused")
         self.index.write_job(
-            job_object(facts, organization),
+            self.job_body(facts),
             created=seconds(ticket.created_at),
             model=ticket.tuned_model(organization),
             # a cancelled job may still be running, or its run still be called paused
@@ -253,6 +294,15 @@ class FolderReader:
             place=place,
             events=sorted(events, key=lambda event: event.at),
         )
+
+    def job_body(self, facts: Facts) -> dict[str, Any]:
+        """The job in the format of the OpenAI API, with paths relative to the savedir_base."""
+        body, base = job_object(facts, self.organization), self.folder.base.path
+        if body["error"] is not None:
+            body["error"]["message"] = without_base(body["error"]["message"], base)
+        if body["lathe"]["reason"] is not None:
+            body["lathe"]["reason"] = without_base(body["lathe"]["reason"], base)
+        return body
 
     def _exp_id(self, job_id: str) -> str | None:
         """The experiment of a ticket, which never changes; None while there is no ticket that can
@@ -279,9 +329,20 @@ class FolderReader:
         return " ".join(map(mark, paths))
 
 
-def _index_of(job_id: str) -> str:
-    """The part of a turn that brings a job into the index."""
-    return f"{job_id}: the index"
+def index_part(name: str) -> str:
+    """The part of a turn that brings a job or an upload into the index."""
+    return f"{name}: the index"
+
+
+def failure_part(job_id: str) -> str:
+    """The part of a turn that writes down why a job cannot go on."""
+    return f"{job_id}: its failed.json"
+
+
+def _has_end(body: Mapping[str, Any]) -> bool:
+    """Whether a job has ended by itself, and not because its folder cannot be read."""
+    error: Mapping[str, Any] = body["error"] or {"code": None}
+    return body["status"] in FINAL and error["code"] != CANNOT_RUN
 
 
 def _readable(read: Callable[[], T]) -> T | None:

@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Trouble:
     reason: str
+    kind: str
     since: float = field(default_factory=time.monotonic)
 
 
@@ -23,13 +24,15 @@ class Troubles:
     confirm_s: float  # a folder that is moved at this moment is no trouble yet
     _open: dict[str, _Trouble] = field(default_factory=dict[str, _Trouble])
 
-    def note(self, name: str, reason: str, *, is_transient: bool) -> bool:
+    def note(self, name: str, reason: str, *, kind: str, is_transient: bool) -> bool:
         """Remember a trouble, and log it if it is new. Returns whether it is there for good: it
-        does not pass by itself, and was the same `confirm_s` seconds ago.
+        does not pass by itself, and was of the same kind `confirm_s` seconds ago.
+
+        kind: a text that stays the same as long as the trouble does (errors.kind_of).
         """
         trouble = self._open.get(name)
-        if trouble is None or trouble.reason != reason:
-            trouble = self._open[name] = _Trouble(reason)
+        if trouble is None or trouble.kind != kind:
+            trouble = self._open[name] = _Trouble(reason, kind)
             log.warning("%s: %s", name, reason)
         return not is_transient and time.monotonic() - trouble.since >= self.confirm_s
 

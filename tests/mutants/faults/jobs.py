@@ -161,8 +161,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/record/times.py",
-        "return max(seconds_since(at), by_disk_s if math.isfinite(by_disk_s) else 0.0, 0.0)",
-        "return seconds_since(at)",
+        "    return max(by_disk_s, 0.0)\n",
+        "    return by_date_s\n",
         why="a job whose node's clock is ahead is running while nothing runs",
         tests=f"{RUN} -k clock",
     ),

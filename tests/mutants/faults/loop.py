@@ -8,6 +8,13 @@ STEPS = "tests/contract/test_task_contract.py -k '(golden or stages_ranks) and c
 
 FAULTS = [
     Fault(
+        "trainer/metrics/direction.py",
+        'return None if words & _WORDS_OF_MOST else "min"',
+        'return "min"',
+        why="the worst model is best/ where a rank is a part of another metric's name",
+        tests="tests/unit/test_best.py",
+    ),
+    Fault(
         "trainer/training/validation.py",
         "train.best_is or progress.best_is or direction_of(str(train.best))",
         'train.best_is or progress.best_is or "min"',

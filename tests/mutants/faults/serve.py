@@ -7,6 +7,8 @@ HOSTILE = "tests/serve/test_hostile_requests.py"
 STREAM = "tests/serve/test_live_stream.py"
 SHARES = "tests/serve/test_shares.py"
 TURNS = "tests/serve/test_turns.py"
+KEEPER = "tests/serve/test_keeper.py"
+DISK = "tests/serve/test_disk_answers.py"
 ODD = "tests/jobs/test_odd_folders.py"
 
 FAULTS = [
@@ -124,8 +126,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/job_view.py",
-        'is_before_cancel = not ends or (row.ended_at or "") <= min(ends)',
-        "is_before_cancel = True",
+        'is_first_end = not ends or (row.ended_at or "") <= min(ends)',
+        "is_first_end = True",
         why="a job that was told to be cancelled becomes a success",
         tests=VIEW,
     ),
@@ -299,10 +301,166 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/turn/reader.py",
-        'has_ended = before is not None and before["status"] == "succeeded"',
-        "has_ended = False",
-        why="a job that has succeeded fails when its folder cannot be entered any more",
-        tests=f"{TURNS} -k succeeded",
+        "had_ended = before is not None and _has_end(before)",
+        "had_ended = False",
+        why="a job that has ended fails anew when its folder cannot be entered any more",
+        tests=f"{KEEPER} -k has_failed_stays",
+    ),
+    Fault(
+        "jobs/serve/job_view.py",
+        'if row.state == "pending" and not has_turn_later(row):',
+        'if row.state == "pending":',
+        why="a job for which Slurm has no room now fails for good",
+        tests=f"{KEEPER} -k waits_for_its_turn",
+    ),
+    Fault(
+        "jobs/serve/keeper.py",
+        'if result.action in ("skip", "wait") or result.is_bad:',
+        'if result.action == "skip" or result.is_bad:',
+        why="a job that waits for room reads every run in each turn",
+        tests=f"{KEEPER} -k waits_for_its_turn",
+    ),
+    Fault(
+        "jobs/errors.py",
+        "folder = Path(os.fsdecode(disk.filename)).parent",
+        "folder = Path(os.fsdecode(disk.filename))",
+        why="a job whose trouble names a temporary file of letters waits for ever",
+        tests=f"{KEEPER} -k kind",
+    ),
+    Fault(
+        "jobs/errors.py",
+        'return re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", text)',
+        "return text",
+        why="a job that was not sent, with a temporary name in the reason, waits for ever",
+        tests=f"{KEEPER} -k kind",
+    ),
+    Fault(
+        "jobs/serve/turn/troubles.py",
+        "if trouble is None or trouble.kind != kind:",
+        "if trouble is None or trouble.reason != reason:",
+        why="a job whose trouble names a new temporary file each time waits for ever",
+        tests=f"{KEEPER} -k temporary_name",
+    ),
+    Fault(
+        "jobs/serve/keeper.py",
+        "run_part(failure_part(name), fail, False)",
+        "run_part(name, fail, False)",
+        why="a job whose failure cannot be written has another reason in each turn",
+        tests=f"{KEEPER} -k cannot_be_written_down",
+    ),
+    Fault(
+        "jobs/serve/keeper.py",
+        "LOCK_WAIT_S = 0.0",
+        "LOCK_WAIT_S = 25.0",
+        why="one stopped `lathe-jobs retry` keeps the jobs of everybody waiting",
+        tests=f"{KEEPER} -k lock_is_held",
+    ),
+    Fault(
+        "jobs/serve/keeper.py",
+        "answer_wait_s=0.0",
+        "answer_wait_s=None",
+        why="one submission without an answer keeps the jobs of everybody waiting for 31 s",
+        tests=f"{KEEPER} -k without_an_answer",
+    ),
+    Fault(
+        "jobs/serve/keeper.py",
+        "        if facts.failure is None:  # a wish may have come while other jobs were advanced\n",
+        "        if False:\n",
+        why="a job that was cancelled during a turn is sent in it all the same",
+        tests=f"{KEEPER} -k another_job_is_sent_again",
+    ),
+    Fault(
+        "jobs/serve/keeper.py",
+        "if len(folder.wishes()) != len(facts.wishes):",
+        "if False:",
+        why="a job that was cancelled while the code was copied is sent all the same",
+        tests=f"{KEEPER} -k code_is_copied",
+    ),
+    Fault(
+        "jobs/serve/turn/reader.py",
+        "            if is_of_index(error):  # its folder is none the worse\n",
+        "            if False:\n",
+        why="a full index is told of the folder of every open job",
+        tests=f"{KEEPER} -k full_index",
+    ),
+    Fault(
+        "jobs/serve/app.py",
+        "    if not folders and not parts:\n",
+        "    if not folders:\n",
+        why="a probe is told that all is well while no turn does anything",
+        tests=f"{KEEPER} -k full_index",
+    ),
+    Fault(
+        "jobs/serve/keeper.py",
+        "            del self._last_tries[ended]\n",
+        "            pass\n",
+        why="the server's memory grows with every job that it ever had",
+        tests=f"{KEEPER} -k is_forgotten",
+    ),
+    Fault(
+        "jobs/serve/turn/reader.py",
+        "self.failing.keep(parts, prefix=JOB)",
+        "pass",
+        why="the server is called degraded for a job whose folder is gone",
+        tests=f"{KEEPER} -k is_forgotten",
+    ),
+    Fault(
+        "jobs/code/repository.py",
+        "        raise Transient(\n",
+        "        raise ConfigError(\n",
+        why="two slow calls of git fail the waiting jobs of everybody",
+        tests=f"{KEEPER} -k git_that_is_slow",
+    ),
+    Fault(
+        "jobs/code/snapshot.py",
+        '    raise Transient(\n        f"{source.top}: files change',
+        '    raise ConfigError(\n        f"{source.top}: files change',
+        why="an editor that saves a file fails the waiting jobs of everybody",
+        tests=f"{KEEPER} -k files_that_change",
+    ),
+    Fault(
+        "jobs/serve/app.py",
+        '        if scope["path"] == PROBE:  # its answer',
+        '        if scope["path"] == "":  # its answer',
+        why="a cluster restarts the server, because a probe names it by its address",
+        tests=f"{DISK} -k 'probe'",
+    ),
+    Fault(
+        "jobs/serve/app.py",
+        "        except (OSError, ConfigError) as error:  # it is being",
+        "        except KeyError as error:  # it is being",
+        why="a token file that is replaced is an error of the server without a reason",
+        tests=f"{DISK} -k token_file",
+    ),
+    Fault(
+        "jobs/serve/app.py",
+        "if number == errno.ENOENT and request.path_params:",
+        "if number == -1:",
+        why="the second of two deletions is told that it may not read the file",
+        tests=f"{DISK} -k two_deletions",
+    ),
+    Fault(
+        "jobs/serve/openai_routes.py",
+        """    # last: a disk that refuses has deleted nothing, and the same request may come again
+    folder.add_wish("delete", client.name)
+""",
+        "",
+        why="a model whose files are gone is still listed",
+        tests=f"{DISK} -k a_model_that",
+    ),
+    Fault(
+        "jobs/serve/index.py",
+        '"union select id from uploads where owner = ?1"',
+        '""',
+        why="nobody is told that his own file cannot be read any more",
+        tests=f"{DISK} -k page_of_an_owner",
+    ),
+    Fault(
+        "jobs/errors.py",
+        'text = text.replace(f"{folder}/", "")',
+        "pass",
+        why="tenants are told where on the server everything lies",
+        tests=f"{DISK} -k 'told or page'",
     ),
     Fault(
         "jobs/serve/keeper.py",

@@ -167,7 +167,7 @@ FAULTS = [
     Fault(
         "trainer/metrics/mergeable.py",
         "float(any(normalise(reference)",
-        "float(all(normalised(reference)",
+        "float(all(normalise(reference)",
         why="an answer must hold every reference to be right",
         tests="tests/unit/test_mergeable.py",
     ),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from trainer.config.deepspeed_config.check import Config
+from trainer.config.readers.json_text import finite, without_twins
 from trainer.config.userfile import placed
 from trainer.errors import ConfigError, nearest
 
@@ -29,21 +30,11 @@ def read(name_or_path: str) -> Config:
             f"{', '.join(names)}, or the path of a JSON file."
         )
     try:
-        values = json.loads(path.read_text(), object_pairs_hook=_unique, parse_constant=_finite)
+        values = json.loads(
+            path.read_text(), object_pairs_hook=without_twins, parse_constant=finite
+        )
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise ConfigError(f"{path}: not a DeepSpeed file: {error}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds a {type(values).__name__}. Want one JSON object.")
     return cast(Config, values)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Config:
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"stated twice in one block: {', '.join(twice)}")
-    return dict(pairs)
-
-
-def _finite(constant: str) -> float:
-    raise ValueError(f"{constant} is not a number that JSON knows")

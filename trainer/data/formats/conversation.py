@@ -7,29 +7,17 @@ obeyed or refused: no role and no key with such a meaning is passed over in sile
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from trainer.data.formats.json_text import json_value, preview
 from trainer.data.formats.lists import parsed
+from trainer.data.formats.roles import ASSISTANT, CALL, ROLES, role_of
 from trainer.errors import DataError, nearest
 
 Row = dict[str, Any]
-ASSISTANT = "assistant"
-# The names that people give to the roles, in lower case: OpenAI; ShareGPT (human, gpt, bing, bard);
-# Gemini (model); LLaMA-Factory (function_call, observation); OpenAssistant (prompter); Cohere
-# (chatbot); Llama 3 (ipython); Hermes (tool_call, tool_response) and Glaive (function_response).
-CALL = "function_call"
-ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), ASSISTANT),
-    **dict.fromkeys(("model", "bot", "chatbot", "ai"), ASSISTANT),
-    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
-    **dict.fromkeys(("tool_response", "function_response"), "tool"),
-    **dict.fromkeys((CALL, "tool_call"), CALL),
-}
 _WANTED_ROLES = "system, user, assistant or tool"
 # Keys that say whether a turn is learnt: OpenAI (weight), axolotl (train, training), others.
 _LEARNS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
@@ -58,9 +46,10 @@ class RowProblem(NamedTuple):
     def at(self, place: str) -> DataError:
         """The error of the row that was read at `place`."""
         if not self.name:
-            return DataError(f"{place}: {self.value}, want {self.want}.")
+            return DataError(f"{place}: {self.value}, want {self.want}.", place=place)
         name = repr(self.name) if self.name.isidentifier() else self.name
-        return DataError(f"{place}: {name} is {preview(self.value)}, want {self.want}.")
+        message = f"{place}: {name} is {preview(self.value)}, want {self.want}."
+        return DataError(message, place=place, field=self.name)
 
 
 Report = Callable[[RowProblem], None]
@@ -82,7 +71,9 @@ def opened(raw: Mapping[str, Any], place: str) -> Row:
     while messages and messages[-1]["role"] == ASSISTANT:
         del messages[-1]
     if not messages:
-        raise DataError(f"{place}: nobody but the assistant speaks. Give a turn of the user.")
+        raise DataError(
+            f"{place}: nobody but the assistant speaks. Give a turn of the user.", place=place
+        )
     return conversation
 
 
@@ -118,15 +109,12 @@ def _refusal_at(place: str) -> Report:
 def _conversation(raw: Mapping[str, Any], report: Report, *, is_learnt: bool) -> Row:
     for name, value in raw.items():
         _check_row_key(name, value, report)
-    values = _listed(_turns(raw, report))
-    if not isinstance(values, list) or (is_learnt and not values):
+    turns = _turns(raw, report)
+    if turns is None or (is_learnt and not turns):
         want = "a list of objects with role and content that is not empty"
-        report(RowProblem("messages", values, want))
+        report(RowProblem("messages", raw.get("messages"), want))
         return {"messages": []}
-    read_turns = (
-        _message(value, f"messages[{number}]", report, is_learnt=is_learnt)
-        for number, value in enumerate(cast("list[Any]", values))
-    )
+    read_turns = (_message(value, name, report, is_learnt=is_learnt) for name, value in turns)
     messages = [message for message in read_turns if message is not None]
     _add_system(raw.get("system"), messages, report)
     conversation: Row = {"messages": messages}
@@ -150,19 +138,16 @@ def _check_row_key(name: str, value: Any, report: Report) -> None:
         report(RowProblem(name, value, 'earlier turns in "messages"'))
 
 
-def _turns(raw: Mapping[str, Any], report: Report) -> Any:
-    """The messages of a row; those of a row with prompt and completion are a question and its
-    answer.
+def _turns(raw: Mapping[str, Any], report: Report) -> list[tuple[str, Any]] | None:
+    """(name, message) of a row's messages; those of a row with prompt and completion are a question
+    and its answer, or what TRL calls conversational: two lists, of which the second is learnt. None
+    for messages that are no list.
     """
     if raw.get("messages") is not None:
-        return raw["messages"]
+        values = _listed(raw["messages"])
+        return _named("messages", values) if isinstance(values, list) else None
     if raw.get("prompt") is not None and raw.get("completion") is not None:
-        if not isinstance(raw.get("input"), str | None):
-            report(RowProblem("input", raw.get("input"), "text"))
-        return [
-            {"role": "user", "content": with_input(raw)},
-            {"role": ASSISTANT, "content": raw["completion"]},
-        ]
+        return _of_prompt(raw, report)
     report(
         RowProblem(
             "",
@@ -171,7 +156,50 @@ def _turns(raw: Mapping[str, Any], report: Report) -> Any:
             '{"messages": "conversations"}',
         )
     )
-    return [{"role": "user", "content": ""}]
+    return [("messages[0]", {"role": "user", "content": ""})]
+
+
+def _of_prompt(raw: Mapping[str, Any], report: Report) -> list[tuple[str, Any]]:
+    """(name, message) of a prompt and its completion, each a text or a list of turns."""
+    prompt, completion = (_conversational(raw[name]) for name in ("prompt", "completion"))
+    for name, turns in (("prompt", prompt), ("completion", completion)):
+        if turns is None and not isinstance(raw[name], str):
+            report(RowProblem(name, raw[name], "text, or a list of objects with role and content"))
+            return [("messages[0]", {"role": "user", "content": ""})]
+    more = raw.get("input")
+    if not isinstance(more, str | None):
+        report(RowProblem("input", more, "text"))
+    elif prompt is not None and more and more.strip():
+        report(RowProblem("input", more, 'it in a turn of "prompt", which is a list of turns'))
+    if prompt is None:
+        turns = [("messages[0]", {"role": "user", "content": with_input(raw)})]
+    else:
+        turns = [(name, _unlearnt(turn)) for name, turn in _named("prompt", prompt)]
+    if completion is None:
+        answer = {"role": ASSISTANT, "content": raw["completion"]}
+        return [*turns, (f"messages[{len(turns)}]", answer)]
+    return turns + _named("completion", completion)
+
+
+def _named(name: str, turns: list[Any]) -> list[tuple[str, Any]]:
+    return [(f"{name}[{number}]", turn) for number, turn in enumerate(turns)]
+
+
+def _conversational(value: Any) -> list[Any] | None:
+    """The turns that a prompt or a completion is, or holds as text; None for any other one."""
+    turns = _listed(value)
+    if not isinstance(turns, list) or not turns:
+        return None
+    turns = cast("list[Any]", turns)
+    is_of_turns = all(isinstance(turn, dict) and {"role", "from"} & {*turn} for turn in turns)
+    return turns if is_of_turns else None
+
+
+def _unlearnt(turn: Row) -> Row:
+    """A turn of a prompt, which is not learnt unless it says so."""
+    is_of_assistant = role_of(turn.get("role") or turn.get("from")) in (ASSISTANT, CALL)
+    is_open = all(turn.get(key) is None for key in _LEARNS)
+    return {**turn, "weight": 0} if is_of_assistant and is_open else turn
 
 
 def _listed(values: Any) -> Any:
@@ -188,6 +216,22 @@ def with_input(raw: Mapping[str, Any]) -> Any:
     prompt, more = raw.get("prompt"), raw.get("input")
     is_more = isinstance(more, str) and bool(more.strip()) and more != prompt
     return f"{prompt}\n{more}" if is_more and isinstance(prompt, str) else prompt
+
+
+def question_in(value: Any) -> Any:
+    """What a conversation asks: the texts of its first turns that neither instruct the assistant
+    nor are said by it. Any other value unchanged.
+    """
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):  # pyright: ignore[reportUnknownVariableType]
+        return cast("Any", value)
+    turns = [
+        (role_of(turn.get("role") or turn.get("from")), turn) for turn in cast("list[Row]", value)
+    ]
+    turns = list(itertools.dropwhile(lambda turn: turn[0] not in (None, "user"), turns))
+    said = itertools.takewhile(lambda turn: turn[0] == turns[0][0], turns)
+    contents = (turn.get("content") or turn.get("value") for _, turn in said)
+    texts = [_text(content, "", lambda _: None) for content in contents]
+    return texts or cast("Any", value)
 
 
 def _add_system(system: Any, messages: list[Row], report: Report) -> None:
@@ -245,7 +289,7 @@ def _message(value: Any, name: str, report: Report, *, is_learnt: bool) -> Row |
 
 
 def _role(given: Any, name: str, report: Report) -> str:
-    role = ROLES.get(given.strip().lower().replace("-", "_")) if isinstance(given, str) else None
+    role = role_of(given)
     if role is None:
         near = (
             f". {nearest(given, list(ROLES))}" if isinstance(given, str) and given.strip() else ""
@@ -258,8 +302,27 @@ def _role(given: Any, name: str, report: Report) -> str:
 def _check_content(message: Row, is_thought: bool, name: str, report: Report) -> None:
     if message["content"] is None and is_thought and message["role"] == ASSISTANT:
         message["content"] = ""
+    message["content"] = _text(message["content"], f"{name}.content", report)
     if not isinstance(message["content"], str):
         report(RowProblem(f"{name}.content", message["content"], "text"))
+
+
+def _text(content: Any, name: str, report: Report) -> Any:
+    """The text of OpenAI's parts, {"type": "text", "text"}, together; any other content unchanged.
+    Parts of another type are reported.
+    """
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        return content
+    texts: list[str] = []
+    for number, part in enumerate(cast("list[Row]", parts)):
+        if part.get("type") != "text":
+            report(RowProblem(f"{name}[{number}].type", part.get("type"), "'text' alone"))
+        elif not isinstance(part.get("text"), str):
+            report(RowProblem(f"{name}[{number}].text", part.get("text"), "text"))
+        else:
+            texts.append(part["text"])
+    return "".join(texts)
 
 
 def _is_empty(message: Row, is_thought: bool) -> bool:

@@ -5,17 +5,26 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, cast
 
 import ijson
 
-from trainer.data.formats.json_text import TOO_DEEP, BadJson, is_too_deep
+from trainer.data.formats.json_text import INFINITE, TOO_DEEP, TOO_LONG, BadJson, is_too_deep
 
 _HIGH, _LOW = rb"[dD][89abAB][0-9a-fA-F]{2}", rb"[dD][c-fC-F][0-9a-fA-F]{2}"
 _HALF = re.compile(rb"\\u(?:%s(?!\\u%s)|(?<!\\u%s\\u)%s)" % (_HIGH, _LOW, _HIGH, _LOW))
 _FIRST_HALF = re.compile(rb"\\u" + _HIGH)
 _PAIR_BYTES = 12  # \ud83d\ude00
-_MAX_OPEN = 5000  # brackets more than are closed in one item; ijson crashes beyond 70,000 levels
+_MAX_OPEN = 5000  # open brackets; ijson crashes beyond 70,000, and is quadratic in their number
+_MAX_NUMBER = 40  # bytes of a number or a word at the end of what was read, which may go on
+_WORD = b"+-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+# a text, to its end or that of what was read, or a word that is no JSON and that Python writes
+_TEXT_OR_CONSTANT = re.compile(
+    rb'(?P<text>"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z))|NaN|-?Infinity', re.DOTALL
+)
 
 
 def json_items(file: io.BufferedReader, prefix: str = "item") -> Iterator[Any]:
@@ -41,7 +50,6 @@ def json_items(file: io.BufferedReader, prefix: str = "item") -> Iterator[Any]:
     try:
         stream = checked(file)
         for item in ijson.items(stream, prefix, **how):
-            stream.num_open = 0
             if is_too_deep(item):
                 raise BadJson(TOO_DEEP)
             if repeated and (key := _repeated_key(item)) is not None:
@@ -49,10 +57,9 @@ def json_items(file: io.BufferedReader, prefix: str = "item") -> Iterator[Any]:
             yield item
     except (ijson.JSONError, UnicodeDecodeError) as error:
         reason = str(error).strip().split("\n", 1)[0].rstrip(".")
-        raise BadJson(
-            f"malformed JSON ({reason}); write one list of objects. NaN is no JSON, and an integer "
-            "beyond 64 bits is wanted as text"
-        ) from None
+        if reason.endswith("overflow"):
+            raise BadJson(TOO_LONG if "integer" in reason else INFINITE) from None
+        raise BadJson(f"malformed JSON ({reason}); write one list of objects") from None
 
 
 def checked(file: io.BufferedReader) -> Any:
@@ -80,23 +87,27 @@ def _repeated_key(value: Any) -> str | None:
 
 
 class _Checked:
-    """A file for ijson."""
+    """A file for ijson, whose NaN are null."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         self._file = file
-        self._rest = b""  # the begun escape at the end of what was read
+        self._rest = b""  # the begun escape, number or word at the end of what was read
         self._line = 1
-        self.num_open = 0  # brackets, those in texts too, since the last item that was whole
+        self._num_open = 0  # brackets, outside of texts
+        self._is_in_text = False
+        self._problem: str | None = None  # of what stands behind the bytes that were given out
 
     def read(self, size: int = -1) -> bytes:
         """The next bytes; b"" at the end."""
         if size == 0:
             return b""  # ijson asks so whether the file is one of bytes
+        if self._problem is not None:
+            raise BadJson(self._problem)
         seen, end = self._rest, 0
         while not end:
             content = self._file.read(size)
             seen += content
-            end = _end_of_escapes(seen) if content else len(seen)
+            end = _end_of_whole(seen) if content else len(seen)
             if not content:
                 break
         self._rest, seen = seen[end:], seen[:end]
@@ -110,19 +121,48 @@ class _Checked:
                 "that was cut in two; take it out"
             )
         self._line += seen.count(b"\n")
-        self.num_open += seen.count(b"[") + seen.count(b"{") - seen.count(b"]") - seen.count(b"}")
-        if self.num_open > _MAX_OPEN:
-            raise BadJson(TOO_DEEP)
+        if b"NaN" in seen or b"Infinity" in seen:
+            seen = self._without_constants(seen)
+        self._look_at_brackets(seen)
         return seen
 
+    def _look_at_brackets(self, seen: bytes) -> None:
+        """Follow texts and brackets; BadJson where too many are open."""
+        # what was read begins at no half of an escape, so that pairs are told from the left
+        parts = seen.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._is_in_text :: 2]).translate(None, _NO_BRACKETS)
+        self._is_in_text ^= len(parts) % 2 == 0
+        opened = outside.count(b"[") + outside.count(b"{")
+        if self._num_open + opened > _MAX_OPEN:
+            steps = map(_STEPS.__getitem__, outside)
+            if max(accumulate(steps, initial=self._num_open)) > _MAX_OPEN:
+                raise BadJson(TOO_DEEP)
+        self._num_open += 2 * opened - len(outside)
 
-def _end_of_escapes(seen: bytes) -> int:
-    """Where the last bytes begin that may be a part of an escape."""
-    end = seen.find(b"\\", max(0, len(seen) - _PAIR_BYTES))
+    def _without_constants(self, seen: bytes) -> bytes:
+        """What was read with null for NaN outside of texts, up to an infinite number."""
+        begun = b'"' if self._is_in_text else b""
+        parts, place = [], 0
+        for match in _TEXT_OR_CONSTANT.finditer(begun + seen):
+            parts.append(match.string[place : match.start()])
+            if match["text"] is None and match[0] != b"NaN":
+                self._problem = INFINITE
+                return b"".join(parts)[len(begun) :]
+            parts.append(b"null" if match["text"] is None else match[0])
+            place = match.end()
+        parts.append((begun + seen)[place:])
+        return b"".join(parts)[len(begun) :]
+
+
+def _end_of_whole(seen: bytes) -> int:
+    """Where the last bytes begin that may be a part of an escape, of a number or of a word."""
+    last = seen[-_MAX_NUMBER:]
+    begun = len(last) - len(last.rstrip(_WORD))
+    stop = len(seen) - begun if begun < _MAX_NUMBER else len(seen)
+    end = seen.find(b"\\", max(0, stop - _PAIR_BYTES), stop)
     if end < 0:
-        return len(seen)
+        return stop
     if _FIRST_HALF.fullmatch(seen, max(0, end - 6), end):
         end -= 6
-    while end > 0 and seen[end - 1 : end] == b"\\":
-        end -= 1
-    return end
+    before = len(seen[:end].rstrip(b"\\"))
+    return end - (end - before) % 2

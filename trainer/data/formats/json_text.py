@@ -1,19 +1,25 @@
 """A JSON text to its value, for all that other people wrote: what no program could use is refused.
 
 Refused are, besides malformed JSON: half of a surrogate pair (an emoji that was cut in two is no
-text to a tokenizer), lists within lists within lists beyond 100, numbers of thousands of digits,
-and a key that stands twice in an object, of which one value would be lost.
+text to a tokenizer), lists within lists within lists beyond 100, integers beyond 64 bits and
+other numbers that few programs read, and a key that stands twice in an object, of which one value
+would be lost. NaN, which Python and pandas write for a missing value, is null.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from typing import Any, cast
 
 MAX_DEPTH = 100  # lists and objects inside each other; Python itself fails from about 980
 TOO_DEEP = f"lists and objects nested deeper than {MAX_DEPTH} levels; write it flatter"
+INFINITE = "a number beyond those of 64 bits, which is infinite; write it as text"
+TOO_LONG = "an integer beyond 64 bits; write it as text"
+_MOST = 2**63 - 1
+_SAFE_DIGITS = 18
 # half of a pair: a high one without its low one, or the other way round
 _HALF = re.compile(r"[\ud800-\udfff]")
 
@@ -29,15 +35,13 @@ class MalformedJson(BadJson):
 def json_value(text: str) -> Any:
     """The value of a JSON text. BadJson for one that cannot be used."""
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise MalformedJson(f"malformed JSON ({error.msg}, column {error.colno})") from None
     except BadJson:
         raise
     except RecursionError:
         raise BadJson(TOO_DEEP) from None
-    except ValueError:  # int(): "Exceeds the limit (4300 digits)"
-        raise BadJson("a number of thousands of digits; write it as text") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
         raise BadJson(TOO_DEEP)
     if "\\u" in text and (half := half_of_pair(value)) is not None:
@@ -82,6 +86,25 @@ def half_of_pair(value: Any) -> str | None:
     return None
 
 
+def _integer(text: str) -> int:
+    if len(text) > _SAFE_DIGITS and (len(text) > 20 or abs(int(text)) > _MOST):
+        raise BadJson(TOO_LONG)
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise BadJson(INFINITE)
+    return value
+
+
+def _constant(name: str) -> None:
+    """NaN is a missing value."""
+    if name != "NaN":
+        raise BadJson(INFINITE)
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -95,3 +118,8 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(cast("dict[Any, Any]", value).values())
     return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
+)

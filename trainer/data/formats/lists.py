@@ -2,8 +2,8 @@
 
 A table has no lists, so programs write them as text: JSON, what Python prints (`['a', 'b']`), or
 what numpy prints, which has no commas (`['a' 'b']`, `[10 11]`). Such a text is the list. Any other
-text is a list of one, "[citation needed] ..." too. A text that looks like a list and cannot be read
-as one without doubt is refused.
+text is a list of one, "[citation needed] ..." too, and so is a JSON object. A text that looks like
+a list and cannot be read as one without doubt is refused.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ _SURE = re.compile(
     |(?:np\.|numpy\.)?array\(\s*\[
     |(?:np|numpy)\.(?:str_|bytes_|bool_|u?int\d+|float\d+)\(
     |\{\s*['"]
-    |(?:frozenset|deque|Index|OrderedDict|dict_keys|dict_values)\(\s*[[{(]
+    |(?:frozenset|deque|Index|OrderedDict|dict_keys|dict_values)\(\s*[\[{(]
     |\[\s*[\u201c\u201d\u2018\u2019].*[\u201c\u201d\u2018\u2019]\s*\]$ # quotes of a word processor
     |.*\n(?:Name:\ .*,\ )?(?:Length:\ \d+,\ )?dtype:\ \w+$  # a Series of pandas
     """,
     re.VERBOSE | re.DOTALL,
 )
+_WORD_BEHIND = re.compile(r"[.:;!?]?\s+[^\W\d]")
+_LIST_BEHIND = re.compile(r"""[\[({]\s*['"]|\bdtype[:=]""")
 _NUMBERS = re.compile(r"\[\s*\d+(?:[\s,]+\d+)*[\s,]*\]")
 
 
@@ -84,9 +86,7 @@ def parsed(text: str, place: str, name: str) -> list[Any] | None:
     value = structure(text, place, name)
     if isinstance(value, list):
         return value
-    if isinstance(value, dict):
-        _refuse(text, place, name, "it is an object")
-    if _looks_like_a_list(text.strip()):
+    if not isinstance(value, dict) and _looks_like_a_list(text.strip()):
         _refuse(text, place, name, "its quotes, commas or brackets do not close as those of one")
     return None
 
@@ -125,12 +125,16 @@ def _structure(text: str) -> list[Any] | dict[str, Any] | None:
 def _refuse(text: str, place: str, name: str, problem: str) -> NoReturn:
     raise DataError(
         f"{place}: {name!r} is {preview(text)}, which looks like a list and cannot be read as one: "
-        f'{problem}. Write it as JSON: ["one", "two"]; a text that begins so is a list of one.'
+        f'{problem}. Write it as JSON: ["one", "two"]; a text that begins so is a list of one.',
+        place=place,
+        field=name,
     )
 
 
 def _looks_like_a_list(content: str) -> bool:
     """Whether a text that is no list begins as only lists do, or begins and ends as one."""
+    if _is_prose(content):
+        return False
     if _SURE.match(content) or _NUMBERS.fullmatch(content):
         return True
     if content[:1] not in ("[", "("):
@@ -151,6 +155,33 @@ def _looks_like_a_list(content: str) -> bool:
     if text is None or text.lastgroup != "text":  # the first quote is never closed
         return closing not in content or quote not in "'\""
     return inner[text.end() :].lstrip()[:1] in (",", "]", "'", '"', "")
+
+
+def _is_prose(content: str) -> bool:
+    """Whether words stand behind the first bracket that closes ("['x'] is how"), or between whole
+    texts within it ("['yes' or 'no']").
+    """
+    if content[:1] not in _CLOSING:
+        return False
+    depth, has_word, before = 0, False, _Token("mark", "", False)
+    place = 0
+    while match := _TOKEN.match(content, place):
+        place = match.end()
+        token = _Token(str(match.lastgroup), match[0], before.kind == "space")
+        if token.kind == "mark":
+            depth += (token.text in _CLOSING) - (token.text in _CLOSING.values())
+        if depth == 0:
+            rest = content[place:]
+            is_behind = _WORD_BEHIND.match(rest) and not _LIST_BEHIND.search(rest)
+            return bool(is_behind) or (has_word and not rest)
+        if "word" in (token.kind, before.kind) and token.kind == "text":
+            return False  # a quote is closed too early: ['it's', 'b']
+        if token.kind == "word":
+            if not token.is_apart or token.text in (*_CONSTANTS, "..."):
+                return False
+            has_word = True
+        before = token
+    return False
 
 
 # The parts of a text

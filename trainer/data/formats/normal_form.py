@@ -7,7 +7,8 @@ import json
 import unicodedata
 from typing import Any, cast
 
-_NAMES = {"id", "item", "passage_id", "score"}  # what names a row or ranks a passage, at any depth
+# what names a row or a passage, or ranks a passage
+_NAMES = {"id", "item", "passage_id", "score"}
 
 
 def normal_form(text: str) -> str:
@@ -42,10 +43,32 @@ def row_hash(row: Any) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def _without_names(value: Any) -> Any:
+def _without_names(row: Any) -> Any:
+    """The row without the names at its top and in the passages of its lists; a key further inside,
+    such as an argument of a tool's call, is a part of what the row says.
+    """
+    if not isinstance(row, dict):
+        return _plain(row)
+    values: dict[str, Any] = {}
+    for key, value in cast("dict[str, Any]", row).items():
+        if key in _NAMES:
+            continue
+        is_list = isinstance(value, (list, tuple))
+        values[key] = [_nameless(one) for one in value] if is_list else _plain(value)
+    return values
+
+
+def _nameless(passage: Any) -> Any:
+    if not isinstance(passage, dict) or "text" not in passage:
+        return _plain(passage)
+    pairs = cast("dict[str, Any]", passage).items()
+    return {key: _plain(value) for key, value in pairs if key not in _NAMES}
+
+
+def _plain(value: Any) -> Any:
+    """The value with single blanks in its texts."""
     if isinstance(value, dict):
-        pairs = cast("dict[str, Any]", value).items()
-        return {key: _without_names(one) for key, one in pairs if key not in _NAMES}
+        return {key: _plain(one) for key, one in cast("dict[str, Any]", value).items()}
     if isinstance(value, (list, tuple)):
-        return [_without_names(one) for one in cast("list[Any]", value)]
+        return [_plain(one) for one in cast("list[Any]", value)]
     return " ".join(value.split()) if isinstance(value, str) else value

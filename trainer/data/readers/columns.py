@@ -51,7 +51,9 @@ def in_our_names(
             if isinstance(row[name], bytes):
                 raise DataError(
                     f"{place}: {name!r} is {preview(row[name])}, bytes of a binary column, want "
-                    "text. Write the column as strings, in UTF-8."
+                    "text. Write the column as strings, in UTF-8.",
+                    place=place,
+                    field=name,
                 )
         for name in layout.lists & row.keys():
             row[name] = as_list(row[name], place, name)
@@ -93,7 +95,9 @@ def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
         if not isinstance(value, dict):
             raise DataError(
                 f"{place}: {column!r} of data.columns looks for {name!r} in {preview(value)}, want "
-                "an object there. Write [] behind the name of a list."
+                "an object there. Write [] behind the name of a list.",
+                place=place,
+                field=column,
             )
         value = value.get(name)
         if not part.endswith("[]"):
@@ -102,7 +106,9 @@ def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
         if items is not None and not isinstance(items, list):
             raise DataError(
                 f"{place}: {column!r} of data.columns wants a list, got {preview(items)}. Leave "
-                "[] out."
+                "[] out.",
+                place=place,
+                field=column,
             )
         if items is None or not rest:
             return items
@@ -126,12 +132,18 @@ def _write(row: Row, name: str, value: Any, place: str) -> None:
     if values is None:
         return
     if not isinstance(values, list):
-        raise DataError(f"{place}: {name!r} of data.columns is {preview(value)}, want a list.")
+        raise DataError(
+            f"{place}: {name!r} of data.columns is {preview(value)}, want a list.",
+            place=place,
+            field=name,
+        )
     objects = row.setdefault(outer, [{} for _ in values])
     if len(objects) != len(values):
         raise DataError(
             f"{place}: {name!r} of data.columns has {len(values)} values where the others of "
-            f"{outer!r} have {len(objects)}; give one each."
+            f"{outer!r} have {len(objects)}; give one each.",
+            place=place,
+            field=name,
         )
     for one, item in zip(objects, values, strict=True):
         if item is not None:

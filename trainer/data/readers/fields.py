@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.formats.lists import as_list
+from trainer.data.formats.lists import as_list, structure
 from trainer.data.readers.jsonl import preview
 from trainer.errors import DataError
 
@@ -42,14 +42,20 @@ def keys(raw: Row) -> str:
 def text(value: Any, place: str, name: str) -> str:
     """The value, which must be text that is not blank."""
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{place}: {name!r} is {preview(value)}, want text that is not blank.")
+        raise DataError(
+            f"{place}: {name!r} is {preview(value)}, want text that is not blank.",
+            place=place,
+            field=name,
+        )
     return value
 
 
 def required_text(raw: Row, name: str, place: str) -> str:
     """The text under a key that must be there."""
     if name not in raw:
-        raise DataError(f"{place}: {name!r} is missing (keys: {keys(raw)}).")
+        raise DataError(
+            f"{place}: {name!r} is missing (keys: {keys(raw)}).", place=place, field=name
+        )
     return text(raw[name], place, name)
 
 
@@ -58,7 +64,9 @@ def texts(value: Any, place: str, name: str) -> list[str]:
     items = as_list(value, place, name)
     if not isinstance(items, list) or not items:
         raise DataError(
-            f"{place}: {name!r} is {preview(value)}, want a list of texts that is not empty."
+            f"{place}: {name!r} is {preview(value)}, want a list of texts that is not empty.",
+            place=place,
+            field=name,
         )
     if items == [value]:
         return [text(value, place, name)]
@@ -69,16 +77,23 @@ def titles(value: Any, place: str, count: int) -> list[str]:
     """The titles of `count` contexts, one each."""
     values = texts(value, place, "titles")
     if len(values) != count:
-        raise DataError(f"{place}: {len(values)} titles for {count} contexts; give one each.")
+        raise DataError(
+            f"{place}: {len(values)} titles for {count} contexts; give one each.",
+            place=place,
+            field="titles",
+        )
     return values
 
 
 def passages(value: Any, place: str, name: str) -> list[Row]:
-    """The passages of a list of objects and ids, each as `passage` reads it."""
-    values = as_list(value, place, name)
+    """The passages of a list of objects and ids, or of one, each as `passage` reads it."""
+    of_text = structure(value, place, name) if isinstance(value, str) else None
+    values = [of_text] if isinstance(of_text, dict) else as_list(value, place, name)
     if not isinstance(values, list):
         raise DataError(
-            f"{place}: {name!r} is {preview(value)}, want a list of passages or of their ids."
+            f"{place}: {name!r} is {preview(value)}, want a list of passages or of their ids.",
+            place=place,
+            field=name,
         )
     return [passage(one, place, f"{name}[{index}]") for index, one in enumerate(values)]
 
@@ -113,7 +128,9 @@ def useful_contexts(raw: Row, place: str, count: int) -> list[int]:
     ]
     if len(marks) != count or not all(mark in (0, 1) for mark in marks):
         raise DataError(
-            f"{place}: 'useful_contexts' is {preview(given)}, want a 0 or 1 for each context."
+            f"{place}: 'useful_contexts' is {preview(given)}, want a 0 or 1 for each context.",
+            place=place,
+            field="useful_contexts",
         )
     return marks
 
@@ -124,7 +141,9 @@ def identity(value: Any, place: str, name: str) -> str:
     if not is_text and (not isinstance(value, int) or isinstance(value, bool)):
         raise DataError(
             f"{place}: {name!r} is {preview(value)}, want an id: a number without decimals, or "
-            "text."
+            "text.",
+            place=place,
+            field=name,
         )
     return str(value).strip()
 
@@ -134,7 +153,9 @@ def column_identity(value: Any, place: str, name: str) -> str:
     if isinstance(value, str) and len(value.split()) != 1:
         raise DataError(
             f"{place}: {name!r} is {preview(value)}, want an id: an integer, or text without "
-            "blanks."
+            "blanks.",
+            place=place,
+            field=name,
         )
     return identity(value, place, name)
 
@@ -146,7 +167,9 @@ def finite(value: Any, place: str, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"{place}: {name} is {preview(value)}, want a finite number.")
+        raise DataError(
+            f"{place}: {name} is {preview(value)}, want a finite number.", place=place, field=name
+        )
     return number
 
 
@@ -159,7 +182,9 @@ def passage(raw: Any, place: str, name: str) -> Row:
         return {"id": identity(raw, place, name)}
     row = passage_fields(raw, place, f"{name}.")
     if "id" not in row and "text" not in row:
-        raise DataError(f"{place}: {name!r} has neither text nor id (keys: {keys(raw)}); give one.")
+        raise DataError(
+            f"{place}: {name!r} has neither text nor id (keys: {keys(raw)}); give one.", place=place
+        )
     return row
 
 
@@ -174,7 +199,11 @@ def passage_fields(raw: Row, place: str, prefix: str = "") -> Row:
         if value is None:
             continue
         if not isinstance(value, str):
-            raise DataError(f"{place}: '{prefix}{key}' is {preview(value)}, want text.")
+            raise DataError(
+                f"{place}: '{prefix}{key}' is {preview(value)}, want text.",
+                place=place,
+                field=f"{prefix}{key}",
+            )
         row[key] = value
     if raw.get("score") is not None:
         row["score"] = finite(raw["score"], place, f"'{prefix}score'")

@@ -8,9 +8,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.data.left_out import note
 from trainer.errors import DataError
 
 CORPUS, QUERIES = "corpus.tsv", "queries.jsonl"  # of NaturalQuestions
+OTHERS = "files of a split beside the one that is read (left out; data.files names another)"
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _PACKING = re.compile(r"\.(?:gz|bz2|xz|zst|zip)$")  # of which gz alone is read, none is overlooked
 _SPLIT_NAMES = {
@@ -63,21 +65,32 @@ def corpus_file(folder: Path | None, name: str) -> Path:
 
 
 def split_file(
-    folder: Path | None, split: str, suffixes: Sequence[str], *, name: str | None, key: str
+    folder: Path | None,
+    split: str,
+    suffixes: Sequence[str],
+    *,
+    name: str | None,
+    key: str,
+    first: str | None = None,
 ) -> Path:
     """The file (or folder of files) `name` below --data_path; without a name, the only file that is
     named after the split.
 
     A compressed file (.gz) is used if the plain one is missing. key: the key of the experiment that
-    can name a file, for messages.
+    can name a file, for messages. first: the suffix that is read where files of several kinds have
+    the name; one file must have it. What is not read is noted.
     """
     stems = split_names(split)
     folder = required_folder(folder, name or f"{stems[0]}{suffixes[0]}")
     if name is not None:
         return folder / name
     present = _present_of(folder, stems, suffixes)
-    if len(present) == 1:
-        return present[0]
+    chosen = present
+    if len(present) > 1 and first is not None:
+        chosen = [path for path in present if _PACKING.sub("", _kind(path)).endswith(first)]
+    if len(chosen) == 1:
+        _note_others(folder, stems, suffixes, read=chosen[0])
+        return chosen[0]
     if present:
         raise DataError(
             f"{folder} holds {' and '.join(path.name for path in present)}. Say in {key}.{split} "
@@ -93,7 +106,7 @@ def split_file(
 
 def first_split_file(folder: Path | None, split: str, suffix: str) -> Path | None:
     """The first file of a split with this suffix, in the order of the names valid, val, dev; None
-    if there is none.
+    if there is none. Whoever reads rows asks split_file(), which refuses a second one.
     """
     stems = split_names(split)
     folder = required_folder(folder, f"train{suffix} and valid{suffix}")
@@ -112,6 +125,7 @@ def only_row_file(folder: Path, suffixes: Sequence[str]) -> Path:
         names = sorted(path for path in folder.iterdir() if path.is_file())
         files = [path for path in names if _PACKING.sub("", path.name.lower()).endswith(_ROWS)]
     if len(files) == 1 and not files[0].name.startswith(tuple(split_names("valid"))):
+        _note_others(folder, split_names("train"), suffixes, read=files[0])
         return files[0]
     there = " and ".join(path.name for path in files) or "no file of rows"
     raise DataError(
@@ -127,11 +141,29 @@ def _present_of(folder: Path, stems: Sequence[str], suffixes: Sequence[str]) -> 
     by_name: dict[str, list[Path]] = {}  # "Train.JSONL" is train.jsonl, and so is train.ndjson
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_file():
-            by_name.setdefault(path.name.lower().replace(".ndjson", ".jsonl"), []).append(path)
+            by_name.setdefault(_kind(path), []).append(path)
     present: list[Path] = []
     for name in (f"{stem}{suffix}" for stem in stems for suffix in suffixes):
         present += by_name.get(name, []) or by_name.get(f"{name}.gz", [])
     return present or [folder / stem for stem in stems if (folder / stem).is_dir()]
+
+
+def _kind(path: Path) -> str:
+    """The name in lower case, with .jsonl for .ndjson."""
+    return path.name.lower().replace(".ndjson", ".jsonl")
+
+
+def _note_others(
+    folder: Path, stems: Sequence[str], suffixes: Sequence[str], *, read: Path
+) -> None:
+    """Note what else in the folder is named as the split is: files of other kinds, packed ones, a
+    folder.
+    """
+    names = {f"{stem}{suffix}" for stem in stems for suffix in suffixes}
+    for path in sorted(folder.iterdir()):
+        is_named = path.name in stems if path.is_dir() else _PACKING.sub("", _kind(path)) in names
+        if is_named and path != read:
+            note(str(path), OTHERS)
 
 
 def _present(path: Path) -> Path | None:

@@ -99,7 +99,7 @@ def objects(path: Path) -> Iterator[tuple[str, Row]]:
 
 def bad_line(path: Path, line: int, problem: str) -> DataError:
     """The error that names a line of a file."""
-    return DataError(f"{path}, line {line}: {problem}.")
+    return DataError(f"{path}, line {line}: {problem}.", place=f"{path}, line {line}")
 
 
 def _torn(path: Path, place: str, error: Exception) -> DataError:
@@ -119,7 +119,9 @@ def _decode(content: bytes, path: Path, line: int) -> str:
 
 def _object(value: Any, place: str) -> Row:
     if not isinstance(value, dict):
-        raise DataError(f"{place}: a JSON {type(value).__name__}, want an object like {{...}}.")
+        raise DataError(
+            f"{place}: a JSON {type(value).__name__}, want an object like {{...}}.", place=place
+        )
     return value
 
 
@@ -146,6 +148,8 @@ def _items(path: Path) -> Iterator[Any]:
                 number += 1
                 yield item
         except BadJson as error:
-            raise DataError(f"{path}, item {number + 1}: {error}.") from None
+            raise DataError(
+                f"{path}, item {number + 1}: {error}.", place=f"{path}, item {number + 1}"
+            ) from None
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise _torn(path, f"item {number}", error) from error

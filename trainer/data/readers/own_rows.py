@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config.identity import canonical_json
 from trainer.config.own_rows import Layout, OwnRows
+from trainer.data.formats.conversation import question_in, with_input
 from trainer.data.formats.normal_form import normal_value
 from trainer.data.readers import row_files
 from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
 from trainer.data.readers.folders import (
-    first_split_file,
     only_row_file,
     required_folder,
     split_file,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 _OF_DATASETS = {"train": "train", "valid": "validation", "test": "test"}
-_NOT_ASKING = {"system", "developer", "assistant", "gpt", "model", "bot", "tool", "function"}
 FILES = OwnRows()  # the default: files by their usual names
 
 
@@ -44,8 +42,8 @@ def own_rows(
     """(place, row) of "train", "valid" or "test", in the order of the files.
 
     folder: --data_path. suffixes: of files that are searched by the name of the split. first: the
-    suffix that is preferred if there are several files. cache_dir: where data sets of the Hub are
-    cached. DataError and ConfigError name the place of the problem.
+    suffix that is read if there are files of several kinds; the others are noted. cache_dir: where
+    data sets of the Hub are cached. DataError and ConfigError name the place of the problem.
     """
     split_names(split)
     is_shared = bool(own.valid_share) and split in ("train", "valid")
@@ -65,34 +63,19 @@ def own_rows(
             for number, row in enumerate(raw_rows, start=1)
         )
     else:
-        path = None
-        if first is not None and not is_shared and getattr(own.files, split) is None:
-            path = first_split_file(folder, split, first)
-        file = path or _file(own, of_split, folder, suffixes)
-        rows = row_files.placed_rows(file)
+        rows = row_files.placed_rows(_file(own, of_split, folder, suffixes, first))
     rows = in_our_names(rows, own.columns, layout)
     yield from _share(rows, own.valid_share, split, layout) if is_shared else rows
 
 
-def _file(own: OwnRows, split: str, folder: Path | None, suffixes: Sequence[str]) -> Path:
+def _file(
+    own: OwnRows, split: str, folder: Path | None, suffixes: Sequence[str], first: str | None
+) -> Path:
     """The file, or folder of files, of a split."""
     name = getattr(own.files, split)
     if own.valid_share and split == "train" and name is None:
         return only_row_file(required_folder(folder, "a file of rows"), suffixes)
-    return split_file(folder, split, suffixes, name=name, key="data.files")
-
-
-def _asked(value: Any) -> Any:
-    """What a conversation asks: the texts of its first turns that neither instruct the assistant
-    nor are said by it. Any other value unchanged.
-    """
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        return value
-    turns = [(turn.get("role") or turn.get("from"), turn) for turn in value]
-    turns = list(itertools.dropwhile(lambda turn: turn[0] in _NOT_ASKING, turns))
-    asked = itertools.takewhile(lambda turn: turn[0] == turns[0][0], turns)
-    texts = [turn.get("content") or turn.get("value") for _, turn in asked]
-    return texts or value
+    return split_file(folder, split, suffixes, name=name, key="data.files", first=first)
 
 
 def _share(
@@ -105,12 +88,13 @@ def _share(
     is_empty = True
     for place, row in rows:
         plain = dict(row)  # what decides the side is not read by the task yet
-        given = [plain[name] for name in names if plain.get(name) not in (None, "", [])]
+        given = [name for name in names if plain.get(name) not in (None, "", [])]
         if not given:  # the reader says what such a row lacks
             is_empty = False
             yield place, row
             continue
-        question = normal_value(_asked(given[0]))
+        value = with_input(plain) if given[0] == "prompt" else plain[given[0]]
+        question = normal_value(question_in(value))
         name = canonical_json({"told": question})
         is_valid = is_held_out(name, per_mille=round(share * 1000))
         if is_valid == (split == "valid"):

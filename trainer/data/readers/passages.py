@@ -157,5 +157,7 @@ def _placed_passages(path: Path) -> Iterator[tuple[str, Row]]:
         if "id" not in row:
             identity(None, place, PASSAGE_IDS[0])
         if not (row.get("title", "") + row.get("text", "")).strip():
-            raise DataError(f"{place}: text and title are missing or blank (keys: {keys(raw)}).")
+            raise DataError(
+                f"{place}: text and title are missing or blank (keys: {keys(raw)}).", place=place
+            )
         yield place, {"text": "", **row}

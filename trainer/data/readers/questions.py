@@ -59,7 +59,9 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
         text_name, text = first_given(raw, fields.QUESTIONS)
         text = fields.text(text, place, text_name)
         if name in ids:
-            raise DataError(f"{place}: the id {name!r} stands twice; give every question its own.")
+            raise DataError(
+                f"{place}: the id {name!r} stands twice; give every question its own.", place=place
+            )
         ids.add(name)
         key, value = first_given(raw, _POSITIVES)
         values = as_list(value, place, key)
@@ -144,7 +146,11 @@ def nq_rows(folder: Path | None, split: str) -> Iterator[Row]:
     for _, place, raw in of_split:
         passage = gold.get(str(raw.get("gold")).strip())
         if passage is None:
-            raise DataError(f"{place}: gold={raw.get('gold')!r} is no id in {folder / CORPUS}.")
+            raise DataError(
+                f"{place}: gold={raw.get('gold')!r} is no id in {folder / CORPUS}.",
+                place=place,
+                field="gold",
+            )
         yield {
             "question": fields.required_text(raw, "question", place),
             "answers": _required_answers(raw, place),
@@ -194,7 +200,11 @@ def completions(
     for place, raw in own_rows(own, split, folder, **how):
         fields.required_text(raw, "prompt", place)
         if not isinstance(raw.get("input"), str | None):
-            raise DataError(f"{place}: 'input' is {preview(raw['input'])}, want text.")
+            raise DataError(
+                f"{place}: 'input' is {preview(raw['input'])}, want text.",
+                place=place,
+                field="input",
+            )
         prompt = with_input(raw)
         text = prompt + fields.required_text(raw, "completion", place)
         yield {"text": text, "answer_spans": [(len(prompt), len(text))]}
@@ -211,7 +221,9 @@ def question_row(raw: Row, place: str) -> Row:
     if raw.get("ctxs") is not None and not _present(raw, ("context", "contexts")):
         passages = fields.passages(raw["ctxs"], place, "ctxs")
         if not passages:
-            raise DataError(f"{place}: 'ctxs' is [], want a list that is not empty.")
+            raise DataError(
+                f"{place}: 'ctxs' is [], want a list that is not empty.", place=place, field="ctxs"
+            )
         row["contexts"] = fields.texts([one.get("text") for one in passages], place, "ctxs")
         titles = [one["title"] for one in passages if one.get("title")]
         if len(titles) == len(passages):
@@ -246,6 +258,7 @@ def _one_of(raw: Row, names: tuple[str, str], place: str) -> str:
         count = "both are" if present else "neither is"
         raise DataError(
             f"{place}: {names[0]!r} or {names[1]!r} is wanted, {count} there (keys: "
-            f"{fields.keys(raw)})."
+            f"{fields.keys(raw)}).",
+            place=place,
         )
     return present[0]

@@ -106,7 +106,9 @@ def question_with_passages(raw: Row, place: str, *, contexts: int, sort_by_score
 def _nq_rows(data_path: Path | None, split: str, files: Splits) -> Iterator[Row]:
     for index, place, raw in nq_lines(data_path, split, getattr(files, split, None)):
         if "bm25" not in raw:
-            raise DataError(f"{place}: 'bm25' is missing (keys: {fields.keys(raw)}).")
+            raise DataError(
+                f"{place}: 'bm25' is missing (keys: {fields.keys(raw)}).", place=place, field="bm25"
+            )
         ctxs = fields.passages(raw["bm25"], place, "bm25")
         yield {**_question(raw, place, index=index, split=split), "ctxs": ctxs}
 
@@ -146,7 +148,8 @@ def _ranked_rows(
         question = _question(raw, place, index=index, split=split)
         if question["id"] in questions:
             raise DataError(
-                f"{place}: the id {question['id']!r} stands twice; give every question its own."
+                f"{place}: the id {question['id']!r} stands twice; give every question its own.",
+                place=place,
             )
         questions[question["id"]] = question
     ranked: dict[str, list[RankedPassage]] = {name: [] for name in questions}
@@ -203,7 +206,9 @@ def _question(raw: Row, place: str, *, index: int, split: str) -> Row:
     id_name, number = fields.first_given(raw, fields.QUESTION_IDS)
     name, question = fields.first_given(raw, fields.QUESTIONS, "question")
     if question is None:
-        raise DataError(f"{place}: {name!r} is missing (keys: {fields.keys(raw)}).")
+        raise DataError(
+            f"{place}: {name!r} is missing (keys: {fields.keys(raw)}).", place=place, field=name
+        )
     row: Row = {
         "id": str(index) if number is None else fields.identity(number, place, id_name),
         "question": fields.text(question, place, name),
@@ -214,7 +219,8 @@ def _question(raw: Row, place: str, *, index: int, split: str) -> Row:
     if split == "train" and not row["answers"] and "target" not in row:
         raise DataError(
             f"{place}: neither 'answers' nor 'target' is there (keys: {fields.keys(raw)}), which a "
-            "question to train on needs. Add one, or take the question out."
+            "question to train on needs. Add one, or take the question out.",
+            place=place,
         )
     return row
 
@@ -233,7 +239,9 @@ def _passages(raw: Row, place: str) -> list[Row]:
             advice = f"Is that {names_of_lists} here? data.columns maps it to 'ctxs'."
         raise DataError(
             f"{place}: 'ctxs' is missing, and so are 'contexts' and 'context' (keys: "
-            f"{fields.keys(raw)}). They are the passages that are read. {advice}"
+            f"{fields.keys(raw)}). They are the passages that are read. {advice}",
+            place=place,
+            field="ctxs",
         )
     passages: list[Row] = []
     for name in names:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 # in a folder: of programs (Spark's _SUCCESS and .crc files), and what is written about the data
 _LEFT_OUT = re.compile(r"[._]|(?:readme|license)(?:\.|$)", re.IGNORECASE)
+LEFT_OUT = "files of rows named as no data is: ._..., .x, _x, README or LICENSE (left out)"
 _INSTALL = "Install it: pip install -e '.[datasets]'."
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _LIST = re.compile(r"(?:^|\t)\s*\[\s*['\"]")  # as DPR's .qa.csv hold answers, without a header
@@ -81,7 +82,7 @@ def files_in(folder: Path) -> list[Path]:
     entries = [path for path in everything if not _LEFT_OUT.match(path.name)]
     for path in everything:
         if path not in entries and _kind_of_name(path.name) and not path.name.startswith("._"):
-            note(str(path), "files of rows whose names begin with . or _ (left out)")
+            note(str(path), LEFT_OUT)
     problems = {path.name: problem for path in entries if (problem := _problem(path))}
     if problems:
         named = ", ".join(f"{name} ({problem})" for name, problem in problems.items())
@@ -134,7 +135,8 @@ def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
             )
             raise DataError(
                 f"{place}: not as many fields as the {len(names)} columns of the header: "
-                f"{len(cells)}. It ends in line {line}. {advice}"
+                f"{len(cells)}. It ends in line {line}. {advice}",
+                place=place,
             )
         yield place, {name: cell or None for name, cell in zip(names, cells, strict=True)}
     if number < 1:
@@ -164,10 +166,13 @@ def _quoted_cells(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]
     except UnicodeDecodeError as error:
         for _ in lines(path):
             pass  # names the line that is not UTF-8
-        raise DataError(f"{path}, row {number}: {error}. Save it as UTF-8.") from None
+        raise DataError(
+            f"{path}, row {number}: {error}. Save it as UTF-8.", place=f"{path}, row {number}"
+        ) from None
     except csv.Error as error:
         raise DataError(
-            f"{path}, row {number}: {error}. Save it as UTF-8, with texts quoted as CSV."
+            f"{path}, row {number}: {error}. Save it as UTF-8, with texts quoted as CSV.",
+            place=f"{path}, row {number}",
         ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(

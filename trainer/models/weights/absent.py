@@ -38,7 +38,7 @@ def note(model: PreTrainedModel, missing: Collection[str], source: str) -> None:
     new = {
         name: weight
         for name, weight in model.named_parameters()
-        if name in missing and name not in tied and not _UNREAD.search(name)
+        if name in missing and name not in tied
     }
     setattr(model, _NAME, _Absent(source, new))
 

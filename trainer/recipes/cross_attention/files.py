@@ -40,7 +40,7 @@ class PublishedRecord:
 
     def bad(self, problem: str) -> DataError:
         """An error that names the place."""
-        return DataError(f"{self.place}: {problem}.")
+        return DataError(f"{self.place}: {problem}.", place=self.place)
 
     def text(self, name: str) -> str:
         """A field that must be text."""
@@ -139,7 +139,7 @@ def _items(path: Path, prefix: str) -> Iterator[PublishedRecord]:
 
 def _record(values: Any, where: str) -> PublishedRecord:
     if not isinstance(values, dict):
-        raise DataError(f"{where}: a JSON {type(values).__name__}, want an object.")
+        raise DataError(f"{where}: a JSON {type(values).__name__}, want an object.", place=where)
     return PublishedRecord(values, where)
 
 

@@ -132,7 +132,7 @@ def _lines(packed: zipfile.ZipFile, name: str) -> Iterator[dict[str, Any]]:
                 yield json_value(line.decode("utf-8"))
             except ValueError as error:
                 place = f"{packed.filename}, {name}, line {number}"
-                raise DataError(f"{place}: {error}. Fetch it again.") from None
+                raise DataError(f"{place}: {error}. Fetch it again.", place=place) from None
 
 
 def _training_rows(

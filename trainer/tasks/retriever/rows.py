@@ -110,25 +110,6 @@ def _identity_of_content(passage: Any) -> tuple[Any, ...]:
     return ("text", " ".join(title.split()), " ".join(text.split()))
 
 
-def trainable(rows: Iterable[Row], passages: int) -> Iterator[Row]:
-    """The same rows. DataError for a row without a positive passage, or without a negative one when
-    `passages` is above 1.
-    """
-    for row in rows:
-        missing = None
-        if not row["positives"]:
-            missing = "positive"
-        elif passages > 1 and not row["negatives"]:
-            missing = "negative"
-        if missing is not None:
-            raise DataError(
-                f"query {row['id']!r} has no {missing} passage, and data.passages={passages} of "
-                "each are trained on. Take it out, give it some, or train on one positive alone "
-                "(data.passages=1)."
-            )
-        yield row
-
-
 # Tevatron
 # --------------------------------------------------------------------------------------------------
 
@@ -146,7 +127,11 @@ def _tevatron_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterat
         for side, names in (("positives", _POSITIVES), ("negatives", _NEGATIVES)):
             name, values = first_given(raw, names)
             if values is None and side == "positives":
-                raise DataError(f"{place}: {name!r} is missing (keys: {fields.keys(raw)}).")
+                raise DataError(
+                    f"{place}: {name!r} is missing (keys: {fields.keys(raw)}).",
+                    place=place,
+                    field=name,
+                )
             row[side] = [
                 one if "text" in one else corpus.passage(one["id"], place)
                 for one in fields.passages(values or [], place, name)
@@ -341,7 +326,7 @@ def _nq_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
         gold = str(raw.get("gold")).strip()
         unknown = [one for one in (gold, *ranked) if one not in texts]
         if unknown:
-            raise DataError(f"{place}: passage {unknown[0]!r} is not in corpus.tsv.")
+            raise DataError(f"{place}: passage {unknown[0]!r} is not in corpus.tsv.", place=place)
         answers = [normalise(answer) for answer in fields.answers(raw, place)]
         others = [texts[one] for one in ranked if one != gold]
         yield {
@@ -420,12 +405,15 @@ class _Corpus:
             if self.name is None:
                 raise DataError(
                     f"{place}: passage {number!r} is given by its id alone. Name the corpus in "
-                    "data.corpus."
+                    "data.corpus.",
+                    place=place,
                 )
             path = corpus_file(self.folder, self.name)
             self._passages = by_id(written_passages(path), path)
         if number not in self._passages:
-            raise DataError(f"{place}: passage {number!r} is not in the corpus {self.name}.")
+            raise DataError(
+                f"{place}: passage {number!r} is not in the corpus {self.name}.", place=place
+            )
         return self._passages[number]
 
 

@@ -5,12 +5,16 @@ random, or always the first ones.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.errors import DataError
+
 if TYPE_CHECKING:
+    from trainer.protocol.task import Row
     from trainer.tasks.retriever.config import Selection
 
 
@@ -64,3 +68,22 @@ def _draws(turn: Turn, count: int) -> np.ndarray:
     positive, the others are for the negatives.
     """
     return np.random.PCG64(turn.draw).random_raw(1 + count) >> np.uint64(1)
+
+
+def trainable(rows: Iterable[Row], passages: int) -> Iterator[Row]:
+    """The same rows. DataError for a row without a positive passage, or without a negative one when
+    `passages` is above 1.
+    """
+    for row in rows:
+        missing = None
+        if not row["positives"]:
+            missing = "positive"
+        elif passages > 1 and not row["negatives"]:
+            missing = "negative"
+        if missing is not None:
+            raise DataError(
+                f"query {row['id']!r} has no {missing} passage, and data.passages={passages} of "
+                "each are trained on. Take it out, give it some, or train on one positive alone "
+                "(data.passages=1)."
+            )
+        yield row

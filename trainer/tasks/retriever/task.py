@@ -24,7 +24,7 @@ from trainer.protocol.abilities import Side, Uncut
 from trainer.protocol.task import Batch, Encoded, Places, Row, Text
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
-from trainer.tasks.retriever import export, metrics, rows, sentence_folder
+from trainer.tasks.retriever import export, metrics, rows, selection, sentence_folder
 from trainer.tasks.retriever.batches import Batches, texts_of
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.loss.pool_loss import PoolLoss
@@ -190,7 +190,7 @@ class Task(TokenTask[Config]):
         # rows of the embedded corpus stay as recorded runs have them
         if self.cfg.data.source != "stdlib_docs":
             of_split = rows.without_own_positives(of_split)
-        usable = rows.trainable(of_split, self.cfg.data.passages if split == "train" else 1)
+        usable = selection.trainable(of_split, self.cfg.data.passages if split == "train" else 1)
         return ({**row, "item": item} for item, row in enumerate(usable))
 
     def encode(self, row: Row) -> Encoded:

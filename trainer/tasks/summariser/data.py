@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import SUMMARIES
 from trainer.data import lookup, stdlib_docs
-from trainer.data.formats.lists import as_list
+from trainer.data.formats.lists import as_list, structure
 from trainer.data.left_out import note
 from trainer.data.readers.folders import split_names
 from trainer.data.readers.jsonl import preview
@@ -71,9 +71,10 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
         )
         raise DataError(
             f"{place}: no such column. {close} Say in data.columns what yours are called: "
-            '{"document": "article", "summary": "highlights"}.'
+            '{"document": "article", "summary": "highlights"}.',
+            place=place,
         )
-    texts = _texts(raw.get(data.document), data.document, place)
+    texts = _document(raw.get(data.document), data.document, place)
     summaries: list[str] = []
     for column in data.summaries:
         texts_of_column = _texts(raw.get(column), column, place)
@@ -91,6 +92,20 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
     }
 
 
+def _document(value: Any, column: str, place: str) -> list[str]:
+    """The texts of a document: of a list, or of a text that is one in square brackets, as tables
+    hold lists. Any other text is the document as it stands: JSON objects are summarised, too.
+    """
+    if not isinstance(value, str) or value == "":
+        return _texts(value, column, place)
+    try:
+        items = structure(value, place, column) if value.lstrip().startswith("[") else None
+    except DataError:
+        items = None
+    is_of_texts = isinstance(items, list) and all(isinstance(one, str) for one in items)
+    return [str(one) for one in items] if items and is_of_texts else [value]
+
+
 def _texts(value: Any, column: str, place: str) -> list[str]:
     """A list of texts, from a text, a list of texts or None."""
     values = as_list(value, place, column)
@@ -98,6 +113,8 @@ def _texts(value: Any, column: str, place: str) -> list[str]:
     wrong = [item for item in values if not isinstance(item, str)]
     if wrong:
         raise DataError(
-            f"{place}: {column!r} is {preview(wrong[0])}, want a text or a list of texts."
+            f"{place}: {column!r} is {preview(wrong[0])}, want a text or a list of texts.",
+            place=place,
+            field=column,
         )
     return values

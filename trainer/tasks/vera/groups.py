@@ -169,12 +169,15 @@ def _group(raw: Row, place: str, task: str, *, is_boolean: bool) -> Row:
     if not is_boolean:
         raise DataError(
             f"{place}: a statement with a label is true or false by itself. Name task {task!r} in "
-            "data.boolean, or give golds and distractors."
+            "data.boolean, or give golds and distractors.",
+            place=place,
         )
     label = str(raw.get("label")).strip().lower()
     if label not in _LABELS:
         raise DataError(
-            f"{place}: 'label' is {raw.get('label')!r}, want one of {', '.join(_LABELS)}."
+            f"{place}: 'label' is {raw.get('label')!r}, want one of {', '.join(_LABELS)}.",
+            place=place,
+            field="label",
         )
     texts = _texts([raw["statement"]], place, "statement")
     return {
@@ -193,7 +196,7 @@ def _advice(task: str, root: Path) -> str:
 def _check(group: Any, path: Path, number: int, is_boolean: bool) -> Row:
     where = f"{path}, group {number}"
     if not isinstance(group, dict) or not set(_SIDES) <= group.keys():
-        raise DataError(f"{where}: want an object with golds and distractors.")
+        raise DataError(f"{where}: want an object with golds and distractors.", place=where)
     group = watched(cast("Row", group))
     lists = {name: as_list(group[name], where, name) for name in _SIDES}
     return _checked_at(where, lists, is_boolean)
@@ -204,17 +207,20 @@ def _checked_at(where: str, group: Row, is_boolean: bool) -> Row:
     if len(golds) > 1 or not golds + distractors:
         raise DataError(
             f"{where}: {len(golds)} golds, {len(distractors)} distractors; want a statement or "
-            "more, one gold at most."
+            "more, one gold at most.",
+            place=where,
         )
     if not is_boolean and not golds:
         raise DataError(
             f"{where}: no gold, but its task is multiple-choice. Give one, or name the task in "
-            "data.boolean."
+            "data.boolean.",
+            place=where,
         )
     if is_boolean and len(golds + distractors) > 1:
         raise DataError(
             f"{where}: {len(golds + distractors)} statements, but its task is boolean: want "
-            "exactly one."
+            "exactly one.",
+            place=where,
         )
     if set(golds) & set(distractors):
         note(where, BOTH, field="distractors")
@@ -225,7 +231,9 @@ def _texts(values: Any, where: str, name: str) -> list[str]:
     if not isinstance(values, list) or not all(
         isinstance(text, str) and text.strip() for text in cast(list[Any], values)
     ):
-        raise DataError(f"{where}: {name} is {values!r}; want a list of texts that are not blank.")
+        raise DataError(
+            f"{where}: {name} is {values!r}; want a list of texts that are not blank.", place=where
+        )
     return cast(list[str], values)
 
 

@@ -1,0 +1,1 @@
+"""Readers of files that people write by hand: JSON without twins, YAML, groups. No torch."""

@@ -1,0 +1,65 @@
+"""Groups of experiments in a YAML or JSON file. Imports no torch.
+
+A file holds what EXP_GROUPS holds: group -> experiments. It may also hold one experiment, or a list
+of experiments; the group is then named after the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from trainer.config import userfile
+from trainer.config.readers import yaml_text
+from trainer.config.readers.json_text import finite, without_twins
+from trainer.errors import ConfigError
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The groups of a .yaml, .yml or .json file, as EXP_GROUPS of a Python file would state them.
+
+    A value has the type that the same text has in JSON (YAML 1.2's core schema): 1e-4 is a number,
+    `no` and 2024-05-01 are texts, so the ids equal those of the same dictionary in Python. Raises
+    ConfigError with file and line for what is neither, and for a key that is stated twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: it cannot be read ({error.strerror}). Give the path of a file of groups."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8."
+        ) from None
+    content = READERS[path.suffix.lower()](text, path)
+    if isinstance(content, list):
+        return {path.stem: content}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path}: it holds {userfile.kind(content)}. Want a dictionary: group -> list of "
+            "experiments; or one experiment, or a list of them."
+        )
+    groups = cast(dict[Any, Any], content)
+    return {path.stem: [groups]} if isinstance(groups.get("task"), str) else groups
+
+
+def _read_json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=without_twins, parse_constant=finite)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}:{error.lineno}: it is not JSON ({error.msg}, column {error.colno}). Correct "
+            "the line."
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}. Correct the file.") from None
+
+
+READERS: dict[str, Callable[[str, Path], Any]] = {
+    ".yaml": yaml_text.read,
+    ".yml": yaml_text.read,
+    ".json": _read_json,
+}

@@ -1,0 +1,121 @@
+"""The command `lathe`: everything that trainval.py, `python -m trainer` and lathe-jobs do, by one
+name and from any folder. Imports no torch until a command needs it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import typer
+from typer.core import TyperCommand
+from typer.main import get_command_name
+from typer.models import CommandInfo
+
+import trainval
+from jobs import cli as jobs_cli
+from trainer import __main__ as trainer_cli
+from trainer.config import groups
+from trainer.config.readers.group_file import READERS
+from trainer.errors import ConfigError, LatheError
+from trainer.version import Version
+
+FILES = (".py", *READERS)  # suffixes of a file of groups
+RUNS = Path("results")  # the folder of runs where -sb is not given
+
+
+class FileFirst(TyperCommand):
+    """A command whose first word may be a file of groups: FILE stands for --exp_configs FILE. The
+    group need not be named when the file has one.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._with_options(args))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = super().collect_usage_pieces(ctx)
+        return [pieces[0], "[FILE]", *pieces[1:]] if self._has("exp_configs") else pieces
+
+    def _has(self, name: str) -> bool:
+        return any(parameter.name == name for parameter in self.params)
+
+    def _with_options(self, args: list[str]) -> list[str]:
+        if not args or not self._has("exp_configs") or not args[0].lower().endswith(FILES):
+            return args
+        file, *rest = args
+        flags = {word.partition("=")[0] for word in rest if word.startswith("-")}
+        words = ["--exp_configs", file]
+        if self._has("exp_group") and not flags & {"-e", "--exp_group", "--exp_id", "-h", "--help"}:
+            words += ["--exp_group", _only_group(Path(file))]
+        return [*words, *rest]
+
+
+def _only_group(file: Path) -> str:
+    try:
+        names = list(groups.read(file))
+        if len(names) > 1:
+            raise ConfigError(
+                f"{file} has {len(names)} groups. Say which by -e: {', '.join(names)}."
+            )
+    except LatheError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(error.exit_code)
+    return names[0]
+
+
+def _commands() -> Iterator[tuple[str, CommandInfo]]:
+    """Every command by its name here. Where both programs have one, it is the trainer's; the other
+    one is `lathe jobs NAME`.
+    """
+    (train,) = trainval.app.registered_commands
+    yield "train", train
+    ours = {name_of(info): info for info in trainer_cli.app.registered_commands}
+    theirs = {name_of(info): info for info in jobs_cli.app.registered_commands}
+    yield from (theirs | ours).items()
+
+
+def name_of(command: CommandInfo) -> str:
+    """What a command is called on the command line."""
+    return command.name or get_command_name(cast(Any, command.callback).__name__)
+
+
+def _add(to: typer.Typer, name: str, command: CommandInfo) -> None:
+    own = copy.copy(command)
+    own.name, own.cls = name, FileFirst
+    to.registered_commands.append(own)
+
+
+def _make() -> typer.Typer:
+    commands = dict(_commands())
+    settings = {
+        "help_option_names": ["-h", "--help"],
+        "default_map": {name: {"savedir_base": str(RUNS)} for name in commands},
+    }
+    app = typer.Typer(
+        context_settings=settings,
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        no_args_is_help=True,
+        help="Fine-tune models, submit the jobs that do it, and use what they trained. A command "
+        "that takes -e GROUP also takes a file of groups (.py, .yaml, .json) as its first word.",
+    )
+    app.callback()(_about)
+    for name, command in commands.items():
+        _add(app, name, command)
+    app.add_typer(
+        jobs_cli.app,
+        name="jobs",
+        help="The commands of lathe-jobs, plan, export and doctor among them.",
+    )
+    return app
+
+
+def _about(version: Version = False) -> None:
+    pass
+
+
+app = _make()
