@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.bases import DECODERS, ENCODERS, LLAMA3_ROPE, SEQ2SEQ
@@ -86,3 +87,11 @@ def test_a_tokenizer_names_nothing_that_only_transformers_5_knows(tmp_path: Path
     again = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again.extra_special_tokens == tokenizer.extra_special_tokens
     assert again("Ada<|turn|>")["input_ids"] == tokenizer("Ada<|turn|>")["input_ids"]
+
+
+def test_an_encoder_alone_gets_no_output_layer() -> None:
+    config = {"architectures": ["T5ForConditionalGeneration"], "tie_word_embeddings": False}
+    shared = {"shared.weight": torch.ones(4, 8)}
+    assert set(model_folder._with_output_layer(shared, config)) == set(shared)
+    whole = {**shared, "decoder.final_layer_norm.weight": torch.ones(8)}
+    assert set(model_folder._with_output_layer(whole, config)) == {*whole, "lm_head.weight"}

@@ -73,7 +73,8 @@ def _with_output_layer(
     """
     kind = (config.get("architectures") or [""])[0]
     is_untied = kind.endswith("ForConditionalGeneration") and not config.get(_TIED, True)
-    if not is_untied or _SHARED not in weights:
+    writes_text = any(name.startswith("decoder.") for name in weights)  # not a verifier's encoder
+    if not is_untied or not writes_text or _SHARED not in weights:
         return weights
     return {_HEAD: weights[_SHARED].clone(), **weights}
 
