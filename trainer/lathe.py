@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,30 +65,17 @@ def _only_group(file: Path) -> str:
     return names[0]
 
 
-def _commands() -> Iterator[tuple[str, CommandInfo]]:
-    """Every command by its name here. Where both programs have one, it is the trainer's; the other
-    one is `lathe jobs NAME`.
-    """
-    (train,) = trainval.app.registered_commands
-    yield "train", train
-    ours = {name_of(info): info for info in trainer_cli.app.registered_commands}
-    theirs = {name_of(info): info for info in jobs_cli.app.registered_commands}
-    yield from (theirs | ours).items()
-
-
 def name_of(command: CommandInfo) -> str:
     """What a command is called on the command line."""
     return command.name or get_command_name(cast(Any, command.callback).__name__)
 
 
-def _add(to: typer.Typer, name: str, command: CommandInfo) -> None:
-    own = copy.copy(command)
-    own.name, own.cls = name, FileFirst
-    to.registered_commands.append(own)
-
-
 def _make() -> typer.Typer:
-    commands = dict(_commands())
+    programs = (jobs_cli.app, trainer_cli.app)  # of two commands of one name the trainer's counts
+    (train,) = trainval.app.registered_commands
+    commands = {"train": train}
+    for program in programs:
+        commands |= {name_of(command): command for command in program.registered_commands}
     settings = {
         "help_option_names": ["-h", "--help"],
         "default_map": {name: {"savedir_base": str(RUNS)} for name in commands},
@@ -103,19 +89,21 @@ def _make() -> typer.Typer:
         help="Fine-tune models, submit the jobs that do it, and use what they trained. A command "
         "that takes -e GROUP also takes a file of groups (.py, .yaml, .json) as its first word.",
     )
-    app.callback()(_about)
+
+    @app.callback()
+    def _about(version: Version = False) -> None:
+        pass
+
     for name, command in commands.items():
-        _add(app, name, command)
+        own = copy.copy(command)
+        own.name, own.cls = name, FileFirst
+        app.registered_commands.append(own)
     app.add_typer(
         jobs_cli.app,
         name="jobs",
         help="The commands of lathe-jobs, plan, export and doctor among them.",
     )
     return app
-
-
-def _about(version: Version = False) -> None:
-    pass
 
 
 app = _make()

@@ -97,7 +97,10 @@ def starts_of(attempt: Attempt) -> list[Start]:
         return []
     job = cast("dict[str, Any]", (read_json(attempt.spec) or {}).get("job") or {})
     if job.get("gres"):
-        gpus_of_node = _gpus_of(str(job["gres"]))
+        try:
+            gpus_of_node = gpus_of(str(job["gres"]))
+        except ValueError:  # what an earlier version had accepted and nobody can read
+            gpus_of_node = 0
     else:
         gpus_of_node = int(cast("dict[str, Any]", job.get("resources") or {}).get("gpu", 0))
     gpus: int = gpus_of_node * job.get("nodes", 1)
@@ -118,14 +121,6 @@ def starts_of(attempt: Attempt) -> list[Start]:
         host, code = facts.get("host"), (outcome or {}).get("code")
         starts.append(Start(attempt.number, k, begin, end, host, gpus, code))
     return starts
-
-
-def _gpus_of(gres: str) -> int:
-    """The GPUs of a node; 0 for what an earlier version had accepted and nobody can read."""
-    try:
-        return gpus_of(gres)
-    except ValueError:
-        return 0
 
 
 def as_shown(row: Row) -> Row:

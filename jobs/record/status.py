@@ -151,16 +151,14 @@ def _names(cases: Collection[_Case]) -> dict[str, str]:
         groups.setdefault(case.job.group, []).append(case.folder)
     names: dict[str, str] = {}
     for folders in groups.values():
-        apart = names_by_difference([_dictionary(folder) for folder in folders])
+        dictionaries: list[dict[str, Any]] = []
+        for folder in folders:
+            dictionaries.append({})  # also of one that cannot be read
+            with suppress(OSError, LatheError):
+                dictionaries[-1] = experiment_of(folder) or {}
+        apart = names_by_difference(dictionaries)
         names |= {folder.path.name: name for folder, name in zip(folders, apart, strict=True)}
     return names
-
-
-def _dictionary(folder: RunFolder) -> dict[str, Any]:
-    """The dictionary of an experiment, to name it by; {} when it cannot be read."""
-    with suppress(OSError, LatheError):
-        return experiment_of(folder) or {}
-    return {}
 
 
 def _ask(cases: Collection[_Case], backend_of: Callable[[str], Backend]) -> dict[str, _Sight]:

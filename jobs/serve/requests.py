@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from jobs.report.text import plain
+from trainer.config.readers.json_text import finite, without_twins
 
 if TYPE_CHECKING:
     from jobs.serve.access import Client
@@ -176,8 +177,8 @@ async def read_json_object(request: Request, config: ServiceConfig) -> dict[str,
     try:
         value: Any = json.loads(
             content.decode(),
-            object_pairs_hook=_without_twins,
-            parse_constant=_no_number,
+            object_pairs_hook=without_twins,
+            parse_constant=finite,
             parse_float=_finite,
         )
     except UnicodeDecodeError:
@@ -209,17 +210,6 @@ async def _content(request: Request, config: ServiceConfig) -> bytes:
     except ClientDisconnect:
         raise Refusal(400, "The body was cut off.") from None
     return bytes(content)
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return values
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
 
 
 def _finite(text: str) -> float:

@@ -104,7 +104,8 @@ def of_experiment(
             problems.append(f"--strict: {doubt}")
         else:
             log.warning("%s", doubt)
-    if not _has_begun(folder):  # runs of older versions go on
+    has_begun = next(folder.path.glob("checkpoints/*/"), None) is not None
+    if not has_begun:  # runs of older versions go on
         long = list(long_warmup(cfg))
         if "steps" in flags:
             for problem in long:
@@ -116,10 +117,6 @@ def of_experiment(
     if shares_disk:
         problems += _absent_folders(cfg, flags.get("data_path"))
     return problems
-
-
-def _has_begun(folder: RunFolder) -> bool:
-    return next(folder.path.glob("checkpoints/*/"), None) is not None
 
 
 def _absent_folders(cfg: Experiment, data_path: str | None) -> Iterator[str]:

@@ -216,7 +216,8 @@ def file_of(task: str) -> str:
             body += ["    },"] * bool(block) + [f'    "{parent}": {{'] * bool(parent)
             block = parent
         indent = "        " if parent else "    "
-        body += [f"{indent}# {comment}", f'{indent}"{name}": {_literal(value)},']
+        literal = repr(value).replace("'", '"')
+        body += [f"{indent}# {comment}", f'{indent}"{name}": {literal},']
     body += ["    },"] * bool(block)
     return "\n".join(
         [
@@ -230,7 +231,3 @@ def file_of(task: str) -> str:
             "",
         ]
     )
-
-
-def _literal(value: Any) -> str:
-    return repr(value).replace("'", '"')

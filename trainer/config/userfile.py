@@ -64,17 +64,11 @@ def _neighbours_of(path: Path) -> Iterator[None]:
     finally:
         sys.path.remove(folder)
         for name in set(sys.modules) - before:
-            file = getattr(sys.modules[name], "__file__", None)
-            if file is not None and Path(file).is_relative_to(folder) and not _is_installed(file):
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            # a library and our own rooms may lie below the folder, too
+            is_library = "site-packages" in file or name.partition(".")[0] in ("trainer", "jobs")
+            if Path(file).is_relative_to(folder) and not is_library:
                 del sys.modules[name]
-
-
-def _is_installed(file: str) -> bool:
-    """Whether a file is one of a library's or of ours, which may lie below the folder, too."""
-    ours = Path(__file__).resolve().parent.parent.parent
-    return "site-packages" in file or any(
-        Path(file).resolve().is_relative_to(ours / name) for name in ("trainer", "jobs")
-    )
 
 
 _PLAIN = " Write what it says as a dictionary of Python into a .py file."

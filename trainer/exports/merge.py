@@ -23,7 +23,9 @@ def merge(folder: Path, out: Path, places: Places) -> None:
     places: where the base and the tokenizer are read. Raises ConfigError for an export that is no
     folder of ours, or holds no adapters; and when `out` exists.
     """
-    folder = _export_in(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder. Give best/ or final/ of a run.")
+    folder = next((folder / name for name in _EXPORTS if (folder / name).is_dir()), folder)
     if out.exists():
         raise ConfigError(f"--out {out}: it exists already, and nothing is overwritten.")
     made = record.read(folder)
@@ -53,10 +55,3 @@ def merge(folder: Path, out: Path, places: Places) -> None:
             os.replace(temporary, out)
     finally:  # on a full disk these files take the room
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _export_in(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder. Give best/ or final/ of a run.")
-    there = [name for name in _EXPORTS if (folder / name).is_dir()]
-    return folder / there[0] if there else folder

@@ -123,16 +123,13 @@ class GrowingText:
         self.bounds.append(max(len(self.text.rstrip(TORN)), *self.bounds[-1:], 0))
         places = [self.text.find(stop, max(0, seen)) for stop in self.stops]
         if max(places, default=-1) >= 0:
-            self._cut_choices(first := min(place for place in places if place >= 0))
+            first = min(place for place in places if place >= 0)
+            starts = [0, *self.bounds[:-1]]
+            del self.chosen[sum(start < first for start in starts) :]  # text begins behind it
             return self._end("stop", self.text[:first])
         if is_last:
             return self._end("length", self.spell(self.made))
         return self._until(len(self.text) - unsure(self.text[self.told :], self.stops))
-
-    def _cut_choices(self, length: int) -> None:
-        """Forget the choices whose text begins behind the first characters."""
-        starts = [0, *self.bounds[:-1]]
-        del self.chosen[sum(start < length for start in starts) :]
 
     def _end(self, finish: str, text: str) -> Piece | None:
         self.text, self.finish = text, finish

@@ -6,14 +6,12 @@ of experiments; the group is then named after the file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from trainer.config import userfile
-from trainer.config.readers import yaml_text
-from trainer.config.readers.json_text import finite, without_twins
+from trainer.config.readers import json_text, yaml_text
 from trainer.errors import ConfigError
 
 
@@ -46,20 +44,8 @@ def read(path: Path) -> dict[str, Any]:
     return {path.stem: [groups]} if isinstance(groups.get("task"), str) else groups
 
 
-def _read_json(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=without_twins, parse_constant=finite)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path}:{error.lineno}: it is not JSON ({error.msg}, column {error.colno}). Correct "
-            "the line."
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}. Correct the file.") from None
-
-
 READERS: dict[str, Callable[[str, Path], Any]] = {
     ".yaml": yaml_text.read,
     ".yml": yaml_text.read,
-    ".json": _read_json,
+    ".json": json_text.read,
 }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+from trainer.errors import ConfigError
 
 
 def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -17,3 +21,16 @@ def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def finite(constant: str) -> float:
     """Refuses NaN and infinities, as parse_constant gets them. Always raises ValueError."""
     raise ValueError(f"{constant} is not a number that JSON knows")
+
+
+def read(text: str, path: Path) -> Any:
+    """The values of a JSON text. ConfigError with file and line for what is no JSON."""
+    try:
+        return json.loads(text, object_pairs_hook=without_twins, parse_constant=finite)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}:{error.lineno}: it is not JSON ({error.msg}, column {error.colno}). Correct "
+            "the line."
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}. Correct the file.") from None

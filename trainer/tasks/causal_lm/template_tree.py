@@ -134,13 +134,11 @@ def _is_messages(value: Any, names: set[str]) -> bool:
     """Whether an expression is the messages, or those behind the first one."""
     if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
         bounds = value.arg
-        is_tail = bounds.stop is None and bounds.step is None and _is_0_or_1(bounds.start)
+        start = bounds.start
+        is_near = start is None or (isinstance(start, nodes.Const) and start.value in (0, 1))
+        is_tail = bounds.stop is None and bounds.step is None and is_near
         return is_tail and _is_messages(value.node, names)
     return isinstance(value, nodes.Name) and value.name in names
-
-
-def _is_0_or_1(value: Any) -> bool:
-    return value is None or (isinstance(value, nodes.Const) and value.value in (0, 1))
 
 
 def _looks_ahead(node: nodes.Node, names: set[str], turns: nodes.For, *, is_in_turn: bool) -> bool:

@@ -33,10 +33,14 @@ class Unwritten:
 
         learnt: the text that is learnt of each turn in `counted`.
         """
+        last = messages[counted[-1]] if counted else {}
+        writes_last = any(last.get(key) for key in _THOUGHTS) and (
+            _lost_thoughts(last, learnt[-1]) is None
+        )
         for number, text in zip(counted, learnt, strict=True):
             lost = self._lost(messages[number], text)
             thoughts = _lost_thoughts(messages[number], text)
-            is_earlier = number < counted[-1] and _are_written(messages[counted[-1]], learnt[-1])
+            is_earlier = number < counted[-1] and writes_last
             if lost is None and thoughts is not None and is_earlier:
                 self._tell()
             elif lost is not None or thoughts is not None:
@@ -74,11 +78,6 @@ def _lost_thoughts(message: Message, text: str) -> str | None:
         if not isinstance(thoughts, str) or thoughts.strip() not in text
     ]
     return f"the {lost[0]!r}" if lost else None
-
-
-def _are_written(message: Message, text: str) -> bool:
-    """Whether a turn has thoughts, and all of them stand in a text."""
-    return any(message.get(key) for key in _THOUGHTS) and _lost_thoughts(message, text) is None
 
 
 def _lacks(text: str, function: Mapping[str, Any]) -> bool:

@@ -88,14 +88,11 @@ def without_own_positives(rows: Iterable[Row]) -> Iterator[Row]:
             note(f"query {row['id']!r}", OWN_POSITIVES, field="negatives", count=num_left_out)
             row = {**row, "negatives": negatives}
         for side in ("positives", "negatives"):
-            for _ in filter(_is_blank, row[side]):
-                note(f"query {row['id']!r}", BLANK, field=side)
+            for passage in row[side]:
+                is_text = isinstance(passage, dict) and passage.get("text") is not None
+                if is_text and not f"{passage.get('title') or ''}{passage['text']}".strip():
+                    note(f"query {row['id']!r}", BLANK, field=side)
         yield row
-
-
-def _is_blank(passage: Any) -> bool:
-    is_text = isinstance(passage, dict) and passage.get("text") is not None
-    return is_text and not f"{passage.get('title') or ''}{passage['text']}".strip()
 
 
 def _identity_of_content(passage: Any) -> tuple[Any, ...]:
