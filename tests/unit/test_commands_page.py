@@ -20,6 +20,11 @@ PROGRAMS = {
 }
 HEAD = """# Every command
 
+`lathe NAME` is each command of this page, by one name and from any folder: `lathe train` is `python trainval.py`, `lathe plan` is
+`python -m trainer plan`, `lathe submit` is `lathe-jobs submit`. Where both programs have a command of one name (plan, export, doctor), that of
+jobs is `lathe jobs NAME`. A command that takes `-e GROUP` also takes a file of groups (.py, .yaml, .json) as its first word, and then
+needs no `-e` where the file has one group; `-sb` is `results` where it is not given.
+
 Made from what `--help` says. [experiments.md](experiments.md) and [jobs.md](jobs.md) say how the flags go together,
 [troubleshooting.md](troubleshooting.md) what the exit codes mean.
 """
