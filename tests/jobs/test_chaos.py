@@ -108,6 +108,7 @@ def check(here: Place, rows: list[dict[str, Any]], count: int) -> None:
     assert sorted(row["metrics"]["loss"] for row in rows) == list(range(count))
 
 
+@pytest.mark.long  # twenty seconds
 def test_on_the_toolkit_that_loses_replies(
     place: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_savedir_with_spaces_and_quotes_works_and_a_line_break_is_refused(
     assert not list(tmp_path.rglob("trap"))
 
 
+@pytest.mark.long  # nine seconds
 def test_the_published_line_gives_nothing_to_a_shell(
     place: Make, tmp_path: Path, queue: Path
 ) -> None:

@@ -106,9 +106,8 @@ def status(savedir: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize(
-    ("launcher", "stage"), [("torchrun", 2), pytest.param("deepspeed", 3, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("launcher", "stage"), [("torchrun", 2), ("deepspeed", 3)])
+@pytest.mark.long  # starts seven programs that import torch
 def test_launchers_agree_with_python_and_a_finished_run_is_not_repeated(
     launcher: str, stage: int, groups: Path, folder: Path, tmp_path: Path
 ) -> None:

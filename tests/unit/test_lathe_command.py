@@ -5,6 +5,7 @@ groups in YAML and JSON.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -160,6 +161,20 @@ def test_a_file_imports_its_neighbours_and_not_those_of_the_file_before(tmp_path
         {"a": [{"steps": 1}]},
         {"a": [{"steps": 2}]},
     ]
+
+
+def test_a_file_in_a_folder_of_the_path_changes_neither_the_path_nor_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "neighbour_on_path.py").write_text("STEPS = 3\n")
+    (tmp_path / "mine.py").write_text(
+        "from neighbour_on_path import STEPS\nEXP_GROUPS = {'a': [{'steps': STEPS}]}\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = list(sys.path)
+    assert read(tmp_path / "mine.py") == {"a": [{"steps": 3}]}
+    assert sys.path == before
+    assert sys.modules.pop("neighbour_on_path").STEPS == 3
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -57,6 +57,9 @@ def _neighbours_of(path: Path) -> Iterator[None]:
     the folder of the next file may have others of the same names.
     """
     folder, before = str(path.parent), set(sys.modules)
+    if folder in sys.path:  # such as the folder of this program
+        yield
+        return
     sys.path.append(folder)  # behind all others: a neighbour must not replace a library
     importlib.invalidate_caches()
     try:

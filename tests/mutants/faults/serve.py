@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/texts.py",
-        "del self.chosen[sum(start < length for start in starts) :]",
+        "del self.chosen[sum(start < first for start in starts) :]",
         "pass",
         why="log-probabilities tell the tokens of a stop text",
         tests="tests/unit/test_spelling.py",
