@@ -19,7 +19,7 @@ class HeldLock:
     next process makes another one of the same name, locks that, and nothing on the disk tells it
     that the first still runs. So the holder looks, before it writes anything that lasts, whether
     the name still leads to its own file; when it does not, the holder is the one that gives way.
-    A folder that is held besides keeps that next process out from the beginning.
+    If the folder itself is locked too, the next process is refused at once.
     """
 
     def __init__(self, path: Path, *, what: str) -> None:

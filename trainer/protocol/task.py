@@ -103,8 +103,8 @@ class Task(Protocol):
     def __init__(self, cfg: Any, places: Places) -> None: ...
 
     def model(self) -> nn.Module:
-        """The pretrained model, operated on, frozen where frozen, in fp32 or its checkpoint's
-        dtype.
+        """The pretrained model, changed as the task needs it and with its frozen weights frozen, in
+        fp32 or the dtype of its checkpoint.
 
         New weights are drawn here, under a seed of their own or under the run's: it was set just
         before. Rank 0's are sent to all ranks, so they may differ until then.
@@ -146,7 +146,8 @@ class Task(Protocol):
         ...
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """Encoded rows -> padded tensors.
+        """Encoded rows -> the tensors of a batch: a stream of real tokens, or padded rows where the
+        base reads no streams.
 
         Pure, and run in another thread: it uses no global random state.
         """
@@ -189,7 +190,7 @@ class Task(Protocol):
         """The keys of the dictionary that cut texts, and their values: {"data.max_tokens": 1024}.
         {}: nothing is cut.
 
-        When a run does not fit, the plan of its memory tries lower values of the highest one.
+        When a run does not fit, the memory plan tries lower values of the largest of these limits.
         """
         ...
 

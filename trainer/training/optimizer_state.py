@@ -1,8 +1,8 @@
 """The optimizer of a run, and what it remembers under ZeRO as full named tensors: the same at any
 stage and world size.
 
-With training/engine.py, this is the only importer of deepspeed: it uses the functions that read and
-write DeepSpeed's partitions.
+Besides this module only training/engine.py and survival/groups.py import deepspeed. Here its
+functions are used that read and write a rank's part of a tensor.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ class Watch:
     async def events(self, turns: asyncio.Semaphore) -> AsyncGenerator[str]:
         """Events until the server stops or the page closes.
 
-        turns: as many streams at a time may use a thread, the other threads are for the routes.
+        turns: limits how many streams use a thread at a time; the other threads are left for the
+        routes.
         """
         began = spoken = time.monotonic()
         while not self.keeper.is_stopped and time.monotonic() - began < LONGEST_S:

@@ -22,8 +22,8 @@ def normal_form(text: str) -> str:
 
 
 def normal_value(value: Any) -> Any:
-    """The same of every text in lists and objects; a list of one is that one. Other values as
-    texts, such that they are plain JSON.
+    """normal_form of every text in lists and objects; a list of one item becomes that item. Other
+    values become texts, so that the result is plain JSON.
     """
     if isinstance(value, str):
         return normal_form(value)

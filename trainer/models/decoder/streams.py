@@ -18,7 +18,7 @@ from trainer.models.packed import stock, t5_encoder
 
 # M tokens, D width
 
-Read = Callable[[Mapping[str, Tensor]], Tensor]  # a packed batch (packing.pack) -> (M, D) states
+Read = Callable[[Mapping[str, Tensor]], Tensor]  # a packed batch (layout.pack) -> (M, D) states
 
 
 def why_not(config: Any) -> str | None:
@@ -63,7 +63,7 @@ def reader_of(body: Any, *, recompute_every: int | None = None) -> Read:
 def encode(
     backbone: Backbone, batch: Mapping[str, Tensor], *, recompute_every: int | None = None
 ) -> Tensor:
-    """(M, D) states of the tokens of a packed batch (packing.pack), each row read causally by
+    """(M, D) states of the tokens of a packed batch (layout.pack), each row read causally by
     itself, after the final norm.
 
     recompute_every: every so many blocks are computed again in backward instead of kept.

@@ -51,7 +51,7 @@ class Rows:
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], prefix: str = "") -> Rows:
-        """The rows of packing.pack."""
+        """The rows of layout.pack."""
         grids = grids_of(batch, f"{prefix}grid_")
         return cls(batch[f"{prefix}starts"], batch[f"{prefix}cells"], grids)
 
@@ -231,7 +231,7 @@ def attending(config: Any, mask: Any) -> AbstractContextManager[None]:
 
 def encode(body: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """(M, D) states that a stock body without a head gives the tokens of a packed batch
-    (packing.pack). Each row is read by itself.
+    (layout.pack). Each row is read by itself.
     """
     config = body.config
     first = config.pad_token_id + 1 if family_of(config).positions_follow_pad else 0

@@ -32,7 +32,7 @@ def encode(
     attend_by: AttendBy | None = None,
     recompute_every: int | None = None,
 ) -> Tensor:
-    """(M, D) states of the real tokens of a packed batch (packing.pack), after the final norm and
+    """(M, D) states of the real tokens of a packed batch (layout.pack), after the final norm and
     dropout.
 
     encoder: a T5Stack, MT5Stack or UMT5Stack. attend_by: None is attention in the batch's grids, or

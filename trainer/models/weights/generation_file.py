@@ -20,7 +20,7 @@ from trainer.models.weights.weight_files import find_file
 
 NAME = "generation_config.json"
 _IDS = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
-# no other text follows from these, or, for lengths, the experiment or a flag always says them
+# these do not change the text, or (lengths) the experiment or a flag always sets them
 _WITHOUT_EFFECT = (
     *("transformers_version", "_from_model_config", "use_cache", "cache_implementation"),
     *("cache_config", "return_dict_in_generate", "max_length", "max_new_tokens"),
@@ -77,7 +77,8 @@ def ends_of_base(source: Any, config: Any) -> list[int]:
     """The ids of the tokens at which a base's texts end, as its file says. Without a file: those
     that its config lists, if it lists several; a single one may be the default of its family.
 
-    source: a folder or Hub id; anything else has no file. ConfigError for ids that are none.
+    source: a folder or Hub id; anything else has no file. ConfigError for values that are not token
+    ids.
     """
     ends = _of_base(source).get("eos_token_id")
     if ends is None:

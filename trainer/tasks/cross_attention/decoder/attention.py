@@ -84,7 +84,7 @@ def key_mask(kept_BL: Tensor, real_BL: Tensor | None = None) -> KeyMask:
 class Pairs:
     """Streams of queries and keys, in rectangles where each row's queries meet its keys.
 
-    See packing.pack_pairs. Never changed; not frozen for the reason of packed.stock.Rows.
+    See layout.pack_pairs. Never changed; not frozen for the reason of packed.stock.Rows.
     """
 
     query_cells_T: Tensor

@@ -25,7 +25,7 @@ CONTEXT_NAMES = ("context_", "encoder_", "keys_", "queries_")
 
 
 def decoder_stream(rows: Sequence[Sequence[int]], labels_from: Sequence[int]) -> Batch:
-    """packing.pack_labelled of rows whose labels begin at these places."""
+    """layout.pack_labelled of rows whose labels begin at these places."""
     pairs = zip(rows, labels_from, strict=True)
     is_label = [[0] * start + [1] * (len(row) - start) for row, start in pairs]
     return pack_labelled(rows, is_label)
@@ -42,7 +42,7 @@ def context_stream(
 
     encoder_hidden_states (K, D), prepared states; without a cache context_input_ids (K,),
     context_position, context_cells and context_grid_0, ... of the chunks; and what
-    packing.pack_pairs gives. Every row has a token.
+    layout.pack_pairs gives. Every row has a token.
     """
     chunks = [[chunk for chunk in row if len(chunk)] for row in contexts]
     flat = [chunk for row in chunks for chunk in row]
