@@ -13,9 +13,10 @@ import pytest
 from tests.unit.test_own_rows import WRITERS, read, statements
 from tests.wording import refused
 from trainer.config.block import validate
-from trainer.config.own_rows import OwnRows
+from trainer.config.own_rows import QUESTIONS, OwnRows
 from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields, questions, retrieved
+from trainer.data.readers.columns import in_our_names
 from trainer.protocol.task import Places
 from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.retriever import rows as retriever_rows
@@ -154,6 +155,12 @@ def test_a_document_that_is_no_list_in_brackets_is_its_own_text(text: str, tmp_p
     data = validate(SummaryData, {"source": "files"})
     (row,) = summaries.rows(data, Places(tmp_path, tmp_path, tmp_path), "train")
     assert row["document"] == text
+
+
+def test_a_list_in_a_text_is_one_as_soon_as_its_column_has_our_name() -> None:
+    raw = {"question": "q", "reply": "['a', 'b']"}
+    ((_, row),) = in_our_names([("line 1", raw)], {"answers": "reply"}, QUESTIONS)
+    assert row["answers"] == ["a", "b"]
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
