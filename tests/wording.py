@@ -795,7 +795,7 @@ JOBS = (
     )
     | wording(
         Busy,
-        lock_busy="another process has held this",
+        lock_busy="another process {held} this",
     )
 )
 SUBMISSION = wording(

@@ -261,9 +261,8 @@ def lock(folder: RunFolder, *, wait_s: float) -> Generator[None]:
         try:
             _take(folder, stack, wait_s)
         except Timeout:  # an OSError too
-            raise Busy(
-                f"{folder.lock}: another process has held this for {wait_s:.0f} s. Let it finish."
-            ) from None
+            held = f"has held this for {wait_s:.0f} s" if wait_s >= 1 else "holds this now"
+            raise Busy(f"{folder.lock}: another process {held}. Let it finish.") from None
         yield
 
 

@@ -167,7 +167,7 @@ def test_an_input_that_is_no_text_is_refused(value: Any, tmp_path: Path) -> None
 
 
 def test_predict_tells_control_tokens_before_a_row_is_predicted_and_refuses_them(
-    facts: Path, tmp_path: Path
+    facts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     task = task_of("fid", facts, tmp_path)
     write_lines(tmp_path / "rows.jsonl", [{"question": f"q {END}", "ctxs": []}])
@@ -177,6 +177,7 @@ def test_predict_tells_control_tokens_before_a_row_is_predicted_and_refuses_them
         )
         if not is_strict:
             predict._judge_rows(request, task)
+            assert reason(("question", END)) in caplog.text
             continue
         place = f"{tmp_path / 'rows.jsonl'}, line 1"
         with refused("strict_refuses", count=1, why=reason(("question", END)), places=place):
