@@ -4,7 +4,7 @@
 
 Every part writes its own JSON file as it ends, and a part that has one is left out: the command
 can be given again. Each has a time limit, and none is begun after --minutes. Seconds of a step are
-those behind the first eight steps. --rehearse runs every part on the CPU with tiny models, two at a
+those behind the first eight steps. A SIGTERM ends the runs of the part at hand too. --rehearse runs every part on the CPU with tiny models, two at a
 time, in minutes, so that nothing is tried for the first time on the GPU; what it wrote does not
 count there. `benchmarks/gpu_report.py` makes the table.
 """
@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout
 
@@ -137,6 +141,15 @@ def _is_done(file: Path, is_rehearsed: bool) -> bool:
     return "failed" not in found and found["is_rehearsed"] == is_rehearsed
 
 
+def end_with_every_run(*_: Any) -> None:
+    """For SIGTERM. A run that outlived this program would hold its pipe and the GPU: who waits for
+    the end of the output waited nine minutes of a lent GPU for nothing.
+    """
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
+    os._exit(128 + signal.SIGTERM)
+
+
 def main() -> int:
     """0 when every part that was begun has its numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -145,6 +158,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, end_with_every_run)
     place = Place((given.out / "work").resolve(), given.rehearse)
     write_rows(place.rows, is_rehearsed=given.rehearse)
     started = time.monotonic()
@@ -169,6 +183,7 @@ def _is_measured(part: Part, place: Place, out: Path, until: float) -> bool:
     if begun > until:
         print(f"{part.name}: left out, the time is over", flush=True)
         return True
+    print(f"{part.name}: begins, {part.limit_s:.0f} s at most", flush=True)
     try:
         found = part.measure(place)
     except (Exception, SystemExit) as error:
