@@ -3,10 +3,11 @@
     python benchmarks/gpu.py [--out gpu_results] [--only PART ...] [--minutes 25] [--rehearse]
 
 Every part writes its own JSON file as it ends, and a part that has one is left out: the command
-can be given again. Each has a time limit, and none is begun after --minutes. Seconds of a step are
-those behind the first eight steps. A SIGTERM ends the runs of the part at hand too. --rehearse runs every part on the CPU with tiny models, two at a
-time, in minutes, so that nothing is tried for the first time on the GPU; what it wrote does not
-count there. `benchmarks/gpu_report.py` makes the table.
+can be given again. Each has a time limit, and none is begun after --minutes. A SIGTERM ends the
+runs of the part at hand too. Seconds of a step are those behind the first eight steps. --rehearse
+runs every part on the CPU with tiny models, two at a time, in minutes, so that nothing is tried for
+the first time on the GPU; what it wrote does not count there.
+`benchmarks/gpu_report.py` makes the table.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,18 @@ def test_every_part_is_rehearsed(tmp_path: Path) -> None:
     bits = [json.loads(file.read_text()) for file in tmp_path.glob("resume-*.json")]
     assert len(bits) == 6
     assert all(one["as it is"]["repeats"] and one["as it is"]["resumes"] for one in bits)
+
+
+@pytest.mark.long
+def test_a_sigterm_ends_the_runs_and_with_them_the_output(tmp_path: Path) -> None:
+    argv = ["benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path), "--only", "step-fid-base"]
+    with subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=subprocess.PIPE) as begun:
+        assert begun.stdout is not None
+        assert b"begins" in begun.stdout.readline()
+        until = time.monotonic() + 120
+        while not list(tmp_path.glob("work/*/out/*/status.json")):
+            assert time.monotonic() < until, "no run has begun"
+            time.sleep(0.1)
+        begun.terminate()
+        begun.communicate(timeout=30)  # ends only when nobody holds the pipe any more
+    assert begun.returncode == 128 + signal.SIGTERM
