@@ -189,7 +189,7 @@ def lathe(work: Work, stage: int, between: Between) -> list[float]:
         valid=work.store("valid"),
         sharding=Sharding(work.batch, work.batch, 1, 0),
         cadence=Cadence(log=1, evaluate=work.total, save=work.total),
-        run=run,
+        record=run,
         meter=Meter(),
         preemption=preemption,
         save=lambda progress: None,

@@ -129,12 +129,12 @@ def _causal(rows: int, length: int) -> Callable[[], None]:
 
 
 def _stream(rows: int, length: int) -> Callable[[], None]:
-    from trainer.models.packed.stream_attention import Biases, Rows, attend
+    from trainer.models.packed.stream_attention import Biases, RowStarts, attend
 
     starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=_device())
     table = torch.randn(32, 12, device=_device(), dtype=_dtype())
     buckets = torch.arange(257, device=_device(), dtype=torch.int32) % 32
-    of_rows = Rows(starts, starts, length)
+    of_rows = RowStarts(starts, starts, length)
     flat = [x.detach().transpose(1, 2).flatten(0, 1).contiguous() for x in _heads(rows, length)]
     qkv = [x.requires_grad_() for x in flat]
 

@@ -56,7 +56,7 @@ class OneRank:
             valid=store,
             sharding=sharding,
             cadence=Cadence(log=1, evaluate=1, save=1),
-            run=RunRecord(folder, total=1),
+            record=RunRecord(folder, total=1),
             meter=Meter(),
             preemption=Preemption(),
             save=lambda progress: None,
@@ -73,11 +73,11 @@ class OneRank:
         self.engine.train()
         units = torch.stack([self.session.task.units(batch) for batch in batches]).sum()
         window = StepBatches(step=number, batches=list(batches), rows=list(rows), units=units)
-        return train_step(self.session, window, lr=lr, bad=self._sound).loss
+        return train_step(self.session, window, lr=lr, unsound_before=self._sound).loss
 
     def close(self) -> None:
         self.session.preemption.close()
-        self.session.run.close()
+        self.session.record.close()
         self.engine.destroy()
 
 

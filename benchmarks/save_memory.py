@@ -107,7 +107,7 @@ def measured(stage: int, millions: int, root: Path) -> dict[str, int]:
     again = engine.Engine(net(), ds, cfg.optim)
     step(again)  # its moments are made
     with _peak(found, "resume"):
-        state = checkpoint.read_json(root / "step-1")["engine"]
+        state = checkpoint.read_state(root / "step-1")["engine"]
         again.optimizer.restore(checkpoint.read_tensors(root / "step-1", "optimizer"), state)
     again.destroy()
     return found

@@ -29,7 +29,7 @@ from trainer.config import deepspeed_config
 from trainer.config.schema import Lora, Optim, Train
 from trainer.models import adapters
 from trainer.models.packed import absorbed, t5_decoder
-from trainer.models.packed.stream_attention import Rows
+from trainer.models.packed.stream_attention import RowStarts
 from trainer.runtime import distributed
 from trainer.training.engine import Engine
 
@@ -107,7 +107,7 @@ def test_in_bf16_it_is_as_near_to_fp32_as_a_stock_t5() -> None:
         few = model._few(encoded, batch)
         assert few is not None
         written = model.t5.prepare_decoder_input_ids_from_labels(targets).flatten()
-        rows = Rows(batch["target_starts"], batch["question_starts"], 97)
+        rows = RowStarts(batch["target_starts"], batch["question_starts"], 97)
         tokens = written[batch["scored"]]
         return t5_decoder.decode(model.t5.decoder, tokens, encoded, rows, few=few).detach().float()
 

@@ -25,7 +25,7 @@ from trainer.config.deepspeed_config import build, read
 from trainer.models import fused
 from trainer.models.packed.dropped import Dropout
 from trainer.models.packed.layout import grids_of, pack
-from trainer.models.packed.stream_attention import Biases, Rows
+from trainer.models.packed.stream_attention import Biases, RowStarts
 from trainer.models.packed.stream_kernels import _Launch
 from trainer.protocol.task import DRAW, EPOCH, Places
 
@@ -174,7 +174,7 @@ def test_streams_of_all_lengths_attend_by_the_same_compiled_kernels() -> None:
         batch = pack([[0] * length for length in lengths], bucketed=True)
         grids = grids_of(batch)
         shapes |= {tuple(grid.shape) for grid in grids}
-        rows = Rows(batch["starts"], batch["starts"], max(grid.shape[1] for grid in grids))
+        rows = RowStarts(batch["starts"], batch["starts"], max(grid.shape[1] for grid in grids))
         q_MHC = torch.zeros(len(batch["tokens"]), 2, 16)
         launch = _Launch(q_MHC, rows, biases, Dropout.with_seed(0.1, q_MHC.device))
         dtypes = tuple(tensor.dtype for tensor in launch.tensors)

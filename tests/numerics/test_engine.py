@@ -273,7 +273,7 @@ def _read_back(root: Path, precision: str, stages: list[int]) -> dict[int, Any]:
         for saved in (stage, (stage + 1) % 4):
             folder = root / str(saved) / "step-2"
             live = make(stage, precision, checkpoint.read_tensors(folder, "weights"))
-            state = checkpoint.read_json(folder)["engine"]
+            state = checkpoint.read_state(folder)["engine"]
             live.optimizer.restore(checkpoint.read_tensors(folder, "optimizer"), state)
             found[stage, saved] = live.weights(lambda k: True) | live.optimizer.tensors(
                 lambda k: True

@@ -234,7 +234,7 @@ def _session(
         valid=stores["valid"],
         sharding=Sharding(GLOBAL_BATCH, 2, distributed.world(), rank),
         cadence=Cadence(log=case.log_every, evaluate=case.evaluate_every, save=case.save_every),
-        run=RunRecord(folder, total=case.steps),
+        record=RunRecord(folder, total=case.steps),
         meter=Meter(),
         preemption=asked,  # pyright: ignore[reportArgumentType]
         save=save,
@@ -263,7 +263,7 @@ def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
             outcome.result = f"{type(error).__name__}: {error}"
         outcome.modes = session.task.modes
         outcome.weights = session.engine.weights(lambda k: True)
-        session.run.close()
+        session.record.close()
         session.engine.destroy()
         if outcome.result == "finished":
             distributed.barrier()  # rank 0 alone writes what all of them read
@@ -289,13 +289,13 @@ def _killed(case: Case, folder: Path, session: Any) -> tuple[Any, Any]:
 
     with pytest.raises(KeyboardInterrupt):
         fit(replace(session, save=dying), Progress())
-    session.run.close()
+    session.record.close()
     session.engine.destroy()
     newest = checkpoint.resume_point(folder / "checkpoints")
     assert newest is not None
     again = _session(case, folder, Outcome(), dict(checkpoint.read_tensors(newest, "weights")))
     progress = start.restore(again.engine, checkpoint.Checkpoint(newest), seed=0)
-    again.run.resume(progress.step, progress.bad.steps)
+    again.record.resume(progress.step, progress.bad.steps)
     again.chain.link = progress.links[distributed.rank()]
     return again, progress
 

@@ -23,7 +23,7 @@ from tests.tolerance import assert_all_close, assert_close, assert_equal_step, d
 from trainer.models.packed import stream_attention, stream_kernels, t5_encoder
 from trainer.models.packed.dropped import Dropout
 from trainer.models.packed.layout import pack
-from trainer.models.packed.stream_attention import Biases, Rows, attend
+from trainer.models.packed.stream_attention import Biases, RowStarts, attend
 
 HEADS, WIDTH, BUCKETS, LARGEST = 3, 5, 8, 20
 QUERIES, KEYS = [1, 150, 17], [5, 30, 70]
@@ -40,9 +40,9 @@ class Form:
     def is_causal(self) -> bool:
         return self.name == "causal"
 
-    def rows(self) -> Rows:
+    def rows(self) -> RowStarts:
         keys = KEYS if self.name == "cross" else QUERIES
-        return Rows(_starts(QUERIES), _starts(keys), max(QUERIES), self.is_causal)
+        return RowStarts(_starts(QUERIES), _starts(keys), max(QUERIES), self.is_causal)
 
     def biases(self, table_KH: Tensor) -> Biases | None:
         if self.name == "cross":
@@ -68,7 +68,7 @@ def _starts(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def _inputs(rows: Rows, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def _inputs(rows: RowStarts, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     """Queries, keys, values and the table of biases."""
     generator = torch.Generator().manual_seed(1)
     queries, keys = int(rows.queries[-1]), int(rows.keys[-1])

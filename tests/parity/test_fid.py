@@ -413,7 +413,7 @@ def _session(cfg: Any, task: Any, live: Any, folder: Path) -> Any:
         valid=store,
         sharding=Sharding(1, 1, 1, 0),
         cadence=Cadence(1, 1, 1),
-        run=RunRecord(folder, total=cfg.train.steps),
+        record=RunRecord(folder, total=cfg.train.steps),
         meter=Meter(),
         preemption=Preemption(),
         save=lambda progress: None,
@@ -438,7 +438,9 @@ def _order(case: Training, task: Task, live: Any) -> list[list[int]]:
 def _one_step(session: Any, window: StepBatches, lr: float) -> float:
     from trainer.training.loop import train_step
 
-    return float(train_step(session, window, lr=lr, bad=torch.zeros((), dtype=torch.int64)).loss)
+    return float(
+        train_step(session, window, lr=lr, unsound_before=torch.zeros((), dtype=torch.int64)).loss
+    )
 
 
 def _one_micro_batch(task: Task, live: Any, batch: Batch) -> float:

@@ -45,7 +45,7 @@ def save(root: Path, step: int, **options: Any) -> Path:
 
 def assert_holds(folder: Path, step: int) -> None:
     assert checkpoint.problems(folder) == []
-    assert checkpoint.read_json(folder) == {"step": step}
+    assert checkpoint.read_state(folder) == {"step": step}
     read = dict(checkpoint.read_tensors(folder, "weights"))
     assert read.keys() == tensors(step).keys()
     assert all(torch.equal(read[name], value) for name, value in tensors(step).items())
@@ -204,7 +204,7 @@ def test_a_save_killed_at_any_file_boundary_leaves_the_old_or_the_new_checkpoint
         code = in_child(lambda: (die_at(boundary), save(root, 2, keep_last=1)))  # noqa: B023 (run at once)
         newest = checkpoint.newest_good(root)
         assert newest is not None, f"killed at boundary {boundary}"
-        step = checkpoint.read_json(newest)["step"]
+        step = checkpoint.read_state(newest)["step"]
         assert_holds(newest, step)
         seen.add(step)
         save(root, 3, keep_last=1)
@@ -511,4 +511,4 @@ def test_the_random_state_of_a_rank_that_did_not_exist_is_an_error(tmp_path: Pat
 def test_a_state_that_is_not_json_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{")
     with refused("checkpoint_unreadable", at="state.json"):
-        checkpoint.read_json(tmp_path)
+        checkpoint.read_state(tmp_path)

@@ -86,7 +86,7 @@ def test_each_rank_finds_its_own_random_state_and_the_json_state_is_rank_0s(two:
     folder = two[0] / "step-1"
     assert checkpoint.saved_world(folder) == 2
     assert [int(checkpoint.read_rng(folder, rank)["torch"]) for rank in (0, 1)] == [0, 1]
-    assert checkpoint.read_json(folder) == {"rank": 0}
+    assert checkpoint.read_state(folder) == {"rank": 0}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -66,7 +66,7 @@ class ReadyRun:
 
     def tell_costs(self) -> None:
         """Log the seconds of the steps beside their prediction, and what mirroring cost."""
-        late.tell(self.session.meter, self.session.run)
+        late.tell(self.session.meter, self.session.record)
         if self.mirror is not None:
             logger.info("%s", self.mirror.told())
 
@@ -152,7 +152,7 @@ def start(
         valid=run.stores["valid"],
         sharding=plan.sharding,
         cadence=Cadence.of(cfg.train, otherwise=options.log_every),
-        run=record,
+        record=record,
         meter=meter,
         preemption=preemption,
         save=saver.save,
@@ -160,7 +160,7 @@ def start(
         log_gradients=options.wandb_log_gradients,
         questions=run.questions,
         chain=chain,
-        left_out=bad_steps.left_out(plan.folder),
+        rolled_back=bad_steps.rolled_back(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),
         after_step=saver.mirror_step,
         refuse_unsound_base=refuse_unsound_base,

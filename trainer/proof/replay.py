@@ -161,7 +161,7 @@ def _lay_out(folder: Path, scratch: Path, start: int) -> None:
 def _origin(scratch: Path, start: int) -> dict[str, str]:
     if not start:
         return {}
-    return checkpoint.read_json(scratch / "checkpoints" / f"step-{start}").get("made_with", {})
+    return checkpoint.read_state(scratch / "checkpoints" / f"step-{start}").get("made_with", {})
 
 
 def as_it_ran(plan: RunPlan) -> RunPlan:

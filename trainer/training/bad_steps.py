@@ -162,7 +162,7 @@ def robust_z(value: float, sample: list[float]) -> float:
     return (value - median) / max(spread, LEAST_SHARE * abs(median), 1e-30)
 
 
-def left_out(folder: Path) -> dict[int, str]:
+def rolled_back(folder: Path) -> dict[int, str]:
     """{step: kind} of the windows that this run's rollbacks have left out, steps counted from 1.
 
     ResumeError when the file is there and does not hold what a run writes.
@@ -183,7 +183,7 @@ def left_out(folder: Path) -> dict[int, str]:
 
 def leave_out_from_now_on(folder: Path, step: int, kind: str) -> None:
     """Record that the window of `step` is left out, before the run goes back. Rank 0 only."""
-    events = {**left_out(folder), step: kind}
+    events = {**rolled_back(folder), step: kind}
     write_json(folder / FILE, [{"step": at, "kind": what} for at, what in sorted(events.items())])
 
 

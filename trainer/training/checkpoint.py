@@ -94,7 +94,7 @@ class Checkpoint:
         return saved_world(self.folder)
 
     def state(self) -> dict[str, Any]:
-        return read_json(self.folder)
+        return read_state(self.folder)
 
     def random_state(self, rank: int) -> dict[str, Tensor]:
         return read_rng(self.folder, rank)
@@ -450,7 +450,7 @@ def saved_world(folder: Path) -> int:
     return len(_shards(folder, "rng"))
 
 
-def read_json(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> dict[str, Any]:
     """The state.json of a checkpoint; CheckpointError when it is missing or not JSON."""
     try:
         return json.loads((folder / STATE).read_text())

@@ -164,7 +164,7 @@ class Engine:
         )
         self._own_clip = self.stage == 0 and dtype_of(self._parameters) == torch.float32
         self._norm: Tensor | float | None = None
-        self._is_left_out = False
+        self._is_skipped = False
         self.state_copy = StateCopy()  # step() waits for it before weights and moments change
         # True: fp32 at stage 0, too, leaves out an update that is not finite, as DeepSpeed does in
         # all other cases. To know it, the host waits for the device.
@@ -206,7 +206,7 @@ class Engine:
         watch: given (name, full fp32 gradient) of every trainable parameter, reduced over ranks and
         not clipped yet; it must consume them all on every rank, since each one is gathered.
         """
-        self._is_left_out = False
+        self._is_skipped = False
         for group in self.model.optimizer.param_groups:
             group["lr"] = lr
         if self.stage == 0 and self._world > 1:
@@ -235,7 +235,7 @@ class Engine:
         self.state_copy.wait()
         with mended.every_gradient_refused(self.model.optimizer):
             self.model.step()
-        self._is_left_out = True
+        self._is_skipped = True
 
     def grad_norm(self) -> float:
         """Global L2 norm of the last step's gradient, before clipping; nan if not finite."""
@@ -266,7 +266,7 @@ class Engine:
 
         It does so in every precision, but for fp32 at stage 0; leave_out() does it in all.
         """
-        return self._is_left_out or not self.model.was_step_applied()
+        return self._is_skipped or not self.model.was_step_applied()
 
     def loss_scale(self) -> tuple[float, float] | None:
         """The loss scale of fp16 and its least value; None in another precision."""

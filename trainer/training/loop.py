@@ -54,7 +54,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
     steps = session.cfg.train.steps
     session.engine.leaves_out_unsound = session.is_judged
     session.engine.train()
-    was_unsound = torch.zeros((), dtype=torch.int64, device=distributed.device())
+    unsound_before = torch.zeros((), dtype=torch.int64, device=distributed.device())
     previous: StepBatches | None = None
     with contextlib.closing(_windows(session, progress, until)) as source:
         if progress.owes_evaluation and not pay_evaluation(session, progress):
@@ -68,14 +68,14 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                     session,
                     window,
                     lr=lr,
-                    bad=was_unsound,
+                    unsound_before=unsound_before,
                     watch=session.log_gradients and due.log,
                     progress=progress,
                 )
             _count(session, progress, step, window)
             if step.diverged:  # the verdict on a step comes with the counts of the next one
                 raise _divergence("loss or gradient norm", math.nan, progress.step - 1, previous)
-            was_unsound, previous = (~step.is_sound).long(), window
+            unsound_before, previous = (~step.is_sound).long(), window
             if step.trouble:
                 _treat(session, progress, step.trouble, window)
             else:
@@ -87,7 +87,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                 if due.log:
                     _log(session, progress, step, loss, lr)
                 elif progress.step == 1:
-                    session.run.say(1, loss=loss, lr=lr)
+                    session.record.say(1, loss=loss, lr=lr)
             progress.owes_evaluation = due.evaluation
             if saves:
                 session.save(progress)
@@ -122,7 +122,7 @@ def _count(session: Session, progress: Progress, step: Step, window: StepBatches
     session.meter.add(step.units)
     norm = math.nan if step.trouble else session.engine.norm()
     session.chain.add(progress.step, window.rows, step.loss, norm)
-    session.run.move(progress.step)
+    session.record.move(progress.step)
 
 
 def train_step(
@@ -130,7 +130,7 @@ def train_step(
     window: StepBatches,
     *,
     lr: float,
-    bad: Tensor,
+    unsound_before: Tensor,
     progress: Progress | None = None,
     watch: bool = False,
 ) -> Step:
@@ -143,13 +143,13 @@ def train_step(
     """
     engine, number = session.engine, window.step + 1
     own_counts = numbers_on_device([int(window.units), int(session.preemption.requested), 0])
-    own_counts[2] = bad
+    own_counts[2] = unsound_before
     counts = distributed.total(own_counts)
     host = HostCopy(counts)
     loss = torch.zeros((), dtype=torch.float64, device=distributed.device())
-    if number in session.left_out:
+    if number in session.rolled_back:
         units, stop, diverged = host.read()
-        trouble = Trouble(session.left_out[number], math.nan, is_rolled_back=True)
+        trouble = Trouble(session.rolled_back[number], math.nan, is_rolled_back=True)
         return Step(loss, units, stop > 0, diverged > 0, torch.isfinite(loss), trouble)
     with name_batch_when_out_of_memory(window.batches):
         for summed in session.task.losses(engine.model, OnDevice(window.batches)):
@@ -165,7 +165,9 @@ def train_step(
         engine.leave_out()
     else:
         with session.meter.updating():
-            engine.step(lr, (lambda norms: session.run.gradients(number, norms)) if watch else None)
+            engine.step(
+                lr, (lambda norms: session.record.gradients(number, norms)) if watch else None
+            )
         if session.is_judged and engine.step_was_skipped() and engine.loss_scale() is None:
             trouble = Trouble("gradient", math.nan)
     is_sound = torch.isfinite(loss)
@@ -206,7 +208,7 @@ def _treat(session: Session, progress: Progress, trouble: Trouble, window: StepB
         assert session.roll_back is not None, "launch/start.py gives it"
         session.roll_back(progress.step, trouble)
         raise RolledBack
-    session.run.bad_step(progress.step, trouble.kind, progress.bad.steps, trouble.numbers())
+    session.record.bad_step(progress.step, trouble.kind, progress.bad.steps, trouble.numbers())
 
 
 def _blame_base(session: Session, progress: Progress) -> None:
@@ -261,8 +263,8 @@ def _log(session: Session, progress: Progress, step: Step, loss: float, lr: floa
     scale = session.engine.loss_scale()
     if scale is not None:
         scalars |= {"loss_scale": scale[0], "skipped_steps": progress.skipped.total}
-    session.run.prove(session.chain.proof())
-    session.run.log(progress.step, **scalars, **session.meter.read(session.task.unit))
+    session.record.prove(session.chain.proof())
+    session.record.log(progress.step, **scalars, **session.meter.read(session.task.unit))
 
 
 def _divergence(what: str, value: float, step: int, window: StepBatches | None) -> DivergedError:

@@ -20,5 +20,5 @@ def run(session: Session, progress: Progress, *, inside: AbstractContextManager[
     """
     with inside:
         refuse_unknown_best(session, progress)
-        session.run.goodput.begin_steps()
+        session.record.goodput.begin_steps()
         return fit(session, progress)

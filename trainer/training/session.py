@@ -127,7 +127,7 @@ class Session:
     valid: TokenStore
     sharding: Sharding
     cadence: Cadence
-    run: RunRecord
+    record: RunRecord
     meter: Meter
     preemption: Preemption
     save: Callable[[Progress], None]  # a checkpoint of the present state; a collective
@@ -135,7 +135,9 @@ class Session:
     log_gradients: bool = False
     # the first validation rows, answered by generation at each evaluation
     questions: Sequence[Row] = ()
-    left_out: Mapping[int, str] = field(default_factory=dict[int, str])  # by rollbacks: step, why
+    rolled_back: Mapping[int, str] = field(
+        default_factory=dict[int, str]
+    )  # by rollbacks: step, why
     chain: StepChain = field(default_factory=StepChain)  # what proves the steps, from here on
     roll_back: Callable[[int, Trouble], None] | None = None  # leaves a window out; a collective
     after_step: Callable[[Engine, Progress], None] = do_nothing  # the last thing of every step

@@ -91,8 +91,8 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
         with session.meter.pause():
             scores = _scores(session, progress.step)
             metrics = {f"valid/{name}": value for name, value in scores.items()}
-            session.run.log(progress.step, **metrics)
-            session.run.score(progress.step, **metrics)
+            session.record.log(progress.step, **metrics)
+            session.record.score(progress.step, **metrics)
             improved = _is_best(session, progress, metrics)
     except Stopped:
         if not is_saved:
@@ -108,7 +108,7 @@ def pay_evaluation(session: Session, progress: Progress) -> bool:
     """Do what evaluate_and_keep_best does, for a step that an earlier attempt saved but did not
     finish evaluating. Scores that the attempt has logged already are used.
     """
-    scores = distributed.on_main(lambda: session.run.logged_scores(progress.step))
+    scores = distributed.on_main(lambda: session.record.logged_scores(progress.step))
     if scores is None:
         return evaluate_and_keep_best(session, progress, is_saved=True)
     if session.cfg.train.best is not None:
@@ -159,7 +159,7 @@ def _scores(session: Session, step: int) -> dict[str, float]:
         assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
         of_answers, answers = answer(engine, task, valid, session.questions, batch=batch, stop=stop)
         pairs = zip(session.questions, answers[:SHOWN_ANSWERS], strict=False)
-        session.run.answers(
+        session.record.answers(
             step,
             [
                 {"question": row["question"], "prediction": texts[0], "references": row["answers"]}

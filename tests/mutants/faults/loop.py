@@ -30,8 +30,8 @@ FAULTS = [
     ),
     Fault(
         FILE,
-        "was_unsound, previous = (~step.is_sound).long(), window",
-        "was_unsound, previous = (~step.is_sound).long(), previous",
+        "unsound_before, previous = (~step.is_sound).long(), window",
+        "unsound_before, previous = (~step.is_sound).long(), previous",
         why="a step whose gradient was not sound names no rows, or those of another step",
         tests=f"{FIT} -k between_two_saves",
     ),
@@ -51,7 +51,7 @@ FAULTS = [
     ),
     Fault(
         FILE,
-        "own_counts[2] = bad",
+        "own_counts[2] = unsound_before",
         "own_counts[2] = 0",
         why="a NaN between two log lines is never noticed",
         tests=FIT,

@@ -135,8 +135,8 @@ FAULTS = [
     ),
     Fault(
         LOOP,
-        "if number in session.left_out:",
-        "if number - 1 in session.left_out:",
+        "if number in session.rolled_back:",
+        "if number - 1 in session.rolled_back:",
         why="a rollback leaves out the window behind the bad one",
         tests=ROLLED,
     ),

@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.models.families import family_of
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.rectangles import in_rectangles, in_stream
-from trainer.models.packed.stream_attention import Biases, Rows
+from trainer.models.packed.stream_attention import Biases, RowStarts
 from trainer.models.packed.stream_attention import attend as stream_attend
 
 # M tokens, I width of all heads together, H heads, C width of one, N passages of a grid, L its
@@ -67,10 +67,10 @@ def in_streams(table: Any, batch: Mapping[str, Tensor], *, dropout: float) -> At
     """
     # the grids tell the longest row; reading the lengths would wait for the device
     longest = max(grid.shape[1] for grid in grids_of(batch))
-    return in_rows(table, Rows(batch["starts"], batch["starts"], longest), dropout=dropout)
+    return in_rows(table, RowStarts(batch["starts"], batch["starts"], longest), dropout=dropout)
 
 
-def in_rows(table: Any, rows: Rows, *, dropout: float) -> Attend:
+def in_rows(table: Any, rows: RowStarts, *, dropout: float) -> Attend:
     """Attention within rows; causal if the table is a decoder's."""
     buckets = torch.arange(table.relative_attention_num_buckets, device=rows.queries.device)
     # all distances beyond the largest one are in the last bucket

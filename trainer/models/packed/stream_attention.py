@@ -39,7 +39,7 @@ class Biases:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowStarts:
     """Where each row begins among the tokens, and where the last one ends: (rows + 1,) int32."""
 
     queries: Tensor
@@ -52,7 +52,7 @@ def attend(
     q_MHC: Tensor,
     k_SHC: Tensor,
     v_SHC: Tensor,
-    rows: Rows,
+    rows: RowStarts,
     *,
     biases: Biases | None = None,
     dropout: float = 0.0,
@@ -76,7 +76,7 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         table_KH: Tensor | None,
         bucket_of: Tensor | None,
-        rows: Rows,
+        rows: RowStarts,
         drop: Dropout | None,
     ) -> Tensor:
         biases = _biases(table_KH, bucket_of)
@@ -116,7 +116,7 @@ def _biases(table_KH: Tensor | None, bucket_of: Tensor | None) -> Biases | None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, rows: Rows, biases: Biases | None, drop: Dropout | None
+    q: Tensor, k: Tensor, v: Tensor, rows: RowStarts, biases: Biases | None, drop: Dropout | None
 ) -> tuple[Tensor, Tensor]:
     mixed_MHC = torch.empty_like(q)
     log_sums_MH = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -134,7 +134,7 @@ def _forward(
 
 
 def _backward(
-    saved: Saved, gradient: Tensor, rows: Rows, biases: Biases | None, drop: Dropout | None
+    saved: Saved, gradient: Tensor, rows: RowStarts, biases: Biases | None, drop: Dropout | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     q, k, v = saved.q_MHC, saved.k_SHC, saved.v_SHC
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -297,13 +297,13 @@ class _Row:
 
 
 def _rows(
-    q: Tensor, k: Tensor, v: Tensor, rows: Rows, biases: Biases | None, drop: Dropout | None
+    q: Tensor, k: Tensor, v: Tensor, rows: RowStarts, biases: Biases | None, drop: Dropout | None
 ) -> Iterator[_Row]:
     for spans in spans_of(rows):
         yield _Row(q, k, v, spans, is_causal=rows.is_causal).biased(biases).dropping(drop)
 
 
-def spans_of(rows: Rows) -> Iterator[tuple[slice, slice]]:
+def spans_of(rows: RowStarts) -> Iterator[tuple[slice, slice]]:
     """For each row that has queries: where its queries lie, and where its keys lie."""
     queries, keys = (list(pairwise(starts.tolist())) for starts in (rows.queries, rows.keys))
     for own, others in zip(queries, keys, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from trainer.models.packed.dropped import Dropout
-    from trainer.models.packed.stream_attention import Biases, Rows, Saved
+    from trainer.models.packed.stream_attention import Biases, RowStarts, Saved
 
 # M query tokens, S key tokens, H heads, C width of one, K buckets of distances, X distances up to
 # the largest that has a bucket of its own, G programs of a launch for each head
@@ -22,7 +22,7 @@ _COMPUTING = ("cuda", "cpu")  # cpu: by Triton's interpreter, in tests
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, rows: Rows, biases: Biases | None, drop: Dropout | None
+    q: Tensor, k: Tensor, v: Tensor, rows: RowStarts, biases: Biases | None, drop: Dropout | None
 ) -> tuple[Tensor, Tensor]:
     """(M, H, C) mixed values, and (M, H) fp32 logarithms of the sums of exponentials."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -38,7 +38,7 @@ def forward(
 
 
 def backward(
-    saved: Saved, gradient: Tensor, rows: Rows, biases: Biases | None, drop: Dropout | None
+    saved: Saved, gradient: Tensor, rows: RowStarts, biases: Biases | None, drop: Dropout | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of queries, keys, values and the table. Every sum has one order."""
     q, k, v = (x.contiguous() for x in (saved.q_MHC, saved.k_SHC, saved.v_SHC))
@@ -64,7 +64,9 @@ def backward(
 class _Launch:
     """The arguments of every kernel."""
 
-    def __init__(self, q: Tensor, rows: Rows, biases: Biases | None, drop: Dropout | None) -> None:
+    def __init__(
+        self, q: Tensor, rows: RowStarts, biases: Biases | None, drop: Dropout | None
+    ) -> None:
         num_heads, width = q.shape[1:]
         num_rows = len(rows.queries) - 1
         blocks = -(-rows.longest // _BLOCK)

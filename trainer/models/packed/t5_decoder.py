@@ -13,7 +13,7 @@ from trainer.models import recomputation
 from trainer.models.fused import apart, of_blocks
 from trainer.models.packed import absorbed
 from trainer.models.packed.attention import Attend, in_rows
-from trainer.models.packed.stream_attention import Rows, attend
+from trainer.models.packed.stream_attention import RowStarts, attend
 from trainer.models.packed.t5_encoder import within_fp16
 
 # T target tokens of all rows, S source tokens of all rows, D width, I width of all heads together
@@ -23,7 +23,7 @@ def decode(
     decoder: Any,
     tokens_T: Tensor,
     states_SD: Tensor,
-    rows: Rows,
+    rows: RowStarts,
     *,
     few: absorbed.FewQueries | None = None,
     recompute_every: int | None = None,
@@ -49,7 +49,7 @@ def decode(
     return decoder.dropout(decoder.final_layer_norm(hidden_TD))
 
 
-def _by_biases(heads: Any, own: Rows) -> Attend:
+def _by_biases(heads: Any, own: RowStarts) -> Attend:
     """Causal attention in rows with the biases of a T5Attention that has a table."""
     return in_rows(heads, own, dropout=heads.dropout if heads.training else 0.0)
 
@@ -59,8 +59,8 @@ def _decoder_block(
     hidden_TD: Tensor,
     states_SD: Tensor,
     shared: Attend | None,
-    own: Rows,
-    rows: Rows,
+    own: RowStarts,
+    rows: RowStarts,
     few: absorbed.FewQueries | None,
 ) -> Tensor:
     """One block on tokens without an order or a batch; only attention knows which belong
@@ -82,7 +82,7 @@ def _decoder_block(
     return within_fp16(feed_forward(hidden_TD))
 
 
-def _across(heads: Any, rows: Rows, q_TI: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _across(heads: Any, rows: RowStarts, q_TI: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """(T, I): cross-attention. Where all heads share their keys, every head's query is one more
     query of the one head.
     """

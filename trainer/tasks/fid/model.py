@@ -21,7 +21,7 @@ from trainer.models import base_model
 from trainer.models.head import OutputLayer
 from trainer.models.packed import absorbed, t5_decoder, t5_encoder
 from trainer.models.packed.attention import flex
-from trainer.models.packed.stream_attention import Rows
+from trainer.models.packed.stream_attention import RowStarts
 from trainer.models.weights import generation_file
 from trainer.tasks.fid import fido
 
@@ -93,7 +93,7 @@ class FiD(nn.Module):
             self.t5.decoder,
             written_BT.flatten().index_select(0, scored_N),
             states_MD,
-            Rows(batch["target_starts"], batch["question_starts"], longest),
+            RowStarts(batch["target_starts"], batch["question_starts"], longest),
             few=self._few(states_MD, batch),
         )
         targets_N = labels_BT.flatten().index_select(0, scored_N)

@@ -12,7 +12,7 @@ from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED
 from trainer.models.packed import t5_decoder, t5_encoder
 from trainer.models.packed.layout import grids_of
-from trainer.models.packed.stream_attention import Rows
+from trainer.models.packed.stream_attention import RowStarts
 from trainer.models.weights import generation_file
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Summariser(nn.Module):
             self.base.decoder,
             written.flatten().index_select(0, scored),
             self._encode(source),
-            Rows(starts, source["starts"], max(labels.shape[1], _longest(source))),
+            RowStarts(starts, source["starts"], max(labels.shape[1], _longest(source))),
             recompute_every=self.recompute_every,
         )
 
