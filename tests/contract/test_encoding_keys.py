@@ -20,6 +20,7 @@ import pytest
 import exp_configs
 from tests import golden_files
 from tests.facts import OF_TASK, TINY_BASE, experiment
+from tests.long import long_but
 from trainer import tasks
 from trainer.config import reference
 from trainer.config.mistakes import blocks_in
@@ -173,7 +174,7 @@ def loaded(values: dict[str, Any], places: Places) -> Any:
         return None
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", long_but(("causal_lm", "retriever"), TASKS))
 def test_a_key_that_encoding_does_not_read_changes_no_token_and_no_id(
     name: str, folder: Path
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from tests import families
 from tests.facts import write_facts
+from tests.long import long_but
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close
 
@@ -22,7 +23,7 @@ MARGINS = {"retriever": 0.02 / 0.1}
 # biases for each block. The others are trained by `make test-long`.
 USUAL = ("gemma3", "phi3", "umt5")
 TASKS = tuple(families.supported())
-AT_ONCE = ("causal_lm", "cross_attention", "vera")
+AT_ONCE = ("causal_lm",)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("reach", ["usual", pytest.param("every", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "task",
-    [pytest.param(task, marks=[] if task in AT_ONCE else pytest.mark.long) for task in TASKS],
+    long_but(AT_ONCE, TASKS),
 )
 def test_a_family_trains_partitioned_as_it_does_alone_and_its_export_loads(
     task: str, reach: str, folder: Path, tmp_path: Path

@@ -11,6 +11,7 @@ import pytest
 from tests.contract.runs import ADAPTERS, EVERY_ENTRY, Runs, untimed
 from tests.contract.test_task_contract import _die_then_resume
 from tests.contract.test_task_features import _go_on, _read_again
+from tests.long import long_but
 from tests.ranks import run_on_ranks
 from trainer import tasks
 
@@ -23,15 +24,13 @@ PARTITIONED = (2, 3)  # ranks, stage: a rank has a part of each frozen weight on
 
 def in_full(*usual: str) -> pytest.MarkDecorator:
     """Some tasks at once, all of them in `make test-long`."""
-    return pytest.mark.parametrize(
-        "name",
-        [name if name in usual else pytest.param(name, marks=pytest.mark.long) for name in TASKS],
-    )
+    return pytest.mark.parametrize("name", long_but(usual, TASKS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "entries",
-    [[PARTITIONED], pytest.param(EVERY_ENTRY, marks=pytest.mark.long)],
+    [[PARTITIONED], EVERY_ENTRY],
     ids=["partitioned", "every"],
 )
 @in_full("causal_lm")
@@ -55,7 +54,7 @@ def bytes_of(run_folder: Path) -> dict[str, bytes]:
     [[(1, 0)], pytest.param(EVERY_ENTRY, marks=pytest.mark.long)],
     ids=["usual", "every"],
 )
-@in_full("cross_attention", "vera")
+@in_full("vera")
 def test_a_killed_run_with_adapters_resumes_bit_for_bit_with_dropout(
     name: str, entries: list[tuple[int, int]], runs: Runs, tmp_path: Path
 ) -> None:
@@ -96,7 +95,7 @@ def test_recomputing_blocks_with_adapters_changes_no_loss(name: str, runs: Runs)
 @pytest.mark.parametrize(
     ("name", "export"),
     [
-        pytest.param(name, export, marks=[] if name in ("retriever", "vera") else pytest.mark.long)
+        pytest.param(name, export, marks=[] if name == "vera" else pytest.mark.long)
         for name in TASKS
         for export in ("adapter", "merged")
         if (name, export) != ("cross_attention", "merged")  # which is refused

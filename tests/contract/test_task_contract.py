@@ -23,6 +23,7 @@ from tests.contract.runs import (
     usual,
 )
 from tests.facts import OF_TASK, experiment
+from tests.long import long_but
 from tests.ranks import run_on_ranks
 from tests.wording import refused
 from trainer import tasks
@@ -143,7 +144,7 @@ in_full = pytest.mark.parametrize(
 
 
 @in_full
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", long_but(("cross_attention", "fid", "vera"), TASKS))
 def test_stages_ranks_and_accumulation_agree(name: str, is_every: bool, runs: Runs) -> None:
     """Their losses are those of a step whose rows are one micro-batch on one rank."""
     wanted = runs.of(name, "at once").losses
@@ -198,7 +199,7 @@ def _die_then_resume(
 
 
 @in_full
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", long_but(("causal_lm", "vera"), TASKS))
 def test_a_killed_run_resumes_bit_for_bit_with_dropout(
     name: str, is_every: bool, runs: Runs, tmp_path: Path
 ) -> None:

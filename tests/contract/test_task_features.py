@@ -13,6 +13,7 @@ import pytest
 
 from tests import golden_files
 from tests.contract.runs import Runs, losses, train, usual
+from tests.long import long_but
 from tests.ranks import run_on_ranks
 from trainer import tasks
 
@@ -28,7 +29,7 @@ def _go_on(values: dict[str, Any], folder: Path, savedir: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", long_but(("causal_lm", "fid"), TASKS))
 def test_a_run_resumed_on_another_number_of_ranks_goes_on_with_the_same_losses(
     name: str, first: int, then: int, runs: Runs, tmp_path: Path
 ) -> None:
@@ -48,10 +49,7 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_with_the_same_losses(
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "fid" else pytest.param(name, marks=pytest.mark.long) for name in TASKS],
-)
+@pytest.mark.parametrize("name", long_but(("fid",), TASKS))
 def test_gradient_checkpointing_changes_no_loss_even_with_dropout(
     name: str, stage: int, runs: Runs
 ) -> None:

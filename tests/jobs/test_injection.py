@@ -16,6 +16,7 @@ import pytest
 from jobs.config import JobConfig
 from tests.jobs.conftest import Place
 from tests.jobs.toolkit_standin import standin
+from tests.long import long_but
 from trainer.config.block import validate
 from trainer.errors import ConfigError
 
@@ -84,7 +85,7 @@ def attempt(key: str, value: object) -> tuple[JobConfig | None, str]:
         return None, str(error)
 
 
-@pytest.mark.parametrize("backend", ["local", "toolkit"])
+@pytest.mark.parametrize("backend", long_but(("local",), ("local", "toolkit")))
 def test_flags_and_dictionaries_reach_the_training_as_they_are(
     place: Make, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

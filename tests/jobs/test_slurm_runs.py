@@ -62,7 +62,8 @@ def step_of(folder: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_training_is_preempted_requeued_and_ends_as_if_nothing_had_been(
     ranks: int, here: Callable[..., Place], cluster: RealSlurm, tmp_path: Path
 ) -> None:

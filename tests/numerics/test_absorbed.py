@@ -168,6 +168,7 @@ def _losses(stage: int) -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_ranks_with_short_and_long_answers_fetch_the_same_weights_under_zero3() -> None:
     (want,) = run_on_ranks(1, _losses, 0)
     assert want[0] > want[1] > want[2]

@@ -100,7 +100,8 @@ def by_torch() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2])
 def test_the_engine_takes_torchs_own_steps_on_any_ranks(world: int) -> None:
     wanted = by_torch()
     for found in run_on_ranks(world, _after_training, "fp32"):

@@ -159,6 +159,7 @@ def _losses_of_runs(
     return {name: losses(train(values, folder, savedir)[1]) for name, values in of_task.items()}
 
 
+@pytest.mark.long
 @every_kind
 def test_the_losses_of_a_run_are_those_of_peft_in_a_plain_loop(
     kind: str, folder: Path, bases: Path, tmp_path: Path

@@ -98,7 +98,12 @@ def of(task: str, facts: Path, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("task", "changes"),
     # transformers computes the encoder's blocks again, and we those of the other
-    [("cross_attention", {}), ("retriever", {"train": {"gradient_checkpointing": True}})],
+    [
+        ("cross_attention", {}),
+        pytest.param(
+            "retriever", {"train": {"gradient_checkpointing": True}}, marks=pytest.mark.long
+        ),
+    ],
 )
 def test_batches_of_all_lengths_are_compiled_once(
     task: str, changes: dict[str, Any], facts: Path

@@ -157,7 +157,7 @@ def with_and_without(values: dict[str, Any], folder: Path, root: Path, stage: in
     return [trained(values, folder, root / f"{count}", stage, count) for count in (0, 22)]
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), pytest.param(2, 3, marks=pytest.mark.long)])
 def test_answering_changes_no_training_loss_by_a_single_bit_with_dropout(
     world: int, stage: int, folder: Path, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return alone + run_on_ranks(2, at_stages, learning(folder), folder, root / "two", (3,))[0]
 
 
+@pytest.mark.long
 def test_two_ranks_and_one_give_the_same_exact_match_and_losses(
     runs: list[Path], folder: Path
 ) -> None:

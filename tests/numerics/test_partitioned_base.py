@@ -105,10 +105,14 @@ def _compared(folders: dict[str, tuple[Path, base_model.Kind]]) -> dict[str, str
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        (1, [(name, "one file") for name in MIXED]),
+        pytest.param(1, [(name, "one file") for name in MIXED], marks=pytest.mark.long),
         (2, [(name, "shards") for name in BASES]),
-        (2, [(name, files) for name in MIXED for files in FILES if files != "shards"]),
-        (3, [(name, "shards") for name in MIXED]),
+        pytest.param(
+            2,
+            [(name, files) for name in MIXED for files in FILES if files != "shards"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param(3, [(name, "shards") for name in MIXED], marks=pytest.mark.long),
     ],
     ids=["one rank", "two ranks", "other files on two ranks", "three ranks"],
 )

@@ -16,6 +16,7 @@ from tests.contract.runs import untimed
 from tests.facts import EVERY_BLOCK, LLAMA, experiment, write_facts
 from tests.fake_cuda import HOST, install, waits_of
 from tests.forked import TRAINVAL, run
+from tests.long import long_but
 from tests.ranks import run_alone
 
 MOST = 3  # waits of an optimizer step, whatever its micro-batches
@@ -62,7 +63,7 @@ def listed(found: Counter[tuple[str, str]]) -> str:
     return "\n".join(f"{count} x {kind}: {place}" for (kind, place), count in found.items())
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", long_but(("causal_lm", "vera"), TASKS))
 def test_a_step_of_every_task_waits_three_times_at_most(
     task: str, facts: Path, tmp_path: Path
 ) -> None:
@@ -70,7 +71,7 @@ def test_a_step_of_every_task_waits_three_times_at_most(
     assert 0 < found.total() <= MOST, listed(found)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", long_but((2,), (0, 1, 2)))
 def test_more_micro_batches_mean_no_more_waits(stage: int, facts: Path, tmp_path: Path) -> None:
     found = waits(seldom("causal_lm", facts, micro_batch=1), facts, tmp_path, stage)
     assert 0 < found.total() <= MOST, listed(found)
@@ -108,7 +109,14 @@ def test_other_bases_and_layouts_wait_no_more(
     assert 0 < found.total() <= MOST, listed(found)
 
 
-@pytest.mark.parametrize(("stage", "clip"), [(0, 0.1), (2, 0.1), (2, 100.0)])
+@pytest.mark.parametrize(
+    ("stage", "clip"),
+    [
+        pytest.param(0, 0.1, marks=pytest.mark.long),
+        (2, 0.1),
+        pytest.param(2, 100.0, marks=pytest.mark.long),
+    ],
+)
 def test_what_saves_a_wait_changes_no_number(
     stage: int, clip: float, facts: Path, tmp_path: Path
 ) -> None:

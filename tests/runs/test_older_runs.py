@@ -26,18 +26,16 @@ from openai import OpenAI
 
 from tests.forked import ROOT, TRAINVAL, free_port, run, run_ranks
 from tests.jobs.conftest import queue, wait_until
+from tests.long import long_but
 
 __all__ = ["queue"]
 
 ARCHIVES = ROOT / "tests" / "fixtures" / "older_runs"
 MADE = json.loads((ARCHIVES / "made.json").read_text())
 MADE_WITH, RUNS = MADE["made_with"], MADE["runs"]
-IN_MAKE_TEST = ("causal_lm_tiny", "retriever_tiny")
-STARTED_BY_HAND = [
-    name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.long)
-    for name, facts in RUNS.items()
-    if "ranks" in facts
-]
+STARTED_BY_HAND = long_but(
+    ("causal_lm_tiny",), [name for name, facts in RUNS.items() if "ranks" in facts]
+)
 # Another processor or another version rounds otherwise. A run from the first step, or with other
 # rows, is further off in its first loss.
 ROUNDING = 1e-5

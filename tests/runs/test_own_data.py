@@ -19,6 +19,7 @@ from jobs.record.status import survey
 from tests import forked
 from tests.facts import LLAMA, PLACES, facts, write_facts
 from tests.jobs.conftest import queue, wait_until
+from tests.long import long_but
 from trainer.config.identity import exp_id
 
 __all__ = ["queue"]
@@ -83,7 +84,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "group",
-    [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in commands()],
+    long_but(SHORT, commands()),
 )
 def test_the_command_of_the_page_trains(group: str, place: Path) -> None:
     script, *words = commands()[group]
