@@ -85,8 +85,8 @@ def test_the_pages_commands_and_python_run_as_they_stand(
         until_status(names["client"], names["job"].id, "succeeded")
         until_status(names["client"], names["again"].id, "succeeded")
         (curl,) = commands("curl")
-        status = urllib.request.urlopen(curl[-1].replace("http://127.0.0.1:8100", url)).read()
-        assert b"succeeded" in status
+        listed = curl[-1].replace("http://127.0.0.1:8100", url)  # as of the server's last turn
+        wait_until(lambda: urllib.request.urlopen(listed).read(), lambda text: b"succeeded" in text)
     assert "Created fine-tuning job: ftjob-" in capsys.readouterr().out
     assert names["job"].id != names["again"].id
     assert len(stub.starts()) == 2
