@@ -3,6 +3,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # One thread for each process: ranks share the cores, and results must not depend on how many there are.
 ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions
+# Tests start hundreds of programs. None of them compiles our sources again, whatever the shell says.
+ENV += PYTHONDONTWRITEBYTECODE=
 # Compiled once, in a minute or two, so that no run and no test waits for it.
 KERNEL := $(ENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c \
 	'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)' >/dev/null

@@ -98,6 +98,8 @@ class Server:
             "TOKENIZERS_PARALLELISM": "false",
             "WANDB_MODE": "offline",
             "HF_HUB_OFFLINE": "1",
+            # compiled code is told from its source by seconds and size, which faults may share
+            "PYTHONDONTWRITEBYTECODE": "1",
         }
         environment["JE_ARROW_MALLOC_CONF"] = (
             "background_thread:false"  # pyarrow's: a fork wants one thread only

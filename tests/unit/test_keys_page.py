@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from jsonschema import Draft202012Validator
 from typer.testing import CliRunner, Result
 
 from exp_configs import EXP_GROUPS
@@ -61,6 +60,8 @@ def test_every_key_is_described(task: str) -> None:
 
 @pytest.mark.parametrize("task", tasks.names())
 def test_the_json_schema_takes_every_experiment_of_ours_and_no_unknown_key(task: str) -> None:
+    from jsonschema import Draft202012Validator  # takes 2 s, of every worker that only collects
+
     schema = json.loads(command(task, "--json_schema").stdout)
     Draft202012Validator.check_schema(schema)
     checked = Draft202012Validator(schema)
