@@ -142,7 +142,7 @@ def test_a_paused_job_goes_on_bit_for_bit(real: Service) -> None:
     )
     jobs.pause(parted.id)
     until_status(client, parted.id, "queued", "succeeded", within_s=200)
-    assert jobs.retrieve(parted.id).lathe["state"] == "cancelled"
+    assert jobs.retrieve(parted.id).lathe["state"] == "paused"
     assert not (run_of(real, parted) / "final").exists()
     jobs.resume(parted.id)
     until_status(client, parted.id, "succeeded", within_s=500)
