@@ -25,7 +25,7 @@ assert.ok(listed.includes(upload.id));
 const made = await jobs.create({ model: "tiny-chat", training_file: upload.id, suffix: "node", seed: 5, metadata: { from: "node" } });
 await until(made.id, job => job.status === "running" && job.lathe.step === 0 || job.lathe.step > 0);
 await jobs.pause(made.id);
-const paused = await until(made.id, job => job.status === "queued" && job.lathe.state === "cancelled");
+const paused = await until(made.id, job => job.status === "queued" && job.lathe.state === "paused");
 assert.equal(paused.lathe.is_paused, true);
 fs.writeFileSync(process.argv[4], "ok");
 await jobs.resume(made.id);
