@@ -67,8 +67,8 @@ class ServiceClient:
         return self.ask("POST", path, json.dumps(body or {}).encode())
 
     def ask(self, method: str, path: str, body: bytes | None) -> Any:
-        """The JSON of an answer. ServiceRefusal when the service says no, Unreachable when what answers is
-        no service, or nothing does.
+        """The JSON of an answer. ServiceRefusal when the service says no, Unreachable when what
+        answers is no service, or nothing does.
         """
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.token:
@@ -86,7 +86,9 @@ class ServiceClient:
         except (OSError, ValueError) as error:
             raise Unreachable(f"{self.url}: no service answers ({error}).") from error
         if len(content) > MOST_BYTES:
-            raise ServiceRefusal(f"{path}: the answer has more than {MOST_BYTES >> 20} MiB. Ask for less.")
+            raise ServiceRefusal(
+                f"{path}: the answer has more than {MOST_BYTES >> 20} MiB. Ask for less."
+            )
         try:
             return json.loads(content)
         except ValueError:
