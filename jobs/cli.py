@@ -49,6 +49,7 @@ app.command("results")(look.results_command)
 app.command("gc")(change.gc_command)
 app.command("export")(send.export_command)
 app.command("token")(serve.token_command)
+app.command("mcp")(serve.mcp_command)
 app.command(
     "serve",
     add_help_option=False,  # the program that it starts has the options and the help

@@ -1,4 +1,4 @@
-"""Commands of the service: serve, token."""
+"""Commands of the service: serve, token, mcp."""
 
 from __future__ import annotations
 
@@ -47,3 +47,19 @@ def token_command(
 
     quota = {"jobs": jobs, "gpu_hours": gpu_hours, "bytes": max_bytes}
     typer.echo(add_token(token_file, name, role, quota))
+
+
+@report_errors
+def mcp_command(
+    url: Annotated[
+        str, typer.Option("--url", help="The address of the service.")
+    ] = "http://127.0.0.1:8100",
+) -> None:
+    """Offer a service's verbs to an agent as tools (Model Context Protocol, on stdin and stdout).
+    LATHE_TOKEN is the service's token: the agent may do what it may.
+    """
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigError('mcp needs the package mcp. Install: pip install -e ".[agents]".')
+    from jobs.agents.mcp_server import make_server
+
+    make_server(url, os.environ.get("LATHE_TOKEN") or None).run()

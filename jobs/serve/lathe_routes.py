@@ -218,8 +218,11 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
     if not is_plan:
         refuse_on_full_disk(keeper, 0)
     request = keeper.request(experiments, group, job, flags, is_plan=is_plan)
-    act = group_of_jobs.preview if is_plan else group_of_jobs.submit
-    return _results(act(request))
+    if is_plan:
+        return _results(group_of_jobs.preview(request))
+    results = group_of_jobs.submit(request)
+    keeper.reader.read_runs()  # whoever asks for them now is to find them
+    return _results(results)
 
 
 def _dry_run(keeper: Keeper, experiments: list[dict[str, Any]], flags: dict[str, str]) -> Response:

@@ -93,8 +93,12 @@ class FolderReader:
         """Read everything that may have changed; returns the jobs among it."""
         facts = self.run_part("the jobs", lambda: self.read_jobs(self._changed()), {})
         self.run_part("the uploads", self._take_in_uploads, None)
-        self.run_part("the runs", self._take_in_runs, None)
+        self.read_runs()
         return facts
+
+    def read_runs(self) -> None:
+        """Write the runs that may have changed to the index."""
+        self.run_part("the runs", self._take_in_runs, None)
 
     def _changed(self) -> list[str]:
         """Ids of the jobs whose files may have changed since they were read."""
@@ -149,7 +153,6 @@ class FolderReader:
             )
 
     def _take_in_runs(self) -> None:
-        """Write the runs that may have changed to the index."""
         troubled = [name for name in self.unreadable.reasons if is_exp_id(name)]
         found = update_index(self.index, self.folder.base, self.observed_by, troubled)
         for name in set(troubled) - found.keys():

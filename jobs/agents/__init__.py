@@ -1,0 +1,1 @@
+"""What a program that acts for a person asks of the service: the Model Context Protocol."""
