@@ -836,39 +836,47 @@ SNAPSHOTS = (
         code_is_folder="Move the folder away",
     )
 )
-SERVICE = wording(
-    ConfigError,
-    open_address="Give --token_file",
-    token_file_mode="mode {mode}, want 0o600: ...chmod 600",
-    batch_of_devices="Use a multiple of {devices}, such as {fix}.",
-    steps_too_many="at most {most} are allowed",
-) | wording(
-    # texts of answers
-    event_unknown="after: there is no {event!r}",
-    job_of_another_request="of another request",
-    job_not_paused="is not paused",
-    job_over="has {state}: it can no longer be",
-    model_unknown="model: got {model!r}, want one of {models}.",
-    upload_unknown="{key}: there is no file {file!r} of yours. Upload it first",
-    request_value="{key}...: got {value!r}. {reason}",
-    request_key_unknown="{key}: there is no such parameter",
-    contexts_wanted="wants contexts",
-    contexts_unread="reads no contexts",
-    makes_none="makes no {things}",
-    service_token_wanted="want a token",
-    share_used="{holder} has {count} {things}; at most {most} are allowed ({key}). Wait",
-    server_busy="The server has {total} requests and streams in progress; at most {most}",
-    jobs_above_quota="{live} jobs of {owner} have not ended, at most {most} may",
-    bytes_above_quota="{owner} keeps {kept} bytes of files, and {more} more are above the quota of {most}. Delete",
-    number_too_large="{number} is larger than any number of 64 bits",
-    disk_refuses="The disk is full or refuses writes",
-    ask_later="Ask again",
-    file_gone="{path}: it was deleted a moment ago",
-    file_refuses="It cannot be read or written: {reason}.",
-    tokens_unreadable="The server cannot read its tokens now",
-    not_understood="{path}: the server does not understand it. The server's log says why",
-    row_too_wide="a row of more than {most} values",
-    worker_ended="has ended, or is stuck",
+SERVICE = (
+    wording(
+        ConfigError,
+        open_address="Give --token_file",
+        token_file_mode="mode {mode}, want 0o600: ...chmod 600",
+        batch_of_devices="Use a multiple of {devices}, such as {fix}.",
+        steps_too_many="at most {most} are allowed",
+        share_in_offer="model {model!r}: data.valid_share={share}, want none, ...held_out={fix} instead",
+    )
+    | wording(
+        DataError,
+        none_held_out="training_file: no row can be held out for validation, ...a validation_file.",
+    )
+    | wording(
+        # texts of answers
+        event_unknown="after: there is no {event!r}",
+        job_of_another_request="of another request",
+        job_not_paused="is not paused",
+        job_over="has {state}: it can no longer be",
+        model_unknown="model: got {model!r}, want one of {models}.",
+        upload_unknown="{key}: there is no file {file!r} of yours. Upload it first",
+        request_value="{key}...: got {value!r}. {reason}",
+        request_key_unknown="{key}: there is no such parameter",
+        contexts_wanted="wants contexts",
+        contexts_unread="reads no contexts",
+        makes_none="makes no {things}",
+        service_token_wanted="want a token",
+        share_used="{holder} has {count} {things}; at most {most} are allowed ({key}). Wait",
+        server_busy="The server has {total} requests and streams in progress; at most {most}",
+        jobs_above_quota="{live} jobs of {owner} have not ended, at most {most} may",
+        bytes_above_quota="{owner} keeps {kept} bytes of files, and {more} more are above the quota of {most}. Delete",
+        number_too_large="{number} is larger than any number of 64 bits",
+        disk_refuses="The disk is full or refuses writes",
+        ask_later="Ask again",
+        file_gone="{path}: it was deleted a moment ago",
+        file_refuses="It cannot be read or written: {reason}.",
+        tokens_unreadable="The server cannot read its tokens now",
+        not_understood="{path}: the server does not understand it. The server's log says why",
+        row_too_wide="a row of more than {most} values",
+        worker_ended="has ended, or is stuck",
+    )
 )
 
 ROOMS: dict[str, dict[str, Wording]] = {

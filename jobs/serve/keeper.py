@@ -33,7 +33,7 @@ from jobs.serve.job_view import (
     is_paused,
     standing,
 )
-from jobs.serve.offers import Offer, ServiceConfig, num_held_out
+from jobs.serve.offers import Offer, ServiceConfig, held_out_per_mille
 from jobs.serve.tickets import (
     Checked,
     Failure,
@@ -211,6 +211,7 @@ class Keeper:
     def _check(self, folder: TicketFolder, ticket: Ticket) -> None:
         """Check the files of a job completely, and write their rows as its task reads them."""
         message, param = None, None
+        places: Mapping[int, int] = {}
         for name, file_id in _files(ticket):
             upload = self.folder.upload(file_id)
             facts = None if upload is None else upload.read()
@@ -226,32 +227,26 @@ class Keeper:
                     lines.append(f"  and {more} more")
                 message, param = "\n".join(lines), name
                 break
+            places = places or report.places  # of the first one, which is trained on
         if message is None:
-            self._write_data(folder, ticket)
+            self._write_data(folder, ticket, places)
         values = Checked(at=now(), param=param, message=message).model_dump(mode="json")
         create_json(folder.check_file, values)
 
-    def _write_data(self, folder: TicketFolder, ticket: Ticket) -> None:
+    def _write_data(self, folder: TicketFolder, ticket: Ticket, places: Mapping[int, int]) -> None:
+        """Write both splits. places: how many rows of the training file have each place."""
         with refusals(folder.data):
             folder.data.mkdir(exist_ok=True)
         train = self.folder.uploads / ticket.training_file / "content"
-        write = uploaded_rows.write_split
+        write = partial(uploaded_rows.write_split, kind=ticket.kind)
         if ticket.validation_file is not None:
             valid = self.folder.uploads / ticket.validation_file / "content"
-            write(train, folder.data / "train.jsonl", ticket.kind, keep=lambda row: True)
-            write(valid, folder.data / "valid.jsonl", ticket.kind, keep=lambda row: True)
+            write(train, folder.data / "train.jsonl", keep=lambda place: True)
+            write(valid, folder.data / "valid.jsonl", keep=lambda place: True)
             return
-        # numbers of the rows that are used for validation, evenly spread
-        count = num_held_out(self._offer(ticket), ticket.num_rows)
-        held_out = {(2 * part + 1) * ticket.num_rows // (2 * count) for part in range(count)}
-        is_only_row = not held_out
-        write(train, folder.data / "train.jsonl", ticket.kind, keep=lambda row: row not in held_out)
-        write(
-            train,
-            folder.data / "valid.jsonl",
-            ticket.kind,
-            keep=lambda row: is_only_row or row in held_out,
-        )
+        limit = held_out_per_mille(self._offer(ticket), places)
+        write(train, folder.data / "train.jsonl", keep=lambda place: place >= limit)
+        write(train, folder.data / "valid.jsonl", keep=lambda place: place < limit)
 
     def _submit(self, facts: Facts, folder: TicketFolder) -> bool:
         ticket = facts.ticket

@@ -143,7 +143,7 @@ class FolderReader:
             self.unreadable.end(file_id)
         if upload is not None:
             self.index.write_upload(
-                upload.model_dump(mode="json"),
+                upload.shown(),
                 owner=upload.owner,
                 created=seconds(upload.created_at),
             )

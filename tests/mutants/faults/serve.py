@@ -10,8 +10,30 @@ TURNS = "tests/serve/test_turns.py"
 KEEPER = "tests/serve/test_keeper.py"
 DISK = "tests/serve/test_disk_answers.py"
 ODD = "tests/jobs/test_odd_folders.py"
+HELD_OUT = "tests/serve/test_held_out.py"
 
 FAULTS = [
+    Fault(
+        "trainer/data/formats/held_out.py",
+        "normal_value(question_in(value))",
+        "question_in(value)",
+        why="the service validates on questions that it trains on, written in capitals",
+        tests=f"{HELD_OUT} -k no_validation_row",
+    ),
+    Fault(
+        "jobs/serve/offers.py",
+        "max(round(offer.held_out * PLACES), min(places) + 1)",
+        "round(offer.held_out * PLACES)",
+        why="a file of few rows leaves no row for validation, and its training fails",
+        tests=f"{HELD_OUT} -k few_rows",
+    ),
+    Fault(
+        "jobs/serve/openai_routes.py",
+        "if place < limit)",
+        "if place < 0)",
+        why="a job has more steps, and a larger batch, than the rows that are left to train on",
+        tests=f"{HELD_OUT} -k few_rows",
+    ),
     Fault(
         "jobs/serve/limits/handshakes.py",
         "self._connection.idle.add(self)",
