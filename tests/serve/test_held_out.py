@@ -90,12 +90,18 @@ def test_the_split_is_the_one_that_valid_share_makes(world: World, tmp_path: Pat
 
 @pytest.mark.parametrize("count", range(2, 12))
 def test_few_rows_leave_some_on_both_sides(count: int, world: World) -> None:
-    job, data = checked(world, [chat(f"What is {number}?", "it") for number in range(count)])
+    # none of these questions is among the tenth that is held out
+    job, data = checked(world, [chat(f"Why is {number}?", "it") for number in range(count)])
     train, valid = questions(data / "train.jsonl"), questions(data / "valid.jsonl")
     assert len(train) + len(valid) == count
     assert train
     assert valid
     assert experiment_of(world, job)["train"]["global_batch"] <= len(train)
+
+
+def test_where_all_would_be_held_out_one_question_is_left() -> None:
+    assert offers.held_out_per_mille(OFFER, {5: 1, 20: 3}) == 20
+    assert offers.held_out_per_mille(OFFER, {5: 1, 20: 3, 400: 9}) == 100
 
 
 @pytest.mark.parametrize("count", [1, 9])
