@@ -776,7 +776,9 @@ JOBS = (
         ray_did_not_answer="did not answer",
         queue_of_other_host="the queue {queue} belongs to {host},",
         queue_seen_elsewhere="jobs of the queue {queue} of {host} can only be seen there",
-        backend_silent="{backend} has not answered",
+        backend_silent="{backend} has not answered for",
+        backend_gave_no_answer="{who} did not answer within",
+        backend_gave_none_of_many="{who} has not answered {count} requests",
     )
     | wording(
         Refused,

@@ -11,8 +11,37 @@ KEEPER = "tests/serve/test_keeper.py"
 DISK = "tests/serve/test_disk_answers.py"
 ODD = "tests/jobs/test_odd_folders.py"
 HELD_OUT = "tests/serve/test_held_out.py"
+SLOW = "tests/serve/test_slow_schedulers.py"
 
 FAULTS = [
+    Fault(
+        "jobs/serve/turn/lanes.py",
+        "width: int = 8",
+        "width: int = 1",
+        why="one sbatch that hangs holds up the jobs of everybody",
+        tests=f"{SLOW} -k submission_that_hangs",
+    ),
+    Fault(
+        "jobs/serve/turn/lanes.py",
+        "if self._ended_at.get(action.job_id, seen_at) <= seen_at",
+        "if True",
+        why="what was just done for a job is done once more",
+        tests=f"{SLOW} -k owners_take_turns",
+    ),
+    Fault(
+        "jobs/serve/turn/lanes.py",
+        "min(free, key=lambda key: self._last_starts.get(key, 0))",
+        "free[0]",
+        why="the jobs of one owner all come before those of another",
+        tests=f"{SLOW} -k jobs_of_one_owner",
+    ),
+    Fault(
+        "jobs/time_limits.py",
+        "os.killpg(process.pid, signal.SIGKILL)",
+        "process.kill()",
+        why="a script around sbatch hangs for ever, and so does its caller",
+        tests=f"{SLOW} -k killed_at_its_limit",
+    ),
     Fault(
         "trainer/data/formats/held_out.py",
         "normal_value(question_in(value))",
