@@ -11,9 +11,31 @@ KEEPER = "tests/serve/test_keeper.py"
 DISK = "tests/serve/test_disk_answers.py"
 ODD = "tests/jobs/test_odd_folders.py"
 HELD_OUT = "tests/serve/test_held_out.py"
+DISCLOSURE = "tests/serve/test_disclosure.py"
 SLOW = "tests/serve/test_slow_schedulers.py"
 
 FAULTS = [
+    Fault(
+        "jobs/serve/app.py",
+        "send_ours if is_operator else self.veil.over(send_ours)",
+        "send_ours",
+        why="tenants read in metrics and memory plans where the server's files lie",
+        tests=f"{DISCLOSURE} -k no_answer",
+    ),
+    Fault(
+        "jobs/serve/lathe_routes.py",
+        "rows = [row_of_tenant(row, keeper.folder.base.path) for row in rows]",
+        "pass",
+        why="tenants see the folders of their runs as the server sees them",
+        tests=f"{DISCLOSURE} -k no_answer",
+    ),
+    Fault(
+        "jobs/serve/limits/disclosure.py",
+        "if not is_inside:",
+        "if True:",
+        why="tenants read the server's code in the tracebacks of their logs",
+        tests=f"{DISCLOSURE} -k traceback",
+    ),
     Fault(
         "jobs/serve/turn/lanes.py",
         "width: int = 8",
