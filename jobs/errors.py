@@ -28,6 +28,9 @@ from trainer.files.atomic import disk_error
 EXIT_SOME_FAILED, EXIT_UNREACHABLE, EXIT_NOTHING_MATCHED = 3, 4, 5
 # another copy of this attempt runs, or nobody waits for it any more: this one does nothing
 EXIT_DUPLICATE = 76
+# the folders of an absolute path
+PLACE = re.compile(r"(?:(?<![\w.\-/:@])|(?<=file://))~?/(?:[\w.\-+@%=]+/)+")
+HIDDEN = ".../"  # in place of folders that are none of a client's business
 # A disk that refuses so refuses again until somebody changes something. What else an OSError tells
 # (a full disk, too many open files, a file server that is away) may pass by itself.
 PERMANENT = (
@@ -128,11 +131,12 @@ def without_numbers(text: str) -> str:
 
 def reason_for_client(error: BaseException, place: Path, base: Path) -> str:
     """What to tell a client of the service of an error: the file, or else `place`, as it is below
-    the savedir_base, and no words of Python. The server's log has the whole (`reason_of`).
+    the savedir_base, no other path and no words of Python. The server's log has the whole
+    (`reason_of`).
     """
     is_of_file = isinstance(error, OSError) and error.filename is not None
     if is_of_file or isinstance(error, LatheError):
-        return without_base(reason_of(error, place), base)
+        return for_client(reason_of(error, place), base)
     text = f"{place}: the server does not understand it. The server's log says why."
     return without_base(text, base)
 
@@ -142,3 +146,15 @@ def without_base(text: str, base: Path) -> str:
     for folder in {str(base), os.path.realpath(base)} - {"/"}:
         text = text.replace(f"{folder}/", "")
     return text
+
+
+def without_places(text: str) -> str:
+    """A text in which absolute paths are their last names: ".../llama" for "/models/llama"."""
+    return PLACE.sub(HIDDEN, text)
+
+
+def for_client(text: str, base: Path) -> str:
+    """A text as clients of the service may read it: with paths below the savedir_base, and the last
+    names of all others.
+    """
+    return without_places(without_base(text, base))

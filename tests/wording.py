@@ -776,7 +776,9 @@ JOBS = (
         ray_did_not_answer="did not answer",
         queue_of_other_host="the queue {queue} belongs to {host},",
         queue_seen_elsewhere="jobs of the queue {queue} of {host} can only be seen there",
-        backend_silent="{backend} has not answered",
+        backend_silent="{backend} has not answered for",
+        backend_gave_no_answer="{who} did not answer within",
+        backend_gave_none_of_many="{who} has not answered {count} requests",
     )
     | wording(
         Refused,
@@ -845,11 +847,16 @@ SERVICE = (
         steps_too_many="at most {most} are allowed",
         no_service_address="--url: got {url!r}, want the address that `lathe serve` prints",
         token_in_the_clear="--url {url}: the token would cross the network unencrypted",
+        share_in_offer="model {model!r}: data.valid_share={share}, want none, ...held_out={fix} instead",
     )
     | wording(
         Unreachable,
         no_service="{url}: no service answers (",
         answer_not_json="{url}: it answers, and not in JSON",
+    )
+    | wording(
+        DataError,
+        none_held_out="training_file: no row can be held out for validation, ...a validation_file.",
     )
     | wording(
         # texts of answers

@@ -14,13 +14,11 @@ import importlib
 import json
 import logging
 import os
-import queue
 import re
 import shlex
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 from jobs.backends.k8s.checks import FOREIGN, K8S_ONLY, refuse_foreign, text_faults
@@ -28,6 +26,7 @@ from jobs.backends.k8s.manifest import GRACE_MARGIN_S
 from jobs.errors import Refused, Unreachable
 from jobs.job_state import JobState, Observed
 from jobs.protocol import Finding, JobSpec, Rendered, Traits
+from jobs.time_limits import within
 from trainer.errors import ConfigError
 
 TIMEOUT_S = 60.0  # for one request; Ray 2.60 answers a submission in 3 s
@@ -275,22 +274,12 @@ def _ask(address: str | None, call: Callable[[Any], T]) -> T:
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:
-    replies: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            replies.put((call(), None))
-        except BaseException as error:  # handed to the caller's thread
-            replies.put((None, error))
-
-    threading.Thread(target=work, daemon=True).start()
     try:
-        value, error = replies.get(timeout=limit_s)
-    except queue.Empty:
-        raise Unreachable(f"the Ray cluster did not answer within {limit_s:.0f} s") from None
-    if error is not None:
+        return within(limit_s, "the Ray cluster", call)
+    except Unreachable:
+        raise
+    except BaseException as error:
         raise _translate(error) from error
-    return cast("T", value)
 
 
 def _translate(error: BaseException) -> BaseException:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from jobs import secret_keys
 from jobs.errors import Transient
+from jobs.time_limits import run_program
 from trainer.errors import ConfigError
 
 MIB = 1 << 20
@@ -254,14 +255,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder. Give the folder of the project.")
     try:
-        process = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_S,
-            check=False,
-        )
+        process = run_program(command, env=environment, timeout_s=GIT_S)
     except subprocess.TimeoutExpired:
         raise Transient(
             f"git {arguments[0]} in {folder} took over {GIT_S:.0f} s. Try it by hand."

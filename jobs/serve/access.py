@@ -66,6 +66,11 @@ class Client:
     quota: Quota = Quota()  # noqa: RUF009 (frozen)
 
     @property
+    def is_operator(self) -> bool:
+        """Whether it runs this server."""
+        return self.role == "admin"
+
+    @property
     def owner(self) -> str | None:
         """The owner of the jobs and files that this client sees; None: it sees everybody's."""
         return self.name if self.role == "run" else None

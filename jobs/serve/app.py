@@ -30,20 +30,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
 from jobs import backends
-from jobs.errors import is_transient, reason_for_client, without_base
+from jobs.errors import is_transient, reason_for_client, without_base, without_places
 from jobs.options import BackendName, Base, PythonBinary, report_errors
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
-from jobs.serve.access import Gate, gate
+from jobs.serve.access import Client, Gate, gate
 from jobs.serve.answers import routes as answer_routes
 from jobs.serve.answers.workers import Workers
 from jobs.serve.keeper import Keeper, Send
 from jobs.serve.limits.connections import Connection, IdleConnections, raise_file_limit
+from jobs.serve.limits.disclosure import Veil
 from jobs.serve.limits.handshakes import Handshake
 from jobs.serve.limits.shares import THREADS, Shares, holder_of
 from jobs.serve.live import routes as live_routes
-from jobs.serve.requests import Refusal
+from jobs.serve.requests import Refusal, is_operator
 from jobs.serve.tickets import ServiceFolder
+from jobs.submit.prepare import PROJECT
 from trainer.errors import ConfigError, LatheError, StorageError
 from trainer.files.atomic import disk_error
 
@@ -75,8 +77,8 @@ log = logging.getLogger(__name__)
 class Door:
     """Admits or refuses requests by their headers, and adds our headers to every answer."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, shares: Shares) -> None:
-        self.app, self.gate, self.shares = app, gate, shares
+    def __init__(self, app: ASGIApp, gate: Gate, shares: Shares, veil: Veil) -> None:
+        self.app, self.gate, self.shares, self.veil = app, gate, shares, veil
         self.idle = IdleConnections(shares.config.idle_connections, shares.config.head_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: SendMessage) -> None:
@@ -105,7 +107,9 @@ class Door:
             except Refusal as error:
                 await error.response()(scope, receive, send_ours)
                 return
-            await self.app(scope, receive, send_ours)
+            client: Client | None = scope["state"]["client"]
+            is_operator = client is not None and client.is_operator
+            await self.app(scope, receive, send_ours if is_operator else self.veil.over(send_ours))
 
     def _admit(self, scope: Scope) -> str:
         """Whose share the request uses. Refusal."""
@@ -237,6 +241,8 @@ async def on_our_error(request: Request, error: Exception) -> Response:
     log.info("%s %s: %s", request.method, request.url.path, error)
     refusal = lathe_routes.refusal_of(error)
     refusal.message = without_base(refusal.message, base_of(request))
+    if not is_operator(request):
+        refusal.message = without_places(refusal.message)
     return refusal.response()
 
 
@@ -293,7 +299,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
     shares = Shares(keeper.config)
     app.state.keeper, app.state.shares = keeper, shares
     app.state.workers = Workers(keeper.folder.cache, keeper.config.loaded_models)
-    return Door(app, gate, shares)
+    return Door(app, gate, shares, Veil.of(keeper.folder.base.path, [PROJECT]))
 
 
 def options_of(door: Door, **where: Any) -> uvicorn.Config:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -33,7 +33,7 @@ from jobs.serve.job_view import (
     is_paused,
     standing,
 )
-from jobs.serve.offers import Offer, ServiceConfig, num_held_out
+from jobs.serve.offers import Offer, ServiceConfig, held_out_per_mille
 from jobs.serve.tickets import (
     Checked,
     Failure,
@@ -41,6 +41,7 @@ from jobs.serve.tickets import (
     Ticket,
     TicketFolder,
 )
+from jobs.serve.turn.lanes import Action, Lane, Lanes
 from jobs.serve.turn.reader import FolderReader, failure_part
 from jobs.serve.turn.troubles import Troubles
 from jobs.submit import control, prepare
@@ -53,6 +54,8 @@ from trainer.files.atomic import create_json, refusals
 
 GROUP = "service"  # of every job that the service sends
 PAUSED = "paused in the service: resuming it there goes on from its last checkpoint"
+# it reads whole files, which takes the processor: others are to be answered meanwhile
+FILES = Lane("files", width=2, of_one_owner=1)
 ASK_AGAIN_S = 10.0  # between two requests for the end of the same attempt
 LOCK_WAIT_S = 0.0  # whoever holds the lock of one run keeps the others waiting no longer
 
@@ -68,6 +71,14 @@ class Send:
     allow_dirty: bool = False
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What is to be done next for a job. take: returns whether anything was done."""
+
+    lane: Lane
+    take: Callable[[], bool]
+
+
 @dataclass
 class Keeper:
     """Looks after the jobs of one server."""
@@ -80,6 +91,7 @@ class Keeper:
     observed_by: PatientBackends = field(default_factory=lambda: PatientBackends(BackendCache()))
     _poked: threading.Event = field(default_factory=threading.Event)
     _is_stopped: bool = False
+    _lanes: Lanes = field(default_factory=Lanes)
     # job id -> what was done for it -> when, in seconds of the monotonic clock
     _last_tries: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
 
@@ -104,18 +116,13 @@ class Keeper:
         return take(prepare.PROJECT, self.folder.base, allow_dirty=self.send.allow_dirty)
 
     def run(self) -> None:
-        """Take a turn every `every_s` seconds, until `stop`. Actions run in a thread of their own,
-        because a scheduler may keep them waiting.
+        """Take a turn every `every_s` seconds, until `stop`. What is done for a job has a thread of
+        its own, because a scheduler may keep it waiting.
         """
-        acting: threading.Thread | None = None
         while not self._is_stopped:
             self._poked.clear()
             try:
-                facts = self.reader.read_changes()
-                if acting is None or not acting.is_alive():
-                    acting = threading.Thread(target=self._act, args=(facts,), daemon=True)
-                    acting.start()
-                    acting.join(self.every_s)
+                self._start_actions()
             except Exception:  # of any kind: one bad folder must not end the service
                 log.exception("a turn failed; the next one is in %s s", self.every_s)
             self._poked.wait(self.every_s)
@@ -135,16 +142,36 @@ class Keeper:
         self._poked.set()
 
     def turn(self) -> None:
-        """Read everything that may have changed, and act on it."""
-        self._act(self.reader.read_changes())
-
-    def _act(self, facts: Mapping[str, Facts]) -> None:
-        """Advance jobs, and read again those for which something was done."""
-        for ended in self._last_tries.keys() - self.reader.open_ids:
-            del self._last_tries[ended]
-        names = [name for name in facts if self._has_advanced(facts[name])]
+        """Read everything that may have changed, act on it to the end, and read what was done."""
+        self._start_actions()
+        names = self._lanes.join()
         part = "the jobs that were advanced"
         self.reader.run_part(part, lambda: self.reader.read_jobs(names), {})
+
+    def _start_actions(self) -> None:
+        """Read everything that may have changed, and start what is to be done for each job."""
+        seen_at = time.monotonic()
+        facts = self.reader.read_changes()
+        for ended in self._last_tries.keys() - self.reader.open_ids:
+            del self._last_tries[ended]
+        self._lanes.forget_all_but(self.reader.open_ids)
+        actions: list[Action] = []
+        for name, one in facts.items():
+            lane = self._lane(one)
+            if lane is not None:
+                take = partial(self._has_advanced, one)
+                actions.append(Action(name, one.ticket.owner, lane, take))
+            elif not self._lanes.is_busy(name):
+                self.reader.failing.end(name)
+        self._lanes.replace(actions, seen_at=seen_at)
+
+    def _lane(self, facts: Facts) -> Lane | None:
+        """The lane of the next step of a job; None when there is none to be taken."""
+        try:
+            step = self._next_step(facts)
+        except Exception:  # of any kind: it is met again, and told, when the step is taken
+            return FILES
+        return None if step is None else step.lane
 
     def _has_advanced(self, facts: Facts) -> bool:
         """Take the next step of one job; returns whether anything was done. What it throws is its
@@ -183,34 +210,45 @@ class Keeper:
         """Take the next step of a job, if there is one; returns whether anything was done. Raises
         whatever keeps it from going on.
         """
-        folder = self.folder.ticket(facts.ticket.id)
-        assert folder is not None, "a ticket has a folder"
+        folder = TicketFolder(self.folder.tickets / facts.ticket.id)
         if facts.failure is None:  # a wish may have come while other jobs were advanced
             facts = replace(facts, wishes=folder.wishes())
+        step = self._next_step(facts)
+        return step is not None and step.take()
+
+    def _next_step(self, facts: Facts) -> _Step | None:
+        """What is to be done for a job; None when nothing is."""
+        folder = TicketFolder(self.folder.tickets / facts.ticket.id)
         row, failure = facts.row, facts.failure
         is_on_record = failure is None or is_there(folder.failure_file)
         if failure is not None and not is_on_record and standing(facts).status == "failed":
-            return self._fail(folder, failure)
+            return _Step(FILES, partial(self._fail, folder, failure))
         is_unwanted = facts.last_wish("cancel") is not None or is_paused(facts)
         is_unwanted |= failure is not None
         if row is not None and row.state in ACTIVE and is_unwanted:
-            return self._end(facts.ticket.id, row, why=PAUSED if is_paused(facts) else None)
+            why = PAUSED if is_paused(facts) else None
+            return self._step("end", row, partial(self._end, facts.ticket.id, row, why=why))
         if row is not None and row.state == "paused" and is_unwanted and not is_paused(facts):
-            return self._end(facts.ticket.id, row, why=None)
+            return self._step("end", row, partial(self._end, facts.ticket.id, row, why=None))
         if is_unwanted or standing(facts).status in FINAL:
-            return False
+            return None
         if facts.checked is None:
-            self._check(folder, facts.ticket)
-            return True
+            return _Step(FILES, partial(self._check, folder, facts.ticket))
         if row is None or not row.history:
-            return self._submit(facts, folder)
+            return self._step("send", row, partial(self._submit, facts, folder))
         if row.state in ACTIVE and row.job_id is not None:
-            return False
-        return self._again(facts, row)
+            return None
+        return self._step("send", row, partial(self._again, facts, row))
 
-    def _check(self, folder: TicketFolder, ticket: Ticket) -> None:
+    def _step(self, verb: str, row: Row | None, take: Callable[[], bool]) -> _Step:
+        """A step that asks the backend of a job's last attempt, or else that of this server."""
+        backend = row.backend if row is not None else None
+        return _Step(Lane(f"{verb} {backend or self.send.backend}"), take)
+
+    def _check(self, folder: TicketFolder, ticket: Ticket) -> bool:
         """Check the files of a job completely, and write their rows as its task reads them."""
         message, param = None, None
+        places: Mapping[int, int] = {}
         for name, file_id in _files(ticket):
             upload = self.folder.upload(file_id)
             facts = None if upload is None else upload.read()
@@ -226,32 +264,27 @@ class Keeper:
                     lines.append(f"  and {more} more")
                 message, param = "\n".join(lines), name
                 break
+            places = places or report.places  # of the first one, which is trained on
         if message is None:
-            self._write_data(folder, ticket)
+            self._write_data(folder, ticket, places)
         values = Checked(at=now(), param=param, message=message).model_dump(mode="json")
         create_json(folder.check_file, values)
+        return True
 
-    def _write_data(self, folder: TicketFolder, ticket: Ticket) -> None:
+    def _write_data(self, folder: TicketFolder, ticket: Ticket, places: Mapping[int, int]) -> None:
+        """Write both splits. places: how many rows of the training file have each place."""
         with refusals(folder.data):
             folder.data.mkdir(exist_ok=True)
         train = self.folder.uploads / ticket.training_file / "content"
-        write = uploaded_rows.write_split
+        write = partial(uploaded_rows.write_split, kind=ticket.kind)
         if ticket.validation_file is not None:
             valid = self.folder.uploads / ticket.validation_file / "content"
-            write(train, folder.data / "train.jsonl", ticket.kind, keep=lambda row: True)
-            write(valid, folder.data / "valid.jsonl", ticket.kind, keep=lambda row: True)
+            write(train, folder.data / "train.jsonl", keep=lambda place: True)
+            write(valid, folder.data / "valid.jsonl", keep=lambda place: True)
             return
-        # numbers of the rows that are used for validation, evenly spread
-        count = num_held_out(self._offer(ticket), ticket.num_rows)
-        held_out = {(2 * part + 1) * ticket.num_rows // (2 * count) for part in range(count)}
-        is_only_row = not held_out
-        write(train, folder.data / "train.jsonl", ticket.kind, keep=lambda row: row not in held_out)
-        write(
-            train,
-            folder.data / "valid.jsonl",
-            ticket.kind,
-            keep=lambda row: is_only_row or row in held_out,
-        )
+        limit = held_out_per_mille(self._offer(ticket), places)
+        write(train, folder.data / "train.jsonl", keep=lambda place: place >= limit)
+        write(train, folder.data / "valid.jsonl", keep=lambda place: place < limit)
 
     def _submit(self, facts: Facts, folder: TicketFolder) -> bool:
         ticket = facts.ticket

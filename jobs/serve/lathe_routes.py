@@ -26,11 +26,13 @@ from jobs.job_state import ENDED_BADLY
 from jobs.record.paths import RunFolder, is_exp_id, is_there
 from jobs.report import logs, scores
 from jobs.serve.job_view import metric_lines
+from jobs.serve.limits.disclosure import for_tenant, log_of_tenant, row_of_tenant
 from jobs.serve.requests import (
     Body,
     PlainJSON,
     Refusal,
     client_of,
+    is_operator,
     keeper_of,
     page_query,
     quote,
@@ -60,7 +62,7 @@ EXP_GROUPS = json.loads(Path(__file__).with_suffix(".json").read_text())
 """
 DRY_RUN_S = 600.0
 MAX_OUTPUT = 100_000  # letters of a dry run
-ONE_DRY_RUN = threading.Lock()
+ONE_DRY_RUN, ONE_DOCTOR = threading.Lock(), threading.Lock()
 
 
 class AskExperiment(Body):
@@ -85,6 +87,8 @@ def list_status(request: Request) -> Response:
         and query.get("group") in (None, row["group"])
         and query.get("state") in (None, row["state"])
     ]
+    if not is_operator(request):
+        rows = [row_of_tenant(row, keeper.folder.base.path) for row in rows]
     return PlainJSON(rows)
 
 
@@ -96,12 +100,16 @@ def show_run(request: Request) -> Response:
     experiment = None
     with suppress(OSError):  # then the row says so, and the rest of it is shown
         experiment = read_json(folder.exp_dict)
+    row = json.loads(text)
+    if not is_operator(request):
+        base = keeper.folder.base.path
+        row, experiment = row_of_tenant(row, base), for_tenant(experiment, base)
     more = {
         "experiment": experiment,
         "job": None if job is None else job["id"],
         "has_memory_plan": is_there(folder.path / MEMORY_PLAN),
     }
-    return PlainJSON({**json.loads(text), **more})
+    return PlainJSON({**row, **more})
 
 
 def show_metrics(request: Request) -> Response:
@@ -124,6 +132,8 @@ def show_logs(request: Request) -> Response:
     lines = logs.show(
         find_run(request), None, attempt=attempt, err=query.get("err") == "1", tail=tail
     )
+    if not is_operator(request):
+        lines = log_of_tenant(lines, keeper_of(request).folder.base.path)
     return PlainJSON({"lines": list(lines)})
 
 
@@ -132,7 +142,7 @@ def show_memory(request: Request) -> Response:
     plan = read_json(find_run(request).path / MEMORY_PLAN)
     if plan is None:
         raise Refusal(404, "This run has no memory plan: only a run on a GPU has one.")
-    return PlainJSON(plan)
+    return _for_reader(request, plan)
 
 
 def list_results(request: Request) -> Response:
@@ -142,13 +152,20 @@ def list_results(request: Request) -> Response:
     rows = [json.loads(text) for text in keeper.index.runs()]
     ids = [row["exp_id"] for row in rows if group in (None, row["group"])]
     ids = [name for name in ids if own is None or name in own]
-    return PlainJSON(scores.as_json(scores.gather(keeper.folder.base, ids)))
+    results = scores.as_json(scores.gather(keeper.folder.base, ids))
+    return _for_reader(request, results)
 
 
 def show_doctor(request: Request) -> Response:
     """Whether the service's backend can be used: the answer of `lathe-jobs doctor --json`."""
-    findings = load(keeper_of(request).send.backend).check()
-    return PlainJSON([asdict(finding) for finding in findings])
+    if not ONE_DOCTOR.acquire(blocking=False):  # a scheduler that hangs takes few threads
+        raise Refusal(429, "Another doctor is in progress. Ask again.", retry_after_s=10)
+    try:
+        findings = load(keeper_of(request).send.backend).check()
+    finally:
+        ONE_DOCTOR.release()
+    told = [asdict(finding) for finding in findings]
+    return _for_reader(request, told)
 
 
 def cancel_run(request: Request) -> Response:
@@ -294,6 +311,13 @@ def _change_run(
     if not rows:
         raise Refusal(400, "It was started by hand: stop or start it on its own machine.")
     return _results(act(keeper, rows))
+
+
+def _for_reader(request: Request, value: Any) -> Response:
+    """An answer that says where files lie to operators alone."""
+    if not is_operator(request):
+        value = for_tenant(value, keeper_of(request).folder.base.path)
+    return PlainJSON(value)
 
 
 def _results(results: list[ActionResult]) -> Response:

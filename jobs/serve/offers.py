@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -19,7 +20,8 @@ from jobs.serve.rows import KINDS
 from trainer import tasks
 from trainer.config import userfile
 from trainer.config.block import Fraction, Positive, Strict, validate
-from trainer.errors import ConfigError
+from trainer.data.formats.held_out import PLACES
+from trainer.errors import ConfigError, DataError
 
 Values = dict[str, Any]
 Auto = Literal["auto"]
@@ -100,6 +102,12 @@ def read(file: Path | None) -> ServiceConfig:
     config = validate(ServiceConfig, cast("Values", values), source=source)
     mistakes: list[str] = []
     for name, offer in config.models.items():
+        share = offer.experiment.get("data", {}).get("valid_share")
+        if share:  # the training would read no other validation rows than its own
+            mistakes.append(
+                f"{source}: model {name!r}: data.valid_share={share}, want none, because the "
+                f"service writes both splits. Give the model held_out={share} instead."
+            )
         try:
             validate(JobConfig, offer.job, source=f"{source}: job of {name!r}")
             for kind in kinds_of(offer):
@@ -161,11 +169,19 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
     return FilledOffer(values, epochs, batch, factor)
 
 
-def num_held_out(offer: Offer, num_rows: int) -> int:
-    """Number of rows used for validation when the request names no validation file: at least one. A
-    file with one row uses it for training and validation.
+def held_out_per_mille(offer: Offer, places: Mapping[int, int]) -> int:
+    """The share of the rows that is held out when the request names no validation file, as the
+    rule of data.valid_share takes it. places: how many rows have each place (rows.RowReport).
+
+    It is the offer's share, or the nearest one that leaves rows on both sides. DataError when there
+    is none.
     """
-    return min(max(round(num_rows * offer.held_out), 1), max(num_rows - 1, 0))
+    if len(places) < 2:
+        raise DataError(
+            "training_file: no row can be held out for validation, because rows that ask the same "
+            "stay together. Add rows that ask something else, or name a validation_file."
+        )
+    return min(max(round(offer.held_out * PLACES), min(places) + 1), max(places))
 
 
 def _world(offer: Offer) -> int:

@@ -19,7 +19,7 @@ from jobs.serve import uploads
 from jobs.serve.index import Page, PageRequest, may_lag
 from jobs.serve.job_view import FINAL, checkpoints, results_csv, seconds
 from jobs.serve.limits.quotas import room_for_job
-from jobs.serve.offers import TuningRequest, fill, kinds_of, num_held_out
+from jobs.serve.offers import TuningRequest, fill, held_out_per_mille, kinds_of
 from jobs.serve.requests import (
     CreateJob,
     PlainJSON,
@@ -50,7 +50,7 @@ from jobs.serve.tickets import (
 )
 from trainer import tasks
 from trainer.config.identity import exp_id
-from trainer.errors import ConfigError, LatheError
+from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import refusals
 
 if TYPE_CHECKING:
@@ -258,8 +258,15 @@ def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Tic
     if body.validation_file is not None:
         _training_file(keeper, client, body.validation_file, "validation_file")
     kinds, num_rows = kinds_of(offer), training.num_rows
-    if body.validation_file is None:
-        num_rows -= num_held_out(offer, num_rows)
+    # the check of the complete file reports mistakes
+    if body.validation_file is None and not training.num_mistakes:
+        places = uploads.places_of(keeper, training)
+        try:
+            limit = held_out_per_mille(offer, places)
+        except DataError as error:
+            code = "invalid_training_file"
+            raise Refusal(400, str(error), param="training_file", code=code) from None
+        num_rows -= sum(count for place, count in places.items() if place < limit)
     request = TuningRequest(
         num_rows=max(num_rows, 1),
         # the check of the complete file reports rows of another kind

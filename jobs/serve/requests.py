@@ -304,6 +304,11 @@ def client_of(request: Request) -> Client:
     return cast("Client", request.state.client)
 
 
+def is_operator(request: Request) -> bool:
+    """Whether the client runs this server, so that it may see where files lie."""
+    return client_of(request).is_operator
+
+
 def writer_of(request: Request) -> Client:
     """The client that sent the request. Refusal when it may only read."""
     client = client_of(request)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from trainer.config import own_rows
 from trainer.data.formats import conversation
+from trainer.data.formats.held_out import PLACES, place_of_row
 from trainer.data.formats.json_text import BadJson, json_value
 from trainer.errors import DataError
 from trainer.files.atomic import aside, open_file
@@ -43,13 +46,15 @@ class Kind:
 
     needs: keys that every row of it has. problems: finds the mistakes in a row, as (got, want).
     files_row: converts a row and its number to the row that a task reads. data: task -> keys of its
-    `data` block that make it read such rows.
+    `data` block that make it read such rows. layout: the names of these rows, as all these tasks
+    know them.
     """
 
     needs: tuple[str, ...]
     problems: Callable[[Row], Iterator[tuple[str, str]]]
     files_row: Callable[[Row, int], Row]
     data: Mapping[str, dict[str, Any]]
+    layout: own_rows.Layout
 
 
 @dataclass
@@ -60,6 +65,8 @@ class RowReport:
     kind: str | None = None  # of the first row that has a kind
     num_mistakes: int = 0
     mistakes: list[Mistake] = field(default_factory=list[Mistake])  # the first ones
+    # how many rows without a mistake have each place (place_of_row)
+    places: Counter[int] = field(default_factory=Counter[int])
 
     def add(self, line: int, got: str, want: str) -> None:
         self.num_mistakes += 1
@@ -86,8 +93,11 @@ def check(path: Path, kinds: Sequence[str] | None = None) -> RowReport:
             report.add(line, f"a {kind} row", f"a {report.kind} row, as before")
         else:
             report.kind = kind
-            for got, want in KINDS[kind].problems(row):
+            problems = list(KINDS[kind].problems(row))
+            for got, want in problems:
                 report.add(line, got, want)
+            if not problems:
+                report.places[_place(row, kind)] += 1
     if not report.num_rows and not report.num_mistakes:
         report.add(1, "an empty file", "one JSON object on every line")
     return report
@@ -98,24 +108,29 @@ def kind_of(row: Row, kinds: Sequence[str]) -> str | None:
     return next((name for name in kinds if all(key in row for key in KINDS[name].needs)), None)
 
 
+def _place(row: Row, kind: str) -> int:
+    """The place of a row, by which it is held out or not; one that asks nothing never is."""
+    place = place_of_row(KINDS[kind].files_row(row, 0), KINDS[kind].layout)
+    return PLACES if place is None else place
+
+
 def write_split(source: Path, target: Path, kind: str, *, keep: Callable[[int], bool]) -> int:
     """Write rows of an upload in the format that a task reads; returns how many.
 
-    keep: whether to write the row of this number, counted from 0. DataError when the upload has
-    changed since it was checked; StorageError.
+    keep: whether to write a row of this place (place_of_row). DataError when the upload has changed
+    since it was checked; StorageError.
     """
     written = 0
     with aside(target) as temporary, temporary.open("wb") as file:
         for number, (line, content) in enumerate(_lines(source)):
-            if not keep(number):
-                continue
             report = RowReport()
             row = _object(report, line, content)
             if row is None:
                 raise DataError(f"{source}, {report.mistakes[0]}. Upload the file again.")
-            converted = KINDS[kind].files_row(row, number)
-            file.write(json.dumps(converted, ensure_ascii=False).encode() + b"\n")
-            written += 1
+            if keep(_place(row, kind)):
+                converted = KINDS[kind].files_row(row, number)
+                file.write(json.dumps(converted, ensure_ascii=False).encode() + b"\n")
+                written += 1
     return written
 
 
@@ -263,12 +278,14 @@ KINDS: dict[str, Kind] = {
         _chat_problems,
         _as_it_is,
         {"causal_lm": {"source": "chat", "loss_on": "answer"}},
+        own_rows.CHATS,
     ),
     "completion": Kind(
         ("prompt", "completion"),
         lambda row: _texts(row, "prompt", "completion"),
         _as_it_is,
         {"causal_lm": {"source": "jsonl", "loss_on": "answer", "chat_template": None}},
+        own_rows.COMPLETIONS,
     ),
     "triple": Kind(
         ("query", "positive", "negative"),
@@ -280,6 +297,7 @@ KINDS: dict[str, Kind] = {
             "negative_passages": _passages(row, number, "negative"),
         },
         {"retriever": {"source": "tevatron"}},
+        own_rows.TEVATRON,
     ),
     "question": Kind(
         ("question", "contexts", "answers"),
@@ -298,6 +316,7 @@ KINDS: dict[str, Kind] = {
                 "files": {"train": "train.jsonl", "valid": "valid.jsonl"},
             },
         },
+        own_rows.QUESTIONS,
     ),
     "document": Kind(
         ("document", "summary"),
@@ -310,23 +329,27 @@ KINDS: dict[str, Kind] = {
                 "summaries": ["summary"],
             }
         },
+        own_rows.SUMMARIES,
     ),
     "statement": Kind(
         ("statement", "label"),
         _statement_problems,
         lambda row, _: {"statement": row["statement"], "label": _label(row)},
         _verifier("statements"),
+        own_rows.STATEMENTS,
     ),
     "group": Kind(
         ("golds", "distractors"),
         _group_problems,
         lambda row, _: {name: _as_list(row[name]) for name in ("golds", "distractors")},
         _verifier(),
+        own_rows.STATEMENTS,
     ),
     "text": Kind(
         ("text",),
         lambda row: _texts(row, "text"),
         _as_it_is,
         {"causal_lm": {"source": "jsonl", "loss_on": "all", "chat_template": None}},
+        own_rows.TEXTS,
     ),
 }

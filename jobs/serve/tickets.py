@@ -128,6 +128,12 @@ class Upload(Strict):
     kind: str | None
     num_mistakes: int
     mistakes: list[str]
+    # place -> how many rows have it, see RowReport; None: an earlier version did not count them
+    places: dict[str, int] | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """The facts that the index has: all but the places, which would slow down its lists."""
+        return self.model_dump(mode="json", exclude={"places"})
 
 
 @dataclass(frozen=True)

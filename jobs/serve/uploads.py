@@ -179,6 +179,7 @@ async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
             kind=report.kind,
             num_mistakes=report.num_mistakes,
             mistakes=[str(mistake) for mistake in report.mistakes],
+            places={str(place): count for place, count in sorted(report.places.items())},
         )
         async with shares.turn("keep", client.name):
             await run_in_threadpool(_keep, keeper, client, received, upload)
@@ -192,9 +193,9 @@ def _kept(keeper: Keeper, client: Client) -> int:
 def _keep(keeper: Keeper, client: Client, received: ReceivedUpload, upload: Upload) -> None:
     with room_for_file(keeper, client, upload.bytes):
         received.keep(upload)
-    body, created = upload.model_dump(mode="json"), seconds(upload.created_at)
+    created = seconds(upload.created_at)
     with may_lag():
-        keeper.index.write_upload(body, owner=upload.owner, created=created)
+        keeper.index.write_upload(upload.shown(), owner=upload.owner, created=created)
 
 
 @dataclass
@@ -264,6 +265,13 @@ async def _parts(
             raise Refusal(408, text) from None
         except ClientDisconnect:
             raise Refusal(400, "The upload was cut off.") from None
+
+
+def places_of(keeper: Keeper, upload: Upload) -> dict[int, int]:
+    """How many rows of a file have each place (rows.RowReport)."""
+    if upload.places is None:
+        return dict(rows.check(keeper.folder.uploads / upload.id / "content").places)
+    return {int(place): count for place, count in upload.places.items()}
 
 
 def remove(folder: UploadFolder) -> None:

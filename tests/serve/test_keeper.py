@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sqlite3
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jobs.record import events as record
 from jobs.record.patience import PatientBackends
 from jobs.serve import keeper as keeper_module
 from jobs.serve.index import Index
+from jobs.serve.turn.lanes import Lane
 from jobs.serve.turn.reader import failure_part, index_part
 from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
@@ -249,6 +251,7 @@ def test_a_wish_that_comes_while_another_job_is_sent_is_seen_before_its_own_job_
 ) -> None:
     scheduler = Full()
     use(world, scheduler)
+    monkeypatch.setattr(keeper_module, "Lane", partial(Lane, width=1))
     jobs = {job["lathe"]["exp_id"]: job for job in (world.asked("anna"), world.asked("anna"))}
     submit = group_of_jobs.submit
     sent: list[str] = []
@@ -271,6 +274,7 @@ def test_a_wish_that_comes_while_another_job_is_sent_again_is_seen_before_its_ow
 ) -> None:
     scheduler = Full(room=0)
     use(world, scheduler)
+    monkeypatch.setattr(keeper_module, "Lane", partial(Lane, width=1))
     monkeypatch.setattr(keeper_module, "ASK_AGAIN_S", 0.0)
     jobs = {job["lathe"]["exp_id"]: job for job in (world.asked("anna"), world.asked("anna"))}
     for _ in range(3):

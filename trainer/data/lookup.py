@@ -17,7 +17,7 @@ from functools import cache
 from itertools import islice, product
 from typing import TYPE_CHECKING
 
-from trainer.data.stdlib_docs import is_held_out
+from trainer.data.formats.held_out import is_held_out
 from trainer.errors import DataError
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.data.formats.held_out import is_held_out
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -134,11 +135,6 @@ def _split(split: str) -> list[Docstring]:
         for doc in docstrings()
         if is_held_out(doc.name, per_mille=_VALID_OF_1000) == (split == "valid")
     ]
-
-
-def is_held_out(name: str, *, per_mille: int) -> bool:
-    """Whether `name` is held out: by its hash alone, so adding rows never moves another row."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 1000 < per_mille
 
 
 def _question(doc: Docstring) -> Row | None:

@@ -12,9 +12,11 @@ from typing import Any, TypeVar, cast
 import yaml
 
 from jobs.errors import Unreachable
+from jobs.time_limits import within
 from trainer.errors import ConfigError
 
 TIMEOUT_S = (10, 60)  # to connect, to read
+CONFIGURE_S = 60.0  # of the configuration, which may name a program that prints a token
 SILENCE_S = (10, 24 * 3600)  # a log that is followed may be quiet for long
 Object = dict[str, Any]
 T = TypeVar("T")
@@ -100,11 +102,15 @@ def _client(api: str) -> Any:
     configuration = client.Configuration()
     # the client reads the variable at import only
     files = os.environ.get("KUBECONFIG") or "~/.kube/config"
-    try:
+
+    def configure() -> None:
         if any(Path(name).expanduser().exists() for name in files.split(os.pathsep)):
             config.load_kube_config(files, client_configuration=configuration, persist_config=False)
         else:
             config.load_incluster_config(client_configuration=configuration)
+
+    try:
+        within(CONFIGURE_S, "the configuration of Kubernetes", configure)
     except (config.ConfigException, OSError, ValueError, yaml.YAMLError) as error:
         raise Unreachable(
             f"no cluster is configured: {error}. Set KUBECONFIG or write ~/.kube/config."

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from jobs.errors import NotYet, Refused, Unreachable
 from jobs.job_state import ACTIVE, JobState, Observed
+from jobs.time_limits import run_program
 
 ASK_S = 60.0
 log = logging.getLogger(__name__)
@@ -164,13 +165,8 @@ def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Reply:
         if (value := os.environ.get(name)) is not None
     }
     try:
-        process = subprocess.run(
-            argv,
-            input=text.encode(errors="surrogateescape"),
-            capture_output=True,
-            env=env,
-            timeout=timeout_s,
-        )
+        content = text.encode(errors="surrogateescape")
+        process = run_program(argv, content=content, env=env, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
         raise Unreachable(f"{argv[0]} did not answer within {timeout_s:.0f} s") from None
     except OSError as error:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from jobs.errors import Unreachable
 from jobs.job_state import JobState, Observed
+from jobs.time_limits import run_program
 
 EAI = "eai"
 READ_S, SEND_S, CHECK_S = 60.0, 180.0, 20.0
@@ -126,14 +127,7 @@ class ToolkitReply:
 def call(*words: str, timeout_s: float) -> ToolkitReply:
     """One run of `eai`. Unreachable when there is no such command."""
     try:
-        process = subprocess.run(
-            [EAI, *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-        )
+        process = run_program([EAI, *words], timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
         return ToolkitReply(None, "", f"no reply within {timeout_s:.0f} s")
     except OSError as error:
@@ -141,7 +135,8 @@ def call(*words: str, timeout_s: float) -> ToolkitReply:
             f"eai cannot be run: {error.strerror}. Install Toolkit's command line, and run: eai "
             "login"
         ) from None
-    return ToolkitReply(process.returncode, process.stdout, process.stderr)
+    out, err = (text.decode(errors="replace") for text in (process.stdout, process.stderr))
+    return ToolkitReply(process.returncode, out, err)
 
 
 def parse_jobs(text: str, source: str) -> list[EaiJob]:

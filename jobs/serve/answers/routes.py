@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from jobs.errors import without_places
 from jobs.serve.answers.workers import CannotAnswer, Overloaded, Workers
 from jobs.serve.requests import (
     Body,
@@ -229,7 +230,7 @@ async def _ask_worker(
         text = "The service is busy with the most models or requests that it allows. Ask again."
         raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=5) from None
     except CannotAnswer as error:
-        raise Refusal(400, f"{model}: {error}.", param="model") from None
+        raise Refusal(400, f"{model}: {without_places(str(error))}.", param="model") from None
 
 
 async def _ask_once(request: Request, model: str, question: dict[str, Any]) -> dict[str, Any]:

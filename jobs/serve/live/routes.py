@@ -12,9 +12,18 @@ from starlette.routing import Route
 from jobs.report.curves import Place
 from jobs.report.page import ASSETS, STYLE
 from jobs.serve.lathe_routes import find_run
+from jobs.serve.limits.disclosure import for_tenant
 from jobs.serve.live.series import answers_of, curves_of, place_of
 from jobs.serve.live.stream import Watch
-from jobs.serve.requests import PlainJSON, Refusal, client_of, keeper_of, quote, shares_of
+from jobs.serve.requests import (
+    PlainJSON,
+    Refusal,
+    client_of,
+    is_operator,
+    keeper_of,
+    quote,
+    shares_of,
+)
 from trainer.config.differences import differing, flatten, short_names, written
 
 FOLDER = Path(__file__).with_name("page")
@@ -111,8 +120,9 @@ def show_differences(request: Request) -> Response:
     names = [name for name in request.query_params.get("runs", "").split(",") if name]
     if not 1 <= len(names) <= MOST_RUNS:
         raise Refusal(400, f"runs: want 1 to {MOST_RUNS} ids.", param="runs")
-    index = keeper_of(request).index
-    flat = [flatten(index.experiment(find_run(request, name).path.name)) for name in names]
+    index, base = keeper_of(request).index, keeper_of(request).folder.base.path
+    values = [index.experiment(find_run(request, name).path.name) for name in names]
+    flat = [flatten(one if is_operator(request) else for_tenant(one, base)) for one in values]
     keys = differing(flat)
     rows = [
         {

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.errors import reason_of
+from jobs.errors import for_client, reason_of
 from jobs.job_state import ACTIVE
 from jobs.record.row import experiment_of
 from jobs.record.status import survey
@@ -61,7 +61,8 @@ def update_index(
             except Exception as error:  # of any kind: one run must not hide the others
                 problems[row.exp_id] = reason_of(error, base.run(row.exp_id).path)
         named = row if row.by_hand else replace(row, name=names.get(row.exp_id, ""))
-        card = run_card(named, scores, experiment)
+        reason = for_client(row.reason or "", base.path)
+        card = run_card(replace(named, reason=reason), scores, experiment)
         entries.append(_entry(named, card, experiment, marks[row.exp_id]))
     index.write_runs(entries)
     # every run of a group with a new run is named after the values that distinguish it

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import anyio
 from starlette.concurrency import run_in_threadpool
 
-from jobs.errors import without_base
+from jobs.errors import for_client
 from jobs.report.text import plain
 from jobs.serve.live.series import lines_since
 
@@ -82,4 +82,4 @@ class Watch:
         if self.owner is None or not reasons:
             return reasons
         own, base = self.keeper.index.ids_of(self.owner), self.keeper.folder.base.path
-        return {name: without_base(reason, base) for name, reason in reasons.items() if name in own}
+        return {name: for_client(reason, base) for name, reason in reasons.items() if name in own}

@@ -11,13 +11,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jobs.errors import (
     Unreachable,
+    for_client,
     is_of_index,
     is_transient,
     kind_of,
@@ -147,7 +148,7 @@ class FolderReader:
             self.unreadable.end(file_id)
         if upload is not None:
             self.index.write_upload(
-                upload.model_dump(mode="json"),
+                upload.shown(),
                 owner=upload.owner,
                 created=seconds(upload.created_at),
             )
@@ -190,9 +191,18 @@ class FolderReader:
         return Facts(ticket, folder.read_checked(), folder.wishes(), row, failure)
 
     def rows(self, exp_ids: Collection[str]) -> dict[str, Row]:
-        """The states of these experiments; those that were never submitted are missing."""
+        """The states of these experiments; those that were never submitted are missing. Reasons are
+        as clients may read them, but for that of a folder that cannot be read (`read_jobs`).
+        """
         rows = survey(self.folder.base, only=exp_ids, backend_of=self.observed_by)
-        return {row.exp_id: row for row in rows}
+        return {
+            row.exp_id: row if row.read_error else replace(row, reason=self._told(row.reason))
+            for row in rows
+        }
+
+    def _told(self, text: str | None) -> str | None:
+        """What clients are told of a text: with paths below the savedir_base, and no other ones."""
+        return None if text is None else for_client(text, self.folder.base.path)
 
     def read_jobs(self, job_ids: Collection[str]) -> dict[str, Facts]:
         """Read jobs again and write them to the index."""
@@ -303,8 +313,7 @@ class FolderReader:
         body, base = job_object(facts, self.organization), self.folder.base.path
         if body["error"] is not None:
             body["error"]["message"] = without_base(body["error"]["message"], base)
-        if body["lathe"]["reason"] is not None:
-            body["lathe"]["reason"] = without_base(body["lathe"]["reason"], base)
+        body["lathe"]["reason"] = self._told(body["lathe"]["reason"])
         return body
 
     def _exp_id(self, job_id: str) -> str | None:

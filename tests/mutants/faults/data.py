@@ -20,9 +20,9 @@ KINDS = "tests/unit/test_kinds_of_bases.py"
 
 FAULTS = [
     Fault(
-        "trainer/data/readers/own_rows.py",
-        'value = with_input(plain) if given[0] == "prompt" else plain[given[0]]',
-        "value = plain[given[0]]",
+        "trainer/data/formats/held_out.py",
+        'value = with_input(row) if first == "prompt" else row[first]',
+        "value = row[first]",
         why="rows that differ in Alpaca's input are one question where a file is parted",
         tests=VANISHES,
     ),
@@ -105,15 +105,15 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/readers/own_rows.py",
-        "plain = dict(row)",
-        "plain = row",
+        "side = place_of_row(dict(row), layout)",
+        "side = place_of_row(row, layout)",
         why="a column that only data.valid_share looks at counts as read",
         tests=f"{UNREAD} -k share",
     ),
     Fault(
         "trainer/data/readers/own_rows.py",
-        "if not given:  # the reader says what such a row lacks",
-        "if False:",
+        "if side is None or (side < per_mille)",
+        "if side is not None and (side < per_mille)",
         why="of rows with other keys than ours, the split is blamed",
         tests=f"{DOUBTS} -k missing_keys",
     ),
@@ -202,9 +202,9 @@ FAULTS = [
         tests=VANISHES,
     ),
     Fault(
-        "trainer/data/readers/own_rows.py",
-        "question = normal_value(question_in(value))",
-        "question = normal_value(value)",
+        "trainer/data/formats/held_out.py",
+        "normal_value(question_in(value))",
+        "normal_value(value)",
         why="a conversation is validated on a question that was trained on, with another answer",
         tests=VANISHES,
     ),
@@ -238,8 +238,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/readers/own_rows.py",
-        'if is_valid == (split == "valid"):',
-        'if is_valid or split == "train":',
+        '(side < per_mille) == (split == "valid"):',
+        '(side < per_mille) or split == "train":',
         why="validation rows are training rows",
         tests=OWN,
     ),

@@ -10,8 +10,81 @@ TURNS = "tests/serve/test_turns.py"
 KEEPER = "tests/serve/test_keeper.py"
 DISK = "tests/serve/test_disk_answers.py"
 ODD = "tests/jobs/test_odd_folders.py"
+HELD_OUT = "tests/serve/test_held_out.py"
+DISCLOSURE = "tests/serve/test_disclosure.py"
+SLOW = "tests/serve/test_slow_schedulers.py"
 
 FAULTS = [
+    Fault(
+        "jobs/serve/app.py",
+        "send_ours if is_operator else self.veil.over(send_ours)",
+        "send_ours",
+        why="tenants read in metrics and memory plans where the server's files lie",
+        tests=f"{DISCLOSURE} -k no_answer",
+    ),
+    Fault(
+        "jobs/serve/lathe_routes.py",
+        "rows = [row_of_tenant(row, keeper.folder.base.path) for row in rows]",
+        "pass",
+        why="tenants see the folders of their runs as the server sees them",
+        tests=f"{DISCLOSURE} -k no_answer",
+    ),
+    Fault(
+        "jobs/serve/limits/disclosure.py",
+        "if not is_inside:",
+        "if True:",
+        why="tenants read the server's code in the tracebacks of their logs",
+        tests=f"{DISCLOSURE} -k traceback",
+    ),
+    Fault(
+        "jobs/serve/turn/lanes.py",
+        "width: int = 8",
+        "width: int = 1",
+        why="one sbatch that hangs holds up the jobs of everybody",
+        tests=f"{SLOW} -k submission_that_hangs",
+    ),
+    Fault(
+        "jobs/serve/turn/lanes.py",
+        "if self._ended_at.get(action.job_id, seen_at) <= seen_at",
+        "if True",
+        why="what was just done for a job is done once more",
+        tests=f"{SLOW} -k owners_take_turns",
+    ),
+    Fault(
+        "jobs/serve/turn/lanes.py",
+        "min(free, key=lambda key: self._last_starts.get(key, 0))",
+        "free[0]",
+        why="the jobs of one owner all come before those of another",
+        tests=f"{SLOW} -k jobs_of_one_owner",
+    ),
+    Fault(
+        "jobs/time_limits.py",
+        "os.killpg(process.pid, signal.SIGKILL)",
+        "process.kill()",
+        why="a script around sbatch hangs for ever, and so does its caller",
+        tests=f"{SLOW} -k killed_at_its_limit",
+    ),
+    Fault(
+        "trainer/data/formats/held_out.py",
+        "normal_value(question_in(value))",
+        "question_in(value)",
+        why="the service validates on questions that it trains on, written in capitals",
+        tests=f"{HELD_OUT} -k no_validation_row",
+    ),
+    Fault(
+        "jobs/serve/offers.py",
+        "max(round(offer.held_out * PLACES), min(places) + 1)",
+        "round(offer.held_out * PLACES)",
+        why="a file of few rows leaves no row for validation, and its training fails",
+        tests=f"{HELD_OUT} -k few_rows",
+    ),
+    Fault(
+        "jobs/serve/openai_routes.py",
+        "if place < limit)",
+        "if place < 0)",
+        why="a job has more steps, and a larger batch, than the rows that are left to train on",
+        tests=f"{HELD_OUT} -k few_rows",
+    ),
     Fault(
         "jobs/serve/limits/handshakes.py",
         "self._connection.idle.add(self)",

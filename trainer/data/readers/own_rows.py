@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.identity import canonical_json
 from trainer.config.own_rows import Layout, OwnRows
-from trainer.data.formats.conversation import question_in, with_input
-from trainer.data.formats.normal_form import normal_value
+from trainer.data.formats.held_out import PLACES, place_of_row
 from trainer.data.readers import row_files
 from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
@@ -19,7 +17,6 @@ from trainer.data.readers.folders import (
     split_file,
     split_names,
 )
-from trainer.data.stdlib_docs import is_held_out
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -81,23 +78,13 @@ def _file(
 def _share(
     rows: Iterator[tuple[str, Row]], share: float, split: str, layout: Layout
 ) -> Iterator[tuple[str, Row]]:
-    """The rows of one side of data.valid_share. Rows that ask the same (see normal_form.py) are
-    always on the same side.
-    """
-    names = [name for group in layout.groups for name in group]
-    is_empty = True
+    """The rows of one side of data.valid_share (see formats/held_out.py)."""
+    is_empty, per_mille = True, round(share * PLACES)
     for place, row in rows:
-        plain = dict(row)  # what decides the side is not read by the task yet
-        given = [name for name in names if plain.get(name) not in (None, "", [])]
-        if not given:  # the reader says what such a row lacks
-            is_empty = False
-            yield place, row
-            continue
-        value = with_input(plain) if given[0] == "prompt" else plain[given[0]]
-        question = normal_value(question_in(value))
-        name = canonical_json({"told": question})
-        is_valid = is_held_out(name, per_mille=round(share * 1000))
-        if is_valid == (split == "valid"):
+        # a plain copy, because what decides the side is not read by the task yet
+        side = place_of_row(dict(row), layout)
+        # the reader says what a row lacks that asks nothing
+        if side is None or (side < per_mille) == (split == "valid"):
             is_empty = False
             yield place, row
     if is_empty:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.config.own_rows import COMPLETIONS, QUESTIONS, TEXTS, Layout, OwnRows
 from trainer.data.formats.conversation import with_input
+from trainer.data.formats.held_out import is_held_out
 from trainer.data.formats.lists import as_list
 from trainer.data.left_out import watched
 from trainer.data.readers import fields
@@ -19,7 +20,6 @@ from trainer.data.readers.folders import CORPUS, QUERIES, nq_folder, split_names
 from trainer.data.readers.jsonl import numbered_jsonl, objects, preview
 from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.passages import nq_passages
-from trainer.data.stdlib_docs import is_held_out
 from trainer.errors import DataError
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import userfile
 from trainer.config.own_rows import QUESTIONS, TEVATRON
 from trainer.data import stdlib_docs
+from trainer.data.formats.held_out import is_held_out
 from trainer.data.formats.lists import as_list
 from trainer.data.left_out import note, watched
 from trainer.data.readers import fields, retrieved
@@ -193,7 +194,7 @@ def _relevant(data: Data, split: str, folder: Path) -> dict[str, list[str]]:
         return _relevant_of(next((path for path in files if path.is_file()), files[0]))
     judged: dict[str, list[str]] = {}
     for query, documents in _relevant_of(folder / "qrels" / "train.tsv").items():
-        is_valid = stdlib_docs.is_held_out(min(documents), per_mille=_VALID_OF_1000)
+        is_valid = is_held_out(min(documents), per_mille=_VALID_OF_1000)
         if is_valid == (split == "valid"):
             judged[query] = documents
     return judged
