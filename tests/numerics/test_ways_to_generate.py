@@ -175,6 +175,24 @@ def test_four_ways_give_one_text(
     assert not {"repetition_penalty", "suppress_tokens", "temperature", "top_k"} & said.keys()
 
 
+@pytest.mark.parametrize("start", [5, [5, 5]], ids=["another", "a list"])
+@pytest.mark.parametrize("kind", ["summariser", "fid"])
+def test_a_text_starts_as_it_was_learnt_whatever_the_base_recommends(
+    kind: str, start: Any, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = values_of(kind, folder)
+    file = Path(values["base"]) / generation_file.NAME
+    file.write_text(json.dumps({"decoder_start_token_id": start, "eos_token_id": 0}))
+    with caplog.at_level(logging.WARNING):
+        task, model, opened = exported(values, folder, tmp_path / "export")
+    assert f"decoder_start_token_id={start!r}" in caplog.text
+    text = predicted(kind, opened, Prediction())
+    assert evaluated(kind, task, model) == text == served(kind, opened)[0]
+    learnt = TINY_T5["config"]["decoder_start_token_id"]
+    said = json.loads((opened.folder / generation_file.NAME).read_text())
+    assert learnt == said["decoder_start_token_id"] != start
+
+
 TEMPLATES: dict[str, dict[str, str]] = {
     "texts": {},
     **{name: {"chat_template": name} for name in ("chatml", "plain")},
