@@ -703,6 +703,13 @@ def test_system_and_input_of_a_row_are_read(tmp_path: Path) -> None:
             )
             for key in ("ignore", "skip", "unmask", "supervised")
         ),
+        *(
+            (
+                {"messages": [TURNS[1], {**TURNS[2], key: 0}]},
+                fault("learning_key_unknown", turn=1, key=key, value=0),
+            )
+            for key in ("lossMask", "loss-mask", "isTrained", "trainOnTurn", "noLoss", "trainable ")
+        ),
         ({"messages": TURNS, "functions": [{}]}, fault("functions_of_row", value="[{}]")),
         (
             {"messages": [TURNS[1], {**TURNS[2], "loss_mask": [0, 1]}]},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
@@ -322,6 +322,23 @@ def watched(
     lost = {name for name in replaced if name not in sources}
     held = [_named(name, lost) for name, value in raw.items() if _is_content(name, value, sources)]
     return WatchedRow(row, held, notes.keys)
+
+
+def count_unread(name: str, objects: Iterable[Mapping[str, Any]], read: Collection[str]) -> None:
+    """Count a row for each key of the objects in its list `name` that is not among those which are
+    read: "messages[].exclude". Nothing happens outside of reading().
+    """
+    notes = current()
+    if notes is None:
+        return
+    held = {
+        f"{name}[].{key}"
+        for one in objects
+        for key, value in one.items()
+        if key not in read and _is_content(key, value, set())
+    }
+    for key in held:
+        notes.keys.held[key] = notes.keys.held.get(key, 0) + 1
 
 
 def _named(name: str, lost: set[str]) -> str:

@@ -8,6 +8,7 @@ a template of which that is not known, renderings of the turns before tell it (c
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -117,6 +118,11 @@ class ChatTemplate:
     def text(self) -> str:
         """The source of the template, or of all templates where a tokenizer has several."""
         return str(self.tokenizer.chat_template)
+
+    @property
+    def words(self) -> set[str]:
+        """The words of the template, among them the keys of turns that it reads."""
+        return set(re.findall(r"\w+", self.text))
 
     def identity(self) -> dict[str, str]:
         """What the ids of a conversation depend on besides it and the tokenizer."""

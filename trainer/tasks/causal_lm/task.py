@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainer.data import lookup, stdlib_docs, vocabulary
+from trainer.data import left_out, lookup, stdlib_docs, vocabulary
 from trainer.data.formats.conversation import opened, with_input
 from trainer.data.padding import pad_right
 from trainer.data.readers import fields, questions
@@ -146,7 +146,10 @@ class Task(TokenTask[Config]):
 
     def rows(self, split: str) -> Iterable[Row]:
         if self.chat is not None:
-            yield from chats(self.places.data_path, split, **self._own)
+            read = {"role", "content", "weight", "tool_calls", *self.chat.words}
+            for row in chats(self.places.data_path, split, **self._own):
+                left_out.count_unread("messages", row["messages"], read)
+                yield row
             return
         for row in self._texts(split):
             yield from self._pieces(row)
