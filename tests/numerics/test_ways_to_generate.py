@@ -175,6 +175,35 @@ def test_four_ways_give_one_text(
     assert not {"repetition_penalty", "suppress_tokens", "temperature", "top_k"} & said.keys()
 
 
+def test_what_a_template_spells_behind_an_answer_is_no_part_of_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As chatml's "<|im_end|>" with a tokenizer that has no such token."""
+    values = values_of("date", folder)
+    values["data"] |= {"chat_template": "closing.jinja"}
+    template, file = folder / "closing.jinja", Path(values["base"]) / generation_file.NAME
+    template.write_text(DATED)
+    file.unlink(missing_ok=True)
+    how = Prediction(max_tokens=LONGEST)
+    _, _, plain = exported(values, folder, tmp_path / "plain")
+    tokenizer, whole = plain.task.tokenizer, predicted("date", plain, how)
+    second = tokenizer(whole, add_special_tokens=False)["input_ids"][-3]
+    file.write_text(json.dumps({"eos_token_id": [plain.task.end, second]}))
+    _, _, plain = exported(values, folder, tmp_path / "ended")
+    ended = predicted("date", plain, how)
+    closing = ended[-3:]
+    template.write_text(DATED.replace("<|im_end|>", "") + "{% if not add_generation_prompt %}")
+    with template.open("a") as more:
+        more.write("{{ " + json.dumps(closing) + " }}{% endif %}")
+    _, _, opened = exported(values, folder, tmp_path / "closed")
+    assert opened.task.closing == closing
+    wanted = ended.removesuffix(closing)
+    assert len(wanted) == len(ended) - 3 > 0
+    assert predicted("date", opened, how) == wanted
+    assert served("date", opened)[0] == wanted
+    assert written("date", opened).removesuffix("\n") == wanted
+
+
 @pytest.mark.parametrize("start", [5, [5, 5]], ids=["another", "a list"])
 @pytest.mark.parametrize("kind", ["summariser", "fid"])
 def test_a_text_starts_as_it_was_learnt_whatever_the_base_recommends(

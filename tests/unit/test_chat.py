@@ -98,6 +98,22 @@ def test_what_the_assistant_says_is_learnt_with_the_token_that_ends_it(
     assert learnt(template, TURNS) == wanted
 
 
+@pytest.mark.parametrize(
+    ("template", "special", "closing"),
+    [
+        (BUILT_IN["chatml"], SPECIAL, ""),
+        (BUILT_IN["chatml"], [], "<|im_end|>\n"),
+        (BUILT_IN["plain"], SPECIAL, ""),
+        ("{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}\n\n{% endfor %}", [], "\n\n"),
+        ("{{ raise_exception('no') }}", [], ""),
+    ],
+)
+def test_what_a_template_writes_behind_an_answer_without_a_token_is_its_closing(
+    template: str, special: list[str], closing: str
+) -> None:
+    assert ChatTemplate(tokenizer(template, special), "here").closing == closing
+
+
 def test_the_ids_are_those_that_the_template_gives() -> None:
     made = tokenizer(LLAMA_3)
     tokens = ChatTemplate.of(made, None, None).tokens([{"messages": TURNS}], made.eos_token_id)[0]

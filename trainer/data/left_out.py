@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats.json_text import preview
+from trainer.data.formats.lists import doubt_of
 from trainer.errors import DataError
 from trainer.files.atomic import refusals, replace_file
 
@@ -150,6 +151,13 @@ def note(place: str, why: str, *, field: str | None = None, count: int = 1) -> N
     notes = _reading.get()
     if notes is not None:
         notes.add(Note(place, why, field), count=count)
+
+
+def doubt(value: Any, place: str, name: str, *, is_list: bool) -> None:
+    """Note a text of the field `name` that was probably meant to be something else (doubt_of)."""
+    why = doubt_of(value, name, is_list=is_list)
+    if why is not None:
+        note(place, why, field=name)
 
 
 def current() -> Notes | None:

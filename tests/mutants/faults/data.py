@@ -161,7 +161,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/readers/columns.py",
-        "row[name] = as_list(row[name], place, name)",
+        "row[name] = as_list(value, place, name)",
         "row[name] = row[name]",
         why="a list that stands in a text is learnt as that text",
         tests=LISTS,

@@ -286,6 +286,20 @@ class ChatTemplate:
         ]
         return scored[-1]
 
+    @property
+    def closing(self) -> str:
+        """What the template writes behind the last answer of a conversation if no token of it ends
+        the answer, so that the end token is appended: chatml's "<|im_end|>" and a line's end with a
+        tokenizer that spells it. "" where a token ends it, or the turn cannot be located.
+        """
+        said = "Closing."
+        messages = [{"role": role, "content": said} for role in ("user", ASSISTANT)]
+        try:
+            spoken = self.spoken({"messages": messages})
+        except DataError:
+            return ""
+        return spoken.text.rpartition(said)[2] if spoken.needs_end else ""
+
     def opened(self, row: Row) -> str:
         """A conversation as text, up to where the assistant begins to speak."""
         return self._writer.text(row["messages"], row.get("tools"), is_opened=True)

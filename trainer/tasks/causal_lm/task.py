@@ -105,6 +105,13 @@ class Task(TokenTask[Config]):
         return self.end if self.chat is None else self.chat.turn_end(self.end)
 
     @cached_property
+    def closing(self) -> str:
+        """What a conversation's template writes behind an answer before its end token, without a
+        token of its own: "" of texts.
+        """
+        return "" if self.chat is None else self.chat.closing
+
+    @cached_property
     def opening(self) -> list[int]:
         """The ids that begin every text: the beginning-of-text token of a tokenizer that writes one
         by itself, as Llama's and Gemma's do.
