@@ -61,6 +61,13 @@ SPECIAL = [
 ]
 
 
+# Roles in words; what stands behind a turn is to be filled in.
+SPELT = (
+    "{{% for m in messages %}}{{{{ m.role ~ ':' ~ m.content }}}}{}{{% endfor %}}"
+    "{{% if add_generation_prompt %}}assistant:{{% endif %}}"
+)
+
+
 def tokenizer(template: str | None, special: list[str] = SPECIAL) -> Any:
     """A token for every byte, and one for each special token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -104,7 +111,8 @@ def test_what_the_assistant_says_is_learnt_with_the_token_that_ends_it(
         (BUILT_IN["chatml"], SPECIAL, ""),
         (BUILT_IN["chatml"], [], "<|im_end|>\n"),
         (BUILT_IN["plain"], SPECIAL, ""),
-        ("{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}\n\n{% endfor %}", [], "\n\n"),
+        (SPELT.format("\n\n"), [], "\n\n"),
+        (SPELT.format("{{ eos_token }}"), SPECIAL, ""),
         ("{{ raise_exception('no') }}", [], ""),
     ],
 )
