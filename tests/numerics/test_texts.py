@@ -187,3 +187,5 @@ def test_letters_that_may_become_a_stop_text_are_held_back() -> None:
     assert unsure("It is", []) == 0
     assert unsure("It \ufffd\ufffd", ["x"]) == 2
     assert unsure("It \ufffd\ufffd", [" \u00e9"]) == 3
+    assert unsure("It is.\n", [], closing=".\n") == 2
+    assert unsure("It is.\n\n", ["s"], closing=".\n") == 0

@@ -22,6 +22,7 @@ from tests.wording import refused
 from trainer import tasks
 from trainer.commands.answer import Opened, answers
 from trainer.commands.options import module_of
+from trainer.models.texts import TORN
 from trainer.models.weights import generation_file
 from trainer.protocol.abilities import Prediction, Search
 from trainer.protocol.task import Places
@@ -173,6 +174,75 @@ def test_four_ways_give_one_text(
     said = json.loads((opened.folder / generation_file.NAME).read_text())
     assert second in said["eos_token_id"]
     assert not {"repetition_penalty", "suppress_tokens", "temperature", "top_k"} & said.keys()
+
+
+SPELT = (
+    "{{% for m in messages %}}{{{{ m.role ~ ': ' ~ m.content }}}}"
+    "{{% if m.role == 'assistant' %}}{{{{ {} }}}}{{% endif %}}{{% endfor %}}"
+    "{{% if add_generation_prompt %}}assistant:{{% endif %}}"
+)
+
+
+def test_what_a_template_spells_behind_an_answer_is_no_part_of_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As chatml's "<|im_end|>" with a tokenizer that has no such token."""
+    values = values_of("date", folder)
+    values["data"] |= {"chat_template": "closing.jinja"}
+    template, file = folder / "closing.jinja", Path(values["base"]) / generation_file.NAME
+    template.write_text(SPELT.format("''"))
+    file.unlink(missing_ok=True)
+    how = Prediction(max_tokens=LONGEST)
+    _, _, plain = exported(values, folder, tmp_path / "plain")
+    tokens = tokens_of(plain, how, monkeypatch)
+    texts = {at: plain.task.tokenizer.decode(tokens[:at]) for at in range(3, LONGEST)}
+    [at, *_] = [
+        at
+        for at, text in texts.items()
+        if tokens.index(tokens[at]) == at and TORN not in text[-2:] and len(text) > 4
+    ]
+    ended, closing = texts[at].removeprefix(" "), texts[at][-2:]
+    file.write_text(json.dumps({"eos_token_id": [plain.task.end, tokens[at]]}))
+    template.write_text(SPELT.format(json.dumps(closing)))
+    _, _, opened = exported(values, folder, tmp_path / "closed")
+    assert opened.task.closing == closing
+    wanted = ended[:-2]
+    assert predicted("date", opened, how) == wanted
+    assert served("date", opened)[0] == wanted
+    assert written("date", opened).removesuffix("\n") == wanted
+
+
+def tokens_of(opened: Opened, how: Prediction, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of what predict writes."""
+    spelt: list[list[int]] = []
+    spell = opened.task.tokenizer.decode
+
+    def decode(ids: list[int], **more: Any) -> str:
+        spelt.append(list(ids))
+        return spell(ids, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(opened.task.tokenizer, "decode", decode)
+        predicted("date", opened, how)
+    return spelt[-1]
+
+
+@pytest.mark.parametrize("start", [5, [5, 5]], ids=["another", "a list"])
+@pytest.mark.parametrize("kind", ["summariser", "fid"])
+def test_a_text_starts_as_it_was_learnt_whatever_the_base_recommends(
+    kind: str, start: Any, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = values_of(kind, folder)
+    file = Path(values["base"]) / generation_file.NAME
+    file.write_text(json.dumps({"decoder_start_token_id": start, "eos_token_id": 0}))
+    with caplog.at_level(logging.WARNING):
+        task, model, opened = exported(values, folder, tmp_path / "export")
+    assert f"decoder_start_token_id={start!r}" in caplog.text
+    text = predicted(kind, opened, Prediction())
+    assert evaluated(kind, task, model) == text == served(kind, opened)[0]
+    learnt = TINY_T5["config"]["decoder_start_token_id"]
+    said = json.loads((opened.folder / generation_file.NAME).read_text())
+    assert learnt == said["decoder_start_token_id"] != start
 
 
 TEMPLATES: dict[str, dict[str, str]] = {

@@ -209,15 +209,25 @@ def asked_of(model: Path, folder: Path) -> tuple[Any, list[str], list[str]]:
     return Reader(model / "final", cache_dir=folder / "cache"), questions, contexts
 
 
+DOUBTED = "It ends <|endoftext|> here."
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "field"),
+    [
+        ("summariser", {"context": DOUBTED}, "document"),
+        ("causal_lm", {"messages": [{"role": "user", "content": DOUBTED}]}, "messages.content"),
+        ("causal_lm", {"prompt": DOUBTED}, "prompt"),
+    ],
+)
 def test_predict_under_strict_refuses_what_is_doubted_and_writes_nothing(
-    runs: dict[str, Path], tmp_path: Path
+    task: str, row: dict[str, Any], field: str, runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    row = {**row_of("summariser", 0), "context": "It ends <|endoftext|> here."}
     rows = written(tmp_path / "rows.jsonl", [row])
-    words = arguments(runs["summariser"], rows, tmp_path / "out.jsonl", "--strict")
+    words = arguments(runs[task], rows, tmp_path / "out.jsonl", "--strict")
     refused = forked.run(*words)
     assert refused.returncode == 2, refused.stderr
-    why = "rows with the control token '<|endoftext|>' in 'document'"
+    why = f"rows with the control token '<|endoftext|>' in {field!r}"
     says("strict_refuses", refused.stderr, count=1, why=why, places=f"{rows}, line 1")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 

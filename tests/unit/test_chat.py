@@ -61,6 +61,13 @@ SPECIAL = [
 ]
 
 
+# Roles in words; what stands behind a turn is to be filled in.
+SPELT = (
+    "{{% for m in messages %}}{{{{ m.role ~ ':' ~ m.content }}}}{}{{% endfor %}}"
+    "{{% if add_generation_prompt %}}assistant:{{% endif %}}"
+)
+
+
 def tokenizer(template: str | None, special: list[str] = SPECIAL) -> Any:
     """A token for every byte, and one for each special token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -96,6 +103,23 @@ def test_what_the_assistant_says_is_learnt_with_the_token_that_ends_it(
     template: str, wanted: list[str]
 ) -> None:
     assert learnt(template, TURNS) == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "closing"),
+    [
+        (BUILT_IN["chatml"], SPECIAL, ""),
+        (BUILT_IN["chatml"], [], "<|im_end|>\n"),
+        (BUILT_IN["plain"], SPECIAL, ""),
+        (SPELT.format("\n\n"), [], "\n\n"),
+        (SPELT.format("{{ eos_token }}"), SPECIAL, ""),
+        ("{{ raise_exception('no') }}", [], ""),
+    ],
+)
+def test_what_a_template_writes_behind_an_answer_without_a_token_is_its_closing(
+    template: str, special: list[str], closing: str
+) -> None:
+    assert ChatTemplate(tokenizer(template, special), "here").closing == closing
 
 
 def test_the_ids_are_those_that_the_template_gives() -> None:
@@ -702,6 +726,13 @@ def test_system_and_input_of_a_row_are_read(tmp_path: Path) -> None:
                 fault("learning_key_unknown", turn=1, key=key, value=True),
             )
             for key in ("ignore", "skip", "unmask", "supervised")
+        ),
+        *(
+            (
+                {"messages": [TURNS[1], {**TURNS[2], key: 0}]},
+                fault("learning_key_unknown", turn=1, key=key, value=0),
+            )
+            for key in ("lossMask", "loss-mask", "isTrained", "trainOnTurn", "noLoss", "trainable ")
         ),
         ({"messages": TURNS, "functions": [{}]}, fault("functions_of_row", value="[{}]")),
         (

@@ -146,8 +146,23 @@ def test_turns_and_calls_of_a_conversation_are_looked_through_and_ids_are_not(
     folder: Path, tmp_path: Path
 ) -> None:
     controls = ControlTokens(task_of("fid", folder, tmp_path).tokenizer)
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a": [1, END]}}}
+    call = {"function": {"name": "f", "arguments": {"a": [1, END], "id": END}}}
     row = {"id": END, "messages": [{"role": "user", "content": END}, {"tool_calls": [call]}]}
-    fields = ["messages.content", "messages.tool_calls.function.arguments.a"]
-    assert controls.in_row(row) == [(field, END) for field in fields]
+    arguments = [f"messages.tool_calls.function.arguments.{name}" for name in ("a", "id")]
+    assert controls.in_row(row) == [(field, END) for field in ("messages.content", *arguments)]
     assert controls.in_row({"text": END, "piece": 1}) == []
+
+
+def test_the_end_of_a_turn_counts_though_the_tokenizer_does_not_call_it_special(
+    folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = task_of("fid", folder, tmp_path).tokenizer
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    chat = {"source": "chat", "chat_template": "chatml"}
+    values = experiment("causal_lm", folder, data=chat) | {"tokenizer": str(tmp_path / "tokenizer")}
+    task = tasks.load(tasks.parse(values), Places(folder, tmp_path, tmp_path))
+    turns = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "<think>"}]
+    with left_out.gathering():
+        store(task, [{"messages": turns}], tmp_path)
+        assert left_out.of_split("train").counts == {reason(("messages.content", "<|im_end|>")): 1}

@@ -14,6 +14,7 @@ from tests.unit.test_own_rows import WRITERS, read, statements
 from tests.wording import refused
 from trainer.config.block import validate
 from trainer.config.own_rows import QUESTIONS, OwnRows
+from trainer.data import left_out
 from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields, questions, retrieved
 from trainer.data.readers.columns import in_our_names
@@ -102,6 +103,30 @@ def test_any_other_text_is_a_list_of_one(text: str) -> None:
         ("[\u201cParis\u201d, \u201cLyon\u201d]", "do not close"),
         ("['a'], dtype=object", "do not close"),
         ("['a'ish 'b']", "do not close"),
+        ("tensor([10, 11])", "do not close"),
+        ("[tensor(10), tensor(11)]", "do not close"),
+        ("Array([1, 2], dtype=int32)", "do not close"),
+        ("tf.Tensor(['a'], shape=(1,), dtype=string)", "do not close"),
+        ("[Decimal('1')]", "do not close"),
+        ("[datetime.date(2020, 1, 1)]", "do not close"),
+        ("WrappedArray(Paris, Rome)", "do not close"),
+        ('c("Paris", "Rome")', "do not close"),
+        ('{Paris,"City of Paris"}', "do not close"),
+        ("shape: (2,)\nSeries: '' [str]\n[\n\t\"a\"\n]", "do not close"),
+        ('<pyarrow.lib.StringArray object at 0x7f>\n[\n  "a"\n]', "do not close"),
+        ("<map object at 0x7f21>", "do not close"),
+        ("odict_keys(['a'])", "do not close"),
+        ("[\xaba\xbb, \xabb\xbb]", "do not close"),
+        ("\"['a', 'b']\"", "do not close"),
+        (r"[\"a\", \"b\"]", "do not close"),
+        ("[&quot;a&quot;]", "do not close"),
+        ("{'text': ['a', 'b'], 'answer_start': [1, 2]}", "an object of lists"),
+        (
+            "{'text': array(['a'], dtype=object), 'answer_start': array([1], dtype=int32)}",
+            "an object of lists",
+        ),
+        ('{"text": [], "answer_start": []}', "an object of lists"),
+        ('{"aliases": ["A", "B"], "value": "A"}', "an object of lists"),
         ("[{'a': 1, 'a': 2}]", "stands twice"),
         ("[b'a']", "bytes"),
         (r"['\d']", "stands for no character"),
@@ -112,6 +137,65 @@ def test_any_other_text_is_a_list_of_one(text: str) -> None:
 def test_a_text_that_only_looks_like_a_list_is_refused(text: str, problem: str) -> None:
     with refused("table_cell_half_list", at="here", key="answers", problem=problem):
         as_list(text, "here", "answers")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("print('a')", "list('a')", 'c("a")', "f(a, b)", "a tensor([1]) of one", "<b>bold</b>"),
+        *("\"['a'] is a list\"", "{1, 2}: a set", '{"a": [1]}', '{"a": [1], "b": 2}', "[`a`]"),
+    ],
+)
+def test_code_and_quotations_are_texts(text: str) -> None:
+    assert as_list(text, "here", "answers") == [text]
+
+
+@pytest.mark.parametrize("text", ["[Paris, Rome]", " {Paris,Rome} "])
+def test_a_list_without_quotes_is_one_text_and_doubted(text: str) -> None:
+    raw = [{"question": text, "answers": text}, {"question": "q", "answers": "[sic], he said"}]
+    raw.append({"question": "q", "answers": json.dumps([text])})
+    placed = [(f"line {number}", row) for number, row in enumerate(raw, start=1)]
+    with left_out.reading() as notes:
+        rows = [row["answers"] for _, row in in_our_names(placed, {}, QUESTIONS)]
+        assert fields.texts(text, "line 9", "bm25") == [text]
+    assert rows == [[text], ["[sic], he said"], [text]]
+    assert [(note.place, note.field) for note in notes.first] == [
+        ("line 1", "answers"),
+        ("line 9", "bm25"),
+    ]
+    assert all("lack quotes" in why for why in notes.counts)
+
+
+def test_a_missing_value_that_became_a_text_is_doubted_by_its_field(tmp_path: Path) -> None:
+    cells = [("q", "nan"), ("None", "a"), ("q", "\\N"), ("nan?", "None of them"), ("q", '["nan"]')]
+    rows = [{"question": one, "answers": other, "contexts": "c"} for one, other in cells]
+    WRITERS[".csv"](tmp_path / "train.csv", rows)
+    with left_out.reading() as notes:
+        assert len(read(tmp_path, columns={})) == len(rows)
+    assert [(note.place.rpartition(", ")[2], note.field) for note in notes.first] == [
+        ("row 1", "answers"),
+        ("row 2", "question"),
+        ("row 3", "answers"),
+    ]
+    assert all("missing value" in why for why in notes.counts)
+
+
+def test_summaries_of_other_columns_are_doubted_once(tmp_path: Path) -> None:
+    rows = [{"document": "d", "target": "nan"}, {"document": "d", "target": "[a, b]"}]
+    WRITERS[".csv"](tmp_path / "train.csv", rows)
+    data = validate(SummaryData, {"source": "files", "summaries": ["target"]})
+    with left_out.reading() as notes:
+        found = list(summaries.rows(data, Places(tmp_path, tmp_path, tmp_path), "train"))
+    assert [row["summaries"] for row in found] == [["nan"], ["[a, b]"]]
+    assert [*notes.counts.values()] == [1, 1]
+    assert {note.field for note in notes.first} == {"target"}
+
+
+def test_an_object_of_lists_is_led_into_by_its_column() -> None:
+    cell = "{'text': array(['a', 'b'], dtype=object), 'answer_start': array([1, 9])}"
+    raw = {"question": "q", "answers": cell}
+    ((_, row),) = in_our_names([("line 1", raw)], {"answers": "answers.text"}, QUESTIONS)
+    assert row["answers"] == ["a", "b"]
 
 
 @pytest.mark.parametrize("missing", [None, "", float("nan")])

@@ -22,6 +22,7 @@ OTHER = {"docid": "2", "title": "t", "text": "y"}
 ASKED = {"id": "a", "question": "q", "answers": ["a"]}
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 DPR = {"question": "q", "answers": ["x"], "positive_ctxs": [PASSAGE], "negative_ctxs": []}
+NAMED = "{% for m in messages %}{{ m.role ~ m.name ~ m.content ~ eos_token }}{% endfor %}"
 NO_FILES = {"train": None, "valid": None}
 
 # (task, changes of its data, a row, its keys that nothing reads besides "url")
@@ -38,6 +39,18 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {"source": "chat", "chat_template": "chatml"},
         {"messages": TURNS, "system": "s", "tools": [], "prompt": "p"},
         ["prompt"],
+    ),
+    (
+        "causal_lm",
+        {"source": "chat", "chat_template": "chatml"},
+        {"messages": [TURNS[0] | {"name": "n", "id": "1"}, TURNS[1] | {"name": "m", "label": 0}]},
+        ["messages[].name", "messages[].label"],
+    ),
+    (
+        "causal_lm",
+        {"source": "chat", "chat_template": "named.jinja"},
+        {"messages": [TURNS[0] | {"name": "n"}, TURNS[1] | {"hidden": True, "weight": 1}]},
+        ["messages[].hidden"],
     ),
     (
         "causal_lm",
@@ -121,6 +134,7 @@ def test_every_key_that_no_part_of_the_task_reads_is_named_with_its_count(
 ) -> None:
     rows = [row, {**row, "url": "u", "date": None}, {**row, "url": ""}]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (tmp_path / "named.jinja").write_text(NAMED)
     task = task_of(name, data, facts, tmp_path)
     expected = dict.fromkeys(others, 3) | {"url": 1}
     for _ in range(2):  # read, then remembered

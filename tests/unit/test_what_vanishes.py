@@ -100,6 +100,61 @@ def test_a_file_beside_the_one_that_is_read_is_named_and_a_second_of_its_kind_re
         read(tmp_path, "valid", columns={})
 
 
+def test_parts_and_copies_beside_the_file_that_is_read_are_named(tmp_path: Path) -> None:
+    row = {"question": "q", "answers": "a", "contexts": "c"}
+    parts = (
+        *("train (1).jsonl", "train copy.jsonl", "train-00001-of-00002.jsonl", "train.1.jsonl"),
+        *("train2.csv", "train_part2.jsonl.gz"),
+    )
+    others = ("train-small.jsonl", "train_qrels.tsv", "training.jsonl", "train.1.txt", "test2.csv")
+    for name in (*parts, *others, "train.jsonl"):
+        write_lines(tmp_path / name, [row])
+    with left_out.reading() as notes:
+        assert len(read(tmp_path, columns={})) == 1
+    assert notes.counts == {folders.OTHERS: len(parts)}
+    assert sorted(Path(one.place).name for one in notes.first) == list(parts)
+
+
+def test_a_file_is_no_part_of_its_folder_twice(tmp_path: Path) -> None:
+    row = {"question": "q", "answers": "a", "contexts": "c"}
+    folder = tmp_path / "train"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        write_lines(folder / name, [row])
+    (folder / "c.jsonl").symlink_to(folder / "a.jsonl")
+    (folder / "b.jsonl.gz").write_bytes(b"x")
+    with refused("folder_of_twins", twins="b.jsonl.gz (as b.jsonl), c.jsonl (as a.jsonl)"):
+        read(tmp_path, columns={})
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "Test-1.jsonl", "Valid.csv", "dev_2.jsonl"])
+def test_a_share_is_not_taken_from_the_file_of_another_split(name: str, tmp_path: Path) -> None:
+    row = {"question": "q", "answers": "a", "contexts": "c"}
+    write_lines(tmp_path / name, [row])
+    with refused("share_of_two_files", files=name):
+        read(tmp_path, columns={}, valid_share=0.5)
+
+
+@pytest.mark.parametrize("name", ["values.jsonl", "testimonials.jsonl"])
+def test_a_share_is_taken_from_a_file_of_any_other_name(name: str, tmp_path: Path) -> None:
+    rows = [{"question": f"q{n}", "answers": "a", "contexts": "c"} for n in range(40)]
+    write_lines(tmp_path / name, rows)
+    assert 0 < len(read(tmp_path, columns={}, valid_share=0.5)) < len(rows)
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
+def test_a_header_in_the_middle_of_a_table_is_no_row(
+    suffix: str, separator: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"a{suffix}"
+    table = f"id{separator}text\n1{separator}a\n"
+    path.write_text(table + table)
+    with refused("table_header_again", at=f"a{suffix}, row 2"):
+        list(row_files.placed_rows(path))
+    path.write_text("text\ntext\n")  # of one column it may be a text
+    assert [row for _, row in row_files.placed_rows(path)] == [{"text": "text"}]
+
+
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [

@@ -7,7 +7,7 @@ another turn begins. Such texts are counted and named, for few people meant that
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,12 +25,15 @@ Control = tuple[str, str]  # (field, token): ("ctxs.text", "</s>")
 class ControlTokens:
     """The control tokens of one tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, ends: Collection[int] = ()) -> None:
+        """ends: tokens that end a turn or a text; they count although the tokenizer, which added
+        them, does not call them special.
+        """
         self.tokenizer = tokenizer
         special = {
             added.content: number
             for number, added in tokenizer.added_tokens_decoder.items()
-            if added.special
+            if added.special or number in ends
         }
         special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self._ids = {text: int(number) for text, number in special.items() if text.strip()}
@@ -61,19 +64,28 @@ class ControlTokens:
 
     def in_row(self, row: Mapping[str, Any]) -> list[Control]:
         """The control tokens in the texts of a raw row, each once a field. The one that opens every
-        text may stand at the beginning of a "text" of its own.
+        text may stand at the beginning of a "text" or "prompt" of its own.
         """
         if any(row.get(name) for name in _REPEATED):
             return []
         controls: dict[Control, None] = {}
         for field, text in _texts(row, ""):
-            text = text.removeprefix(self._opening) if field == "text" else text
+            text = text.removeprefix(self._opening) if field in ("text", "prompt") else text
             controls |= dict.fromkeys((field, token) for token in self.in_text(text))
         return list(controls)
 
     @cached_property
     def _opening(self) -> str:
         return str(self.tokenizer.bos_token) if vocabulary.opening_of(self.tokenizer) else ""
+
+
+def controls_of(task: Any) -> ControlTokens | None:
+    """The control tokens of a task's tokenizer; None of a task that has none."""
+    tokenizer = getattr(task, "tokenizer", None)
+    if tokenizer is None:
+        return None
+    is_chat = getattr(task, "chat", None) is not None
+    return ControlTokens(tokenizer, ends=[task.turn_end] if is_chat else [])
 
 
 def reason(control: Control) -> str:
@@ -88,7 +100,7 @@ def _texts(value: Any, field: str) -> Iterator[tuple[str, str]]:
         yield field, value
     elif isinstance(value, Mapping):
         for name, one in value.items():
-            if name not in _NO_TEXTS:
+            if name not in _NO_TEXTS or "." in field:  # an argument of a call may be called "id"
                 yield from _texts(one, f"{field}.{name}" if field else str(name))
     elif isinstance(value, Iterable):
         for one in value:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats.json_text import preview
+from trainer.data.formats.lists import doubt_of
 from trainer.errors import DataError
 from trainer.files.atomic import refusals, replace_file
 
@@ -150,6 +151,13 @@ def note(place: str, why: str, *, field: str | None = None, count: int = 1) -> N
     notes = _reading.get()
     if notes is not None:
         notes.add(Note(place, why, field), count=count)
+
+
+def doubt(value: Any, place: str, name: str, *, is_list: bool) -> None:
+    """Note a text of the field `name` that was probably meant to be something else (doubt_of)."""
+    why = doubt_of(value, name, is_list=is_list)
+    if why is not None:
+        note(place, why, field=name)
 
 
 def current() -> Notes | None:
@@ -322,6 +330,23 @@ def watched(
     lost = {name for name in replaced if name not in sources}
     held = [_named(name, lost) for name, value in raw.items() if _is_content(name, value, sources)]
     return WatchedRow(row, held, notes.keys)
+
+
+def count_unread(name: str, objects: Iterable[Mapping[str, Any]], read: Collection[str]) -> None:
+    """Count a row for each key of the objects in its list `name` that is not among those which are
+    read: "messages[].exclude". Nothing happens outside of reading().
+    """
+    notes = current()
+    if notes is None:
+        return
+    held = {
+        f"{name}[].{key}"
+        for one in objects
+        for key, value in one.items()
+        if key not in read and _is_content(key, value, set())
+    }
+    for key in held:
+        notes.keys.held[key] = notes.keys.held.get(key, 0) + 1
 
 
 def _named(name: str, lost: set[str]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from trainer.data import left_out
 from trainer.data.content import Content, RowHasher, content_of, content_of_rows
-from trainer.data.control_tokens import ControlTokens, reason
+from trainer.data.control_tokens import ControlTokens, controls_of, reason
 from trainer.data.encoding import EncodeRows, encoded_rows, usable_processes
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import DataError
@@ -189,7 +189,7 @@ def store_of(
         split=split,
         cache_dir=cache_dir,
         length=task.length,
-        tokenizer=getattr(task, "tokenizer", None),
+        controls=controls_of(task),
         num_proc=num_proc,
         content=content or content_of(task, split, cache_dir),
         encode_rows=task.encode_rows if isinstance(task, EncodesRows) else None,
@@ -204,7 +204,7 @@ def open_store(
     split: str,
     cache_dir: Path,
     length: Callable[[Mapping[str, Any]], int],
-    tokenizer: Any = None,
+    controls: ControlTokens | None = None,
     num_proc: int | None = None,
     content: Content | None = None,
     encode_rows: EncodeRows | None = None,
@@ -218,12 +218,11 @@ def open_store(
     are read to compute them. num_proc: the number of processes that encode, which does not change
     the result; None: chosen by the number of rows (`usable_processes`). encode_rows: encodes many
     rows by one call, with the results of `encode`; None: `encode` is called. Memory stays bounded.
-    tokenizer: its control tokens in the texts of rows are noted with the store, and gathered.
+    controls: those in the texts of rows are noted with the store, and gathered.
     Raises DataError when there are no rows, when the rows change between two readings, or when an
     encoding is not lists of ids; StorageError when the disk refuses.
     """
     digest, num_rows = content or content_of_rows(rows, encoding_id, split)
-    controls = None if tokenizer is None else ControlTokens(tokenizer)
     many = encode_rows or (lambda chunk: [encode(row) for row in chunk])
     encode_chunk = functools.partial(_encode, many, controls)
 

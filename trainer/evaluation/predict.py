@@ -23,7 +23,7 @@ import torch
 
 from trainer.config.own_rows import Layout
 from trainer.data import left_out
-from trainer.data.control_tokens import ControlTokens, reason
+from trainer.data.control_tokens import controls_of, reason
 from trainer.data.readers import fields, row_files
 from trainer.data.readers.columns import in_our_names
 from trainer.errors import ConfigError
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _BATCHES = 8  # batches of a piece: a kill loses at most one piece per rank
 _EXPORTS = ("best", "final")
+_PROMPTS = ("messages", "tools", "system", "prompt", "input", "text")  # of a language model
 # Ranks wait for each other at the end, and some may have much more work than others.
 _PATIENCE_S = 7 * 24 * 3600.0
 
@@ -167,10 +168,14 @@ def _judge_rows(request: RowsToPredict, task: Any) -> None:
     """Tell what is left out of the rows, or doubted; refuse it under --strict. No row is wrong in a
     piece that comes later: the first wrong one is an error here.
     """
-    controls, trained = ControlTokens(task.tokenizer), _trained(task)
+    controls, trained = controls_of(task), _trained(task)
+    assert controls is not None, "every task that predicts has a tokenizer"
     with left_out.one_reading(str(request.rows), strict=request.strict):
         for _, place, raw in _rows(request, task):
-            for control in controls.in_row(trained.row_to_predict(task, raw, place)):
+            row = trained.row_to_predict(task, raw, place)
+            if "ids" in row:  # a prompt in tokens: its texts are those that were read
+                row = {name: raw[name] for name in _PROMPTS if name in raw}
+            for control in controls.in_row(row):
                 left_out.note(place, reason(control), field=control[0])
 
 

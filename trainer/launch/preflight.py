@@ -22,7 +22,7 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.mistakes import OPTIMIZER_ON_NVME, foreign_best, long_warmup, odd_rate
 from trainer.data import left_out
-from trainer.data.control_tokens import ControlTokens, reason
+from trainer.data.control_tokens import controls_of, reason
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
@@ -262,7 +262,7 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
     `problems`.
     """
     rows: list[Encoded] = []
-    controls = ControlTokens(tokenizer) if (tokenizer := getattr(task, "tokenizer", None)) else None
+    controls = controls_of(task)
     try:
         for number, row in enumerate(islice(task.rows(split), FIRST_ROWS), start=1):
             rows.append(task.encode(row))

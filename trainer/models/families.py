@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 from trainer.errors import ConfigError
@@ -200,6 +201,14 @@ def family_of(config: Any) -> Family:
     """The row of a transformers config; for a model_type that has none, a row of defaults."""
     model_type: str = config.model_type
     return FAMILIES.get(model_type) or Family(model_type=model_type, name=model_type)
+
+
+def start_of(config: Any) -> int | None:
+    """The token that a decoder's text starts with in training; None if a model is no
+    encoder-decoder of the table, or its config names none.
+    """
+    key = family_of(config).start_key
+    return None if key is None else attrgetter(key)(config)
 
 
 def check_family(config: Any, families: Sequence[str], *, advice: str) -> None:

@@ -98,6 +98,7 @@ class GrowingText:
     top_p: float = 1.0  # tokens are drawn from the likeliest, whose probabilities sum up to this
     chance: torch.Generator = field(default_factory=torch.Generator)  # for the draws
     stops: Sequence[str] = ()  # the text ends before the first of these
+    closing: str = ""  # is no part of the text where a token ends it behind this
     is_told: bool = False  # whether its pieces are read while it grows
     num_likeliest: int | None = None  # log-probabilities that are kept beside each; None: none
     made: list[int] = field(default_factory=list[int])  # token ids that were generated
@@ -113,7 +114,7 @@ class GrowingText:
     def take(self, token: int) -> Piece | None:
         """Add a token; returns the new characters that no later token can change, if any."""
         if token in self.ends:
-            return self._end("stop", self.spell(self.made))
+            return self._end("stop", self.spell(self.made).removesuffix(self.closing))
         self.made.append(token)
         is_last = len(self.made) == self.most
         if not (self.is_told or self.stops or self.num_likeliest is not None):
@@ -129,7 +130,8 @@ class GrowingText:
             return self._end("stop", self.text[:first])
         if is_last:
             return self._end("length", self.spell(self.made))
-        return self._until(len(self.text) - unsure(self.text[self.told :], self.stops))
+        rest = self.text[self.told :]
+        return self._until(len(self.text) - unsure(rest, self.stops, closing=self.closing))
 
     def _end(self, finish: str, text: str) -> Piece | None:
         self.text, self.finish = text, finish
@@ -227,12 +229,14 @@ def grown(base: Any, texts: Sequence[GrowingText], *, pad: int) -> Iterator[tupl
         mask_RL = torch.cat([mask_RL, mask_RL.new_ones(len(alive), 1)], 1)
 
 
-def unsure(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end a later token may change or turn into a stop text."""
+def unsure(text: str, stops: Sequence[str], *, closing: str = "") -> int:
+    """How many characters at the end a later token may change, turn into a stop text, or make a
+    part of the closing.
+    """
     whole = text.rstrip(TORN)
-    starts = [
-        length for stop in stops for length in range(1, len(stop)) if whole.endswith(stop[:length])
-    ]
+    begun = [stop[:length] for stop in stops for length in range(1, len(stop))]
+    begun += [closing[:length] for length in range(1, len(closing) + 1)]
+    starts = [len(start) for start in begun if whole.endswith(start)]
     return len(text) - len(whole) + max(starts, default=0)
 
 

@@ -100,7 +100,9 @@ class TokenTask(ABC, Generic[C]):
         """Log what the base's generation_config.json says and nothing here obeys."""
         if self.kind == "encoder":
             return
-        unused = generation_file.unused_of_base(base_source.resolve(self.cfg.base, self.places))
+        source = base_source.resolve(self.cfg.base, self.places)
+        config = base_source.config_of(self.cfg.base, self.places)
+        unused = generation_file.unused_of_base(source, config)
         if unused:
             log.warning(
                 "base: its %s says %s. Texts are generated without that, here and from exports; "

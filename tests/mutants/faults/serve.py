@@ -164,10 +164,17 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/weights/generation_file.py",
-        "model.generation_config = GenerationConfig(**(ids | missing))",
-        "_ = GenerationConfig(**(ids | missing))",
+        "model.generation_config = GenerationConfig(**(ids | missing | start))",
+        "_ = GenerationConfig(**(ids | missing | start))",
         why="penalties of a base are obeyed by training's evaluations alone",
         tests="tests/numerics/test_ways_to_generate.py -k fid",
+    ),
+    Fault(
+        "trainer/models/weights/generation_file.py",
+        "(ids | missing | start)",
+        "(ids | missing)",
+        why="training's evaluations start a summary with a token that was never learnt",
+        tests="tests/numerics/test_ways_to_generate.py -k starts_as",
     ),
     Fault(
         "trainer/tasks/token_task.py",

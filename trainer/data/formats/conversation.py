@@ -26,6 +26,7 @@ _ON_LEARNING = re.compile(
     r"(^|_)(train(ing|able|ed)?|loss|(un)?mask(ed|s)?|weights?|(un)?learn(t|ed)?"
     r"|ignored?|skip(ped)?|supervised?)(_|$)"
 )
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")  # lossMask, loss-mask
 # Keys whose value would be lost, with what to write in their place.
 _UNREAD = {
     "function_call": 'a call in "tool_calls": [{"type": "function", "function": {...}}]',
@@ -343,7 +344,7 @@ def _weight(given: Row, role: str, name: str, report: Report) -> int | None:
                 report(RowProblem(f"{name}.{key}", value, want))
                 continue
             said[key] = int(value)
-        elif _ON_LEARNING.search(key.lower()):
+        elif _ON_LEARNING.search(_HUMP.sub("_", key).lower()):
             want = f'"weight": 0 or 1 on turns of the assistant; {key!r} is not known'
             report(RowProblem(f"{name}.{key}", value, want))
     if len({*said.values()}) > 1:

@@ -43,14 +43,30 @@ _QUOTED = re.compile(r"""[bBuU]?(['"])""")
 _NEXT_QUOTED = re.compile(r"""['"]\s*,\s*[bBuU]?['"]""")
 _SURE = re.compile(
     r"""\[\s*(?:\[\s*['"]|\{\s*['"]|array\(|list\(|(?:np|numpy)\.\w+\()
+    |\[\s*(?:\w+\.)*(?:tensor|Tensor|Array|Decimal|UUID|Timestamp|date|datetime|\w*Path|Row)\(
+    |\[\s*(?:\\+['"]|&(?:quot|apos|\#3[49]);)  # quotes that were escaped once more
+    |(['"])\s*\[\s*\\*['"].*['"]\s*\]\s*\1$  # a list in quotes
+    |(?:\w+\.)*(?:tensor|Tensor|[Aa]rray)\(\s*\[
+    |(?:tensor|(?:Wrapped)?Array|ArrayBuffer|ArraySeq|List)\([^()]*\)$  # of torch, of Scala
+    |(?:c|list)\(\s*"[^"]*"(?:\s*,\s*"[^"]*")+\s*\)$  # of R
+    |\{[^{}":]*,"[^"]*"[^{}:]*\}$  # an array of PostgreSQL
+    |shape:\ \(\d+,?\)\s*\n\s*Series  # of polars
+    |<[\w.]*(?:Array|Tensor|Index|Series)\b|<[\w.\ <>]+\ at\ 0x[0-9a-f]+>$
     |(?:np\.|numpy\.)?array\(\s*\[
     |(?:np|numpy)\.(?:str_|bytes_|bool_|u?int\d+|float\d+)\(
     |\{\s*['"]
-    |(?:frozenset|deque|Index|OrderedDict|dict_keys|dict_values)\(\s*[\[{(]
-    |\[\s*[\u201c\u201d\u2018\u2019].*[\u201c\u201d\u2018\u2019]\s*\]$ # quotes of a word processor
+    |(?:frozenset|set|deque|Index|OrderedDict|o?dict_keys|o?dict_values)\(\s*[\[{(]
+    |\[\s*[\u2018-\u201f\xab\xbb].*[\u2018-\u201f\xab\xbb]\s*\]$ # quotes of a word processor
     |.*\n(?:Name:\ .*,\ )?(?:Length:\ \d+,\ )?dtype:\ \w+$  # a Series of pandas
     """,
     re.VERBOSE | re.DOTALL,
+)
+# One bracket around a whole text, with a comma: "[Paris, Rome]" of Java, "{Paris,Rome}".
+_UNQUOTED = re.compile(r"\[[^\[\]]*,[^\[\]]*\]|\{[^{}:]*,[^{}:]*\}")
+_IN_BRACKETS = "texts in brackets with commas (one text each, not lists: their items lack quotes)"
+# What programs write for a missing value where it becomes a text; "None" may be an answer, too.
+_NO_VALUES = frozenset(
+    {"nan", "NaN", "None", "NULL", "null", "NaT", "<NA>", "\\N", "#N/A", "undefined"}
 )
 _WORD_BEHIND = re.compile(r"[.:;!?]?\s+[^\W\d]")
 _LIST_BEHIND = re.compile(r"""[\[({]\s*['"]|\bdtype[:=]""")
@@ -74,6 +90,19 @@ def as_list(value: Any, place: str, name: str) -> Any:
     return [value] if items is None else items
 
 
+def doubt_of(value: Any, name: str, *, is_list: bool) -> str | None:
+    """Why a text that is no list is probably not what it was meant to be, as left_out.note wants
+    it: the word that a program writes for a missing value; where a list is wanted, one whose items
+    lack quotes. None for any other value.
+
+    name: of the field.
+    """
+    content = value.strip() if isinstance(value, str) else ""
+    if content in _NO_VALUES:
+        return f"texts {content!r} in {name!r} (read as texts; a missing value is empty or null)"
+    return _IN_BRACKETS if is_list and _UNQUOTED.fullmatch(content) else None
+
+
 def is_nan(value: Any) -> bool:
     """Whether a value is NaN, which pandas writes for a missing one."""
     return isinstance(value, float) and math.isnan(value)
@@ -86,6 +115,11 @@ def parsed(text: str, place: str, name: str) -> list[Any] | None:
     value = structure(text, place, name)
     if isinstance(value, list):
         return value
+    if isinstance(value, dict) and _is_of_columns(value):
+        problem = (
+            "it is an object of lists. data.columns may lead to one of them, as 'answers.text'"
+        )
+        _refuse(text, place, name, problem)
     if not isinstance(value, dict) and _looks_like_a_list(text.strip()):
         _refuse(text, place, name, "its quotes, commas or brackets do not close as those of one")
     return None
@@ -129,6 +163,15 @@ def _refuse(text: str, place: str, name: str, problem: str) -> NoReturn:
         place=place,
         field=name,
     )
+
+
+def _is_of_columns(value: dict[str, Any]) -> bool:
+    """Whether an object holds a list of objects by columns, as data sets and SQuAD's answers do:
+    {"text": [...], "answer_start": [...]}; or TriviaQA's answer with its aliases.
+    """
+    lengths = [len(one) if isinstance(one, list) else -1 for one in value.values()]
+    is_of_columns = len(lengths) > 1 and len({*lengths}) == 1 and lengths[0] >= 0
+    return is_of_columns or isinstance(value.get("aliases"), list)
 
 
 def _looks_like_a_list(content: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats.lists import as_list, is_nan, structure
-from trainer.data.left_out import watched
+from trainer.data.left_out import doubt, watched
 from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError, nearest
 
@@ -55,8 +55,12 @@ def in_our_names(
                     place=place,
                     field=name,
                 )
-        for name in layout.lists & row.keys():
-            row[name] = as_list(row[name], place, name)
+        for name in names & row.keys():
+            value, is_list = row[name], name in layout.lists
+            if is_list:
+                row[name] = as_list(value, place, name)
+            if row[name] in (value, [value]):  # else it was a list
+                doubt(value, place, name, is_list=is_list)
         yield place, watched(row, raw=raw, sources=sources, replaced=replaced)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats.lists import as_list, structure
+from trainer.data.left_out import doubt
 from trainer.data.readers.jsonl import preview
 from trainer.errors import DataError
 
@@ -69,6 +70,7 @@ def texts(value: Any, place: str, name: str) -> list[str]:
             field=name,
         )
     if items == [value]:
+        doubt(value, place, name, is_list=True)
         return [text(value, place, name)]
     return [text(one, place, f"{name}[{index}]") for index, one in enumerate(items)]
 

@@ -15,6 +15,10 @@ CORPUS, QUERIES = "corpus.tsv", "queries.jsonl"  # of NaturalQuestions
 OTHERS = "files of a split beside the one that is read (left out; data.files names another)"
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _PACKING = re.compile(r"\.(?:gz|bz2|xz|zst|zip)$")  # of which gz alone is read, none is overlooked
+# Behind the name of a split: the number of a part, or what file managers call a copy.
+_PART = re.compile(
+    r"[-_. (]*(?:part|shard|chunk|copy)?[-_. (]*(?:\d+\)?(?:[-_ ]*of[-_ ]*\d+)?|copy)?"
+)
 _SPLIT_NAMES = {
     "train": ("train",),
     "valid": ("valid", "val", "dev", "validation"),
@@ -117,14 +121,15 @@ def only_row_file(folder: Path, suffixes: Sequence[str]) -> Path:
     """The file whose rows are split into training and validation: train.*, or the only file of the
     folder.
 
-    DataError if there are several files, or a file of validation.
+    DataError if there are several files, or one that is named after another split.
     """
     files = _present_of(folder, split_names("train"), suffixes)
     files += _present_of(folder, split_names("valid"), suffixes)
     if not files:
         names = sorted(path for path in folder.iterdir() if path.is_file())
         files = [path for path in names if _PACKING.sub("", path.name.lower()).endswith(_ROWS)]
-    if len(files) == 1 and not files[0].name.startswith(tuple(split_names("valid"))):
+    others = "|".join([*split_names("valid"), *split_names("test")])
+    if len(files) == 1 and not re.match(rf"(?:{others})(?![a-z])", files[0].name.lower()):
         _note_others(folder, split_names("train"), suffixes, read=files[0])
         return files[0]
     there = " and ".join(path.name for path in files) or "no file of rows"
@@ -156,12 +161,17 @@ def _kind(path: Path) -> str:
 def _note_others(
     folder: Path, stems: Sequence[str], suffixes: Sequence[str], *, read: Path
 ) -> None:
-    """Note what else in the folder is named as the split is: files of other kinds, packed ones, a
-    folder.
+    """Note what else in the folder is named as the split is: files of other kinds, packed ones,
+    numbered parts, copies, a folder.
     """
-    names = {f"{stem}{suffix}" for stem in stems for suffix in suffixes}
     for path in sorted(folder.iterdir()):
-        is_named = path.name in stems if path.is_dir() else _PACKING.sub("", _kind(path)) in names
+        name = path.name if path.is_dir() else _PACKING.sub("", _kind(path))
+        kinds = [""] if path.is_dir() else [kind for kind in suffixes if name.endswith(kind)]
+        is_named = any(
+            name.startswith(stem) and _PART.fullmatch(name.removesuffix(kind).removeprefix(stem))
+            for kind in kinds
+            for stem in stems
+        )
         if is_named and path != read:
             note(str(path), OTHERS)
 

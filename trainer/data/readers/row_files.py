@@ -76,7 +76,8 @@ def files_in(folder: Path) -> list[Path]:
     """The files of rows in a folder, by their names.
 
     Left out are names that begin with . or _ (which programs write for themselves), README and
-    LICENSE. DataError for any other entry that is no file of rows, and when there is no such file.
+    LICENSE. DataError for any other entry that is no file of rows, for a file that is there twice,
+    and when there is no such file.
     """
     everything = sorted(folder.iterdir())
     entries = [path for path in everything if not _LEFT_OUT.match(path.name)]
@@ -90,6 +91,11 @@ def files_in(folder: Path) -> list[Path]:
             f"{folder} is read as one split, and holds what is no file of rows: {named}. Want "
             f"files that end in {', '.join(SUFFIXES)}, each also with .gz: unpack, rename or move "
             "the others, or name one file in data.files."
+        )
+    if twins := _twins(entries):
+        raise DataError(
+            f"{folder} is read as one split, and holds rows twice: {', '.join(twins)}. Take one of "
+            "each out, or name one file in data.files."
         )
     if not entries:
         raise DataError(
@@ -105,6 +111,20 @@ def _problem(path: Path) -> str | None:
     if not path.exists():
         return "a link to nothing"
     return None if _kind_of_name(path.name) else "another kind of file"
+
+
+def _twins(entries: list[Path]) -> list[str]:
+    """The entries whose rows an earlier one holds as well, with that one: links to one file, and a
+    file beside its packed form.
+    """
+    twins: dict[str, None] = {}
+    first: dict[Path, Path] = {}
+    for path in entries:
+        for same in (path.resolve(), path.with_name(path.name.removesuffix(".gz"))):
+            earlier = first.setdefault(same, path)
+            if earlier != path:
+                twins[f"{path.name} (as {earlier.name})"] = None
+    return list(twins)
 
 
 def _kind_of_name(name: str) -> str | None:
@@ -127,6 +147,12 @@ def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
             _check_header(names, path, separator)
             continue
         place = f"{path}, row {number}"
+        if cells == names and len(names) > 1:
+            raise DataError(
+                f"{place}: the header once more, as where two files were put together. Take that "
+                "line out.",
+                place=place,
+            )
         if len(cells) != len(names):
             advice = (
                 "Its tabs separate fields, and its quotes are plain characters."

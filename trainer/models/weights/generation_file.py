@@ -1,7 +1,8 @@
 """generation_config.json: what of a base's file is obeyed, what an export's file says, and a cache
 for decoders of any depth.
 
-Of a base's file only the ids of tokens count: where texts end, how they begin, the pad. Penalties,
+Of a base's file only the ids of tokens count: where texts end, how a prompt begins, the pad. What a
+decoder's text starts with is its config's, by which it is trained. Penalties,
 least lengths, tokens that are suppressed, and how draws are made are not used, here and in exports:
 the experiment and the flags alone say how texts are generated.
 """
@@ -16,10 +17,12 @@ from typing import Any, cast
 from transformers import GenerationConfig
 
 from trainer.errors import ConfigError
+from trainer.models.families import start_of
 from trainer.models.weights.weight_files import find_file
 
 NAME = "generation_config.json"
-_IDS = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_START = "decoder_start_token_id"
 # these do not change the text, or (lengths) the experiment or a flag always sets them
 _WITHOUT_EFFECT = (
     *("transformers_version", "_from_model_config", "use_cache", "cache_implementation"),
@@ -48,7 +51,7 @@ def is_in(folder: Path) -> bool:
 
 def keep_ids_alone(model: Any) -> None:
     """Drop from a model's generation settings all that a base's file says but ids of tokens; an id
-    that the file lacks is the config's.
+    that the file lacks is the config's, and so is the one that a decoder's text starts with.
     """
     of_file = getattr(model, "generation_config", None)
     if of_file is None:
@@ -56,7 +59,8 @@ def keep_ids_alone(model: Any) -> None:
     of_config = GenerationConfig.from_model_config(model.config)
     ids = {name: getattr(of_file, name, None) for name in _IDS}
     missing = {name: getattr(of_config, name, None) for name, one in ids.items() if one is None}
-    model.generation_config = GenerationConfig(**(ids | missing))
+    start = {_START: start_of(model.config)}  # a file's own may be another one, or a list
+    model.generation_config = GenerationConfig(**(ids | missing | start))
 
 
 def cache_of(config: Any) -> Any:
@@ -93,14 +97,18 @@ def ends_of_base(source: Any, config: Any) -> list[int]:
     return ids
 
 
-def unused_of_base(source: Any) -> dict[str, Any]:
-    """The settings of a base's file that would change texts and that nothing obeys, by name."""
+def unused_of_base(source: Any, config: Any) -> dict[str, Any]:
+    """The settings of a base's file that would change texts and that nothing obeys, by name.
+
+    config: the base's own, for the token that a decoder's text starts with.
+    """
+    neutral = {**_NEUTRAL, _START: start_of(config)}
     return {
         name: value
         for name, value in _of_base(source).items()
         if name not in (*_IDS, *_WITHOUT_EFFECT)
         and not name.startswith("output_")
-        and value not in (None, [], _NEUTRAL.get(name))
+        and value not in (None, [], neutral.get(name))
     }
 
 

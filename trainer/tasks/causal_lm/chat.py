@@ -8,6 +8,7 @@ a template of which that is not known, renderings of the turns before tell it (c
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -117,6 +118,11 @@ class ChatTemplate:
     def text(self) -> str:
         """The source of the template, or of all templates where a tokenizer has several."""
         return str(self.tokenizer.chat_template)
+
+    @property
+    def words(self) -> set[str]:
+        """The words of the template, among them the keys of turns that it reads."""
+        return set(re.findall(r"\w+", self.text))
 
     def identity(self) -> dict[str, str]:
         """What the ids of a conversation depend on besides it and the tokenizer."""
@@ -279,6 +285,20 @@ class ChatTemplate:
             n for n, is_scored in zip(encoding["ids"], encoding["scored"], strict=True) if is_scored
         ]
         return scored[-1]
+
+    @property
+    def closing(self) -> str:
+        """What the template writes behind the last answer of a conversation if no token of it ends
+        the answer, so that the end token is appended: chatml's "<|im_end|>" and a line's end with a
+        tokenizer that spells it. "" where a token ends it, or the turn cannot be located.
+        """
+        said = "Closing."
+        messages = [{"role": role, "content": said} for role in ("user", ASSISTANT)]
+        try:
+            spoken = self.spoken({"messages": messages})
+        except DataError:
+            return ""
+        return spoken.text.rpartition(said)[2] if spoken.needs_end else ""
 
     def opened(self, row: Row) -> str:
         """A conversation as text, up to where the assistant begins to speak."""

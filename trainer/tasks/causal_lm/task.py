@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainer.data import lookup, stdlib_docs, vocabulary
+from trainer.data import left_out, lookup, stdlib_docs, vocabulary
 from trainer.data.formats.conversation import opened, with_input
 from trainer.data.padding import pad_right
 from trainer.data.readers import fields, questions
@@ -105,6 +105,13 @@ class Task(TokenTask[Config]):
         return self.end if self.chat is None else self.chat.turn_end(self.end)
 
     @cached_property
+    def closing(self) -> str:
+        """What a conversation's template writes behind an answer before its end token, without a
+        token of its own: "" of texts.
+        """
+        return "" if self.chat is None else self.chat.closing
+
+    @cached_property
     def opening(self) -> list[int]:
         """The ids that begin every text: the beginning-of-text token of a tokenizer that writes one
         by itself, as Llama's and Gemma's do.
@@ -146,7 +153,10 @@ class Task(TokenTask[Config]):
 
     def rows(self, split: str) -> Iterable[Row]:
         if self.chat is not None:
-            yield from chats(self.places.data_path, split, **self._own)
+            read = {"role", "content", "weight", "tool_calls", *self.chat.words}
+            for row in chats(self.places.data_path, split, **self._own):
+                left_out.count_unread("messages", row["messages"], read)
+                yield row
             return
         for row in self._texts(split):
             yield from self._pieces(row)

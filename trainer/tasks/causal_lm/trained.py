@@ -14,6 +14,7 @@ from trainer.errors import ConfigError
 from trainer.models.adapters import are_in, loading
 from trainer.models.texts import GrowingText, chance_of, grown
 from trainer.protocol.abilities import Prediction, Search, Usage, by_row
+from trainer.tasks.causal_lm.chat import ChatTemplate
 from trainer.tasks.causal_lm.config import Config
 from trainer.tasks.generated import predictions, text_of
 
@@ -85,7 +86,9 @@ def usage(cfg: Config, folder: Path) -> Usage:
         prompt = _CHAT.format(more=_ON_DAY if has_date else "")
         if "strftime_now" in str(tokenizer.chat_template):
             prompt = _STILL + prompt
-    write = _WRITE.format(blank='.removeprefix(" ")' if is_chat else "")
+    closing = ChatTemplate(tokenizer, "of the export").closing if is_chat else ""
+    blank = '.removeprefix(" ")' if is_chat else ""
+    write = _WRITE.format(blank=blank + (f".removesuffix({closing!r})" if closing else ""))
     limits = [
         f"It was trained on at most {cfg.data.max_tokens} tokens at a time; what it says may be "
         "wrong.",
@@ -137,6 +140,7 @@ def continuations(
             prompt=ids,
             most=min(max_tokens, limit - len(ids)),
             ends=frozenset(task.ends),
+            closing=task.closing if row["is_turn"] else "",
             spell=spell,
             temperature=search.temperature,
             top_p=search.top_p,

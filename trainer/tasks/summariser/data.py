@@ -47,7 +47,9 @@ def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
                 document = " ".join(body.split())
                 yield {"id": name, "document": document, "summaries": [summary.strip()]}
         return
-    layout = replace(SUMMARIES, groups=((data.document,), *SUMMARIES.groups))
+    columns = [(name,) for name in (data.document, *data.summaries)]
+    groups, lists = (*columns, *SUMMARIES.groups), frozenset(data.summaries)
+    layout = replace(SUMMARIES, groups=groups, lists=lists)
     how: dict[str, Any] = {"layout": layout, "cache_dir": places.cache_dir}
     for number, (place, raw) in enumerate(own_rows(data, split, places.data_path, **how), start=1):
         line = place.rpartition(" ")[2]

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from trainer.data.padding import flat, pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import Ratio
 from trainer.models import base_model, base_source
-from trainer.models.families import SUMMARISERS, family_of
+from trainer.models.families import SUMMARISERS, family_of, start_of
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import pack, pack_targets
 from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, scored_answers
@@ -58,7 +57,7 @@ class Task(TokenTask[Config]):
                 f"base.config.eos_token_id={ends}, but the tokenizer ends texts with {self.end}: "
                 "summaries would never end. Make them equal, or use the base's own tokenizer."
             )
-        if attrgetter(family.start_key)(config) is None:
+        if start_of(config) is None:
             raise ConfigError(
                 f"base.config.{family.start_key}: missing. A {family.name} starts every summary "
                 "with this token. Published T5 models use their pad, id 0."
