@@ -99,10 +99,8 @@ def of(task: str, facts: Path, **changes: Any) -> dict[str, Any]:
     ("task", "changes"),
     # transformers computes the encoder's blocks again, and we those of the other
     [
-        ("cross_attention", {}),
-        pytest.param(
-            "retriever", {"train": {"gradient_checkpointing": True}}, marks=pytest.mark.long
-        ),
+        pytest.param("cross_attention", {}, marks=pytest.mark.long),
+        ("retriever", {"train": {"gradient_checkpointing": True}}),
     ],
 )
 def test_batches_of_all_lengths_are_compiled_once(

@@ -75,7 +75,6 @@ def _weights_of(folder: Path) -> int:
     return len(list(task.skeleton().parameters()))
 
 
-@pytest.mark.long
 def test_at_zero_3_a_frozen_base_that_every_rank_keeps_is_not_gathered_again(
     tmp_path: Path,
 ) -> None:
