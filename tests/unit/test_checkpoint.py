@@ -358,6 +358,15 @@ def steps(root: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in root.iterdir())
 
 
+def test_the_end_of_a_run_removes_what_a_killed_process_was_removing(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    half = tmp_path / ".step-2.gone"
+    half.mkdir()
+    (half / "manifest.json").write_text("{}")
+    checkpoint.tidy(tmp_path, 4, 1, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
+
+
 def test_the_newest_ones_and_the_best_one_are_kept(tmp_path: Path) -> None:
     for step in range(1, 7):
         save(tmp_path, step, keep_last=2, keep={2})

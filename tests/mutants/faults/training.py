@@ -590,7 +590,7 @@ FAULTS = [
         "            clear(root)",
         "            pass",
         why="what a killed run was removing stays for ever when the next start saves no more",
-        tests="tests/runs/test_features.py -k killed_between",
+        tests="tests/unit/test_checkpoint.py -k end_of_a_run",
     ),
     Fault(
         "trainer/plan/time/step_time.py",
