@@ -3,6 +3,7 @@ the tests.
 """
 
 from tests.mutants.faults import (
+    chat,
     data,
     device,
     exports,
@@ -21,6 +22,7 @@ FAULTS = [
     *tasks.FAULTS,
     *jobs.FAULTS,
     *data.FAULTS,
+    *chat.FAULTS,
     *device.FAULTS,
     *serve.FAULTS,
     *terminal.FAULTS,
