@@ -21,7 +21,7 @@ from tests.numerics.tiny_cross_attention import counted_calls
 from tests.ranks import run_on_ranks
 from tests.wording import fault, says
 from trainer.protocol.abilities import Search
-from trainer.tasks.causal_lm.chat_templates import BUILT_IN
+from trainer.tasks.causal_lm.templates.built_in import BUILT_IN
 from trainer.tasks.cross_attention.reader import Reader
 
 SHORT = {"steps": 2, "eval_every": 2, "save_every": 2, "best": None, "eval_batch": 2}

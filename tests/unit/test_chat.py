@@ -23,9 +23,9 @@ from trainer.data.formats import conversation
 from trainer.data.readers.questions import completions
 from trainer.tasks.causal_lm import chat as chat_module
 from trainer.tasks.causal_lm.chat import ChatTemplate, flags
-from trainer.tasks.causal_lm.chat_marks import MarkedTemplate
 from trainer.tasks.causal_lm.chat_rows import chats, opened
-from trainer.tasks.causal_lm.chat_templates import BUILT_IN
+from trainer.tasks.causal_lm.templates.built_in import BUILT_IN
+from trainer.tasks.causal_lm.templates.marks import MarkedTemplate
 from trainer.tasks.causal_lm.trained import usage
 
 TURNS = [
@@ -218,10 +218,11 @@ def test_a_template_that_counts_its_messages_is_read_and_said_to_be_slow(
 
 
 @pytest.mark.parametrize(("turns", "is_told"), [(17, True), (3, False)])
-def test_a_template_that_opens_by_content_is_said_to_be_slow_for_many_turns(
+def test_a_template_of_which_all_turns_open_an_answer_is_said_to_be_slow_for_many(
     turns: int, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chat = ChatTemplate.of(tokenizer(BY_CONTENT), None, None)
+    template = BY_CONTENT.replace("{%- for m", "{% set one = cycler('a') %}{%- for m")
+    chat = ChatTemplate.of(tokenizer(template), None, None)
     chat.tokens([{"messages": TURNS[1:3] * turns}], 0)
     assert ["before it tell it: slow" in one for one in caplog.messages] == [True] * is_told
 
@@ -323,6 +324,9 @@ def test_what_is_learnt_of_a_row_does_not_depend_on_the_rows_before_it(
     assert scored == [[len("Eins.") + 1] * 6] * 2
 
 
+DEFAULT = "{% set how = how if how is defined else 'on' %}"  # as of Nemotron 3
+
+
 @pytest.mark.parametrize(
     ("template", "is_known"),
     [
@@ -341,6 +345,20 @@ def test_what_is_learnt_of_a_row_does_not_depend_on_the_rows_before_it(
             True,
         ),
         ("{% for one in messages[0].content %}{{ one }}{% endfor %}" + LLAMA_3, True),
+        (DEFAULT + LLAMA_3 + "{{ how }}", True),
+        (
+            DEFAULT
+            + "{% for one in tools or [] %}{% for k, v in one.a | items %}{{ k }}{% endfor %}{% endfor %}"
+            + LLAMA_3,
+            True,
+        ),
+        (DEFAULT + "{% set how = tools %}{% set b = how %}" + LLAMA_3 + "{{ b }}", False),
+        (DEFAULT + "{% set how = tools %}" + LLAMA_3 + "{{ how }}", False),
+        (DEFAULT + LLAMA_3 + "{% set how = how ~ messages | length %}{{ how }}", False),
+        (DEFAULT.replace("'on'", "messages | length") + LLAMA_3 + "{{ how }}", False),
+        (DEFAULT.replace("'on'", "cycler('a', 'b')") + LLAMA_3 + "{{ how.next() }}", False),
+        ("{% set add_generation_prompt = true %}" + LLAMA_3, False),
+        ("{% for k, v in messages | groupby('role') %}{{ k }}{% endfor %}" + LLAMA_3, False),
         (BY_CONTENT, False),
         (LLAMA_3.replace("{% endfor %}", "{% else %}none{% endfor %}"), False),
         (LLAMA_3 + "{{ messages[-1].role }}", False),

@@ -4,6 +4,7 @@ the tests.
 
 from tests.mutants.faults import (
     agents,
+    chat,
     data,
     device,
     exports,
@@ -22,6 +23,7 @@ FAULTS = [
     *tasks.FAULTS,
     *jobs.FAULTS,
     *data.FAULTS,
+    *chat.FAULTS,
     *device.FAULTS,
     *serve.FAULTS,
     *terminal.FAULTS,

@@ -513,13 +513,6 @@ FAULTS = [
         tests="tests/unit/test_causal_lm_task.py",
     ),
     Fault(
-        "trainer/tasks/causal_lm/template_tree.py",
-        "return tail if is_known and all(_is_constant(part, read) for part in tail) else None",
-        "return tail if is_known else None",
-        why="an opening that a conversation chooses is that of no conversation",
-        tests="tests/unit/test_chat.py",
-    ),
-    Fault(
         "trainer/tasks/causal_lm/unwritten.py",
         "if not isinstance(thoughts, str) or thoughts.strip() not in text",
         "if False",

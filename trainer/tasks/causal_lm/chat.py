@@ -1,8 +1,9 @@
 """Conversations as token ids, with the tokens that the assistant says.
 
 A chat template is a program that writes a conversation as one text; it does not tell who says what.
-So marks are put into its loops, and one rendering tells where each turn stands (chat_marks.py). For
-a template of which that is not known, renderings of the turns before tell it (chat_prefixes.py).
+So marks are put into its loops, and one rendering tells where each turn stands
+(templates/marks.py). For a template of which that is not known, renderings of the turns before tell
+it (chat_prefixes.py).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from trainer.config.userfile import placed
 from trainer.data import vocabulary
 from trainer.data.formats.conversation import ASSISTANT, counts
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.causal_lm.chat_marks import DATE, MarkedText, Span
 from trainer.tasks.causal_lm.chat_prefixes import spans_of_prefixes
-from trainer.tasks.causal_lm.chat_templates import BUILT_IN, legal
 from trainer.tasks.causal_lm.chat_writer import Message, Writer
+from trainer.tasks.causal_lm.templates.built_in import BUILT_IN, legal
+from trainer.tasks.causal_lm.templates.marks import DATE, MarkedText, Span
 from trainer.tasks.causal_lm.unwritten import Unwritten
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class ChatTemplate:
         else:
             whole = self._writer.text(messages, tools)
             marked = marked if marked is not None and marked.text == whole else None
-        if len(counted) > _MANY_TURNS and not self._writer.opens_alike(tools):
+        if len(counted) > _MANY_TURNS and not self._writer.opens_fast(tools):
             self._tell_slow_way("may open each answer by what was said before it")
         spans = self._spans_of_marks(messages, tools, counted, marked)
         if marked is None or spans is None:
@@ -202,8 +203,13 @@ class ChatTemplate:
         """The spans of the counted turns, by one rendering; None where it does not tell them."""
         if marked is None:
             return None
-        spans = [self._marked_span(messages, tools, number, marked) for number in counted]
-        return None if None in spans else [span for span in spans if span is not None]
+        spans: list[Span] = []
+        for number in counted:
+            span = self._marked_span(messages, tools, number, marked)
+            if span is None:
+                return None
+            spans.append(span)
+        return spans
 
     def _marked_span(
         self, messages: Sequence[Message], tools: Any, number: int, marked: MarkedText
@@ -212,7 +218,7 @@ class ChatTemplate:
         beginning that the template writes to open an answer.
         """
         turn = marked.spans[number]
-        opening = self._writer.opening(messages[:number], tools) if number else None
+        opening = self._writer.opening(marked, number, tools) if number else None
         if turn is None or opening is None:
             return None
         start, stop = turn

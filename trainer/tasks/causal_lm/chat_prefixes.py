@@ -14,9 +14,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.formats.conversation import ASSISTANT
 from trainer.errors import DataError
-from trainer.tasks.causal_lm.chat_marks import Span
-from trainer.tasks.causal_lm.chat_templates import legal
 from trainer.tasks.causal_lm.chat_writer import CLOCK, GENERATION, Message, Writer, naming, rendered
+from trainer.tasks.causal_lm.templates.built_in import legal
+from trainer.tasks.causal_lm.templates.marks import Span
 
 
 def spans_of_prefixes(
@@ -53,8 +53,8 @@ def _span(writer: Writer, messages: Sequence[Message], tools: Any, number: int, 
     if not whole.startswith(closed):
         raise _NoPrefix(f"{turn} is written otherwise once more turns follow")
     written, content = closed[len(opening) :].lstrip(), str(messages[number]["content"]).strip()
-    is_unopened = opening == writer.text(before, tools)
-    if is_unopened and not written.startswith(content):
+    is_header = not written.startswith(content)
+    if is_header and opening == writer.text(before, tools):
         raise _NoPrefix(f"the template has no add_generation_prompt, which opens {turn}")
     ended = closed.rstrip()
     has_end = len(ended) > len(opening) and ended.endswith(writer.ends)

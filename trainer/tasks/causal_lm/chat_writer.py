@@ -13,8 +13,8 @@ import jinja2
 
 from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.causal_lm.chat_marks import DATE, MarkedTemplate, MarkedText, pinned
-from trainer.tasks.causal_lm.chat_templates import legal
+from trainer.tasks.causal_lm.templates.built_in import legal
+from trainer.tasks.causal_lm.templates.marks import DATE, MarkedTemplate, MarkedText, pinned
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
@@ -83,13 +83,11 @@ class Writer:
                 "the row, or name another template in data.chat_template."
             ) from None
 
-    def marked_text(
-        self, messages: Sequence[Message], tools: Any, *, is_opened: bool = False
-    ) -> MarkedText | None:
+    def marked_text(self, messages: Sequence[Message], tools: Any) -> MarkedText | None:
         """The same text with the span of each turn; None when the template with marks refuses it.
         What it says is `text` where `is_surely_exact`, else it is to be compared.
         """
-        variables = self._variables(tools, is_opened=is_opened)
+        variables = self._variables(tools, is_opened=False)
         try:
             render = partial(self.marked_template(tools).text, variables=variables)
             return rendered(render, messages)
@@ -105,9 +103,9 @@ class Writer:
             "add_generation_prompt": is_opened,
         }
 
-    def opens_alike(self, tools: Any) -> bool:
-        """Whether no conversation can change what opens an answer."""
-        return self._tail(tools) is not None
+    def opens_fast(self, tools: Any) -> bool:
+        """Whether `opening` need not write all turns before an answer."""
+        return self._tail(tools) is not None or self.marked_template(tools).is_resumable
 
     def _tail(self, tools: Any) -> str | None:
         """What opens every answer; None if a conversation may change it."""
@@ -120,16 +118,18 @@ class Writer:
                 self._tails[source] = None
         return self._tails[source]
 
-    def opening(self, messages: Sequence[Message], tools: Any) -> str | None:
-        """What the template writes behind these turns to open an answer; None if that is not
-        known. It is remembered only where no conversation can change it.
+    def opening(self, marked: MarkedText, number: int, tools: Any) -> str | None:
+        """What the template writes behind the first `number` turns of a conversation to open an
+        answer; None if that is not known.
         """
         tail = self._tail(tools)
         if tail is not None:
             return tail
-        marked = self.marked_text(messages, tools, is_opened=True)
-        last = marked.spans[-1] if marked is not None else None
-        return None if marked is None or last is None else marked.text[last[1] :]
+        variables = self._variables(tools, is_opened=True)
+        try:
+            return self.marked_template(tools).opening(marked.chat[:number], variables)
+        except (*_REFUSALS, RecursionError):
+            return None
 
     def header(self, messages: Sequence[Message], tools: Any) -> str:
         """The first special token that opens an answer behind messages, with the words up to the

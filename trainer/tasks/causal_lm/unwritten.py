@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.errors import DataError
-from trainer.tasks.causal_lm.chat_templates import legal
 from trainer.tasks.causal_lm.chat_writer import Message, Writer, naming
+from trainer.tasks.causal_lm.templates.built_in import legal
 
 log = logging.getLogger(__name__)
 

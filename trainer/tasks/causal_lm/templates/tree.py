@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import nodes
@@ -10,6 +12,8 @@ from jinja2 import nodes
 _CAPTURES = (nodes.AssignBlock, nodes.Block, nodes.CallBlock, nodes.FilterBlock, nodes.Macro)
 # What every template is given besides the conversation.
 GIVEN = frozenset({"add_generation_prompt", "date_string", "documents"})
+_OF_CONVERSATION = frozenset({"messages", "tools", "loop", "self", "caller"})
+_SIMPLE = {"d", "default"}  # filters of a setting
 _OF_EARLIER = {"first", "index", "index0", "previtem"}  # what a loop tells without later turns
 
 
@@ -36,31 +40,72 @@ def is_forward(tree: nodes.Node) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Turns:
+    """The loop that writes the turns, which is the part `number` of a template."""
+
+    number: int
+    loop: nodes.For
+
+
+def turns_of(tree: nodes.Template) -> Turns | None:
+    """The loop that writes the turns, where one part of a template and no other may write some;
+    else None.
+    """
+    read = _names_of_conversation(tree)
+    writing = [
+        Turns(number, loop)
+        for number, part in enumerate(tree.body)
+        if not isinstance(part, nodes.Macro)
+        for loop in _loops(part)
+        if writes(loop) and _may_be_turns(loop.iter, read)
+    ]
+    outer = [one for one in writing if one.loop is tree.body[one.number]]
+    if len({one.number for one in writing}) != 1 or not outer:
+        return None
+    turns = outer[0]
+    is_known = _is_messages(turns.loop.iter, _names_of_messages(tree)) and not turns.loop.else_
+    return turns if is_known else None
+
+
 def constant_tail(tree: nodes.Template) -> list[nodes.Node] | None:
     """The part of a template behind its turns, if it writes the same behind every conversation;
     None if it may read one, or if it is not known where the turns end.
     """
-    read = _names_of_conversation(tree)
-    writing = [
-        (number, loop)
-        for number, part in enumerate(tree.body)
-        if not isinstance(part, nodes.Macro)
-        for loop in _loops(part)
-        if any(loop.find_all(nodes.Output)) and _may_be_turns(loop.iter, read)
-    ]
-    outer = [(number, loop) for number, loop in writing if loop is tree.body[number]]
-    if len({number for number, _ in writing}) != 1 or not outer:
+    turns = turns_of(tree)
+    if turns is None:
         return None
-    number, loop = outer[0]
-    tail = tree.body[number + 1 :]
+    read = _names_of_conversation(tree)
+    tail = tree.body[turns.number + 1 :]
     if "add_generation_prompt" not in read:
         tail = [one for part in tail for one in _where_opened(part)]
-    is_known = _is_messages(loop.iter, _names_of_messages(tree)) and not loop.else_
-    return tail if is_known and all(_is_constant(part, read) for part in tail) else None
+    is_constant = all(_is_constant(part, read) for part in tail)
+    return [*_settings(tree, tree.body[: turns.number]), *tail] if is_constant else None
+
+
+def _settings(tree: nodes.Node, parts: Iterable[nodes.Node]) -> list[nodes.Assign]:
+    """Those parts of a template that give a name its only value, which is the same in every
+    conversation: defaults of what a template may be given.
+    """
+    names = [one.name for one in tree.find_all(nodes.Name) if one.ctx != "load"]
+    settings: list[nodes.Assign] = []
+    read = {*_OF_CONVERSATION, *names, *(one.name for one in tree.find_all(nodes.Macro))}
+    for part in parts:
+        if isinstance(part, nodes.Assign) and isinstance(part.target, nodes.Name):
+            name = part.target.name
+            calls = part.find_all((nodes.Call, nodes.Filter))
+            is_simple = all(isinstance(one, nodes.Filter) and one.name in _SIMPLE for one in calls)
+            is_simple = is_simple and names.count(name) == 1 and name not in GIVEN
+            if is_simple and _is_constant(part.node, read - {name}):
+                settings.append(part)
+                read.discard(name)
+    return settings
 
 
 def _may_be_turns(value: nodes.Node, read: set[str]) -> bool:
     """Whether the items of a value may be messages: those of a field are none."""
+    if isinstance(value, nodes.Filter) and value.node is not None and not value.args:
+        return _may_be_turns(value.node, read)
     is_field = isinstance(value, nodes.Getattr) or (
         isinstance(value, nodes.Getitem)
         and isinstance(value.arg, nodes.Const)
@@ -78,6 +123,11 @@ def _where_opened(part: nodes.Node) -> list[nodes.Node]:
             return [part]
 
 
+def writes(loop: nodes.For) -> bool:
+    """Whether a loop may write something."""
+    return any(loop.find_all((nodes.Output, nodes.CallBlock, nodes.Include)))
+
+
 def _loops(part: nodes.Node) -> list[nodes.For]:
     inside = [*part.find_all(nodes.For)]
     return [part, *inside] if isinstance(part, nodes.For) else inside
@@ -92,9 +142,10 @@ def _names_of_conversation(tree: nodes.Node) -> set[str]:
         if isinstance(one, nodes.Assign) and _is_undefined(choice.test, one.target)
     }
     given = [one for one in tree.find_all(nodes.Name) if one.ctx != "load"]
+    defaults |= {id(one.target) for one in _settings(tree, tree.iter_child_nodes())}
     names = {one.name for one in given if id(one) not in defaults}
     names |= {one.name for one in tree.find_all(nodes.Macro)}
-    return names | {"messages", "tools", "loop", "self", "caller"}
+    return names | _OF_CONVERSATION
 
 
 def _is_undefined(test: nodes.Node, target: nodes.Node) -> bool:
