@@ -114,7 +114,7 @@ def test_other_bases_and_layouts_wait_no_more(
     [
         pytest.param(0, 0.1, marks=pytest.mark.long),
         (2, 0.1),
-        pytest.param(2, 100.0, marks=pytest.mark.long),
+        (2, 100.0),
     ],
 )
 def test_what_saves_a_wait_changes_no_number(
