@@ -68,8 +68,8 @@ def _checked(value: Any, kind: Any, declarations: list[Any]) -> Any:
         checked = TypeAdapter(kind).validate_python(value, strict=not _is_path(kind))
     except ValidationError:
         names = [one.__name__ for one in get_args(kind) or (kind,) if one is not type(None)]
-        wanted = " or ".join("a path" if name == "Path" else f"of type {name}" for name in names)
-        raise ValueError(f"want a value that is {wanted}") from None
+        wanted = "a path" if _is_path(kind) else f"a value of type {' or '.join(names)}"
+        raise ValueError(f"want {wanted}") from None
     least = next((one.min for one in declarations if getattr(one, "min", None) is not None), None)
     if least is not None and checked is not None and checked < least:
         raise ValueError(f"want at least {least}")

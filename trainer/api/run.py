@@ -56,8 +56,9 @@ def load(folder: str | Path, *, cache_dir: str | Path = "tmp-cache") -> Run:
 class Run:
     """A run that was trained, or an exported model. `fine_tune` and `load` make it.
 
-    folder: its folder. values: the experiment's dictionary. id: the experiment's id, 32 hexadecimal
-    digits, which names the folder of a run.
+    folder: its folder.
+    values: the experiment's dictionary.
+    id: the experiment's id, 32 hexadecimal digits, which names the folder of a run.
     """
 
     def __init__(self, folder: Path, values: dict[str, Any], *, cache_dir: Path) -> None:
