@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,11 @@ def _in_one_process(folder: Path, root: Path, all_values: list[dict[str, Any]]) 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     random.seed(7)
     with torch.no_grad():
-        before, runs, left = of_process(), [], []
+        before, runs, left, seconds = of_process(), [], [], []
         for values in all_values:
+            began = time.monotonic()
             run = fine_tune(values, folder, savedir_base=root, cache_dir=folder / "cache")
+            seconds.append(time.monotonic() - began)
             runs.append(run.folder)
             left += changed(before)
         rows = [{"text": text} for text in QUESTIONS]
@@ -111,7 +114,8 @@ def _in_one_process(folder: Path, root: Path, all_values: list[dict[str, Any]]) 
             QUESTIONS[0], max_tokens=4
         )
         left += changed(before)
-    return {"runs": runs, "left": left, "predictions": list(predictions), "answer": answer}
+    made = {"runs": runs, "left": left, "seconds": seconds, "answer": answer}
+    return {**made, "predictions": list(predictions)}
 
 
 def test_two_runs_in_a_process_are_those_of_the_command_and_leave_it_as_it_was(
@@ -132,7 +136,8 @@ def test_two_runs_in_a_process_are_those_of_the_command_and_leave_it_as_it_was(
     assert [row["loss"] for row in table] == [
         line["loss"] for line in untimed(first / "metrics.jsonl") if "loss" in line
     ]
-    assert json.loads((first / "status.json").read_text())["startup"]["imports"] < 60
+    for run, took_s in zip(made["runs"], made["seconds"], strict=True):
+        assert sum(load(run).status["startup"].values()) < took_s
 
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in QUESTIONS))
@@ -286,15 +291,14 @@ def test_an_interrupt_saves_says_how_to_go_on_and_the_same_call_does(
     assert (state["state"], state["step"]) == ("preempted", 5)
     assert left == []
     if number == signal.SIGINT:
-        assert "after step 5 of 6" in said
-        assert "same call goes on" in said
+        says("interrupt_saved", said, signal="SIGINT", step=5, total=6, folder=run)
     assert result(run) == result(command(folder, tmp_path / "command", values_of(folder)))
 
 
 @pytest.mark.long
 def test_a_second_interrupt_leaves_without_saving(folder: Path, tmp_path: Path) -> None:
     said, state, left, run = run_alone(_interrupted, folder, tmp_path, signal.SIGINT, 2)
-    assert said.startswith("left without saving")
+    says("interrupt_left", said)
     assert (state["state"], state["checkpoint"], left) == ("failed", 3, [])
     assert json.loads((run / "status.json").read_text())["state"] == "succeeded"
 
@@ -350,7 +354,7 @@ def test_an_interrupt_of_several_ranks_saves_and_the_same_call_goes_on(
         threading.Event().wait(0.1)
     os.kill(started.pid, signal.SIGINT)
     done = started.finish()
-    assert "KeyboardInterrupt: SIGINT: the run is stopped after step" in done.stderr, done.stderr
+    says("interrupt_saved", done.stderr, at="KeyboardInterrupt", signal="SIGINT", total=400)
     assert load(run).status["state"] == "preempted"
 
 

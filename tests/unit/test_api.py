@@ -169,7 +169,7 @@ def test_a_run_without_a_line_has_nothing_to_draw(run_folder: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with refused("run_folder_absent", folder=tmp_path / "absent"):
         load(tmp_path / "absent")
-    with refused("export_wanted", folder=tmp_path):
+    with refused("model_folder_absent"):
         load(tmp_path)
 
 

@@ -3,6 +3,7 @@ the tests.
 """
 
 from tests.mutants.faults import (
+    api,
     data,
     device,
     exports,
@@ -26,4 +27,5 @@ FAULTS = [
     *terminal.FAULTS,
     *reliability.FAULTS,
     *exports.FAULTS,
+    *api.FAULTS,
 ]
