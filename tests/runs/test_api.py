@@ -82,7 +82,8 @@ def of_process() -> dict[str, Any]:
         "random": (random.getstate(), torch.get_rng_state().tolist()),
         "numpy": np.random.get_state(legacy=False)["state"]["key"].tolist(),
         "folder": os.getcwd(),
-        "tasks": [one.name for one in threading.enumerate()],
+        # tqdm keeps a thread of its own, a daemon
+        "work": [one.name for one in threading.enumerate() if not one.daemon],
     }
 
 

@@ -9,6 +9,7 @@ import gc
 import importlib
 import logging
 import os
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,7 @@ def as_found(*, compiles: bool = False) -> Iterator[None]:
     compiles: whether torch's compiler may be used.
     """
     with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())  # rich draws when it is imported
         stack.enter_context(_environment())
         from trainer.runtime import device_defaults
 
