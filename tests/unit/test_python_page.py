@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +47,8 @@ ARGUMENT = re.compile(r"([a-z_]+): ")
 def members(kind: type) -> Iterator[tuple[str, Any]]:
     """The public properties and methods that a class defines itself, as they stand in it."""
     for name, member in vars(kind).items():
-        if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+        is_own = inspect.isfunction(member) and member.__module__ == kind.__module__
+        if not name.startswith("_") and (is_own or isinstance(member, property)):
             yield name, member
 
 
@@ -63,6 +65,7 @@ def signature(name: str, function: Any) -> list[str]:
         has_default = parameter.default is not parameter.empty
         start, _, default = shown.partition("=")
         kind = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+        default = default.replace("'", '"')
         parts.append(start + kind + (f" = {default}" if has_default else ""))
     result = f" -> {found.return_annotation}"
     line = f"{name}({', '.join(parts)}){result}"
@@ -86,7 +89,7 @@ def described(owner: Any) -> list[str]:
     lines: list[str] = []
     for paragraph in inspect.cleandoc(owner.__doc__).split("\n\n"):
         if not ARGUMENT.match(paragraph):
-            lines += [*wrapped(escaped(" ".join(paragraph.split()))), ""]
+            lines += [*textwrap.wrap(escaped(paragraph), 110, break_on_hyphens=False), ""]
             continue
         for argument in re.split(r"\n(?=\S)", paragraph):
             name, text = ARGUMENT.split(" ".join(argument.split()), maxsplit=1)[1:]

@@ -51,7 +51,8 @@ def fine_tune(
     ranks: how many processes train together, one a GPU. One rank is this process; several are
         started by torchrun on this machine.
     reset: move an old folder of the run aside and start over (`-r 1`).
-    flags: other flags of `lathe train` by their names, such as log_every=10 or strict=True.
+    flags: other flags of `lathe train` (docs/commands.md) by their names, such as log_every=10 or
+        strict=True.
 
     Called again, it goes on with a run that was stopped, and trains a finished one no further. What
     belongs to the whole process is afterwards as it was: environment, signal handlers, loggers,
