@@ -147,7 +147,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/evaluation/predict.py",
-        "    _judge_rows(request, task)\n",
+        "    judge_rows(task, placed, what=str(request.rows), strict=request.strict)\n",
         "",
         why="predict --strict refuses nothing",
         tests="tests/runs/test_predict.py -k strict",
