@@ -13,7 +13,8 @@ import pytest
 from tests.unit.test_own_rows import WRITERS, read, statements
 from tests.wording import refused
 from trainer.config.block import validate
-from trainer.config.own_rows import QUESTIONS, OwnRows
+from trainer.config.formats.layouts import QUESTIONS
+from trainer.config.own_rows import OwnRows
 from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields, questions, retrieved
 from trainer.data.readers.columns import in_our_names

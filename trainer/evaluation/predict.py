@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.config.own_rows import Layout
+from trainer.config.formats.layouts import Layout
 from trainer.data import left_out
 from trainer.data.control_tokens import ControlTokens, reason
 from trainer.data.readers import fields, row_files

@@ -12,7 +12,7 @@ from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
-    from trainer.config.own_rows import Layout
+    from trainer.config.formats.layouts import Layout
     from trainer.protocol.task import Row
 
 _LOOKED_AT = 100  # a column must occur in so many first rows; JSON lines may leave columns out

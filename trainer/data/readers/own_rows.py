@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.config.formats.layouts import Layout
 from trainer.config.identity import canonical_json
-from trainer.config.own_rows import Layout, OwnRows
+from trainer.config.own_rows import OwnRows
 from trainer.data.formats.conversation import question_in, with_input
 from trainer.data.formats.normal_form import normal_value
 from trainer.data.readers import row_files

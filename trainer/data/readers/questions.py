@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.config.own_rows import COMPLETIONS, QUESTIONS, TEXTS, Layout, OwnRows
+from trainer.config.formats.layouts import COMPLETIONS, QUESTIONS, TEXTS, Layout
+from trainer.config.own_rows import OwnRows
 from trainer.data.formats.conversation import with_input
 from trainer.data.formats.lists import as_list
 from trainer.data.left_out import watched

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import userfile
-from trainer.config.own_rows import QUESTIONS, TEVATRON
+from trainer.config.formats.layouts import QUESTIONS, TEVATRON
 from trainer.data import stdlib_docs
 from trainer.data.formats.lists import as_list
 from trainer.data.left_out import note, watched
