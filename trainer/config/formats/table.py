@@ -78,8 +78,8 @@ FORMATS: Mapping[FormatName, Format] = {
         "https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md",
         {"conversation": _TURNS},
         Layout(
-            (("conversations", "conversation"), ("system",), ("tools",)),
-            lists=frozenset({"conversations", "conversation", "tools"}),
+            (("conversations",), ("system",), ("tools",)),
+            lists=frozenset({"conversations", "tools"}),
         ),
     ),
     "alpaca": Format(
