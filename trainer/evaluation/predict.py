@@ -25,7 +25,7 @@ from trainer.config.formats.layouts import Layout
 from trainer.data import left_out
 from trainer.data.control_tokens import ControlTokens, reason
 from trainer.data.readers import fields, row_files
-from trainer.data.readers.columns import in_our_names
+from trainer.data.usual.rows import unlabelled
 from trainer.errors import ConfigError
 from trainer.evaluation.run import Question, open_model
 from trainer.exports import record
@@ -157,8 +157,9 @@ def _rows(request: RowsToPredict, task: Any) -> Iterator[tuple[Any, str, Row]]:
     """(id, place, object in our names) of every row, in their order."""
     data = task.cfg.data
     layout = data.layout() or Layout(())
-    placed = row_files.placed_rows(request.rows)
-    for number, (place, raw) in enumerate(in_our_names(placed, data.columns, layout)):
+    folder = request.rows if request.rows.is_dir() else request.rows.parent
+    rows = unlabelled(row_files.placed_rows(request.rows), data, layout, folder)
+    for number, (place, raw) in enumerate(rows):
         identity = fields.first_given(raw, fields.QUESTION_IDS)[1]
         yield number if identity is None else identity, place, raw
 

@@ -5,14 +5,15 @@ None of them has a header, and quotes in them are plain characters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.left_out import note
 from trainer.data.readers.folders import required_folder, split_names
-from trainer.data.readers.jsonl import bad_line, lines
+from trainer.data.readers.jsonl import tabbed
 from trainer.data.readers.rankings import read_qrels
+from trainer.data.usual.beir import negative_ids
 from trainer.data.usual.placed import Placed
 from trainer.data.usual.questions import WITHOUT_POSITIVE
 from trainer.errors import DataError
@@ -30,25 +31,22 @@ def msmarco(
     *,
     file: str | None,
     corpus: str | None,
-    negatives: Mapping[str, Sequence[str]],
+    negatives: str | None,
 ) -> tuple[Path, Placed]:
     """The file that a split is read from, and its rows, {"query_id"?, "query", "positive_passages",
     "negative_passages"}.
 
     file: the name of that file, triples or qrels; None: the only one that is named after the split,
-    triples where there are some. corpus: of the passages; None: collection.tsv. negatives: more
-    ids of passages by query. The passages are held in memory where the rows name them by id.
+    triples where there are some. corpus: of the passages; None: collection.tsv. negatives: a file
+    of more ids, for qrels (beir.negative_ids). The passages are held in memory where rows name them
+    by id.
     """
     folder = required_folder(folder, _WANTED)
     path = folder / file if file else _file_of(folder, split)
     if "triples" in path.name:
         return path, _triples(path, folder, corpus)
-    return path, _judged(path, folder, corpus, negatives)
-
-
-def is_folder_of(folder: Path) -> bool:
-    """Whether a folder holds MS MARCO's files."""
-    return any((folder / name).is_file() for name in (COLLECTION, f"{COLLECTION}.gz"))
+    ids = negative_ids(folder / negatives) if negatives else {}
+    return path, _judged(path, folder, corpus, ids)
 
 
 def _file_of(folder: Path, split: str) -> Path:
@@ -75,7 +73,7 @@ def _triples(path: Path, folder: Path, corpus: str | None) -> Placed:
     """A row a line: query, a passage that answers it, and one that does not, as texts or as ids."""
     texts: dict[str, str] | None = None
     queries: dict[str, str] = {}
-    for line, (query, positive, negative) in _cells(path, 3, "query, positive and negative"):
+    for line, (query, positive, negative) in tabbed(path, 3, "query, positive and negative"):
         place = f"{path}, line {line}"
         if not all(one.isdecimal() for one in (query, positive, negative)):
             row: Row = {"query": query}
@@ -132,7 +130,8 @@ def _collection(folder: Path, corpus: str | None) -> dict[str, str]:
     name = corpus or COLLECTION
     path = folder / name
     packed = path.with_name(f"{path.name}.gz")
-    return dict(pairs(path if path.is_file() or not packed.is_file() else packed, "passage"))
+    path = path if path.is_file() or not packed.is_file() else packed
+    return dict(cells for _, cells in tabbed(path, 2, "id and passage"))
 
 
 def _queries(folder: Path) -> dict[str, str]:
@@ -140,25 +139,4 @@ def _queries(folder: Path) -> dict[str, str]:
     files = sorted(folder.glob("queries*.tsv")) + sorted(folder.glob("queries*.tsv.gz"))
     if not files:
         raise DataError(f"{folder} holds no queries.<split>.tsv. Put an id and a query a line.")
-    return dict(pair for path in files for pair in pairs(path, "query"))
-
-
-def pairs(path: Path, what: str) -> Iterator[tuple[str, str]]:
-    """(id, text) of each line of collection.tsv or of a file of queries."""
-    return ((number, text) for _, (number, text) in _cells(path, 2, f"id and {what}"))
-
-
-def _cells(path: Path, count: int, want: str) -> Iterable[tuple[int, list[str]]]:
-    is_empty = True
-    for line, text in lines(path):
-        if not text.strip():
-            continue
-        cells = [cell.strip() for cell in text.split("\t")]
-        if len(cells) != count or not all(cells):
-            raise bad_line(
-                path, line, f"{len(cells)} tab-separated fields, want {want}, none of them blank"
-            )
-        is_empty = False
-        yield line, cells
-    if is_empty:
-        raise DataError(f"{path} holds no line. Put {want} on every line, with tabs between.")
+    return dict(cells for path in files for _, cells in tabbed(path, 2, "id and query"))

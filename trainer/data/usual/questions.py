@@ -24,7 +24,7 @@ WITHOUT_POSITIVE = "questions without a positive passage (left out)"
 IMPOSSIBLE = "questions that their paragraph does not answer (left out)"
 _OF_DPR = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
 POSITIVES = ("positive_passages", "positive_docids", "positive_document_ids")
-_NEGATIVES = ("negative_passages", "negative_docids", "negative_document_ids")
+NEGATIVES = ("negative_passages", "negative_docids", "negative_document_ids")
 
 
 def question_of(raw: Row, question: str, sides: tuple[list[Row], list[Row]]) -> Row:
@@ -97,7 +97,7 @@ def tevatron_questions(placed: Placed, around: Around) -> Placed:
     for place, raw in placed:
         name, query = fields.first_given(raw, fields.QUESTIONS)
         sides: list[list[Row]] = []
-        for names in (POSITIVES, _NEGATIVES):
+        for names in (POSITIVES, NEGATIVES):
             side, values = fields.first_given(raw, names)
             sides.append(fields.passages(values or [], place, side))
         question = fields.text(query, place, name)

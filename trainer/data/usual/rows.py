@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.config.formats.table import FORMATS, FormatName
@@ -12,7 +13,7 @@ from trainer.data.readers import fields
 from trainer.data.readers.columns import in_our_names
 from trainer.data.usual import instructions, kilt, questions
 from trainer.data.usual.placed import Around, Placed, Reader, as_they_are
-from trainer.data.usual.signs import OURS, format_of
+from trainer.data.usual.signs import OURS, format_of, is_own
 from trainer.data.usual.triples import triples
 from trainer.errors import DataError, LatheError
 
@@ -89,6 +90,20 @@ def in_our_form(
     if not is_ours:
         placed = _whole(placed, name, around)
     yield from counted(READERS[name, purpose](placed, around), what, name)
+
+
+def unlabelled(
+    rows: Iterable[tuple[str, Row]], own: OwnRows, layout: Layout, folder: Path | None
+) -> Iterator[tuple[str, Row]]:
+    """The same of rows to predict, which may lack what would be learnt, and may hold our own names
+    whatever format the training rows had.
+    """
+    first, rows = _peeked(iter(rows))
+    if own.format is None or own.columns or not all(is_own(raw, layout) for _, raw in first):
+        how: dict[str, Any] = {"what": "", "around": Around(folder, is_labelled=False)}
+        yield from in_our_form(rows, own, layout, **how)
+    else:
+        yield from in_our_names(rows, {}, layout)
 
 
 def counted(rows: Iterable[T], what: str, name: FormatName) -> Iterator[T]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.config.formats.table import FORMATS, WANTED, FormatName, formats_of, refusal
 from trainer.data.readers import fields
-from trainer.data.usual import msmarco
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 _CONTEXTS = ("contexts", "context", "ctxs")
-_QUERY_FILES = ("queries.jsonl", "queries.*.jsonl")
+_ASKED = ("query", "question", "prompt", "contexts", "context", "ctxs")
+_QUERY_FILES = ("queries.jsonl", "queries.*.jsonl")  # of BEIR
+_COLLECTIONS = ("collection.tsv", "collection.tsv.gz")  # of MS MARCO
 _SQUAD_CELL = re.compile(r"\s*\{\s*['\"](?:text|answer_start)['\"]\s*:")
 
 
@@ -86,7 +87,7 @@ _SIGNS: dict[FormatName, Callable[[Row], bool]] = {
     "tevatron": _is_tevatron,
     "triples": _is_triple,
     "fid": lambda raw: "question" in raw and _of_objects(raw.get("ctxs")),
-    "completion": lambda raw: _is_text(raw.get("text")) and "query" not in raw,
+    "completion": lambda raw: _is_text(raw.get("text")) and not raw.keys() & {*_ASKED},
 }
 # Of rows to predict, which need not hold what is learnt.
 _SIGNS_UNLABELLED: dict[FormatName, Callable[[Row], bool]] = {
@@ -120,23 +121,28 @@ def format_of(
     they hold own names, or nothing tells. A format of the task's own names is given all the same,
     for what a run tells.
 
-    DataError for rows of two formats, or of one that the task does not read.
+    is_labelled: False for rows to predict, which may be anything. DataError for other rows of two
+    formats, or of one that the task does not read.
     """
     purpose = layout.purpose
     if not first or purpose is None:
         return None
     found = [sign_of(raw, is_labelled=is_labelled) for _, raw in first]
-    if all(_is_own(raw, layout) for _, raw in first):
+    if all(is_own(raw, layout) for _, raw in first):
         return found[0] if {*found} == {found[0]} and found[0] in OURS[purpose] else None
-    if not any(found):
+    if not any(found) or is_own(first[0][1], layout):  # the reader says what such a row lacks
         return None
     name = found[0]
     if name is None or any(one != name for one in found):
+        if not is_labelled:
+            return None
         if purpose == "question" and all(_has_passages(raw) for _, raw in first):
             return None
         raise _mixture(first, found)
     if purpose in FORMATS[name].serves:
         return name
+    if name == "completion" or not is_labelled:  # a text alone tells little
+        return None
     place = first[0][0]
     called = f"{place}: its rows are {FORMATS[name].called} rows"
     if name in formats_of(own.purposes):
@@ -174,7 +180,7 @@ def _mixture(first: Sequence[tuple[str, Row]], found: Sequence[FormatName | None
     )
 
 
-def _is_own(raw: Row, layout: Layout) -> bool:
+def is_own(raw: Row, layout: Layout) -> bool:
     """Whether a row holds what the task reads under its own names."""
     given = {name for name, value in raw.items() if value is not None and value != ""}
     purpose = layout.purpose
@@ -197,7 +203,7 @@ def format_of_folder(own: OwnRows, folder: Path | None) -> FormatName | None:
         return None
     if any(path.stem == "train" or path.name.startswith("train.") for path in folder.iterdir()):
         return None
-    if msmarco.is_folder_of(folder):
+    if any((folder / name).is_file() for name in _COLLECTIONS):
         return "msmarco"
     has_queries = any(True for name in _QUERY_FILES for _ in folder.glob(name))
     return "beir" if has_queries and (folder / "qrels").is_dir() else None
