@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, WithJsonSchema, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from trainer.config.block import Fraction, Strict
 from trainer.config.formats.layouts import Layout, Purpose
@@ -15,23 +15,13 @@ from trainer.errors import nearest
 FROM = "from"  # in the place of a list of objects: the column that holds the list
 
 
-def _column(value: Any) -> Any:
-    """The value, if it may stand in `columns`. ValueError says what may."""
-    if isinstance(value, str) and value:
-        return value
-    is_objects = isinstance(value, dict) and FROM in value
-    if is_objects and all(isinstance(one, str) and one for one in value.values()):  # pyright: ignore
-        return value  # pyright: ignore[reportUnknownVariableType] (checked)
-    raise ValueError(
-        'Input should be the name of a column, or of a list of objects {"from": its column, our '
-        "name of a key: theirs}"
-    )
-
-
-_TEXT = {"type": "string", "minLength": 1}
-_COLUMN = {"anyOf": [_TEXT, {"type": "object", "additionalProperties": _TEXT, "required": [FROM]}]}
-# A column, or for a list of objects {"from": the column of the list, our key: theirs}.
-Column = Annotated[str | dict[str, str], BeforeValidator(_column), WithJsonSchema(_COLUMN)]
+Name = Annotated[str, Field(min_length=1)]
+# A column, or for a list of objects {"from": the column of the list, our key: theirs}. The tags
+# pick one kind, so that a mistake is reported for that kind alone.
+Column = Annotated[
+    Annotated[Name, Tag("<name>")] | Annotated[dict[str, Name], Tag("<objects>")],
+    Discriminator(lambda value: "<objects>" if isinstance(value, dict) else "<name>"),
+]
 Columns = dict[str, Column]
 
 
@@ -186,7 +176,12 @@ def _check_objects(name: str, keys: Mapping[str, str], layout: Layout) -> None:
         advice = f"only {', '.join(lists)} is" if lists else "none of its fields is"
         raise ValueError(
             f"columns: {name!r} is no list of objects here, {advice}: write the name of a column, "
-            f'{{"{name}": "{keys[FROM]}"}}'
+            f'{{"{name}": "{keys.get(FROM, "its column")}"}}'
+        )
+    if FROM not in keys:
+        raise ValueError(
+            f'columns.{name}: no "from", which is the column of the list: '
+            f'{{"{name}": {{"from": "turns", ...}}}}'
         )
     unknown = next((key for key in keys if key not in (FROM, *inner)), None)
     if unknown is not None:

@@ -243,4 +243,4 @@ def refusal(name: FormatName, purposes: Collection[Purpose]) -> str:
         else "It reads none of these formats: leave format out, and name your columns in "
         "data.columns"
     )
-    return f"format={name!r} is {FORMATS[name].holds}; this task reads {wanted}. {instead}"
+    return f"format={name!r} holds {FORMATS[name].holds}; this task reads {wanted}. {instead}"
