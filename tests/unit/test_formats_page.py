@@ -5,10 +5,11 @@ files.
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from tests.unit.pages import assert_made, wrapped
+from tests.unit.pages import assert_made
 from trainer import tasks
 from trainer.config.formats.table import FORMATS, Format, FormatName
 from trainer.data.usual.rows import READERS
@@ -24,7 +25,7 @@ make it anew. `data.source` says where rows come from, `data.format` what they l
 "data": {"source": "files", "format": "alpaca"}
 ```
 
-Without `format` the first hundred rows tell, where they can be of one format only, and the run says in
+Without `format` the first ten rows tell, where they can be of one format only, and the run says in
 its opening line what it found: `train.json: Alpaca rows, 52,002`. So `{"source": "chat"}` reads the
 conversations of any of these formats, and `{"source": "files"}` of a retriever a CSV of triples, DPR's
 training files or a folder of BEIR.
@@ -39,6 +40,10 @@ training files or a folder of BEIR.
   with the loss on the completion; `"loss_on": "all"` counts the prompt as well.
 - FiD's rows are a retriever's with the highest score as the positive only where `"format": "fid"` says so;
   else the positives are the contexts that hold an answer.
+- Left out and counted are instructions whose output is blank (Alpaca's own file has some), questions that
+  their paragraph does not answer (SQuAD 2), and queries without a positive.
+- KILT's pages are looked for in `--data_path` as `kilt_knowledgesource.json`, the published file or a link to it (or
+  `.jsonl`, each also `.gz`); of its 35 GB only the pages that the rows name are kept in memory.
 - MS MARCO, BEIR and Natural Questions have files of their own, so `data.columns`, `data.dataset` and
   `data.valid_share` do not go with them.
 - DPR's `.qa.csv` (a question, a tab, the list of its answers) is read wherever questions are: with a
@@ -80,12 +85,12 @@ def example(name: FormatName) -> list[str]:
         return text.splitlines()[:2]
     value = json.loads(text) if path.suffix == ".json" else json.loads(text.splitlines()[0])
     row = value[0] if isinstance(value, list) else value
-    return json.dumps(row, ensure_ascii=False, indent=None if len(str(row)) < 90 else 1).split("\n")
+    return textwrap.wrap(json.dumps(row), 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def section(name: FormatName, one: Format) -> list[str]:
-    where = f"[its documentation]({one.documentation})"
-    lines = [f"## {name}", "", *wrapped(f"{one.holds}; {where}."), ""]
+    where = f"[documentation]({one.documentation})"
+    lines = [f"## {name}", "", *textwrap.wrap(f"It holds {one.holds}: {where}.", 110), ""]
     lines += [f"- {purpose}: {what}" for purpose, what in one.serves.items()]
     return [*lines, "", "```", *example(name), "```", ""]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from trainer.config.formats.table import FORMATS, FormatName
 from trainer.data.left_out import count_format
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainer.config.own_rows import OwnRows
     from trainer.protocol.task import Row
 
-_LOOKED_AT = 100  # first rows, by which a format is told
+_LOOKED_AT = 10  # first rows, by which a format is told; a question may hold a hundred passages
 
 # How the rows of a format become what a task makes of them. Formats whose files are read by names
 # of their own (msmarco, beir, nq, pretokenised; fid for a retriever) are not among them.
@@ -98,12 +98,14 @@ def unlabelled(
     """The same of rows to predict, which may lack what would be learnt, and may hold our own names
     whatever format the training rows had.
     """
+    around = Around(folder, is_labelled=False)
     first, rows = _peeked(iter(rows))
     if own.format is None or own.columns or not all(is_own(raw, layout) for _, raw in first):
-        how: dict[str, Any] = {"what": "", "around": Around(folder, is_labelled=False)}
-        yield from in_our_form(rows, own, layout, **how)
+        placed = in_our_form(rows, own, layout, what="", around=around)
     else:
-        yield from in_our_names(rows, {}, layout)
+        placed = in_our_names(rows, {}, layout)
+    is_chat = layout.purpose == "conversation"
+    yield from instructions.sharegpt(placed, around) if is_chat else placed
 
 
 def counted(rows: Iterable[T], what: str, name: FormatName) -> Iterator[T]:
@@ -135,15 +137,21 @@ def _whole(placed: Placed, name: FormatName, around: Around) -> Placed:
 def _peeked(
     rows: Iterator[tuple[str, Row]],
 ) -> tuple[list[tuple[str, Row]], Iterator[tuple[str, Row]]]:
-    """The first rows, and all rows. An error among the first ones is raised where it stands."""
+    """The first rows, and all rows, as which the first ones are given away. An error among them is
+    raised where it stands.
+    """
     first: list[tuple[str, Row]] = []
+    error: LatheError | None = None
     try:
         first.extend(itertools.islice(rows, _LOOKED_AT))
-    except LatheError as error:
-        return first, _then(first, error)
-    return first, itertools.chain(first, rows)
+    except LatheError as problem:
+        error = problem
 
+    def every() -> Iterator[tuple[str, Row]]:
+        while first:
+            yield first.pop(0)
+        if error is not None:
+            raise error
+        yield from rows
 
-def _then(first: list[Any], error: LatheError) -> Iterator[Any]:
-    yield from first
-    raise error
+    return first, every()

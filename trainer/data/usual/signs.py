@@ -77,7 +77,7 @@ def _is_pretokenised(raw: Row) -> bool:
 _SIGNS: dict[FormatName, Callable[[Row], bool]] = {
     "openai": lambda raw: "messages" in raw,
     "sharegpt": lambda raw: "conversations" in raw,
-    "alpaca": lambda raw: _is_text(raw.get("instruction"), raw.get("output")),
+    "alpaca": lambda raw: _is_text(raw.get("instruction")) and "output" in raw,
     "conversational": _is_conversational,
     "prompt_completion": lambda raw: _is_text(raw.get("prompt"), raw.get("completion")),
     "kilt": _is_kilt,
@@ -109,7 +109,8 @@ OURS: Mapping[Purpose, frozenset[FormatName]] = {
 
 def sign_of(raw: Row, *, is_labelled: bool = True) -> FormatName | None:
     """The format that one row shows; None: none."""
-    given: Row = {name: value for name, value in raw.items() if value is not None and value != ""}
+    # of an instruction the output may be blank
+    given: Row = {name: value for name, value in raw.items() if value or name == "output"}
     signs = _SIGNS if is_labelled else _SIGNS_UNLABELLED
     return next((name for name, is_one in signs.items() if is_one(given)), None)
 
@@ -130,6 +131,8 @@ def format_of(
     found = [sign_of(raw, is_labelled=is_labelled) for _, raw in first]
     if all(is_own(raw, layout) for _, raw in first):
         return found[0] if {*found} == {found[0]} and found[0] in OURS[purpose] else None
+    # a text alone tells little
+    found = [None if name == "completion" else name for name in found]
     if not any(found) or is_own(first[0][1], layout):  # the reader says what such a row lacks
         return None
     name = found[0]
@@ -141,7 +144,7 @@ def format_of(
         raise _mixture(first, found)
     if purpose in FORMATS[name].serves:
         return name
-    if name == "completion" or not is_labelled:  # a text alone tells little
+    if not is_labelled:
         return None
     place = first[0][0]
     called = f"{place}: its rows are {FORMATS[name].called} rows"
@@ -167,31 +170,26 @@ def _mixture(first: Sequence[tuple[str, Row]], found: Sequence[FormatName | None
     place, raw = first[odd]
     name, other = found[usual], found[odd]
     assert name is not None
-    what = (
-        f"its keys are {fields.keys(raw)}"
-        if other is None
-        else f"it is a {FORMATS[other].called} row"
-    )
+    what = f"its keys are {fields.keys(raw)}" if other is None else f"its format is {other!r}"
     return DataError(
-        f"{place}: {what}, want a {FORMATS[name].called} row ({FORMATS[name].holds}), as "
-        f"{first[usual][0]} is one. Mend it, or give rows of one format in a file; data.format or "
-        "data.columns say what they hold.",
+        f"{place}: {what}, want that of {first[usual][0]}, {name!r}: {FORMATS[name].holds}. Mend "
+        "it, or give rows of one format in a file; data.format or data.columns say what they hold.",
         place=place,
     )
 
 
 def is_own(raw: Row, layout: Layout) -> bool:
-    """Whether a row holds what the task reads under its own names."""
-    given = {name for name, value in raw.items() if value is not None and value != ""}
-    purpose = layout.purpose
-    if purpose == "conversation":
-        lists = {"messages", "conversations"} & given
-        return bool(lists) or {"prompt", "completion"} <= given
-    if purpose == "completion":
-        return {"prompt", "completion"} <= given
-    if purpose in ("question", "query"):
-        return bool(given & {*_CONTEXTS}) and not _is_squad(raw)
-    return bool(given & {*layout.groups[0]})
+    """Whether a row has the names under which the task reads it; what they hold is judged by the
+    reader.
+    """
+    is_pair = raw.get("prompt") is not None and "completion" in raw
+    if layout.purpose == "conversation":
+        return is_pair or any(raw.get(name) is not None for name in ("messages", "conversations"))
+    if layout.purpose == "completion":
+        return is_pair
+    if layout.purpose in ("question", "query"):
+        return any(name in raw for name in _CONTEXTS) and not _is_squad(raw)
+    return any(name in raw for name in layout.groups[0])
 
 
 def format_of_folder(own: OwnRows, folder: Path | None) -> FormatName | None:
