@@ -117,8 +117,6 @@ def one_tokenizer(facts: Path) -> Iterator[None]:
 def task_of(name: str, facts: Path, folder: Path, data: Mapping[str, Any]) -> Any:
     values = experiment(name, facts)
     block = {**OF_TASK[name], **data}
-    if name == "summariser" and "format" in block:
-        del block["document"], block["summaries"]
     cfg = tasks.parse({**values, "data": block})
     return tasks.load(cfg, Places(folder, folder / "cache", folder))
 

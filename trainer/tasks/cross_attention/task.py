@@ -142,10 +142,9 @@ class Task(TokenTask[Config]):
         )
         how: dict[str, Any] = {"subset": subset, "facts": data.facts}
         how |= {"own": data, "cache_dir": places.cache_dir}
-        source = "nq" if data.reads == "nq" else data.source
-        rows = questions.of_split(source, split, places.data_path, **how)
+        rows = questions.of_split(data.source, split, places.data_path, **how)
         if split == "train" and data.include_context_ids:
-            again = questions.of_split(source, split, places.data_path, **how)
+            again = questions.of_split(data.source, split, places.data_path, **how)
             return chain(rows, ({**row, IS_CONTEXT: True} for row in again))
         if split == "train" or not data.shuffled_context:
             return rows

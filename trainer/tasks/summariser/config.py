@@ -65,11 +65,16 @@ class Data(OwnRows):
             raise ValueError(
                 f'source={self.source!r} names no files: leave them out, or use source="files"'
             )
-        older = {"document", "summaries", "id"} & self.model_fields_set
+        usual = type(self).model_fields
+        older = [
+            name
+            for name in ("document", "summaries", "id")
+            if getattr(self, name) != usual[name].default
+        ]
         if self.format is not None and older:
             raise ValueError(
                 f"format={self.format!r} says what its columns are called: leave "
-                f"{' and '.join(sorted(older))} out"
+                f"{' and '.join(older)} out"
             )
         columns = {"document": self.document, "summary": self.summaries[0], "id": self.id}
         twice = [name for name in self.columns if columns[name] != name]
