@@ -253,6 +253,9 @@ def test_rows_of_conversations_under_several_of_our_own_names_are_read_as_ever(
     with left_out.reading() as notes:
         assert len(read(rows, tmp_path, CHATS)) == 3
     assert notes.formats == {}
+    write_lines(tmp_path / "train.jsonl", [*rows, ALPACA])
+    with refused("messages_missing", at="train.jsonl, line 4"):  # behind what was read until then
+        list(chats(tmp_path, "train", OwnRows()))
 
 
 def test_columns_of_ones_own_are_not_guessed_about_and_those_of_a_format_are_renamed(
