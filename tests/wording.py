@@ -197,7 +197,7 @@ ROWS = wording(
     rows_of_unsaid_format="its rows are {format} rows, and data.source={source!r} reads {wanted}. Say {fix} in data",
     rows_of_unread_format="its rows are {format} rows: format={name!r} holds",
     rows_mixed="{what}, want that of {first}, {format!r}: {holds}. Mend it, or give rows of one format",
-    format_field_missing="{key} is missing (keys: {keys}). {format} rows hold",
+    format_field_missing="{key} is missing (keys: {keys}); the format {format!r} is",
     kilt_page_unknown="there is no page {page!r}.",
     marco_id_unknown="{what} {id!r} is in no {file}.",
     history_wanted="history[{number}] is {value!r}, want an instruction and its output",

@@ -312,6 +312,8 @@ def test_blank_outputs_are_left_out_and_earlier_turns_are_read(tmp_path: Path) -
         read([{**ALPACA, "history": [["Who?"]]}], tmp_path, CHATS)
     with refused("text_wanted", key="input", value=7):
         read([{**ALPACA, "input": 7}], tmp_path, CHATS, format="alpaca")
+    write_table(tmp_path / "valid.csv", [ALPACA, {**ALPACA, "output": ""}], ",")
+    assert len(list(own_rows(OwnRows(), "valid", tmp_path, layout=CHATS))) == 1
 
 
 def test_flat_rows_of_squad_are_read_and_questions_without_an_answer_left_out(
@@ -326,6 +328,12 @@ def test_flat_rows_of_squad_are_read_and_questions_without_an_answer_left_out(
         (row,) = read(rows, tmp_path, QUESTIONS)
     assert (row["answers"], row["title"]) == (["cellar"], "Ada")
     assert notes.counts == {IMPOSSIBLE: 1}
+    with refused("texts_wanted", at="line 1", key="answers", value={"texts": ["a"]}):
+        read([{**flat, "answers": {"texts": ["a"]}}], tmp_path, QUESTIONS, format="squad")
+    with refused("text_blank", at="line 1", key="answers[0].text", value=7):
+        read([{**flat, "answers": 7}], tmp_path, QUESTIONS, format="squad")
+    (row,) = read([{**flat, "answers": {"text": "cellar"}}], tmp_path, QUESTIONS)
+    assert row["answers"] == ["cellar"]
     write_table(
         tmp_path / "valid.csv",
         [{**flat, "answers": "{'text': array(['cellar'], dtype=object), 'answer_start': [7]}"}],
@@ -444,6 +452,10 @@ def test_pages_of_kilt_are_looked_up_and_missed_by_name(facts: Path, tmp_path: P
         (one,) = task.rows("train")
     assert one["positives"] == [{"id": "7:1-1", "title": "Ada", "text": "Hi."}]
     assert notes.counts == {WITHOUT_POSITIVE: 1}
+    write_lines(tmp_path / "train.jsonl", [{**row, "output": [{"answer": "a", "provenance": 7}]}])
+    with refused("list_of_wanted", key="output[0].provenance", value=7):
+        list(task.rows("train"))
+    write_lines(tmp_path / "train.jsonl", [row])
     write_lines(tmp_path / "kilt_knowledgesource.jsonl", [{**page, "wikipedia_id": "8"}])
     with refused("kilt_page_unknown", page="7"):
         list(task.rows("train"))

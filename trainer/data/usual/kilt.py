@@ -89,7 +89,15 @@ def _outputs(raw: Row, place: str) -> tuple[list[str], list[Span]]:
         output: Row = one
         if (output.get("answer") or "") != "":
             answers.append(fields.text(output["answer"], place, f"output[{number}].answer"))
-        for last, found in enumerate(output.get("provenance") or []):
+        named_pages = output.get("provenance") or []
+        if not isinstance(named_pages, list):
+            raise DataError(
+                f"{place}: 'output[{number}].provenance' is {preview(named_pages)}, want a list of "
+                "objects.",
+                place=place,
+                field=f"output[{number}].provenance",
+            )
+        for last, found in enumerate(named_pages):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
             spans.append(_span(found, place, f"output[{number}].provenance[{last}]"))
     return list(dict.fromkeys(answers)), list(dict.fromkeys(spans))
 

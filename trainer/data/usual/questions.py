@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.data.formats.lists import structure
+from trainer.data.formats.lists import as_list, structure
 from trainer.data.left_out import note
 from trainer.data.readers import fields
 from trainer.data.readers.jsonl import preview
@@ -178,9 +178,18 @@ def _squad_answers(raw: Row, place: str) -> list[str]:
     """The different answers of a question, of {"text": [...]} or of [{"text"}, ...]."""
     value = raw.get("answers")
     value = structure(value, place, "answers") if isinstance(value, str) and value else value
-    texts = value.get("text") if isinstance(value, dict) else value
+    if isinstance(value, dict) and "text" not in value:
+        raise DataError(
+            f"{place}: 'answers' is {preview(value)}, want a list of texts under \"text\".",
+            place=place,
+            field="answers",
+        )
+    value = cast("Row", value)["text"] if isinstance(value, dict) else value
+    texts = as_list(value, place, "answers.text")
+    if not isinstance(texts, list | None):
+        texts = [texts]
     found: list[str] = []
-    for number, one in enumerate(texts or []):
+    for number, one in enumerate(cast("list[Any]", texts or [])):
         text = cast("Row", one).get("text") if isinstance(one, dict) else one
         found.append(fields.text(text, place, f"answers[{number}].text"))
     return list(dict.fromkeys(found))

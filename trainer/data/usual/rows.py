@@ -123,11 +123,11 @@ def _whole(placed: Placed, name: FormatName, around: Around) -> Placed:
     needed = [group for group in _NEEDED[name] if group not in learnt]
     for place, raw in placed:
         for group in needed:
-            if all(raw.get(one) is None for one in group):
+            if not any(one in raw for one in group):
                 raise DataError(
                     f"{place}: {' or '.join(map(repr, group))} is missing (keys: "
-                    f"{fields.keys(raw)}). {FORMATS[name].called} rows hold {FORMATS[name].holds}. "
-                    "Add it, or take the row out; data.columns says what your columns are called.",
+                    f"{fields.keys(raw)}); the format {name!r} is {FORMATS[name].holds}. Add it, "
+                    "or take the row out; data.columns says what your columns are called.",
                     place=place,
                     field=group[0],
                 )

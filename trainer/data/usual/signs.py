@@ -109,8 +109,10 @@ OURS: Mapping[Purpose, frozenset[FormatName]] = {
 
 def sign_of(raw: Row, *, is_labelled: bool = True) -> FormatName | None:
     """The format that one row shows; None: none."""
-    # of an instruction the output may be blank
-    given: Row = {name: value for name, value in raw.items() if value or name == "output"}
+    # a cell of a table that is blank is None: of an instruction the output may be blank
+    given: Row = {
+        name: value for name, value in raw.items() if value is not None or name == "output"
+    }
     signs = _SIGNS if is_labelled else _SIGNS_UNLABELLED
     return next((name for name, is_one in signs.items() if is_one(given)), None)
 
@@ -128,6 +130,7 @@ def format_of(
     purpose = layout.purpose
     if not first or purpose is None:
         return None
+    found: list[FormatName | None]
     found = [sign_of(raw, is_labelled=is_labelled) for _, raw in first]
     if all(is_own(raw, layout) for _, raw in first):
         return found[0] if {*found} == {found[0]} and found[0] in OURS[purpose] else None
