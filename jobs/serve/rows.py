@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from trainer.config import own_rows
+from trainer.config.formats import layouts
 from trainer.data.formats import conversation
 from trainer.data.formats.held_out import PLACES, place_of_row
 from trainer.data.formats.json_text import BadJson, json_value
@@ -54,7 +54,7 @@ class Kind:
     problems: Callable[[Row], Iterator[tuple[str, str]]]
     files_row: Callable[[Row, int], Row]
     data: Mapping[str, dict[str, Any]]
-    layout: own_rows.Layout
+    layout: layouts.Layout
 
 
 @dataclass
@@ -278,14 +278,14 @@ KINDS: dict[str, Kind] = {
         _chat_problems,
         _as_it_is,
         {"causal_lm": {"source": "chat", "loss_on": "answer"}},
-        own_rows.CHATS,
+        layouts.CHATS,
     ),
     "completion": Kind(
         ("prompt", "completion"),
         lambda row: _texts(row, "prompt", "completion"),
         _as_it_is,
         {"causal_lm": {"source": "jsonl", "loss_on": "answer", "chat_template": None}},
-        own_rows.COMPLETIONS,
+        layouts.COMPLETIONS,
     ),
     "triple": Kind(
         ("query", "positive", "negative"),
@@ -297,7 +297,7 @@ KINDS: dict[str, Kind] = {
             "negative_passages": _passages(row, number, "negative"),
         },
         {"retriever": {"source": "tevatron"}},
-        own_rows.TEVATRON,
+        layouts.TEVATRON,
     ),
     "question": Kind(
         ("question", "contexts", "answers"),
@@ -316,7 +316,7 @@ KINDS: dict[str, Kind] = {
                 "files": {"train": "train.jsonl", "valid": "valid.jsonl"},
             },
         },
-        own_rows.QUESTIONS,
+        layouts.QUESTIONS,
     ),
     "document": Kind(
         ("document", "summary"),
@@ -329,27 +329,27 @@ KINDS: dict[str, Kind] = {
                 "summaries": ["summary"],
             }
         },
-        own_rows.SUMMARIES,
+        layouts.SUMMARIES,
     ),
     "statement": Kind(
         ("statement", "label"),
         _statement_problems,
         lambda row, _: {"statement": row["statement"], "label": _label(row)},
         _verifier("statements"),
-        own_rows.STATEMENTS,
+        layouts.STATEMENTS,
     ),
     "group": Kind(
         ("golds", "distractors"),
         _group_problems,
         lambda row, _: {name: _as_list(row[name]) for name in ("golds", "distractors")},
         _verifier(),
-        own_rows.STATEMENTS,
+        layouts.STATEMENTS,
     ),
     "text": Kind(
         ("text",),
         lambda row: _texts(row, "text"),
         _as_it_is,
         {"causal_lm": {"source": "jsonl", "loss_on": "all", "chat_template": None}},
-        own_rows.TEXTS,
+        layouts.TEXTS,
     ),
 }

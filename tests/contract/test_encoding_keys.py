@@ -47,6 +47,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
 OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("causal_lm", "data.chat_template"): {"data": {"source": "chat"}},
     ("cross_attention", "data.facts"): {"data": {"source": "lookup"}},
+    ("fid", "data.format"): {"data": {"source": "files"}},
+    ("retriever", "data.format"): {"data": {"source": "files"}},
+    ("summariser", "data.format"): {"data": {"document": "document", "summaries": ["summary"]}},
     ("fid", "data.rankings"): {"data": {"source": "ranked", "corpus": "corpus.tsv"}},
     ("retriever", "data.negatives"): {"data": {"source": "beir"}},
     ("retriever", "loss.distillation"): {"data": {"source": "fid"}},
@@ -70,6 +73,7 @@ for _key in (*_OF_A_DATA_SET, "files", "columns", "valid_share"):
 # What a key's other value needs besides.
 AFTER: dict[tuple[str, str], dict[str, Any]] = {
     ("causal_lm", "data.source"): {"data": {"chat_template": "chatml"}},
+    ("causal_lm", "data.format"): {"data": {"chat_template": "chatml"}},
 }
 # Values that no type tells.
 VALUES: dict[str, list[Any]] = {
@@ -93,6 +97,8 @@ VALUES: dict[str, list[Any]] = {
     "train.base_bits": [8],
     "train.spike_window": [20],
 }
+# Keys that have one value alone: no format of other people has statements.
+FIXED = {("vera", "data.format")}
 ANYTHING = [True, False, 1, 2, 3, 7, 0.25, "other", {}, None]
 
 
@@ -182,7 +188,7 @@ def test_a_key_that_encoding_does_not_read_changes_no_token_and_no_id(
     rows = list(loaded(experiment(name, folder), places).rows("train"))[:12]
     untried: list[str] = []
     for path, kind in leaves(tasks.config_of(name)):
-        if kind == "encoded":
+        if kind == "encoded" or (name, path) in FIXED:
             continue
         usual, changed = next(variants(name, folder, path), (None, None))
         if usual is None or changed is None:

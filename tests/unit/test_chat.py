@@ -587,7 +587,7 @@ def test_the_program_of_a_card_has_the_tokens_of_training_on_every_day(
     monkeypatch.setattr(chat_template_utils, "datetime", datetime)  # the program sets another one
     made = tokenizer("{{ strftime_now('%d %B %Y at %H') }}" + BUILT_IN["chatml"])
     made.save_pretrained(tmp_path)
-    cfg: Any = SimpleNamespace(data=SimpleNamespace(source="chat", max_tokens=9))
+    cfg: Any = SimpleNamespace(data=SimpleNamespace(purpose="conversation", max_tokens=9))
     ((_, program),) = usage(cfg, tmp_path).programs
     code = program[program.index("from datetime") : program.index("prompt = torch")]
     names: dict[str, Any] = {"tokenizer": made}

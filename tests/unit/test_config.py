@@ -278,7 +278,7 @@ def test_a_misspelt_key_inside_a_union_gets_the_nearest_legal_one() -> None:
 
 
 def test_a_key_like_no_other_gets_the_legal_ones() -> None:
-    legal = re.compile("chat_template, columns, dataset, facts, files, loss_on, .*")
+    legal = re.compile("chat_template, columns, dataset, facts, files, format, loss_on, .*")
     says("key_unknown", refusal(data={"source": "nq", "zzz": 1}), key="data.zzz", legal=legal)
 
 

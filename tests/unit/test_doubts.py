@@ -92,10 +92,10 @@ def test_an_odd_rate_is_told_at_the_start_and_refused_under_strict(
 
 
 def test_missing_keys_are_named_before_the_split_is_blamed(tmp_path: Path) -> None:
-    rows = [{"instruction": f"do {n}", "input": "", "output": str(n)} for n in range(40)]
+    rows = [{"task": f"do {n}", "hint": "", "reply": str(n)} for n in range(40)]
     write_lines(tmp_path / "train.jsonl", rows)
     for split in ("train", "valid"):
-        with refused("messages_missing", at="line 1", keys="instruction, input, output"):
+        with refused("messages_missing", at="line 1", keys="task, hint, reply"):
             list(chats(tmp_path, split, own=OwnRows(valid_share=0.2)))
 
 

@@ -15,8 +15,8 @@ from tests.wording import refused
 from trainer.config.own_rows import OwnRows
 from trainer.data import left_out
 from trainer.data.content import content_of_rows, shared_test_rows
-from trainer.data.formats.conversation import RowProblem
 from trainer.data.formats.normal_form import row_hash
+from trainer.data.formats.problems import RowProblem
 from trainer.data.readers import questions
 from trainer.data.readers.row_files import files_in
 from trainer.data.token_store import TokenStore, open_store

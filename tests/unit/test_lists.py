@@ -13,7 +13,8 @@ import pytest
 from tests.unit.test_own_rows import WRITERS, read, statements
 from tests.wording import refused
 from trainer.config.block import validate
-from trainer.config.own_rows import QUESTIONS, OwnRows
+from trainer.config.formats.layouts import QUESTIONS
+from trainer.config.own_rows import OwnRows
 from trainer.data import left_out
 from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields, questions, retrieved

@@ -16,7 +16,8 @@ import pytest
 
 from tests.wording import Fault, fault, refused, says
 from trainer.config.block import validate
-from trainer.config.own_rows import CHATS, QUESTIONS, OwnRows
+from trainer.config.formats.layouts import CHATS, QUESTIONS
+from trainer.config.own_rows import OwnRows
 from trainer.data.readers import questions, retrieved
 from trainer.data.readers.own_rows import own_rows
 from trainer.protocol.task import Places

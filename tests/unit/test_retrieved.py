@@ -328,7 +328,7 @@ def test_a_wrong_question_is_refused_with_its_place(
         (b'[{"question": "\xff"}]', fault("json_list_malformed", at="test.json, item 1")),
         (b"[]", fault("list_empty", at="test.json")),
         (b"", fault("file_empty", at="test.json")),
-        (b'{"data": [\n]}', fault("json_malformed", at="test.json, line 1")),
+        (b'{"data": [\n}', fault("json_malformed", at="test.json, line 1")),
     ],
 )
 def test_a_malformed_file_is_refused_by_its_place(

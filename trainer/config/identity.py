@@ -100,13 +100,22 @@ def _instead(value: Any) -> str:
     return "Use text, numbers, True, False, None, lists and dictionaries."
 
 
+def _without_dot(key: str) -> str:
+    """What to write in place of a key with a dot: "messages[].role" has a spelling without one."""
+    outer, brackets, inner = key.partition("[].")
+    if not brackets:
+        return "Rename it."
+    return f'Write {{"{outer}": {{"from": the column of the list, "{inner}": its name there}}}}.'
+
+
 def _haven_hash(values: dict[str, Any]) -> str:
     text = ""
     for key in sorted(values):
         value = values[key]
         if "." in key:
             raise ConfigError(
-                f"experiment dictionary: key {key!r} holds a dot, which haven refuses. Rename it."
+                f"experiment dictionary: key {key!r} holds a dot, which haven refuses. "
+                f"{_without_dot(key)}"
             )
         if isinstance(value, dict):
             value = _haven_hash(cast("dict[str, Any]", value))

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from trainer.config.block import Fraction, Strict
+from trainer.config.formats.layouts import Layout, Purpose
+from trainer.config.formats.table import FORMATS, FormatName, refusal
 from trainer.errors import nearest
 
-Columns = dict[str, Annotated[str, Field(min_length=1)]]
+FROM = "from"  # in the place of a list of objects: the column that holds the list
+
+
+Name = Annotated[str, Field(min_length=1)]
+# A column, or for a list of objects {"from": the column of the list, our key: theirs}. The tags
+# pick one kind, so that a mistake is reported for that kind alone.
+Column = Annotated[
+    Annotated[Name, Tag("<name>")] | Annotated[dict[str, Name], Tag("<objects>")],
+    Discriminator(lambda value: "<objects>" if isinstance(value, dict) else "<name>"),
+]
+Columns = dict[str, Column]
 
 
 class Splits(Strict):
@@ -24,82 +36,21 @@ class Splits(Strict):
     """Of the split that is evaluated at last."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The names that a kind of row may hold, which `columns` may map."""
-
-    # Names of one and the same thing each. The first one that a row has tells rows apart:
-    # data.valid_share holds out by its value.
-    groups: tuple[tuple[str, ...], ...]
-    lists: frozenset[str] = frozenset()  # names whose value is a list, or a text that holds one
-    # names of lists of objects, each with the names of its objects: "ctxs[].text"
-    objects: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-    def legal(self) -> list[str]:
-        """Every name that `columns` may map."""
-        names = [name for group in self.groups for name in group]
-        nested = [f"{outer}[].{inner}" for outer, inners in self.objects for inner in inners]
-        return [*names, *nested]
-
-    def alternatives(self, name: str) -> tuple[str, ...]:
-        """The names that stand for the same as `name`, itself included."""
-        outer = name.partition("[]")[0]
-        return next(group for group in self.groups if outer in group)
-
-
-_PASSAGE = ("id", "title", "text", "score")
-_CONTEXTS = ("contexts", "context", "ctxs")
-
-# A question with its answers and contexts: one file for cross_attention, fid and retriever.
-QUESTIONS = Layout(
-    (
-        ("question", "query", "query_text", "text"),
-        ("id", "query_id", "_id", "qid"),
-        ("answers", "answer"),
-        _CONTEXTS,
-        ("titles", "title"),
-        ("useful_contexts",),
-        ("target",),
-        ("dataset",),
-    ),
-    lists=frozenset({"answers", "contexts", "ctxs", "titles", "useful_contexts"}),
-    objects=(("ctxs", _PASSAGE),),
-)
-TEVATRON = Layout(
-    (
-        ("query", "query_text", "question", "text"),
-        ("query_id", "_id", "qid", "id"),
-        ("positive_passages", "positive_docids", "positive_document_ids"),
-        ("negative_passages", "negative_docids", "negative_document_ids"),
-    ),
-    lists=frozenset(
-        f"{side}_{kind}"
-        for side in ("positive", "negative")
-        for kind in ("passages", "docids", "document_ids")
-    ),
-    objects=(("positive_passages", _PASSAGE), ("negative_passages", _PASSAGE)),
-)
-TEXTS = Layout((("text",),))
-COMPLETIONS = Layout((("prompt",), ("completion",), ("input",)))
-CHATS = Layout(
-    (("messages",), ("prompt",), ("completion",), ("tools",), ("system",), ("input",)),
-    lists=frozenset({"messages", "tools"}),
-    objects=(("messages", ("role", "content", "weight", "tool_calls")),),
-)
-SUMMARIES = Layout((("document",), ("summary",), ("id",)), lists=frozenset())
-STATEMENTS = Layout(
-    (("golds", "statement"), ("distractors", "label")),
-    lists=frozenset({"golds", "distractors"}),
-)
-
-
 class OwnRows(Strict):
     """Rows of your own: files below --data_path, or a data set of Hugging Face `datasets`."""
 
     not_encoded = frozenset(
         {"files", "dataset", "subset", "revision", "splits", "columns", "valid_share"}
     )
+    # What the task makes of rows in a format of other people; none, where it reads no such row.
+    purposes: ClassVar[tuple[Purpose, ...]] = ()
+    # The sources whose rows may have such a format.
+    sources_of_formats: ClassVar[tuple[str, ...]] = ("files",)
 
+    format: FormatName | None = None
+    """What the rows look like, where they have a usual name (docs/formats.md). None: our own names,
+    those of `columns`, or what the first rows show.
+    """
     files: Splits = Splits()
     """.jsonl, .json, .csv, .tsv or .parquet, each also .gz, or a folder of them; usual: train.*,
     valid.* (val, dev, validation), test.*.
@@ -116,19 +67,45 @@ class OwnRows(Strict):
     """Of `dataset`: the names of its splits; usual: train, validation, test."""
     columns: Columns = {}  # noqa: RUF012 (the block is frozen)
     """Our name of a field -> the column that holds it: {"question": "query", "titles":
-    "ctxs[].title", "id": "meta.id"}.
+    "ctxs[].title", "id": "meta.id"}; of a list of objects -> {"from": its column, our key: theirs}.
+    With `format`, the names of the format stand for ours.
     """
     valid_share: Fraction = 0.0
     """The share of the training rows that is the validation split, where it has no file of its own.
     """
 
     def layout(self) -> Layout | None:
-        """What the rows hold; None: the source reads no rows that `columns` could rename."""
+        """What the task reads in its rows; None: the source reads no rows of a person's own."""
         return None
+
+    def names(self) -> Layout | None:
+        """What `columns` may map: names of the format, else those of the task; None: nothing."""
+        layout = self.layout()
+        return layout if layout is None or self.format is None else FORMATS[self.format].names
+
+    @property
+    def reads(self) -> str | None:
+        """What decides how rows are read: the format, else the source."""
+        return self.format or getattr(self, "source", None)
 
     def names_files(self) -> bool:
         """Whether the source reads files that `files` can name."""
         return self.layout() is not None
+
+    @model_validator(mode="after")
+    def _the_task_reads_the_format(self) -> OwnRows:
+        source = getattr(self, "source", None)
+        if self.format is None or source is None:
+            return self
+        if not set(self.purposes) & FORMATS[self.format].serves.keys():
+            raise ValueError(refusal(self.format, self.purposes))
+        if source not in self.sources_of_formats:
+            legal = " or ".join(f'"{one}"' for one in self.sources_of_formats)
+            raise ValueError(
+                f"format={self.format!r} with source={source!r}, which says what its rows look "
+                f"like: leave one of them out, or use source={legal}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _the_source_reads_own_rows(self) -> OwnRows:
@@ -137,27 +114,37 @@ class OwnRows(Strict):
             return self
         if self.files != Splits() and not self.names_files():
             raise ValueError(f"source={source!r} names no files: leave them out")
-        if self.layout() is not None:
+        if self.names() is not None:
             return self
         own_keys = [name for name in ("dataset", "columns", "valid_share") if getattr(self, name)]
         if own_keys:
-            raise ValueError(
-                f"source={source!r} reads no rows of your own: leave out {' and '.join(own_keys)}"
+            what = (
+                f"source={source!r} reads no rows of your own"
+                if self.format is None
+                else f"format={self.format!r} has files with names and columns of their own"
             )
+            raise ValueError(f"{what}: leave out {' and '.join(own_keys)}")
         return self
 
     @model_validator(mode="after")
     def _columns_are_ours(self) -> OwnRows:
-        layout, source = self.layout(), getattr(self, "source", None)
+        layout = self.names()
         if layout is None:
             return self
+        reader = (
+            f"source={getattr(self, 'source', None)!r}"
+            if self.format is None
+            else f"format={self.format!r}"
+        )
         legal = layout.legal()
-        for name in self.columns:
+        for name, column in self.columns.items():
             if name not in legal:
                 raise ValueError(
-                    f"columns: {name!r} is no field of source={source!r}. {nearest(name, legal)} "
+                    f"columns: {name!r} is no field of {reader}. {nearest(name, legal)} "
                     f"Our name comes first, then yours; ours are {', '.join(legal)}"
                 )
+            if not isinstance(column, str):
+                _check_objects(name, column, layout)
         for group in layout.groups:
             mapped = {name.partition("[]")[0] for name in self.columns} & set(group)
             if len(mapped) > 1:
@@ -179,3 +166,26 @@ class OwnRows(Strict):
                 "name no valid split, or leave it out"
             )
         return self
+
+
+def _check_objects(name: str, keys: Mapping[str, str], layout: Layout) -> None:
+    """ValueError when `name` is no list of objects, or its objects have no such key."""
+    inner = dict(layout.objects).get(name)
+    if inner is None:
+        lists = [outer for outer, _ in layout.objects]
+        advice = f"only {', '.join(lists)} is" if lists else "none of its fields is"
+        raise ValueError(
+            f"columns: {name!r} is no list of objects here, {advice}: write the name of a column, "
+            f'{{"{name}": "{keys.get(FROM, "its column")}"}}'
+        )
+    if FROM not in keys:
+        raise ValueError(
+            f'columns.{name}: no "from", which is the column of the list: '
+            f'{{"{name}": {{"from": "turns", ...}}}}'
+        )
+    unknown = next((key for key in keys if key not in (FROM, *inner)), None)
+    if unknown is not None:
+        raise ValueError(
+            f"columns.{name}: {unknown!r} is no key of its objects. {nearest(unknown, [*inner])} "
+            f'"from" is the column of the list; ours are {", ".join(inner)}'
+        )

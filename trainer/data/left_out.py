@@ -79,6 +79,7 @@ class Notes:
     counts: dict[str, int] = field(default_factory=dict[str, int])  # by reason
     first: list[Note] = field(default_factory=list[Note])
     keys: ReadKeys = field(default_factory=ReadKeys)
+    formats: dict[str, int] = field(default_factory=dict[str, int])  # "train.jsonl: Alpaca rows"
 
     def add(self, note: Note, *, count: int = 1) -> None:
         """Add a note; count: how many more things it stands for, itself included."""
@@ -91,17 +92,20 @@ class Notes:
         """These notes with the ones of another reading, which replace those of the same reason."""
         first = [one for one in self.first if one.why not in notes.counts]
         keys = ReadKeys(self.keys.held | notes.keys.held, self.keys.read | notes.keys.read)
-        return Notes(self.counts | notes.counts, first + notes.first, keys)
+        formats = self.formats | notes.formats
+        return Notes(self.counts | notes.counts, first + notes.first, keys, formats)
 
     def record(self) -> dict[str, Any]:
         """The notes as plain JSON, for of()."""
         first = [asdict(note) for note in self.first]
-        return {"counts": self.counts, "first": first, "unread": self.keys.unread()}
+        unread = self.keys.unread()
+        return {"counts": self.counts, "first": first, "unread": unread, "formats": self.formats}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Notes:
         first = [Note(**note) for note in record["first"]]
-        return cls(dict(record["counts"]), first, ReadKeys(dict(record.get("unread", {}))))
+        keys = ReadKeys(dict(record.get("unread", {})))
+        return cls(dict(record["counts"]), first, keys, dict(record.get("formats", {})))
 
     def __bool__(self) -> bool:
         return bool(self.counts)
@@ -158,6 +162,13 @@ def doubt(value: Any, place: str, name: str, *, is_list: bool) -> None:
     why = doubt_of(value, name, is_list=is_list)
     if why is not None:
         note(place, why, field=name)
+
+
+def count_format(called: str) -> None:
+    """Count a row of a file that is in a format of other people: "train.jsonl: Alpaca rows"."""
+    notes = _reading.get()
+    if notes is not None:
+        notes.formats[called] = notes.formats.get(called, 0) + 1
 
 
 def current() -> Notes | None:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.config.own_rows import Layout
+from trainer.config.formats.layouts import Layout
 from trainer.data import left_out
 from trainer.data.control_tokens import controls_of, reason
 from trainer.data.readers import fields, row_files
-from trainer.data.readers.columns import in_our_names
+from trainer.data.usual.rows import unlabelled
 from trainer.errors import ConfigError
 from trainer.evaluation.run import Question, open_model
 from trainer.exports import record
@@ -194,7 +194,8 @@ def _rows(placed: Iterable[tuple[str, Row]], task: Any) -> Iterator[tuple[Any, s
     """(id, place, object in our names) of every row, in their order."""
     data = task.cfg.data
     layout = data.layout() or Layout(())
-    for number, (place, raw) in enumerate(in_our_names(placed, data.columns, layout)):
+    rows = unlabelled(placed, data, layout, task.places.data_path)
+    for number, (place, raw) in enumerate(rows):
         identity = fields.first_given(raw, fields.QUESTION_IDS)[1]
         yield number if identity is None else identity, place, raw
 

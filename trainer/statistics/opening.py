@@ -19,13 +19,14 @@ def opening_line(store: TokenStore, notes: Notes | None = None) -> str:
     contexts cut, 36.7% of their tokens: data.context_tokens 256; `stats` shows more".
 
     For a store of an older version, or of a task that does not count cuts, the line has only rows
-    and tokens. notes: what was left out of the split, or is doubted, and the
-    keys of its rows that nothing read.
+    and tokens. notes: in which formats the rows of the split were written, what was left out of it
+    or is doubted, and the keys of its rows that nothing read.
     """
     text = _rows_and_cuts(store)
     if notes is None:
         return text
-    parts = [text, f"{notes.line()}: {FILE}" if notes else "", notes.keys.line()]
+    formats = [f"{called}, {count:,}" for called, count in notes.formats.items()]
+    parts = [text, *formats, f"{notes.line()}: {FILE}" if notes else "", notes.keys.line()]
     return "; ".join(part for part in parts if part)
 
 

@@ -331,7 +331,8 @@ def _text(name: str, batch: Batch) -> Text:
     is_real = mask.bool() if mask is not None and mask.shape == ids.shape else None
     if labels is None:
         return Text(ids, is_real)
-    has_labels = labels.shape == ids.shape
+    # a context may be as long as the tokens that have the labels
+    has_labels = labels.shape == ids.shape and not name.startswith("context_")
     return Text(
         ids, is_real, labels != IGNORED if has_labels else torch.zeros_like(ids, dtype=torch.bool)
     )

@@ -17,8 +17,66 @@ CONTROL = "tests/unit/test_control_tokens.py"
 UNREAD = "tests/unit/test_unread_keys.py"
 DOUBTS = "tests/unit/test_doubts.py"
 KINDS = "tests/unit/test_kinds_of_bases.py"
+USUAL = "tests/unit/test_usual_rows.py"
+FORMATS = "tests/unit/test_formats.py"
 
 FAULTS = [
+    Fault(
+        "trainer/data/usual/rows.py",
+        "if name is None and not own.columns:",
+        "if name is None:",
+        why="rows whose columns a person named are taken for those of a format",
+        tests=USUAL,
+    ),
+    Fault(
+        "trainer/data/usual/signs.py",
+        "if not any(found) or is_own(first[0][1], layout):",
+        "if not any(found):",
+        why="rows that were read until now are refused for the format of others",
+        tests=USUAL,
+    ),
+    Fault(
+        "trainer/data/usual/instructions.py",
+        'if around.is_labelled and (output is None or output == "" or str(output).isspace()):',
+        "if False:",
+        why="one blank output refuses the file of Alpaca's authors",
+        tests=USUAL,
+    ),
+    Fault(
+        "trainer/data/usual/questions.py",
+        "if around.is_labelled and not answers:",
+        "if False:",
+        why="a retriever takes a paragraph that answers nothing for a positive",
+        tests=FORMATS,
+    ),
+    Fault(
+        "trainer/data/usual/triples.py",
+        "return [numbers[number] for number in sorted(numbers)]",
+        "return list(numbers.values())",
+        why="negatives stand in the order of a file's keys, not of their numbers",
+        tests=FORMATS,
+    ),
+    Fault(
+        "trainer/data/usual/kilt.py",
+        "if span.page not in pages:",
+        "if False:",
+        why="a page that the knowledge source lacks is a traceback",
+        tests=USUAL,
+    ),
+    Fault(
+        "trainer/data/readers/columns.py",
+        "renamed = {*ours, *ours.values()}",
+        "renamed = {*ours}",
+        why="a key that was renamed stands in a turn twice, under both names",
+        tests=USUAL,
+    ),
+    Fault(
+        "trainer/data/usual/msmarco.py",
+        "relevant = [passage for passage, score in judged.items() if score > 0]",
+        "relevant = list(judged)",
+        why="a passage judged irrelevant is a positive",
+        tests=USUAL,
+    ),
     Fault(
         "trainer/data/formats/held_out.py",
         'value = with_input(row) if first == "prompt" else row[first]',

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
-from trainer.data.formats.json_text import json_value, preview
+from trainer.data.formats.json_text import preview
 from trainer.data.formats.lists import parsed
+from trainer.data.formats.problems import Report, RowProblem
 from trainer.data.formats.roles import ASSISTANT, CALL, ROLES, role_of
+from trainer.data.formats.tool_calls import calls_of, tool_calls, tools_of
 from trainer.errors import DataError, nearest
 
 Row = dict[str, Any]
@@ -35,25 +37,12 @@ _UNREAD = {
     **dict.fromkeys(("images", "image", "videos", "video", "audios"), "text alone"),
 }
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-
-
-class RowProblem(NamedTuple):
-    """What is wrong with a row."""
-
-    name: str  # of the field: "messages[0].role"; "" where the whole row is wrong
-    value: Any
-    want: str
-
-    def at(self, place: str) -> DataError:
-        """The error of the row that was read at `place`."""
-        if not self.name:
-            return DataError(f"{place}: {self.value}, want {self.want}.", place=place)
-        name = repr(self.name) if self.name.isidentifier() else self.name
-        message = f"{place}: {name} is {preview(self.value)}, want {self.want}."
-        return DataError(message, place=place, field=self.name)
-
-
-Report = Callable[[RowProblem], None]
+# The names of a list of turns: OpenAI's, and ShareGPT's.
+_LISTS = ("messages", "conversations")
+# What a turn may hold in place of a content, or beside one.
+_BESIDE = {"role", "from", "name", "tool_calls", "tool_call_id", "id", *_LEARNS, *_THOUGHTS}
+# OpenAI's types of a part that is text: of a chat, of what is told and of what is answered.
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def learnable(raw: Mapping[str, Any], place: str) -> Row:
@@ -65,7 +54,7 @@ def opened(raw: Mapping[str, Any], place: str) -> Row:
     """The conversation of an object, without turns of the assistant at its end, so that the
     assistant speaks next. DataError names the place of a wrong object.
     """
-    if raw.get("messages") is None and raw.get("prompt") is not None:
+    if all(raw.get(name) is None for name in _LISTS) and raw.get("prompt") is not None:
         raw = {**raw, "completion": ""}
     conversation = _conversation(raw, _refusal_at(place), is_learnt=False)
     messages = conversation["messages"]
@@ -113,13 +102,14 @@ def _conversation(raw: Mapping[str, Any], report: Report, *, is_learnt: bool) ->
     turns = _turns(raw, report)
     if turns is None or (is_learnt and not turns):
         want = "a list of objects with role and content that is not empty"
-        report(RowProblem("messages", raw.get("messages"), want))
+        name = next((one for one in _LISTS if raw.get(one) is not None), _LISTS[0])
+        report(RowProblem(name, raw.get(name), want))
         return {"messages": []}
     read_turns = (_message(value, name, report, is_learnt=is_learnt) for name, value in turns)
     messages = [message for message in read_turns if message is not None]
     _add_system(raw.get("system"), messages, report)
     conversation: Row = {"messages": messages}
-    tools = _tools(raw.get("tools"), report)
+    tools = tools_of(raw.get("tools"), report)
     return {**conversation, "tools": tools} if tools else conversation
 
 
@@ -144,9 +134,10 @@ def _turns(raw: Mapping[str, Any], report: Report) -> list[tuple[str, Any]] | No
     and its answer, or what TRL calls conversational: two lists, of which the second is learnt. None
     for messages that are no list.
     """
-    if raw.get("messages") is not None:
-        values = _listed(raw["messages"])
-        return _named("messages", values) if isinstance(values, list) else None
+    for name in _LISTS:
+        if raw.get(name) is not None:
+            values = _listed(raw[name])
+            return _named(name, values) if isinstance(values, list) else None
     if raw.get("prompt") is not None and raw.get("completion") is not None:
         return _of_prompt(raw, report)
     report(
@@ -260,42 +251,49 @@ def _message(value: Any, name: str, report: Report, *, is_learnt: bool) -> Row |
     for ours, theirs in (("role", "from"), ("content", "value")):
         if ours in given and theirs in given and given[ours] != given[theirs]:
             report(RowProblem(f"{name}.{theirs}", given[theirs], f"no other one than its {ours}"))
+    role_at = f"{name}.{'from' if 'from' in given and 'role' not in given else 'role'}"
+    said_at = f"{name}.{'value' if 'value' in given and 'content' not in given else 'content'}"
     message: Row = {
         "role": given.pop("role", given.pop("from", None)),
         "content": given.pop("content", given.pop("value", None)),
     }
     given.pop("from", None)
     given.pop("value", None)
-    role = _role(message["role"], name, report)
+    role = _role(message["role"], role_at, report)
     for key, want in _UNREAD.items():
         if given.get(key) not in (None, "", [], {}):
             report(RowProblem(f"{name}.{key}", given[key], want))
     if role == CALL:
         role = ASSISTANT
-        message |= {"content": "", "tool_calls": _calls(message["content"], name, report)}
+        message |= {"content": "", "tool_calls": calls_of(message["content"], said_at, report)}
     if given.get("tool_calls"):
-        message["tool_calls"] = _tool_calls(given["tool_calls"], name, report)
+        message["tool_calls"] = tool_calls(given["tool_calls"], name, report)
     if message.get("tool_calls") and message["content"] is None:
         message["content"] = ""
     message["role"] = role
     is_thought = any(given.get(key) for key in _THOUGHTS)
-    _check_content(message, is_thought, name, report)
+    if message["content"] is None and not is_thought:
+        other = next((key for key in given if key not in _BESIDE and key not in _UNREAD), None)
+        if other is not None:
+            report(RowProblem(f"{name}.{other}", given[other], 'what is said as "content"'))
+            return None
+    _check_content(message, is_thought, said_at, report)
     weight = _weight(given, role, name, report)
     rest = {key: one for key, one in given.items() if key not in (*_LEARNS, "tool_calls")}
     message = {**message, **rest} if weight is None else {**message, **rest, "weight": weight}
     if is_learnt and counts(message) and _is_empty(message, is_thought):
         want = 'what the assistant says, or "weight": 0'
-        report(RowProblem(f"{name}.content", message["content"], want))
+        report(RowProblem(said_at, message["content"], want))
     return message
 
 
-def _role(given: Any, name: str, report: Report) -> str:
+def _role(given: Any, place: str, report: Report) -> str:
     role = role_of(given)
     if role is None:
         near = (
             f". {nearest(given, list(ROLES))}" if isinstance(given, str) and given.strip() else ""
         )
-        report(RowProblem(f"{name}.role", given, f"{_WANTED_ROLES}{near.rstrip('.')}"))
+        report(RowProblem(place, given, f"{_WANTED_ROLES}{near.rstrip('.')}"))
         return str(given)
     return role
 
@@ -303,9 +301,9 @@ def _role(given: Any, name: str, report: Report) -> str:
 def _check_content(message: Row, is_thought: bool, name: str, report: Report) -> None:
     if message["content"] is None and is_thought and message["role"] == ASSISTANT:
         message["content"] = ""
-    message["content"] = _text(message["content"], f"{name}.content", report)
+    message["content"] = _text(message["content"], name, report)
     if not isinstance(message["content"], str):
-        report(RowProblem(f"{name}.content", message["content"], "text"))
+        report(RowProblem(name, message["content"], "text"))
 
 
 def _text(content: Any, name: str, report: Report) -> Any:
@@ -313,11 +311,13 @@ def _text(content: Any, name: str, report: Report) -> Any:
     Parts of another type are reported.
     """
     parts = cast("list[Any]", content) if isinstance(content, list) else []
-    if not parts or not all(isinstance(part, dict) for part in parts):
+    if not any(isinstance(part, dict) for part in parts):
         return content
     texts: list[str] = []
-    for number, part in enumerate(cast("list[Row]", parts)):
-        if part.get("type") != "text":
+    for number, part in enumerate(parts):
+        if not isinstance(part, dict):
+            report(RowProblem(f"{name}[{number}]", part, 'a part, {"type": "text", "text": ...}'))
+        elif part.get("type") not in _TEXT_PARTS:
             report(RowProblem(f"{name}[{number}].type", part.get("type"), "'text' alone"))
         elif not isinstance(part.get("text"), str):
             report(RowProblem(f"{name}[{number}].text", part.get("text"), "text"))
@@ -352,71 +352,3 @@ def _weight(given: Row, role: str, name: str, report: Report) -> int | None:
     if role != ASSISTANT or not said:
         return None
     return min(said.values())
-
-
-def _calls(content: Any, name: str, report: Report) -> list[Any]:
-    """The calls in the text of a turn of the role function_call: LLaMA-Factory's {"name",
-    "arguments"}, or a list of such objects.
-    """
-    want = 'JSON of {"name", "arguments"}, or a list of such objects, in a turn of function_call'
-    value = _from_json(content)
-    calls = cast("list[Any]", value if isinstance(value, list) else [value])
-    is_right = bool(calls) and all(
-        isinstance(one, dict) and isinstance(one.get("name"), str) and "arguments" in one
-        for one in calls
-    )
-    if not is_right:
-        report(RowProblem(f"{name}.content", content, want))
-        return []
-    return _tool_calls([{"type": "function", "function": one} for one in calls], name, report)
-
-
-def _from_json(text: Any) -> Any:
-    try:
-        return json_value(text) if isinstance(text, str) else text
-    except ValueError:
-        return None
-
-
-def _tool_calls(calls: Any, name: str, report: Report) -> list[Any]:
-    """Calls of tools with their arguments as objects, which templates need; OpenAI writes them as
-    text.
-    """
-    if not isinstance(calls, list):
-        report(RowProblem(f"{name}.tool_calls", calls, "a list of calls"))
-        return []
-    return [_call(call, name, report) for call in cast("list[Any]", calls)]
-
-
-def _call(call: Any, name: str, report: Report) -> Any:
-    function = cast("Row", call).get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        want = '{"type": "function", "function": {"name": ..., "arguments": ...}} in it'
-        report(RowProblem(f"{name}.tool_calls", call, want))
-        return {}
-    fields = {key: one for key, one in cast("Row", function).items() if one is not None}
-    arguments = fields.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            fields["arguments"] = json_value(arguments) if arguments.strip() else {}
-        except ValueError as error:
-            want = f"arguments that are JSON ({error})"
-            report(RowProblem(f"{name}.tool_calls", arguments, want))
-    others = {key: one for key, one in cast("Row", call).items() if one is not None}
-    return {**others, "function": fields}
-
-
-def _tools(tools: Any, report: Report) -> list[Any] | None:
-    if isinstance(tools, str):
-        try:
-            tools = json_value(tools) if tools.strip() else None
-        except ValueError as error:
-            report(RowProblem("tools", tools, f"JSON ({error})"))
-            return None
-    if not tools:
-        return None
-    listed = cast("list[Any]", tools)
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in listed):
-        report(RowProblem("tools", tools, "a list of JSON schemas"))
-        return None
-    return listed

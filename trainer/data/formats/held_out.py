@@ -16,7 +16,7 @@ from trainer.data.formats.lists import as_list
 from trainer.data.formats.normal_form import normal_value
 
 if TYPE_CHECKING:
-    from trainer.config.own_rows import Layout
+    from trainer.config.formats.layouts import Layout
 
 PLACES = 1000  # a share of the rows is a number of these
 

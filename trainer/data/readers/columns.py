@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.own_rows import FROM
 from trainer.data.formats.lists import as_list, is_nan, structure
 from trainer.data.left_out import doubt, watched
 from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
-    from trainer.config.own_rows import Layout
+    from trainer.config.formats.layouts import Layout
+    from trainer.config.own_rows import Column
     from trainer.protocol.task import Row
 
 _LOOKED_AT = 100  # a column must occur in so many first rows; JSON lines may leave columns out
@@ -21,9 +23,10 @@ Placed = Iterator[tuple[str, "Row"]]
 
 
 def in_our_names(
-    rows: Iterable[tuple[str, Row]], columns: Mapping[str, str], layout: Layout
+    rows: Iterable[tuple[str, Row]], columns: Mapping[str, Column], layout: Layout
 ) -> Placed:
-    """The same rows with columns renamed by `columns` (our name -> their name).
+    """The same rows with columns renamed by `columns` (our name -> their name, or for a list of
+    objects {"from": its column, our key: theirs}).
 
     A mapped name replaces every other name for the same thing. A name that needs a list gets one,
     out of a text too (see lists.py). ConfigError for a column that none of the first rows has.
@@ -37,13 +40,16 @@ def in_our_names(
     replaced = {other for name in columns for other in layout.alternatives(name)}
     sources = {
         name
-        for column in columns.values()
+        for column in map(_column_of, columns.values())
         for name in (column, _parts(column)[0].removesuffix("[]"))
     }
     for place, raw in rows:
         row = {name: value for name, value in raw.items() if name not in replaced}
-        for name, column in columns.items():
+        for name, said in columns.items():
+            column = _column_of(said)
             value = raw[column] if column in raw else _follow(raw, _parts(column), place, column)
+            if not isinstance(said, str):
+                value = _objects(value, said, place)
             if value is not None:
                 _write(row, name, value, place)
         row |= {name: None for name, value in row.items() if is_nan(value)}
@@ -64,17 +70,27 @@ def in_our_names(
         yield place, watched(row, raw=raw, sources=sources, replaced=replaced)
 
 
-def _check_columns(rows: list[tuple[str, Row]], columns: Mapping[str, str]) -> None:
+def _column_of(said: Column) -> str:
+    """The column that a value of data.columns names."""
+    return said if isinstance(said, str) else said[FROM]
+
+
+def _check_columns(rows: list[tuple[str, Row]], columns: Mapping[str, Column]) -> None:
     """ConfigError for a column whose first part no row has; it names the existing columns."""
     present = list(dict.fromkeys(str(name) for _, row in rows for name in row))
+    ours = {_column_of(said): name for name, said in columns.items()}
     missing = [
         column
-        for column in columns.values()
+        for column in ours
         if column not in present and _parts(column)[0].removesuffix("[]") not in present
     ]
-    if not rows or not missing:
+    if not rows:
         return
-    ours = {column: name for name, column in columns.items()}
+    if not missing:
+        for name, said in columns.items():
+            if not isinstance(said, str):
+                _check_keys(rows, name, said)
+        return
     lines = [
         f"  {ours[column]!r}: {column!r} is no column. {nearest(column, present)}"
         for column in missing
@@ -84,6 +100,48 @@ def _check_columns(rows: list[tuple[str, Row]], columns: Mapping[str, str]) -> N
         + "\n".join(lines)
         + f"\nColumns there: {', '.join(present)}."
     )
+
+
+def _check_keys(rows: list[tuple[str, Row]], name: str, said: Mapping[str, str]) -> None:
+    """ConfigError for a key that no object of the first rows has; it names the existing ones."""
+    column, present = said[FROM], dict[str, None]()
+    for place, raw in rows:
+        value = raw[column] if column in raw else _follow(raw, _parts(column), place, column)
+        for one in as_list(value, place, column) or ():
+            present |= dict.fromkeys(one) if isinstance(one, dict) else {}
+    for key, theirs in said.items():
+        if key != FROM and present and _parts(theirs)[0] not in present and theirs not in present:
+            raise ConfigError(
+                f"data.columns.{name}: {key!r} is {theirs!r}, which no object of {column!r} has in "
+                f"{rows[0][0]}. {nearest(theirs, [*present])}"
+            )
+
+
+def _objects(value: Any, said: Mapping[str, str], place: str) -> Any:
+    """The objects of a list, with keys renamed by `said` (our key -> theirs); a key that it does
+    not name keeps its name.
+    """
+    column = said[FROM]
+    items = as_list(value, place, column)
+    if items is None:
+        return None
+    if not isinstance(items, list) or not all(isinstance(one, dict) for one in items):
+        raise DataError(
+            f"{place}: {column!r} of data.columns is {preview(value)}, want a list of objects.",
+            place=place,
+            field=column,
+        )
+    ours = {key: theirs for key, theirs in said.items() if key != FROM}
+    renamed = {*ours, *ours.values()}
+    found: list[Row] = []
+    for one in items:
+        row = {key: inner for key, inner in one.items() if key not in renamed}
+        for key, theirs in ours.items():
+            inner = one[theirs] if theirs in one else _follow(one, _parts(theirs), place, theirs)
+            if inner is not None:
+                row[key] = inner
+        found.append(row)
+    return found
 
 
 def _parts(column: str) -> list[str]:

@@ -54,6 +54,25 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         ) from error
 
 
+def tabbed(path: Path, count: int, want: str) -> Iterator[tuple[int, list[str]]]:
+    """(number, cells) of each line of a file without a header, with `count` cells and tabs between
+    them, in which quotes are plain characters: MS MARCO's. want: what the cells are, for messages.
+    """
+    is_empty = True
+    for line, text in lines(path):
+        if not text.strip():
+            continue
+        cells = [cell.strip() for cell in text.split("\t")]
+        if len(cells) != count or not all(cells):
+            raise bad_line(
+                path, line, f"{len(cells)} tab-separated field(s), want {want}, none of them blank"
+            )
+        is_empty = False
+        yield line, cells
+    if is_empty:
+        raise DataError(f"{path} holds no line. Put {want} on every line, with tabs between.")
+
+
 def read_jsonl(path: Path) -> Iterator[Row]:
     """The objects of a JSON-lines file.
 
@@ -80,12 +99,16 @@ def numbered_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def objects(path: Path) -> Iterator[tuple[str, Row]]:
-    """(place, object) of JSON lines or of a JSON list. A list is read item by item, because those
-    of FiD have 5 GB.
+    """(place, object) of JSON lines, of a JSON list, or of one object that is written over several
+    lines. A list is read item by item, because those of FiD have 5 GB.
 
-    The first character tells which of the two it is, because file names are often wrong.
+    The first character tells which of them it is, because file names are often wrong.
     """
     if not _beginning(path).startswith(b"["):
+        whole = _one_object(path)
+        if whole is not None:
+            yield f"{path}, item 1", whole
+            return
         for line, row in numbered_jsonl(path):
             yield f"{path}, line {line}", row
         return
@@ -95,6 +118,23 @@ def objects(path: Path) -> Iterator[tuple[str, Row]]:
         yield place, _object(row, place)
     if not number:
         raise DataError(f"{path} is an empty list. Put one JSON object for every question into it.")
+
+
+def _one_object(path: Path) -> Row | None:
+    """The object of a file that holds one over several lines, as SQuAD's may; None for any other
+    file, which may be too long for it, or not what it seems.
+    """
+    start = _beginning(path)
+    first, _, rest = start.partition(b"\n")
+    if not start.startswith(b"{") or first.rstrip().endswith(b"}") or not rest:
+        return None
+    try:
+        with open_file(path) as file:
+            content = file.read(MAX_LINE + 1)
+        value = json_value(content.decode("utf-8-sig")) if len(content) <= MAX_LINE else None
+    except (OSError, EOFError, zlib.error, ValueError):
+        return None  # the reader of lines says what is wrong
+    return value if isinstance(value, dict) else None
 
 
 def bad_line(path: Path, line: int, problem: str) -> DataError:

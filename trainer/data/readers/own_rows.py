@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.own_rows import Layout, OwnRows
+from trainer.config.formats.layouts import Layout
+from trainer.config.own_rows import OwnRows
 from trainer.data.formats.held_out import PLACES, place_of_row
 from trainer.data.readers import row_files
-from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
 from trainer.data.readers.folders import (
     only_row_file,
@@ -17,6 +17,8 @@ from trainer.data.readers.folders import (
     split_file,
     split_names,
 )
+from trainer.data.usual.placed import Around
+from trainer.data.usual.rows import in_our_form
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ def own_rows(
     first: str | None = None,
     cache_dir: Path | None = None,
 ) -> Iterator[tuple[str, Row]]:
-    """(place, row) of "train", "valid" or "test", in the order of the files.
+    """(place, row) of "train", "valid" or "test", in the order of the files, with the names of
+    `layout`, whatever the format of the files.
 
     folder: --data_path. suffixes: of files that are searched by the name of the split. first: the
     suffix that is read if there are files of several kinds; the others are noted. cache_dir: where
@@ -55,13 +58,12 @@ def own_rows(
             folder=folder,
             cache_dir=cache_dir,
         )
-        rows = (
-            (f"{own.dataset} ({name}), row {number}", row)
-            for number, row in enumerate(raw_rows, start=1)
-        )
+        what = f"{own.dataset} ({name})"
+        rows = ((f"{what}, row {number}", row) for number, row in enumerate(raw_rows, start=1))
     else:
-        rows = row_files.placed_rows(_file(own, of_split, folder, suffixes, first))
-    rows = in_our_names(rows, own.columns, layout)
+        path = _file(own, of_split, folder, suffixes, first)
+        what, rows = path.name, row_files.placed_rows(path)
+    rows = in_our_form(rows, own, layout, what=what, around=Around(folder))
     yield from _share(rows, own.valid_share, split, layout) if is_shared else rows
 
 

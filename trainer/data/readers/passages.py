@@ -17,7 +17,7 @@ from trainer.data.readers.fields import (
     passage_fields,
 )
 from trainer.data.readers.folders import CORPUS, corpus_file, nq_folder
-from trainer.data.readers.jsonl import bad_line, lines, numbered_jsonl, preview
+from trainer.data.readers.jsonl import bad_line, lines, numbered_jsonl, preview, tabbed
 from trainer.data.readers.quotes import is_quoted
 from trainer.errors import DataError
 
@@ -32,7 +32,8 @@ def passages(path: Path) -> Iterator[Row]:
     text of one that has a title.
 
     .jsonl: Tevatron's {"docid", "title", "text"} or BEIR's {"_id", "title", "text"}. Anything else:
-    see `tsv_passages`. DataError for an id with white space, which run files cannot hold.
+    see `tsv_passages`, which reads DPR's and MS MARCO's. DataError for an id with white space,
+    which run files cannot hold.
     """
     for place, row in _placed_passages(path):
         column_identity(row["id"], place, "id")
@@ -106,8 +107,13 @@ def tsv_passages(path: Path) -> Iterator[Row]:
     says so.
 
     Quotes are ordinary characters, unless the file is quoted as CSV, like DPR's psgs_w100.tsv; see
-    quotes.py.
+    quotes.py. MS MARCO's collection.tsv, a number and a text on every line, has no header.
     """
+    first = next(lines(path), (1, ""))[1].split("\t")
+    if len(first) == 2 and first[0].isdecimal():
+        for _, (number, body) in tabbed(path, 2, "id and passage"):
+            yield {"id": number, "text": body, "title": ""}
+        return
     is_csv = is_quoted(path)
     is_empty = True
     for line, text in lines(path):

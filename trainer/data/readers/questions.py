@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.config.own_rows import COMPLETIONS, QUESTIONS, TEXTS, Layout, OwnRows
+from trainer.config.formats.layouts import COMPLETIONS, QUESTIONS, TEXTS, Layout
+from trainer.config.own_rows import OwnRows
 from trainer.data.formats.conversation import with_input
 from trainer.data.formats.held_out import is_held_out
 from trainer.data.formats.lists import as_list
@@ -17,9 +18,10 @@ from trainer.data.left_out import watched
 from trainer.data.readers import fields
 from trainer.data.readers.fields import first_given
 from trainer.data.readers.folders import CORPUS, QUERIES, nq_folder, split_names
-from trainer.data.readers.jsonl import numbered_jsonl, objects, preview
+from trainer.data.readers.jsonl import numbered_jsonl, objects, preview, tabbed
 from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.passages import nq_passages
+from trainer.data.readers.row_files import QA, placed_rows
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,9 +42,10 @@ class Query:
 
 
 def queries(path: Path, split: str | None = None) -> Iterator[Query]:
-    """The questions of a JSON-lines file; with `split`, those whose "split" is that one.
+    """The questions of a file; with `split`, those whose "split" is that one.
 
-    Tevatron's {"query_id", "query"} and its training rows, BEIR's {"_id", "text"}, FiD's {"id",
+    MS MARCO's queries.tsv (id, query), DPR's .qa.csv (question, answers), or JSON lines: Tevatron's
+    {"query_id", "query"} and its training rows, BEIR's {"_id", "text"}, FiD's {"id",
     "question"}. What is known of answers ("answers", a list or a text) and positives
     ("positive_passages", "positive_document_ids", "positive_docids", "gold") is read too. Without
     an id, a question's place in the file, from 0, is its id. DataError for an id with white space,
@@ -50,10 +53,10 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
     """
     names = split_names(split) if split is not None else ()
     ids: set[str] = set()
-    for index, (line, raw) in enumerate(numbered_jsonl(path)):
+    for index, (place, raw) in enumerate(_raw_queries(path)):
         if split is not None and raw.get("split") not in names:
             continue
-        place, raw = f"{path}, line {line}", watched(raw)
+        raw = watched(raw)
         id_name, number = first_given(raw, fields.QUESTION_IDS)
         name = str(index) if number is None else fields.column_identity(number, place, id_name)
         text_name, text = first_given(raw, fields.QUESTIONS)
@@ -75,6 +78,18 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
         raise DataError(
             f"{path} has no question{of_split}. Leave --split out, or name another file."
         )
+
+
+def _raw_queries(path: Path) -> Iterator[tuple[str, Row]]:
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith(QA):
+        yield from placed_rows(path)
+    elif name.endswith(".tsv"):
+        for line, (number, query) in tabbed(path, 2, "id and query"):
+            yield f"{path}, line {line}", {"query_id": number, "query": query}
+    else:
+        for line, raw in numbered_jsonl(path):
+            yield f"{path}, line {line}", raw
 
 
 def qa_rows(

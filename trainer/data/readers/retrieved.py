@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.config.own_rows import QUESTIONS, OwnRows, Splits
+from trainer.config.formats.layouts import QUESTIONS
+from trainer.config.own_rows import OwnRows, Splits
 from trainer.data import lookup, stdlib_docs
 from trainer.data.left_out import note
 from trainer.data.readers import fields

@@ -35,6 +35,7 @@ LEFT_OUT = "files of rows named as no data is: ._..., .x, _x, README or LICENSE 
 _INSTALL = "Install it: pip install -e '.[datasets]'."
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _LIST = re.compile(r"(?:^|\t)\s*\[\s*['\"]")  # as DPR's .qa.csv hold answers, without a header
+QA = ".qa.csv"  # DPR's questions and answers, with a tab between and no header
 _ROWS_AT_ONCE = 1024  # rows of a Parquet file in memory
 
 
@@ -49,7 +50,9 @@ def placed_rows(path: Path) -> Iterator[tuple[str, Row]]:
             yield from placed_rows(file)
         return
     kind = kind_of(path)
-    if kind in _SEPARATORS:
+    if kind == QA:
+        yield from _qa_rows(path)
+    elif kind in _SEPARATORS:
         yield from _table_rows(path, _SEPARATORS[kind])
     elif kind == ".parquet":
         yield from _parquet(path)
@@ -128,6 +131,8 @@ def _twins(entries: list[Path]) -> list[str]:
 
 
 def _kind_of_name(name: str) -> str | None:
+    if name.lower().removesuffix(".gz").endswith(QA):
+        return QA
     kind = Path(name.lower().removesuffix(".gz")).suffix
     return ".jsonl" if kind == ".ndjson" else kind if kind in SUFFIXES else None
 
@@ -208,6 +213,21 @@ def _quoted_cells(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]
         raise _unreadable(path, error) from error
 
 
+def _qa_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """{"question", "answers"} of each line of a .qa.csv; the answers are the text of a list."""
+    number = 0
+    for number, (line, cells) in enumerate(_quoted_cells(path, "\t"), start=1):
+        if len(cells) != 2:
+            raise DataError(
+                f"{path}, row {number}: {len(cells)} tab-separated field(s), which ends in line "
+                f"{line}; want a question and the list of its answers, as DPR's {QA} have them.",
+                place=f"{path}, row {number}",
+            )
+        yield f"{path}, row {number}", {"question": cells[0], "answers": cells[1]}
+    if not number:
+        raise DataError(f"{path} holds no row. Write a question and the list of its answers a row.")
+
+
 def _check_header(names: list[str], path: Path, separator: str) -> None:
     other = next((sign for sign in (";", "\t", "|", ",") if names and sign in names[0]), None)
     is_other = len(names) == 1 and other not in (None, separator)
@@ -224,7 +244,8 @@ def _check_header(names: list[str], path: Path, separator: str) -> None:
     if has_lists:
         raise DataError(
             f"{path}: its first line is {preview(names)}, which holds a list, so it is a row and "
-            "no header. Write the names of the columns into the first line."
+            "no header. Write the names of the columns into the first line; DPR's questions with "
+            f"answers are read where the name of their file ends in {QA}."
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

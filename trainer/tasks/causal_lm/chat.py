@@ -79,7 +79,7 @@ class ChatTemplate:
             tokenizer.chat_template = _read(template, data_path)
         elif tokenizer.chat_template is None:
             raise ConfigError(
-                f'data.source="chat": tokenizer {tokenizer.name_or_path!r} has no chat template. '
+                f"conversations: tokenizer {tokenizer.name_or_path!r} has no chat template. "
                 f"Set data.chat_template: {legal()}."
             )
         chat = cls(tokenizer, template or f"of tokenizer {tokenizer.name_or_path}")

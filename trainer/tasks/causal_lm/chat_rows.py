@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.own_rows import CHATS, OwnRows
+from trainer.config.formats.layouts import CHATS
+from trainer.config.own_rows import OwnRows
 from trainer.data.formats.conversation import learnable
 from trainer.data.formats.conversation import opened as opened
 from trainer.data.readers.own_rows import own_rows

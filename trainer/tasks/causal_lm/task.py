@@ -74,7 +74,7 @@ class Task(TokenTask[Config]):
         super().__init__(cfg, places)
         self._last_tokens: tuple[Any, dict[str, list[int]]] | None = None
         self.chat: ChatTemplate | None = None  # how conversations are written
-        if cfg.data.source == "chat":
+        if cfg.data.purpose == "conversation":
             template, folder = cfg.data.chat_template, places.data_path
             self.chat = ChatTemplate.of(self.tokenizer, template, folder)
 
@@ -171,9 +171,9 @@ class Task(TokenTask[Config]):
             return stdlib_docs.texts(split)
         if source == "lookup":
             return lookup.texts(split, facts=self.cfg.data.facts)
-        if self._is_on_answers:
+        if self.cfg.data.purpose == "completion":
             return questions.completions(self.places.data_path, split, **self._own)
-        kind = "nq" if source == "nq" else "files"
+        kind = "nq" if self.cfg.data.reads == "nq" else "files"
         return questions.texts(self.places.data_path, split, kind, **self._own)
 
     @property

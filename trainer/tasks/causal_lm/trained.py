@@ -76,7 +76,7 @@ print(answer{blank})
 
 def usage(cfg: Config, folder: Path) -> Usage:
     """Programs and limits of the export in `folder`."""
-    is_chat = cfg.data.source == "chat"
+    is_chat = cfg.data.purpose == "conversation"
     tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=Path("tmp-cache"))
     opening = vocabulary.opening_of(tokenizer)
     start = _START.format(loading=loading("AutoModelForCausalLM", folder))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from trainer.config.block import Fraction, Positive, Strict
-from trainer.config.own_rows import QUESTIONS, Layout, OwnRows
+from trainer.config.formats.layouts import QUESTIONS, Layout, Purpose
+from trainer.config.own_rows import OwnRows
 from trainer.config.schema import Experiment
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -71,6 +72,7 @@ class Data(OwnRows):
     )
     not_encoded = frozenset(
         {
+            "format",
             "fim_rate",
             "training_data_subset",
             "validation_data_subset",
@@ -80,6 +82,9 @@ class Data(OwnRows):
             "answer_tokens",
         }
     )
+
+    purposes: ClassVar[tuple[Purpose, ...]] = ("question",)
+    sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "jsonl")
 
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files"]
     """files: questions of your own with answers and contexts (docs/own-data.md); "jsonl" is its

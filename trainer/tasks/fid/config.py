@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
 from trainer.config.block import Fraction, Positive, Strict
-from trainer.config.own_rows import QUESTIONS, Layout, OwnRows, Splits
+from trainer.config.formats.layouts import QUESTIONS, Layout, Purpose
+from trainer.config.own_rows import OwnRows, Splits
 from trainer.config.schema import Experiment
 
 
@@ -18,6 +19,7 @@ class Data(OwnRows):
     not_encoded = frozenset(
         {
             "source",
+            "format",
             "rankings",
             "contexts",
             "answer_tokens",
@@ -26,6 +28,9 @@ class Data(OwnRows):
             "clean_up_spaces",
         }
     )
+
+    purposes: ClassVar[tuple[Purpose, ...]] = ("question",)
+    sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "ranked")
 
     source: Literal["fid", "files", "ranked", "nq", "stdlib_docs", "lookup"]
     """files: questions of your own with answers and contexts (docs/own-data.md). fid: the same,
@@ -60,11 +65,16 @@ class Data(OwnRows):
 
     @model_validator(mode="after")
     def _passages_are_somewhere(self) -> Data:
-        if self.source in ("ranked", "nq") and self.corpus is None:
+        if self.source == "ranked" and self.reads == "nq":
             raise ValueError(
-                f"source={self.source!r} names passages by id: say in which file they are, "
-                'for example "corpus": "corpus.tsv"'
+                'format="nq" brings its ranking: use source="files", or leave format out'
             )
+        for key, value in (("source", self.source), ("format", self.format)):
+            if value in ("ranked", "nq") and self.corpus is None:
+                raise ValueError(
+                    f"{key}={value!r} names passages by id: say in which file they are, "
+                    'for example "corpus": "corpus.tsv"'
+                )
         is_embedded = self.source in ("stdlib_docs", "lookup")
         if is_embedded and (self.corpus or self.files != Splits()):
             raise ValueError(f"source={self.source!r} reads no file: leave files and corpus out")

@@ -122,7 +122,7 @@ class Task(TokenTask[Config]):
         return retrieved.rows(
             self.places.data_path,
             split,
-            source=data.source,
+            source="nq" if data.reads == "nq" else data.source,
             own=data,
             ranking=getattr(data.rankings, split, None),
             contexts=data.contexts,

@@ -4,12 +4,13 @@ Tevatron's argument names.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from trainer.config.block import Fraction, Positive, Strict
-from trainer.config.own_rows import QUESTIONS, TEVATRON, Layout, OwnRows
+from trainer.config.formats.layouts import QUERIES, QUESTIONS, TEVATRON, Layout, Purpose
+from trainer.config.own_rows import OwnRows
 from trainer.config.schema import Experiment
 
 Selection = Literal["by_epoch", "drawn", "first"]
@@ -32,6 +33,7 @@ class Data(OwnRows):
     not_encoded = frozenset(
         {
             "source",
+            "format",
             "corpus",
             "negatives",
             "select_positive",
@@ -39,6 +41,8 @@ class Data(OwnRows):
             "pad_to_multiple_of",
         }
     )
+
+    purposes: ClassVar[tuple[Purpose, ...]] = ("query",)
 
     source: Literal[
         "files", "tevatron", "pretokenised", "beir", "dpr", "fid", "nq", "stdlib_docs", "hub"
@@ -55,7 +59,7 @@ class Data(OwnRows):
     corpus: str | None = None
     """A file of passages that rows name by id; .jsonl(.gz) or .tsv."""
     negatives: str | None = None
-    """beir: JSON lines of query_id and negative_docids, which qrels do not give."""
+    """beir, msmarco: JSON lines of query_id and negative_docids, which qrels do not give."""
     query_tokens: Annotated[int, Field(ge=2)] = 32
     """Longer queries are cut, special tokens counted."""
     passage_tokens: Annotated[int, Field(ge=2)] = 128
@@ -81,7 +85,7 @@ class Data(OwnRows):
 
     def layout(self) -> Layout | None:
         if self.source in ("files", "fid"):
-            return QUESTIONS
+            return QUESTIONS if self.source == "fid" else QUERIES
         return TEVATRON if self.source in ("tevatron", "hub") else None
 
     def names_files(self) -> bool:
@@ -91,9 +95,9 @@ class Data(OwnRows):
     def _the_source_has_what_it_needs(self) -> Data:
         if self.dataset is None and self.source == "hub":
             raise ValueError('dataset belongs to source="hub", which needs it')
-        if self.negatives is not None and self.source != "beir":
+        if self.negatives is not None and self.reads not in ("beir", "msmarco"):
             raise ValueError('negatives belongs to source="beir"; other sources have their own')
-        if self.source == "pretokenised" and (self.query_prefix or self.passage_prefix):
+        if self.reads == "pretokenised" and (self.query_prefix or self.passage_prefix):
             raise ValueError(
                 "token ids take no prefix: leave query_prefix and passage_prefix out, or give texts"
             )
@@ -187,13 +191,10 @@ class Config(Experiment):
 
     @model_validator(mode="after")
     def _teachers_have_scores(self) -> Config:
-        if self.loss.distillation is not None and self.data.source not in (
-            "fid",
-            "tevatron",
-            "dpr",
-        ):
+        reads = self.data.reads
+        if self.loss.distillation is not None and reads not in ("fid", "tevatron", "dpr"):
+            key = "source" if self.data.format is None else "format"
             raise ValueError(
-                f'loss.distillation: source="{self.data.source}" has no scores of a teacher. Use '
-                '"fid"'
+                f'loss.distillation: {key}="{reads}" has no scores of a teacher. Use "fid"'
             )
         return self

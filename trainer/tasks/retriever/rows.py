@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import userfile
-from trainer.config.own_rows import QUESTIONS, TEVATRON
+from trainer.config.formats.layouts import QUERIES, TEVATRON
 from trainer.data import stdlib_docs
-from trainer.data.formats.held_out import is_held_out
 from trainer.data.formats.lists import as_list
 from trainer.data.left_out import note, watched
 from trainer.data.readers import fields, retrieved
@@ -27,13 +26,18 @@ from trainer.data.readers.folders import (
     nq_folder,
     required_folder,
     split_file,
-    split_names,
 )
 from trainer.data.readers.jsonl import bad_line, numbered_jsonl, objects, preview
 from trainer.data.readers.own_rows import own_rows
 from trainer.data.readers.passages import by_id, nq_passages, written_passages
-from trainer.data.readers.questions import nq_lines, queries
-from trainer.data.readers.rankings import Qrels, read_qrels
+from trainer.data.readers.questions import nq_lines
+from trainer.data.usual.beir import beir
+from trainer.data.usual.msmarco import msmarco
+from trainer.data.usual.placed import Around
+from trainer.data.usual.questions import WITHOUT_POSITIVE as UNANSWERED
+from trainer.data.usual.questions import dpr_queries
+from trainer.data.usual.rows import counted
+from trainer.data.usual.signs import format_of_folder
 from trainer.errors import DataError
 from trainer.metrics.mergeable import normalise
 
@@ -41,11 +45,9 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
     from trainer.tasks.retriever.config import Data
 
-UNANSWERED = "questions without a positive passage (left out)"
 OWN_POSITIVES = "negatives that are positives of their query (left out)"
 BLANK = "blank passages (an embedding of nothing)"
 _ALL = 1_000_000_000  # a limit on the passages of a question that no file reaches
-_VALID_OF_1000 = 100  # queries held out of a BEIR set that has no validation split
 _DOCUMENTED_NEGATIVES = 3
 _POSITIVES = ("positive_passages", "positive_docids", "positive_document_ids")
 _NEGATIVES = ("negative_passages", "negative_docids", "negative_document_ids")
@@ -54,29 +56,48 @@ _NEGATIVES = ("negative_passages", "negative_docids", "negative_document_ids")
 def rows(
     data: Data, split: str, folder: Path | None, *, cache_dir: Path | None = None
 ) -> Iterator[Row]:
-    """The rows of a split, read as config.Data.source says. DataError names the file and line of a
-    wrong row.
+    """The rows of a split, read as config.Data's source and format say, or as the files of the
+    folder show. DataError names the file and line of a wrong row.
     """
-    if data.source in ("files", "tevatron"):
-        layout = TEVATRON if data.source == "tevatron" else QUESTIONS
-        first = ".jsonl" if data.source == "tevatron" else None
-        how: dict[str, Any] = {"layout": layout, "first": first, "cache_dir": cache_dir}
-        placed = own_rows(data, split, folder, **how)
-        of_layout = _tevatron_rows if data.source == "tevatron" else _question_rows
-        return of_layout(placed, _Corpus(data.corpus, folder))
-    if data.source == "pretokenised":
-        return _pretokenised_rows(_file(data, split, folder))
-    if data.source == "beir":
-        return _beir_rows(data, split, folder)
-    if data.source == "dpr":
-        return _dpr_rows(_file(data, split, folder, suffixes=(".json", ".jsonl")))
-    if data.source == "fid":
-        return _scored_rows(data, split, folder, cache_dir)
-    if data.source == "nq":
-        return _nq_rows(data, split, folder)
+    corpus = _Corpus(data.corpus, folder)
+    if data.source == "stdlib_docs":
+        return _documentation_rows(split)
     if data.source == "hub":
         return _hub_rows(data, split, folder, cache_dir)
-    return _documentation_rows(split)
+    if data.source == "tevatron":
+        how: dict[str, Any] = {"layout": TEVATRON, "first": ".jsonl", "cache_dir": cache_dir}
+        return _tevatron_rows(own_rows(data, split, folder, **how), corpus)
+    if data.source == "dpr":
+        placed = objects(_file(data, split, folder, suffixes=(".json", ".jsonl")))
+        placed = ((place, watched(given)) for place, given in placed)
+        return _tevatron_rows(dpr_queries(placed, Around(folder)), corpus)
+    found = format_of_folder(data, folder) if data.source == "files" else None
+    reads = found or data.reads
+    if reads in ("beir", "msmarco", "nq", "pretokenised"):
+        what, of_files = _rows_of_files(data, split, folder, str(reads))
+        return of_files if data.source != "files" else counted(of_files, what, reads)  # pyright: ignore
+    if reads == "fid":
+        return _scored_rows(data, split, folder, cache_dir)
+    placed = own_rows(data, split, folder, layout=QUERIES, cache_dir=cache_dir)
+    return _own_rows(placed, corpus)
+
+
+def _rows_of_files(
+    data: Data, split: str, folder: Path | None, reads: str
+) -> tuple[str, Iterator[Row]]:
+    """A name for what is read, and the rows of a format whose files have names of their own."""
+    if reads == "pretokenised":
+        path = _file(data, split, folder)
+        return path.name, _pretokenised_rows(path)
+    if reads == "nq":
+        return nq_folder(folder).name, _nq_rows(data, split, folder)
+    if reads == "beir":
+        placed = beir(folder, split, files=data.files, negatives=data.negatives)
+        corpus = _Corpus(data.corpus or "corpus.jsonl", folder)
+        return required_folder(folder, "").name, _tevatron_rows(placed, corpus)
+    how: dict[str, Any] = {"corpus": data.corpus, "negatives": data.negatives}
+    path, placed = msmarco(folder, split, file=getattr(data.files, split), **how)
+    return path.name, _tevatron_rows(placed, _Corpus(None, folder))
 
 
 def without_own_positives(rows: Iterable[Row]) -> Iterator[Row]:
@@ -118,23 +139,27 @@ def _tevatron_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterat
     A row without an id is named by the number at the end of its place, or else by its own number.
     """
     for number, (place, raw) in enumerate(placed, start=1):
-        line = place.rpartition(" ")[2]
-        default_id = line if line.isdecimal() else str(number)
-        name, query = first_given(raw, fields.QUESTIONS)
-        row: Row = {"id": _id_of(raw, place, default_id), "query": fields.text(query, place, name)}
-        for side, names in (("positives", _POSITIVES), ("negatives", _NEGATIVES)):
-            name, values = first_given(raw, names)
-            if values is None and side == "positives":
-                raise DataError(
-                    f"{place}: {name!r} is missing (keys: {fields.keys(raw)}).",
-                    place=place,
-                    field=name,
-                )
-            row[side] = [
-                one if "text" in one else corpus.passage(one["id"], place)
-                for one in fields.passages(values or [], place, name)
-            ]
-        yield row
+        yield _tevatron_row(raw, place, number, corpus)
+
+
+def _tevatron_row(raw: Row, place: str, number: int, corpus: _Corpus) -> Row:
+    line = place.rpartition(" ")[2]
+    default_id = line if line.isdecimal() else str(number)
+    name, query = first_given(raw, fields.QUESTIONS)
+    row: Row = {"id": _id_of(raw, place, default_id), "query": fields.text(query, place, name)}
+    for side, names in (("positives", _POSITIVES), ("negatives", _NEGATIVES)):
+        name, values = first_given(raw, names)
+        if values is None and side == "positives":
+            raise DataError(
+                f"{place}: {name!r} is missing (keys: {fields.keys(raw)}).",
+                place=place,
+                field=name,
+            )
+        row[side] = [
+            one if "text" in one else corpus.passage(one["id"], place)
+            for one in fields.passages(values or [], place, name)
+        ]
+    return row
 
 
 def _pretokenised_rows(path: Path) -> Iterator[Row]:
@@ -153,132 +178,43 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(number) is int for number in value)
 
 
-# Benchmarks and other retrievers' files
-# -----------------------------------------------------------------------------
+# Rows of a person's own, and other retrievers' files
+# --------------------------------------------------------------------------------------------------
 
 
-def _beir_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
-    """The queries of qrels/<split>.tsv, in the order of that file.
-
-    Where there is no validation file, a tenth of the training queries is held out for validation.
-    The first relevant document decides, so that queries about one document stay in one split.
-    """
-    folder = required_folder(folder, "corpus.jsonl, queries.jsonl and qrels/<split>.tsv")
-    judged = _relevant(data, split, folder)
-    corpus, texts = _Corpus(data.corpus or "corpus.jsonl", folder), _queries(folder)
-    negatives = _negative_ids(folder / data.negatives) if data.negatives else {}
-    for query, documents in judged.items():
-        if query not in texts:
-            raise DataError(
-                f"{folder / 'qrels'}: query {query!r} of {split} is in no queries*.jsonl. Add it."
-            )
-        place = f"{folder}, query {query!r}"
-        others = [one for one in negatives.get(query, []) if one not in documents]
-        yield {
-            "id": query,
-            "query": texts[query],
-            "positives": [corpus.passage(document, place) for document in documents],
-            "negatives": [corpus.passage(one, place) for one in others],
-        }
-
-
-def _relevant(data: Data, split: str, folder: Path) -> dict[str, list[str]]:
-    """The ids of each query's relevant documents, for the queries of a split."""
-    paths = getattr(data.files, split)
-    names = [Path(paths).stem] if paths else split_names(split)
-    files = [folder / "qrels" / f"{name}.tsv" for name in names]
-    has_valid = data.files.valid or any(
-        (folder / "qrels" / f"{name}.tsv").is_file() for name in split_names("valid")
-    )
-    if has_valid or split == "test":
-        return _relevant_of(next((path for path in files if path.is_file()), files[0]))
-    judged: dict[str, list[str]] = {}
-    for query, documents in _relevant_of(folder / "qrels" / "train.tsv").items():
-        is_valid = is_held_out(min(documents), per_mille=_VALID_OF_1000)
-        if is_valid == (split == "valid"):
-            judged[query] = documents
-    return judged
-
-
-def _relevant_of(path: Path) -> dict[str, list[str]]:
-    qrels: Qrels = read_qrels(path)
-    judged = {
-        query: [document for document, score in scores.items() if score > 0]
-        for query, scores in qrels.items()
-    }
-    for query in judged:
-        if not judged[query]:
-            note(f"{path}, query {query!r}", UNANSWERED, field="score")
-    return {query: documents for query, documents in judged.items() if documents}
-
-
-def _queries(folder: Path) -> dict[str, str]:
-    """The text of each query by its id, from queries.jsonl or from all queries.<split>.jsonl."""
-    files = (
-        [folder / "queries.jsonl"]
-        if (folder / "queries.jsonl").is_file()
-        else sorted(folder.glob("queries.*.jsonl"))
-    )
-    if not files:
-        raise DataError(
-            f"{folder} holds no queries.jsonl. Put one JSON object of _id and text on every line."
-        )
-    return {query.id: query.text for path in files for query in queries(path)}
-
-
-def _negative_ids(path: Path) -> dict[str, list[str]]:
-    negatives: dict[str, list[str]] = {}
-    for line, raw in numbered_jsonl(path):
-        place = f"{path}, line {line}"
-        id_name, number = first_given(raw, QUESTION_IDS)
-        name, values = first_given(raw, _NEGATIVES)
-        query = fields.identity(number, place, id_name)
-        negatives[query] = [one["id"] for one in fields.passages(values or [], place, name)]
-    return negatives
-
-
-def _dpr_rows(path: Path) -> Iterator[Row]:
-    """DPR's training files. The negatives are a question's hard ones, or its easy ones if it has
-    none. Questions without positives are left out.
-    """
-    for index, (place, given) in enumerate(objects(path)):
-        raw = watched(given)
-        positives, hard, easy = (
-            fields.passages(raw.get(name) or [], place, name)
-            for name in ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
-        )
-        if not positives:
-            note(place, UNANSWERED, field="positive_ctxs")
-            continue
-        yield {
-            "id": _id_of(raw, place, str(index)),
-            "query": fields.required_text(raw, "question", place),
-            "positives": positives,
-            "negatives": hard or easy,
-        }
-
-
-def _question_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterator[Row]:
+def _own_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterator[Row]:
     """Questions with contexts. The positives are those that useful_contexts marks; without marks, a
     question's only context, or those that hold an answer. Questions without positives are left out.
+    Rows of a format of other people come with their positives and negatives.
     """
     for number, (place, raw) in enumerate(placed, start=1):
-        name, query = first_given(raw, fields.QUESTIONS, "question")
-        passages = fields.contexts(raw, place)
-        if passages is None:
-            ctxs = fields.passages(raw.get("ctxs"), place, "ctxs")
-            passages = [one if "text" in one else corpus.passage(one["id"], place) for one in ctxs]
-        is_positive = _marks(raw, passages, place)
-        if not any(is_positive):
+        if not raw.keys() & {"contexts", "context", "ctxs"} and raw.keys() & {*_POSITIVES}:
+            row = _tevatron_row(raw, place, number, corpus)
+        else:
+            row = _question_row(raw, place, number, corpus)
+        if row is None or not row["positives"]:
             note(place, UNANSWERED, field="ctxs")
-            continue
-        marked = list(zip(passages, is_positive, strict=True))
-        yield {
-            "id": _id_of(raw, place, str(number)),
-            "query": fields.text(query, place, name),
-            "positives": [one for one, is_one in marked if is_one],
-            "negatives": [one for one, is_one in marked if not is_one],
-        }
+        else:
+            yield row
+
+
+def _question_row(raw: Row, place: str, number: int, corpus: _Corpus) -> Row | None:
+    """The row of a question with contexts; None where none of them is a positive."""
+    name, query = first_given(raw, fields.QUESTIONS, "question")
+    passages = fields.contexts(raw, place)
+    if passages is None:
+        ctxs = fields.passages(raw.get("ctxs"), place, "ctxs")
+        passages = [one if "text" in one else corpus.passage(one["id"], place) for one in ctxs]
+    is_positive = _marks(raw, passages, place)
+    if not any(is_positive):
+        return None
+    marked = list(zip(passages, is_positive, strict=True))
+    return {
+        "id": _id_of(raw, place, str(number)),
+        "query": fields.text(query, place, name),
+        "positives": [one for one, is_one in marked if is_one],
+        "negatives": [one for one, is_one in marked if not is_one],
+    }
 
 
 def _marks(raw: Row, passages: Sequence[Row], place: str) -> list[bool]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from trainer.config.block import Fraction, Positive, Strict
-from trainer.config.own_rows import SUMMARIES, Layout, OwnRows, Splits
+from trainer.config.formats.layouts import SUMMARIES, Layout, Purpose
+from trainer.config.own_rows import OwnRows, Splits
 from trainer.config.schema import Experiment
 
 TokensWithEnd = Annotated[int, Field(ge=2)]
@@ -17,7 +18,12 @@ class Data(OwnRows):
     """Documents with their summaries, and how both become tokens."""
 
     encoded = frozenset({"prefix", "source_tokens", "target_tokens"})
-    not_encoded = frozenset({"source", "facts", "document", "summaries", "id", "sample_summaries"})
+    not_encoded = frozenset(
+        {"source", "format", "facts", "document", "summaries", "id", "sample_summaries"}
+    )
+
+    purposes: ClassVar[tuple[Purpose, ...]] = ("summary",)
+    sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "datasets")
 
     source: Literal["files", "datasets", "stdlib_docs", "lookup"]
     """files: documents of your own below --data_path. datasets: a data set of Hugging Face
@@ -58,6 +64,17 @@ class Data(OwnRows):
         if self.source != "files" and self.files != Splits():
             raise ValueError(
                 f'source={self.source!r} names no files: leave them out, or use source="files"'
+            )
+        usual = type(self).model_fields
+        older = [
+            name
+            for name in ("document", "summaries", "id")
+            if getattr(self, name) != usual[name].default
+        ]
+        if self.format is not None and older:
+            raise ValueError(
+                f"format={self.format!r} says what its columns are called: leave "
+                f"{' and '.join(older)} out"
             )
         columns = {"document": self.document, "summary": self.summaries[0], "id": self.id}
         twice = [name for name in self.columns if columns[name] != name]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.own_rows import SUMMARIES
+from trainer.config.formats.layouts import SUMMARIES
 from trainer.data import lookup, stdlib_docs
 from trainer.data.formats.lists import as_list, structure
 from trainer.data.left_out import note

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from trainer.config.block import Fraction, Positive, Strict
-from trainer.config.own_rows import STATEMENTS, Layout, OwnRows
+from trainer.config.formats.layouts import STATEMENTS, Layout, Purpose
+from trainer.config.own_rows import OwnRows
 from trainer.config.schema import Experiment
 from trainer.errors import nearest
 
@@ -21,8 +22,10 @@ class Data(OwnRows):
         {"train_tasks", "valid_tasks", "test_tasks", "boolean", "max_tokens", "statements"}
     )
     not_encoded = frozenset(
-        {"source", "unseen1", "unseen2", "sample_distractors", "valid_limit", "order"}
+        {"source", "format", "unseen1", "unseen2", "sample_distractors", "valid_limit", "order"}
     )
+
+    purposes: ClassVar[tuple[Purpose, ...]] = ("statement",)
 
     source: Literal["groups", "files", "stdlib_docs", "lookup"]
     """groups: --data_path holds <task>/train.json and <task>/dev.json, as `python -m trainer

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.config.own_rows import STATEMENTS
+from trainer.config.formats.layouts import STATEMENTS
 from trainer.data import lookup, stdlib_docs
 from trainer.data.formats.json_text import json_value
 from trainer.data.formats.lists import as_list

@@ -48,7 +48,7 @@ def of_split(
             legal = ", ".join(made["rows"]) or "none yet: run the same prepare command again"
             raise DataError(f"{data_path}: has no {split} split, but {legal}.")
         rows = read_jsonl(data_path / f"{split}.jsonl")
-    elif source in OWN:
+    elif source in OWN and own.format != "nq":
         rows = qa_rows(data_path, split, own, cache_dir=cache_dir)
     elif source == "stdlib_docs":
         rows = stdlib_docs.qa_rows(split)
