@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainer.commands.options import spread
+from trainer.commands.options import FlagsOnOff, spread
 from trainer.config.flags import RunFlags
 from trainer.config.identity import exp_id as id_of
 from trainer.config.userfile import kind
@@ -126,7 +126,7 @@ LocalRank = Annotated[int | None, typer.Option("--local_rank", "--local-rank", h
 DistUrl = Annotated[str, typer.Option("--dist_url", hidden=True)]
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command(cls=FlagsOnOff, context_settings={"help_option_names": ["-h", "--help"]})
 @spread
 def main(
     which: WhichRuns,

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import typer
-from typer.core import TyperCommand
 from typer.main import get_command_name
 from typer.models import CommandInfo
 
 import trainval
 from jobs import cli as jobs_cli
 from trainer import __main__ as trainer_cli
+from trainer.commands.options import FlagsOnOff
 from trainer.config import groups
 from trainer.config.readers.group_file import READERS
 from trainer.errors import ConfigError, LatheError
@@ -26,7 +26,7 @@ FILES = (".py", *READERS)  # suffixes of a file of groups
 RUNS = Path("results")  # the folder of runs where -sb is not given
 
 
-class FileFirst(TyperCommand):
+class FileFirst(FlagsOnOff):
     """A command whose first word may be a file of groups: FILE stands for --exp_configs FILE. The
     group need not be named when the file has one.
     """

@@ -26,6 +26,8 @@ from trainer.metrics.direction import direction_of
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
 ID_WIDTH, GAP = 8, 2
 PREFIX = "valid/"  # of a score's name
+SPEEDS = {"s a step": "step_s", "TFLOP/s": "tflops"}  # head of a column -> what it shows
+_RUN_HEADS = ("steps", "wall_s", *SPEEDS.values())
 WIDEST_CELL = 24  # letters of a hyper-parameter in the table
 
 
@@ -44,7 +46,9 @@ class Score:
 class ExperimentScores:
     """The flattened dictionary of one experiment, and its scores.
 
-    wall_s: seconds of all starts together; None for a run by hand.
+    wall_s: seconds of all starts together; None for a run by hand. step_s: seconds of a step, and
+    tflops: what one GPU achieved in a second (in 1e12), both between the last two log lines; None
+    where they were not logged.
     """
 
     exp_id: str
@@ -53,6 +57,8 @@ class ExperimentScores:
     scores: dict[str, Score] = field(default_factory=dict[str, Score])
     steps: int | None = None
     wall_s: float | None = None
+    step_s: float | None = None
+    tflops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,8 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
         for attempt in (job.attempts if job else ())
         for start in starts_of(folder.attempt(attempt.number))
     ]
-    step: Any = last_metrics(folder).get("step", (read_json(folder.status) or {}).get("step"))
+    last = last_metrics(folder)
+    step: Any = last.get("step", (read_json(folder.status) or {}).get("step"))
     return ExperimentScores(
         folder.path.name,
         job.group if job else "",
@@ -113,6 +120,8 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
         best_scores(folder, values),
         int(step) if type(step) in (int, float) and math.isfinite(step) else None,
         math.fsum(start.hours for start in starts) * 3600 if starts else None,
+        last.get("step_s"),
+        last.get("tflops"),
     )
 
 
@@ -192,6 +201,11 @@ def as_table(results: Results, *, width: int = 120) -> Table:
         Text("" if each.wall_s is None else f"{each.wall_s / 3600:.2f}") for each in results.results
     ]
     scores.append((Text("hours"), hours))
+    for head, name in SPEEDS.items():
+        speeds: list[float | None] = [getattr(each, name) for each in results.results]
+        if any(speed is not None for speed in speeds):
+            cells = [Text("" if speed is None else number_text(speed)) for speed in speeds]
+            scores.append((Text(head), cells))
     room = width - ID_WIDTH - GAP - sum(_width(head, cells) + GAP for head, cells in scores)
     table.add_column("id", no_wrap=True)
     columns: list[list[Text]] = [[Text(each.exp_id[:ID_WIDTH]) for each in results.results]]
@@ -271,7 +285,7 @@ def as_csv(results: Results) -> str:
     writer.writerow(
         [
             _without_formula(head)
-            for head in ("exp_id", "group", *results.parameters, *heads, "steps", "wall_s")
+            for head in ("exp_id", "group", *results.parameters, *heads, *_RUN_HEADS)
         ]
     )
     for result in results.results:
@@ -285,6 +299,7 @@ def as_csv(results: Results) -> str:
                 [score.best, score.best_step, score.last] if score is not None else ["", "", ""]
             )
         cells += [result.steps, None if result.wall_s is None else round(result.wall_s, 1)]
+        cells += [getattr(result, name) for name in SPEEDS.values()]
         writer.writerow([_without_formula(cell) for cell in cells])
     return out.getvalue()
 
@@ -316,12 +331,13 @@ def as_json(results: Results) -> list[dict[str, Any]]:
             "metrics": {name: vars(score) for name, score in result.scores.items()},
             "steps": result.steps,
             "wall_s": result.wall_s,
+            **{name: getattr(result, name) for name in SPEEDS.values()},
             "read_error": None,
         }
         for result in results.results
     ]
     nothing: dict[str, Any] = {"group": "", "parameters": {}, "metrics": {}}
-    nothing |= {"steps": None, "wall_s": None}
+    nothing |= dict.fromkeys(_RUN_HEADS)
     return documents + [
         {"exp_id": exp_id, **nothing, "read_error": reason}
         for exp_id, reason in results.unreadable.items()

@@ -23,7 +23,7 @@ from jobs.record.paths import BaseFolder, check_base
 from jobs.submit import refusals
 from jobs.submit.request import RESEND_S, Request
 from trainer.config.block import validate
-from trainer.config.flags import PATHS, RUN_FLAGS, SWITCHES
+from trainer.config.flags import ON_OFF, PATHS, RUN_FLAGS, SWITCHES, has_no_value
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def training_flags(words: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{name!r}: no such training flag. {nearest(key, list(RUN_FLAGS))}")
         if key in SWITCHES and equals:
             raise ConfigError(f"{name}={text}: want no value. Write {name} alone, or leave it out.")
+        if key in ON_OFF and not equals and has_no_value(rest):
+            rest.insert(0, "true")
         if not equals and not rest and key not in SWITCHES:
             raise ConfigError(f"{name}: want a value after it.")
         flags[key] = text if equals or key in SWITCHES else rest.pop(0)

@@ -195,6 +195,21 @@ def test_wall_time_is_that_of_all_starts(base: BaseFolder) -> None:
     assert (result.group, result.wall_s) == ("g", 5400.0)
 
 
+def test_seconds_of_a_step_and_tflops_are_those_of_the_last_line(base: BaseFolder) -> None:
+    speeds = {"step_s": 0.5, "tflops": 402.25}
+    first = {"step": 10, "loss": 2.0, "step_s": 9.0}
+    logged(experiment(base, IDS[0], {"seed": 1}), [first, {"step": 20, "loss": 1.0, **speeds}])
+    logged(experiment(base, IDS[1], {"seed": 2}), [{"step": 20, "loss": 1.0}])
+    found = gather(base)
+    assert [(each.step_s, each.tflops) for each in found.results] == [(0.5, 402.25), (None, None)]
+    one, other = cells(results.as_csv(found))
+    assert (one["step_s"], one["tflops"], other["tflops"]) == ("0.5", "402.25", "")
+    assert [each["tflops"] for each in results.as_json(found)] == [402.25, None]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(results.as_table(found))
+    assert "TFLOP/s" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", "＝1"])
 def test_no_cell_of_the_csv_is_a_formula(base: BaseFolder, text: str) -> None:
     experiment(base, IDS[0], {text.strip() or "k": "x", "value": text})

@@ -18,7 +18,7 @@ from tests.jobs.conftest import Place, wait_until
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm
 
 Make = Callable[[int], Place]
-TIMINGS = ("at", "seal", "goodput", "step_s", "tokens_per_s", "peak_gib", "mfu")
+TIMINGS = ("at", "seal", "goodput", "step_s", "tokens_per_s", "peak_gib", "mfu", "tflops")
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,9 @@ def test_evaluating_afterwards_repeats_what_the_run_said_and_writes_every_questi
     assert len(scored) == 20
     assert sum(row["scores"]["em"] for row in scored) / 20 == scores["em"]
     assert written[3]["scores"] == {}
+    summary = json.loads((tmp_path / "predictions.summary.json").read_text())
+    assert summary["exact"] == [round(scores["em"] * 20), 20]
+    assert 0 < summary["seconds"] < 600
     ctxs = [row["ctxs"] for row in json.loads((tmp_path / "scores.json").read_text())]
     assert [[ctx["text"] for ctx in of_row] for of_row in ctxs] == [
         [c["text"] for c in row["ctxs"]] for row in given

@@ -15,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.facts import LLAMA, write_facts
 from tests.wording import refused, says
+from trainer.config.identity import exp_id
+from trainer.config.schema import ExperimentBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.models import base_model
+from trainer.models import base_model, base_source
 from trainer.protocol.task import Places
 
 
@@ -98,3 +100,21 @@ def test_weights_that_are_no_tensors_torn_or_missing_are_refused(
     says("base_without_weights", refusal_of_base(base))
     torch.save({"lm_head.weight": Path("no tensor")}, base / "pytorch_model.bin")
     says("base_pickle", refusal_of_base(base))
+
+
+def test_a_base_may_be_the_best_model_of_another_experiment(tmp_path: Path) -> None:
+    """Its last one is the default; either is there only once the run has finished."""
+    before = {"task": "vera", "label": "stage A"}
+    places, run = Places(None, tmp_path, tmp_path), tmp_path / exp_id(before)
+    (run / "best").mkdir(parents=True)
+    (run / "best" / "config.json").write_text("{}")
+    best = ExperimentBase(experiment=before, model="best")
+    with refused("base_run_unfinished"):
+        base_source.resolve(best, places)
+    (run / "final").mkdir()
+    (run / "final" / "config.json").write_text("{}")
+    assert base_source.resolve(best, places) == str(run / "best")
+    assert base_source.resolve(ExperimentBase(experiment=before), places) == str(run / "final")
+    (run / "best" / "config.json").unlink()
+    with refused("base_run_without_best", folder=str(run / "best")):
+        base_source.resolve(best, places)

@@ -53,6 +53,21 @@ def handed_over(monkeypatch: pytest.MonkeyPatch, *line: str) -> RunFlags:
     return seen[0]
 
 
+def test_a_flag_of_on_and_off_may_stand_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the published README writes --wandb_log_gradients."""
+    for line in (
+        ["--wandb_log_gradients", "--push_to_hub", "no"],
+        ["--push_to_hub=false", "--wandb_log_gradients"],
+    ):
+        flags = handed_over(monkeypatch, *line)
+        assert (flags.wandb_log_gradients, flags.push_to_hub) == (True, False)
+        sent = training_flags(line)
+        assert (sent["wandb_log_gradients"], sent["push_to_hub"]) in (
+            ("true", "no"),
+            ("true", "false"),
+        )
+
+
 def test_this_test_knows_every_flag() -> None:
     assert set(EVERY) == set(RUN_FLAGS), "give the new flag another value than its default"
     assert [name for name in EVERY if getattr(RunFlags(), name) == EVERY[name]] == []

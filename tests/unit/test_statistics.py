@@ -5,6 +5,8 @@ that is refused.
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from trainer.protocol.task import Batch, Encoded, Places, Text
 from trainer.statistics import picture, table
 from trainer.statistics.counts import count_rows, is_empty
 from trainer.statistics.examples import texts
+from trainer.statistics.frequencies import Frequencies
 from trainer.statistics.ledger import Ledger, refuse_lost_labels
 from trainer.statistics.report import report
 from trainer.tasks.token_task import TokenTask
@@ -74,6 +77,26 @@ def test_tokens_and_labels_lost_are_what_is_behind_the_limit(
         total, enough = lost(0)[index], found[kind]["limit_below_1_percent"]
         good = [at for at in range(1, 41) if lost(at)[index] < 0.01 * total or lost(at)[index] == 0]
         assert enough == good[0], kind
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=8))
+def test_frequencies_are_those_that_counting_one_by_one_gives(rows: list[list[int]]) -> None:
+    frequencies, counter = Frequencies(), Counter(token for row in rows for token in row)
+    for row in rows:
+        frequencies.add({"f": Uncut([row, row[:1]], 3, "data.f")})
+        counter.update(row[:1])
+    found = frequencies.report(words)
+    if not counter:
+        assert found == {}
+        return
+    one = found["f"]
+    assert (one["tokens"], one["different"]) == (counter.total(), len(counter))
+    assert one["occur_once"] == sum(count == 1 for count in counter.values()) / len(counter)
+    assert {text: count for text, count, _ in one["frequent"]} == {
+        words([token]): count for token, count in counter.items()
+    }
+    assert sum(share for _, _, share in one["frequent"]) == pytest.approx(1.0)
 
 
 def test_answers_are_lost_when_no_kept_text_holds_one() -> None:
@@ -317,6 +340,9 @@ def test_the_command_writes_json_and_a_picture(folder: Path, tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
     assert "data.source_tokens=64" in done.output
     assert "«in the" in done.output
+    assert re.search(
+        r"source: [\d,]+ different tokens, \d+% of them once; most frequent: '", done.output
+    )
     assert (
         json.loads((tmp_path / "out" / "stats.json").read_text())["splits"]["train"]["rows"] == 64
     )

@@ -574,6 +574,7 @@ def test_mfu_is_the_achieved_share_of_the_devices_peak(monkeypatch: pytest.Monke
     found = meter.read("tokens")
     flops_per_token = 2 * (2 * 5 * 3 * 4) / 10  # forward, and the weight's gradient
     assert found["mfu"] == pytest.approx(found["tokens_per_s"] * flops_per_token / 1e12)
+    assert found["tflops"] == pytest.approx(found["mfu"])  # of a peak of 1e12
 
 
 def test_flops_of_grouped_attention_and_of_a_product_with_another_output_dtype_are_counted() -> (

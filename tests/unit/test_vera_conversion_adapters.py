@@ -446,3 +446,56 @@ def test_options_of_wsc273_txt_come_in_the_order_of_the_collection(tmp_path: Pat
     }
     line, _ = made(tmp_path, sample_of("wsc273")._replace(files=files))
     assert line.endswith("\\n (A) the cat (B) the big dog\tthe big dog")
+
+
+HUB_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "wsc273": (
+        "test.jsonl",
+        {
+            "text": "The cat feared the dog because it growled.",
+            "pronoun": "it",
+            "pronoun_loc": 31,
+            "quote": "it growled",
+            "quote_loc": 31,
+            "options": ["The cat", "The dog"],
+            "label": 1,
+            "source": "made up",
+        },
+    ),
+    "copa": (
+        "validation.jsonl",
+        {
+            "premise": "The glass fell.",
+            "choice1": "The sun rose.",
+            "choice2": "The cat pushed it.",
+            "question": "cause",
+            "idx": 0,
+            "label": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "variants"),
+    [
+        ("wsc273", {}),
+        ("wsc273", {"case": "fit"}),
+        ("copa", {}),
+        ("copa", {"connective": "because_so"}),
+    ],
+)
+def test_rows_of_the_hub_become_what_the_publishers_xml_becomes(
+    task: str, variants: dict[str, str], tmp_path: Path
+) -> None:
+    name, row = HUB_ROWS[task]
+    of_xml = made(tmp_path / "xml", sample_of(task), variants=variants)
+    of_hub = made(tmp_path / "hub", sample_of(task)._replace(files={name: row}), variants=variants)
+    assert of_hub == of_xml
+
+
+def test_a_pronoun_that_is_not_where_a_row_says_is_refused(tmp_path: Path) -> None:
+    name, row = HUB_ROWS["wsc273"]
+    files = {name: row | {"pronoun_loc": 3}}
+    with refused("rows_give_no_group", first=re.compile(r".*row 1: 'pronoun_loc' is 3.*")):
+        made(tmp_path, sample_of("wsc273")._replace(files=files), is_strict=True)

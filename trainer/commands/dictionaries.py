@@ -153,7 +153,7 @@ TASKS: dict[str, list[Line]] = {
     ],
     "retriever": [
         ("base", "bert-base-uncased", "an encoder or a decoder: a Hub id, or a folder"),
-        ("encoder.pooling", "mean", "how a text becomes one vector: mean, cls, last, ..."),
+        ("encoder.pooling", "mean", "how a text becomes one vector: mean, cls or eos"),
         ("data.source", "files", _FILES),
         ("data.columns", _ASKED, _COLUMNS),
         *_REST,

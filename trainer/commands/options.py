@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
-from trainer.config.flags import CacheDir, DataPath, OnOff
+from trainer.config.flags import CacheDir, DataPath, OnOff, has_no_value
 from trainer.config.identity import exp_id as id_of
 from trainer.config.userfile import kind
 from trainer.errors import EXIT_OK, ConfigError, LatheError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.training.options import Options
 
 R = TypeVar("R")
+_ON_OFF = "BOOL"  # how --help shows the value of such a flag
 _WORDS = {
     "true": True,
     "false": False,
@@ -264,12 +266,30 @@ def _parameters_of(table: Any) -> Iterator[inspect.Parameter]:
         for declaration in get_args(annotation)[1:]:
             if isinstance(declaration, OnOff):
                 option = typer.Option(
-                    declaration.name, metavar="BOOL", callback=on_or_off, help=declaration.help
+                    declaration.name, metavar=_ON_OFF, callback=on_or_off, help=declaration.help
                 )
                 annotation, default = Annotated[str, option], str(default).lower()
         yield inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
+
+
+class FlagsOnOff(TyperCommand):
+    """A command whose flags of on and off may stand without a value: `--push_to_hub` is on."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        names = {
+            name
+            for option in self.params
+            if getattr(option, "metavar", None) == _ON_OFF
+            for name in option.opts
+        }
+        words: list[str] = []
+        for number, word in enumerate(args):
+            words.append(word)
+            if word in names and has_no_value(args[number + 1 :]):
+                words.append("true")
+        return super().parse_args(ctx, words)
 
 
 def on_or_off(value: str) -> bool:

@@ -7,7 +7,7 @@ docs/add-a-flag.md adds one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -25,7 +25,7 @@ ENTITY_ALONE = (
 
 @dataclass(frozen=True)
 class OnOff:
-    """A flag with a value of on or off, such as `--push_to_hub true`."""
+    """A flag with a value of on or off, such as `--push_to_hub true`; without a value it is on."""
 
     name: str
     help: str
@@ -180,11 +180,21 @@ _ANNOTATIONS = {
     for name, annotation in get_type_hints(RunFlags, include_extras=True).items()
 }
 RUN_FLAGS = tuple(_ANNOTATIONS)
-SWITCHES = tuple(  # flags without a value
+ON_OFF = tuple(  # flags whose value may be left out
     name
-    for name, (kind, *declarations) in _ANNOTATIONS.items()
-    if kind is bool and not any(isinstance(one, OnOff) for one in declarations)
+    for name, (_, *declarations) in _ANNOTATIONS.items()
+    if any(isinstance(one, OnOff) for one in declarations)
 )
+SWITCHES = tuple(  # flags without a value
+    name for name, (kind, *_) in _ANNOTATIONS.items() if kind is bool and name not in ON_OFF
+)
+
+
+def has_no_value(words: Sequence[str]) -> bool:
+    """Whether an OnOff flag stands without a value before `words`, the rest of a command line."""
+    return not words or words[0].startswith("-")
+
+
 PATHS = tuple(  # a job runs in another folder
     name for name, (kind, *_) in _ANNOTATIONS.items() if kind is Path or Path in get_args(kind)
 )

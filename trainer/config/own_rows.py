@@ -53,7 +53,8 @@ class OwnRows(Strict):
     """
     files: Splits = Splits()
     """.jsonl, .json, .csv, .tsv or .parquet, each also .gz, or a folder of them; usual: train.*,
-    valid.* (val, dev, validation), test.*.
+    valid.* (val, dev, validation), test.*. Behind a name may stand a part of its rows:
+    "train.csv[:100]", or "[:10%]" of the usual file.
     """
     dataset: str | None = None
     """Read instead of files: a Hub id, a folder of files or one of save_to_disk (also below
@@ -64,7 +65,9 @@ class OwnRows(Strict):
     revision: str | None = None
     """Of `dataset`: a commit or tag on the Hub."""
     splits: Splits = Splits()
-    """Of `dataset`: the names of its splits; usual: train, validation, test."""
+    """Of `dataset`: the names of its splits, or parts of them ("train[:100]"); usual: train,
+    validation, test.
+    """
     columns: Columns = {}  # noqa: RUF012 (the block is frozen)
     """Our name of a field -> the column that holds it: {"question": "query", "titles":
     "ctxs[].title", "id": "meta.id"}; of a list of objects -> {"from": its column, our key: theirs}.

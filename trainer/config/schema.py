@@ -238,10 +238,13 @@ class Adapted(Strict):
 
 
 class ExperimentBase(Strict):
-    """A base model trained by another experiment of the same --savedir_base: its final/ folder."""
+    """A base model trained by another experiment of the same --savedir_base."""
 
     experiment: dict[str, Any]
     """The whole dictionary of that experiment."""
+    model: Literal["final", "best"] = "final"
+    """Which of its models, once it has finished: that of its last step, or of its best evaluation.
+    """
     adapted: Adapted | None = None
     """Makes an encoder-decoder of it, which both halves begin with. None: the model as it is."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -84,6 +85,7 @@ def run(question: Question, options: Options) -> dict[str, float]:
     something that the task cannot do.
     """
     _check(question)
+    start = time.monotonic()
     settings = options.wandb(question.values)
     task = _task(question, options)
     if question.passage_scores is not None and not isinstance(task, ScoresPassages):
@@ -111,12 +113,17 @@ def run(question: Question, options: Options) -> dict[str, float]:
     if isinstance(task, Answers):
         scores, answers = answer(model, task, store, raw, batch=batch, search=question.search)
         scores, predicted_rows = _final_answers(question, task, raw, answers, scores)
+        exact, seconds = _exact(scores, predicted_rows), time.monotonic() - start
+        equal = "" if exact is None else f"{exact[0]:,} of {exact[1]:,} answers are exact; "
+        logger.info("%s: %s%.1f s", question.split, equal, seconds)
         if question.predictions is not None:
             summary = {
                 "model": str(folder),
                 "split": question.split,
                 "search": asdict(question.search),
                 "scores": scores,
+                "exact": exact,
+                "seconds": round(seconds, 1),
             }
             path = question.predictions.with_suffix(".summary.json")
             on_main(lambda: write_json(path, summary, is_durable=False))
@@ -363,6 +370,14 @@ def _final_answers(
         path = question.predictions
         on_main(lambda: _write(path, rows))
     return scores, rows
+
+
+def _exact(scores: Mapping[str, float], rows: Sequence[Row]) -> tuple[int, int] | None:
+    """How many answers of how many are exact, as published results count; None without a score."""
+    if "em" not in scores:
+        return None
+    of = sum(bool(row["answers"]) for row in rows)
+    return round(scores["em"] * of), of
 
 
 def _merge_equal_questions(

@@ -38,19 +38,25 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
 def resolve(base: Base, places: Places) -> str | RandomBase:
     """A Hub id, the path of a folder, or the random base itself.
 
-    An experiment becomes the path of its final/ folder, or with `adapted` of the folder that is
-    made from it; "package:NAME/FOLDER" becomes the path of that folder. A name may end with
+    An experiment becomes the path of its final/ or best/ folder, or with `adapted` of the folder
+    that is made from it; "package:NAME/FOLDER" becomes the path of that folder. A name may end with
     "#sha256=" and the digest of its weights. ConfigError when the weights have another digest, or
     when a name is neither a folder nor a Hub id.
     """
     if isinstance(base, ExperimentBase):
-        folder = places.savedir_base / exp_id(base.experiment) / "final"
+        run_folder = places.savedir_base / exp_id(base.experiment)
+        folder = run_folder / base.model
         adapters.refuse(folder, because="but is named as a base")
+        if not (run_folder / "final" / "config.json").is_file():
+            raise ConfigError(
+                f"base: experiment {run_folder.name} (task {base.experiment.get('task')}), which "
+                f"it names, has not finished: {run_folder / 'final'} holds no model. Run it first, "
+                "into the same --savedir_base."
+            )
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"base: experiment {folder.parent.name} (task {base.experiment.get('task')}), "
-                "which it names, has not "
-                f"finished: {folder} holds no model. Run it first, into the same --savedir_base."
+                f'base.model="best": {folder} holds no model, for no evaluation of that run had '
+                'the metric of train.best. Use "final".'
             )
         if base.adapted is None:
             return str(folder)

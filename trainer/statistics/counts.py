@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainer.protocol.abilities import Answers, ShowsCuts, question_of
+from trainer.statistics.frequencies import Frequencies
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row, Task
@@ -23,6 +24,7 @@ class Counts:
     """The counts over the rows so far."""
 
     ledger: Ledger
+    frequencies: Frequencies = field(default_factory=Frequencies)
     ids: list[str] = field(default_factory=list)
     empty: dict[str, int] = field(default_factory=dict)  # by key of the raw rows
     # by key: rows with the same value as an earlier row
@@ -70,7 +72,9 @@ def count_rows(task: Task, rows: Iterable[Row], ledger: Ledger) -> Counts:
         counts.add(row, identity)
         if isinstance(task, ShowsCuts):
             answers = question_of(task, row).get("answers", ()) if isinstance(task, Answers) else ()
-            ledger.add(identity, task.uncut_fields(row), answers=answers)
+            uncut = task.uncut_fields(row)
+            ledger.add(identity, uncut, answers=answers)
+            counts.frequencies.add(uncut)
     return counts
 
 

@@ -61,6 +61,7 @@ def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dic
         "rows": len(store),
         "fields": _fields(store, counts),
         "ledger": counts.ledger.report(),
+        "frequencies": counts.frequencies.report(task.decode),
         "truncated_rows": store.summary()["truncated_rows"],
         "lost_labels": {"lost": lost, "of": of} if of else None,
         "padding": _padding(train, task, store),

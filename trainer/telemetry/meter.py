@@ -94,10 +94,11 @@ class Meter:
                 self._ended += spent
 
     def read(self, unit: str) -> dict[str, float]:
-        """The scalars since the last read: `<unit>_per_s` over all ranks, `step_s`, `mfu` and
-        `predicted_step_s` if known; and since the start: `peak_gib` of this rank, `goodput`.
+        """The scalars since the last read: `<unit>_per_s` over all ranks, `step_s`, `mfu`, `tflops`
+        and `predicted_step_s` if known; and since the start: `peak_gib` of this rank, `goodput`.
 
-        mfu: achieved over peak bf16 FLOP/s; left out on a CPU and on an unknown GPU.
+        tflops: achieved by a device in a second, in 1e12. mfu: that over its peak in bf16. Both are
+        left out on a CPU and on an unknown GPU.
         """
         elapsed = max(time.monotonic() - self._start, 1e-9)
         rate = self._units / elapsed
@@ -107,7 +108,8 @@ class Meter:
             "peak_gib": self._memory.peak_gib(),
         }
         if self._flops_per_unit and self._peak_flops is not None:
-            scalars["mfu"] = rate * self._flops_per_unit / (self._peak_flops * distributed.world())
+            flops = rate * self._flops_per_unit / distributed.world()  # of one device, a second
+            scalars |= {"tflops": flops / 1e12, "mfu": flops / self._peak_flops}
         if self.prediction is not None:
             scalars["predicted_step_s"] = self.prediction["step_s"]
         if self._goodput is not None:

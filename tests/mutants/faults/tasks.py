@@ -646,4 +646,18 @@ FAULTS = [
         why="--steps takes the decoder-only model for the encoder-decoder made of it",
         tests=HALVES,
     ),
+    Fault(
+        "trainer/recipes/vera/adapters/cloze.py",
+        "before, after = text[:start], text[start + len(pronoun) :]",
+        "before, after = text[:start], text[start:]",
+        why="statements of WSC273 from the Hub keep the pronoun behind the name",
+        tests="tests/unit/test_vera_conversion_adapters.py -k hub",
+    ),
+    Fault(
+        "trainer/models/base_source.py",
+        "folder = run_folder / base.model",
+        'folder = run_folder / "final"',
+        why="a run that asks for the best model of another begins with its last",
+        tests="tests/unit/test_base_model.py -k best",
+    ),
 ]

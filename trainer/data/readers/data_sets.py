@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.userfile import placed
+from trainer.data.formats.subset import split_name
 from trainer.errors import ConfigError, DataError
 from trainer.files.opened import unseen
 
@@ -39,7 +40,9 @@ def data_set(
     try:
         if any((place / file).is_file() for file in _SAVED):
             saved = datasets.load_from_disk(str(place))
-            saved = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+            of_split, part = split_name(split)
+            saved = saved[of_split] if isinstance(saved, datasets.DatasetDict) else saved
+            saved = saved if part is None else saved.select(part.rows(len(saved)))
             return saved.with_format(None)  # lists, where it was saved to give arrays
         source = str(place) if place.is_dir() else name
         cache = None if cache_dir is None else str(cache_dir / "datasets")

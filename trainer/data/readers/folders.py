@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.data.formats.subset import split_name
 from trainer.data.left_out import note
 from trainer.errors import DataError
 
@@ -82,12 +83,17 @@ def split_file(
 
     A compressed file (.gz) is used if the plain one is missing. key: the key of the experiment that
     can name a file, for messages. first: the suffix that is read where files of several kinds have
-    the name; one file must have it. What is not read is noted.
+    the name; one file must have it. What is not read is noted. A part of the rows may stand behind
+    the name (formats/subset.py); "[:100]" alone is a part of the file named after the split.
     """
     stems = split_names(split)
     folder = required_folder(folder, name or f"{stems[0]}{suffixes[0]}")
     if name is not None:
-        return folder / name
+        stem, subset = split_name(name)
+        if stem or subset is None:
+            return folder / name
+        usual = split_file(folder, split, suffixes, name=None, key=key, first=first)
+        return usual.with_name(f"{usual.name}{subset.text}")
     present = _present_of(folder, stems, suffixes)
     chosen = present
     if len(present) > 1 and first is not None:

@@ -17,6 +17,7 @@ from trainer.data.formats.json_stream import json_items
 from trainer.data.formats.json_text import BadJson, MalformedJson, json_value
 from trainer.data.formats.json_text import preview as preview
 from trainer.data.formats.packed import MAX_LINE, open_file
+from trainer.data.formats.subset import of_subset
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     return (row for _, row in numbered_jsonl(path))
 
 
+@of_subset
 def numbered_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
     """(line, object) of a JSON-lines file, for readers that check the objects."""
     is_empty = True
@@ -98,6 +100,7 @@ def numbered_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
         raise DataError(f"{path} is empty. Put one JSON object on every line.")
 
 
+@of_subset
 def objects(path: Path) -> Iterator[tuple[str, Row]]:
     """(place, object) of JSON lines, of a JSON list, or of one object that is written over several
     lines. A list is read item by item, because those of FiD have 5 GB.

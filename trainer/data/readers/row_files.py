@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainer.data.formats.packed import MAX_LINE, open_file
+from trainer.data.formats.subset import of_subset
 from trainer.data.left_out import note
 from trainer.data.readers.jsonl import begins_as_json, lines, objects, preview
 from trainer.data.readers.quotes import is_quoted
@@ -39,8 +40,10 @@ QA = ".qa.csv"  # DPR's questions and answers, with a tab between and no header
 _ROWS_AT_ONCE = 1024  # rows of a Parquet file in memory
 
 
+@of_subset
 def placed_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """(place, row) of a file, or of every file of a folder by their names.
+    """(place, row) of a file, or of every file of a folder by their names; of a part of its rows,
+    where one stands behind the name: "train.csv[:100]".
 
     DataError for a name of no known kind, and for whatever cannot be read; ConfigError without
     pyarrow.

@@ -8,16 +8,13 @@ writes another word for "module" and puts a prefix in front.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import re
 import shutil
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -33,6 +30,7 @@ from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.frozen.freezing import load_into
 from trainer.models.weights import model_folder, weight_files
+from trainer.models.weights.pickled import unpickle
 from trainer.tasks.fid import fido
 from trainer.tasks.fid.transformers_302 import config_302, refuse_newer
 from trainer.tasks.fid.weights import CROSS_BIAS
@@ -153,7 +151,7 @@ def _read_folder(folder: Path) -> Source:
         raise ConfigError(f"{folder}: holds no weights, want {legal}. Copy the folder again.")
     for file in files:
         if file.suffix != ".safetensors":
-            tensors |= _tensors_by_name(_unpickle(file), file)
+            tensors |= _tensors_by_name(unpickle(file), file)
             continue
         try:
             tensors |= load_file(file)
@@ -168,7 +166,7 @@ def _read_folder(folder: Path) -> Source:
 
 
 def _read_pickle(file: Path) -> Source:
-    content = _unpickle(file)
+    content = unpickle(file)
     if not isinstance(content, dict) or not {"sd", "args"} <= content.keys():
         raise ConfigError(
             f"{file}: got no checkpoint of minFiD, want a pickle of {{'sd', 'args'}}. "
@@ -178,31 +176,6 @@ def _read_pickle(file: Path) -> Source:
     args = content["args"] if isinstance(content["args"], dict) else vars(content["args"])
     hint = str(args.get("t5_name", args.get("base_seq2seq", Source.tokenizer_hint)))
     return Source(file, _config_of(tensors, file), tensors, tokenizer_hint=hint)
-
-
-def _unpickle(file: Path) -> Any:
-    """The content of a file that torch.save wrote.
-
-    It may hold tensors, plain containers and argparse.Namespace. ConfigError for anything else.
-    """
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(
-                file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-            )
-    except UnpicklingError as error:
-        match = re.search(r"GLOBAL (\S+)", str(error))
-        more = f" (it asks for {match[1]})" if match else ""
-        raise ConfigError(
-            f"{file}: refused. Got a file of more than tensors and argparse.Namespace{more}, which "
-            "could run code, or no file of torch.save at all. Save it again from the program that "
-            "made it, with tensors alone."
-        ) from None
-    except Exception as error:
-        # every exception: bytes that are no pickle can make the unpickler fail in any way
-        raise ConfigError(
-            f"{file}: cannot be read ({error}). Copy the checkpoint again."
-        ) from error
 
 
 def _tensors_by_name(value: Any, file: Path) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,28 @@ from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.head import HEAD_FILE, write_head
 from trainer.models.weights import absent, model_folder
+from trainer.models.weights.pickled import unpickle
 from trainer.tasks.vera.model import read_temperature, write_description
 
 log = logging.getLogger(__name__)
 
 HEAD_ROW, BIAS_ROW, TEMPERATURE_ROW = 32099, 32098, 32097
+_EMBEDDING_TWICE = "encoder.embed_tokens.weight"  # the same tensor as shared.weight
 _SHARED, _WEIGHTS, _CONFIG = "shared.weight", "model.safetensors", "config.json"
 
 
 def import_model(source: Path, *, out: Path, tokenizer: str | None = None) -> None:
-    """Read a public verifier's folder and write ours: the encoder, head.safetensors and the
-    temperature in vera.json.
+    """Read a public verifier's folder, or a checkpoint of the published run.py (.pth), and write
+    ours: the encoder, head.safetensors and the temperature in vera.json.
 
-    tokenizer: a folder or Hub id whose tokenizer is written instead of the source's. ConfigError
-    when the folder is no packed verifier, or `out` exists; `out` is written whole or not at all.
+    tokenizer: a folder or Hub id whose tokenizer is written instead of the source's; a checkpoint
+    holds none. ConfigError when the source is no verifier, or `out` exists; `out` is written whole
+    or not at all.
     """
     refuse_existing(out)
+    if source.is_file():
+        _import_checkpoint(source, out, tokenizer)
+        return
     config, tensors = _read(source)
     shared = tensors[_SHARED].float()
     temperature = float(shared[TEMPERATURE_ROW, 0])
@@ -80,6 +87,74 @@ def export_model(folder: Path, *, out: Path) -> None:
         _write(new, {**config, "architectures": ["T5EncoderModel"]}, {**tensors, _SHARED: shared})
         _copy_tokenizer(folder, new, None)
     log.info("wrote %s", out)
+
+
+def _import_checkpoint(file: Path, out: Path, tokenizer: str | None) -> None:
+    """Write the model of a file that run.py saved: {"model": the encoder's state, "linear": the
+    head's, "step", "eval_accs"}. It is not calibrated: its temperature is 1.
+    """
+    content: Any = unpickle(file)
+    is_ours = isinstance(content, dict) and {"model", "linear"} <= content.keys()
+    if not is_ours or not all(isinstance(content[name], dict) for name in ("model", "linear")):
+        raise ConfigError(
+            f"{file}: got no checkpoint of Vera's run.py, want a pickle of {{'model', 'linear', "
+            "'step', 'eval_accs'}. Give such a file, or the folder of a public verifier."
+        )
+    tensors, head = content["model"], content["linear"]
+    if _SHARED not in tensors or not {"weight", "bias"} <= head.keys():
+        raise ConfigError(
+            f"{file}: holds no T5 encoder ({_SHARED}, encoder.block...) with a head. Checkpoints "
+            "of the T5 are read, not those of a LLaMA."
+        )
+    tensors = {name: one for name, one in tensors.items() if name != _EMBEDDING_TWICE}
+    with new_folder(out) as folder:
+        _write(folder, _config_of(tensors, file), tensors)
+        write_head(folder, {name: head[name].contiguous() for name in ("weight", "bias")})
+        write_description(folder, 1.0)
+        if tokenizer is not None:
+            _copy_tokenizer(file.parent, folder, tokenizer)
+    log.info("wrote %s (step %s)", out, content.get("step"))
+    if tokenizer is None:
+        log.info("the file holds no tokenizer: name that of its T5 in the experiment's tokenizer")
+
+
+def _config_of(tensors: Mapping[str, Tensor], file: Path) -> dict[str, Any]:
+    """The config.json of an encoder: sizes by the tensors' shapes, all else as T5 v1.1 has it."""
+    block = "encoder.block.0.layer."
+    names = [
+        _SHARED,
+        f"{block}0.SelfAttention.relative_attention_bias.weight",
+        f"{block}0.SelfAttention.q.weight",
+        f"{block}1.DenseReluDense.wo.weight",
+    ]
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise ConfigError(f"{file}: a whole T5 encoder is wanted, but {missing[0]} is missing.")
+    (vocabulary_size, width), (buckets, heads), (inner, _), (_, hidden) = (
+        tensors[name].shape for name in names
+    )
+    blocks = {name.split(".")[2] for name in tensors if name.startswith("encoder.block.")}
+    is_gated = f"{block}1.DenseReluDense.wi_0.weight" in tensors
+    return {
+        "model_type": "t5",
+        "architectures": ["T5EncoderModel"],
+        "vocab_size": vocabulary_size,
+        "d_model": width,
+        "d_kv": inner // heads,
+        "d_ff": hidden,
+        "num_layers": len(blocks),
+        "num_decoder_layers": 0,
+        "num_heads": heads,
+        "relative_attention_num_buckets": buckets,
+        "relative_attention_max_distance": 128,
+        "feed_forward_proj": "gated-gelu" if is_gated else "relu",
+        "dropout_rate": 0.1,
+        "layer_norm_epsilon": 1e-6,
+        "is_encoder_decoder": False,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+    }
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from trainer.data.readers import jsonl
+from trainer.data.readers.row_files import placed_rows
 from trainer.errors import DataError
 from trainer.recipes.vera.adapters.adapter import (
     Adapter,
@@ -70,14 +71,33 @@ def _by_fields(
     return problem
 
 
+_HUB = "{0}.jsonl|{0}.parquet|{0}-00000-of-00001.parquet"  # of a split, as the Hub has files
+
+
+def _is_of_hub(paths: Sequence[Path | None]) -> bool:
+    """Whether the first file has rows in the layout of Hugging Face's data sets."""
+    return paths[0] is not None and paths[0].suffix != ".xml"
+
+
+def _hub_rows(paths: Sequence[Path | None]) -> Iterator[Raw]:
+    """The rows of JSON lines or of Parquet."""
+    path = paths[0]
+    assert path is not None, "a split's first file is there"
+    for number, (_, row) in enumerate(placed_rows(path), start=1):
+        yield Raw(path, "row", number, row)
+
+
 # Blanks
 # --------------------------------------------------------------------------------------------------
 
 
 def _schemas(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """(schema, its options) of WSC273; options as in wsc273.txt, where that is given, else as in
-    the collection.
+    the collection. Of the Hub's winograd_wsc: its rows.
     """
+    if _is_of_hub(paths):
+        yield from _hub_rows(paths)
+        return
     collection, texts = paths
     schemas = list(xml_items([collection], "schema"))[:_WSC273]
     # a record of wsc273.txt: sentence, [MASK], options with a comma between, answer, blank
@@ -104,23 +124,16 @@ def _schemas(paths: Sequence[Path | None]) -> Iterator[Raw]:
 
 @_adapter(
     "wsc273",
-    {"dev": ("WSCollection.xml", "wsc273.txt?")},
+    {"dev": (f"WSCollection.xml|{_HUB.format('test')}", "wsc273.txt?")},
     _schemas,
     variants={"case": ("keep", "fit")},
     is_cloze=True,
 )
 def _wsc(row: Any, variants: Variants) -> Problem:
-    schema, options = row
-    gold = index_of(_xml_text(schema, "correctAnswer").strip(" ."), ("A", "B"), "correctAnswer")
-    if options is None:
-        choices = [
-            " ".join((element.text or "").split()) for element in schema.findall("answers/answer")
-        ]
+    if isinstance(row, dict):
+        question, choices, gold = _wsc_of_hub(row)
     else:
-        right, wrong = options
-        choices = [right, wrong] if gold == 0 else [wrong, right]
-    before, after = (schema.findtext(f"text/{name}") or "" for name in ("txt1", "txt2"))
-    question = " ".join(f"{before} _ {after}".split())
+        question, choices, gold = _wsc_of_collection(*row)
     if variants["case"] == "fit":
         starts = question.startswith("_") or question[: question.index("_")].rstrip().endswith(
             (".", "!", "?")
@@ -130,6 +143,40 @@ def _wsc(row: Any, variants: Variants) -> Problem:
         else:
             choices = [_lower_function_word(choice) for choice in choices]
     return multiple_choice(question, choices, gold)
+
+
+def _wsc_of_hub(row: dict[str, Any]) -> tuple[str, list[str], int]:
+    """A row of winograd_wsc (wsc273): text, pronoun, pronoun_loc, two options, label 0 or 1."""
+    text, pronoun, start = (
+        text_of(row, "text"),
+        text_of(row, "pronoun"),
+        value_of(row, "pronoun_loc"),
+    )
+    if not isinstance(start, int) or text[start : start + len(pronoun)] != pronoun:
+        raise BadRecord(f"'pronoun_loc' is {start!r}, where the text has no {pronoun!r}")
+    options = value_of(row, "options")
+    if not isinstance(options, list) or len(options) != 2:
+        raise BadRecord(f"'options' is {jsonl.preview(options)}, want two")
+    choices = [checked_text(one, "options") for one in options]
+    before, after = text[:start], text[start + len(pronoun) :]
+    gold = index_of(value_of(row, "label"), ("0", "1"), "label")
+    return " ".join(f"{before} _ {after}".split()), choices, gold
+
+
+def _wsc_of_collection(
+    schema: Element, options: tuple[str, str] | None
+) -> tuple[str, list[str], int]:
+    """A schema of WSCollection.xml; options: (right, wrong) of wsc273.txt."""
+    gold = index_of(_xml_text(schema, "correctAnswer").strip(" ."), ("A", "B"), "correctAnswer")
+    if options is None:
+        choices = [
+            " ".join((element.text or "").split()) for element in schema.findall("answers/answer")
+        ]
+    else:
+        right, wrong = options
+        choices = [right, wrong] if gold == 0 else [wrong, right]
+    before, after = (schema.findtext(f"text/{name}") or "" for name in ("txt1", "txt2"))
+    return " ".join(f"{before} _ {after}".split()), choices, gold
 
 
 @_adapter(
@@ -163,18 +210,28 @@ def _alphanli(row: Any, _: Variants) -> Problem:
 
 @_adapter(
     "copa",
-    {"dev": ("copa-dev.xml",), "test": ("copa-test.xml",)},
-    lambda paths: xml_items(paths, "item"),
+    {
+        "train": (_HUB.format("train"),),  # of SuperGLUE: 400 of the 500 of the first release
+        "dev": (f"copa-dev.xml|val.jsonl|{_HUB.format('validation')}",),
+        "test": ("copa-test.xml",),  # SuperGLUE's has no answers
+    },
+    lambda paths: _hub_rows(paths) if _is_of_hub(paths) else xml_items(paths, "item"),
     variants={"connective": ("none", "because_so")},
     is_joined=True,
 )
 def _copa(item: Any, variants: Variants) -> Problem:
-    premise, choices = _xml_text(item, "p"), [_xml_text(item, "a1"), _xml_text(item, "a2")]
-    gold = index_of(
-        item.get("most-plausible-alternative"), ("1", "2"), "most-plausible-alternative"
-    )
+    if isinstance(item, dict):  # the Hub's and SuperGLUE's names
+        premise, asked = text_of(item, "premise"), value_of(item, "question")
+        choices = [text_of(item, "choice1"), text_of(item, "choice2")]
+        gold = index_of(value_of(item, "label"), ("0", "1"), "label")
+    else:
+        premise, asked = _xml_text(item, "p"), item.get("asks-for")
+        choices = [_xml_text(item, "a1"), _xml_text(item, "a2")]
+        gold = index_of(
+            item.get("most-plausible-alternative"), ("1", "2"), "most-plausible-alternative"
+        )
     if variants["connective"] == "because_so":
-        direction = index_of(item.get("asks-for"), ("cause", "effect"), "asks-for")
+        direction = index_of(asked, ("cause", "effect"), "asks-for")
         premise = f"{premise.strip().rstrip('.')} {('because', 'so')[direction]}"
         choices = [_lower_function_word(choice.strip()) for choice in choices]
     return multiple_choice(premise, choices, gold)
