@@ -208,7 +208,10 @@ def start_of(config: Any) -> int | None:
     encoder-decoder of the table, or its config names none.
     """
     key = family_of(config).start_key
-    return None if key is None else attrgetter(key)(config)
+    try:
+        return None if key is None else attrgetter(key)(config)
+    except AttributeError:  # a T5's config that names none has no such attribute
+        return None
 
 
 def check_family(config: Any, families: Sequence[str], *, advice: str) -> None:
