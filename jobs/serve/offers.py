@@ -102,13 +102,8 @@ def read(file: Path | None) -> ServiceConfig:
     config = validate(ServiceConfig, cast("Values", values), source=source)
     mistakes: list[str] = []
     for name, offer in config.models.items():
-        share = offer.experiment.get("data", {}).get("valid_share")
-        if share:  # the training would read no other validation rows than its own
-            mistakes.append(
-                f"{source}: model {name!r}: data.valid_share={share}, want none, because the "
-                f"service writes both splits. Give the model held_out={share} instead."
-            )
         try:
+            offer = config.models[name] = _with_share(offer)  # noqa: PLW2901
             validate(JobConfig, offer.job, source=f"{source}: job of {name!r}")
             for kind in kinds_of(offer):
                 trial = TuningRequest(num_rows=100, kind=kind, seed=0, label="trial")
@@ -130,6 +125,27 @@ def kinds_of(offer: Offer) -> list[str]:
             f"task {task!r} takes no uploaded rows. Use one of {', '.join(tasks_with_rows)}."
         )
     return kinds
+
+
+def _with_share(offer: Offer) -> Offer:
+    """The offer that holds out what `data.valid_share` of its dictionary says. The key leaves the
+    dictionary: the service writes both splits. ConfigError when held_out says something else.
+    """
+    data = offer.experiment.get("data")
+    share = data.get("valid_share") if isinstance(data, dict) else None
+    if not share:
+        return offer
+    if "held_out" in offer.model_fields_set and offer.held_out != share:
+        raise ConfigError(
+            f"data.valid_share={share} and held_out={offer.held_out}: want one share. Take one out."
+        )
+    values = copy.deepcopy(offer.experiment)
+    del values["data"]["valid_share"]
+    return validate(
+        Offer,
+        {**offer.model_dump(), "experiment": values, "held_out": float(share)},
+        source="data.valid_share",
+    )
 
 
 def fill(offer: Offer, request: TuningRequest) -> FilledOffer:

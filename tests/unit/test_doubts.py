@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from pathlib import Path
@@ -21,10 +20,10 @@ from trainer.data import left_out
 from trainer.data.content import content_of
 from trainer.data.control_tokens import reason
 from trainer.data.readers.questions import completions
-from trainer.data.readers.row_files import placed_rows
-from trainer.evaluation.predict import judge_rows
+from trainer.evaluation import predict
 from trainer.launch import preflight
 from trainer.launch.run_folder import tell_changed_data
+from trainer.protocol.abilities import Prediction
 from trainer.protocol.task import Places
 from trainer.recipes.cross_attention import preparation
 from trainer.tasks.causal_lm.chat_rows import chats
@@ -173,15 +172,16 @@ def test_predict_tells_control_tokens_before_a_row_is_predicted_and_refuses_them
     task = task_of("fid", facts, tmp_path)
     write_lines(tmp_path / "rows.jsonl", [{"question": f"q {END}", "ctxs": []}])
     for is_strict in (False, True):
-        placed = placed_rows(tmp_path / "rows.jsonl")
-        judge = functools.partial(judge_rows, task, placed, what="rows", strict=is_strict)
+        request = predict.RowsToPredict(
+            tmp_path, tmp_path / "rows.jsonl", tmp_path / "o", Prediction(), strict=is_strict
+        )
         if not is_strict:
-            judge()
+            predict._judge_rows(request, task)
             assert reason(("question", END)) in caplog.text
             continue
         place = f"{tmp_path / 'rows.jsonl'}, line 1"
         with refused("strict_refuses", count=1, why=reason(("question", END)), places=place):
-            judge()
+            predict._judge_rows(request, task)
 
 
 def test_prepare_refuses_what_is_left_out_and_leaves_no_file(facts: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -69,7 +69,6 @@ def predict(request: RowsToPredict) -> int:
     Every rank of a launcher calls it. ConfigError and DataError for a missing model, invalid rows
     or an existing output. Pieces that were predicted before an error stay.
     """
-    check_search(request.how)
     parts = request.out.with_name(f".{request.out.name}.parts")
     out = request.out
     if not out.absolute().parent.is_dir():
@@ -81,14 +80,15 @@ def predict(request: RowsToPredict) -> int:
     rank, world = (int(os.environ.get(name, other)) for name, other in _RANKS.items())
     if torch.cuda.is_available():
         torch.cuda.set_device(distributed.device())
+    values, folder = export_of(request.model)
+    places = folder.resolve().parent.parent
     data = request.rows if request.rows.is_dir() else request.rows.parent
-    opened_model = open_export(request.model, data=data, cache_dir=request.cache_dir)
-    task, folder = opened_model.task, opened_model.folder
-    batch = request.batch or rows_at_once(task)
-    placed = row_files.placed_rows(request.rows)
-    judge_rows(task, placed, what=str(request.rows), strict=request.strict)
+    options = Options(places, data_path=data, cache_dir=request.cache_dir)
+    task, model, _ = open_model(Question(values, model=str(folder)), options)
+    batch = request.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
+    _judge_rows(request, task)
     _begin(parts, request, folder, task, batch)
-    count = _write_pieces(parts, request, opened_model, batch=batch, rank=rank, world=world)
+    count = _write_pieces(parts, request, task, model, batch=batch, rank=rank, world=world)
     # not earlier: ranks have different numbers of forwards, so these must not be collectives
     distributed.init(timeout_s=_PATIENCE_S)
     distributed.barrier()
@@ -97,42 +97,6 @@ def predict(request: RowsToPredict) -> int:
 
 
 _RANKS = {"RANK": "0", "WORLD_SIZE": "1"}
-
-
-@dataclass(frozen=True)
-class OpenExport:
-    """A trained model on this process's device, with its task and its folder."""
-
-    task: Any
-    model: nn.Module
-    folder: Path
-
-
-def check_search(how: Prediction) -> None:
-    """ConfigError for a search that cannot find as many answers as are wanted."""
-    search = how.search
-    if search.temperature is None and search.num_answers > search.num_beams:
-        raise ConfigError(
-            f"--num_answers {search.num_answers} with --num_beams {search.num_beams}: that many "
-            f"beams end in no more answers. Use --num_beams {search.num_answers} or more, or "
-            "--temperature."
-        )
-
-
-def open_export(model: Path, *, data: Path | None, cache_dir: Path) -> OpenExport:
-    """The model of a run folder or of an exported folder, in evaluation mode. ConfigError if there
-    is none.
-
-    data: the folder of rows, if the experiment names files of it (a chat template).
-    """
-    values, folder = export_of(model)
-    options = Options(folder.resolve().parent.parent, data_path=data, cache_dir=cache_dir)
-    return OpenExport(*open_model(Question(values, model=str(folder)), options))
-
-
-def rows_at_once(task: Task) -> int:
-    """The rows of one forward, if nobody says another number."""
-    return task.cfg.train.eval_batch or task.cfg.train.micro_batch
 
 
 def export_of(model: Path) -> tuple[dict[str, Any], Path]:
@@ -190,28 +154,25 @@ def _begin(parts: Path, request: RowsToPredict, folder: Path, task: Task, batch:
         )
 
 
-def _rows(placed: Iterable[tuple[str, Row]], task: Any) -> Iterator[tuple[Any, str, Row]]:
+def _rows(request: RowsToPredict, task: Any) -> Iterator[tuple[Any, str, Row]]:
     """(id, place, object in our names) of every row, in their order."""
     data = task.cfg.data
     layout = data.layout() or Layout(())
+    placed = row_files.placed_rows(request.rows)
     rows = unlabelled(placed, data, layout, task.places.data_path)
     for number, (place, raw) in enumerate(rows):
         identity = fields.first_given(raw, fields.QUESTION_IDS)[1]
         yield number if identity is None else identity, place, raw
 
 
-def judge_rows(
-    task: Any, placed: Iterable[tuple[str, Row]], *, what: str, strict: bool = False
-) -> None:
+def _judge_rows(request: RowsToPredict, task: Any) -> None:
     """Tell what is left out of the rows, or doubted; refuse it under --strict. No row is wrong in a
     piece that comes later: the first wrong one is an error here.
-
-    placed: (place, row); what: the name of all of them, for messages.
     """
     controls, trained = controls_of(task), _trained(task)
     assert controls is not None, "every task that predicts has a tokenizer"
-    with left_out.one_reading(what, strict=strict):
-        for _, place, raw in _rows(placed, task):
+    with left_out.one_reading(str(request.rows), strict=request.strict):
+        for _, place, raw in _rows(request, task):
             row = trained.row_to_predict(task, raw, place)
             if "ids" in row:  # a prompt in tokens: its texts are those that were read
                 row = {name: raw[name] for name in _PROMPTS if name in raw}
@@ -226,48 +187,29 @@ def _trained(task: Any) -> Trained:
 def _write_pieces(
     parts: Path,
     request: RowsToPredict,
-    opened_model: OpenExport,
+    task: Any,
+    model: nn.Module,
     *,
     batch: int,
     rank: int,
     world: int,
 ) -> int:
     """Write the missing pieces of this rank; returns the number of all rows."""
-    rows, piece, count = _rows(row_files.placed_rows(request.rows), opened_model.task), 0, 0
+    trained = _trained(task)
+    rows, piece, count = _rows(request, task), 0, 0
     while block := list(islice(rows, batch * _BATCHES)):
         path = parts / f"{piece:07d}.jsonl"
         if piece % world == rank and not path.is_file():
-            predictions = _predict_block(opened_model, block, request.how, batch)
-            lines = [json.dumps(one, ensure_ascii=False) + "\n" for one in predictions]
+            to_predict = [trained.row_to_predict(task, raw, place) for _, place, raw in block]
+            predictions = _predict_rows(trained, task, model, to_predict, request.how, batch)
+            lines = [
+                json.dumps({"id": name, **one}, ensure_ascii=False) + "\n"
+                for (name, *_), one in zip(block, predictions, strict=True)
+            ]
             replace_file(path, "".join(lines).encode(), is_durable=False)
         piece, count = piece + 1, count + len(block)
         logger.info("%d rows", count)
     return count
-
-
-def predict_rows(
-    opened_model: OpenExport, placed: Iterable[tuple[str, Row]], how: Prediction, *, batch: int
-) -> list[dict[str, Any]]:
-    """The objects that predict() writes for rows, in order: {"id", ...}.
-
-    placed: (place, row). batch: rows of one forward.
-    """
-    rows = _rows(placed, opened_model.task)
-    predictions: list[dict[str, Any]] = []
-    while block := list(islice(rows, batch * _BATCHES)):
-        predictions += _predict_block(opened_model, block, how, batch)
-    return predictions
-
-
-def _predict_block(
-    opened_model: OpenExport, block: list[tuple[Any, str, Row]], how: Prediction, batch: int
-) -> list[dict[str, Any]]:
-    """The predictions of one piece, with the id of each row. block: items of _rows()."""
-    task = opened_model.task
-    trained = _trained(task)
-    to_predict = [trained.row_to_predict(task, raw, place) for _, place, raw in block]
-    predictions = _predict_rows(trained, task, opened_model.model, to_predict, how, batch)
-    return [{"id": name, **one} for (name, *_), one in zip(block, predictions, strict=True)]
 
 
 def _predict_rows(

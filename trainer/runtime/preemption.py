@@ -31,7 +31,6 @@ class Preemption:
 
     def __init__(self) -> None:
         self.requested = False
-        self.number: int | None = None  # of the signal that came first
         self._has_nothing_to_save = False
         self._teller: threading.Thread | None = None
         self._before = {
@@ -45,7 +44,7 @@ class Preemption:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
-        self.requested, self.number = True, number
+        self.requested = True
         # In another thread: this one may be writing a log line, and hold the lock for that.
         self._teller = threading.Thread(target=_say, args=(number, self._has_nothing_to_save))
         self._teller.start()

@@ -22,10 +22,8 @@ Number = int | float
 
 @functools.cache
 def screen() -> Console:
-    """The console of this process, on whatever standard output is at the moment. In a notebook it
-    writes text as elsewhere, not one HTML element for each line.
-    """
-    return Console(force_jupyter=False)
+    """The console of this process, on whatever standard output is at the moment."""
+    return Console()
 
 
 class ConsoleHandler(logging.Handler):

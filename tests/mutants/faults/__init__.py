@@ -4,7 +4,6 @@ the tests.
 
 from tests.mutants.faults import (
     agents,
-    api,
     chat,
     data,
     device,
@@ -31,5 +30,4 @@ FAULTS = [
     *reliability.FAULTS,
     *exports.FAULTS,
     *agents.FAULTS,
-    *api.FAULTS,
 ]

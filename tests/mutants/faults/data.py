@@ -206,7 +206,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/evaluation/predict.py",
-        "    judge_rows(task, placed, what=str(request.rows), strict=request.strict)\n",
+        "    _judge_rows(request, task)\n",
         "",
         why="predict --strict refuses nothing",
         tests="tests/runs/test_predict.py -k strict",
