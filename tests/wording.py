@@ -877,7 +877,7 @@ SERVICE = (
         steps_too_many="at most {most} are allowed",
         no_service_address="--url: got {url!r}, want the address that `lathe serve` prints",
         token_in_the_clear="--url {url}: the token would cross the network unencrypted",
-        share_in_offer="model {model!r}: data.valid_share={share}, want none, ...held_out={fix} instead",
+        two_shares_in_offer="data.valid_share={share} and held_out={held_out}: want one share",
     )
     | wording(
         Unreachable,

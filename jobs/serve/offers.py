@@ -103,7 +103,7 @@ def read(file: Path | None) -> ServiceConfig:
     mistakes: list[str] = []
     for name, offer in config.models.items():
         try:
-            offer = config.models[name] = _with_share(offer)  # noqa: PLW2901
+            offer = config.models[name] = _with_share(offer)
             validate(JobConfig, offer.job, source=f"{source}: job of {name!r}")
             for kind in kinds_of(offer):
                 trial = TuningRequest(num_rows=100, kind=kind, seed=0, label="trial")
@@ -132,7 +132,7 @@ def _with_share(offer: Offer) -> Offer:
     dictionary: the service writes both splits. ConfigError when held_out says something else.
     """
     data = offer.experiment.get("data")
-    share = data.get("valid_share") if isinstance(data, dict) else None
+    share: Any = cast("Values", data).get("valid_share") if isinstance(data, dict) else None
     if not share:
         return offer
     if "held_out" in offer.model_fields_set and offer.held_out != share:

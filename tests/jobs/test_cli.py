@@ -85,8 +85,8 @@ def test_every_help_is_there_without_torch_and_within_a_second_of_cpu() -> None:
     for name, (code, cpu_s, text) in found.items():
         assert (code, cpu_s < 1.0) == (0, True), (name, cpu_s)
         assert f"Usage: lathe-jobs {name}" in text
-        # a text for another tool and a token are no JSON
-        assert ("--json" in text) == (name not in ("export", "token")), name
+        # a text for another tool, a token and a protocol are no JSON of ours
+        assert ("--json" in text) == (name not in ("export", "token", "mcp")), name
 
 
 def test_the_help_of_the_service_calls_it_by_the_name_that_was_typed() -> None:
@@ -396,7 +396,7 @@ def test_stdout_of_every_json_command_is_json_alone(place: Make) -> None:
         "logs": [name, "--tail", "1", *base],
         "reset": [name, "--yes", *base],
     }
-    assert set(lines) | {"submit", "export", "token"} == set(commands())
+    assert set(lines) | {"submit", "export", "token", "mcp"} == set(commands())
     for command, more in lines.items():
         done = run("-m", "jobs", command, *more)
         assert done.returncode == 0, (command, done.stderr)

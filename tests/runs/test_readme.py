@@ -128,7 +128,9 @@ def test_the_fourth_command_offers_the_example_to_others(place: Path) -> None:
     options = parsed(program, SERVICE[2:])
     offered = offers.read(place / options["service_config"])
     (values,) = exp_configs.read_groups(place / "chat.py")["chat"]
+    share = values["data"].pop("valid_share")  # the service writes both splits itself
     assert offered.models["chat"].experiment == values
+    assert offered.models["chat"].held_out == share
 
 
 @pytest.mark.parametrize("page", FRONT_PAGES, ids=lambda page: page.name)

@@ -135,9 +135,21 @@ def test_a_kind_of_rows_has_the_names_of_its_tasks(kind: str) -> None:
         assert schema.model_construct(**keys).layout() is rows.KINDS[kind].layout, task
 
 
-def test_an_offer_with_a_split_of_its_own_is_refused(tmp_path: Path) -> None:
-    experiment = {**OFFER.experiment, "data": {**OFFER.experiment["data"], "valid_share": 0.2}}
-    file = tmp_path / "service.py"
-    file.write_text(f"SERVICE = {{'models': {{'mine': {{'experiment': {experiment!r}}}}}}}\n")
-    with refused("share_in_offer", model="mine", share=0.2, fix=0.2):
-        offers.read(file)
+@pytest.mark.parametrize("held_out", [None, 0.2])
+def test_an_offers_own_share_is_what_is_held_out(tmp_path: Path, held_out: float | None) -> None:
+    (offer,) = offers.read(_offering(tmp_path, 0.2, held_out)).models.values()
+    assert offer.held_out == 0.2
+    assert "valid_share" not in offer.experiment["data"], "the service writes both splits"
+
+
+def test_two_shares_of_one_offer_are_refused(tmp_path: Path) -> None:
+    with refused("two_shares_in_offer", share=0.2, held_out=0.1):
+        offers.read(_offering(tmp_path, 0.2, 0.1))
+
+
+def _offering(folder: Path, share: float, held_out: float | None) -> Path:
+    experiment = {**OFFER.experiment, "data": {**OFFER.experiment["data"], "valid_share": share}}
+    offer = {"experiment": experiment} | ({} if held_out is None else {"held_out": held_out})
+    file = folder / "service.py"
+    file.write_text(f"SERVICE = {{'models': {{'mine': {offer!r}}}}}\n")
+    return file

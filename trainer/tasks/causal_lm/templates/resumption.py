@@ -73,7 +73,7 @@ class Resumption:
         """Nothing to write. In its first turn the loop is told how many there were before."""
         if self._before and loop.first:
             loop.index0 += len(self._before)
-            loop._before = self._before[-1]  # what loop.previtem is (jinja2 3.1)
+            loop._before = self._before[-1]  # Jinja 3.1 reads its item before from it
         return ""
 
 
