@@ -612,7 +612,6 @@ VERA = (
         head_absent="holds no head.safetensors, so it is no trained verifier",
         t5_encoder_absent="holds no T5 encoder",
         vera_pickle="want a pickle of {'model', 'linear', 'step', 'eval_accs'}",
-        verifier_of_others="holds no T5 encoder",
         plain_t5="This is a plain T5",
         verifier_vocabulary="a t5 of more than {ids}",
         variant_unknown="{task} has no variant {variant}. Use one of {choices}.",

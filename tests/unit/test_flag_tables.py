@@ -117,7 +117,7 @@ def test_the_tables_of_a_page_are_made_from_its_file(program: str) -> None:
         page.write_text(MADE.sub(lambda _: made, text))
         text = page.read_text()
     assert MADE.findall(text) == [made], (
-        f"make it anew: {WRITES}=1 .venv/bin/python -m pytest tests/unit/test_coming_from.py"
+        f"make it anew: {WRITES}=1 .venv/bin/python -m pytest tests/unit/test_flag_tables.py"
     )
 
 
