@@ -68,6 +68,12 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("fid", {"source": "fid"}, {**ASKED, "target": "a", "contexts": ["c"], "titles": ["t"]}, []),
     ("fid", {"source": "files"}, DPR | {"hard_negative_ctxs": [], "ctx": 1}, ["ctx"]),
     (
+        "fid",
+        {"source": "files"},
+        {**ASKED, "ctxs": [{"heading": "t", "text": "x", "hasanswer": True}] * 2},
+        ["ctxs[].heading"],
+    ),
+    (
         "summariser",
         {"document": "document", "summaries": ["summary"], "columns": {"document": "article"}},
         {"id": "1", "article": "d", "summary": "s", "highlights": "h"},

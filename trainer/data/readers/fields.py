@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats.lists import as_list, structure
-from trainer.data.left_out import doubt
+from trainer.data.left_out import count_unread, doubt
 from trainer.data.readers.jsonl import preview
 from trainer.errors import DataError
 
@@ -21,6 +21,8 @@ PASSAGE_IDS = ("docid", "_id", "id", "passage_id", "psg_id")  # Tevatron; BEIR; 
 QUESTION_IDS = ("query_id", "_id", "qid", "id")  # Tevatron; BEIR; NaturalQuestions here; FiD
 QUESTIONS = ("query", "query_text", "question", "text")  # Tevatron 1 and 2; FiD and DPR; BEIR
 _ANSWERS = ("answers", "answer")
+# Keys of a passage that are read, and what FiD's and DPR's files say of each besides.
+_PASSAGE_KEYS = {*PASSAGE_IDS, "title", "text", "score", "hasanswer", "has_answer", "title_score"}
 _MARKS = {"0": 0, "1": 1}  # of a context, in the cell of a table
 
 
@@ -97,6 +99,7 @@ def passages(value: Any, place: str, name: str) -> list[Row]:
             place=place,
             field=name,
         )
+    count_unread(name, [one for one in values[:1] if isinstance(one, dict)], _PASSAGE_KEYS)
     return [passage(one, place, f"{name}[{index}]") for index, one in enumerate(values)]
 
 

@@ -47,9 +47,10 @@ def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
                 document = " ".join(body.split())
                 yield {"id": name, "document": document, "summaries": [summary.strip()]}
         return
-    columns = [(name,) for name in (data.document, *data.summaries)]
-    groups, lists = (*columns, *SUMMARIES.groups), frozenset(data.summaries)
-    layout = replace(SUMMARIES, groups=groups, lists=lists)
+    # the first name that a row has decides its side of data.valid_share
+    own = [(name,) for name in data.summaries]
+    groups = ((data.document,), *SUMMARIES.groups, *own)
+    layout = replace(SUMMARIES, groups=groups, lists=frozenset(data.summaries))
     how: dict[str, Any] = {"layout": layout, "cache_dir": places.cache_dir}
     for number, (place, raw) in enumerate(own_rows(data, split, places.data_path, **how), start=1):
         line = place.rpartition(" ")[2]
