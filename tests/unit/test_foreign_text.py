@@ -159,6 +159,39 @@ def test_brackets_in_texts_are_no_nesting_and_cannot_hide_one() -> None:
     assert time.process_time() - began < 5
 
 
+class Counted(io.BytesIO):
+    """A file that notes how much each reading gives."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.readings: list[int] = []
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size)
+        self.readings.append(len(content))
+        return content
+
+    def peek(self, size: int = 0) -> bytes:
+        return b""
+
+
+@pytest.mark.parametrize("text", ["abc é ", r"\"\\ " * 2])
+def test_a_long_text_of_a_list_is_read_in_pieces_that_grow_with_it(text: str) -> None:
+    """ijson looks at all of it again for each piece."""
+    rows = [{"a": text * (1 << 17)}, *({"b": text} for _ in range(60_000)), {"a": text * 10}]
+    file = Counted(json.dumps(rows, ensure_ascii=False).encode())
+    assert list(json_items(file)) == rows  # pyright: ignore[reportArgumentType]
+    length = len(json.dumps(rows[0], ensure_ascii=False).encode())
+    of_long: list[int] = []
+    while sum(of_long) < length:
+        of_long.append(file.readings[len(of_long)])
+    looked_at = sum(sum(of_long[: number + 1]) for number in range(len(of_long)))
+    assert looked_at < 4 * length
+    assert max(file.readings) < length
+    # what is read of short texts, behind the reading in which the long one ends
+    assert max(file.readings[len(of_long) + 1 :]) <= 1 << 16
+
+
 @pytest.mark.parametrize("size", [1, 7, 64, 65536])
 def test_not_a_number_is_a_missing_value_in_every_file(size: int, tmp_path: Path) -> None:
     class Slow(io.BytesIO):

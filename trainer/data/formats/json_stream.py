@@ -18,6 +18,9 @@ _FIRST_HALF = re.compile(rb"\\u" + _HIGH)
 _PAIR_BYTES = 12  # \ud83d\ude00
 _MAX_OPEN = 5000  # open brackets; ijson crashes beyond 70,000, and is quadratic in their number
 _MAX_NUMBER = 40  # bytes of a number or a word at the end of what was read, which may go on
+# ijson looks at all of a text again whenever more of it is read, so that the time grows with the
+# square of its length unless readings grow as it does. Up to here: about 5 copies are made.
+_MAX_READING = 1 << 25
 _WORD = b"+-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
@@ -95,6 +98,7 @@ class _Checked:
         self._line = 1
         self._num_open = 0  # brackets, outside of texts
         self._is_in_text = False
+        self._num_of_text = 0  # bytes of a text that goes on, as far as it was read
         self._problem: str | None = None  # of what stands behind the bytes that were given out
 
     def read(self, size: int = -1) -> bytes:
@@ -105,7 +109,7 @@ class _Checked:
             raise BadJson(self._problem)
         seen, end = self._rest, 0
         while not end:
-            content = self._file.read(size)
+            content = self._file.read(max(size, min(self._num_of_text, _MAX_READING)))
             seen += content
             end = _end_of_whole(seen) if content else len(seen)
             if not content:
@@ -132,6 +136,8 @@ class _Checked:
         parts = seen.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[self._is_in_text :: 2]).translate(None, _NO_BRACKETS)
         self._is_in_text ^= len(parts) % 2 == 0
+        is_same_text = self._is_in_text and len(parts) == 1
+        self._num_of_text = self._num_of_text + len(seen) if is_same_text else 0
         opened = outside.count(b"[") + outside.count(b"{")
         if self._num_open + opened > _MAX_OPEN:
             steps = map(_STEPS.__getitem__, outside)
