@@ -115,6 +115,8 @@ def test_any_other_text_is_a_list_of_one(text: str) -> None:
         ('{Paris,"City of Paris"}', "do not close"),
         ("shape: (2,)\nSeries: '' [str]\n[\n\t\"a\"\n]", "do not close"),
         ('<pyarrow.lib.StringArray object at 0x7f>\n[\n  "a"\n]', "do not close"),
+        ("<StringArray>\n['a', 'b']", "do not close"),
+        ("<tf.Tensor: shape=(1,), numpy=array([1])>", "do not close"),
         ("<map object at 0x7f21>", "do not close"),
         ("odict_keys(['a'])", "do not close"),
         ("[\xaba\xbb, \xabb\xbb]", "do not close"),
@@ -144,7 +146,14 @@ def test_a_text_that_only_looks_like_a_list_is_refused(text: str, problem: str) 
     "text",
     [
         *("print('a')", "list('a')", 'c("a")', "f(a, b)", "a tensor([1]) of one", "<b>bold</b>"),
-        *("\"['a'] is a list\"", "{1, 2}: a set", '{"a": [1]}', '{"a": [1], "b": 2}', "[`a`]"),
+        *(
+            "\"['a'] is a list\"",
+            "{1, 2}: a set",
+            "<Series> a tag",
+            '{"a": [1]}',
+            '{"a": [1], "b": 2}',
+            "[`a`]",
+        ),
     ],
 )
 def test_code_and_quotations_are_texts(text: str) -> None:

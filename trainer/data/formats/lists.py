@@ -51,7 +51,8 @@ _SURE = re.compile(
     |(?:c|list)\(\s*"[^"]*"(?:\s*,\s*"[^"]*")+\s*\)$  # of R
     |\{[^{}":]*,"[^"]*"[^{}:]*\}$  # an array of PostgreSQL
     |shape:\ \(\d+,?\)\s*\n\s*Series  # of polars
-    |<[\w.]*(?:Array|Tensor|Index|Series)\b|<[\w.\ <>]+\ at\ 0x[0-9a-f]+>$
+    |<[\w.]*(?:Array|Tensor|Index|Series)(?:>\s*\[|:\ shape=|\ object\ at\ 0x)
+    |<[\w.\ <>]+\ at\ 0x[0-9a-f]+>$
     |(?:np\.|numpy\.)?array\(\s*\[
     |(?:np|numpy)\.(?:str_|bytes_|bool_|u?int\d+|float\d+)\(
     |\{\s*['"]
@@ -65,9 +66,7 @@ _SURE = re.compile(
 _UNQUOTED = re.compile(r"\[[^\[\]]*,[^\[\]]*\]|\{[^{}:]*,[^{}:]*\}")
 _IN_BRACKETS = "texts in brackets with commas (one text each, not lists: their items lack quotes)"
 # What programs write for a missing value where it becomes a text; "None" may be an answer, too.
-_NO_VALUES = frozenset(
-    {"nan", "NaN", "None", "NULL", "null", "NaT", "<NA>", "\\N", "#N/A", "undefined"}
-)
+_NO_VALUES = frozenset({"nan", "NaN", "None", "NULL", "null", "NaT", "<NA>", "\\N", "#N/A"})
 _WORD_BEHIND = re.compile(r"[.:;!?]?\s+[^\W\d]")
 _LIST_BEHIND = re.compile(r"""[\[({]\s*['"]|\bdtype[:=]""")
 _NUMBERS = re.compile(r"\[\s*\d+(?:[\s,]+\d+)*[\s,]*\]")
