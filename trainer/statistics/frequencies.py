@@ -23,7 +23,8 @@ class Frequencies:
     def add(self, fields: Mapping[str, Uncut]) -> None:
         """Count the tokens of one row."""
         for name, uncut in fields.items():
-            self._counts[name] = _sum(self._counts.get(name), map(_counts_of, uncut.texts))
+            counts = (np.bincount(np.asarray(ids, dtype=np.int64)) for ids in uncut.texts)
+            self._counts[name] = _sum(self._counts.get(name), counts)
 
     def report(self, decode: Decode) -> dict[str, dict[str, Any]]:
         """By field: how many tokens there are, how many different ones, the share of these that
@@ -46,10 +47,6 @@ def _most_frequent(counts: np.ndarray, decode: Decode) -> dict[str, Any]:
         "occur_once": int(np.count_nonzero(counts == 1)) / different,
         "frequent": [[text, count, count / total] for text, count in frequent],
     }
-
-
-def _counts_of(ids: Sequence[int]) -> np.ndarray:
-    return np.bincount(np.asarray(ids, dtype=np.int64))
 
 
 def _sum(one: np.ndarray | None, others: Iterable[np.ndarray]) -> np.ndarray:

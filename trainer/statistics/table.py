@@ -33,7 +33,12 @@ def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
         console.print(f"\n{split}: {of_split['rows']:,} rows", style="bold")
         console.print(_lengths(of_split["fields"]))
         _print_ledger(console, of_split)
-        _print_frequencies(console, of_split["frequencies"])
+        for name, entry in of_split["frequencies"].items():
+            frequent = [f"{text!r} {share:.1%}" for text, _, share in entry["frequent"][:8]]
+            console.print(
+                f"{name}: {entry['different']:,} different tokens, {entry['occur_once']:.0%} of "
+                f"them once; most frequent: {', '.join(frequent)}"
+            )
         _print_padding(console, of_split["padding"])
         duplicates = of_split["duplicates"]
         repeated = {key: count for key, count in duplicates.items() if key != "pairs"}
@@ -108,15 +113,6 @@ def _print_ledger(console: Console, of_split: Mapping[str, Any]) -> None:
 
 def _share(entry: Mapping[str, Any] | None) -> str:
     return "-" if entry is None else f"{entry['lost']:,} of {entry['of']:,} ({entry['share']:.2%})"
-
-
-def _print_frequencies(console: Console, fields: Mapping[str, Any]) -> None:
-    for name, entry in fields.items():
-        frequent = ", ".join(f"{text!r} {share:.1%}" for text, _, share in entry["frequent"][:8])
-        console.print(
-            f"{name}: {entry['different']:,} different tokens, {entry['occur_once']:.0%} of them "
-            f"once; most frequent: {frequent}"
-        )
 
 
 def _print_padding(console: Console, padding: Mapping[str, Any]) -> None:

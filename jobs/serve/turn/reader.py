@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -256,7 +256,9 @@ class FolderReader:
         if failure is None and is_lasting:
             failure = Failure(at=now(), message=reason)
         before, ticket = self.index.job(job_id), _readable(folder.read)
-        had_ended = before is not None and _has_end(before)
+        had_ended = before is not None and before["status"] in FINAL
+        if before is not None and before["error"]:  # an unreadable folder is no end of a job
+            had_ended = had_ended and before["error"]["code"] != CANNOT_RUN
         state = row.state if row is not None and row.read_error is None else "unknown"
         if state == "unknown" and before is not None:
             state = before["lathe"]["state"]
@@ -349,12 +351,6 @@ def index_part(name: str) -> str:
 def failure_part(job_id: str) -> str:
     """The part of a turn that writes down why a job cannot go on."""
     return f"{job_id}: its failed.json"
-
-
-def _has_end(body: Mapping[str, Any]) -> bool:
-    """Whether a job has ended by itself, and not because its folder cannot be read."""
-    error: Mapping[str, Any] = body["error"] or {"code": None}
-    return body["status"] in FINAL and error["code"] != CANNOT_RUN
 
 
 def _readable(read: Callable[[], T]) -> T | None:

@@ -43,7 +43,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/causal_lm/templates/resumption.py",
-        "if _keeps_a_state(tree) or _leaves(loop) or _keeps_an_iterator(before):",
+        "if _keeps_a_state(tree) or _leaves(loop) or keeps_an_iterator:",
         "if _keeps_a_state(tree) or _leaves(loop):",
         why="a template goes on with an iterator that earlier turns would have used up",
         tests=OPENINGS,

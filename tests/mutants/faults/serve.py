@@ -388,7 +388,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/turn/reader.py",
-        "had_ended = before is not None and _has_end(before)",
+        'had_ended = before is not None and before["status"] in FINAL',
         "had_ended = False",
         why="a job that has ended fails anew when its folder cannot be entered any more",
         tests=f"{KEEPER} -k has_failed_stays",

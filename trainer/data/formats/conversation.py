@@ -277,7 +277,11 @@ def _message(value: Any, name: str, report: Report, *, is_learnt: bool) -> Row |
         if other is not None:
             report(RowProblem(f"{name}.{other}", given[other], 'what is said as "content"'))
             return None
-    _check_content(message, is_thought, said_at, report)
+    if message["content"] is None and is_thought and role == ASSISTANT:
+        message["content"] = ""
+    message["content"] = _text(message["content"], said_at, report)
+    if not isinstance(message["content"], str):
+        report(RowProblem(said_at, message["content"], "text"))
     weight = _weight(given, role, name, report)
     rest = {key: one for key, one in given.items() if key not in (*_LEARNS, "tool_calls")}
     message = {**message, **rest} if weight is None else {**message, **rest, "weight": weight}
@@ -296,14 +300,6 @@ def _role(given: Any, place: str, report: Report) -> str:
         report(RowProblem(place, given, f"{_WANTED_ROLES}{near.rstrip('.')}"))
         return str(given)
     return role
-
-
-def _check_content(message: Row, is_thought: bool, name: str, report: Report) -> None:
-    if message["content"] is None and is_thought and message["role"] == ASSISTANT:
-        message["content"] = ""
-    message["content"] = _text(message["content"], name, report)
-    if not isinstance(message["content"], str):
-        report(RowProblem(name, message["content"], "text"))
 
 
 def _text(content: Any, name: str, report: Report) -> Any:

@@ -16,7 +16,10 @@ def calls_of(content: Any, name: str, report: Report) -> list[Any]:
     """
     want = 'JSON of {"name", "arguments"}, or a list of such objects, in a turn of function_call'
     turn = name.rpartition(".")[0]
-    value = _from_json(content)
+    try:
+        value = json_value(content) if isinstance(content, str) else content
+    except ValueError:
+        value = None
     calls = cast("list[Any]", value if isinstance(value, list) else [value])
     is_right = bool(calls) and all(
         isinstance(one, dict) and isinstance(one.get("name"), str) and "arguments" in one
@@ -26,13 +29,6 @@ def calls_of(content: Any, name: str, report: Report) -> list[Any]:
         report(RowProblem(name, content, want))
         return []
     return tool_calls([{"type": "function", "function": one} for one in calls], turn, report)
-
-
-def _from_json(text: Any) -> Any:
-    try:
-        return json_value(text) if isinstance(text, str) else text
-    except ValueError:
-        return None
 
 
 def tool_calls(calls: Any, name: str, report: Report) -> list[Any]:

@@ -148,7 +148,8 @@ def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
     is_plain = separator == "\t" and not is_quoted(path)
     names: list[str] = []
     number = -1  # the header comes first
-    for line, cells in _plain_cells(path) if is_plain else _quoted_cells(path, separator):
+    plain_cells = ((line, text.split("\t")) for line, text in lines(path) if text)
+    for line, cells in plain_cells if is_plain else _quoted_cells(path, separator):
         number += 1
         if not number:
             names = cells
@@ -177,13 +178,6 @@ def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
         raise DataError(
             f"{path} holds no row. Write a header with the names of the columns, then the rows."
         )
-
-
-def _plain_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line, cells) of a tab-separated file whose quotes are plain characters."""
-    for line, text in lines(path):
-        if text:
-            yield line, text.split("\t")
 
 
 def _quoted_cells(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:

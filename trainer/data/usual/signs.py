@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 _CONTEXTS = ("contexts", "context", "ctxs")
+_PASSAGES = (*_CONTEXTS, "positive_ctxs", "positive_passages")  # what FiD's reader knows
 _ASKED = ("query", "question", "prompt", "contexts", "context", "ctxs")
 _QUERY_FILES = ("queries.jsonl", "queries.*.jsonl")  # of BEIR
 _COLLECTIONS = ("collection.tsv", "collection.tsv.gz")  # of MS MARCO
@@ -142,8 +143,10 @@ def format_of(
     if name is None or any(one != name for one in found):
         if not is_labelled:
             return None
-        if purpose == "question" and all(_has_passages(raw) for _, raw in first):
-            return None
+        if purpose == "question" and all(
+            any(raw.get(name) is not None for name in _PASSAGES) for _, raw in first
+        ):
+            return None  # FiD's reader takes each row by its own names
         raise _mixture(first, found)
     if purpose in FORMATS[name].serves:
         return name
@@ -158,12 +161,6 @@ def format_of(
             place=place,
         )
     raise DataError(f"{called}: {refusal(name, own.purposes)}.", place=place)
-
-
-def _has_passages(raw: Row) -> bool:
-    """Whether a row holds passages under any of the names that FiD's reader knows."""
-    names = {*_CONTEXTS, "positive_ctxs", "positive_passages"}
-    return any(raw.get(name) is not None for name in names)
 
 
 def _mixture(first: Sequence[tuple[str, Row]], found: Sequence[FormatName | None]) -> DataError:

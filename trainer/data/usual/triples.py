@@ -26,15 +26,12 @@ def triples(placed: Placed, around: Around) -> Placed:
         name, positive = fields.first_given(raw, _POSITIVES)
         row["positive_passages"] = _passages(positive, place, name)
         row["negative_passages"] = []
-        for name in ["negative", "negatives", *_numbered(raw)]:
+        numbers = {int(match[1]): name for name in raw if (match := _NUMBERED.match(name))}
+        numbered = [numbers[number] for number in sorted(numbers)]
+        for name in ["negative", "negatives", *numbered]:
             if raw.get(name) is not None:
                 row["negative_passages"] += _passages(raw[name], place, name)
         yield place, named(raw, row)
-
-
-def _numbered(raw: Row) -> list[str]:
-    numbers = {int(match[1]): name for name in raw if (match := _NUMBERED.match(name))}
-    return [numbers[number] for number in sorted(numbers)]
 
 
 def _passages(value: Any, place: str, name: str) -> list[Row]:

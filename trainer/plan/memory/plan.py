@@ -152,10 +152,14 @@ def make(subject: Subject, *, cublas: int) -> Basis:
         )
         peak = inference(grown, subject.zero, cublas=cublas)
         phases.append(phase(GENERATION, peak, grown, subject.valid, eval_rows))
+    # checkpoints kept, the best one, the one being written, and the exports best/ and final/
+    kept = subject.cfg.train.keep_last + 1 + (subject.cfg.train.best is not None)
+    exports = 2 * subject.zero.width * steps[worst].trainable
+    on_disk = kept * _saved_numbers(steps[worst], subject.zero) + exports
     plan = MemoryPlan(
         phases=phases,
         host=_on_host(steps[worst], subject),
-        checkpoints=_on_disk(steps[worst], subject),
+        checkpoints=on_disk,
         download=_to_download(steps[worst], subject),
         heaviest=[int(number) for number in numbers],
         heaviest_evaluated=[int(number) for number in eval_rows],
@@ -196,13 +200,6 @@ def _saved_numbers(step: Measured, zero: Zero) -> int:
         + 4 * step.states
         + (4 * step.trainable if zero.width < 4 else 0)
     )
-
-
-def _on_disk(step: Measured, subject: Subject) -> int:
-    """Checkpoints kept, the best one, the one being written, and the exports best/ and final/."""
-    zero = subject.zero
-    checkpoints = subject.cfg.train.keep_last + 1 + (subject.cfg.train.best is not None)
-    return checkpoints * _saved_numbers(step, zero) + 2 * zero.width * step.trainable
 
 
 def _to_download(step: Measured, subject: Subject) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from trainer.errors import DataError
 from trainer.tasks.causal_lm.chat_writer import Message, Writer, naming
@@ -54,7 +53,15 @@ class Unwritten:
         """The words for a call or a content that is not in a text."""
         calls = message.get("tool_calls") or ()
         functions = [call.get("function", call) for call in calls]
-        lost = (f"the call of {one.get('name')!r}" for one in functions if _lacks(text, one))
+        parts = (
+            (one.get("name"), json.dumps(one.get("arguments"), ensure_ascii=False))
+            for one in functions
+        )
+        lost = (
+            f"the call of {name!r}"
+            for name, arguments in parts
+            if str(name) not in text and arguments not in text
+        )
         is_empty = not self._writer.without_ends(text)
         return next(lost, None) or ("the content" if is_empty else None)
 
@@ -78,9 +85,3 @@ def _lost_thoughts(message: Message, text: str) -> str | None:
         if not isinstance(thoughts, str) or thoughts.strip() not in text
     ]
     return f"the {lost[0]!r}" if lost else None
-
-
-def _lacks(text: str, function: Mapping[str, Any]) -> bool:
-    """Whether neither the name nor the arguments of a call stand in a text."""
-    told = (str(function.get("name")), json.dumps(function.get("arguments"), ensure_ascii=False))
-    return all(one not in text for one in told)

@@ -168,14 +168,14 @@ def _pretokenised_rows(path: Path) -> Iterator[Row]:
         lists = {name: raw.get(name) for name in ("query", "positives", "negatives")}
         for name, value in lists.items():
             texts = [value] if name == "query" else value
-            if not isinstance(texts, list) or not all(_are_ids(ids) for ids in texts):
+            are_ids = isinstance(texts, list) and all(
+                isinstance(ids, list) and ids and all(type(number) is int for number in ids)
+                for ids in texts
+            )
+            if not are_ids:
                 expected = "token ids" if name == "query" else "a list of lists of token ids"
                 raise bad_line(path, line, f"{name!r} is {preview(value)}, want {expected}")
         yield {"id": str(raw.get("query_id", line)).strip(), **lists}
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(number) is int for number in value)
 
 
 # Rows of a person's own, and other retrievers' files

@@ -131,7 +131,9 @@ def resumable(tree: nodes.Template) -> frozenset[str] | None:
     if loop.test is not None or loop.recursive or not isinstance(loop.target, nodes.Name):
         return None
     before = [part for part in tree.body[: place.number] if not isinstance(part, nodes.Macro)]
-    if _keeps_a_state(tree) or _leaves(loop) or _keeps_an_iterator(before):
+    given_names = nodes.Scope(before).find_all(nodes.Assign)
+    keeps_an_iterator = any(_is_lazy(one.node) for one in given_names)  # it can be read only once
+    if _keeps_a_state(tree) or _leaves(loop) or keeps_an_iterator:
         return None
     macros = tree.find_all(nodes.Macro)
     written = [one for part in (loop, *macros) for one in part.find_all(nodes.NSRef)]
@@ -169,11 +171,6 @@ def _breaks(part: nodes.Node) -> bool:
     """Whether a part of a loop's body may end that loop."""
     parts = part.else_ if isinstance(part, nodes.For) else part.iter_child_nodes()
     return isinstance(part, nodes.Break) or any(_breaks(one) for one in parts)
-
-
-def _keeps_an_iterator(parts: list[nodes.Node]) -> bool:
-    """Whether parts of a template may give a name to what can be read only once."""
-    return any(_is_lazy(one.node) for one in nodes.Scope(parts).find_all(nodes.Assign))
 
 
 def _is_lazy(value: nodes.Node) -> bool:

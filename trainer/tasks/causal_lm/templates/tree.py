@@ -57,7 +57,7 @@ def turns_of(tree: nodes.Template) -> Turns | None:
         Turns(number, loop)
         for number, part in enumerate(tree.body)
         if not isinstance(part, nodes.Macro)
-        for loop in _loops(part)
+        for loop in nodes.Scope([part]).find_all(nodes.For)  # the part itself, too
         if writes(loop) and _may_be_turns(loop.iter, read)
     ]
     outer = [one for one in writing if one.loop is tree.body[one.number]]
@@ -126,11 +126,6 @@ def _where_opened(part: nodes.Node) -> list[nodes.Node]:
 def writes(loop: nodes.For) -> bool:
     """Whether a loop may write something."""
     return any(loop.find_all((nodes.Output, nodes.CallBlock, nodes.Include)))
-
-
-def _loops(part: nodes.Node) -> list[nodes.For]:
-    inside = [*part.find_all(nodes.For)]
-    return [part, *inside] if isinstance(part, nodes.For) else inside
 
 
 def _names_of_conversation(tree: nodes.Node) -> set[str]:
