@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pytest
 from typer.testing import CliRunner
 
 from jobs.cli import app
+from tests.jobs.stored_code import lay_code_into
 from trainer.runtime.process import birth
 
 GROUPS = """
@@ -143,11 +144,19 @@ class Place:
         )
 
 
-@pytest.fixture
-def place(tmp_path: Path, queue: Path) -> Callable[[int], Place]:
-    """A Place with so many experiments."""
+class Make(Protocol):
+    """How tests get a Place."""
 
-    def make(count: int) -> Place:
+    def __call__(self, count: int, *, is_base_there: bool = True) -> Place: ...
+
+
+@pytest.fixture
+def place(tmp_path: Path, queue: Path) -> Make:
+    """Makes a Place with so many experiments. Its savedir_base holds the code of the project already,
+    unless it is not to be there.
+    """
+
+    def make(count: int, *, is_base_there: bool = True) -> Place:
         groups, python, what = (
             tmp_path / "groups.py",
             tmp_path / "bin" / "python",
@@ -158,6 +167,8 @@ def place(tmp_path: Path, queue: Path) -> Callable[[int], Place]:
         python.write_text(STUB.format(python=sys.executable, what=str(what)))
         python.chmod(0o755)
         what.write_text("ok")
+        if is_base_there:
+            lay_code_into(tmp_path / "base")
         return Place(tmp_path / "base", groups, python, what)
 
     return make

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from jobs.backends.local.queue import Queue
 from jobs.record.bases import why_it_waits
 from jobs.record.paths import RunFolder
-from tests.jobs.conftest import Place, wait_until
+from tests.jobs.conftest import Make, Place, wait_until
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
@@ -28,7 +28,7 @@ EXP_GROUPS = {"sweep": [third, first, second], "child": [second]}
 
 
 @pytest.fixture
-def chain(place: Callable[[int], Place]) -> Place:
+def chain(place: Make) -> Place:
     """A Place with a group of three: each begins with the model of the one before it."""
     made = place(0)
     made.groups.write_text(CHAIN)

@@ -11,21 +11,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs.conftest import Place
+from tests.jobs.conftest import Make, Place
 from tests.jobs.real_slurm import need_slurm, real_slurm
 from tests.jobs.toolkit_standin import standin
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMITTERS = 3
 KILLS = 12
-Make = Callable[[int], Place]
 
 
 @dataclass

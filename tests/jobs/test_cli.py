@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,13 @@ from jobs.record.paths import BaseFolder
 from jobs.record.row import Row
 from jobs.report import selection
 from jobs.submit import prepare
-from tests.jobs.conftest import Place
+from tests.jobs.conftest import Make, Place
 from tests.wording import refused, says
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
 from trainer.runtime import process
 
 ROOT = Path(__file__).resolve().parents[2]
-Make = Callable[[int], Place]
 
 
 def words(here: Place, *more: str, backend: str = "local") -> list[str]:
@@ -250,7 +248,7 @@ def test_words_that_are_no_text_are_told_and_do_not_end_in_a_traceback(place: Ma
 
 
 def test_a_base_folder_that_is_a_file_is_one_error(place: Make) -> None:
-    here = place(1)
+    here = place(1, is_base_there=False)
     here.base.write_text("")
     said = here.lathe("status", "-sb", str(here.base))
     assert said.code == 2, said.out
@@ -289,7 +287,7 @@ def test_one_word_of_only_that_fits_nothing_is_named(place: Make) -> None:
 
 
 def test_an_empty_word_of_only_is_refused(place: Make) -> None:
-    here = place(2)
+    here = place(2, is_base_there=False)
     said = here.submit("--only", "")
     assert (said.code, "--only" in said.out, here.base.exists()) == (2, True, False)
 
@@ -310,7 +308,7 @@ def test_prune_leaves_alone_what_only_left_out(place: Make) -> None:
 
 
 def test_prune_needs_yes_and_without_it_nothing_is_sent(place: Make) -> None:
-    here = place(1)
+    here = place(1, is_base_there=False)
     said = here.submit("--prune")
     assert (said.code, "--yes" in said.out, here.base.exists()) == (2, True, False)
 
@@ -334,7 +332,7 @@ def test_nothing_is_reset_when_one_of_them_is_alive(place: Make) -> None:
 
 
 def test_a_plan_as_json_holds_the_rendered_texts(place: Make) -> None:
-    here = place(2)
+    here = place(2, is_base_there=False)
     results = here.lathe("plan", *words(here), "--json", "--show-rendered").json
     assert [json.loads(result["rendered"])["group"] for result in results] == [
         f"{here.base}:sweep"

@@ -8,20 +8,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from jobs.config import JobConfig
-from tests.jobs.conftest import Place
+from tests.jobs.conftest import Make
 from tests.jobs.toolkit_standin import standin
 from tests.long import long_but
 from trainer.config.block import validate
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-Make = Callable[[int], Place]
 
 
 def corpus(trap: Path) -> list[str]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.jobs.conftest import Place, wait_until
+from tests.jobs.conftest import Make, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_submission_saves_and_starts_no_other(
-    place: Callable[[int], Place], number: signal.Signals
+    place: Make, number: signal.Signals
 ) -> None:
     here = place(3)
     here.says("sleep")
@@ -52,7 +51,7 @@ def test_a_stopped_submission_saves_and_starts_no_other(
     assert [row["state"] for row in here.status()] == ["succeeded"] * 3
 
 
-def test_a_failed_experiment_makes_the_submission_fail(place: Callable[[int], Place]) -> None:
+def test_a_failed_experiment_makes_the_submission_fail(place: Make) -> None:
     here = place(2)
     here.says("7")
     said = here.submit(backend="inline")

@@ -13,17 +13,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from jobs.backends.local.queue import Queue
-from tests.jobs.conftest import Place, wait_until
+from tests.jobs.conftest import Make, Place, wait_until
 from trainer.runtime.process import birth
 
 ROOT = Path(__file__).resolve().parents[2]
-Make = Callable[[int], Place]
 
 
 def runner_pid(queue: Path) -> int:
@@ -228,7 +226,7 @@ def _plan(here: Place) -> list[str]:
 
 
 def test_a_plan_writes_nothing(place: Make) -> None:
-    here = place(3)
+    here = place(3, is_base_there=False)
     results = here.lathe(*_plan(here), "--json").json
     assert [(result["action"], result["state"]) for result in results] == [("send", "pending")] * 3
     assert not here.base.exists()

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import pytest
 
 from exp_configs import CAUSAL_LM_TINY, CROSSATTN_TINY, experiments_of, vary
 from jobs.submit.refusals import start_folder
-from tests.jobs.conftest import Place
+from tests.jobs.conftest import Make, Place
 from tests.wording import Fault, fault, refused, says
 from trainer.config.identity import exp_id
 from trainer.config.userfile import START_FOLDER, placed
 from trainer.plan.time.rates import of_data_sheet, plain
 
 ROOT = Path(__file__).resolve().parents[2]
-Make = Callable[[int], Place]
 
 
 def given(here: Place, values: dict[str, Any]) -> str:
@@ -257,7 +255,7 @@ def test_a_relative_folder_that_the_node_cannot_see_is_refused(
 def test_a_run_folder_that_is_a_link_out_of_the_base_is_not_sent(
     place: Make, tmp_path: Path
 ) -> None:
-    here = place(2)
+    here = place(2, is_base_there=False)
     first, second = (exp_id(values) for values in experiments_of("sweep", here.groups, None))
     (tmp_path / "elsewhere").mkdir()
     here.base.mkdir()

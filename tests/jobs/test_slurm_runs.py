@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.jobs.conftest import Place, wait_until
+from tests.jobs.conftest import Make, Place, wait_until
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm
 
-Make = Callable[[int], Place]
 TIMINGS = ("at", "seal", "goodput", "step_s", "tokens_per_s", "peak_gib", "mfu", "tflops")
 
 
@@ -253,7 +252,7 @@ def test_a_dry_run_asks_slurm_itself(here: Callable[..., Place]) -> None:
     said = made.lathe(*plan, "--job_configs", str(made.base.parent / "jobs.py"))
     assert said.code == 2
     assert "invalid partition" in said.out.lower()
-    assert not made.base.exists()
+    assert [path.name for path in made.base.iterdir()] == ["_jobs"]  # the code
 
 
 def test_a_controller_that_is_away_loses_nothing(

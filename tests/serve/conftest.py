@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,14 +17,12 @@ from typing import Any, TypeVar
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
-from jobs.code.snapshot import Snapshot, take
-from jobs.record.paths import BaseFolder
 from jobs.serve import offers
 from jobs.serve.access import Gate, add_token, gate
 from jobs.serve.app import Server, make_app, make_keeper, options_of
 from jobs.serve.keeper import Keeper, Send
-from jobs.submit import prepare
 from tests.jobs.conftest import queue, wait_until
+from tests.jobs.stored_code import our_code
 from tests.serve.browser import Browser, browsing, missing
 
 __all__ = ["queue", "wait_until"]
@@ -144,14 +138,6 @@ class Service:
             _strict_response_validation=True,
             **options,
         )
-
-
-@functools.cache
-def our_code() -> Snapshot:
-    """The project, stored once for all services whose trainings are stand-ins."""
-    folder = Path(tempfile.mkdtemp(prefix="lathe-code-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return take(prepare.PROJECT, BaseFolder(folder), allow_dirty=True)
 
 
 @contextmanager
