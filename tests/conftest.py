@@ -60,21 +60,31 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Name a failed test when it fails: a run that is cut off has said what it saw."""
+    """Name a failed test when it fails: a run that is cut off has said what it saw. What tests print
+    in lines that begin with SHOW stands at the end.
+    """
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_FailuresAtOnce(terminal))
+        config.pluginmanager.register(_Reports(terminal))
 
 
-class _FailuresAtOnce:
+class _Reports:
     def __init__(self, terminal: Any) -> None:
         self._terminal = terminal
+        self._shown: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             reason = str(crash.message if crash else report.longrepr).strip().partition("\n")[0]
             self._terminal.write_line(f"\n{report.when} failed: {report.nodeid}: {reason}")
+        if report.when == "call":
+            lines = report.capstdout.splitlines()
+            self._shown += [line for line in lines if line.startswith("SHOW ")]
+
+    def pytest_terminal_summary(self) -> None:
+        for line in self._shown:
+            self._terminal.write_line(line)
 
 
 @pytest.hookimpl(optionalhook=True)

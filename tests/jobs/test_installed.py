@@ -124,7 +124,7 @@ def test_a_group_trains_here_and_as_a_job_with_the_same_losses(
     spec = json.loads((folders[1] / "attempts" / "1" / "spec.json").read_text())
     assert digest in spec["workdir"]
     print(
-        f"wheel: {row['exp_id'][:8]} --steps 4 below the warm-up of 10, here and -j local: losses "
+        f"SHOW wheel: {row['exp_id'][:8]} --steps 4 below the warm-up of 10, here and -j local: losses "
         f"{losses(folders[0])} = {losses(folders[1])}, code {digest[:12]}"
     )
 
@@ -174,4 +174,4 @@ def test_the_service_trains_in_an_empty_folder(service: str, site: Path, empty: 
     )
     assert job.status == "succeeded", (job.error, (empty / "log").read_text())
     digest = snapshot_of(empty / "base", site)
-    print(f"wheel: the service in an empty folder: {job.id} {job.status}, code {digest[:12]}")
+    print(f"SHOW wheel: the service in an empty folder: {job.id} {job.status}, code {digest[:12]}")

@@ -283,7 +283,7 @@ def test_templates_times_rows_times_ways_are_equal(folder: Path, tmp_path: Path)
         num_ways = len(ways)
         assert len({json.dumps(texts) for texts in ways.values()}) == 1, (name, ways)
         assert len(set(ways["predict, alone"])) > 1
-    print(f"{len(TEMPLATES)} templates x {len(ROWS)} rows x {num_ways} ways: equal")
+    print(f"SHOW {len(TEMPLATES)} templates x {len(ROWS)} rows x {num_ways} ways: equal")
 
 
 def ways_of(opened: Opened, raws: list[dict[str, Any]]) -> dict[str, list[str]]:

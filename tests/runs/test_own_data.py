@@ -122,7 +122,7 @@ def test_the_command_of_the_page_trains_as_a_job_of_its_folder(
     assert json.loads((run / "exp_dict.json").read_text()) == values
     assert any((run / "final").iterdir())
     print(
-        f"own data: {group} with base {values['base']!r} by -j local: {rows[0].state}, {run.name}"
+        f"SHOW own data: {group} with base {values['base']!r} by -j local: {rows[0].state}, {run.name}"
     )
 
 

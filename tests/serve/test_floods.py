@@ -123,7 +123,7 @@ def test_another_tenant_notices_no_600_streams_and_no_520_silent_connections(
             f"{name} {1000 * p95(values):.0f} ms (alone {1000 * p95(alone[name]):.0f})"
             for name, values in beside.items()
         ]
-        print(f"\n600 streams ({dict(statuses)}), 520 silent: p95 of {'; '.join(parts)}")
+        print(f"SHOW 600 streams ({dict(statuses)}), 520 silent: p95 of {'; '.join(parts)}")
         assert all(p95(values) < NOTICED_S for values in beside.values())
 
 
@@ -138,7 +138,7 @@ def test_of_40_creations_at_once_on_two_servers_2_pass_a_quota_of_2(
         jobs = at_once(40, lambda number: dora[number % 2].post(JOBS, json=body))
         files = at_once(40, lambda number: dora[number % 2].post("/v1/files", **rows_form()))
         counts = [Counter(one.status_code for one in answers) for answers in (jobs, files)]
-        print(f"\n40 at once, 2 servers, room for 2: jobs {counts[0]}, uploads {counts[1]}")
+        print(f"SHOW 40 at once, 2 servers, room for 2: jobs {counts[0]}, uploads {counts[1]}")
         assert counts == [{200: 2, 429: 38}] * 2
         assert len(os.listdir(tmp_path / "base" / "_service" / "tickets")) == 2
         assert len(os.listdir(tmp_path / "base" / "_service" / "uploads")) == 3
@@ -175,7 +175,7 @@ def test_ten_lines_of_8_mb_of_nesting_cost_the_server_little_memory(
                 assert all(one.result().status_code == 200 for one in sent)
         peak = server.peak_mb()
         print(
-            f"\nten lines of 8 MB, five kinds, two at once: {before:.0f} -> {peak:.0f} MB; "
+            f"SHOW ten lines of 8 MB, five kinds, two at once: {before:.0f} -> {peak:.0f} MB; "
             f"/healthz {len(waits)} times, p95 {1000 * p95(waits):.0f} ms, "
             f"at most {1000 * max(waits):.0f} ms"
         )

@@ -432,3 +432,8 @@ def test_twenty_poisoned_jobs_among_twenty_good_ones_and_six_kills_of_the_server
     # as long as alone, but for what this machine does besides
     assert spent["among"][-1] <= 2 * spent["alone"][-1] + 5, spent
     assert set(Counter(stub.starts()).values()) == {1}
+    print(
+        f"SHOW {len(good)} good jobs succeeded among {len(bad)} poisoned ones, which failed with "
+        f"their reasons; six kills; the last good one after {spent['among'][-1]} s (alone "
+        f"{spent['alone'][-1]})"
+    )
