@@ -43,6 +43,7 @@ PERMANENT = (
     errno.ENOENT,
     errno.EEXIST,
     errno.ENXIO,
+    errno.EFBIG,
     errno.EINVAL,
 )
 

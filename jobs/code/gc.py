@@ -19,7 +19,7 @@ from jobs.job_state import ACTIVE, ENDED_BADLY, JobState
 from jobs.record.events import read
 from jobs.record.paths import CODE, BaseFolder, RunFolder, is_exp_id
 from trainer.errors import ConfigError, LatheError
-from trainer.files.atomic import open_file, read_json, refusals
+from trainer.files.atomic import read_json, read_small, refusals
 
 # a submission takes seconds from its snapshot to its link; a copy of 200 MiB takes minutes
 UNTOUCHED_S = 3600.0
@@ -151,11 +151,9 @@ def _digests_in_use(base: BaseFolder) -> set[str]:
             used |= set(os.readlink(folder / CODE).split("/"))
         for attempt in _children(folder / "attempts"):
             # searched, not parsed: a torn one counts too, and a digest too many does no harm
-            with (
-                contextlib.suppress(FileNotFoundError, NotADirectoryError),
-                open_file(attempt / "spec.json") as file,
-            ):
-                used |= {digest.decode() for digest in _DIGESTS.findall(file.read())}
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                spec = read_small(attempt / "spec.json")
+                used |= {digest.decode() for digest in _DIGESTS.findall(spec)}
     return used
 
 

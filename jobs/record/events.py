@@ -32,7 +32,7 @@ from jobs.errors import Busy
 from jobs.job_state import STATES
 from jobs.record.times import now
 from trainer.errors import LatheError
-from trainer.files.atomic import open_file, refusals
+from trainer.files.atomic import read_small, refusals
 
 if TYPE_CHECKING:
     from jobs.job_state import JobState
@@ -137,8 +137,7 @@ def read(folder: RunFolder) -> Job | None:
     of another experiment.
     """
     try:
-        with open_file(folder.record) as file:
-            content = file.read()
+        content = read_small(folder.record)
     except (FileNotFoundError, NotADirectoryError):
         return None
     job, problem = None, None

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.files.atomic import open_file
+from trainer.files.atomic import open_file, read_small
 
 if TYPE_CHECKING:
     from jobs.record.paths import RunFolder
@@ -37,8 +37,7 @@ def last_metrics(folder: RunFolder) -> dict[str, float]:
         with contextlib.suppress(
             FileNotFoundError, ValueError, IndexError, TypeError, KeyError, RecursionError
         ):
-            with open_file(folder.path / "score_list.json") as file:
-                score = json.loads(file.read())[-1]
+            score = json.loads(read_small(folder.path / "score_list.json"))[-1]
             metrics = {
                 name: value for name, value in numbers(score).items() if name != "step"
             } | metrics

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from jobs.record.metrics import numbers
-from trainer.files.atomic import open_file
+from trainer.files.atomic import bounded_lines, open_file
 
 MOST_POINTS = 400  # of one metric, after thinning
 MOST_METRICS = 80  # of one run; further ones are left out
@@ -88,7 +88,7 @@ def read_curves(path: Path) -> Curves:
     with suppress(OSError), open_file(path) as file:
         facts = os.fstat(file.fileno())
         stride = 1 + facts.st_size // SIZE_READ_WHOLE
-        for count, text in enumerate(file):
+        for count, text in enumerate(bounded_lines(file)):
             if not text.endswith(b"\n"):
                 break
             end += len(text)

@@ -20,7 +20,7 @@ from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import experiment_of, starts_of
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
-from trainer.files.atomic import open_file, read_json
+from trainer.files.atomic import bounded_lines, open_file, read_json, read_small
 from trainer.metrics.direction import direction_of
 
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
@@ -163,15 +163,15 @@ def evaluations(folder: RunFolder) -> Iterable[dict[str, float]]:
     metrics.jsonl.
     """
     try:
-        with open_file(folder.path / "score_list.json") as file:
-            listed: Any = json.loads(file.read())
+        listed: Any = json.loads(read_small(folder.path / "score_list.json"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         listed = None
     if isinstance(listed, list) and listed:
         return [numbers(entry) for entry in cast("list[Any]", listed)]
     try:
         with open_file(folder.metrics) as file:
-            return [numbers_in(line) for line in file if f'"{PREFIX}'.encode() in line]
+            lines = (line for line in bounded_lines(file) if f'"{PREFIX}'.encode() in line)
+            return [numbers_in(line) for line in lines]
     except (FileNotFoundError, NotADirectoryError):
         return []
 

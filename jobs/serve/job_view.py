@@ -22,7 +22,7 @@ from jobs.record.row import Row
 from jobs.record.state_table import TURN
 from jobs.serve.tickets import Checked, Failure, Ticket, Wish
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
-from trainer.files.atomic import open_file
+from trainer.files.atomic import bounded_lines, open_file
 from trainer.files.survival_events import recovery_sentence
 
 Status = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled"]
@@ -378,7 +378,7 @@ def metric_lines_from(file: IO[bytes], start: int) -> tuple[list[dict[str, Any]]
     """The complete lines after a place, and the place after them."""
     lines: list[dict[str, Any]] = []
     file.seek(start)
-    for line in file:
+    for line in bounded_lines(file):
         if not line.endswith(b"\n"):
             break  # it is being written
         start += len(line)

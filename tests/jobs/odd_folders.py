@@ -56,6 +56,17 @@ def text_at(name: str, text: str) -> Poison:
     return put
 
 
+def huge_at(name: str) -> Poison:
+    """The file has a terabyte of zeros, which take no room on the disk."""
+
+    def put(run: RunFolder) -> None:
+        path = _free(run.path / name)
+        path.touch()
+        os.truncate(path, 1 << 40)
+
+    return put
+
+
 def deep_at(name: str) -> Poison:
     """The file is JSON that is nested 100,000 deep."""
     return text_at(name, f'{{"a": {DEEP}}}\n')

@@ -29,6 +29,7 @@ from tests.jobs.odd_folders import (
     as_stranger,
     deep_at,
     folder_at,
+    huge_at,
     loop_at,
     pipe_at,
     status_of,
@@ -50,6 +51,8 @@ SUBMITTED = {
     "exit.json is a pipe": together(STARTED, pipe_at("attempts/1/exit.json")),
     "heartbeat.json is a pipe": together(STARTED, pipe_at("attempts/1/heartbeat.json")),
     "metrics.jsonl is a pipe": together(STARTED, pipe_at("metrics.jsonl")),
+    "job.jsonl has a terabyte": huge_at("job.jsonl"),
+    "exit.json has a terabyte": together(STARTED, huge_at("attempts/1/exit.json")),
     "job.jsonl is nested deeply": deep_at("job.jsonl"),
     "job.jsonl is of another program": text_at("job.jsonl", "\0\0\n{}\n"),
     "the record of another experiment": text_at("job.jsonl", CREATED % ("e" * 32, '"g"')),
@@ -75,6 +78,7 @@ BY_HAND = {
     "status.json is a link to itself": loop_at("status.json"),
     "status.json is a pipe": pipe_at("status.json"),
     "metrics.jsonl is a pipe, by hand": pipe_at("metrics.jsonl"),
+    "status.json has a terabyte": huge_at("status.json"),
     "status.json is nested deeply": deep_at("status.json"),
     "a time that is a number": text_at("status.json", status_of(updated_at=5)),
     "a host that is a number": text_at("status.json", status_of(host=5)),
@@ -91,6 +95,7 @@ HARMLESS = {
     "exp_dict.json is nested as deeply as Python reads": text_at(
         "exp_dict.json", '{"a":' * 900 + "1" + "}" * 900
     ),
+    "metrics.jsonl has a terabyte": huge_at("metrics.jsonl"),
     "metrics.jsonl is nested deeply": deep_at("metrics.jsonl"),
     "a process that is a text": text_at("status.json", status_of(state="running", process="x")),
     "a number of steps without end": text_at("status.json", status_of(total=10**400)),

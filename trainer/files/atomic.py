@@ -16,11 +16,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 from trainer.errors import ConfigError, LatheError, StorageError
 
 BLOCK = 4 << 20  # bytes read at once
+LARGEST = 64 << 20  # bytes of what is small: the list of 100,000 files of a snapshot is 20 MiB
 FULL = "Free some space, or save elsewhere with --savedir_base."
 ADVICE = {
     errno.ENOSPC: FULL,
@@ -141,22 +142,44 @@ def open_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
-        return os.fdopen(descriptor, "rb")
+        return open(path, "rb", opener=lambda *_: descriptor)  # its name is the path
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "no file but a pipe, a socket or a device", str(path))
 
 
+def read_small(path: Path) -> bytes:
+    """The content of a file that is small by its nature. OSError as `open_file`, and for more than
+    LARGEST bytes: a file of another kind, put there by mistake, does not fill the memory.
+    """
+    with open_file(path) as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise _too_large(path)
+    return content
+
+
+def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file. OSError for one of more than LARGEST bytes."""
+    while line := file.readline(LARGEST + 1):
+        if len(line) > LARGEST:
+            raise _too_large(file.name)
+        yield line
+
+
+def _too_large(path: Path | str) -> OSError:
+    return OSError(errno.EFBIG, f"more than {LARGEST >> 20} MiB", str(path))
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a small JSON file.
 
     None when it is absent or (its writer was killed) no whole object, or one that is nested too
-    deeply to be read. OSError as `open_file`.
+    deeply to be read. OSError as `read_small`.
     """
     try:
-        with open_file(path) as file:
-            value: Any = json.loads(file.read().decode())
+        value: Any = json.loads(read_small(path).decode())
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.files.atomic import open_file
+from trainer.files.atomic import read_small
 
 FILE = "survival.jsonl"  # of a run folder
 KEY = "recoveries"  # of status.json
@@ -26,8 +26,7 @@ def add(folder: Path, event: Mapping[str, Any]) -> None:
 def read(folder: Path) -> list[dict[str, Any]]:
     """Every recovery of a run, oldest first; a line that is torn is none."""
     try:
-        with open_file(Path(folder, FILE)) as file:
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = read_small(Path(folder, FILE)).decode(errors="replace").splitlines()
     except OSError:
         return []
     events: list[dict[str, Any]] = []
