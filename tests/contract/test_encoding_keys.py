@@ -7,6 +7,7 @@ counts and encoding does not read would refuse runs for nothing.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -143,9 +144,15 @@ def one_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_source, "tokenizer_of", tokenizer_of)
 
 
+@functools.cache
+def keys_of(name: str) -> list[reference.Key]:
+    """The keys of a task's experiments. Their schema takes 50 ms to make."""
+    return list(reference.keys(tasks.config_of(name)))
+
+
 def candidates(name: str, path: str) -> list[Any]:
     """Values to try for a key, those that its type lists first."""
-    kinds = [key.kind for key in reference.keys(tasks.config_of(name)) if key.path == path]
+    kinds = [key.kind for key in keys_of(name) if key.path == path]
     listed = [json.loads(part) for kind in kinds for part in kind.split(" | ") if part[0] == '"']
     return [*VALUES.get(path, ()), *listed, *ANYTHING]
 
