@@ -24,9 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e crossattn_tiny -sb results -r 1
 
-# Three processes on two cores: tests of queues and of Slurm wait a good deal.
+# Two processes: a third one would import everything for itself, 40 CPU seconds.
 test: setup
-	$(ENV) $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not long"
+	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not long"
 
 # What is too slow for `make test`: under 30 minutes, before a release.
 test-long: setup

@@ -109,6 +109,7 @@ def test_the_commands_of_the_page_run_an_experiment(copy: Copy) -> None:
     assert "it is done" in copy.submit()
 
 
+@pytest.mark.long  # three CPU seconds
 def test_a_submission_whose_answer_was_lost_starts_its_job_once(copy: Copy) -> None:
     copy.submit()
     row = copy.until("succeeded", "failed")
@@ -120,6 +121,7 @@ def test_a_submission_whose_answer_was_lost_starts_its_job_once(copy: Copy) -> N
     assert copy.num_starts() == 1
 
 
+@pytest.mark.long  # three CPU seconds
 def test_a_job_that_is_cancelled_may_save_and_ends(copy: Copy) -> None:
     copy.what.write_text("sleep")
     copy.submit()

@@ -20,6 +20,7 @@ import pytest
 from tests.jobs.conftest import Make, Place
 from tests.jobs.real_slurm import need_slurm, real_slurm
 from tests.jobs.toolkit_standin import standin
+from tests.long import long_but
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMITTERS = 3
@@ -145,8 +146,9 @@ def test_on_slurm(place: Make, tmp_path: Path, words: tuple[str, ...]) -> None:
         assert {row["attempts"] for row in rows} == {1}
 
 
-def test_on_the_local_queue(place: Make, queue: Path) -> None:
-    here, count = place(40), 40
+@pytest.mark.parametrize("count", long_but((24,), (24, 40)))
+def test_on_the_local_queue(place: Make, queue: Path, count: int) -> None:
+    here = place(count)
     happened = storm(here, "local", within_s=150, seed=3)
     rows = here.until_all("succeeded", within_s=180)
     check(here, rows, count)

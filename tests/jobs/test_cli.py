@@ -373,6 +373,7 @@ def test_what_an_inline_training_prints_stays_out_of_the_json(place: Make) -> No
     assert "it is done" in done.stdout
 
 
+@pytest.mark.long  # twelve programs
 def test_stdout_of_every_json_command_is_json_alone(place: Make) -> None:
     here = place(1)
     base = ["-sb", str(here.base), "--json"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.long import long_but
 from tests.parity import retriever_recordings as recorded
 from tests.parity.recordings import known, params
 from tests.parity.retriever_recordings import SYSTEM, Case, Choice, Note, Recording, batch_of
@@ -381,14 +382,13 @@ def _trained(
 
 
 LINEAR = Schedule(shape="linear", warmup_ratio=0.1)
+CACHED = {"query_chunk": 2, "passage_chunk": 4}
 
 
 @pytest.mark.parametrize(
     "note", params(recorded.more(1, "trace"), "traces in expected_more_world1.json", SYSTEM)
 )
-@pytest.mark.parametrize(
-    "chunked", [{}, {"query_chunk": 2, "passage_chunk": 4}], ids=["plain", "cached"]
-)
+@pytest.mark.parametrize("chunked", long_but([CACHED], [{}, CACHED]), ids=["plain", "cached"])
 def test_24_steps_of_training_follow_the_recorded_trace(
     note: Note, chunked: dict[str, int]
 ) -> None:

@@ -68,6 +68,7 @@ def run(copy: Path, *arguments: str) -> str:
     return process.stdout
 
 
+@pytest.mark.long  # seven CPU seconds
 def test_the_family_of_the_page_trains_two_steps(copy: Path) -> None:
     (copy / "train.py").write_text(TRAIN)
     printed = run(copy, "train.py").splitlines()

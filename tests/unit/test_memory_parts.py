@@ -494,6 +494,7 @@ def test_only_what_a_head_gives_over_a_vocabulary_is_called_logits(
     assert tracker.live["logits"] == (BLOCK * -(-logits.nbytes // BLOCK) if has_logits else 0)
 
 
+@pytest.mark.long  # it imports every model
 def test_a_plan_imports_models_without_scipy_and_leaves_transformers_as_it_was() -> None:
     code = """
 import sys

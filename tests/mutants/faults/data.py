@@ -52,8 +52,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/usual/triples.py",
-        "return [numbers[number] for number in sorted(numbers)]",
-        "return list(numbers.values())",
+        "numbered = [numbers[number] for number in sorted(numbers)]",
+        "numbered = list(numbers.values())",
         why="negatives stand in the order of a file's keys, not of their numbers",
         tests=FORMATS,
     ),
@@ -437,8 +437,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/causal_lm/unwritten.py",
-        "return all(one not in text for one in told)",
-        "return False",
+        "if str(name) not in text and arguments not in text",
+        "if False",
         why="a turn is learnt without its call, which the template does not write",
         tests=CHAT,
     ),
