@@ -68,6 +68,14 @@ def test_empty_texts_score_as_published() -> None:
     assert {measure("", ["Paris"]) for measure in MEASURES.values()} == {0.0}
 
 
+@pytest.mark.parametrize("reference", ["A", "The The", "?"])
+def test_an_answer_that_is_an_article_or_a_mark_is_not_in_every_prediction(reference: str) -> None:
+    assert recall_em("nothing at all", [reference]) == 0.0
+    assert recall_em("the", [reference]) == 1.0
+    assert recall_em("nothing at all", [reference, "nothing"]) == 1.0
+    assert recall_em("nothing at all", [""]) == 1.0  # as published
+
+
 def test_scores_of_answers_merge_to_the_mean_over_all_of_them() -> None:
     predictions, references = (
         ["in Paris", "Rome", "Oslo"],

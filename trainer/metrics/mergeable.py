@@ -95,10 +95,16 @@ def f1(prediction: str, references: Sequence[str]) -> float:
 
 
 def recall_em(prediction: str, references: Sequence[str]) -> float:
-    """1.0 when a normalised reference stands somewhere in the normalised prediction; one of which
-    normalising leaves nothing ("A", "?") stands in every prediction, as in the published scores.
+    """1.0 when a normalised reference stands somewhere in the normalised prediction. An empty
+    reference stands in every one, as in the published scores. A reference of which normalising
+    leaves nothing ("A", "?"), which would as well, stands only where nothing is left of the
+    prediction, either.
     """
-    return float(any(normalise(reference) in normalise(prediction) for reference in references))
+    found = normalise(prediction)
+    pairs = ((reference, normalise(reference)) for reference in references)
+    return float(
+        any((text or not reference or not found) and text in found for reference, text in pairs)
+    )
 
 
 def answer_scores(

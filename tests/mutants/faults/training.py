@@ -166,8 +166,15 @@ FAULTS = [
     ),
     Fault(
         "trainer/metrics/mergeable.py",
-        "float(any(normalise(reference)",
-        "float(all(normalise(reference)",
+        "(text or not reference or not found) and text in found",
+        "text in found",
+        why="an answer such as A stands in every prediction",
+        tests="tests/unit/test_mergeable.py",
+    ),
+    Fault(
+        "trainer/metrics/mergeable.py",
+        "    return float(\n        any(",
+        "    return float(\n        all(",
         why="an answer must hold every reference to be right",
         tests="tests/unit/test_mergeable.py",
     ),
