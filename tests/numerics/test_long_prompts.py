@@ -68,10 +68,10 @@ def rows_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
 def predicted(model: Opened, path: Path, how: Prediction, *, strict: bool = False) -> list[Any]:
     """The lines of predict."""
     request = predict.RowsToPredict(
-        model.folder, path, path.with_name("out"), how, batch=4, strict=strict
+        model.folder, path, path.with_name("out"), how, batch=16, strict=strict
     )
     cut_tokens = predict._judge_rows(request, model.task, model.model)
-    pieces = predict._Pieces(path.with_name("parts"), 4, 0, 1, cut_tokens)
+    pieces = predict._Pieces(path.with_name("parts"), 16, 0, 1, cut_tokens)
     pieces.folder.mkdir(exist_ok=True)
     predict._write_pieces(pieces, request, model.task, model.model)
     (piece,) = pieces.folder.iterdir()
@@ -129,12 +129,12 @@ def test_beams_of_prompts_with_little_room_are_those_of_each_prompt_alone(
     folder: Path, tmp_path: Path
 ) -> None:
     model = opened("texts", folder, tmp_path / "export")
-    rows = [{"text": text_of(model, length)} for length in (20, POSITIONS - 3, POSITIONS - 1)]
-    how = Prediction(Search(num_beams=2), max_tokens=8)
+    rows = [{"text": text_of(model, length)} for length in (20, *range(POSITIONS - 10, POSITIONS))]
+    how = Prediction(Search(num_beams=4), max_tokens=30)
     together = predicted(model, rows_file(tmp_path, rows), how)
     alone = [predicted(model, rows_file(tmp_path, [row]), how)[0] for row in rows]
     assert [one["prediction"] for one in together] == [one["prediction"] for one in alone]
-    assert [one.get("max_tokens") for one in together] == [None, 3, 1]
+    assert [one.get("max_tokens") for one in together] == [None, *range(10, 0, -1)]
 
 
 @pytest.mark.parametrize("length", [POSITIONS - 3, POSITIONS])
