@@ -535,6 +535,8 @@ BASES = wording(
     package_of_backend="needs Ray. pip install -e '.[{extra}]'",
     generation_file_tokens="generation_config.json...Mend the file",
     prompt_length_wanted="the prompt has {count} tokens, want 1 to {most}",
+    positions_taken="{most} tokens to generate: the model has {positions} positions, which leaves none",
+    question_shortened="{why}: this is one of them. Ask a shorter question",
 )
 ADAPTERS = wording(
     ConfigError,

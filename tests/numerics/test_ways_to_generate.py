@@ -121,7 +121,7 @@ def written(kind: str, opened: Opened) -> str:
     """What the card's program prints."""
     [(_, code)] = trained_of(opened).usage(opened.task.cfg, opened.folder).programs
     code = code.replace('FOLDER = "."', f"FOLDER = {str(opened.folder)!r}")
-    code = code.replace("max_new_tokens=32", f"max_new_tokens={LONGEST}")
+    code = code.replace("most = 32", f"most = {LONGEST}")
     code = re.sub(r'document = ".*"', f"document = {QUESTION!r}", code)
     code = re.sub(r"passages = \[.*\]", f"passages = {[('', one) for one in CONTEXTS]}", code)
     code = code.replace("Where does Ada keep the red key?", QUESTION)
@@ -255,7 +255,7 @@ _BY_CONTENT = DATED.replace(
     "{% endif %}",
     "{{ '<think></think>' if '/no_think' in messages[0].content else '' }}{% endif %}",
 )
-ROWS = (  # short: of a longer prompt predict leaves out the beginning, the service cuts the answer
+ROWS = (
     [{"role": "user", "content": QUESTION}],
     [{"role": "system", "content": "/no_think"}, {"role": "user", "content": "Überall 🙂?"}],
     [

@@ -97,7 +97,7 @@ def test_rows_without_answers_are_predicted_by_every_task(
     named = task in ("vera", "summariser", "causal_lm")
     assert [line["id"] for line in said] == [f"q{n}" if named else n for n in range(5)]
     name = {"retriever": "scores", "vera": "score"}.get(task, "prediction")
-    assert all(set(line) == {"id", name} for line in said)
+    assert all(set(line) - {"cut_tokens"} == {"id", name} for line in said)
     assert not list(tmp_path.glob(".*.parts"))
     again = forked.run(*arguments(runs[task], rows, tmp_path / "out.jsonl"))
     assert again.returncode == 2
@@ -230,6 +230,25 @@ def test_predict_under_strict_refuses_what_is_doubted_and_writes_nothing(
     why = f"rows with the control token '<|endoftext|>' in {field!r}"
     says("strict_refuses", refused.stderr, count=1, why=why, places=f"{rows}, line 1")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_prompt_that_is_cut_is_told_and_refused_under_strict(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """128 positions, of which the text gets 6."""
+    rows = written(tmp_path / "rows.jsonl", [{"prompt": "a?"}, {"prompt": "a" * 300}])
+    words = ["--max_tokens", "6"]
+    done = forked.run(*arguments(runs["causal_lm"], rows, tmp_path / "out", *words))
+    assert done.returncode == 0, done.stderr
+    whole, cut = lines(tmp_path / "out")
+    assert "cut_tokens" not in whole
+    assert cut["cut_tokens"] > 300 - 122
+    assert f"{rows}: 2 rows; 1 rows lose {cut['cut_tokens']} tokens; 1 of 2 prompts" in done.stdout
+    strict = forked.run(*arguments(runs["causal_lm"], rows, tmp_path / "no", *words, "--strict"))
+    assert strict.returncode == 2
+    why = "prompts of more than 127 tokens (the beginning is cut)"
+    says("strict_refuses", strict.stderr, count=1, why=why, places=f"{rows}, line 2")
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_context_is_read_once_and_asked_often(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.facts import experiment, write_facts
 from tests.unit.test_own_rows import write_lines
@@ -176,12 +177,12 @@ def test_predict_tells_control_tokens_before_a_row_is_predicted_and_refuses_them
             tmp_path, tmp_path / "rows.jsonl", tmp_path / "o", Prediction(), strict=is_strict
         )
         if not is_strict:
-            predict._judge_rows(request, task)
+            predict._judge_rows(request, task, nn.Module())
             assert reason(("question", END)) in caplog.text
             continue
         place = f"{tmp_path / 'rows.jsonl'}, line 1"
         with refused("strict_refuses", count=1, why=reason(("question", END)), places=place):
-            predict._judge_rows(request, task)
+            predict._judge_rows(request, task, nn.Module())
 
 
 def test_prepare_refuses_what_is_left_out_and_leaves_no_file(facts: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from trainer.evaluation.run import Question, open_model
 from trainer.files.atomic import read_json
 from trainer.metrics.mergeable import cut_at
 from trainer.models.texts import GrowingText, grown
-from trainer.protocol.abilities import GREEDY, Answers, Embeds, Search
+from trainer.protocol.abilities import GREEDY, Answers, CutRow, Embeds, Prediction, Search
 from trainer.training.options import Options
 
 
@@ -171,7 +171,13 @@ def _of_kind(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, 
         texts = [text for one in group for text in one["statements"]]
         use = module_of("vera", "use", "score")
         scores = iter(list(use.plausibilities(task, model, texts, folder=opened_run.folder)))
-        return [{"scores": [next(scores) for _ in one["statements"]]} for one in group]
+        return [
+            _with_cut(
+                {"scores": [next(scores) for _ in one["statements"]]},
+                _cut_row(task, model, one, Prediction()),
+            )
+            for one in group
+        ]
     if "question" in group[0] and isinstance(task, Answers):
         return _read(task, model, group)
     kind = {"texts": "vectors", "statements": "scores"}
@@ -183,17 +189,23 @@ def _vectors(task: Embeds, model: Any, group: list[dict[str, Any]]) -> list[dict
     side = group[0]["side"]
     rows = [task.ids([{"text": text} for text in one["texts"]], side=side) for one in group]
     vectors = iter(task.embed(model, [ids for of_one in rows for ids in of_one], side=side).float())
-    return [
-        {"vectors": [next(vectors).tolist() for _ in of_one], "tokens": sum(map(len, of_one))}
-        for of_one in rows
-    ]
+    answers: list[dict[str, Any]] = []
+    for one, of_one in zip(group, rows, strict=True):
+        passages = [{"text": text} for text in one["texts"]]
+        answer = {"vectors": [next(vectors).tolist() for _ in of_one]}
+        answers.append({**answer, "tokens": sum(map(len, of_one))})
+        queries = one["texts"] if side == "query" else []
+        texts = [{"query": text, "ctxs": None} for text in queries]
+        texts = texts or [{"query": "", "ctxs": passages}]
+        lost = sum(_cut_row(task, model, text, Prediction()).tokens for text in texts)
+        if lost:
+            answers[-1]["cut_tokens"] = lost
+    return answers
 
 
 def _read(task: Any, model: Any, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A reader's answers to questions, each with its own contexts."""
     raw = [_row(task, one) for one in group]
-    encoded = [task.encode(row) for row in raw]
-    rows = [{name: np.asarray(ids) for name, ids in one.items()} for one in encoded]
     first = group[0]
     search = GREEDY
     if first["temperature"]:
@@ -201,17 +213,32 @@ def _read(task: Any, model: Any, group: list[dict[str, Any]]) -> list[dict[str, 
     # a length that is not below the experiment's own means that one, with its least length
     limit = task.answer_tokens()
     most = None if first["max_tokens"] >= limit else first["max_tokens"]
+    cut_rows = [_cut_row(task, model, row, Prediction(search, most)) for row in raw]
+    for doubt in (doubt for one in cut_rows for doubt in one.doubts):
+        raise ConfigError(f"{doubt}: this is one of them. Ask a shorter question.")
+    encoded = [task.encode(row) for row in raw]
+    rows = [{name: np.asarray(ids) for name, ids in one.items()} for one in encoded]
     questions = [{"question": one["question"], "answers": []} for one in group]
     texts = task.answers(model, rows, questions, search=search, max_tokens=most).best
     answers: list[dict[str, Any]] = []
-    for one, whole, row in zip(group, texts, encoded, strict=True):
+    for one, whole, row, cut_row in zip(group, texts, encoded, cut_rows, strict=True):
         answer = {"text": whole.text, "finish": "length" if whole.is_cut else "stop"}
         tokens = whole.tokens
         if any(stop in whole.text for stop in one["stop"]):
             answer = {"text": cut_at(whole.text, one["stop"]), "finish": "stop"}
             tokens = len(task.tokenizer(answer["text"], add_special_tokens=False)["input_ids"])
-        answers.append({**answer, "prompt_tokens": task.length(row), "tokens": tokens})
+        answer |= {"prompt_tokens": task.length(row), "tokens": tokens}
+        answers.append(_with_cut(answer, cut_row))
     return answers
+
+
+def _cut_row(task: Any, model: Any, row: Any, how: Prediction) -> CutRow:
+    return module_of(task.cfg.task, "trained", "answer").cut_row(task, model, row, how)
+
+
+def _with_cut(answer: dict[str, Any], cut_row: CutRow) -> dict[str, Any]:
+    """An answer that says how many tokens its question lost, if it lost some."""
+    return answer | {"cut_tokens": cut_row.tokens} if cut_row.tokens else answer
 
 
 def _row(task: Any, request: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from trainer.data.encoding import EncodeRows, encoded_rows, usable_processes
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import DataError
 from trainer.files.build_once import build_once
+from trainer.protocol import cut_counts
 from trainer.protocol.abilities import EncodesRows
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ class _Writer:
         self._row_hashes = _Array(folder / _ROW_HASHES, "<u8")
         self._truncated_rows = 0
         self._lost_labels = np.zeros(2, dtype=np.int64)
-        self._cuts: dict[str, dict[str, Any]] = {}
+        self._cuts: cut_counts.CutCounts = {}
         self._notes = left_out.Notes()
 
     def add(self, index: int, encoded: Encoded, length: Callable[[Mapping[str, Any]], int]) -> None:
@@ -325,16 +326,7 @@ class _Writer:
             )
         self._truncated_rows += int(encoded.is_truncated)
         self._lost_labels += encoded.lost_labels
-        for name, cut in encoded.cuts.items():
-            start = {"setting": cut.setting, "limit": cut.limit}
-            start |= dict.fromkeys(("texts", "texts_cut", "tokens", "tokens_cut"), 0)
-            counts = self._cuts.setdefault(name, start)
-            for text_length in cut.lengths:
-                lost = max(0, text_length - cut.limit)
-                counts["texts"] += 1
-                counts["texts_cut"] += int(lost > 0)
-                counts["tokens"] += text_length
-                counts["tokens_cut"] += lost
+        cut_counts.add(self._cuts, encoded.cuts)
         for control in encoded.controls:
             note = left_out.Note(f"row {index + 1}", reason(control), control[0])
             self._notes.add(note)

@@ -13,7 +13,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,9 +32,11 @@ from trainer.evaluation.run import Question, open_model
 from trainer.exports import record
 from trainer.files.atomic import aside, create_json, read_json, refusals, replace_file, sha256_of
 from trainer.models import adapters
+from trainer.protocol import cut_counts
 from trainer.protocol.abilities import Prediction, Trained
 from trainer.retrieval.embeddings import fingerprint
 from trainer.runtime import distributed
+from trainer.statistics.opening import cut_line
 from trainer.training.options import Options
 
 if TYPE_CHECKING:
@@ -86,9 +89,10 @@ def predict(request: RowsToPredict) -> int:
     options = Options(places, data_path=data, cache_dir=request.cache_dir)
     task, model, _ = open_model(Question(values, model=str(folder)), options)
     batch = request.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
-    _judge_rows(request, task)
+    cut_tokens = _judge_rows(request, task, model)
     _begin(parts, request, folder, task, batch)
-    count = _write_pieces(parts, request, task, model, batch=batch, rank=rank, world=world)
+    pieces = _Pieces(parts, batch, rank, world, cut_tokens)
+    count = _write_pieces(pieces, request, task, model)
     # not earlier: ranks have different numbers of forwards, so these must not be collectives
     distributed.init(timeout_s=_PATIENCE_S)
     distributed.barrier()
@@ -165,46 +169,76 @@ def _rows(request: RowsToPredict, task: Any) -> Iterator[tuple[Any, str, Row]]:
         yield number if identity is None else identity, place, raw
 
 
-def _judge_rows(request: RowsToPredict, task: Any) -> None:
-    """Tell what is left out of the rows, or doubted; refuse it under --strict. No row is wrong in a
-    piece that comes later: the first wrong one is an error here.
+def _judge_rows(request: RowsToPredict, task: Any, model: nn.Module) -> Sequence[int]:
+    """Tell what is left out of the rows, cut or doubted; refuse it under --strict. No row is wrong
+    in a piece that comes later: the first wrong one is an error here. Returns how many tokens
+    limits cut off each row.
     """
     controls, trained = controls_of(task), _trained(task)
+    counts: cut_counts.CutCounts = {}
+    cut_tokens = array("q")
     assert controls is not None, "every task that predicts has a tokenizer"
     with left_out.one_reading(str(request.rows), strict=request.strict):
         for _, place, raw in _rows(request, task):
             row = trained.row_to_predict(task, raw, place)
+            cut_row = trained.cut_row(task, model, row, request.how)
+            cut_counts.add(counts, cut_row.cuts)
+            cut_tokens.append(cut_row.tokens)
+            for doubt in cut_row.doubts:
+                left_out.note(place, doubt)
             if "ids" in row:  # a prompt in tokens: its texts are those that were read
                 row = {name: raw[name] for name in _PROMPTS if name in raw}
             for control in controls.in_row(row):
                 left_out.note(place, reason(control), field=control[0])
+    logger.info("%s", _opening_line(request.rows, cut_tokens, counts))
+    return cut_tokens
+
+
+def _opening_line(rows: Path, cut_tokens: Sequence[int], counts: cut_counts.CutCounts) -> str:
+    """The rows, and what limits cut off them: "rows.jsonl: 37 rows; 2 of 37 prompts cut, ..."."""
+    lost = [cut_line(name, one) for name, one in counts.items() if one["texts_cut"]]
+    if not lost:
+        return f"{rows}: {len(cut_tokens):,} rows, nothing cut"
+    rows_cut = sum(count > 0 for count in cut_tokens)
+    total = f"{rows_cut:,} rows lose {sum(cut_tokens):,} tokens"
+    return "; ".join([f"{rows}: {len(cut_tokens):,} rows", total, *lost])
 
 
 def _trained(task: Any) -> Trained:
     return importlib.import_module(f"trainer.tasks.{task.cfg.task}.trained")  # type: ignore
 
 
-def _write_pieces(
-    parts: Path,
-    request: RowsToPredict,
-    task: Any,
-    model: nn.Module,
-    *,
-    batch: int,
-    rank: int,
-    world: int,
-) -> int:
+@dataclass(frozen=True)
+class _Pieces:
+    """The pieces of all rows, and those of this rank."""
+
+    folder: Path
+    batch: int
+    rank: int
+    world: int
+    cut_tokens: Sequence[int]  # of every row
+
+    def line(self, number: int, name: Any, prediction: dict[str, Any]) -> str:
+        """The line of a row, which tells what was cut off it."""
+        told = {"id": name, **prediction}
+        if self.cut_tokens[number]:
+            told["cut_tokens"] = self.cut_tokens[number]
+        return json.dumps(told, ensure_ascii=False) + "\n"
+
+
+def _write_pieces(pieces: _Pieces, request: RowsToPredict, task: Any, model: nn.Module) -> int:
     """Write the missing pieces of this rank; returns the number of all rows."""
     trained = _trained(task)
     rows, piece, count = _rows(request, task), 0, 0
+    batch = pieces.batch
     while block := list(islice(rows, batch * _BATCHES)):
-        path = parts / f"{piece:07d}.jsonl"
-        if piece % world == rank and not path.is_file():
+        path = pieces.folder / f"{piece:07d}.jsonl"
+        if piece % pieces.world == pieces.rank and not path.is_file():
             to_predict = [trained.row_to_predict(task, raw, place) for _, place, raw in block]
             predictions = _predict_rows(trained, task, model, to_predict, request.how, batch)
             lines = [
-                json.dumps({"id": name, **one}, ensure_ascii=False) + "\n"
-                for (name, *_), one in zip(block, predictions, strict=True)
+                pieces.line(count + at, name, one)
+                for at, ((name, *_), one) in enumerate(zip(block, predictions, strict=True))
             ]
             replace_file(path, "".join(lines).encode(), is_durable=False)
         piece, count = piece + 1, count + len(block)

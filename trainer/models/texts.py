@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.padding import pad_right
+from trainer.errors import ConfigError
 from trainer.protocol.abilities import GeneratedText
 
 TORN = "\ufffd"  # stands for a character of which only some tokens are there yet
@@ -169,6 +170,40 @@ class GrowingText:
     def whole(self) -> GeneratedText:
         """The text, after its end."""
         return GeneratedText(self.text, len(self.made), is_cut=self.finish == "length")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A prompt as the model reads it, and the room behind it."""
+
+    ids: list[int]
+    most: int  # the most tokens that are generated
+    cut_tokens: int  # how many tokens the prompt lost
+
+
+def fitted(
+    ids: Sequence[int], *, positions: int, most: int, least: int = 1, opening: Sequence[int] = ()
+) -> Fit:
+    """The one rule for prompts that are too long, of evaluation, predict and the service.
+
+    A prompt with room for `least` tokens behind it is read whole; as many tokens are generated as
+    have room, `most` at most. A longer prompt loses its beginning until `most` tokens have room,
+    but not the tokens that open every text. The service refuses a prompt that lost tokens, and
+    predict tells it. ConfigError if `most` tokens leave no room for any prompt.
+    """
+    room = positions - len(ids)
+    if room >= least:
+        return Fit(list(ids), min(most, room), 0)
+    kept = positions - most
+    if kept < 1:
+        raise ConfigError(
+            f"{most} tokens to generate: the model has {positions} positions, which leaves none "
+            f"for a prompt of {len(ids)} tokens. Use --max_tokens {positions - 1} or fewer."
+        )
+    rest = kept - len(opening)
+    is_opened = rest > 0 and list(ids[: len(opening)]) == list(opening)
+    shorter = [*opening, *ids[-rest:]] if is_opened else list(ids[-kept:])
+    return Fit(shorter, most, len(ids) - kept)
 
 
 def chance_of(seed: int, prompt: Sequence[int], number: int) -> torch.Generator:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.metrics.mergeable import Ratio
-    from trainer.protocol.task import Encoded, Row
+    from trainer.protocol.task import Cut, Encoded, Row
 
 
 @dataclass(frozen=True)
@@ -263,11 +263,30 @@ class Trained(Protocol):
         """
         ...
 
+    def cut_row(self, task: Any, model: nn.Module, row: Row, how: Prediction) -> CutRow:
+        """What limits cut off a row of row_to_predict when it is predicted."""
+        ...
+
     def predict(
         self, task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
     ) -> list[dict[str, Any]]:
         """The prediction for each row, as JSON values by name."""
         ...
+
+
+@dataclass(frozen=True)
+class CutRow:
+    """What limits cut off a row that is predicted."""
+
+    cuts: Mapping[str, Cut]  # by what people call the texts
+    # what such rows are called if --strict refuses them: "prompts that are longer than ... (cut)".
+    # A text that the encoding of its task cuts, as published, is none.
+    doubts: Sequence[str] = ()
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are cut off."""
+        return sum(sum(cut.lost) for cut in self.cuts.values())
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,13 @@ class Cut:
     setting: str  # the key of the dictionary: "data.context_tokens"
     limit: int  # its tokens
     lengths: Sequence[int]  # of every text, whole
+    kept: int | None = None  # the tokens that a longer text keeps; None: `limit`
+
+    @property
+    def lost(self) -> list[int]:
+        """How many tokens every text loses."""
+        kept = self.limit if self.kept is None else self.kept
+        return [length - kept if length > self.limit else 0 for length in self.lengths]
 
 
 class Encoded(dict[str, list[int]]):

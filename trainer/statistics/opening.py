@@ -41,13 +41,14 @@ def _rows_and_cuts(store: TokenStore) -> str:
     cuts = store.cuts()
     if not cuts:
         return text
-    lost = [_lost(name, counts) for name, counts in cuts.items() if counts["texts_cut"]]
+    lost = [cut_line(name, counts) for name, counts in cuts.items() if counts["texts_cut"]]
     if not lost:
         return f"{text}, nothing cut"
     return "; ".join([text, *lost, "`stats` shows more"])
 
 
-def _lost(name: str, counts: dict[str, Any]) -> str:
+def cut_line(name: str, counts: dict[str, Any]) -> str:
+    """What limits cut off the texts of one name (TokenStore.cuts), of which some are cut."""
     share = counts["tokens_cut"] / counts["tokens"]
     return (
         f"{counts['texts_cut']:,} of {counts['texts']:,} {name} cut, {share:.1%} of their tokens: "

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
-from trainer.protocol.abilities import GeneratedText, Prediction, Search
+from trainer.protocol.abilities import CutRow, GeneratedText, Prediction, Search
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,6 +41,11 @@ def predictions(n_best: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         {"prediction": texts[0]} if len(texts) == 1 else {"prediction": texts[0], "n_best": texts}
         for texts in n_best
     ]
+
+
+def cut_row(task: Any, model: nn.Module, row: Row, how: Prediction) -> CutRow:
+    """What the encoding of a task cuts off a row."""
+    return CutRow(task.encode(row).cuts)
 
 
 def predict(

@@ -102,7 +102,7 @@ async def embeddings(request: Request) -> Response:
         if body.encoding_format != "float":
             vector = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
         data.append({"object": "embedding", "index": index, "embedding": vector})
-    usage = {"prompt_tokens": answer["tokens"], "total_tokens": answer["tokens"]}
+    usage = {"prompt_tokens": answer["tokens"], "total_tokens": answer["tokens"], **_cut(answer)}
     return JSONResponse({"object": "list", "data": data, "model": body.model, "usage": usage})
 
 
@@ -110,7 +110,7 @@ async def score(request: Request) -> Response:
     """Score the plausibility of statements, 0 to 1, with a tuned verifier."""
     body = await read_body(request, AskScores, keeper_of(request).config)
     answer = await _ask_once(request, body.model, {"statements": body.statements})
-    return JSONResponse({"model": body.model, "scores": answer["scores"]})
+    return JSONResponse({"model": body.model, "scores": answer["scores"], **_cut(answer)})
 
 
 async def completions(request: Request) -> Response:
@@ -161,7 +161,13 @@ async def _answer(
     choice = {"index": 0, **content, "finish_reason": end["finish"], "logprobs": None}
     usage = {"prompt_tokens": end["prompt_tokens"], "completion_tokens": end["tokens"]}
     usage["total_tokens"] = end["prompt_tokens"] + end["tokens"]
+    usage |= _cut(end)
     return JSONResponse({**head, "choices": [choice], "usage": usage})
+
+
+def _cut(answer: dict[str, Any]) -> dict[str, int]:
+    """How many tokens of what was asked the model did not read, if there are such."""
+    return {"cut_tokens": answer["cut_tokens"]} if "cut_tokens" in answer else {}
 
 
 def _head(model: str, *, is_chat: bool, is_stream: bool) -> dict[str, Any]:
@@ -199,6 +205,8 @@ async def _stream(
         text = piece.get("text", "")
         yield chunk(text, piece.get("finish"), is_first=is_first)
         is_first = False
+        if usage := _cut(piece):
+            yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage})}\n\n"
     yield "data: [DONE]\n\n"
 
 

@@ -248,8 +248,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/evaluation/predict.py",
-        "    _judge_rows(request, task)\n",
-        "",
+        "strict=request.strict):",
+        "strict=False):",
         why="predict --strict refuses nothing",
         tests="tests/runs/test_predict.py -k strict",
     ),
@@ -492,9 +492,9 @@ FAULTS = [
         tests=ENCODING,
     ),
     Fault(
-        "trainer/data/token_store.py",
-        "lost = max(0, text_length - cut.limit)",
-        "lost = max(0, text_length - cut.limit - 1)",
+        "trainer/protocol/task.py",
+        "return [length - kept if length > self.limit",
+        "return [length - kept - 1 if length > self.limit",
         why="a run begins with too few tokens that were cut",
         tests=OPENING,
     ),

@@ -5,6 +5,7 @@ from tests.mutants.fault import Fault
 EXPORTS = "tests/runs/test_exports.py"
 PREDICT = "tests/runs/test_predict.py"
 CHAT = "tests/unit/test_chat.py"
+LONG = "tests/numerics/test_long_prompts.py"
 WRITTEN = "tests/unit/test_model_folder.py"
 FILES = "tests/unit/test_base_files.py"
 ABSENT = "tests/unit/test_absent_weights.py"
@@ -117,8 +118,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/evaluation/predict.py",
-        "if piece % world == rank and not path.is_file():",
-        "if piece % world == rank:",
+        "if piece % pieces.world == pieces.rank and not path.is_file():",
+        "if piece % pieces.world == pieces.rank:",
         why="a killed prediction begins anew",
         tests=PREDICT,
     ),
@@ -135,5 +136,54 @@ FAULTS = [
         "context = self._encode_question(question)",
         why="a context is read again for every question",
         tests=PREDICT,
+    ),
+    Fault(
+        "trainer/models/texts.py",
+        "    if room >= least:",
+        "    if room >= most:",
+        why="predict cuts prompts that the service answers whole",
+        tests=LONG,
+    ),
+    Fault(
+        "trainer/models/texts.py",
+        "    shorter = [*opening, *ids[-rest:]] if is_opened else list(ids[-kept:])",
+        "    shorter = list(ids[-kept:])",
+        why="a prompt that is cut no longer begins as every text",
+        tests=LONG,
+    ),
+    Fault(
+        "trainer/evaluation/predict.py",
+        "        if self.cut_tokens[number]:",
+        "        if False:",
+        why="a prediction does not say that its prompt was cut",
+        tests=LONG,
+    ),
+    Fault(
+        "trainer/evaluation/predict.py",
+        "                left_out.note(place, doubt)",
+        "                pass",
+        why="predict --strict lets prompts pass that it cuts",
+        tests=LONG,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/trained.py",
+        "[one for one in texts if one.most == length]",
+        "texts",
+        why="beams go on behind the positions of the model",
+        tests=LONG,
+    ),
+    Fault(
+        "trainer/commands/answer.py",
+        "for doubt in (doubt for one in cut_rows for doubt in one.doubts):",
+        "for doubt in ():",
+        why="the service answers a question of which it read a part",
+        tests=LONG,
+    ),
+    Fault(
+        "trainer/commands/answer.py",
+        '    return answer | {"cut_tokens": cut_row.tokens} if cut_row.tokens else answer',
+        "    return answer",
+        why="the service cuts documents and passages in silence",
+        tests=LONG,
     ),
 ]

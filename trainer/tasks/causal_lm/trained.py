@@ -12,8 +12,9 @@ from trainer.data import vocabulary
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models.adapters import are_in, loading
-from trainer.models.texts import GrowingText, chance_of, grown
-from trainer.protocol.abilities import Prediction, Search, Usage, by_row
+from trainer.models.texts import Fit, GrowingText, chance_of, fitted, grown
+from trainer.protocol.abilities import CutRow, Prediction, Search, Usage, by_row
+from trainer.protocol.task import Cut
 from trainer.tasks.causal_lm.chat import ChatTemplate
 from trainer.tasks.causal_lm.config import Config
 from trainer.tasks.generated import predictions, text_of
@@ -61,9 +62,15 @@ text = "Where is the red key?"
 ids = {opening}tokenizer(text, add_special_tokens=False)["input_ids"]
 """
 _WRITE = """\
+most = 32  # tokens to write
+positions = getattr(model.config, "max_position_embeddings", None)
+if positions is not None:
+    most = min(most, positions - len(ids))
+if most < 1:
+    raise ValueError(f"the prompt has {{len(ids)}} tokens, want 1 to {{positions - 1}}")
 prompt = torch.tensor([ids])
 made = model.generate(
-    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False
+    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=most, do_sample=False
 )
 new = made[0, len(ids) :].tolist()
 ends = model.generation_config.eos_token_id  # of generation_config.json: one id, or several
@@ -104,6 +111,19 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     return {"ids": task.prompt_ids(raw, place), "is_turn": is_turn(task, raw)}
 
 
+def cut_row(task: Any, model: nn.Module, row: Row, how: Prediction) -> CutRow:
+    """The prompt that is longer than the model's positions, or that leaves a text too few."""
+    base: Any = model.base
+    fit, length, limit = _fit(task, base, row, how), len(row["ids"]), _positions(base) - 1
+    cut = Cut("positions of the model", limit, [length], kept=length - fit.cut_tokens)
+    doubts: list[str] = []
+    if fit.cut_tokens:
+        doubts = [f"prompts of more than {limit} tokens (the beginning is cut)"]
+    elif fit.most < _most(how):
+        doubts = [f"prompts that leave fewer than {_most(how)} positions for the text"]
+    return CutRow({"prompts": cut}, doubts)
+
+
 def is_turn(task: Any, raw: Row) -> bool:
     """Whether the prompt of a row is a conversation, in which the assistant speaks next."""
     is_prompt = task.chat is not None and raw.get("prompt") is not None
@@ -129,6 +149,7 @@ def continuations(
     limit = _positions(base)
     if not ids or len(ids) >= limit:
         raise ConfigError(f"the prompt has {len(ids)} tokens, want 1 to {limit - 1}")
+    room = fitted(ids, positions=limit, most=max_tokens)
 
     def spell(tokens: Sequence[int]) -> str:
         text = text_of(task.tokenizer, tokens, ends=()).text
@@ -138,7 +159,7 @@ def continuations(
     return [
         GrowingText(
             prompt=ids,
-            most=min(max_tokens, limit - len(ids)),
+            most=room.most,
             ends=frozenset(task.ends),
             closing=task.closing if row["is_turn"] else "",
             spell=spell,
@@ -155,29 +176,30 @@ def continuations(
 def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
-    """Continuations as generated.predictions returns them. A prompt too long for the model loses
-    its beginning, but not the tokens that open every text.
+    """Continuations as generated.predictions returns them, of prompts as texts.fitted fits them. A
+    prediction that has room for fewer tokens than were asked for says so: "max_tokens".
     """
     base: Any = model.base
-    most = how.max_tokens or _MAX_TOKENS
-    room = _positions(base) - most
-    if room < 1:
-        raise ConfigError(
-            f"--max_tokens {most}: the model has {room + most} positions, which leaves none for a "
-            f"prompt. Use at most {room + most - 1}."
-        )
-    rows = [{**row, "ids": _within(row["ids"], room, task.opening)} for row in rows]
+    most = _most(how)
+    fits = [_fit(task, base, row, how) for row in rows]
     texts = [
-        text for row in rows for text in continuations(task, base, row, how.search, max_tokens=most)
+        text
+        for row, fit in zip(rows, fits, strict=True)
+        for text in continuations(task, base, {**row, "ids": fit.ids}, how.search, max_tokens=most)
     ]
     if how.search.num_beams > 1:
-        _search_beams(task, base, texts, how.search)
+        for length in sorted({text.most for text in texts}):  # more would pass the positions
+            _search_beams(task, base, [one for one in texts if one.most == length], how.search)
     else:
         for start in range(0, len(texts), len(rows)):  # as many in one forward as there are rows
             for _ in grown(base, texts[start : start + len(rows)], pad=task.pad):
                 pass
     of_rows = by_row([text.whole() for text in texts], how.search)
-    return predictions([[one.text for one in of_row] for of_row in of_rows])
+    told = predictions([[one.text for one in of_row] for of_row in of_rows])
+    for one, fit in zip(told, fits, strict=True):
+        if fit.most < most:
+            one["max_tokens"] = fit.most
+    return told
 
 
 def _search_beams(task: Any, base: Any, texts: Sequence[GrowingText], search: Search) -> None:
@@ -208,9 +230,9 @@ def _positions(base: Any) -> int:
     return getattr(base.config, "max_position_embeddings", None) or 1 << 30
 
 
-def _within(ids: list[int], room: int, opening: list[int]) -> list[int]:
-    """The last ids for which there is room, behind the ones that open every text."""
-    if len(ids) <= room:
-        return ids
-    kept = room - len(opening)
-    return [*opening, *ids[-kept:]] if opening and kept > 0 else ids[-room:]
+def _most(how: Prediction) -> int:
+    return how.max_tokens or _MAX_TOKENS
+
+
+def _fit(task: Any, base: Any, row: Row, how: Prediction) -> Fit:
+    return fitted(row["ids"], positions=_positions(base), most=_most(how), opening=task.opening)

@@ -310,7 +310,10 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         """The most likely answer to one question about a context that was read."""
         how = self.config.text
         text = how["prompt"].replace("{question}", question)
-        prompt = self._ids(tokenizer, text)[: how["decoder_tokens"]]
+        prompt = self._ids(tokenizer, text)
+        if len(prompt) > how["decoder_tokens"]:
+            limit = how["decoder_tokens"]
+            raise ValueError(f"the prompt has {len(prompt)} tokens, want at most {limit}")
         ids = torch.tensor([prompt], device=self.base.device)
         more = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
         tokens = self.generate(ids, attention_mask=torch.ones_like(ids), context=context, **more)

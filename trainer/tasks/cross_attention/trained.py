@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.readers.questions import question_row
 from trainer.models import adapters
-from trainer.protocol.abilities import Prediction, Usage
+from trainer.protocol.abilities import CutRow, Prediction, Usage
+from trainer.protocol.task import Cut
 from trainer.runtime import distributed
 from trainer.tasks.cross_attention.config import Config
+from trainer.tasks.cross_attention.decoder.generation import most_prompt_tokens
 from trainer.tasks.cross_attention.text.prompts import Prompts
 from trainer.tasks.generated import predictions
 
@@ -77,13 +79,34 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     return {**question_row({**own, "answers": ["?"]}, place), "answers": [""]}
 
 
+def _prompts(task: Any) -> Prompts:
+    """Those of prediction: no answer stands behind a prompt, so none is lost with its end."""
+    data = task.cfg.data.model_copy(update={"loss_on": "all"})
+    return Prompts(task.tokenizer, data, ends=lambda: task.ends)
+
+
+def cut_row(task: Any, model: nn.Module, row: Row, how: Prediction) -> CutRow:
+    """What the limits cut off the contexts, and off the prompt: data.decoder_tokens, or the
+    positions that the answer leaves.
+    """
+    prompts, data = _prompts(task), task.cfg.data
+    room = most_prompt_tokens(model, how.max_tokens or data.answer_tokens)
+    setting, limit = "data.decoder_tokens", data.decoder_tokens
+    if room < limit:
+        setting, limit = "the room before the answer", room
+    question = Cut(setting, limit, [prompts.prompt_tokens(row)])
+    doubts = [f"questions of more than {limit} tokens ({setting} cuts them)"]
+    cuts = {"contexts": prompts.encode(row).cuts["contexts"], "questions": question}
+    return CutRow(cuts, doubts if any(question.lost) else ())
+
+
 def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
     """Answers as generated.predictions returns them. The model encodes the contexts, for the states
     that the experiment prepared belong to other contexts.
     """
-    prompts = Prompts(task.tokenizer, task.cfg.data, ends=lambda: task.ends)
+    prompts = _prompts(task)
     encoded = [prompts.encode(row) for row in rows]
     options: dict[str, Any] = {"max_tokens": how.max_tokens, "device": distributed.device()}
     answers = prompts.answers(model, encoded, search=how.search, **options)

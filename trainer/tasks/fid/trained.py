@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.readers import retrieved
 from trainer.models.adapters import loading
-from trainer.protocol.abilities import Usage
+from trainer.protocol.abilities import CutRow, Prediction, Usage
+from trainer.protocol.task import Cut
+from trainer.tasks import generated
 from trainer.tasks.fid.config import Config
 from trainer.tasks.generated import predict as predict
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from trainer.protocol.task import Row
 
 _FUSE = """\
@@ -84,3 +88,14 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     return retrieved.question_with_passages(
         raw, place, contexts=data.contexts, sort_by_score=data.sort_by_score
     )
+
+
+def cut_row(task: Any, model: nn.Module, row: Row, how: Prediction) -> CutRow:
+    """What data.passage_tokens cuts off the passages, each with its question."""
+    cuts = dict(generated.cut_row(task, model, row, how).cuts)
+    limit, length = task.cfg.data.passage_tokens, len(task.prompts.question(row["question"]))
+    if not row["ctxs"]:
+        cuts["questions"] = Cut("data.passage_tokens", limit, [length])
+    is_full = length + bool(row["ctxs"]) > limit
+    doubts = [f"questions that leave no room for a passage (data.passage_tokens {limit})"]
+    return CutRow(cuts, doubts if is_full else ())

@@ -14,7 +14,7 @@ import torch
 from trainer.data.readers import fields
 from trainer.models import adapters
 from trainer.models.families import T5
-from trainer.protocol.abilities import Prediction, Usage
+from trainer.protocol.abilities import CutRow, Prediction, Usage
 from trainer.tasks.retriever import export, sentence_folder
 from trainer.tasks.retriever.config import Config
 
@@ -141,6 +141,16 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     for number, passage in enumerate(passages):
         fields.text(passage.get("text"), place, f"ctxs[{number}].text")
     return {**row, "ctxs": passages or None}
+
+
+def cut_row(task: Any, model: nn.Module, row: Row, how: Prediction) -> CutRow:
+    """What the limits of both sides cut off a query and its passages."""
+    tokens = task.tokens
+    query = tokens.plain_ids([{"text": row["query"]}], "query")
+    passages = tokens.plain_ids(row["ctxs"] or [], "passage")
+    return CutRow(
+        {"queries": tokens.cut_of(query, "query"), "passages": tokens.cut_of(passages, "passage")}
+    )
 
 
 @torch.no_grad()

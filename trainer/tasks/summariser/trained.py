@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.models.adapters import loading
 from trainer.protocol.abilities import Usage
+from trainer.tasks.generated import cut_row as cut_row
 from trainer.tasks.generated import predict as predict
 from trainer.tasks.summariser import data as documents
 from trainer.tasks.summariser.config import Config

@@ -158,6 +158,10 @@ class Task(TokenTask[Config]):
         """One statement as the model reads it."""
         return self._cut(self._ids([text])[0])
 
+    def statement_length(self, text: str) -> int:
+        """The tokens of one statement and its end token, before data.max_tokens cuts it."""
+        return len(self._ids([text])[0]) + 1
+
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 

@@ -10,7 +10,8 @@ import torch
 
 from trainer.data.readers import fields
 from trainer.models.head import HEAD_FILE
-from trainer.protocol.abilities import Prediction, Usage
+from trainer.protocol.abilities import CutRow, Prediction, Usage
+from trainer.protocol.task import Cut
 from trainer.runtime.batch import to_device
 from trainer.tasks.vera.calibration import scores_of
 from trainer.tasks.vera.config import Config
@@ -58,12 +59,22 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     return {"statement": fields.required_text(raw, "statement", place)}
 
 
+def cut_row(task: Any, model: nn.Module, row: Row, how: Prediction) -> CutRow:
+    """What data.max_tokens cuts off the statements."""
+    lengths = [task.statement_length(text) for text in _statements(row)]
+    return CutRow({"statements": Cut("data.max_tokens", task.cfg.data.max_tokens, lengths)})
+
+
+def _statements(row: Row) -> list[str]:
+    return row["statements"] if "statements" in row else [row["statement"]]
+
+
 @torch.no_grad()
 def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
     """{"score"} for a row of one statement, 0 to 1; {"scores"} for a row of several."""
-    texts = [text for row in rows for text in row.get("statements", [row.get("statement")])]
+    texts = [text for row in rows for text in _statements(row)]
     batch = task.read([task.statement_ids(text) for text in texts])
     logits_S = model(**to_device(batch))["logits"].double().cpu()
     scores = iter(scores_of(logits_S, temperature=task.temperature).tolist())

@@ -15,6 +15,7 @@ from trainer.data import vocabulary
 from trainer.data.control_tokens import ControlTokens
 from trainer.data.padding import flat, pad_right
 from trainer.errors import DataError
+from trainer.models.texts import fitted
 from trainer.protocol.abilities import GREEDY, GeneratedText, Search, by_row
 from trainer.protocol.task import Batch, Cut, Encoded, Row
 from trainer.tasks.cross_attention.decoder.context import Past
@@ -98,6 +99,10 @@ class Prompts:
         if "other" in row:
             encoded |= self._within_limit(self._context(row["question"], row["other"]), "other")
         return encoded
+
+    def prompt_tokens(self, row: Row) -> int:
+        """The tokens of the prompt of a row, uncut."""
+        return len(self._prompt_and_answer(row)[0])
 
     def _lost_labels(self, prompt: list[int], target: list[int]) -> tuple[int, int]:
         """How many label tokens data.decoder_tokens cuts off, and how many there are. The first
@@ -209,11 +214,13 @@ class Prompts:
         return [*opening, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def asked(self, rows: Sequence[Mapping[str, Any]], most: int) -> dict[str, Any]:
-        """input_ids and attention_mask (B, T) of the prompts, padded on the left; a prompt keeps
-        its last `most` tokens.
+        """input_ids and attention_mask (B, T) of the prompts, padded on the left; a prompt of more
+        than `most` tokens is cut as texts.fitted does.
         """
-        prompts = [row["decoder"][: int(row["answer_start"][0])][-most:] for row in rows]
-        ids, mask = pad_right([list(prompt)[::-1] for prompt in prompts], self.pad)
+        prompts = [row["decoder"][: int(row["answer_start"][0])] for row in rows]
+        how = {"positions": most, "most": 0, "least": 0}  # all of `most` are for the prompt
+        fits = [fitted(list(prompt), **how, opening=self.opening) for prompt in prompts]
+        ids, mask = pad_right([fit.ids[::-1] for fit in fits], self.pad)
         return {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}
 
     def generated(self, tokens: list[int]) -> GeneratedText:
