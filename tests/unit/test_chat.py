@@ -589,7 +589,7 @@ def test_the_program_of_a_card_has_the_tokens_of_training_on_every_day(
     made.save_pretrained(tmp_path)
     cfg: Any = SimpleNamespace(data=SimpleNamespace(purpose="conversation", max_tokens=9))
     ((_, program),) = usage(cfg, tmp_path).programs
-    code = program[program.index("from datetime") : program.index("prompt = torch")]
+    code = program[program.index("from datetime") : program.index("most = ")]
     names: dict[str, Any] = {"tokenizer": made}
     exec(code, names)
     assert made.decode(names["ids"]).startswith("26 July 2024 at 00<|im_start|>user")

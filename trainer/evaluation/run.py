@@ -113,10 +113,7 @@ def run(question: Question, options: Options) -> dict[str, float]:
     if isinstance(task, Answers):
         scores, answers = answer(model, task, store, raw, batch=batch, search=question.search)
         scores, predicted_rows = _final_answers(question, task, raw, answers, scores)
-        exact, seconds = None, time.monotonic() - start
-        if "em" in scores:  # how many of how many, as published results count
-            with_answers = sum(bool(row["answers"]) for row in predicted_rows)
-            exact = round(scores["em"] * with_answers), with_answers
+        exact, seconds = _exact(scores, predicted_rows), time.monotonic() - start
         equal = "" if exact is None else f"{exact[0]:,} of {exact[1]:,} answers are exact; "
         logger.info("%s: %s%.1f s", question.split, equal, seconds)
         if question.predictions is not None:
@@ -144,15 +141,7 @@ def run(question: Question, options: Options) -> dict[str, float]:
             options.savedir_base / settings.id,
             question.split,
             scores,
-            [
-                {
-                    "question": row["question"],
-                    "answers": " | ".join(row["answers"]),
-                    "prediction": row["prediction"],
-                    **dict(sorted(row["scores"].items())),
-                }
-                for row in predicted_rows
-            ],
+            [_table_cells(row) for row in predicted_rows],
         )
     return scores
 
@@ -164,6 +153,15 @@ def _refuse_unsound(cfg: Experiment, folder: Path, places: Places) -> None:
     dtype = base_model.DTYPES[cfg.train.precision]
     happened = "The scores of the model are not finite"
     on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
+
+
+def _table_cells(row: Row) -> dict[str, Any]:
+    return {
+        "question": row["question"],
+        "answers": " | ".join(row["answers"]),
+        "prediction": row["prediction"],
+        **dict(sorted(row["scores"].items())),
+    }
 
 
 @dataclass(frozen=True)
@@ -372,6 +370,14 @@ def _final_answers(
         path = question.predictions
         on_main(lambda: _write(path, rows))
     return scores, rows
+
+
+def _exact(scores: Mapping[str, float], rows: Sequence[Row]) -> tuple[int, int] | None:
+    """How many answers of how many are exact, as published results count; None without a score."""
+    if "em" not in scores:
+        return None
+    of = sum(bool(row["answers"]) for row in rows)
+    return round(scores["em"] * of), of
 
 
 def _merge_equal_questions(
