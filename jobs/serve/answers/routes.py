@@ -187,13 +187,15 @@ async def _stream(
 ) -> AsyncGenerator[str]:
     """Server-sent events: a chunk for each piece of the text, then "[DONE]"."""
 
-    def chunk(text: str, finish: str | None, *, is_first: bool) -> str:
+    def chunk(piece: dict[str, Any], *, is_first: bool) -> str:
+        text = piece.get("text", "")
         delta: dict[str, Any] = {"content": text} if text else {}
         if is_first:
             delta = {"role": "assistant", **delta}
         content: dict[str, Any] = {"delta": delta} if is_chat else {"text": text}
-        choice = {"index": 0, **content, "finish_reason": finish, "logprobs": None}
-        return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
+        choice = {"index": 0, **content, "finish_reason": piece.get("finish"), "logprobs": None}
+        usage = {"usage": _cut(piece)} if "cut_tokens" in piece else {}
+        return f"data: {json.dumps({**head, 'choices': [choice], **usage})}\n\n"
 
     async def pieces() -> AsyncGenerator[dict[str, Any]]:
         yield first
@@ -202,11 +204,8 @@ async def _stream(
 
     is_first = True
     async for piece in pieces():
-        text = piece.get("text", "")
-        yield chunk(text, piece.get("finish"), is_first=is_first)
+        yield chunk(piece, is_first=is_first)
         is_first = False
-        if usage := _cut(piece):
-            yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage})}\n\n"
     yield "data: [DONE]\n\n"
 
 
