@@ -58,7 +58,11 @@ chat_template_utils.datetime = Day
 """
 _TEXT = """\
 text = "Where is the red key?"
-ids = {opening}tokenizer(text, add_special_tokens=False)["input_ids"]
+ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+"""
+_OPENED = """\
+if ids[:1] != {opening}:
+    ids = {opening} + ids  # every text begins with this token, once
 """
 _WRITE = """\
 prompt = torch.tensor([ids])
@@ -80,7 +84,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
     tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=Path("tmp-cache"))
     opening = vocabulary.opening_of(tokenizer)
     start = _START.format(loading=loading("AutoModelForCausalLM", folder))
-    prompt = _TEXT.format(opening=f"{opening} + " if opening else "")
+    prompt = _TEXT + (_OPENED.format(opening=opening) if opening else "")
     if is_chat:
         has_date = "date_string" in str(tokenizer.chat_template)
         prompt = _CHAT.format(more=_ON_DAY if has_date else "")

@@ -307,10 +307,16 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     def answer(
         self, tokenizer: Any, question: str, context: Context, max_new_tokens: int | None = None
     ) -> str:
-        """The most likely answer to one question about a context that was read."""
+        """The most likely answer to one question about a context that was read. A question too long
+        for the base's positions loses its beginning.
+        """
         how = self.config.text
+        most = max_new_tokens or self.generation_config.max_new_tokens or 0
+        room = self.base.config.max_position_embeddings - most
+        if room < 1:
+            raise ValueError(f"got max_new_tokens={most}, want fewer than {room + most} positions")
         text = how["prompt"].replace("{question}", question)
-        prompt = self._ids(tokenizer, text)[: how["decoder_tokens"]]
+        prompt = self._ids(tokenizer, text)[: how["decoder_tokens"]][-room:]
         ids = torch.tensor([prompt], device=self.base.device)
         more = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
         tokens = self.generate(ids, attention_mask=torch.ones_like(ids), context=context, **more)
