@@ -252,6 +252,8 @@ def ids_of_sides(task: Any, program: str, text: str) -> tuple[str, list[list[int
         *task.ids([{"text": row["query"]}], side="query"),
         *task.ids(row["ctxs"], side="passage"),
     ]
+    if task.cfg.data.append_eos:
+        assert [ids.count(task.tokenizer.eos_token_id) for ids in of_sides] == [1, 1]
     program = replaced(program, '"Where is the red key?"', text)
     return replaced(program, '"Ada keeps the red key in the cellar."', text), of_sides
 
@@ -259,7 +261,7 @@ def ids_of_sides(task: Any, program: str, text: str) -> tuple[str, list[list[int
 def ids_of_context(task: Any, program: str, text: str) -> tuple[str, list[list[int]]]:
     raw = {"question": text, "contexts": [text]}
     encoded = task.encode(trained_of(task).row_to_predict(task, raw, "here"))
-    most = most_prompt_tokens(task.model(), task.cfg.data.answer_tokens)
+    most = most_prompt_tokens(task.skeleton(), task.cfg.data.answer_tokens)
     context = task.prompts.contexts([encoded], "context")["context_input_ids"]
     prompt = task.prompts.asked([encoded], most)["input_ids"]
     program = with_texts(program, question=text)
