@@ -124,7 +124,11 @@ _TOKENIZERS: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any]]] = {
     "t5": (of_unigrams, {}),
     "roberta": (of_words, {"bos_token": BEGIN, "cls_token": BEGIN, "sep_token": END}),
     # a text ends with one token, and with the end token behind it
-    "closed": (lambda: of_bytes(around(f"{BEGIN} $A {PAD}", BEGIN, PAD)), {}),
+    "closed": (
+        lambda: of_bytes(around(f"{BEGIN} $A {PAD}", BEGIN, PAD)),
+        {"truncation_side": "left"},
+    ),
+    "no pad": (lambda: of_bytes(around(f"{BEGIN} $A", BEGIN)), {"pad_token": None}),
     "bert": (of_words, {"eos_token": None, "cls_token": BEGIN, "sep_token": END}),
 }
 
@@ -354,6 +358,19 @@ def test_a_card_reads_a_text_as_predict_does(
         if (case[0], kind) == ("causal_lm", "long"):  # predict leaves out its beginning
             continue
         with_own_texts, want = _ASKED[case[0]](predicts, program, text)
+        assert read_by(with_own_texts, len(want), monkeypatch) == want, kind
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [("bert", "bert"), ("t5", "t5"), ("llama", "no pad")])
+def test_sentence_transformers_reads_a_text_as_predict_does(
+    case: tuple[str, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: dict[str, Any] = {"data": {"query_tokens": 32, "passage_tokens": 32}}
+    task = exported(values_of("retriever", *case, own, folder), folder, tmp_path)
+    program, _ = programs(tmp_path)
+    for kind, text in TEXTS.items():
+        with_own_texts, want = ids_of_sides(task, program, text)
         assert read_by(with_own_texts, len(want), monkeypatch) == want, kind
 
 
