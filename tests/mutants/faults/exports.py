@@ -118,8 +118,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/cross_attention/modeling_cross_attention.py",
-        '[: how["decoder_tokens"]][-room:]',
-        '[: how["decoder_tokens"]]',
+        '[: how["decoder_tokens"]][-room:]  #',
+        '[: how["decoder_tokens"]]  #',
         why="elsewhere a question reaches beyond the positions of its base",
         tests=PROMPTS,
     ),

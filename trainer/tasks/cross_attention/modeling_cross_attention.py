@@ -307,26 +307,22 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     def answer(
         self, tokenizer: Any, question: str, context: Context, max_new_tokens: int | None = None
     ) -> str:
-        """The most likely answer to one question about a context that was read. A question too long
-        for the base's positions loses its beginning.
-        """
+        """The most likely answer to one question about a context that was read."""
         how = self.config.text
-        most = max_new_tokens or self.generation_config.max_new_tokens or 0
+        most = max_new_tokens or self.generation_config.max_new_tokens
         room = self.base.config.max_position_embeddings - most
         if room < 1:
             raise ValueError(f"got max_new_tokens={most}, want fewer than {room + most} positions")
-        text = how["prompt"].replace("{question}", question)
-        prompt = self._ids(tokenizer, text)[: how["decoder_tokens"]][-room:]
+        whole = self._ids(tokenizer, how["prompt"].replace("{question}", question))
+        prompt = whole[: how["decoder_tokens"]][-room:]  # a long one loses its beginning
         ids = torch.tensor([prompt], device=self.base.device)
-        more = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-        tokens = self.generate(ids, attention_mask=torch.ones_like(ids), context=context, **more)
-        new = tokens[0, len(prompt) :].tolist()
+        told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": most}
+        new = self.generate(ids, context=context, **told)[0, len(prompt) :].tolist()
         ends = self.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         answer = new[: next((at for at, token in enumerate(new) if token in ends), len(new))]
-        written = tokenizer.decode(
-            answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        spelt = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        written = tokenizer.decode(answer, **spelt)
         return written.removeprefix(how["before_answer"])
 
     def generate(self, *args: Any, context_input_ids: Any = None, **how: Any) -> Any:
