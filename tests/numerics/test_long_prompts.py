@@ -83,7 +83,7 @@ def predicted(model: Opened, path: Path, how: Prediction, *, strict: bool = Fals
 def text_of(model: Opened, length: int) -> str:
     """A text of that many tokens."""
     text = "a" * length
-    assert len(model.task.ids_of(text)) == length
+    assert len(model.task.prompt_ids({"text": text}, "here")) == length
     return text
 
 

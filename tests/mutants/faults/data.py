@@ -479,7 +479,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/causal_lm/chat.py",
-        "or self._writes(self.tokenizer.bos_token):",
+        "or self._opens_with(self.tokenizer.bos_token):",
         "or self.tokenizer.bos_token is None:",
         why="a conversation begins with two tokens that begin a text",
         tests=CHAT,

@@ -6,6 +6,7 @@ EXPORTS = "tests/runs/test_exports.py"
 PREDICT = "tests/runs/test_predict.py"
 CHAT = "tests/unit/test_chat.py"
 LONG = "tests/numerics/test_long_prompts.py"
+PROMPTS = "tests/unit/test_card_prompts.py"
 WRITTEN = "tests/unit/test_model_folder.py"
 FILES = "tests/unit/test_base_files.py"
 ABSENT = "tests/unit/test_absent_weights.py"
@@ -45,6 +46,83 @@ FAULTS = [
         "pass",
         why="the program of a card writes the day on which it runs",
         tests=CHAT,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/trained.py",
+        "if ids[:1] != {opening}:",
+        "if ids:",
+        why="the program of a card opens a text twice",
+        tests=PROMPTS,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/task.py",
+        "return self._ids(self.chat.opened(opened(raw, place)))",
+        "return self._begun(self._ids(self.chat.opened(opened(raw, place))))",
+        why="predict opens a conversation that its template opened behind a blank once more",
+        tests=PROMPTS,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/chat.py",
+        "self._writer.text(messages, None).lstrip().startswith(token)",
+        "token in self._writer.text(messages, None)",
+        why="a token that ends answers is taken for the one that opens a conversation",
+        tests=PROMPTS,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/chat.py",
+        ".lstrip().startswith(token)",
+        ".startswith(token)",
+        why="a conversation that a template opens behind a blank is opened twice",
+        tests=PROMPTS,
+    ),
+    Fault(
+        "trainer/tasks/fid/trained.py",
+        '(asked + tokens(f" title:',
+        '(tokens(f"question: {{question}} title:',
+        why="the program of a card reads a question and a passage as one text",
+        tests=PROMPTS,
+    ),
+    Fault(
+        "trainer/tasks/summariser/trained.py",
+        "document.strip()",
+        "document",
+        why="the program of a card reads the blanks around a document",
+        tests=PROMPTS,
+    ),
+    Fault(
+        "trainer/tasks/retriever/tokens.py",
+        "bool(end) and self.after[-1:] != end",
+        "bool(end)",
+        why="a text of a retriever has two ends where its tokenizer writes one",
+        tests=PROMPTS,
+    ),
+    Fault(
+        "trainer/tasks/retriever/trained.py",
+        "torch.tensor(row{ended})",
+        "torch.tensor(row)",
+        why="the program of a card leaves out the end of a text",
+        tests=PROMPTS,
+    ),
+    Fault(
+        "trainer/tasks/retriever/trained.py",
+        'less=" - 1" if appends_end else ""',
+        'less=""',
+        why="the program of a card gives a text one token too many",
+        tests=PROMPTS,
+    ),
+    Fault(
+        "trainer/models/weights/model_folder.py",
+        'values.pop("truncation_side", None)',
+        "pass",
+        why="elsewhere a retriever reads the end of a long text, and here its beginning",
+        tests=PROMPTS,
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/modeling_cross_attention.py",
+        "if len(prompt) > room:",
+        "if False:",
+        why="elsewhere a question reaches beyond the positions of its base",
+        tests=PROMPTS,
     ),
     Fault(
         "trainer/models/weights/absent.py",

@@ -58,6 +58,7 @@ def write_tokenizer(folder: Path, tokenizer: Any) -> None:
     if isinstance(values.get("extra_special_tokens"), list):
         # transformers 4 wants a dictionary under the new name; 5 reads the earlier one, too
         values["additional_special_tokens"] = values.pop("extra_special_tokens")
+    values.pop("truncation_side", None)  # every task cuts texts at their end, which is the default
     # 4 takes token_type_ids, too, where nothing is said
     values.setdefault("model_input_names", list(tokenizer.model_input_names))
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -88,13 +88,13 @@ class ChatTemplate:
 
     def _write_opening(self) -> None:
         """Let the template begin with the tokenizer's beginning-of-text token, if texts of that
-        tokenizer do and the template does not write one. Exports get the template as it is then.
+        tokenizer do and those of the template do not. Exports get the template as it is then.
         """
-        if not vocabulary.opening_of(self.tokenizer) or self._writes(self.tokenizer.bos_token):
+        if not vocabulary.opening_of(self.tokenizer) or self._opens_with(self.tokenizer.bos_token):
             return
         log.info(
-            "the chat template %s writes no %s, with which this tokenizer begins every text: it is "
-            "written before each conversation",
+            "the chat template %s begins no conversation with %s, with which this tokenizer begins "
+            "every text: it is written before each conversation",
             self.name,
             self.tokenizer.bos_token,
         )
@@ -105,12 +105,12 @@ class ChatTemplate:
             else _OPENED + given
         )
 
-    def _writes(self, token: str) -> bool:
-        """Whether the template writes a token into a conversation that does not hold it."""
+    def _opens_with(self, token: str) -> bool:
+        """Whether the template begins a conversation with a token, which may also end an answer."""
         turns = [{"role": role, "content": "a"} for role in ("system", "user", ASSISTANT)]
         for messages in (turns[1:], turns[1:2], turns):
             try:
-                return token in self._writer.text(messages, None)
+                return self._writer.text(messages, None).lstrip().startswith(token)
             except DataError:
                 continue
         return token in self.text or "bos_token" in self.text

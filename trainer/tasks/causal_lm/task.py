@@ -132,22 +132,19 @@ class Task(TokenTask[Config]):
         if raw.get("messages") is None and (self.chat is None or raw.get("prompt") is None):
             name, text = fields.first_given(raw, ("prompt", "text"))
             text = with_input(raw) if name == "prompt" else text
-            return self.ids_of(fields.text(text, place, name))
+            return self._begun(self._ids(fields.text(text, place, name)))
         if self.chat is None:
             raise ConfigError(
                 f"{place}: got messages, but the model has not learnt from conversations. Give a "
                 '"prompt".'
             )
-        return self.ids_of(self.chat.opened(opened(raw, place)))
+        return self._ids(self.chat.opened(opened(raw, place)))  # the template writes the opening
 
-    def ids_of(self, text: str) -> list[int]:
-        """The ids of a text from its beginning, without an end. The opening stands there once: a
-        chat template writes it, or a user.
-        """
-        return self._begun(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _begun(self, ids: list[int]) -> list[int]:
-        """The ids with the opening before them, where they do not begin with it."""
+        """The ids of a text with the opening before them, where they do not begin with it."""
         is_there = ids[: len(self.opening)] == self.opening
         return ids if is_there else [*self.opening, *ids]
 

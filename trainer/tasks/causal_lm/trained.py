@@ -59,7 +59,11 @@ chat_template_utils.datetime = Day
 """
 _TEXT = """\
 text = "Where is the red key?"
-ids = {opening}tokenizer(text, add_special_tokens=False)["input_ids"]
+ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+"""
+_OPENED = """\
+if ids[:1] != {opening}:
+    ids = {opening} + ids  # every text begins with this token, once
 """
 _WRITE = """\
 most = 32  # tokens to write
@@ -87,7 +91,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
     tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=Path("tmp-cache"))
     opening = vocabulary.opening_of(tokenizer)
     start = _START.format(loading=loading("AutoModelForCausalLM", folder))
-    prompt = _TEXT.format(opening=f"{opening} + " if opening else "")
+    prompt = _TEXT + (_OPENED.format(opening=opening) if opening else "")
     if is_chat:
         has_date = "date_string" in str(tokenizer.chat_template)
         prompt = _CHAT.format(more=_ON_DAY if has_date else "")
@@ -99,6 +103,8 @@ def usage(cfg: Config, folder: Path) -> Usage:
     limits = [
         f"It was trained on at most {cfg.data.max_tokens} tokens at a time; what it says may be "
         "wrong.",
+        "Where a prompt and its answer need more positions than the model has, `python -m trainer "
+        "predict` leaves out the prompt's beginning, and the program above does not.",
     ]
     library = "peft" if are_in(folder) else "transformers"
     return Usage(library, [("Load it", start + prompt + write)], limits)

@@ -14,6 +14,7 @@ Source of the arithmetic: XC-Cache (ServiceNow), as published for each family of
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -288,12 +289,8 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         flat_ids, flat_mask = ids.flatten(0, -2), mask.flatten(0, -2)
         if self.config.has_adapters:  # they belong to the decoder alone
             self.base.disable_adapters()
-        states = _body(self.base)(
-            input_ids=flat_ids,
-            attention_mask=flat_mask,
-            position_ids=_positions(flat_mask),
-            use_cache=False,
-        ).last_hidden_state
+        how = {"input_ids": flat_ids, "attention_mask": flat_mask, "use_cache": False}
+        states = _body(self.base)(**how, position_ids=_positions(flat_mask)).last_hidden_state
         if self.config.has_adapters:
             self.base.enable_adapters()
         states_BLD, kept_BL = states.reshape(len(ids), -1, states.shape[-1]), mask.flatten(1).bool()
@@ -309,22 +306,25 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> str:
         """The most likely answer to one question about a context that was read."""
         how = self.config.text
-        text = how["prompt"].replace("{question}", question)
-        prompt = self._ids(tokenizer, text)
-        if len(prompt) > how["decoder_tokens"]:
-            limit = how["decoder_tokens"]
-            raise ValueError(f"the prompt has {len(prompt)} tokens, want at most {limit}")
+        most = max_new_tokens or self.generation_config.max_new_tokens
+        room = self.base.config.max_position_embeddings - most
+        if room < 1:
+            raise ValueError(f"got max_new_tokens={most}, want fewer than {room + most} positions")
+        whole = self._ids(tokenizer, how["prompt"].replace("{question}", question))
+        prompt = whole[: how["decoder_tokens"]]
+        if len(prompt) > room:  # it loses its beginning, but not the tokens that open every text
+            rest = room - len(how["opening"])
+            prompt = [*how["opening"], *prompt[-rest:]] if rest > 0 else prompt[-room:]
+        if len(prompt) < len(whole):
+            warnings.warn(f"{len(prompt)} of {len(whole)} prompt tokens are read", stacklevel=2)
         ids = torch.tensor([prompt], device=self.base.device)
-        more = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-        tokens = self.generate(ids, attention_mask=torch.ones_like(ids), context=context, **more)
-        new = tokens[0, len(prompt) :].tolist()
+        told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": most}
+        new = self.generate(ids, context=context, **told)[0, len(prompt) :].tolist()
         ends = self.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         answer = new[: next((at for at, token in enumerate(new) if token in ends), len(new))]
-        written = tokenizer.decode(
-            answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return written.removeprefix(how["before_answer"])
+        spelt = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return tokenizer.decode(answer, **spelt).removeprefix(how["before_answer"])
 
     def generate(self, *args: Any, context_input_ids: Any = None, **how: Any) -> Any:
         """As in transformers, with a `context`, or context_input_ids and context_attention_mask,
@@ -410,9 +410,8 @@ class LatheCrossAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _behind(self, index: int) -> Any:
         def hook(_: Any, __: Any, out: Any) -> Any:
-            if isinstance(out, tuple):
-                return (self._added(index, out[0]), *out[1:])
-            return self._added(index, out)
+            is_tuple = isinstance(out, tuple)
+            return (self._added(index, out[0]), *out[1:]) if is_tuple else self._added(index, out)
 
         return hook
 

@@ -1,9 +1,9 @@
 """Questions, passages and answers as token ids.
 
 The reader sees "question: Q title: T context: C" for every passage. The question and the passage
-are tokenised apart, each once: SentencePiece and byte-level tokenizers always cut at a space, so
-the ids of both halves, joined, are those of the whole. Source of the prompt: facebookresearch/FiD
-and karlstratos/minFiD, which agree on it.
+are tokenised apart, each once: T5's and byte-level tokenizers always cut at a space, so the ids of
+both halves, joined, are those of the whole. (Llama 2's puts a blank of its own before the second
+half.) Source of the prompt: facebookresearch/FiD and karlstratos/minFiD, which agree on it.
 """
 
 from __future__ import annotations

@@ -30,10 +30,13 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 
 @torch.no_grad()
 def answer(question, passages):
+    def tokens(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    asked = tokens(f"question: {{question}}")
     states = []
     for title, text in passages:  # the encoder reads one passage at a time, ...
-        prompt = f"question: {{question}} title: {{title}} context: {{text}}"
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"][:{passage_tokens}]
+        ids = (asked + tokens(f" title: {{title}} context: {{text}}"))[:{passage_tokens}]
         states.append(model.get_encoder()(input_ids=torch.tensor([ids])).last_hidden_state)
     fused = torch.cat(states, dim=1)  # ... and the decoder reads all of them together
     mask = torch.ones(fused.shape[:2], dtype=torch.long)

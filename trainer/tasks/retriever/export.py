@@ -89,6 +89,9 @@ def write(
         if place != folder:
             # an experiment whose base is this one finds the folder by its config.json
             model_folder.write_config(folder, config)
+    is_for_sentences = sentence_folder.can_say(cfg)
+    if is_for_sentences:
+        tokenizer = sentence_folder.with_pad(tokenizer)
     model_folder.write_tokenizer(folder, tokenizer)
     pooler = {
         name.partition(".")[2]: values
@@ -97,7 +100,7 @@ def write(
     }
     if pooler:
         _write_pooler(folder, pooler, cfg.encoder)
-    if sentence_folder.can_say(cfg):
+    if is_for_sentences:
         width = configs[QUERY].hidden_size
         ours = {name: values for name, values in pooler.items() if name.startswith("linear_q.")}
         sentence_folder.write(folder, cfg, width=width, pooler=ours)

@@ -6,6 +6,7 @@ They have the form of its version 2, which later versions read as well (6.2 is t
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -34,6 +35,17 @@ def can_say(cfg: Config) -> bool:
     with the tokenizer's own special tokens.
     """
     return cfg.encoder.tied and not cfg.exports_adapters and not cfg.data.append_eos
+
+
+def with_pad(tokenizer: Any) -> Any:
+    """The tokenizer with a token to pad with, which sentence-transformers wants even for one text.
+    Pads are masked, so the one that ends or begins texts will do.
+    """
+    if tokenizer.pad_token is not None:
+        return tokenizer
+    padding = copy.deepcopy(tokenizer)
+    padding.pad_token = tokenizer.eos_token or tokenizer.bos_token
+    return padding
 
 
 def write(folder: Path, cfg: Config, *, width: int, pooler: dict[str, Tensor]) -> None:

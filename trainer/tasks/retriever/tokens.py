@@ -39,9 +39,11 @@ class Tokens:
                 "with them). Use another tokenizer."
             )
         self.before, self.after = whole[:start], whole[start + len(plain) :]
-        if data.append_eos:
-            end = vocabulary.eos_id(tokenizer)
-            self.after = [*self.after, end] if self.after[-1:] != [end] else self.after
+        end = [vocabulary.eos_id(tokenizer)] if data.append_eos else []
+        # whether an end is needed that the tokenizer does not write by itself
+        self.appends_end = bool(end) and self.after[-1:] != end
+        if self.appends_end:
+            self.after = [*self.after, *end]
 
     def limit(self, side: Side) -> int:
         """The most tokens that a text may have, special tokens included."""

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.data import vocabulary
 from trainer.data.readers import fields
 from trainer.models import adapters
 from trainer.models.families import T5
 from trainer.protocol.abilities import CutRow, Prediction, Usage
 from trainer.tasks.retriever import export, sentence_folder
 from trainer.tasks.retriever.config import Config
+from trainer.tasks.retriever.tokens import Tokens
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,9 +49,10 @@ pooler = {pooler}
 
 @torch.no_grad()
 def embed(texts, side):
-    ids = [tokenizer(prefix[side] + text, truncation=True, max_length=most[side])["input_ids"]
+    room = most[side]{less}
+    ids = [tokenizer(prefix[side] + text, truncation=True, max_length=room)["input_ids"]
            for text in texts]
-{ended}    rows = [torch.tensor(row) for row in ids]
+    rows = [torch.tensor(row{ended}) for row in ids]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
     mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()
@@ -72,18 +75,17 @@ _PROJECTED = """\
     weight, bias = (pooler[f"{layer}.{name}"].float() for name in ("weight", "bias"))
     vectors = linear(vectors, weight, bias)
 """
-_ENDED = """\
-    ids = [row[: most[side] - 1] + [tokenizer.eos_token_id] for row in ids]
-"""
 
 
 def usage(cfg: Config, folder: Path) -> Usage:
     """Programs and limits of the export in `folder`."""
     data = cfg.data
-    plain = ("In plain transformers", _plain(cfg, folder))
+    tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=Path("tmp-cache"))
+    tokens = Tokens(tokenizer, data)
+    plain = ("In plain transformers", _plain(cfg, folder, appends_end=tokens.appends_end))
     limits = [
         f"Of a query it reads the first {data.query_tokens} tokens, of a passage the first "
-        f"{data.passage_tokens}. A passage with a title was read as title, {data.separator!r}, "
+        f"{data.passage_tokens}. A passage with a title was read as title, {tokens.separator!r}, "
         "text.",
         "Relevance is the dot product of two vectors of this model, and of no other.",
     ]
@@ -101,7 +103,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
     return Usage("sentence-transformers", [("In sentence-transformers", _SENTENCES), plain], limits)
 
 
-def _plain(cfg: Config, folder: Path) -> str:
+def _plain(cfg: Config, folder: Path, *, appends_end: bool) -> str:
     how, data = cfg.encoder, cfg.data
     has_pooler = (folder / export.POOLER).is_file()
     config = folder / "config.json"
@@ -113,7 +115,8 @@ def _plain(cfg: Config, folder: Path) -> str:
         prefixes={"query": data.query_prefix, "passage": data.passage_prefix},
         limits={"query": data.query_tokens, "passage": data.passage_tokens},
         pooler=f'torch.load(f"{{FOLDER}}/{export.POOLER}")' if has_pooler else "None",
-        ended=_ENDED if data.append_eos else "",
+        less=" - 1" if appends_end else "",
+        ended=" + [tokenizer.eos_token_id]" if appends_end else "",
         pooled=_POOLED[how.pooling],
         projected=_PROJECTED if has_pooler else "",
         vectors="normalize(vectors, dim=-1)" if how.normalize else "vectors",

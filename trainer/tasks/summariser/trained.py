@@ -25,7 +25,7 @@ FOLDER = "."  # of this card
 {loading}
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 document = "Ada keeps the red key in the cellar. The attic is empty."
-ids = tokenizer({prefix!r} + document, add_special_tokens=False)["input_ids"]
+ids = tokenizer({prefix!r} + document.strip(), add_special_tokens=False)["input_ids"]
 ids = torch.tensor([ids[:{room}] + [tokenizer.eos_token_id]])
 made = model.generate(ids, attention_mask=torch.ones_like(ids))
 ends = model.generation_config.eos_token_id  # of generation_config.json: one id, or several
