@@ -103,8 +103,8 @@ def usage(cfg: Config, folder: Path) -> Usage:
     limits = [
         f"It was trained on at most {cfg.data.max_tokens} tokens at a time; what it says may be "
         "wrong.",
-        "Where a prompt and its answer need more positions than the model has, `python -m trainer "
-        "predict` leaves out the prompt's beginning, and the program above does not.",
+        "Of a prompt that fills all positions of the model `python -m trainer predict` leaves out "
+        "the beginning; the program above refuses it.",
     ]
     library = "peft" if are_in(folder) else "transformers"
     return Usage(library, [("Load it", start + prompt + write)], limits)
