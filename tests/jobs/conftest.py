@@ -134,8 +134,16 @@ class Place:
     def until(
         self, is_so: Callable[[list[dict[str, Any]]], bool], *, within_s: float = 120
     ) -> list[dict[str, Any]]:
-        """Rows as soon as `is_so(rows)`; fails after `within_s`."""
-        return wait_until(self.status, is_so, within_s=within_s)
+        """Rows as soon as `is_so(rows)`; fails after `within_s`, with the states and the logs of the
+        queue.
+        """
+        try:
+            return wait_until(self.status, is_so, within_s=within_s)
+        except AssertionError:
+            queue = self.base.parent / "queue"
+            seen = [(row["exp_id"], row["state"], row["reason"]) for row in self.status()]
+            logs = [path.read_text() for path in sorted(queue.rglob("*.log"))]
+            pytest.fail("\n".join(map(str, [*seen, *logs])))
 
     def until_all(self, *states: str, within_s: float = 120) -> list[dict[str, Any]]:
         """Rows as soon as every one is in one of `states`."""
