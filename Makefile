@@ -28,7 +28,7 @@ demo: setup
 test: setup
 	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not long"
 
-# What is too slow for `make test`: under 30 minutes, before a release.
+# What is too slow for `make test`: 45 minutes, before a release.
 test-long: setup
 	$(ENV) $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m long
 

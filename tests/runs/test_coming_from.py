@@ -1,5 +1,5 @@
 """The commands of docs/coming-from/ that begin with "$" run as they stand, on tiny models and rows:
-the page's names of models and numbers of steps are replaced, and nothing else.
+the page's names of models, numbers of steps and sizes of batches are replaced, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +135,7 @@ def of_sentence_transformers(place: Path) -> None:
         for number, row in enumerate(facts(0, 60))
     ]
     lines(place / "data" / "train.jsonl", rows)
-    lines(place / "texts.jsonl", [{"query": row["anchor"]} for row in rows[:2]])
+    lines(place / "texts.jsonl", [{"anchor": row["anchor"]} for row in rows[:2]])
 
 
 DATA: dict[str, Callable[[Path], None]] = {
@@ -171,14 +173,20 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replaced(text: str, bases: Path) -> str:
-    """A file of a page with tiny models, and two steps."""
+    """A file of a page with tiny models, and two steps of few rows."""
 
     def base(found: re.Match[str]) -> str:
         return f"{found[1]}{bases / BASES.get(found[2], 'decoder')}{found[3]}"
 
     text = re.sub(r'("base": ")([^"{]+)(")', base, text)
     text = re.sub(r"(^\s*base: )(\S+)()", base, text, flags=re.M)
-    return re.sub(r"(\bsteps\"?: )[\d_]+", r"\g<1>2", text)
+    for name, most in (("steps", 2), ("global_batch", 4), ("micro_batch", 2)):
+        text = re.sub(rf'(\b{name}"?: )([\d_]+)', partial(_at_most, most=most), text)
+    return text
+
+
+def _at_most(found: re.Match[str], *, most: int) -> str:
+    return f"{found[1]}{min(most, int(found[2]))}"
 
 
 def newest_run(place: Path) -> str:
@@ -203,7 +211,7 @@ def test_the_commands_of_a_page_run(program: str, bases: Path, tmp_path: Path) -
         if words[0] == "torchrun":
             shutil.rmtree(tmp_path / "results")  # what is finished is left alone
             path = f"{script.parent}{os.pathsep}{os.environ['PATH']}"
-            command = [str(Path(shutil.which("torchrun") or "torchrun")), *words[1:]]
+            command = [str(Path(sys.executable).with_name("torchrun")), *words[1:]]
             how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 900}
             ended = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PATH": path}, **how)
         else:

@@ -518,6 +518,13 @@ def test_rows_to_predict_need_not_hold_what_is_learnt(tmp_path: Path) -> None:
         {"messages": TURNS},
     ]
     assert of([{"question": "q", "context": "c"}], QUESTIONS, format="dpr")[0]["context"] == "c"
+    columns = {"question": "anchor", "contexts": "positive"}
+    (row,) = of([{"anchor": "q"}], QUESTIONS, columns=columns)
+    assert row["question"] == "q"
+    (row,) = of([{"question": "q", "ctxs": []}], QUESTIONS, columns=columns)
+    assert row["question"] == "q"
+    with refused("column_absent", key="question", column="anchor"):
+        of([{"text": "q"}], QUESTIONS, columns=columns)
 
 
 def test_json_that_is_one_object_over_several_lines_is_a_row(tmp_path: Path) -> None:

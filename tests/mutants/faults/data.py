@@ -30,6 +30,13 @@ FAULTS = [
         tests=USUAL,
     ),
     Fault(
+        "trainer/data/usual/rows.py",
+        "if columns or are_own:",
+        "if False:",
+        why="a row to predict must hold the columns of what is learnt",
+        tests=USUAL,
+    ),
+    Fault(
         "trainer/data/usual/signs.py",
         "if not any(found) or is_own(first[0][1], layout):",
         "if not any(found):",

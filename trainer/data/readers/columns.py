@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import FROM
@@ -70,6 +70,16 @@ def in_our_names(
         yield place, watched(row, raw=raw, sources=sources, replaced=replaced)
 
 
+def columns_in(rows: Sequence[tuple[str, Row]], columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Those of `columns` whose first part one of the rows has."""
+    present = {str(name) for _, row in rows for name in row}
+    return {name: said for name, said in columns.items() if _is_in(_column_of(said), present)}
+
+
+def _is_in(column: str, present: Collection[str]) -> bool:
+    return column in present or _parts(column)[0].removesuffix("[]") in present
+
+
 def _column_of(said: Column) -> str:
     """The column that a value of data.columns names."""
     return said if isinstance(said, str) else said[FROM]
@@ -79,11 +89,7 @@ def _check_columns(rows: list[tuple[str, Row]], columns: Mapping[str, Column]) -
     """ConfigError for a column whose first part no row has; it names the existing columns."""
     present = list(dict.fromkeys(str(name) for _, row in rows for name in row))
     ours = {_column_of(said): name for name, said in columns.items()}
-    missing = [
-        column
-        for column in ours
-        if column not in present and _parts(column)[0].removesuffix("[]") not in present
-    ]
+    missing = [column for column in ours if not _is_in(column, present)]
     if not rows:
         return
     if not missing:

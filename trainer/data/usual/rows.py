@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from trainer.config.formats.table import FORMATS, FormatName
 from trainer.data.left_out import count_format
 from trainer.data.readers import fields
-from trainer.data.readers.columns import in_our_names
+from trainer.data.readers.columns import columns_in, in_our_names
 from trainer.data.usual import instructions, kilt, questions
 from trainer.data.usual.placed import Around, Placed, Reader, as_they_are
 from trainer.data.usual.signs import OURS, format_of, is_own
@@ -100,7 +100,11 @@ def unlabelled(
     """
     around = Around(folder, is_labelled=False)
     first, rows = _peeked(iter(rows))
-    if own.format is None or own.columns or not all(is_own(raw, layout) for _, raw in first):
+    are_own = all(is_own(raw, layout) for _, raw in first)
+    columns = columns_in(first, own.columns)
+    if columns or are_own:  # else the error names the columns that are not there
+        own = own.model_copy(update={"columns": columns})
+    if own.format is None or own.columns or not are_own:
         placed = in_our_form(rows, own, layout, what="", around=around)
     else:
         placed = in_our_names(rows, {}, layout)
