@@ -161,7 +161,7 @@ def test_a_savedir_with_spaces_and_quotes_works_and_a_line_break_is_refused(
 def test_the_published_line_gives_nothing_to_a_shell(
     place: Make, tmp_path: Path, queue: Path
 ) -> None:
-    here, trap = place(1), tmp_path / "trap"
+    here, trap = place(1, is_base_there=False), tmp_path / "trap"
     line = [
         "-e",
         "sweep",
