@@ -5,6 +5,7 @@ groups in YAML and JSON.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,6 +44,18 @@ def group_file(folder: Path, **groups: Any) -> Path:
     path = folder / "mine.json"
     path.write_text(json.dumps(groups))
     return path
+
+
+def test_a_file_that_is_changed_within_a_second_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "mine.py"
+    for seed in (3, 4):
+        path.write_text(f"EXP_GROUPS = {{'mine': [{{'seed': {seed}}}]}}")
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        assert read(path) == {"mine": [{"seed": seed}]}
+    assert [one.name for one in tmp_path.iterdir()] == ["mine.py"]
 
 
 def test_every_command_of_both_programs_is_one_of_lathe() -> None:

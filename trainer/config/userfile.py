@@ -5,12 +5,14 @@ folders and files that a dictionary names by a relative path. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from trainer.errors import ConfigError
@@ -27,12 +29,9 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
     the file should define; and for whatever goes wrong in it, with its own line.
     """
     path = path.absolute()  # as its frames name it
-    spec = (
-        importlib.util.spec_from_file_location(f"user_{path.stem}", path)
-        if path.suffix == ".py"
-        else None
-    )
-    if spec is None or spec.loader is None or not path.is_file():
+    name = f"user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
+    if spec is None or spec.loader is None or path.suffix != ".py" or not path.is_file():
         raise ConfigError(
             f"{flag} {path}: {_problem(path)}; want the path of a Python file (.py) that defines "
             f"{defines}.{_ADVICE.get(path.suffix.lower(), '')}"
@@ -49,6 +48,15 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
             f"{path}:{_line(error, path)}: {type(error).__name__}: {error}"
         ) from error
     return vars(module)
+
+
+class _Source(importlib.machinery.SourceFileLoader):
+    """Compiles the file as it is now. Python (3.11) takes a compiled copy for the file's own while
+    its length and the second of its last change are the same: a quick edit would be passed over.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,13 @@ UNCLEAR = "tests/runs/test_unclear_input.py"
 
 FAULTS = [
     Fault(
+        "trainer/config/userfile.py",
+        "return self.source_to_code(self.get_data(self.path), self.path)",
+        "return super().get_code(fullname)",
+        why="a quick change of a file of groups is passed over",
+        tests="tests/unit/test_lathe_command.py",
+    ),
+    Fault(
         "trainer/training/loop.py",
         "            progress.owes_evaluation = due.evaluation",
         "            progress.owes_evaluation = False",
