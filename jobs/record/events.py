@@ -26,7 +26,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
 from jobs.errors import Busy
 from jobs.job_state import STATES
@@ -268,8 +268,6 @@ def lock(folder: RunFolder, *, wait_s: float) -> Generator[None]:
 def _take(folder: RunFolder, stack: contextlib.ExitStack, wait_s: float) -> None:
     try:
         stack.enter_context(FileLock(folder.lock, timeout=wait_s, poll_interval=0.02))
-    except NotImplementedError:  # a file system without flock: a lock file that names its owner
-        stack.enter_context(SoftFileLock(folder.lock, timeout=wait_s))
     except Timeout:
         raise
     except OSError as error:

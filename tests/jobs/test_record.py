@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.errors import Busy
 from jobs.protocol import array_token, token_of
 from jobs.record import events as record
 from jobs.record.paths import RunFolder
@@ -101,6 +104,20 @@ def test_tokens_are_deterministic_unique_to_the_record_and_made_of_letters_that_
         letter.islower() or letter.isdigit() or letter == "_"
         for letter in token + array_token(["a"])
     )
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_on_a_file_system_without_flock_one_holds_the_lock(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with record.lock(folder, wait_s=0.1), pytest.raises(Busy), record.lock(folder, wait_s=0.1):
+        pass
+    with record.lock(folder, wait_s=0.1):  # it is free again
+        pass
 
 
 def test_a_lock_whose_holder_was_killed_is_free(folder: RunFolder) -> None:
