@@ -150,6 +150,7 @@ def no_test_depends_on_another() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def steps_are_measured_without_importing_again() -> Iterator[None]:
     """Five CPU seconds less for each process; trainval.py starts a real one in its tests."""
+    from trainer.plan.memory import measure
 
     def started(said: Any) -> Any:
         from tests.forked import Measurer
@@ -157,7 +158,7 @@ def steps_are_measured_without_importing_again() -> Iterator[None]:
         return Measurer(said)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.plan.memory.measure._start", started)
+        patch.setattr(measure, "_start", started)
         yield
 
 

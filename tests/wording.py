@@ -392,6 +392,38 @@ DICTIONARY = wording(
     tracker_unknown="{tracker!r} does not exist.",
     best_is_unknown="train.best='{metric}': got no train.best_is",
 )
+API = (
+    wording(
+        # texts of a KeyboardInterrupt
+        interrupt_saved="{signal}: the run is stopped after step {step} of {total}, and saved in {folder}. The same call",
+        interrupt_left="left without saving. The same call",
+    )
+    | wording(
+        ConfigError,
+        argument_unknown="{name}=...: there is no such flag.",
+        argument_kind="{name}={value!r}: want a value of type {kind}.",
+        argument_path="{name}={value!r}: want a path.",
+        argument_least="{name}={value!r}: want at least {least}.",
+        experiment_wanted="the experiment is a {kind}, want its dictionary",
+        count_wanted="{name}={value!r}: want a whole number of at least 1",
+        thread_of_api="fine_tune: it was called in another thread than the main one",
+        launcher_of_api="fine_tune: {names} is set, but fine_tune starts its ranks itself.",
+        group_of_api="fine_tune: torch.distributed has a process group already",
+        list_of_experiments="submit: want a list of experiments",
+        backend_unknown="-j {name}: there is no such backend",
+        experiments_equal="-e {group}: some of its experiments are the same",
+        run_folder_absent="{folder}: there is no such folder (...). Give results/",
+        metrics_absent="{folder} has no metrics.jsonl",
+        nothing_to_draw="has no line yet",
+        answer_reads_no_contexts="answer: a language model reads no contexts",
+        answer_reads_text="answer: got messages, and this model reads one question",
+    )
+    | wording(
+        DataError,
+        row_kind="rows, row {row} is a {kind}, want a dictionary",
+        row_not_json="rows, row {row} holds what JSON cannot",
+    )
+)
 COLUMNS = wording(
     ConfigError,
     columns_unknown="columns: {column!r} is no field of source={source!r}....ours are {ours}",
@@ -931,6 +963,7 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "sets": SETS,
     "dictionary": DICTIONARY,
     "columns": COLUMNS,
+    "api": API,
     "groups": GROUPS,
     "deepspeed": DEEPSPEED,
     "bases": BASES,

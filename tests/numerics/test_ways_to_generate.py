@@ -20,8 +20,9 @@ from tests.contract.runs import from_folder
 from tests.facts import LLAMA, TINY_T5, experiment, write_facts
 from tests.wording import refused
 from trainer import tasks
-from trainer.commands.answer import Opened, answers
+from trainer.commands.answer import answers
 from trainer.commands.options import module_of
+from trainer.evaluation.predict import OpenExport
 from trainer.models.texts import TORN
 from trainer.models.weights import generation_file
 from trainer.protocol.abilities import Prediction, Search
@@ -72,7 +73,7 @@ def exported(values: dict[str, Any], folder: Path, out: Path) -> tuple[Any, Any,
     model = task.model().eval()
     task.export({name: one.detach() for name, one in model.named_parameters()}, out)
     other = tasks.load(cfg, places)
-    return task, model, Opened(other, other.load_export(out).eval(), out)
+    return task, model, OpenExport(other, other.load_export(out).eval(), out)
 
 
 def row_of(kind: str) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def row_of(kind: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": QUESTION}]}
 
 
-def trained_of(opened: Opened) -> Any:
+def trained_of(opened: OpenExport) -> Any:
     return module_of(opened.task.cfg.task, "trained", "predict")
 
 
@@ -99,14 +100,14 @@ def evaluated(kind: str, task: Any, model: Any) -> str | None:
         return task.answers(model, [row], [{"question": "", "answers": []}]).predictions[0]
 
 
-def predicted(kind: str, opened: Opened, how: Prediction) -> str:
+def predicted(kind: str, opened: OpenExport, how: Prediction) -> str:
     trained = trained_of(opened)
     row = trained.row_to_predict(opened.task, row_of(kind), "here")
     with torch.no_grad():
         return trained.predict(opened.task, opened.model, [row], how)[0]["prediction"]
 
 
-def served(kind: str, opened: Opened, **more: Any) -> tuple[str, dict[str, Any]]:
+def served(kind: str, opened: OpenExport, **more: Any) -> tuple[str, dict[str, Any]]:
     """The text, and the last piece."""
     row = row_of(kind)
     asked = {"prompt": row["text"]} if "text" in row else row
@@ -117,7 +118,7 @@ def served(kind: str, opened: Opened, **more: Any) -> tuple[str, dict[str, Any]]
     return "".join(piece.get("text", "") for piece in pieces), pieces[-1]
 
 
-def written(kind: str, opened: Opened) -> str:
+def written(kind: str, opened: OpenExport) -> str:
     """What the card's program prints."""
     [(_, code)] = trained_of(opened).usage(opened.task.cfg, opened.folder).programs
     code = code.replace('FOLDER = "."', f"FOLDER = {str(opened.folder)!r}")
@@ -286,7 +287,7 @@ def test_templates_times_rows_times_ways_are_equal(folder: Path, tmp_path: Path)
     print(f"SHOW {len(TEMPLATES)} templates x {len(ROWS)} rows x {num_ways} ways: equal")
 
 
-def ways_of(opened: Opened, raws: list[dict[str, Any]]) -> dict[str, list[str]]:
+def ways_of(opened: OpenExport, raws: list[dict[str, Any]]) -> dict[str, list[str]]:
     """By the name of a way: the answers to all rows."""
     trained, task, model = trained_of(opened), opened.task, opened.model
     how = Prediction(max_tokens=LONGEST)
@@ -317,7 +318,7 @@ def ways_of(opened: Opened, raws: list[dict[str, Any]]) -> dict[str, list[str]]:
         }
 
 
-def by_transformers(opened: Opened, raw: dict[str, Any]) -> str:
+def by_transformers(opened: OpenExport, raw: dict[str, Any]) -> str:
     """As whoever loads the export does it, without our prompts and our loop."""
     tokenizer, base = opened.task.tokenizer, opened.model.base
     if "text" in raw:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -21,7 +22,8 @@ from trainer.data import left_out
 from trainer.data.content import content_of
 from trainer.data.control_tokens import reason
 from trainer.data.readers.questions import completions
-from trainer.evaluation import predict
+from trainer.data.readers.row_files import placed_rows
+from trainer.evaluation.predict import OpenExport, judge_rows
 from trainer.launch import preflight
 from trainer.launch.run_folder import tell_changed_data
 from trainer.protocol.abilities import Prediction
@@ -172,17 +174,19 @@ def test_predict_tells_control_tokens_before_a_row_is_predicted_and_refuses_them
 ) -> None:
     task = task_of("fid", facts, tmp_path)
     write_lines(tmp_path / "rows.jsonl", [{"question": f"q {END}", "ctxs": []}])
+    opened_model = OpenExport(task, nn.Module(), tmp_path)
     for is_strict in (False, True):
-        request = predict.RowsToPredict(
-            tmp_path, tmp_path / "rows.jsonl", tmp_path / "o", Prediction(), strict=is_strict
+        placed = placed_rows(tmp_path / "rows.jsonl")
+        judge = functools.partial(
+            judge_rows, opened_model, placed, Prediction(), what="rows", strict=is_strict
         )
         if not is_strict:
-            predict._judge_rows(request, task, nn.Module())
+            judge()
             assert reason(("question", END)) in caplog.text
             continue
         place = f"{tmp_path / 'rows.jsonl'}, line 1"
         with refused("strict_refuses", count=1, why=reason(("question", END)), places=place):
-            predict._judge_rows(request, task, nn.Module())
+            judge()
 
 
 def test_prepare_refuses_what_is_left_out_and_leaves_no_file(facts: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +20,7 @@ import torch
 
 from trainer.commands.options import module_of
 from trainer.errors import ConfigError, LatheError
+from trainer.evaluation.predict import OpenExport
 from trainer.evaluation.run import Question, open_model
 from trainer.files.atomic import read_json
 from trainer.metrics.mergeable import cut_at
@@ -39,7 +39,7 @@ def main() -> int:
         _say(out, {"error": f"{folder} holds no exp_dict.json"})
         return ConfigError.exit_code
     try:
-        model_of_run = Opened(
+        model_of_run = OpenExport(
             *open_model(Question(values, model="final"), Options(folder.parent, cache_dir=cache))
         )
     except LatheError as error:
@@ -58,17 +58,8 @@ def _say(out: IO[str], answer: dict[str, Any]) -> None:
     out.flush()
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A trained model with its task and its folder."""
-
-    task: Any
-    model: Any
-    folder: Path
-
-
 @torch.inference_mode()
-def answers(opened_run: Opened, questions: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def answers(opened_run: OpenExport, questions: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Pieces of the answers to waiting questions, each with the number of its question."""
     task, model = opened_run.task, opened_run.model
     texts: list[GrowingText] = []
@@ -153,7 +144,7 @@ def _logprobs(text: GrowingText) -> list[dict[str, Any]]:
     return told
 
 
-def _answer(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _answer(opened_run: OpenExport, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Answer equal kinds of questions together; one by one if one of them cannot be answered."""
     try:
         return _of_kind(opened_run, group)
@@ -163,7 +154,7 @@ def _answer(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, A
         return [answer for one in group for answer in _answer(opened_run, [one])]
 
 
-def _of_kind(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _of_kind(opened_run: OpenExport, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
     task, model = opened_run.task, opened_run.model
     if "texts" in group[0] and isinstance(task, Embeds):
         return _vectors(task, model, group)

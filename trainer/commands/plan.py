@@ -118,28 +118,13 @@ def _import_models_without_scipy() -> None:
 
 
 def _show_plan(subject: Subject, target: Target, *, as_json: bool) -> None:
-    from trainer.plan.memory import plan_text
-    from trainer.plan.memory.advice import advise, choose_recomputation
+    from trainer.plan.forecast import forecast
     from trainer.plan.memory.fake_step import answer_all
     from trainer.plan.memory.measure import measuring
-    from trainer.plan.memory.plan import make
-    from trainer.plan.time import text
-    from trainer.plan.time.run_time import run_time
 
-    cublas = 0 if target.device is None else target.device.cublas_nbytes
     with measuring(answer_all):
-        subject = choose_recomputation(subject, target.device)
-        memory = make(subject, cublas=cublas)
-        advice = advise(subject, memory, target.device, cublas=cublas)
-        rates = target.rates
-        time = None if rates is None else run_time(subject, rates, target.cluster)
-    if as_json:
-        content = {"plan": memory.plan.plain(), "advice": advice.plain()}
-        content |= {} if time is None else {"time": time.plain()}
-        typer.echo(json.dumps(content, indent=1))
-        return
-    typer.echo(plan_text.page(memory.plan, advice, target.device, world=target.cluster.world))
-    typer.echo(target.no_time if time is None else text.page(time))
+        made = forecast(subject, target)
+    typer.echo(json.dumps(made.plain(), indent=1) if as_json else made)
 
 
 def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_json: bool) -> None:

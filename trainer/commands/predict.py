@@ -61,11 +61,6 @@ def predict(
     from trainer.evaluation import predict as prediction
     from trainer.protocol.abilities import Prediction, Search
 
-    if temperature is None and num_answers > num_beams:
-        raise ConfigError(
-            f"--num_answers {num_answers} with --num_beams {num_beams}: that many beams end in no "
-            f"more answers. Use --num_beams {num_answers} or more, or --temperature."
-        )
     how = Prediction(Search(num_beams, num_answers, temperature, top_p, seed), max_tokens)
     rows: dict[str, Any] = {"batch": batch, "cache_dir": cache_dir, "strict": strict}
     request = prediction.RowsToPredict(model, data_path, out, how, **rows)

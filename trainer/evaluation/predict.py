@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -72,6 +72,7 @@ def predict(request: RowsToPredict) -> int:
     Every rank of a launcher calls it. ConfigError and DataError for a missing model, invalid rows
     or an existing output. Pieces that were predicted before an error stay.
     """
+    check_search(request.how)
     parts = request.out.with_name(f".{request.out.name}.parts")
     out = request.out
     if not out.absolute().parent.is_dir():
@@ -83,16 +84,20 @@ def predict(request: RowsToPredict) -> int:
     rank, world = (int(os.environ.get(name, other)) for name, other in _RANKS.items())
     if torch.cuda.is_available():
         torch.cuda.set_device(distributed.device())
-    values, folder = export_of(request.model)
-    places = folder.resolve().parent.parent
     data = request.rows if request.rows.is_dir() else request.rows.parent
-    options = Options(places, data_path=data, cache_dir=request.cache_dir)
-    task, model, _ = open_model(Question(values, model=str(folder)), options)
-    batch = request.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
-    cut_tokens = _judge_rows(request, task, model)
+    opened_model = open_export(request.model, data=data, cache_dir=request.cache_dir)
+    task, folder = opened_model.task, opened_model.folder
+    batch = request.batch or rows_at_once(task)
+    cut_tokens = judge_rows(
+        opened_model,
+        row_files.placed_rows(request.rows),
+        request.how,
+        what=str(request.rows),
+        strict=request.strict,
+    )
     _begin(parts, request, folder, task, batch)
     pieces = _Pieces(parts, batch, rank, world, cut_tokens)
-    count = _write_pieces(pieces, request, task, model)
+    count = _write_pieces(pieces, request, opened_model)
     # not earlier: ranks have different numbers of forwards, so these must not be collectives
     distributed.init(timeout_s=_PATIENCE_S)
     distributed.barrier()
@@ -101,6 +106,42 @@ def predict(request: RowsToPredict) -> int:
 
 
 _RANKS = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+@dataclass(frozen=True)
+class OpenExport:
+    """A trained model on this process's device, with its task and its folder."""
+
+    task: Any
+    model: nn.Module
+    folder: Path
+
+
+def check_search(how: Prediction) -> None:
+    """ConfigError for a search that cannot find as many answers as are wanted."""
+    search = how.search
+    if search.temperature is None and search.num_answers > search.num_beams:
+        raise ConfigError(
+            f"--num_answers {search.num_answers} with --num_beams {search.num_beams}: that many "
+            f"beams end in no more answers. Use --num_beams {search.num_answers} or more, or "
+            "--temperature."
+        )
+
+
+def open_export(model: Path, *, data: Path | None, cache_dir: Path) -> OpenExport:
+    """The model of a run folder or of an exported folder, in evaluation mode. ConfigError if there
+    is none.
+
+    data: the folder of rows, if the experiment names files of it (a chat template).
+    """
+    values, folder = export_of(model)
+    options = Options(folder.resolve().parent.parent, data_path=data, cache_dir=cache_dir)
+    return OpenExport(*open_model(Question(values, model=str(folder)), options))
+
+
+def rows_at_once(task: Task) -> int:
+    """The rows of one forward, if nobody says another number."""
+    return task.cfg.train.eval_batch or task.cfg.train.micro_batch
 
 
 def export_of(model: Path) -> tuple[dict[str, Any], Path]:
@@ -158,30 +199,39 @@ def _begin(parts: Path, request: RowsToPredict, folder: Path, task: Task, batch:
         )
 
 
-def _rows(request: RowsToPredict, task: Any) -> Iterator[tuple[Any, str, Row]]:
+def _rows(placed: Iterable[tuple[str, Row]], task: Any) -> Iterator[tuple[Any, str, Row]]:
     """(id, place, object in our names) of every row, in their order."""
     data = task.cfg.data
     layout = data.layout() or Layout(())
-    placed = row_files.placed_rows(request.rows)
     rows = unlabelled(placed, data, layout, task.places.data_path)
     for number, (place, raw) in enumerate(rows):
         identity = fields.first_given(raw, fields.QUESTION_IDS)[1]
         yield number if identity is None else identity, place, raw
 
 
-def _judge_rows(request: RowsToPredict, task: Any, model: nn.Module) -> Sequence[int]:
+def judge_rows(
+    opened_model: OpenExport,
+    placed: Iterable[tuple[str, Row]],
+    how: Prediction,
+    *,
+    what: str,
+    strict: bool = False,
+) -> Sequence[int]:
     """Tell what is left out of the rows, cut or doubted; refuse it under --strict. No row is wrong
     in a piece that comes later: the first wrong one is an error here. Returns how many tokens
     limits cut off each row.
+
+    placed: (place, row); what: the name of all of them, for messages.
     """
+    task = opened_model.task
     controls, trained = controls_of(task), _trained(task)
     counts: cut_counts.CutCounts = {}
     cut_tokens = array("q")
     assert controls is not None, "every task that predicts has a tokenizer"
-    with left_out.one_reading(str(request.rows), strict=request.strict):
-        for _, place, raw in _rows(request, task):
+    with left_out.one_reading(what, strict=strict):
+        for _, place, raw in _rows(placed, task):
             row = trained.row_to_predict(task, raw, place)
-            cut_row = trained.cut_row(task, model, row, request.how)
+            cut_row = trained.cut_row(task, opened_model.model, row, how)
             cut_counts.add(counts, cut_row.cuts)
             cut_tokens.append(cut_row.tokens)
             for doubt in cut_row.doubts:
@@ -190,11 +240,11 @@ def _judge_rows(request: RowsToPredict, task: Any, model: nn.Module) -> Sequence
                 row = {name: raw[name] for name in _PROMPTS if name in raw}
             for control in controls.in_row(row):
                 left_out.note(place, reason(control), field=control[0])
-    logger.info("%s", _opening_line(request.rows, cut_tokens, counts))
+    logger.info("%s", _opening_line(what, cut_tokens, counts))
     return cut_tokens
 
 
-def _opening_line(rows: Path, cut_tokens: Sequence[int], counts: cut_counts.CutCounts) -> str:
+def _opening_line(rows: str, cut_tokens: Sequence[int], counts: cut_counts.CutCounts) -> str:
     """The rows, and what limits cut off them: "rows.jsonl: 37 rows; 2 of 37 prompts cut, ..."."""
     lost = [cut_line(name, one) for name, one in counts.items() if one["texts_cut"]]
     if not lost:
@@ -218,32 +268,75 @@ class _Pieces:
     world: int
     cut_tokens: Sequence[int]  # of every row
 
-    def line(self, number: int, name: Any, prediction: dict[str, Any]) -> str:
-        """The line of a row, which tells what was cut off it."""
-        told = {"id": name, **prediction}
-        if self.cut_tokens[number]:
-            told["cut_tokens"] = self.cut_tokens[number]
-        return json.dumps(told, ensure_ascii=False) + "\n"
 
-
-def _write_pieces(pieces: _Pieces, request: RowsToPredict, task: Any, model: nn.Module) -> int:
+def _write_pieces(pieces: _Pieces, request: RowsToPredict, opened_model: OpenExport) -> int:
     """Write the missing pieces of this rank; returns the number of all rows."""
-    trained = _trained(task)
-    rows, piece, count = _rows(request, task), 0, 0
-    batch = pieces.batch
-    while block := list(islice(rows, batch * _BATCHES)):
+    placed = row_files.placed_rows(request.rows)
+    piece = count = 0
+    for block in _blocks(placed, opened_model.task, pieces.batch, pieces.cut_tokens):
         path = pieces.folder / f"{piece:07d}.jsonl"
         if piece % pieces.world == pieces.rank and not path.is_file():
-            to_predict = [trained.row_to_predict(task, raw, place) for _, place, raw in block]
-            predictions = _predict_rows(trained, task, model, to_predict, request.how, batch)
-            lines = [
-                pieces.line(count + at, name, one)
-                for at, ((name, *_), one) in enumerate(zip(block, predictions, strict=True))
-            ]
+            predictions = _predict_block(opened_model, block, request.how, pieces.batch)
+            lines = [json.dumps(one, ensure_ascii=False) + "\n" for one in predictions]
             replace_file(path, "".join(lines).encode(), is_durable=False)
         piece, count = piece + 1, count + len(block)
         logger.info("%d rows", count)
     return count
+
+
+def predict_rows(
+    opened_model: OpenExport,
+    placed: Iterable[tuple[str, Row]],
+    how: Prediction,
+    *,
+    batch: int,
+    cut_tokens: Sequence[int],
+) -> list[dict[str, Any]]:
+    """The objects that predict() writes for rows, in order: {"id", ...}.
+
+    placed: (place, row). batch: rows of one forward. cut_tokens: what judge_rows() returned.
+    """
+    return [
+        prediction
+        for block in _blocks(placed, opened_model.task, batch, cut_tokens)
+        for prediction in _predict_block(opened_model, block, how, batch)
+    ]
+
+
+@dataclass(frozen=True)
+class _NamedRow:
+    """A row of a piece."""
+
+    id: Any
+    place: str
+    raw: Row  # in our names
+    cut_tokens: int  # that limits cut off it
+
+
+def _blocks(
+    placed: Iterable[tuple[str, Row]], task: Any, batch: int, cut_tokens: Sequence[int]
+) -> Iterator[list[_NamedRow]]:
+    """The rows of each piece."""
+    named = (
+        _NamedRow(name, place, raw, cut)
+        for (name, place, raw), cut in zip(_rows(placed, task), cut_tokens, strict=True)
+    )
+    while block := list(islice(named, batch * _BATCHES)):
+        yield block
+
+
+def _predict_block(
+    opened_model: OpenExport, block: list[_NamedRow], how: Prediction, batch: int
+) -> list[dict[str, Any]]:
+    """The predictions of one piece: the id of each row, what is predicted, what was cut off it."""
+    task = opened_model.task
+    trained = _trained(task)
+    to_predict = [trained.row_to_predict(task, row.raw, row.place) for row in block]
+    predictions = _predict_rows(trained, task, opened_model.model, to_predict, how, batch)
+    return [
+        {"id": row.id, **one, **({"cut_tokens": row.cut_tokens} if row.cut_tokens else {})}
+        for row, one in zip(block, predictions, strict=True)
+    ]
 
 
 def _predict_rows(

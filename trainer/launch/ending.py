@@ -16,6 +16,10 @@ from trainer.errors import EXIT_OK, LatheError
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+# The least level of what each of these libraries logs.
+LIBRARIES = dict.fromkeys(
+    ("httpx", "filelock", "DeepSpeed", "torch", "wandb", "urllib3"), logging.WARNING
+) | {"huggingface_hub": logging.ERROR}  # we raise one ConfigError when it cannot be reached
 
 
 def end(command: Callable[[], int]) -> NoReturn:
@@ -91,7 +95,10 @@ def set_up_logging() -> None:
     from trainer.telemetry.console import ConsoleHandler  # imports rich, which --help does not need
 
     logging.basicConfig(level=level, format="%(message)s", handlers=[ConsoleHandler()])
-    for name in ("httpx", "filelock", "DeepSpeed", "torch", "wandb", "urllib3"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # we raise one ConfigError when the Hub cannot be reached
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    quieten()
+
+
+def quieten() -> None:
+    """Let libraries log warnings only."""
+    for name, level in LIBRARIES.items():
+        logging.getLogger(name).setLevel(level)

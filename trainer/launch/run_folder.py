@@ -64,6 +64,7 @@ def open_record(plan: RunPlan, options: Options) -> Iterator[RunRecord]:
         total=plan.cfg.train.steps,
         wandb=options.wandb(plan.values),
         name=plan.name,
+        began_at=options.began_at,
         others=lambda: tracked_runs(
             tracker_names(options.trackers),
             plan.folder,

@@ -330,6 +330,16 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
+def end_group() -> None:
+    """Destroy the process groups of a process that goes on; init() may follow. For a group of one:
+    no other rank waits, and no connection is closed.
+    """
+    global _side_group, _leaves_alone
+    _side_group, _leaves_alone = None, False
+    if has_group():
+        dist.destroy_process_group()
+
+
 def leave_alone() -> None:
     """Let shutdown() end this process without waiting for other ranks."""
     global _leaves_alone

@@ -31,6 +31,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.requested = False
+        self.number: int | None = None  # of the signal that came first
         self._has_nothing_to_save = False
         self._teller: threading.Thread | None = None
         self._before = {
@@ -44,7 +45,7 @@ class Preemption:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
-        self.requested = True
+        self.requested, self.number = True, number
         # In another thread: this one may be writing a log line, and hold the lock for that.
         self._teller = threading.Thread(target=_say, args=(number, self._has_nothing_to_save))
         self._teller.start()

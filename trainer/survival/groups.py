@@ -51,6 +51,12 @@ def import_late_parts() -> None:
 
 def leave_groups() -> None:
     """Leave every process group, even if other ranks are gone; distributed.init() may follow."""
+    forget_groups()
+    distributed.leave_group()
+
+
+def forget_groups() -> None:
+    """Make DeepSpeed forget the process groups, which are about to end."""
     # deepspeed 0.19.8 keeps its backend and the groups that it made
     deepspeed.utils.groups._release_process_group_references(None)
     deepspeed.comm.comm.cdb = None
@@ -60,4 +66,3 @@ def leave_groups() -> None:
     deepspeed.zero.Init.param_id = 0
     offload.FWD_MODULE_STACK.clear()
     offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-    distributed.leave_group()

@@ -22,8 +22,10 @@ Number = int | float
 
 @functools.cache
 def screen() -> Console:
-    """The console of this process, on whatever standard output is at the moment."""
-    return Console()
+    """The console of this process, on whatever standard output is at the moment. In a notebook it
+    writes text as elsewhere, not one HTML element for each line.
+    """
+    return Console(force_jupyter=False)
 
 
 class ConsoleHandler(logging.Handler):

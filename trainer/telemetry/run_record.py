@@ -64,14 +64,17 @@ class RunRecord:
         wandb: WandbSettings | None = None,
         name: str = "",
         console: Console | None = None,
+        began_at: float | None = None,
         others: Callable[[], Sequence[Sink]] = tuple,
     ) -> None:
-        """others: makes more sinks for the scalars; it is called on rank 0 only."""
+        """began_at: of Startup. others: makes more sinks for the scalars; it is called on rank 0
+        only.
+        """
         self.folder, self.total, self.step = folder, total, 0
         self._name = name
         self._bad_steps: list[int] = []
         self._proof = ""
-        self.goodput, self.startup = Goodput.of(folder), Startup()
+        self.goodput, self.startup = Goodput.of(folder), Startup(began_at)
         # steps against their prediction (trainer/launch/late.py), once they are done
         self.time: dict[str, Any] | None = None
         self._state: State = "running"

@@ -1,4 +1,4 @@
-"""How long a process took until the end of its first step, by phase."""
+"""How long a run took until the end of its first step, by phase."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ log = logging.getLogger(__name__)
 
 
 class Startup:
-    """Seconds of this process by phase, from its start to the end of the first step."""
+    """Seconds of a run by phase, from its start to the end of the first step."""
 
-    def __init__(self) -> None:
-        self._last: float | None = psutil.Process().create_time()  # None: the first step is done
+    def __init__(self, began_at: float | None = None) -> None:
+        """began_at: Unix time at which the run was asked for; None: when this process started."""
+        # None: the first step is done
+        self._last: float | None = began_at or psutil.Process().create_time()
         self.seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> None:

@@ -24,6 +24,8 @@ class Options(RunFlags):
     names: Mapping[str, str] = field(default_factory=dict[str, str])  # by id, for people
     saves_behind: bool = True  # checkpoints are written while the steps behind them are made
     is_shortened: bool = False  # its steps are those of --steps
+    # Unix time at which it was asked for; None: when its process started
+    began_at: float | None = None
 
     # of a run that survives its ranks: two files in memory for each rank, every how many steps
     # they are written, and which experiments were begun before a rank was lost

@@ -4,6 +4,7 @@ the tests.
 
 from tests.mutants.faults import (
     agents,
+    api,
     chat,
     data,
     device,
@@ -30,4 +31,5 @@ FAULTS = [
     *reliability.FAULTS,
     *exports.FAULTS,
     *agents.FAULTS,
+    *api.FAULTS,
 ]

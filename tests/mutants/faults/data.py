@@ -255,8 +255,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/evaluation/predict.py",
-        "strict=request.strict):",
-        "strict=False):",
+        "one_reading(what, strict=strict):",
+        "one_reading(what, strict=False):",
         why="predict --strict refuses nothing",
         tests="tests/runs/test_predict.py -k strict",
     ),

@@ -1,0 +1,3 @@
+"""What notebooks and programs call: the commands `lathe train`, `predict`, `plan` and `submit` as
+functions.
+"""
