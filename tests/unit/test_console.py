@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+from types import ModuleType
 
 import pytest
 from rich.console import Console
@@ -46,3 +48,14 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     told.close()
     assert "12/30" in shown(screen)
     assert "contexts_per_s" in shown(screen)
+
+
+def test_a_notebook_is_no_terminal_although_its_kernel_wants_colours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    make = console_module.screen.__wrapped__
+    assert make().is_terminal
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    assert not make().is_terminal
+    assert not make().is_jupyter

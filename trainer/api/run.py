@@ -131,7 +131,7 @@ class Run:
         rows: dictionaries as the task reads them, in the columns that the experiment names, without
             answers; or a file of rows, or a folder of such files.
         batch: rows of one forward; None: train.eval_batch.
-        max_tokens: the most tokens of a text; None: as in the experiment.
+        max_tokens: the most tokens of a text; None: as in the experiment, of a language model 256.
         num_beams: beams of the search; 1: the likeliest token is taken.
         num_answers: texts for each row: the best beams, or with a temperature draws.
         temperature: draw tokens at this temperature; None: search.

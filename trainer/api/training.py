@@ -180,6 +180,7 @@ def _follow(command: list[str], outcome: Path, preemption: Preemption) -> int:
     Returns its exit code. outcome: the file into which a rank writes how the run ended.
     """
     environment = {**os.environ, "LATHE_OUTCOME": str(outcome)}
+    environment.pop("FORCE_COLOR", None)  # a kernel sets it, and a pipe shows no progress bar
     process = subprocess.Popen(
         command,
         env=environment,

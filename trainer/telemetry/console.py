@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import sys
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -23,9 +24,10 @@ Number = int | float
 @functools.cache
 def screen() -> Console:
     """The console of this process, on whatever standard output is at the moment. In a notebook it
-    writes text as elsewhere, not one HTML element for each line.
+    writes lines of text: a cell is no terminal, although its kernel sets FORCE_COLOR.
     """
-    return Console(force_jupyter=False)
+    is_notebook = "ipykernel" in sys.modules
+    return Console(force_jupyter=False, force_terminal=False if is_notebook else None)
 
 
 class ConsoleHandler(logging.Handler):
