@@ -294,10 +294,12 @@ def _event(facts: Facts, key: str, at: str, message: str, level: Level = "info")
 
 
 def metric_events(
-    ticket: Ticket, lines: Iterable[Mapping[str, Any]], at: float
+    ticket: Ticket, lines: Iterable[Mapping[str, Any]], at: float, total: int | None
 ) -> Iterator[JobEvent]:
-    """The events of some lines of metrics.jsonl. at: about when they were written."""
-    total = ticket.experiment["train"]["steps"]
+    """The events of some lines of metrics.jsonl. at: about when they were written. total: the steps
+    of the run, if its folder says them.
+    """
+    of_total = "" if total is None else f"/{total}"
     for line in lines:
         values = numbers(dict(line))
         step = values.get("step")
@@ -315,7 +317,7 @@ def metric_events(
         else:
             evaluated = [(name, value) for name, value in values.items() if "/" in name]
             text = ", ".join(f"{name}={value:.4f}" for name, value in evaluated[:4])
-        text = f"Step {int(step)}/{total}: {text}"
+        text = f"Step {int(step)}{of_total}: {text}"
         yield JobEvent(key, at, text, type="metrics", data=data)
 
 

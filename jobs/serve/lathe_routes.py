@@ -43,6 +43,7 @@ from jobs.serve.uploads import refuse_on_full_disk
 from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
 from jobs.submit.policy import Limits
+from trainer.config.groups import with_steps
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json
 
@@ -213,11 +214,7 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
     if body.group is not None:
         experiments = experiments_of(body.group, None, body.steps)
     else:
-        values = dict(body.experiment or {})
-        if body.steps is not None:
-            values["train"] = {**cast("dict[str, Any]", values.get("train", {}))}
-            values["train"]["steps"] = body.steps
-        experiments = [values]
+        experiments = with_steps([dict(body.experiment or {})], body.steps)
     strays = [text for values in experiments for text in strange_texts(values, keeper.config.roots)]
     if body.data_path is not None and not is_below(body.data_path, keeper.config.roots):
         strays.append(f"data_path={quote(body.data_path)}")

@@ -164,6 +164,11 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
             f"batch_size={batch}: it runs on {world} devices at once. "
             f"Use a multiple of {world}, such as {math.ceil(batch / world) * world}."
         )
+    if batch > max(request.num_rows, world):
+        raise ConfigError(
+            f"batch_size={batch} is more than the {request.num_rows} rows that are trained on. "
+            f"Use at most {max(request.num_rows // world, 1) * world}."
+        )
     steps = max(1, math.ceil(epochs * request.num_rows / batch))
     if steps > offer.max_steps:
         raise ConfigError(
@@ -171,7 +176,8 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
             f"at most {offer.max_steps} are allowed. Use fewer epochs or a larger batch_size."
         )
     pace = math.ceil(steps / offer.evaluations)
-    train |= {"steps": steps, "global_batch": batch, "seed": request.seed}
+    train.pop("steps", None)  # which follow from the epochs
+    train |= {"epochs": epochs, "global_batch": batch, "seed": request.seed}
     train |= {"eval_every": pace, "save_every": pace}
     if train.get("micro_batch") != "auto":
         # the largest one, at most the offer's, that divides a device's share of the batch

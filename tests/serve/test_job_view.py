@@ -112,7 +112,7 @@ def test_metrics_that_were_cut_back_and_written_again_are_told_once(tmp_path: Pa
         run.metrics.write_text("".join(lines))
 
     def tell(place: MetricsPlace) -> tuple[list[str], MetricsPlace]:
-        events, place = new_metric_events(ticket(), run, place)
+        events, place = new_metric_events(ticket(), run, place, 9)
         return [event.id.rpartition("-")[2] for event in events], place
 
     assert tell(MetricsPlace()) == ([], MetricsPlace())
@@ -135,7 +135,7 @@ def test_metrics_that_were_cut_back_and_written_again_are_told_once(tmp_path: Pa
 def test_a_step_with_two_evaluations_has_two_events(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.metrics.write_text('{"step": 1, "valid/loss": 1}\n{"step": 1, "valid/em": 0.5}\n')
-    events, _ = new_metric_events(ticket(), run, MetricsPlace())
+    events, _ = new_metric_events(ticket(), run, MetricsPlace(), None)
     assert len({event.id for event in events}) == 2
 
 

@@ -22,15 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.wording import refused
+from trainer.data.epochs import Epochs, epoch_order
 from trainer.data.order import (
     Sharding,
     Sizes,
     bucketed_step_rows,
-    epoch_order,
     evaluation_batches,
     padding_share,
     sizes_of,
-    step_rows,
     window_rows,
     windows,
     windows_of_ranks,
@@ -140,12 +139,9 @@ def test_no_row_is_repeated_inside_an_epoch(
     steps = num_rows // global_batch
     if steps == 0:
         with refused("batch_above_rows", global_batch=global_batch):
-            step_rows(0, num_rows, global_batch=global_batch, seed=seed)
+            Epochs(num_rows, global_batch, seed).rows(0)
         return
-    taken = [
-        step_rows(epoch * steps + i, num_rows, global_batch=global_batch, seed=seed)
-        for i in range(steps)
-    ]
+    taken = [Epochs(num_rows, global_batch, seed).rows(epoch * steps + i) for i in range(steps)]
     assert all(len(rows) == global_batch for rows in taken)
     assert len(set(np.concatenate(taken).tolist())) == steps * global_batch
 
@@ -166,7 +162,7 @@ def test_the_ranks_together_hold_exactly_the_global_batch(
         for window in windows_of
     )
     together = sorted(int(row) for window in windows_of for rows in window for row in rows)
-    wanted = step_rows(step, len(lengths), global_batch=sharding.global_batch, seed=seed)
+    wanted = Epochs(len(lengths), sharding.global_batch, seed).rows(step)
     assert together == sorted(wanted.tolist())
 
 
@@ -302,9 +298,9 @@ def test_an_epoch_in_buckets_has_the_rows_of_one_without(
 ) -> None:
     lengths = _lengths(43, seed)
     steps = range(epoch * 10, epoch * 10 + 10)
-    plain = [step_rows(step, 43, global_batch=4, seed=seed) for step in steps]
+    plain = [Epochs(43, 4, seed).rows(step) for step in steps]
     sorted_ones = [
-        bucketed_step_rows(step, lengths, global_batch=4, bucket_steps=bucket, seed=seed)
+        bucketed_step_rows(step, lengths, epochs=Epochs(len(lengths), 4, seed), bucket_steps=bucket)
         for step in steps
     ]
     assert sorted(np.concatenate(plain)) == sorted(np.concatenate(sorted_ones))
@@ -313,14 +309,14 @@ def test_an_epoch_in_buckets_has_the_rows_of_one_without(
 def test_buckets_hold_rows_of_like_length_in_a_drawn_order() -> None:
     lengths = np.random.default_rng(0).permutation(400)
     steps = [
-        bucketed_step_rows(step, lengths, global_batch=10, bucket_steps=40, seed=3)
+        bucketed_step_rows(step, lengths, epochs=Epochs(len(lengths), 10, 3), bucket_steps=40)
         for step in range(40)
     ]
     assert all(np.ptp(lengths[rows]) == 9 for rows in steps)
     firsts = [int(lengths[rows].max()) for rows in steps]
     assert firsts != sorted(firsts) != firsts[::-1]
     again = [
-        bucketed_step_rows(step, lengths, global_batch=10, bucket_steps=40, seed=3)
+        bucketed_step_rows(step, lengths, epochs=Epochs(len(lengths), 10, 3), bucket_steps=40)
         for step in range(40, 80)
     ]
     assert [int(lengths[rows].max()) for rows in again] != firsts
@@ -328,7 +324,9 @@ def test_buckets_hold_rows_of_like_length_in_a_drawn_order() -> None:
 
 def test_rows_in_their_given_order_are_never_bucketed() -> None:
     lengths = _lengths(40, 1)
-    assert bucketed_step_rows(2, lengths, global_batch=4, bucket_steps=5, seed=None).tolist() == [
+    assert bucketed_step_rows(
+        2, lengths, epochs=Epochs(len(lengths), 4, None), bucket_steps=5
+    ).tolist() == [
         8,
         9,
         10,
@@ -512,7 +510,7 @@ def test_too_few_rows_are_refused_before_the_first_window(store: TokenStore) -> 
 def test_an_error_while_collating_is_raised_where_the_window_is_asked_for(
     store: TokenStore,
 ) -> None:
-    wanted = int(step_rows(2, 40, global_batch=8, seed=1)[0])
+    wanted = int(Epochs(40, 8, 1).rows(2)[0])
     source = windows(
         store,
         _Lines(fails_on=wanted).as_task(),

@@ -86,13 +86,13 @@ def test_every_synonym_says_something_to_at_least_one_task() -> None:
                 "key_of_others",
                 key="train.save_steps",
                 ours="train.save_every",
-                note=" It is a number of steps.",
+                note=' It is a number of steps, or "0.5 epoch".',
             ),
         ),
         (
             "causal_lm",
             {"num_train_epochs": 3},
-            fault("key_of_others_steps", key="num_train_epochs"),
+            fault("key_of_others", key="num_train_epochs", ours="train.epochs", note=""),
         ),
         (
             "causal_lm",

@@ -1,4 +1,6 @@
-"""What "auto" stands for before memory has been planned, and what it becomes. Imports no torch."""
+"""What a dictionary leaves open until rows are counted and memory is planned, and what it becomes.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,11 @@ PRESETS = ("zero2", "zero3", "zero2_offload", "zero3_offload")
 def with_micro_batch(cfg: Experiment, rows: int) -> Experiment:
     """The experiment with a micro-batch of `rows`."""
     return cfg.model_copy(update={"train": cfg.train.model_copy(update={"micro_batch": rows})})
+
+
+def with_steps(cfg: Experiment, steps: int) -> Experiment:
+    """The experiment with the steps that `train.epochs` are."""
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})})
 
 
 def with_frozen(cfg: Experiment, how: str) -> Experiment:

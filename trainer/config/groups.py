@@ -111,7 +111,9 @@ def names(group: str, experiments: list[Values]) -> dict[str, str]:
 
 
 def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
-    """The experiments with `steps` written in, also into those that others name as their base."""
+    """The experiments with `steps` written in, in place of epochs, also into those that others name
+    as their base.
+    """
     if steps is None:
         return experiments
     changed: dict[str, Values] = {}  # by the id that each had before
@@ -119,7 +121,8 @@ def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
     for values in experiments:
         name, base = exp_id(values), values.get("base")
         if isinstance(values.get("train"), dict):
-            values = {**values, "train": {**values["train"], "steps": steps}}
+            train = {key: value for key, value in values["train"].items() if key != "epochs"}
+            values = {**values, "train": {**train, "steps": steps}}
         if isinstance(base, dict) and isinstance(base.get("experiment"), dict):
             before = base["experiment"]
             first = changed.get(exp_id(before), before)

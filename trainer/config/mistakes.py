@@ -106,7 +106,7 @@ def no_base(source: str) -> str:
 def long_warmup(cfg: Experiment) -> Iterator[str]:
     """The problem of a warm-up that is longer than the run."""
     steps, warmup = cfg.train.steps, cfg.schedule.warmup_of(cfg.train.steps)
-    if warmup > steps:
+    if 0 < steps < warmup:
         yield (
             f"schedule.warmup_steps={warmup} is longer than the run of train.steps={steps}: "
             f"its learning rate would never be reached. Use at most {steps}, a "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fractions
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -115,11 +117,58 @@ Recomputation = Annotated[
 ]
 
 
+def _steps(value: Any) -> Any:
+    if value == 0:
+        raise ValueError("Input should be greater than 0")
+    return value
+
+
+# 0 stands for the steps that train.epochs are, which a run puts in its place once rows are counted.
+Steps = Annotated[
+    int,
+    BeforeValidator(_steps),
+    Field(ge=0),
+    WithJsonSchema({"type": "integer", "exclusiveMinimum": 0}),
+]
+
+
+def _every(value: Any) -> Any:
+    if isinstance(value, str) and (found := _EPOCHS.fullmatch(value)) and float(found[1]):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ValueError('Input should be an integer above 0, or a text such as "0.5 epoch"')
+
+
+_EPOCHS = re.compile(r"([0-9]+(?:\.[0-9]+)?) epochs?")
+_STEPS_OR_EPOCHS = {
+    "anyOf": [
+        {"type": "integer", "exclusiveMinimum": 0},
+        {"type": "string", "pattern": f"^{_EPOCHS.pattern}$"},
+    ]
+}
+Every = Annotated[int | str, PlainValidator(_every), WithJsonSchema(_STEPS_OR_EPOCHS)]
+
+
+def steps_between(every: int | str, epoch_steps: fractions.Fraction) -> fractions.Fraction:
+    """The steps that stand for `every`: a number of steps, or of epochs of so many steps each."""
+    if isinstance(every, int):
+        return fractions.Fraction(every)
+    found = _EPOCHS.fullmatch(every)
+    assert found is not None, "the schema has looked"
+    return fractions.Fraction(found[1]) * epoch_steps
+
+
 class Train(Strict):
     """What one run does. `global_batch` defines it; the world size changes only accumulation."""
 
-    steps: Positive
-    """Optimizer steps of the whole run."""
+    steps: Steps = 0
+    """Optimizer steps of the whole run; or give `epochs`."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """How often each row is trained on; `steps` follows from it and the rows. The step in which an
+    epoch ends is filled with rows of the next one. With `steps`, rows that fill no step of an epoch
+    are left out of it.
+    """
     global_batch: Positive
     """Rows per optimizer step, over all devices."""
     micro_batch: MicroBatch
@@ -153,12 +202,14 @@ class Train(Strict):
     """Of weights that are drawn, dropout and the order of rows."""
     order: Literal["shuffled", "as_given"] = "shuffled"
     """Of the rows. shuffled: anew in every epoch; as_given: as the task gives them."""
-    log_every: Positive | None = None
-    """Steps between two log lines; None: the flag --log_every, else a hundred lines a run."""
-    eval_every: Positive | None = None
-    """Steps between two evaluations; None: the flag --log_every, else 1000."""
-    save_every: Positive | None = None
-    """Steps between two checkpoints; None: the flag --log_every, else 1000."""
+    log_every: Every | None = None
+    """Steps between two log lines, or "0.5 epoch"; None: the flag --log_every, else a hundred lines
+    a run.
+    """
+    eval_every: Every | None = None
+    """Steps between two evaluations, or "0.5 epoch"; None: the flag --log_every, else 1000."""
+    save_every: Every | None = None
+    """Steps between two checkpoints, or "0.5 epoch"; None: the flag --log_every, else 1000."""
     answers: Positive | Literal["all"] | None = None
     """Validation rows that evaluations answer by generation; None: the flag --do_extra_evals."""
     keep_last: Positive = 2
@@ -201,11 +252,17 @@ class Train(Strict):
             )
         if self.spike_z is None and "spike_window" in fields_set:
             raise ValueError("spike_window without spike_z: leave it out, or give spike_z, say 10")
-        if self.spike_z is not None and self.spike_window >= self.steps:
+        if self.spike_z is not None and 0 < self.steps <= self.spike_window:
             raise ValueError(
                 f"spike_window={self.spike_window} with steps={self.steps}: no step would be "
                 "judged. Give a spike_window below steps, or leave spike_z out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Train:
+        if not self.steps and self.epochs is None:
+            raise ValueError("steps is missing: give it, or epochs")
         return self
 
     @model_validator(mode="after")

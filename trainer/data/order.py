@@ -1,10 +1,9 @@
-"""Which rows each step trains on: batch = f(seed, epoch, step), the same for any world size.
+"""Which rows each rank and micro-batch of a step trains on: f(seed, step, world).
 
-An epoch is a permutation of the rows. A step takes the next `global_batch` rows of it; with
-`bucket_steps`, the rows of several steps are first sorted by length, so that a step has rows of
-similar length. A window is one rank's share of a step. It is cut into micro-batches of a fixed
-number of rows, or of at most `micro_tokens` tokens. A step depends on no earlier step, so resuming
-at step n costs nothing.
+A step takes the next `global_batch` rows of its epoch (epochs.py); with `bucket_steps`, the rows of
+several steps are first sorted by length, so that a step has rows of similar length. A window is one
+rank's share of a step. It is cut into micro-batches of a fixed number of rows, or of at most
+`micro_tokens` tokens. A step depends on no earlier step, so resuming at step n costs nothing.
 
 Most tasks have one length per row. A task with the ability `Shapes` has one length for each field
 that it pads; for a task that `Packs`, only real tokens count. Rows of different kinds
@@ -18,7 +17,6 @@ import queue
 import threading
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.data.epochs import Epochs
 from trainer.errors import ConfigError, DataError
 from trainer.protocol.abilities import Packs, Shapes
 from trainer.protocol.task import DRAW, EPOCH, Batch, Task
@@ -53,6 +52,7 @@ class Sharding:
     micro_tokens: int | None = None
     # the rows of this many steps are sorted by length before they are cut into steps
     bucket_steps: int = 1
+    is_whole: bool = False  # every row of an epoch is trained on (train.epochs)
 
     def __post_init__(self) -> None:
         least = min(
@@ -72,6 +72,10 @@ class Sharding:
                 f"micro_batch={self.micro_batch} x world={self.world} = {together}.\nUse {below} "
                 f"or {below + together}, or another micro_batch."
             )
+
+    def epochs(self, num_rows: int, seed: int | None) -> Epochs:
+        """The epochs of so many rows. DataError when they do not fill a step."""
+        return Epochs(num_rows, self.global_batch, seed, self.is_whole)
 
     @property
     def accumulation(self) -> int:
@@ -128,65 +132,27 @@ class StepBatches:
     units: Tensor  # () int64 on the CPU: units of all its batches
 
 
-@lru_cache(maxsize=2)
-def epoch_order(num_rows: int, *, seed: int | None, epoch: int) -> np.ndarray:
-    """The order of the rows in an epoch, (num_rows,) int64, read-only: a permutation drawn from
-    (seed, epoch) alone. seed: None keeps the order of the data.
-
-    Rows are sorted by raw 64-bit draws of PCG64, whose stream numpy guarantees; what
-    `Generator.permutation` draws may change between numpy versions (NEP 19), and a resumed run
-    would then repeat rows.
-    """
-    if seed is None:
-        order = np.arange(num_rows)
-    else:
-        draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
-        order = np.argsort(draws, kind="stable")
-    order.setflags(write=False)  # all callers share this array
-    return order
-
-
-def step_rows(step: int, num_rows: int, *, global_batch: int, seed: int | None) -> np.ndarray:
-    """The (global_batch,) rows of optimizer step `step` (0-based), for any world size.
-
-    Each epoch drops the rows at its end that fill no whole batch; they differ between epochs.
-    Raises DataError when the rows do not fill even one batch.
-    """
-    steps_per_epoch = num_rows // global_batch
-    if steps_per_epoch == 0:
-        raise DataError(
-            f"the train split has {num_rows} rows, fewer than train.global_batch={global_batch}. "
-            f"Use a global_batch of at most {num_rows}, or more data."
-        )
-    epoch, position = divmod(step, steps_per_epoch)
-    return epoch_order(num_rows, seed=seed, epoch=epoch)[
-        position * global_batch : (position + 1) * global_batch
-    ]
-
-
 def bucketed_step_rows(
-    step: int, lengths: Lengths, *, global_batch: int, bucket_steps: int, seed: int | None
+    step: int, lengths: Lengths, *, epochs: Epochs, bucket_steps: int
 ) -> np.ndarray:
-    """Like step_rows, with less padding: the rows of `bucket_steps` steps (a bucket) are sorted by
-    kind and length and cut into steps again, in an order drawn from (seed, epoch, bucket). An epoch
-    has the same rows as without buckets.
+    """Like Epochs.rows, with less padding: the rows of `bucket_steps` steps (a bucket) are sorted
+    by kind and length and cut into steps again, in an order drawn from (seed, epoch, bucket). An
+    epoch has the same rows as without buckets.
 
-    seed: None ignores bucket_steps. The last bucket of an epoch may have fewer steps.
+    A seed of None ignores bucket_steps. The last bucket of an epoch may have fewer steps, and a
+    step with rows of two epochs is a bucket of its own.
     """
-    if bucket_steps == 1 or seed is None:
-        return step_rows(step, len(lengths), global_batch=global_batch, seed=seed)
-    steps_per_epoch = max(1, len(lengths) // global_batch)
-    epoch, position = divmod(step, steps_per_epoch)
-    bucket, place = divmod(position, bucket_steps)
+    if bucket_steps == 1 or epochs.seed is None:
+        return epochs.rows(step)
+    span = epochs.span(step)
+    bucket, place = divmod(step - span.start, bucket_steps)
     first = step - place
-    count = min(bucket_steps, steps_per_epoch - bucket * bucket_steps)
-    pool = [
-        step_rows(first + i, len(lengths), global_batch=global_batch, seed=seed)
-        for i in range(count)
-    ]
-    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch, bucket])).random_raw(count)
-    ranked = _longest_first(np.concatenate(pool), _sizes(lengths)).reshape(count, global_batch)
-    return ranked[np.argsort(draws, kind="stable")[place]]
+    count = min(bucket_steps, span.stop - first)
+    pool = [epochs.rows(first + i) for i in range(count)]
+    words = [epochs.seed, epochs.epoch(step), bucket]
+    draws = np.random.PCG64(np.random.SeedSequence(words)).random_raw(count)
+    ranked = _longest_first(np.concatenate(pool), _sizes(lengths))
+    return ranked.reshape(count, -1)[np.argsort(draws, kind="stable")[place]]
 
 
 def window_rows(
@@ -216,9 +182,8 @@ def windows_of_ranks(
     rows = bucketed_step_rows(
         step,
         sizes,
-        global_batch=sharding.global_batch,
+        epochs=sharding.epochs(len(sizes), seed),
         bucket_steps=sharding.bucket_steps,
-        seed=seed,
     )
     ranked, world = _longest_first(rows, sizes), sharding.world
     if sharding.micro_tokens is not None:
@@ -303,9 +268,9 @@ def windows(
     the generator: close the generator when you leave early. Raises DataError at once when the store
     has fewer rows than a step.
     """
-    step_rows(0, len(store), global_batch=sharding.global_batch, seed=seed)
+    epochs = sharding.epochs(len(store), seed if is_shuffled else None)
     return _ahead(
-        _Collation(store, task, sharding, seed, is_shuffled, sizes_of(store, task)),
+        _Collation(store, task, sharding, seed, epochs, sizes_of(store, task)),
         start_step,
         stop_step,
     )
@@ -346,16 +311,19 @@ class _Collation:
     store: TokenStore
     task: Task
     sharding: Sharding
-    seed: int
-    is_shuffled: bool
+    seed: int  # of what is drawn for a row
+    epochs: Epochs
     sizes: Sizes
 
     def window(self, step: int) -> StepBatches:
-        seed = self.seed if self.is_shuffled else None
+        seed = self.epochs.seed
         rows = window_rows(step, lengths=self.sizes, sharding=self.sharding, seed=seed)
+        epoch, later = self.epochs.epoch(step), self.epochs.next_epoch_rows(step)
         batches = [
-            self.task.collate([self._row(step, int(index)) for index in indices])
-            for indices in rows
+            self.task.collate(
+                [self._row(step, number, epoch + (number in later)) for number in numbers.tolist()]
+            )
+            for numbers in rows
         ]
         units = torch.stack(
             [self.task.units(batch).to("cpu", torch.int64) for batch in batches]
@@ -363,11 +331,10 @@ class _Collation:
         batches = [distributed.pin_batch(batch) for batch in batches]
         return StepBatches(step=step, batches=batches, rows=rows, units=units)
 
-    def _row(self, step: int, index: int) -> dict[str, np.ndarray]:
-        words = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
-        epoch = step // (len(self.store) // self.sharding.global_batch)
+    def _row(self, step: int, number: int, epoch: int) -> dict[str, np.ndarray]:
+        words = np.random.SeedSequence([self.seed, step, number]).generate_state(1, np.uint64)
         return {
-            **self.store[index],
+            **self.store[number],
             DRAW: (words >> np.uint64(1)).astype(np.int64),
             EPOCH: np.array([epoch]),
         }

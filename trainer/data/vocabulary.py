@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.auto.tokenization_auto import (
     TOKENIZER_MAPPING_NAMES,
     tokenizer_class_from_name,
@@ -18,7 +19,7 @@ from transformers.models.auto.tokenization_auto import (
 
 from trainer.config.schema import EmbeddedTokenizer
 from trainer.config.userfile import may_be_hub_id, placed
-from trainer.data import byte_tokenizer, lookup, stdlib_docs
+from trainer.data import lookup, stdlib_docs
 from trainer.errors import ConfigError
 from trainer.files import hub, packages
 from trainer.files.build_once import build_once
@@ -234,13 +235,39 @@ def _load(source: str, label: str, *, tried: list[str]) -> PreTrainedTokenizerFa
         reason = _of_files(Path(source)) or str(error).split("\n", 1)[0]
         raise _not_found(label, tried, reason=reason) from error
     if isinstance(tokenizer, ByT5Tokenizer):
-        return byte_tokenizer.fast(tokenizer)
+        return _of_bytes(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(
             f"{label} is a {type(tokenizer).__name__} without a fast implementation. "
             f"Use a tokenizer that has a {_TOKENIZER_FILE}."
         )
     return tokenizer
+
+
+def _of_bytes(slow: ByT5Tokenizer) -> PreTrainedTokenizerFast:
+    """ByT5's tokenizer in its fast form, for transformers 5.23 has a slow one only, which has no
+    content that a token store could be named after. The same ids for every text, special tokens
+    included: byte b is id b + 3, behind pad, end and unknown. Bytes that are no UTF-8 are decoded
+    to U+FFFD, where the slow one drops them.
+    """
+    special: dict[int, Any] = dict(slow.added_tokens_decoder)
+    of_byte = {char: byte + slow.offset for byte, char in bytes_to_unicode().items()}
+    vocabulary = of_byte | {str(token): number for number, token in special.items()}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    end = str(slow.eos_token)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, slow.eos_token_id)]
+    )
+    backend.add_special_tokens([special[number] for number in sorted(special)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=str(slow.pad_token),
+        eos_token=end,
+        unk_token=str(slow.unk_token),
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def _of_merges(folder: Path) -> Any:

@@ -1,4 +1,6 @@
-"""RunPlan -> Chosen: replaces every "auto" of an experiment by planning memory and time."""
+"""RunPlan -> Chosen: counts the steps of an experiment in epochs, and replaces every "auto" by
+planning memory and time.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ from trainer.plan.time.fastest import ways
 from trainer.plan.time.target import target_of
 from trainer.plan.time.text import duration
 from trainer.runtime.distributed import on_main
+from trainer.training.run_plan import with_rows
 
 if TYPE_CHECKING:
     from trainer.devices import Device
@@ -41,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chosen:
-    """A run plan without any "auto"."""
+    """A run plan with its steps, and without any "auto"."""
 
     plan: RunPlan
     # (digest, number of rows) of each split that was read in order to choose
@@ -49,9 +52,9 @@ class Chosen:
 
 
 def choose(plan: RunPlan, options: Options) -> Chosen:
-    """Choose the DeepSpeed file, the micro-batch, the recomputed blocks and the place of frozen
-    weights, each if the experiment says "auto". Rank 0 loads the task and the rows once for all
-    choices. A collective.
+    """Count the steps that train.epochs are. Choose the DeepSpeed file, the micro-batch, the
+    recomputed blocks and the place of frozen weights, each if the experiment says "auto". Rank 0
+    loads the task and the rows once for all choices. A collective.
 
     ConfigError if the device is not known; DoesNotFitError if nothing fits.
     """
@@ -60,7 +63,8 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
     train = plan.cfg.train
     preset = options.deepspeed or plan.cfg.deepspeed
     is_open = AUTO in (preset, plan.values["train"]["micro_batch"])
-    if not (is_open or AUTO in (train.gradient_checkpointing, train.frozen)):
+    is_auto = is_open or AUTO in (train.gradient_checkpointing, train.frozen)
+    if not is_auto and train.epochs is None:
         return Chosen(plan)
 
     def choices() -> dict[str, Any]:
@@ -72,8 +76,11 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
             return content[split]
 
         stores = open_stores(task, options, read)
-        run = PreparedRun(plan, task, stores, options.places)
-        chosen: dict[str, Any] = {"content": {name: list(of) for name, of in content.items()}}
+        chosen: dict[str, Any] = {
+            "content": {name: list(of) for name, of in content.items()},
+            "num_rows": len(stores["train"]),
+        }
+        run = PreparedRun(_with_choices(plan, chosen), task, stores, options.places)
         if is_open:
             chosen["preset"], chosen["rows"] = _preset_and_rows(run, preset, options.device)
             run = replace(run, plan=_with_choices(plan, chosen))
@@ -93,6 +100,7 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
 
 
 def _with_choices(plan: RunPlan, chosen: Mapping[str, Any]) -> RunPlan:
+    plan = with_rows(plan, chosen["num_rows"])
     cfg, ds, sharding = plan.cfg, plan.ds, plan.sharding
     if "preset" in chosen:
         cfg = auto.with_micro_batch(cfg, chosen["rows"])

@@ -39,6 +39,7 @@ from trainer.training import checkpoint
 if TYPE_CHECKING:
     from torch import nn
 
+    from trainer.config.schema import Experiment
     from trainer.data.token_store import TokenStore
     from trainer.protocol.task import Task
     from trainer.training.options import Options
@@ -106,20 +107,24 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
     return found
 
 
+def _steps(cfg: Experiment) -> str:
+    """The steps of a dry run, which counts no rows."""
+    steps = cfg.train.steps
+    if not steps:
+        return f"those of {cfg.train.epochs:g} epochs, once the rows are counted"
+    return f"{steps}, of which {cfg.schedule.warmup_of(steps)} warm-up"
+
+
 def show(plan: RunPlan, findings: Findings) -> str:
     """The preview of a dry run as text: id, dictionaries, batch arithmetic, parameter counts, rows
     as the model gets them, and what a run would refuse.
     """
-    train = plan.cfg.train
     rows = [
         ("experiment", plan.id),
         *([("name", plan.name)] if plan.name else []),
         ("folder", str(plan.folder)),
         ("task", plan.cfg.task),
-        (
-            "steps",
-            f"{train.steps}, of which {plan.cfg.schedule.warmup_of(train.steps)} warm-up",
-        ),
+        ("steps", _steps(plan.cfg)),
         *deepspeed_config.summary(plan.ds),
         ("parameters", findings.parameters),
     ]

@@ -134,6 +134,7 @@ def start(
     )
 
     waits = not options.saves_behind
+    epochs = plan.sharding.epochs(len(run.stores["train"]), cfg.train.seed)
     saver = Saver(run, live, meter, lock, chain, saves, own_mirror, waits)
 
     def refuse_unsound_base() -> None:
@@ -151,7 +152,7 @@ def start(
         train=run.stores["train"],
         valid=run.stores["valid"],
         sharding=plan.sharding,
-        cadence=Cadence.of(cfg.train, otherwise=options.log_every),
+        cadence=Cadence.of(cfg.train, epochs.steps, otherwise=options.log_every),
         record=record,
         meter=meter,
         preemption=preemption,

@@ -9,10 +9,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from trainer.config.auto import with_micro_batch, with_recomputation
+from trainer.config.auto import with_micro_batch, with_recomputation, with_steps
+from trainer.config.schema import steps_between
 from trainer.errors import CheckpointError, ConfigError
 from trainer.files.held_lock import HeldLock
 from trainer.launch.choose import Chosen
@@ -26,7 +28,6 @@ from trainer.training import bad_steps, checkpoint
 from trainer.training.loop import fit
 from trainer.training.options import Options
 from trainer.training.run_plan import RunPlan
-from trainer.training.session import Cadence
 
 NEVER = 2**62  # steps
 
@@ -106,13 +107,19 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
     try:
         prepared = prepare(Chosen(of_scratch), options, record.startup.lap)
         again = start_run(prepared, options, record, preemption, lock)
-        eval_every = NEVER
+        eval_every: int | str = NEVER
         if plan.cfg.schedule.shape == "reduce_on_plateau":  # evaluations change what is trained
             evaluated = [line["step"] for line in recorded.lines if "valid/loss" in line]
             eval_every = plan.cfg.train.eval_every or min(evaluated, default=NEVER)
+        epochs = plan.sharding.epochs(len(again.session.train), plan.cfg.train.seed)
         session = replace(
             again.session,
-            cadence=Cadence(log=1, evaluate=eval_every, save=NEVER),
+            cadence=replace(
+                again.session.cadence,
+                log=Fraction(1),
+                evaluate=steps_between(eval_every, epochs.steps),
+                save=Fraction(NEVER),
+            ),
             save=lambda progress: None,
             export_best=lambda: None,
             questions=(),
@@ -165,19 +172,20 @@ def _origin(scratch: Path, start: int) -> dict[str, str]:
 
 
 def as_it_ran(plan: RunPlan) -> RunPlan:
-    """The plan with the DeepSpeed dictionary, the micro-batch and the recomputation that the run
-    had, whatever flags it was started with. ConfigError when its folder does not say.
+    """The plan with the DeepSpeed dictionary, the micro-batch, the recomputation and the steps that
+    the run had, whatever flags it was started with. ConfigError when its folder does not say.
     """
     try:
         ds = json.loads((plan.folder / "ds_config.json").read_text())
         train = json.loads((plan.folder / "resolved.json").read_text())["train"]
         rows, recomputed = train["micro_batch"], train["gradient_checkpointing"]
+        steps = int(train["steps"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{plan.folder}: ds_config.json or resolved.json cannot be read ({error}). Put them "
             "back from a copy, or check the lines alone (without --replay)."
         ) from None
-    cfg = with_recomputation(with_micro_batch(plan.cfg, rows), recomputed)
+    cfg = with_steps(with_recomputation(with_micro_batch(plan.cfg, rows), recomputed), steps)
     world = (
         plan.sharding.world
     )  # the file is that of the last start, which may have had other flags

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
 from trainer.config import deepspeed_config
-from trainer.config.auto import placeholder, with_micro_batch
+from trainer.config.auto import placeholder, with_micro_batch, with_steps
 from trainer.config.identity import exp_id
 from trainer.config.schema import Experiment
 from trainer.data.order import Sharding, Sizes, padding_share
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def plan(
         rank,
         micro_tokens=train.micro_tokens,
         bucket_steps=train.bucket_steps,
+        is_whole=train.epochs is not None,
     )
     file = placeholder(options.deepspeed or cfg.deepspeed, cfg)
     ds = deepspeed_config.build(
@@ -90,6 +92,28 @@ def plan(
     )
     folder = options.savedir_base / name
     return RunPlan(values, cfg, name, folder, ds, sharding, options.names.get(name, ""))
+
+
+def with_rows(plan: RunPlan, num_rows: int) -> RunPlan:
+    """The plan with the steps that its train.epochs are, now that the training rows are counted.
+    ConfigError when train.steps says another number, or a key does not go with it.
+    """
+    train = plan.cfg.train
+    if train.epochs is None:
+        return plan
+    count = plan.sharding.epochs(num_rows, train.seed).count(train.epochs)
+    steps = math.ceil(count)
+    said = (
+        f"{train.epochs:g} epochs of {num_rows:,} rows in steps of {train.global_batch} are "
+        f"{steps:,} steps"
+    )
+    if train.steps not in (0, steps):
+        raise ConfigError(f"train.steps={train.steps}, but {said}. Leave one of the two out.")
+    own = {**plan.values, "train": {**plan.values["train"], "steps": steps}}
+    tasks.parse(own, source=f"experiment {plan.id}, with its {steps} steps")
+    filled = round((steps - count) * train.global_batch)
+    logger.info("%s%s", said, f"; {filled} rows of one more epoch fill the last" if filled else "")
+    return replace(plan, cfg=with_steps(plan.cfg, steps))
 
 
 def say_padding(plan: RunPlan, sizes: Sizes) -> None:

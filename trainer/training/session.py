@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.schema import Experiment, Train
+from trainer.config.schema import Experiment, Train, steps_between
 from trainer.data.order import Sharding
 from trainer.metrics.direction import Direction
 from trainer.telemetry.chain import StepChain
@@ -24,31 +25,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cadence:
-    """Every how many steps the loop logs, evaluates and saves."""
+    """Every how many steps the loop logs, evaluates and saves: where these are no whole numbers, at
+    the first step that they are over with.
+    """
 
-    log: int
-    evaluate: int
-    save: int
+    log: Fraction
+    evaluate: Fraction
+    save: Fraction
     is_first_logged: bool = False  # step 1 has a line in metrics.jsonl whatever `log` says
 
     @classmethod
-    def of(cls, train: Train, *, otherwise: int | None) -> Cadence:
+    def of(cls, train: Train, epoch_steps: Fraction, *, otherwise: int | None) -> Cadence:
         """The intervals of a dictionary, else `otherwise` (the flag --log_every), else the
         defaults: a hundred log lines in a run, evaluations and saves every DEFAULT_EVERY steps.
         """
         log_every, rarely = train.log_every or otherwise, otherwise or DEFAULT_EVERY
         return cls(
-            log=log_every or log_interval(train.steps),
-            evaluate=train.eval_every or rarely,
-            save=train.save_every or rarely,
+            log=steps_between(log_every or log_interval(train.steps), epoch_steps),
+            evaluate=steps_between(train.eval_every or rarely, epoch_steps),
+            save=steps_between(train.save_every or rarely, epoch_steps),
             is_first_logged=log_every is None,
         )
 
     def due(self, step: int, last: int) -> Due:
         """What follows step `step` (counted from 1) of a run of `last` steps."""
 
-        def is_due(every: int) -> bool:
-            return step % every == 0 or step == last
+        def is_due(every: Fraction) -> bool:
+            return step // every > (step - 1) // every or step == last
 
         return Due(
             log=is_due(self.log) or (step == 1 and self.is_first_logged),

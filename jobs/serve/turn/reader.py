@@ -295,7 +295,8 @@ class FolderReader:
         place = self.index.metrics_place(ticket.id)
         metrics: list[JobEvent] = []
         if is_readable:
-            metrics, place = new_metric_events(ticket, self._run(ticket), place)
+            total = None if facts.row is None else facts.row.total
+            metrics, place = new_metric_events(ticket, self._run(ticket), place, total)
         events = [*state_events(facts, organization), *metrics]
         is_alive = facts.row is not None and facts.row.state in (*ACTIVE, "paused")
         self.index.write_job(
@@ -362,9 +363,10 @@ def _readable(read: Callable[[], T]) -> T | None:
 
 
 def new_metric_events(
-    ticket: Ticket, run: RunFolder, before: MetricsPlace
+    ticket: Ticket, run: RunFolder, before: MetricsPlace, total: int | None
 ) -> tuple[list[JobEvent], MetricsPlace]:
-    """The events of the lines of metrics.jsonl after a place, and the place after them.
+    """The events of the lines of metrics.jsonl after a place, and the place after them. total: the
+    steps of the run, if its folder says them.
 
     A run that resumes truncates its file: then the events are made from the first line on, and
     those that the index already has stay as they are.
@@ -380,7 +382,7 @@ def new_metric_events(
             place = MetricsPlace(end, _digest(file, end))
     except (FileNotFoundError, NotADirectoryError):
         return [], MetricsPlace()
-    return list(metric_events(ticket, lines, written_at)), place
+    return list(metric_events(ticket, lines, written_at, total)), place
 
 
 def _digest(file: Any, end: int) -> str:

@@ -286,7 +286,7 @@ FAULTS = [
         tests=FAMILIES,
     ),
     Fault(
-        "trainer/data/byte_tokenizer.py",
+        "trainer/data/vocabulary.py",
         "byte + slow.offset",
         "byte",
         why="every text means another one to a ByT5",

@@ -30,7 +30,7 @@ _LARGEST = as_key("data.files", advice='"train.csv[:1000]" is the first thousand
 SYNONYMS: dict[str, Synonym] = {
     # transformers: TrainingArguments
     "learning_rate": to.RATE,
-    "num_train_epochs": to.STEPS,
+    "num_train_epochs": to.EPOCHS,
     "max_steps": as_key("train.steps"),
     "per_device_train_batch_size": to.MICRO,
     "per_gpu_train_batch_size": to.MICRO,
@@ -77,7 +77,8 @@ SYNONYMS: dict[str, Synonym] = {
     "full_determinism": nothing("The same dictionary on as many devices draws the same numbers."),
     "dataloader_num_workers": to.WORKERS,
     "dataloader_drop_last": nothing(
-        "No row is dropped: epochs follow one another without a shorter batch between them."
+        "With train.epochs no row is dropped; with train.steps the rows that fill no whole step of "
+        "an epoch are."
     ),
     "remove_unused_columns": as_key("data.columns", advice="Other columns are not read."),
     "predict_with_generate": to.ANSWERS,
@@ -289,9 +290,9 @@ SYNONYMS: dict[str, Synonym] = {
     "activation_checkpointing": to.RECOMPUTE,
     # Lightning and general use
     "batch_size": to.BATCH,
-    "epochs": to.STEPS,
-    "num_epochs": to.STEPS,
-    "max_epochs": to.STEPS,
+    "epochs": to.EPOCHS,
+    "num_epochs": to.EPOCHS,
+    "max_epochs": to.EPOCHS,
     "num_steps": as_key("train.steps"),
     "max_iters": as_key("train.steps"),
     "optimizer": as_key("optim", advice="Its `name` is adamw or adafactor."),

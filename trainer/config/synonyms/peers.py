@@ -54,7 +54,7 @@ SYNONYMS: dict[str, Synonym] = {
     "hub_private_repo": _MADE_ON_THE_HUB,
     "hub_strategy": _MADE_ON_THE_HUB,
     # OpenAI
-    "n_epochs": to.STEPS,
+    "n_epochs": to.EPOCHS,
     "learning_rate_multiplier": to.RATE,
     "hyperparameters": as_key("train", "optim"),
     "training_file": to.FILE,

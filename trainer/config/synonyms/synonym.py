@@ -48,9 +48,7 @@ def nothing(advice: str) -> Synonym:
 # What several names mean
 # --------------------------------------------------------------------------------------------------
 
-STEPS = nothing(
-    "A run is counted in optimizer steps: train.steps = epochs * rows / train.global_batch."
-)
+EPOCHS = as_key("train.epochs")
 MICRO = as_key(
     "train.micro_batch",
     advice="train.global_batch is the rows of one optimizer step over all devices.",
@@ -70,9 +68,9 @@ WARMUP = as_key("schedule.warmup_steps", "schedule.warmup_ratio")
 PRECISION = as_key("train.precision", advice='It is "fp32", "bf16" or "fp16".')
 BITS = as_key("train.base_bits", advice="4 is NF4, 8 is int8; it needs `lora`.")
 RECOMPUTE = as_key("train.gradient_checkpointing", advice="It is true, false, k or auto.")
-EVALUATION = as_key("train.eval_every", advice="It is a number of steps.")
-SAVING = as_key("train.save_every", advice="It is a number of steps.")
-LOGGING = as_key("train.log_every", advice="It is a number of steps.")
+EVALUATION = as_key("train.eval_every", advice='It is a number of steps, or "0.5 epoch".')
+SAVING = as_key("train.save_every", advice='It is a number of steps, or "0.5 epoch".')
+LOGGING = as_key("train.log_every", advice='It is a number of steps, or "0.5 epoch".')
 BASE = as_key("base")
 TOKENIZER = as_key("tokenizer")
 LORA = as_key("lora", advice='For example {"r": 16, "alpha": 64, "targets": ["q", "v"]}.')
@@ -102,7 +100,7 @@ PADDING_FREE = nothing(
 )
 KERNELS = nothing("The fastest attention that the base supports is chosen; no key is needed.")
 EARLY_STOP = nothing(
-    "A run ends after train.steps; best/ holds the weights of the best evaluation (train.best)."
+    "A run ends after its steps; best/ holds the weights of the best evaluation (train.best)."
 )
 DEVICES = nothing("The launcher decides: torchrun --nproc-per-node N, or `resources` of a job.")
 RESUME = nothing("The same command again goes on from the last checkpoint; -r 1 starts over.")

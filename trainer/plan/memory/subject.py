@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
 from trainer.config import deepspeed_config
+from trainer.config.auto import with_steps
 from trainer.config.schema import Experiment
 from trainer.config.userfile import placed
 from trainer.data.vocabulary import byte_level_tokenizer
@@ -110,6 +112,13 @@ def subject_of(
             *notes,
             f"{str(error).splitlines()[0].rstrip('.')}: every row is taken to fill its limits",
         ]
+    epochs = cfg.train.epochs
+    if epochs is not None:
+        is_counted = isinstance(rows["train"], StoredRows)
+        if not is_counted:
+            notes.append(f"nobody knows how many steps {epochs:g} epochs are: one step is planned")
+        all_epochs = sharding.epochs(len(rows["train"].lengths), cfg.train.seed)
+        cfg = with_steps(cfg, math.ceil(all_epochs.count(epochs)) if is_counted else 1)
     return Subject(
         values, cfg, ds, sharding, task, places, rows["train"], rows["valid"], answers, notes
     )

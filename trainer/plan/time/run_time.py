@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.config.schema import steps_between
 from trainer.data.order import window_rows
 from trainer.devices import data_sheet
 from trainer.plan.memory.measure import Measured, measure
@@ -141,8 +142,9 @@ def _around(
 ) -> RunTime:
     """Seconds of everything besides the steps: the start, evaluations and saves."""
     train = subject.cfg.train
-    evaluations = -(-train.steps // (train.eval_every or _EVERY))
-    saves = -(-train.steps // (train.save_every or _EVERY))
+    epochs = subject.sharding.epochs(len(subject.train.lengths), train.seed)
+    evaluations = -(-train.steps // steps_between(train.eval_every or _EVERY, epochs.steps))
+    saves = -(-train.steps // steps_between(train.save_every or _EVERY, epochs.steps))
     notes: list[str] = []
     batches = -(-len(subject.valid.lengths) // (_eval_rows(subject) * cluster.world))
     if isinstance(subject.valid, Specimens):
