@@ -291,8 +291,9 @@ def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Ro
     if row.state == "running" and step is not None and total is not None and "step_s" in last:
         eta_s = max(total - step, 0) * last["step_s"]
     reason = row.reason
-    if reason is None and row.state in DECIDED and isinstance(status.get("error"), str):
-        reason = status["error"]
+    for name in ("error", "early"):  # why it failed, or why it ended before its last step
+        if reason is None and row.state in DECIDED and isinstance(status.get(name), str):
+            reason = status[name]
     lost = tuple(recoveries(folder.path))
     progress = replace(row, step=step, total=total, metrics=last, eta_s=eta_s, reason=reason)
     return replace(progress, recoveries=lost) if lost else progress

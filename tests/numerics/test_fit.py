@@ -451,6 +451,27 @@ def test_a_tie_does_not_replace_the_best() -> None:
         assert outcome.exported == [1, 2, 6]
 
 
+def test_a_run_ends_when_so_many_evaluations_were_no_better() -> None:
+    patience, scores = {"patience": 2}, (3.0, 2.0, 2.0, 1.0, NAN, 1.5, 0.5)
+    cases = {
+        "alone": Case(steps=7, evaluate_every=1, save_every=100, scores=scores, train=patience)
+    }
+    for resumed in (None, 2, 3):  # killed before the evaluation of that step
+        cases[f"killed {resumed}"] = Case(
+            evaluate_every=1, save_every=1, scores=(2.0,) * 6, train=patience, resume_after=resumed
+        )
+    outcomes = fit_all(cases)[0]
+    assert [outcome.result for outcome in outcomes.values()] == ["finished"] * 4
+    assert outcomes["alone"].exported == [1, 2, 4]
+    assert outcomes["alone"].saved == [1, 2, 4, 6]
+    assert len(outcomes["alone"].rates) == 6
+    straight = outcomes["killed None"]
+    assert straight.saved == [1, 2, 3]
+    for resumed in (2, 3):
+        for weight, value in outcomes[f"killed {resumed}"].weights.items():
+            assert torch.equal(value, straight.weights[weight]), f"{resumed}: {weight}"
+
+
 def test_the_last_step_is_saved_and_the_log_counts_the_units_of_all_steps() -> None:
     (outcomes,) = fit_all({"odd": Case(steps=5, save_every=2)})
     assert outcomes["odd"].saved == [2, 4, 5]

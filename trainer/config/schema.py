@@ -120,16 +120,12 @@ Recomputation = Annotated[
 def _steps(value: Any) -> Any:
     if value == 0:
         raise ValueError("Input should be greater than 0")
-    return value
+    return 0 if value is None else value
 
 
 # 0 stands for the steps that train.epochs are, which a run puts in its place once rows are counted.
-Steps = Annotated[
-    int,
-    BeforeValidator(_steps),
-    Field(ge=0),
-    WithJsonSchema({"type": "integer", "exclusiveMinimum": 0}),
-]
+_STEPS = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "null"}]}
+Steps = Annotated[int, BeforeValidator(_steps), Field(ge=0), WithJsonSchema(_STEPS)]
 
 
 def _every(value: Any) -> Any:
@@ -163,7 +159,7 @@ class Train(Strict):
     """What one run does. `global_batch` defines it; the world size changes only accumulation."""
 
     steps: Steps = 0
-    """Optimizer steps of the whole run; or give `epochs`."""
+    """Optimizer steps of the whole run; None: those of `epochs`."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """How often each row is trained on; `steps` follows from it and the rows. The step in which an
     epoch ends is filled with rows of the next one. With `steps`, rows that fill no step of an epoch
@@ -220,6 +216,10 @@ class Train(Strict):
     """Whether the lowest or the highest value of `best` is the best; None: as its name says, the
     lowest of a loss, the highest of a recall. A metric whose name does not say it is asked for it.
     """
+    patience: Positive | None = None
+    """Evaluations in a row without a better `best` after which the run ends; None: it trains all of
+    its steps.
+    """
     max_lost_labels: Fraction = 0.05
     """Share of a split's label tokens that limits may cut off; more is refused."""
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
@@ -256,6 +256,15 @@ class Train(Strict):
             raise ValueError(
                 f"spike_window={self.spike_window} with steps={self.steps}: no step would be "
                 "judged. Give a spike_window below steps, or leave spike_z out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _patience_has_a_metric(self) -> Train:
+        if self.patience is not None and self.best is None:
+            raise ValueError(
+                f"patience={self.patience} with best=None: no evaluation would be better or worse. "
+                "Leave patience out, or name a metric as best"
             )
         return self
 

@@ -73,7 +73,7 @@ class RunRecord:
         self.folder, self.total, self.step = folder, total, 0
         self._name = name
         self._bad_steps: list[int] = []
-        self._proof = ""
+        self._proof = self._early = ""
         self.goodput, self.startup = Goodput.of(folder), Startup(began_at)
         # steps against their prediction (trainer/launch/late.py), once they are done
         self.time: dict[str, Any] | None = None
@@ -188,6 +188,12 @@ class RunRecord:
         if self._wandb is not None:
             self._wandb.table(ANSWERS, [{"step": step, **row} for row in rows])
 
+    def end_early(self, why: str) -> None:
+        """Say why the run ends before its last step: in the log, and in status.json as `early`."""
+        self._early = why
+        if self._is_writer:
+            log.info("%s", why)
+
     def status(self, state: State, *, step: int | None = None, error: str | None = None) -> None:
         """Replace status.json: state, step (the last one logged, unless given), total, checkpoint
         (the step that the run would go on from; None: the beginning), host, updated_at, error,
@@ -221,6 +227,8 @@ class RunRecord:
             values["bad_steps"] = self._bad_steps
         if self._name:
             values["name"] = self._name
+        if self._early:
+            values["early"] = self._early
         try:
             write_json(self.folder / STATUS, values)
         except StorageError:

@@ -23,7 +23,7 @@ from trainer.runtime.batch import (
 from trainer.training import schedule
 from trainer.training.bad_steps import RolledBack, Trouble
 from trainer.training.session import Moved
-from trainer.training.validation import evaluate_and_keep_best, pay_evaluation
+from trainer.training.validation import end_early, evaluate_and_keep_best, pay_evaluation
 
 if TYPE_CHECKING:
     from trainer.training.session import Progress, Session
@@ -59,6 +59,9 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
     with contextlib.closing(_windows(session, progress, until)) as source:
         if progress.owes_evaluation and not pay_evaluation(session, progress):
             return False
+        if session.has_waited(progress):  # an earlier attempt came so far
+            end_early(session, progress, is_saved=True)
+            return True
         for window in source:
             due = session.cadence.due(window.step + 1, steps)
             factor = schedule.factor(session.cfg.schedule, window.step, steps)
@@ -93,6 +96,9 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                 session.save(progress)
             if due.evaluation and not evaluate_and_keep_best(session, progress, is_saved=saves):
                 return False
+            if due.evaluation and session.has_waited(progress):
+                end_early(session, progress, is_saved=saves)
+                return True
             if step.stop and progress.step < steps:
                 return False
             session.after_step(session.engine, progress)

@@ -77,6 +77,7 @@ class Progress:
     units: int = 0  # units trained on so far
     best: float | None = None
     best_step: int = 0
+    waited: int = 0  # evaluations since the best one
     # "min" in a run that began before best/ followed the metric: it was the default then
     best_is: Direction | None = None
     owes_evaluation: bool = False  # this step was saved before its evaluation was done
@@ -91,7 +92,7 @@ class Progress:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
-        # older checkpoints have none of these, and no best_is
+        # older checkpoints have none of these, no best_is, and have not waited
         skipped, bad = SkippedSteps(**state.get("skipped", {})), BadSteps(**state.get("bad", {}))
         own = {"plateau": Plateau.of(state["plateau"]), "skipped": skipped, "bad": bad}
         return cls(**{"best_is": "min", **state, **own})
@@ -147,6 +148,11 @@ class Session:
     # ConfigError when weights that the run began with are not finite; a collective
     refuse_unsound_base: Callable[[], None] = no_check
     report: Callable[[Moved], None] = ignore  # reports to the process that watches this rank
+
+    def has_waited(self, progress: Progress) -> bool:
+        """Whether so many evaluations were no better that the run ends (train.patience)."""
+        patience = self.cfg.train.patience
+        return patience is not None and progress.waited >= patience
 
     @property
     def is_judged(self) -> bool:

@@ -104,6 +104,22 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     return True
 
 
+def end_early(session: Session, progress: Progress, *, is_saved: bool) -> None:
+    """End a run that has waited long enough for a better evaluation. A collective.
+
+    is_saved: a checkpoint of this step is there already.
+    """
+    if not is_saved:
+        session.save(progress)
+    train = session.cfg.train
+    text = (
+        f"step {progress.step} of {train.steps} is the last: train.patience={train.patience} "
+        f"evaluations had no better {train.best} than {progress.best:.6g} at step "
+        f"{progress.best_step}"
+    )
+    session.record.end_early(text)
+
+
 def pay_evaluation(session: Session, progress: Progress) -> bool:
     """Do what evaluate_and_keep_best does, for a step that an earlier attempt saved but did not
     finish evaluating. Scores that the attempt has logged already are used.
@@ -137,6 +153,7 @@ def _is_best(session: Session, progress: Progress, metrics: Mapping[str, float])
             f"train.best={train.best!r}: no such metric. {nearest(train.best, sorted(metrics))}"
         )
     value = metrics[train.best]
+    progress.waited += 1
     if math.isnan(value):
         return False
     is_least = direction_of_best(train, progress) == "min"
@@ -144,7 +161,7 @@ def _is_best(session: Session, progress: Progress, metrics: Mapping[str, float])
         value >= progress.best if is_least else value <= progress.best
     ):
         return False
-    progress.best, progress.best_step = value, progress.step
+    progress.best, progress.best_step, progress.waited = value, progress.step, 0
     session.export_best()
     return True
 

@@ -99,9 +99,7 @@ PADDING_FREE = nothing(
     "Rows are packed without padding wherever the base can read them so; no key is needed."
 )
 KERNELS = nothing("The fastest attention that the base supports is chosen; no key is needed.")
-EARLY_STOP = nothing(
-    "A run ends after its steps; best/ holds the weights of the best evaluation (train.best)."
-)
+EARLY_STOP = as_key("train.patience", advice="It counts evaluations.")
 DEVICES = nothing("The launcher decides: torchrun --nproc-per-node N, or `resources` of a job.")
 RESUME = nothing("The same command again goes on from the last checkpoint; -r 1 starts over.")
 FOREIGN_CODE = nothing("Code of a model's repository never runs here.")
