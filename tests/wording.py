@@ -368,6 +368,7 @@ DICTIONARY = wording(
     value_wanted="{key}: ...Input should be {wanted}. Got {value!r}.",
     value_not_serializable="not JSON serializable. Use strings, numbers",
     key_required="{key}: required, but not given.",
+    key_of_another_shape='shape="{shape}" does not read {key}',
     no_end="steps is missing: give it, or epochs",
     epochs_disagree="train.steps={steps}, but {said} are {count} steps. Leave one of the two out.",
     key_of_others="{key}: no such key. Here it is {ours}.{note}",

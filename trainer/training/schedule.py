@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import Schedule
 
 DEFAULT_EVERY = 1000  # steps between two evaluations, and two checkpoints
+_INVERSE_SQRT_STEPS = 10_000  # of inverse_sqrt without a warm-up, as transformers has it
 
 
 def factor(schedule: Schedule, step: int, total: int) -> float:
@@ -23,11 +24,27 @@ def factor(schedule: Schedule, step: int, total: int) -> float:
         return step / warmup
     if schedule.shape in ("constant", "reduce_on_plateau"):
         return 1.0
-    progress = (step - warmup) / max(1, total - warmup)
-    if schedule.shape == "linear":
-        return max(0.0, 1.0 - progress)
-    assert schedule.shape == "cosine", f"no factor for {schedule.shape}"
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+    if schedule.shape == "inverse_sqrt":
+        scale = warmup or _INVERSE_SQRT_STEPS
+        return 1.0 / math.sqrt((step - warmup + scale) / scale)
+    start = warmup
+    if schedule.shape == "wsd":
+        start = max(warmup, total - math.ceil(schedule.decay_ratio * total))
+    progress = max(0.0, min(1.0, (step - start) / max(1, total - start)))
+    return schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * _fallen(schedule, progress)
+
+
+def _fallen(schedule: Schedule, progress: float) -> float:
+    """The factor, 1 to 0, once this share of the steps in which the rate falls is done."""
+    shape = schedule.decay if schedule.shape == "wsd" else schedule.shape
+    if shape == "linear":
+        return 1.0 - progress
+    if shape == "polynomial":
+        return (1.0 - progress) ** schedule.power
+    if shape == "1-sqrt":
+        return 1.0 - math.sqrt(progress)
+    assert shape == "cosine", f"no factor for {shape}"
+    return 0.5 * (1.0 + math.cos(math.pi * (schedule.cycles * progress % 1.0)))
 
 
 @dataclass

@@ -49,6 +49,10 @@ SYNONYMS: dict[str, Synonym] = {
     "optim_args": as_key("optim", advice="Each argument is a key of this block."),
     "lr_scheduler_type": to.SHAPE,
     "lr_scheduler_kwargs": as_key("schedule", advice="Each argument is a key of this block."),
+    "min_lr": as_key("schedule.min_lr_ratio", advice="It is a share of optim.lr."),
+    "min_lr_rate": as_key("schedule.min_lr_ratio"),
+    "num_cycles": as_key("schedule.cycles"),
+    "num_decay_steps": as_key("schedule.decay_ratio", advice="It is a share of the steps."),
     "bf16": to.PRECISION,
     "fp16": to.PRECISION,
     "tf32": nothing(
