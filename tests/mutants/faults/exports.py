@@ -231,8 +231,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/evaluation/predict.py",
-        "        if self.cut_tokens[number]:",
-        "        if False:",
+        " if row.cut_tokens else {}",
+        " if False else {}",
         why="a prediction does not say that its prompt was cut",
         tests=LONG,
     ),
