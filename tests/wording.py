@@ -368,6 +368,7 @@ DICTIONARY = wording(
     value_wanted="{key}: ...Input should be {wanted}. Got {value!r}.",
     value_not_serializable="not JSON serializable. Use strings, numbers",
     key_required="{key}: required, but not given.",
+    batch_above_file="batch_size={batch} is more than the {rows} rows that are trained on. Use at most {most}.",
     key_of_another_shape='shape="{shape}" does not read {key}',
     no_end="steps is missing: give it, or epochs",
     epochs_disagree="train.steps={steps}, but {said} are {count} steps. Leave one of the two out.",

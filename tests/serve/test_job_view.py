@@ -151,7 +151,8 @@ def test_a_request_fills_its_places_and_nothing_else() -> None:
 
     made = filled(epochs=2, batch=12, lr_factor=0.5)
     train = made["train"]
-    assert (train["steps"], train["global_batch"], train["micro_batch"]) == (17, 12, 6)
+    assert (train["epochs"], train["global_batch"], train["micro_batch"]) == (2, 12, 6)
+    assert "steps" not in train
     assert (train["seed"], made["label"], made["data"]["loss_on"]) == (5, "me", "all")
     assert made["optim"]["lr"] == OFFER.experiment["optim"]["lr"] / 2
     assert (train["eval_every"], train["save_every"]) == (5, 5)
@@ -161,6 +162,8 @@ def test_a_request_fills_its_places_and_nothing_else() -> None:
     wide = OFFER.model_copy(update={"job": {"resources": {"gpu": 4}}})
     with refused("batch_of_devices", devices=4, fix=12):
         offers.fill(wide, offers.TuningRequest(num_rows=9, kind="text", seed=1, label="", batch=9))
+    with refused("batch_above_file", batch=101, rows=100, most=100):
+        filled(batch=101)
     with refused("steps_too_many", most=1000000):
         filled(num_rows=10**9)
 

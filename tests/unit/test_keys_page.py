@@ -85,7 +85,7 @@ def test_a_key_is_told_with_what_it_may_be_its_default_and_its_meaning() -> None
     assert block.startswith("schedule: block; default {}\n")
     assert "schedule.patience: integer at least 0; default 10\n" in block
     assert "optim" not in block
-    assert "train.steps: integer above 0; required\n" in command("vera").stdout
+    assert "train.steps: integer above 0 | null; default null\n" in command("vera").stdout
     assert 'train.micro_batch: integer above 0 | "auto"; required\n' in command("vera").stdout
 
 

@@ -36,7 +36,7 @@ from trainer.data.order import (
 )
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError
-from trainer.protocol.task import DRAW, Batch, Encoded, Task
+from trainer.protocol.task import DRAW, EPOCH, Batch, Encoded, Task
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -570,6 +570,24 @@ def test_a_row_draws_the_same_on_any_ranks_and_after_a_resume_but_anew_in_every_
     assert _draws(store, 2, 1) == second
     assert len({draw for draws in [*first.values(), *second.values()] for draw in draws}) == 80
     assert _draws(store, 1, 0, seed=2) != first
+
+
+def test_the_epoch_of_each_row_is_told_where_an_epoch_ends_within_a_step(
+    store: TokenStore,
+) -> None:
+    seen: dict[int, list[int]] = {}
+
+    class Epochs(_Lines):
+        def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+            for row in rows:
+                seen.setdefault(int(row["ids"][0]), []).append(int(row[EPOCH][0]))
+            return super().collate(rows)
+
+    sharding = Sharding(12, 3, 1, 0, is_whole=True)  # 40 rows: an epoch ends within the fourth step
+    list(windows(store, Epochs().as_task(), sharding, seed=1, start_step=0, stop_step=10))
+    assert {row: sorted(epochs) for row, epochs in seen.items()} == {
+        n: [0, 1, 2] for n in range(40)
+    }
 
 
 def test_closing_early_ends_the_thread_which_was_never_far_ahead(store: TokenStore) -> None:

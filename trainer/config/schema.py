@@ -81,7 +81,7 @@ class Schedule(Strict):
     warmup_ratio: Fraction | None = None
     """The same as a share of train.steps, rounded up."""
     min_lr_ratio: Fraction = 0.0
-    """The lowest rate after the warm-up, as a share of optim.lr."""
+    """The lowest rate after the warm-up, as a share of the highest."""
     cycles: Positive = 1
     """cosine: so many falls from the highest rate, each followed by a restart."""
     power: Annotated[float, Field(gt=0)] = 1.0
@@ -194,7 +194,7 @@ def steps_between(every: int | str, epoch_steps: fractions.Fraction) -> fraction
 class Train(Strict):
     """What one run does. `global_batch` defines it; the world size changes only accumulation."""
 
-    steps: Steps = 0
+    steps: Steps = Field(0, json_schema_extra={"default": None})
     """Optimizer steps of the whole run; None: those of `epochs`."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """How often each row is trained on; `steps` follows from it and the rows. The step in which an

@@ -8,6 +8,20 @@ STEPS = "tests/contract/test_task_contract.py -k '(golden or stages_ranks) and c
 
 FAULTS = [
     Fault(
+        "trainer/training/validation.py",
+        "progress.best, progress.best_step, progress.waited = value, progress.step, 0",
+        "progress.best, progress.best_step = value, progress.step",
+        why="evaluations before the best one count as patience",
+        tests=f"{FIT} -k no_better",
+    ),
+    Fault(
+        FILE,
+        "if session.has_waited(progress):  # an earlier attempt came so far",
+        "if False:",
+        why="a run that was killed while it ended early trains another step",
+        tests=f"{FIT} -k no_better",
+    ),
+    Fault(
         "trainer/metrics/direction.py",
         'return None if words & _WORDS_OF_MOST else "min"',
         'return "min"',
@@ -135,8 +149,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/session.py",
-        "return step % every == 0 or step == last",
-        "return step % every == 0",
+        "return step // every > (step - 1) // every or step == last",
+        "return step // every > (step - 1) // every",
         why="the last step is neither evaluated nor saved",
         tests=FIT,
     ),

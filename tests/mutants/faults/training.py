@@ -15,6 +15,7 @@ RANKS = "tests/unit/test_checkpoint_ranks.py"
 RNG = "tests/unit/test_rng.py"
 SCHEDULE = "tests/unit/test_schedule.py"
 WINDOWS = "tests/unit/test_order.py"
+EPOCHS = "tests/unit/test_epochs.py"
 STORE = "tests/unit/test_token_store.py"
 TELEMETRY = "tests/unit/test_telemetry.py -k 'not wandb'"
 BAD_INPUT = "tests/runs/test_bad_input.py"
@@ -402,8 +403,15 @@ FAULTS = [
     # Schedules
     Fault(
         "trainer/training/schedule.py",
-        "/ max(1, total - warmup)",
-        "/ max(1, total - warmup - 1)",
+        "schedule.cycles * progress % 1.0",
+        "progress",
+        why="a cosine with cycles falls once",
+        tests=SCHEDULE,
+    ),
+    Fault(
+        "trainer/training/schedule.py",
+        "/ max(1, total - start)",
+        "/ max(1, total - start - 1)",
         why="the rate reaches 0 a step too early",
         tests=SCHEDULE,
     ),
@@ -430,7 +438,7 @@ FAULTS = [
         tests=WINDOWS,
     ),
     Fault(
-        "trainer/data/order.py",
+        "trainer/data/epochs.py",
         "np.random.SeedSequence([seed, epoch]))",
         "np.random.SeedSequence([seed]))",
         why="every epoch has the same order, and drops the same rows",
@@ -438,10 +446,52 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/order.py",
-        "np.random.SeedSequence([self.seed, step, index])",
-        "np.random.SeedSequence([self.seed, index])",
+        "np.random.SeedSequence([self.seed, step, number])",
+        "np.random.SeedSequence([self.seed, number])",
         why="a row has the same random choice in every epoch",
         tests=WINDOWS,
+    ),
+    Fault(
+        "trainer/data/epochs.py",
+        "np.concatenate([first[~is_there], first[is_there], drawn[batch:]])",
+        "drawn",
+        why="a step in which an epoch ends has a row twice",
+        tests=EPOCHS,
+    ),
+    Fault(
+        "trainer/data/epochs.py",
+        "if epochs.num_rows >= 2 * batch:",
+        "if True:",
+        why="of few rows, the end of an epoch is not the one that the next one makes way for",
+        tests=EPOCHS,
+    ),
+    Fault(
+        "trainer/data/order.py",
+        "epoch + (number in later)",
+        "epoch",
+        why="the first rows of an epoch draw what belongs to the one before",
+        tests="tests/unit/test_order.py -k epoch_of_each_row",
+    ),
+    Fault(
+        "trainer/training/run_plan.py",
+        "if train.steps not in (0, steps):",
+        "if False:",
+        why="train.steps that disagrees with train.epochs is ignored",
+        tests="tests/runs/test_whole_epochs.py -k refuses",
+    ),
+    Fault(
+        "trainer/training/run_plan.py",
+        '    tasks.parse(own, source=f"experiment {plan.id}, with its {steps} steps")\n',
+        "",
+        why="a warm-up that is longer than the epochs are is not refused",
+        tests="tests/runs/test_whole_epochs.py -k refuses",
+    ),
+    Fault(
+        "trainer/config/groups.py",
+        'if key != "epochs"}',
+        "}",
+        why="--steps of an experiment in epochs is refused, for both are given",
+        tests="tests/runs/test_whole_epochs.py -k replace",
     ),
     Fault(
         "trainer/data/order.py",

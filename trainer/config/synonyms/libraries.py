@@ -294,7 +294,6 @@ SYNONYMS: dict[str, Synonym] = {
     "activation_checkpointing": to.RECOMPUTE,
     # Lightning and general use
     "batch_size": to.BATCH,
-    "epochs": to.EPOCHS,
     "num_epochs": to.EPOCHS,
     "max_epochs": to.EPOCHS,
     "num_steps": as_key("train.steps"),
