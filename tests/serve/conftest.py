@@ -34,7 +34,11 @@ STUB = """#!{python} -S
 import json, os, signal, sys, time
 flags = dict(word[2:].split("=", 1) for word in sys.argv[2:] if "=" in word)
 folder = os.path.join(flags["savedir_base"], flags["exp_id"])
-total = json.load(open(os.path.join(folder, "exp_dict.json")))["train"]["steps"]
+train = json.load(open(os.path.join(folder, "exp_dict.json")))["train"]
+total = train.get("steps")
+if total is None:  # a request says epochs
+    rows = len(open(os.path.join(flags["data_path"], "train.jsonl")).readlines())
+    total = -(-train["epochs"] * rows // train["global_batch"])
 with open({starts!r}, "a") as file:
     file.write(flags["exp_id"] + "\\n")
 def say(state, step):

@@ -63,6 +63,9 @@ def talkative(world: World, exp_id: str) -> None:
     text_at("answers/step-1.jsonl", json.dumps({"source": place}) + "\n")(run)
     with run.metrics.open("a") as file:
         file.write(json.dumps({"step": 2, "loss": 1.0, "note": f"from\n{place}"}) + "\n")
+    unsent = run.path / "wandb" / "offline-run-20260101_000000-abc"
+    unsent.mkdir(parents=True)
+    (unsent / "run-abc.wandb").touch()
     trace = [
         "[rank0]: Traceback (most recent call last):",
         f'[rank0]:   File "{world.base}/_jobs/code/tree/trainer/a.py", line 3, in read',
@@ -145,6 +148,8 @@ def test_no_answer_tells_a_tenant_of_places_tracebacks_or_others(
     assert rows[failed["lathe"]["exp_id"]]["folder"] == folder  # the operator sees it
     own = {row["exp_id"]: row for row in world.ask("GET", "/lathe/v1/status", "anna")}
     assert own[failed["lathe"]["exp_id"]]["folder"] == failed["lathe"]["exp_id"]
+    assert str(world.base) in rows[failed["lathe"]["exp_id"]]["sync_hint"]
+    assert own[failed["lathe"]["exp_id"]]["sync_hint"] is None
     unread = bad[0]["lathe"]["exp_id"]
     assert f"{world.base}/{unread}/job.jsonl" in rows[unread]["reason"]
     assert own[unread]["reason"].startswith(f"its folder cannot be read: {unread}/job.jsonl")

@@ -402,6 +402,8 @@ def test_a_source_of_before_and_the_format_of_its_name_give_the_same_rows(
 def test_judgements_of_ms_marco_are_read_with_more_negatives(facts: Path, tmp_path: Path) -> None:
     folder = tmp_path / "msmarco"
     shutil.copytree(FIXTURES / "msmarco", folder)
+    with (folder / "qrels.dev.small.tsv").open("a") as file:
+        file.write("4\t0\t10\t0\n")  # judged, and no answer
     lines = [{"query_id": "4", "negative_docids": ["11", "12"]}]
     write_lines(folder / "negatives.jsonl", lines)
     data = {"format": "msmarco", "negatives": "negatives.jsonl"}

@@ -282,13 +282,6 @@ FAULTS = [
         tests=LISTS,
     ),
     Fault(
-        "trainer/tasks/summariser/data.py",
-        "values = as_list(value, place, column)",
-        "values = value",
-        why="a summary is learnt with the brackets of the list that it stood in",
-        tests=LISTS,
-    ),
-    Fault(
         "trainer/data/readers/fields.py",
         "return str(value).strip()",
         "return str(value)",
