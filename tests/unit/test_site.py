@@ -47,6 +47,9 @@ def test_the_site_builds_and_every_link_and_anchor_leads_somewhere(tmp_path: Pat
     assert build.returncode == 0, build.stdout + build.stderr
     page = (tmp_path / "site" / "own-data" / "index.html").read_text()
     assert "data.valid_share" in page
+    assert (tmp_path / "site" / "llms.txt").read_bytes() == (
+        ROOT / "docs" / "llms.txt"
+    ).read_bytes()
     assert not re.findall(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', page)
 
 
