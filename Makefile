@@ -66,9 +66,10 @@ chain: setup
 picture: setup
 	$(ENV) $(BIN)/python benchmarks/picture.py
 
-# docs/ as a site, in site/; a link that leads nowhere ends it.
+# docs/ as a site, in site/; a link that leads nowhere ends it. The pages as Markdown lie beside it, for llms.txt.
 site: setup
 	$(BIN)/python -m zensical build --strict --clean
+	cd docs && find . -name '*.md' -exec cp --parents {} ../site \;
 
 # Everything that wants measuring on a GPU, in 25 minutes; REHEARSE=1 tries it on the CPU, tiny.
 gpu: setup

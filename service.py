@@ -54,4 +54,6 @@ SERVICE: Values = {
         "tiny-chat": {"experiment": TINY_CHAT, "epochs": 3},
         "tiny-retriever": {"experiment": TINY_RETRIEVER, "epochs": 3},
     },
+    # In a container the server listens at 0.0.0.0, and its clients ask for these (compose.yaml).
+    "hosts": ["127.0.0.1:8100", "localhost:8100"],
 }

@@ -222,8 +222,30 @@ def test_what_ran_before_the_machine_was_restarted_is_to_be_run_again(own: Queue
     turned(own)
     assert own.entry("ft_a_a_1").read_end() == {
         "code": EXIT_PREEMPTED,
-        "reason": "the machine was restarted",
+        "reason": "the machine, or its container, was restarted",
     }
+
+
+def test_what_a_container_started_that_has_ended_is_to_be_run_again(own: Queue) -> None:
+    started(own, "ft_a_a_1", pid=999_999_999, namespace="pid:[1]")
+    entry = own.entry("ft_a_a_1")
+    with entry.hold():  # by a process of the other container
+        turned(own)
+        assert code_of(own, "ft_a_a_1") is None
+    turned(own)
+    assert code_of(own, "ft_a_a_1") == EXIT_PREEMPTED
+
+
+def test_a_job_holds_its_lock_until_it_ends(own: Queue, tmp_path: Path) -> None:
+    goes_on = tmp_path / "goes_on"
+    add(own, "ft_a_a_1", ("sh", "-c", f"while [ ! -e {goes_on} ]; do sleep 0.02; done"))
+    runner = Runner(own, Capacity.here())
+    runner.turn()
+    entry = own.entry("ft_a_a_1")
+    facts = {**wait_until(lambda: entry.read_start() or {}, bool), "namespace": "pid:[1]"}
+    assert entry.life(facts) == "unseen"
+    goes_on.touch()
+    wait_until(lambda: entry.life(facts), lambda life: life == "restarted")
 
 
 def test_a_job_that_another_runner_starts_at_this_moment_is_not_ended(
@@ -490,7 +512,10 @@ def test_what_ran_before_a_restart_of_the_machine_is_preempted(idle: Queue) -> N
     }
     (idle.entry("ft_a_a_1").folder / "started.json").write_text(json.dumps(facts))
     observed = Local().query([job_id])[job_id]
-    assert (observed.state, observed.reason) == ("preempted", "the machine was restarted")
+    assert (observed.state, observed.reason) == (
+        "preempted",
+        "the machine, or its container, was restarted",
+    )
 
 
 GARBAGE = ["", "{", "[]", "null", '{"x": 1}', '{"code": "0"}', "[" * 100_000, "a folder", "a loop"]

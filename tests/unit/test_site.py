@@ -5,6 +5,8 @@ errors quotes is what the program says.
 from __future__ import annotations
 
 import ast
+import html
+import json
 import re
 import shutil
 import subprocess
@@ -18,6 +20,18 @@ import pytest
 from tests.unit.pages import ROOT
 
 SOURCES = [*ROOT.glob("trainer/**/*.py"), *ROOT.glob("jobs/**/*.py"), ROOT / "trainval.py"]
+# What people search for, each of which leads to a recipe.
+SEARCHED = (
+    "sweep",
+    "early",
+    "mix",
+    "resume",
+    "more steps",
+    "go on from adapters",
+    "metric",
+    "8 gpus",
+)
+SEARCHED += ("nodes", "qlora", "long context", "oom", "hub", "vllm", "compare two runs")
 OUTSIDE_THE_MENU = "decisions/"  # pages of the site that others lead to
 
 
@@ -47,6 +61,17 @@ def test_the_site_builds_and_every_link_and_anchor_leads_somewhere(tmp_path: Pat
     assert build.returncode == 0, build.stdout + build.stderr
     page = (tmp_path / "site" / "own-data" / "index.html").read_text()
     assert "data.valid_share" in page
+    assert (tmp_path / "site" / "llms.txt").read_bytes() == (
+        ROOT / "docs" / "llms.txt"
+    ).read_bytes()
+    entries = json.loads((tmp_path / "site" / "search.json").read_text())["items"]
+    recipes = [one for one in entries if one["location"].startswith("recipes/#")]
+    texts = {
+        html.unescape(one["title"]): f"{one['title']} {one['text']}".lower() for one in recipes
+    }
+    titles = re.findall(r"^### (.+)$", (ROOT / "docs" / "recipes.md").read_text(), re.M)
+    assert set(titles) <= set(texts)
+    assert [word for word in SEARCHED if not any(word in text for text in texts.values())] == []
     assert not re.findall(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', page)
 
 

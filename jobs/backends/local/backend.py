@@ -29,7 +29,6 @@ from jobs.record.paths import RunFolder
 from jobs.secret_keys import minimal_environment
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals, replace_file
-from trainer.runtime.process import life
 
 FOLLOW_S = 0.3
 FILE = "rendered.local.json"
@@ -221,7 +220,7 @@ class Local:
         with refusals(self._queue.folder):
             self._queue.cancel(token)
             self._queue.wake()
-        if started is not None and entry.read_end() is None and life(started) == "unseen":
+        if started is not None and entry.read_end() is None and entry.life(started) == "unseen":
             raise Unreachable(f"asked for the end of {job_id}, but: {_out_of_sight(entry)}")
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
@@ -269,7 +268,7 @@ class _Outlook:
         started = entry.read_start()
         if started is None:
             return self._waiting(entry.read())
-        state, host = life(started), started.get("host")
+        state, host = entry.life(started), started.get("host")
         if state == "unseen":
             return None
         if state == "restarted":

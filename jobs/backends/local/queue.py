@@ -12,13 +12,14 @@ become free.
                               started twice
         ended.json            code and reason
         cancel                somebody asked for its end
+        alive             locked (flock) by the wrapper while it lives, whatever container sees it
         wrapper.log
 
 The runner outlives whoever submitted; killed, it is started again by whoever submits or looks next,
 and adopts what still runs. A process is only judged where it can be seen: its host and pid
 namespace are in started.json, and in its birth the boot of the machine. What another container
-started is left alone (and its devices are not counted); what ran before the machine was restarted
-ends with code 75, to be run again.
+started and still runs is left alone (and its devices are not counted); what ran before the machine
+or its container was restarted ends with code 75, to be run again.
 
 Standard library only. The folder is $XDG_STATE_HOME/lathe/queue/<host>, for a home may be shared;
 LATHE_QUEUE names another one.
@@ -46,6 +47,7 @@ from typing import Any
 from jobs.record.state_table import EXIT_FAILED
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
 from trainer.files.atomic import create_json, read_json, sync
+from trainer.runtime.process import Life, life
 
 IDLE_S = 1.0  # the runner leaves when there has been nothing to do for so long
 ATTEMPT = re.compile(r"(ft_[0-9a-z]+_[0-9a-z]+)_([0-9]+)\Z")
@@ -131,6 +133,32 @@ class QueuedJob:
             return None
         text = f"{path} is not what the queue writes there, so nobody knows how this job ended"
         return {"code": EXIT_FAILED, "reason": text}
+
+    @contextlib.contextmanager
+    def hold(self) -> Generator[int]:
+        """A descriptor of the file `alive`, locked: a process that inherits it holds the lock until
+        it ends. Not locked where another process holds it already.
+        """
+        descriptor = os.open(self.folder / "alive", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def life(self, started: Mapping[str, Any]) -> Life:
+        """As `life` of the facts in started.json; "restarted" also when another container of this
+        machine started the job, and has ended: its processes cannot be seen, and nobody holds the
+        lock.
+        """
+        state = life(started)
+        if state != "unseen" or started.get("host") != socket.gethostname():
+            return state
+        with contextlib.suppress(OSError), (self.folder / "alive").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return "restarted"
+        return "unseen"
 
     def is_cancelled(self) -> bool:
         """Whether a person or a command asked for the end of the job."""

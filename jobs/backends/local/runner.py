@@ -41,7 +41,7 @@ LOOK_S = 1.0  # between two looks at what was asked of waiting jobs
 LOCK_TRIES = 20  # each POLL_S: together longer than a runner stays idle
 KILL_AFTER_S = 30.0  # beyond the job's own grace: a wrapper that does not end by itself
 CANCELLED = 143  # 128 + SIGTERM, as a shell reports it
-RESTARTED = "the machine was restarted"
+RESTARTED = "the machine, or its container, was restarted"
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class Runner:
                     EXIT_BAD_INPUT,
                     f"{refusal}, as its queue was started. Ask for less, or send it elsewhere.",
                 )
-        elif (life := process.life(started)) == "restarted":
+        elif (life := entry.life(started)) == "restarted":
             entry.end(EXIT_PREEMPTED, RESTARTED)
         elif life == "unseen":
             log.warning(
@@ -329,7 +329,7 @@ def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Li
         "LATHE_JOB_ID": facts["id"],
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
     }
-    with (entry.folder / "wrapper.log").open("ab") as output:
+    with (entry.folder / "wrapper.log").open("ab") as output, entry.hold() as alive:
         try:
             child = subprocess.Popen(
                 facts["wrapper"],
@@ -339,6 +339,7 @@ def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Li
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                pass_fds=(alive,),
                 preexec_fn=announce,
             )
         except (OSError, subprocess.SubprocessError) as error:
