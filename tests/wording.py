@@ -225,7 +225,7 @@ ROWS = wording(
     neither_text_nor_id="'{key}' has neither text nor id (keys: {keys})",
     id_with_white_space="the id {id!r} holds white space",
     id_twice="the id {id!r} stands twice",
-    id_of_two_passages="two passages have the id {id!r}, one of them {text!r}",
+    id_of_two_texts="two {what} have the id {id!r}, one of them {text!r}",
     gold_unknown="gold={gold} is no id in",
     row_of_other_set="no row of the {split} split is of the data set {dataset!r}.",
     split_without_rows="the {split} split has no rows",
