@@ -156,6 +156,13 @@ FAULTS = [
         tests="tests/unit/test_usual_rows.py -k id_of_two_texts",
     ),
     Fault(
+        "trainer/data/readers/data_sets.py",
+        "for name, one in pairs if one is not None}",
+        "for name, one in pairs}",
+        why="a call of one tool in Parquet is learnt with the arguments of all tools, null",
+        tests="tests/unit/test_own_rows.py -k keys_of_other_rows",
+    ),
+    Fault(
         "trainer/data/control_tokens.py",
         "if added.special or number in ends",
         "if added.special",

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 from trainer.data.formats.packed import MAX_LINE, open_file
 from trainer.data.formats.subset import of_subset
 from trainer.data.left_out import note
+from trainer.data.readers.data_sets import row_of_arrow
 from trainer.data.readers.jsonl import begins_as_json, lines, objects, preview
 from trainer.data.readers.quotes import is_quoted
 from trainer.errors import ConfigError, DataError
@@ -285,7 +286,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", row
+                    yield f"{path}, row {number}", row_of_arrow(row)
     except FileNotFoundError as error:
         raise _unreadable(path, error) from error
     except (ArrowException, OSError, EOFError, zlib.error) as error:

@@ -18,7 +18,7 @@ from trainer.data.formats.lists import as_list
 from trainer.data.left_out import note, watched
 from trainer.data.readers import fields, retrieved
 from trainer.data.readers.columns import in_our_names
-from trainer.data.readers.data_sets import data_set
+from trainer.data.readers.data_sets import data_set, row_of_arrow
 from trainer.data.readers.fields import QUESTION_IDS, first_given
 from trainer.data.readers.folders import (
     CORPUS,
@@ -317,7 +317,10 @@ def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | Non
     config = config or data.subset
     how: dict[str, Any] = {"subset": config, "revision": data.revision, "cache_dir": cache_dir}
     dataset = data_set(name, of_split, folder=folder, **how)
-    placed = ((f"{name} ({of_split}), row {index}", raw) for index, raw in enumerate(dataset))
+    placed = (
+        (f"{name} ({of_split}), row {index}", row_of_arrow(raw))
+        for index, raw in enumerate(dataset)
+    )
     placed = in_our_names(placed, data.columns, TEVATRON)
     yield from _tevatron_rows(placed, _Corpus(data.corpus, folder))
 
