@@ -577,6 +577,7 @@ ADAPTERS = wording(
     targets_not_linear='lora.targets={targets!r}: {target!r} is no linear layer but a {kind}...."all-linear"',
     targets_kind='lora.targets: Value error, ..."all-linear"',
     adapters_of_other_base="adapters were trained on base {base}...Put the old base back",
+    adapters_of_another_kind="{says}, which makes adapters of another kind...want adapters of one rank",
     adapters_as_base="holds adapters without their base, {because}.{fix}",
     adapters_merged_before_encoding='lora.export="merged": contexts are encoded..."adapter"',
     layers_with_adapters="init_from={folder!r}: its layers were trained with adapters...State lora",

@@ -213,7 +213,7 @@ def test_what_a_template_spells_behind_an_answer_is_no_part_of_it(
     assert written("date", opened).removesuffix("\n") == wanted
 
 
-def tokens_of(opened: Opened, how: Prediction, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def tokens_of(opened: OpenExport, how: Prediction, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of what predict writes."""
     spelt: list[list[int]] = []
     spell = opened.task.tokenizer.decode
