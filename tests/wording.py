@@ -635,6 +635,7 @@ RETRIEVER = wording(
     pooling_of_decoder="pooling={pooling}: in a decoder",
     projection_width="in_width={width}, but the base's states have {has}.",
     pooler_absent="holds no pooler.pt",
+    limit_without_room="data.{side}_tokens={limit}: got no room for a text...want at least {least}.",
     retriever_absent="holds neither config.json nor adapter_config.json",
 )
 SUMMARISER = wording(

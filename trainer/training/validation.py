@@ -137,7 +137,11 @@ def _is_best(session: Session, progress: Progress, metrics: Mapping[str, float])
             f"train.best={train.best!r}: no such metric. {nearest(train.best, sorted(metrics))}"
         )
     value = metrics[train.best]
-    if math.isnan(value):
+    if not math.isfinite(value):  # an infinite one would never be surpassed
+        if distributed.is_main():
+            logger.warning(
+                "%s is %s at step %d: best/ stays as it is", train.best, value, progress.step
+            )
         return False
     is_least = direction_of_best(train, progress) == "min"
     if progress.best is not None and (
