@@ -788,6 +788,7 @@ JOBS = (
         object_name="{key}: {value!r} is no name of an object",
         secret_form='{key}: {value!r}, want "NAME/KEY" of a Secret',
         volume_form='volumes: {value!r}, want "<claim>:/mount"',
+        environment_twice="environment_vars: Value error, {names} stands there twice: leave one value",
         volume_twice="volumes: {value!r} is mounted twice",
         folder_below_no_mount="{key}: {value!r} lies below no mount of `volumes`",
         nodes_of_ray="nodes: {nodes}, but a Ray job's entry point has one node",

@@ -228,7 +228,7 @@ def judge_rows(
     counts: cut_counts.CutCounts = {}
     cut_tokens = array("q")
     assert controls is not None, "every task that predicts has a tokenizer"
-    with left_out.one_reading(what, strict=strict):
+    with left_out.one_reading(what, strict=strict) as notes:
         for _, place, raw in _rows(placed, task):
             row = trained.row_to_predict(task, raw, place)
             cut_row = trained.cut_row(task, opened_model.model, row, how)
@@ -240,7 +240,9 @@ def judge_rows(
                 row = {name: raw[name] for name in _PROMPTS if name in raw}
             for control in controls.in_row(row):
                 left_out.note(place, reason(control), field=control[0])
-    logger.info("%s", _opening_line(what, cut_tokens, counts))
+    unread = notes.keys.line()
+    line = _opening_line(what, cut_tokens, counts)
+    logger.info("%s", f"{line}; {unread}" if unread else line)
     return cut_tokens
 
 
