@@ -70,7 +70,7 @@ def test_what_a_turn_says_beside_its_call_is_learnt_or_refused() -> None:
     assert said.startswith('I look.{"name": "add"')
 
 
-@pytest.mark.parametrize("how", ["trim", "tojson", "replace('\\n', ' ')"])
+@pytest.mark.parametrize("how", ["trim", "tojson", "upper", "replace('\\n', ' ')"])
 def test_a_content_that_is_trimmed_or_escaped_is_written(how: str) -> None:
     template = CHATML.replace("message.content", f"(message.content | {how})")
     assert learnt(template, [TURNS[1], answer(' "Über"\nalles? ')])

@@ -122,10 +122,14 @@ def _lost_thoughts(message: Message, text: str) -> str | None:
 
 
 def _is_in(part: str, text: str) -> bool:
-    """Whether a template has written a part of a content, which it may have trimmed or escaped."""
+    """Whether a template has written a part of a content, trimmed or escaped, in whatever case."""
     part = part.strip()
     if part in text:
         return True
-    letters = _NO_LETTERS.sub("", text)
+    letters = _letters(text)
     forms = (part, json.dumps(part), json.dumps(part, ensure_ascii=False))
-    return any(_NO_LETTERS.sub("", form) in letters for form in forms)
+    return any(_letters(form) in letters for form in forms)
+
+
+def _letters(text: str) -> str:
+    return _NO_LETTERS.sub("", text).casefold()
