@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.api.arguments import refuse_below_one
 from trainer.api.process_state import as_found
 from trainer.api.table import Table
+from trainer.data.formats.json_text import half_of_pair, json_value
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import read_json
 
@@ -150,12 +151,13 @@ class Run:
         refuse_below_one(batch=batch, max_tokens=max_tokens, **counts)
         with as_found():
             from trainer.evaluation import predict
+            from trainer.evaluation.search import check_search
             from trainer.protocol.abilities import Prediction, Search
 
             how = Prediction(
                 Search(**counts, temperature=temperature, top_p=top_p, seed=seed), max_tokens
             )
-            predict.check_search(how)
+            check_search(how.search)
             own = self._model
             name = str(rows) if isinstance(rows, str | Path) else "rows"
             cut_tokens = predict.judge_rows(own, _placed(rows), how, what=name, strict=strict)
@@ -199,11 +201,17 @@ class Run:
             "seed": seed,
             "stop": list(stop),
         }
+        half = half_of_pair([question, contexts])
+        if half is not None:
+            raise ConfigError(f"answer: got {half}.")
         if not is_decoder and not isinstance(question, str):
             raise ConfigError("answer: got messages, and this model reads one question, a text.")
         with as_found():
             from trainer.commands.answer import answers
+            from trainer.evaluation.search import check_search
+            from trainer.protocol.abilities import Search
 
+            check_search(Search(temperature=temperature or None, top_p=top_p))
             own = self._model
             if not is_decoder:
                 asked |= {"question": question, "contexts": list(contexts)}
@@ -254,7 +262,7 @@ def _placed(
         if not isinstance(row, Mapping):
             raise DataError(f"{place} is a {type(row).__name__}, want a dictionary.", place=place)
         try:
-            yield place, json.loads(json.dumps(dict(row)))
+            yield place, json_value(json.dumps(dict(row)))
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"{place} holds what JSON cannot ({error}). Want texts, numbers, lists and "

@@ -29,6 +29,7 @@ from trainer.data.readers import fields, row_files
 from trainer.data.usual.rows import unlabelled
 from trainer.errors import ConfigError
 from trainer.evaluation.run import Question, open_model
+from trainer.evaluation.search import check_search
 from trainer.exports import record
 from trainer.files.atomic import aside, create_json, read_json, refusals, replace_file, sha256_of
 from trainer.models import adapters
@@ -72,7 +73,7 @@ def predict(request: RowsToPredict) -> int:
     Every rank of a launcher calls it. ConfigError and DataError for a missing model, invalid rows
     or an existing output. Pieces that were predicted before an error stay.
     """
-    check_search(request.how)
+    check_search(request.how.search)
     parts = request.out.with_name(f".{request.out.name}.parts")
     out = request.out
     if not out.absolute().parent.is_dir():
@@ -115,17 +116,6 @@ class OpenExport:
     task: Any
     model: nn.Module
     folder: Path
-
-
-def check_search(how: Prediction) -> None:
-    """ConfigError for a search that cannot find as many answers as are wanted."""
-    search = how.search
-    if search.temperature is None and search.num_answers > search.num_beams:
-        raise ConfigError(
-            f"--num_answers {search.num_answers} with --num_beams {search.num_beams}: that many "
-            f"beams end in no more answers. Use --num_beams {search.num_answers} or more, or "
-            "--temperature."
-        )
 
 
 def open_export(model: Path, *, data: Path | None, cache_dir: Path) -> OpenExport:
