@@ -169,37 +169,38 @@ class Run:
     def answer(
         self,
         question: str | Sequence[Mapping[str, Any]],
-        contexts: Sequence[str] = (),
+        contexts: str | Sequence[str] = (),
         *,
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_p: float = 1.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> str:
         """The text with which the model answers.
 
         question: a text; of a model that was trained on conversations also the messages so far,
             [{"role": "user", "content": ...}, ...]. A model that was trained on plain texts goes on
             with the text, a summariser sums it up.
-        contexts: the texts that a reader reads.
+        contexts: the text that a reader reads, or several.
         max_tokens: the most tokens; None: 256, of a reader as in its experiment.
         temperature: draw tokens at this temperature; None: the likeliest ones.
         top_p: draw from the likeliest tokens that have this probability together.
         seed: of the draws.
-        stop: the answer ends before the first of these texts.
+        stop: the answer ends before this text, or before the first of several.
 
         Raises ConfigError where there is no model yet, for a task that makes no texts (`predict`
         gives its scores and vectors), and for a question that the task cannot read.
         """
         refuse_below_one(max_tokens=max_tokens)
+        contexts, stops = _texts(contexts, "contexts"), _texts(stop, "stop")
         is_decoder = self.values.get("task") == "causal_lm"
         asked: dict[str, Any] = {
             "max_tokens": max_tokens or (_MAX_TOKENS if is_decoder else _NO_LIMIT),
             "temperature": temperature or 0,
             "top_p": top_p,
             "seed": seed,
-            "stop": list(stop),
+            "stop": stops,
         }
         half = half_of_pair([question, contexts])
         if half is not None:
@@ -214,7 +215,7 @@ class Run:
             check_search(Search(temperature=temperature or None, top_p=top_p))
             own = self._model
             if not is_decoder:
-                asked |= {"question": question, "contexts": list(contexts)}
+                asked |= {"question": question, "contexts": contexts}
             elif contexts:
                 raise ConfigError("answer: a language model reads no contexts. Leave them out.")
             elif not isinstance(question, str):
@@ -246,6 +247,15 @@ class Run:
         for line in content.splitlines(keepends=True):
             if line.endswith("\n"):  # the last one is being written
                 yield json.loads(line)
+
+
+def _texts(given: Any, name: str) -> list[str]:
+    """A text, or a list of texts, as a list. ConfigError for anything else, and for empty texts."""
+    texts = [given] if isinstance(given, str) else list(given)
+    wrong = [one for one in texts if not isinstance(one, str) or not one]
+    if wrong:
+        raise ConfigError(f"answer: got {wrong[0]!r} in {name}, want texts that are not empty.")
+    return texts
 
 
 def _placed(

@@ -249,6 +249,8 @@ def _batch(question: Question) -> int:
 def _check(question: Question) -> None:
     check_search(question.search)
     check(question.measures)
+    if "" in question.cut_at:
+        raise ConfigError('--cut_at "": got an empty text, which stands everywhere. Leave it out.')
     for path in (question.predictions, question.passage_scores):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path}: its folder does not exist. Make it, or write elsewhere.")
