@@ -19,6 +19,7 @@ from trainer.data.formats import conversation
 from trainer.data.formats.held_out import PLACES, place_of_row
 from trainer.data.formats.json_text import BadJson, json_value
 from trainer.data.formats.lists import as_list
+from trainer.data.formats.normal_form import is_blank
 from trainer.errors import DataError
 from trainer.files.atomic import aside, open_file
 
@@ -201,7 +202,7 @@ def _cut(text: str) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    return isinstance(value, str) and not is_blank(value)
 
 
 def _texts(row: Row, *names: str) -> Iterator[tuple[str, str]]:

@@ -177,6 +177,13 @@ FAULTS = [
         tests="tests/unit/test_unwritten.py",
     ),
     Fault(
+        "trainer/data/formats/normal_form.py",
+        "return _INVISIBLE.fullmatch(text) is not None",
+        "return not text.strip()",
+        why="an answer of which nothing can be seen is learnt",
+        tests="tests/unit/test_foreign_text.py -k nothing_can_be_seen",
+    ),
+    Fault(
         "trainer/data/control_tokens.py",
         "if added.special or number in ends",
         "if added.special",

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from trainer.data.formats.json_text import preview
 from trainer.data.formats.lists import parsed
+from trainer.data.formats.normal_form import is_blank
 from trainer.data.formats.problems import Report, RowProblem
 from trainer.data.formats.roles import ASSISTANT, CALL, ROLES, role_of
 from trainer.data.formats.tool_calls import calls_of, tool_calls, tools_of
@@ -327,8 +328,8 @@ def _text(content: Any, name: str, report: Report) -> Any:
 def _is_empty(message: Row, is_thought: bool) -> bool:
     """Whether a turn neither says nor calls nor thinks anything."""
     content = message["content"]
-    is_blank = isinstance(content, str) and not content.strip()
-    return is_blank and not message.get("tool_calls") and not is_thought
+    says_nothing = isinstance(content, str) and is_blank(content)
+    return says_nothing and not message.get("tool_calls") and not is_thought
 
 
 def _weight(given: Row, role: str, name: str, report: Report) -> int | None:

@@ -15,6 +15,7 @@ from trainer.config import userfile
 from trainer.config.formats.layouts import QUERIES, TEVATRON
 from trainer.data import stdlib_docs
 from trainer.data.formats.lists import as_list
+from trainer.data.formats.normal_form import is_blank
 from trainer.data.left_out import note, watched
 from trainer.data.readers import fields, retrieved
 from trainer.data.readers.columns import in_our_names
@@ -112,7 +113,7 @@ def without_own_positives(rows: Iterable[Row]) -> Iterator[Row]:
         for side in ("positives", "negatives"):
             for passage in row[side]:
                 is_text = isinstance(passage, dict) and passage.get("text") is not None
-                if is_text and not f"{passage.get('title') or ''}{passage['text']}".strip():
+                if is_text and is_blank(f"{passage.get('title') or ''}{passage['text']}"):
                     note(f"query {row['id']!r}", BLANK, field=side)
         yield row
 

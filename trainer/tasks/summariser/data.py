@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.formats.layouts import SUMMARIES
 from trainer.data import lookup, stdlib_docs
 from trainer.data.formats.lists import as_list, structure
+from trainer.data.formats.normal_form import is_blank
 from trainer.data.left_out import note
 from trainer.data.readers.folders import split_names
 from trainer.data.readers.jsonl import preview
@@ -83,11 +84,12 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
     summaries: list[str] = []
     for column in data.summaries:
         texts_of_column = _texts(raw.get(column), column, place)
-        summaries += [text for text in texts_of_column if text.strip()]
-        for _ in range(len(texts_of_column) - sum(bool(text.strip()) for text in texts_of_column)):
-            note(place, "blank summaries (left out)", field=column)
         for text in texts_of_column:
-            if text.strip() and not can_read(text):
+            if is_blank(text):
+                note(place, "blank summaries (left out)", field=column)
+                continue
+            summaries.append(text)
+            if not can_read(text):
                 note(place, OTHER_SCRIPT, field=column)
     row_id = raw.get(data.id)
     return {
