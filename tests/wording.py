@@ -269,6 +269,7 @@ CONVERSATIONS = wording(
     ConfigError,
     messages_of_no_chat="got messages, but the model has not learnt",
     template_missing="has no chat template. Set data.chat_template: a file",
+    template_unreadable="data.chat_template={template!r}: cannot be read",
     template_unknown="{template!r} is no file here or below --data_path...({choices})",
 )
 PASSAGES = wording(

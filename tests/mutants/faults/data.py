@@ -45,7 +45,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/usual/instructions.py",
-        'if around.is_labelled and (output is None or is_blank(str(output))):',
+        "if around.is_labelled and (output is None or is_blank(str(output))):",
         "if False:",
         why="one blank output refuses the file of Alpaca's authors",
         tests=USUAL,

@@ -370,7 +370,12 @@ def _read(template: str, data_path: Path | None) -> str:
     places = [Path(placed(template)), *([data_path / template] if data_path is not None else [])]
     for place in places:
         if place.is_file():
-            return place.read_text(encoding="utf-8")
+            try:
+                return place.read_text(encoding="utf-8-sig")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"data.chat_template={template!r}: cannot be read ({error}). Save it as UTF-8."
+                ) from None
     raise ConfigError(
         f"data.chat_template={template!r} is no file here or below --data_path. Give {legal()}."
     )
