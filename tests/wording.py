@@ -181,6 +181,7 @@ DATA_FILES = wording(
     table_quote_open="a quote opens the text and is not closed in its line",
     column_binary="'{key}' is {value!r}, bytes of a binary column",
     folder_of_twins="is read as one split, and holds rows twice: {twins}. Take one of each out",
+    table_more_fields="{count} fields, and the header names {names}",
     table_header_again="the header once more",
     table_column_twice="the header names {column!r} twice",
     table_row_fields="not as many fields as the {columns} columns of the header: {fields}. It ends in line {line}.",
