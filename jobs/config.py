@@ -125,7 +125,7 @@ class JobConfig(Strict):
         names = [item.partition("=")[0] for item in items]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"{', '.join(twice)} stands there twice: leave one value")
+            raise ValueError(f"{', '.join(twice)}: several values, want one each")
         return dict(item.split("=", 1) for item in items)
 
     @field_validator("environment_vars")
