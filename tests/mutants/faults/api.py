@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-UNIT = "tests/unit/test_api_arguments.py"
+UNIT = "tests/unit/test_functions.py"
 RUNS = "tests/runs/test_api.py"
 TWO_RUNS = f"{RUNS} -k two_runs"
 

@@ -231,8 +231,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/evaluation/predict.py",
-        '**({"cut_tokens": row.cut_tokens} if row.cut_tokens else {})',
-        "",
+        " if row.cut_tokens else {}",
+        " if False else {}",
         why="a prediction does not say that its prompt was cut",
         tests=LONG,
     ),
