@@ -122,6 +122,10 @@ class JobConfig(Strict):
         items = [str(item) for item in cast("list[Any]", value)]
         if not all("=" in item for item in items):
             raise ValueError('each entry of the list must be "NAME=value"')
+        names = [item.partition("=")[0] for item in items]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"{', '.join(twice)}: several values, want one each")
         return dict(item.split("=", 1) for item in items)
 
     @field_validator("environment_vars")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 from jobs.errors import Unreachable
 from trainer.errors import ConfigError, LatheError
@@ -42,8 +43,8 @@ class ServiceClient:
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        parts = _parts(self.url)
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
                 f"--url: got {self.url!r}, want the address that `lathe serve` prints, such as "
                 "http://127.0.0.1:8100."
@@ -80,11 +81,14 @@ class ServiceClient:
         try:
             with opener.open(request, timeout=WAIT_S) as answer:
                 content = answer.read(MOST_BYTES + 1)
+                if answer.length and len(content) <= MOST_BYTES:
+                    raise http.client.IncompleteRead(content, answer.length)
         except urllib.error.HTTPError as error:
             with error:
                 raise ServiceRefusal(_message(error)) from None
-        except (OSError, ValueError) as error:
-            raise Unreachable(f"{self.url}: no service answers ({error}).") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise Unreachable(f"{self.url}: no service answers ({reason}).") from error
         if len(content) > MOST_BYTES:
             raise ServiceRefusal(
                 f"{path}: the answer has more than {MOST_BYTES >> 20} MiB. Ask for less."
@@ -95,6 +99,16 @@ class ServiceClient:
             raise Unreachable(
                 f"{self.url}: it answers, and not in JSON. Is it a service of Lathe?"
             ) from None
+
+
+def _parts(url: str) -> SplitResult | None:
+    """The parts of an address; None for what no request can be sent to."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # ValueError for a port that is none
+    except ValueError:
+        return None
+    return parts if url.isascii() and not any(map(str.isspace, url)) else None
 
 
 def of_run(exp_id: str, part: str = "") -> str:

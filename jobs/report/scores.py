@@ -33,13 +33,15 @@ WIDEST_CELL = 24  # letters of a hyper-parameter in the table
 
 @dataclass(frozen=True)
 class Score:
-    """One metric over a run."""
+    """One metric over a run. is_least_best: whether a smaller value is better; None: its name does
+    not say, and neither does the experiment. Its best value is then its last one.
+    """
 
     best: float
     best_step: int
     last: float
     last_step: int
-    is_least_best: bool
+    is_least_best: bool | None
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,6 @@ def best_scores(folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, S
     return _scores(folder, directions)
 
 
-def least_is_best(metric: str) -> bool:
-    """Whether a smaller value of this metric is better, judged by its name."""
-    return direction_of(metric) == "min"
-
-
 def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) -> dict[str, Score]:
     series: dict[str, list[tuple[int, float]]] = {}
     for values in evaluations(folder):
@@ -152,8 +149,12 @@ def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) 
                 series.setdefault(name, []).append((step, values[name]))
     scores: dict[str, Score] = {}
     for name, points in series.items():
-        is_least = directions[name] == "min" if name in directions else least_is_best(name)
-        best_step, best = min(points, key=lambda point: point[1] if is_least else -point[1])
+        direction = directions.get(name) or direction_of(name)
+        best_step, best = points[-1]
+        if direction is not None:
+            sign = 1 if direction == "min" else -1
+            best_step, best = min(points, key=lambda point: sign * point[1])
+        is_least = None if direction is None else direction == "min"
         scores[name] = Score(best, best_step, points[-1][1], points[-1][0], is_least)
     return scores
 
@@ -243,9 +244,12 @@ def _width(head: Text, cells: Sequence[Text]) -> int:
 
 
 def best_value(results: Results, metric: str) -> float | None:
-    """The best value of a metric among all experiments; None when fewer than two have one."""
+    """The best value of a metric among all experiments; None when fewer than two have one, or when
+    it is not known which value is better.
+    """
     scores = [result.scores[metric] for result in results.results if metric in result.scores]
-    if len(scores) < 2:
+    directions = {score.is_least_best for score in scores}
+    if len(scores) < 2 or len(directions) > 1 or None in directions:
         return None
     values = [score.best for score in scores]
     return min(values) if scores[0].is_least_best else max(values)

@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +18,8 @@ from trainer.config.formats import layouts
 from trainer.data.formats import conversation
 from trainer.data.formats.held_out import PLACES, place_of_row
 from trainer.data.formats.json_text import BadJson, json_value
+from trainer.data.formats.lists import as_list
+from trainer.data.formats.normal_form import is_blank
 from trainer.errors import DataError
 from trainer.files.atomic import aside, open_file
 
@@ -201,7 +202,7 @@ def _cut(text: str) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    return isinstance(value, str) and not is_blank(value)
 
 
 def _texts(row: Row, *names: str) -> Iterator[tuple[str, str]]:
@@ -214,13 +215,23 @@ def _texts(row: Row, *names: str) -> Iterator[tuple[str, str]]:
 def _lists(row: Row, *names: str) -> Iterator[tuple[str, str]]:
     """Mistakes of the keys whose value is neither a text nor a list of texts."""
     for name in names:
-        values = _as_list(row.get(name))
-        if not values or not all(map(_is_text, values)):
+        if not _are_texts(_items(row, name)):
             yield f"{name}={_quote(row.get(name))}", f"{name} as text, or a list of texts"
 
 
-def _as_list(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else [value]
+def _are_texts(values: list[Any]) -> bool:
+    return bool(values) and all(map(_is_text, values))
+
+
+def _items(row: Row, name: str) -> list[Any]:
+    """The items of a list, or of a text that is one, by the rule of the trainings; a list of any
+    other value. Empty for what looks like a list and cannot be read as one.
+    """
+    try:
+        values = as_list(row.get(name), "row", name)
+    except DataError:
+        return []
+    return cast("list[Any]", values) if isinstance(values, list) else [values]
 
 
 # Chats
@@ -238,8 +249,20 @@ def _chat_problems(row: Row) -> Iterator[tuple[str, str]]:
 # --------------------------------------------------------------------------------------------------
 
 
+def _triple_problems(row: Row) -> Iterator[tuple[str, str]]:
+    yield from _texts(row, "query")
+    for name in ("positive", "negative"):
+        if not _are_texts(_as_it_stands(row[name])):
+            yield f"{name}={_quote(row[name])}", f"{name} as text, or a list of texts"
+
+
+def _as_it_stands(value: Any) -> list[Any]:
+    """A passage's text may look like a list: it is none, as in triples of the trainings."""
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
 def _passages(row: Row, number: int, name: str) -> list[Row]:
-    texts = _as_list(row[name])
+    texts = _as_it_stands(row[name])
     return [{"docid": f"{number}-{name}-{i}", "text": text} for i, text in enumerate(texts)]
 
 
@@ -247,6 +270,29 @@ def _label(row: Row) -> str | None:
     """A label as "true" or "false"; None for any other label."""
     text = str(row["label"]).strip().lower()
     return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text)
+
+
+def _question_problems(row: Row) -> Iterator[tuple[str, str]]:
+    given = [name for name in ("titles", "target") if row.get(name) is not None]
+    yield from _texts(row, "question", *(name for name in given if name == "target"))
+    yield from _lists(row, "contexts", "answers", *(name for name in given if name == "titles"))
+    num_titles, num_contexts = len(_items(row, "titles")), len(_items(row, "contexts"))
+    if "titles" in given and num_titles != num_contexts:
+        yield f"{num_titles} titles for {num_contexts} contexts", "one title for each context"
+
+
+def _question_row(row: Row, number: int) -> Row:
+    contexts = _items(row, "contexts")
+    titles = [""] * len(contexts) if row.get("titles") is None else _items(row, "titles")
+    passages = zip(titles, contexts, strict=True)
+    values: Row = {
+        "id": str(number),
+        "question": row["question"],
+        "answers": _items(row, "answers"),
+        "contexts": contexts,  # of cross_attention with source "jsonl"
+        "ctxs": [{"title": title, "text": text} for title, text in passages],  # of fid
+    }
+    return values if row.get("target") is None else {**values, "target": row["target"]}
 
 
 def _statement_problems(row: Row) -> Iterator[tuple[str, str]]:
@@ -257,8 +303,8 @@ def _statement_problems(row: Row) -> Iterator[tuple[str, str]]:
 
 def _group_problems(row: Row) -> Iterator[tuple[str, str]]:
     yield from _lists(row, "golds", "distractors")
-    if len(_as_list(row["golds"])) > 1:
-        yield f"{len(_as_list(row['golds']))} golds", "one gold"
+    if len(_items(row, "golds")) > 1:
+        yield f"{len(_items(row, 'golds'))} golds", "one gold"
 
 
 def _as_it_is(row: Row, number: int) -> Row:
@@ -289,7 +335,7 @@ KINDS: dict[str, Kind] = {
     ),
     "triple": Kind(
         ("query", "positive", "negative"),
-        lambda row: chain(_texts(row, "query"), _lists(row, "positive", "negative")),
+        _triple_problems,
         lambda row, number: {
             "query_id": str(number),
             "query": row["query"],
@@ -301,14 +347,8 @@ KINDS: dict[str, Kind] = {
     ),
     "question": Kind(
         ("question", "contexts", "answers"),
-        lambda row: chain(_texts(row, "question"), _lists(row, "contexts", "answers")),
-        lambda row, number: {
-            "id": str(number),
-            "question": row["question"],
-            "answers": _as_list(row["answers"]),
-            "contexts": _as_list(row["contexts"]),  # of cross_attention with source "jsonl"
-            "ctxs": [{"title": "", "text": text} for text in _as_list(row["contexts"])],  # of fid
-        },
+        _question_problems,
+        _question_row,
         {
             "cross_attention": {"source": "jsonl"},
             "fid": {
@@ -341,7 +381,7 @@ KINDS: dict[str, Kind] = {
     "group": Kind(
         ("golds", "distractors"),
         _group_problems,
-        lambda row, _: {name: _as_list(row[name]) for name in ("golds", "distractors")},
+        lambda row, _: {name: _items(row, name) for name in ("golds", "distractors")},
         _verifier(),
         layouts.STATEMENTS,
     ),

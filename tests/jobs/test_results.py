@@ -121,6 +121,19 @@ def test_best_and_last_of_every_validation_metric(base: BaseFolder) -> None:
     assert set(result.scores) == {"valid/loss", "valid/f1"}
 
 
+def test_a_metric_of_which_nobody_knows_what_is_better_has_no_best(base: BaseFolder) -> None:
+    for exp_id, value in zip(IDS, (1.0, 3.0), strict=False):
+        folder = experiment(base, exp_id, {"task": "t"})
+        scored(folder, [{"step": 1, "valid/kl": 9.0}, {"step": 2, "valid/kl": value}])
+    found = gather(base)
+    assert found.results[0].scores["valid/kl"] == results.Score(1.0, 2, 1.0, 2, None)
+    assert results.best_value(found, "valid/kl") is None
+    experiment(base, IDS[2], {"task": "t", "train": {"best": "valid/kl", "best_is": "min"}})
+    scored(base.run(IDS[2]), [{"step": 1, "valid/kl": 0.5}, {"step": 2, "valid/kl": 2.0}])
+    assert gather(base).results[2].scores["valid/kl"].best == 0.5
+    assert results.best_value(gather(base), "valid/kl") is None  # of the others it is not known
+
+
 def test_the_experiment_itself_says_which_way_its_metric_is_best(base: BaseFolder) -> None:
     folder = experiment(base, IDS[0], {"train": {"best": "valid/entropy", "best_is": "min"}})
     scored(folder, [{"step": 1, "valid/entropy": 1.0}, {"step": 2, "valid/entropy": 5.0}])

@@ -4,6 +4,7 @@ bases and folders do not go with them.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,24 @@ def test_adapters_are_no_base_but_a_merged_experiment_is(folder: Path, tmp_path:
                 fix=re.compile(".*merged"),
             ):
                 tasks.load(tasks.parse(then), places)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("alpha_pattern", {"q_proj": 32}), ("use_qalora", True), ("init_lora_weights", "pissa")],
+)
+def test_adapters_whose_scale_or_base_is_another_are_refused(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / adapters.ADAPTER
+    said = {"r": 8, "lora_alpha": 16, "alpha_pattern": {}, "init_lora_weights": True}
+    path.write_text(json.dumps(said))
+    found = adapters.read(tmp_path)
+    assert found is not None
+    assert (found.r, found.alpha) == (8, 16)
+    path.write_text(json.dumps({**said, key: value}))
+    with refused("adapters_of_another_kind", at="adapter_config.json", says=f"{key}={value!r}"):
+        adapters.read(tmp_path)
 
 
 def test_adapters_on_another_base_than_theirs_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -227,6 +227,7 @@ def test_beams_are_synchronised_over_ranks(
             fault("draws_beside_beams", num_beams=2),
         ),
         ({"measures": ["rogue"]}, fault("measure_unknown", measure="rogue", nearest="rouge")),
+        ({"cut_at": ["\n", ""]}, fault("cut_at_nothing")),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(

@@ -456,15 +456,17 @@ def test_a_run_ends_when_so_many_evaluations_were_no_better() -> None:
     cases = {
         "alone": Case(steps=7, evaluate_every=1, save_every=100, scores=scores, train=patience)
     }
+    cases["nothing"] = replace(cases["alone"], scores=(NAN, INF, 1.0))
     for resumed in (None, 2, 3):  # killed before the evaluation of that step
         cases[f"killed {resumed}"] = Case(
             evaluate_every=1, save_every=1, scores=(2.0,) * 6, train=patience, resume_after=resumed
         )
     outcomes = fit_all(cases)[0]
-    assert [outcome.result for outcome in outcomes.values()] == ["finished"] * 4
+    assert [outcome.result for outcome in outcomes.values()] == ["finished"] * 5
     assert outcomes["alone"].exported == [1, 2, 4]
     assert outcomes["alone"].saved == [1, 2, 4, 6]
     assert len(outcomes["alone"].rates) == 6
+    assert (outcomes["nothing"].exported, outcomes["nothing"].saved) == ([], [2])
     straight = outcomes["killed None"]
     assert straight.saved == [1, 2, 3]
     for resumed in (2, 3):

@@ -215,7 +215,11 @@ def _wrong_rows(folder: Path, root: Path) -> list[str]:
         lambda: decoder.predict([{"text": "a"}, "b"]),  # pyright: ignore[reportArgumentType]
         lambda: decoder.predict([{"text": {1, 2}}]),
         lambda: decoder.predict([{"text": "a"}], num_answers=2),
-        lambda: decoder.answer("a", ["b"]),
+        lambda: decoder.predict([{"text": "a"}], top_p=0.5),
+        lambda: decoder.predict([{"text": "\ud83d"}]),
+        lambda: decoder.answer("\ud83d"),
+        lambda: decoder.answer("a", stop=""),
+        lambda: decoder.answer("a", "b"),
         lambda: retriever.answer([{"role": "user", "content": "a"}]),
         lambda: retriever.answer("a"),
     ]
@@ -233,14 +237,18 @@ def test_rows_and_questions_that_a_model_cannot_read_are_refused(
     folder: Path, tmp_path: Path
 ) -> None:
     told = run_alone(_wrong_rows, folder, tmp_path)
-    assert len(told) == 7
+    assert len(told) == 11
     says("row_kind", told[0], row=1, kind="str")
     says("row_not_json", told[1], row=0)
     says("answers_above_beams", told[2])
-    says("answer_reads_no_contexts", told[3])
-    says("answer_reads_text", told[4])
-    says("makes_none", told[5], things="texts")
-    assert told[6] == "16"
+    says("top_p_without_draws", told[3], top_p=0.5)
+    says("row_not_json", told[4], row=0)
+    says("question_holds_half", told[5])
+    says("answer_texts_wanted", told[6], value="", name="stop")
+    says("answer_reads_no_contexts", told[7])
+    says("answer_reads_text", told[8])
+    says("makes_none", told[9], things="texts")
+    assert told[10] == "16"
 
 
 # An interrupt

@@ -236,7 +236,8 @@ def test_a_prompt_that_is_cut_is_told_and_refused_under_strict(
     runs: dict[str, Path], tmp_path: Path
 ) -> None:
     """128 positions, of which the text gets 6."""
-    rows = written(tmp_path / "rows.jsonl", [{"prompt": "a?"}, {"prompt": "a" * 300}])
+    of_one = {"prompt": "a?", "persona": "a pirate"}  # no model is told of it
+    rows = written(tmp_path / "rows.jsonl", [of_one, {"prompt": "a" * 300}])
     words = ["--max_tokens", "6"]
     done = forked.run(*arguments(runs["causal_lm"], rows, tmp_path / "out", *words))
     assert done.returncode == 0, done.stderr
@@ -244,6 +245,7 @@ def test_a_prompt_that_is_cut_is_told_and_refused_under_strict(
     assert "cut_tokens" not in whole
     assert cut["cut_tokens"] > 300 - 122
     assert f"{rows}: 2 rows; 1 rows lose {cut['cut_tokens']} tokens; 1 of 2 prompts" in done.stdout
+    assert "; nothing reads 'persona' (1 rows)" in done.stdout
     strict = forked.run(*arguments(runs["causal_lm"], rows, tmp_path / "no", *words, "--strict"))
     assert strict.returncode == 2
     why = "prompts of more than 127 tokens (the beginning is cut)"

@@ -169,6 +169,23 @@ def test_a_token_is_not_carried_to_where_a_redirect_leads() -> None:
     assert stolen == []
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["here", "ftp://a", "http://", "http://[::1", "http://a:99999", "http://a:b", "http://a b"],
+)
+def test_an_address_to_which_nothing_can_be_sent_is_refused(url: str) -> None:
+    with refused("no_service_address", url=url):
+        ServiceClient(url)
+
+
+def test_an_answer_that_is_cut_off_is_no_service() -> None:
+    with (
+        answering(200, {"content-length": "99"}, b"{}") as (url, _),
+        refused("no_service", url=url),
+    ):
+        ServiceClient(url).get("/lathe/v1/status")
+
+
 def test_what_is_no_service_is_told_as_that() -> None:
     page = b"<html>hello</html>"
     with answering(200, {}, page) as (url, _), refused("answer_not_json", url=url):

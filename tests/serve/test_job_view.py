@@ -182,6 +182,9 @@ KINDS = {
 }
 
 
+QUESTION = {"question": "q", "contexts": ["a", "b"], "answers": ["c"]}
+
+
 @pytest.mark.parametrize("kind", rows.KINDS)
 def test_rows_of_every_kind_are_known_and_written_as_their_tasks_read_them(
     kind: str, tmp_path: Path
@@ -241,6 +244,48 @@ def test_an_upload_of_conversations_is_read_as_training_reads_it(
     with pytest.raises(DataError) as error:
         list(chats(tmp_path, "train", OwnRows()))
     assert str(error.value).endswith(f"want {report.mistakes[0].want}.")
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        (
+            {"golds": "['a']", "distractors": "['b' 'c']"},
+            {"golds": ["a"], "distractors": ["b", "c"]},
+        ),
+        ({"golds": "a", "distractors": "['it's', 'b']"}, None),
+        (
+            {"question": "q", "contexts": '["a", "b"]', "answers": "['c' 'd']"},
+            {"contexts": ["a", "b"], "answers": ["c", "d"]},
+        ),
+        (
+            {**QUESTION, "titles": ["T", "U"], "target": "c"},
+            {
+                "ctxs": [{"title": "T", "text": "a"}, {"title": "U", "text": "b"}],
+                "target": "c",
+            },
+        ),
+        ({**QUESTION, "titles": ["T"]}, None),
+        # as in the triples of the trainings, the text of a passage is no list
+        (
+            {"query": "q", "positive": "['a', 'b']", "negative": "c"},
+            {"positive_passages": [{"docid": "0-positive-0", "text": "['a', 'b']"}]},
+        ),
+    ],
+)
+def test_lists_and_titles_of_an_upload_are_those_of_the_trainings(
+    row: dict[str, Any], wanted: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "upload", tmp_path / "train.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    report = rows.check(source)
+    if wanted is None:
+        assert report.num_mistakes == 1
+        return
+    assert report.mistakes == []
+    assert rows.write_split(source, target, str(report.kind), keep=lambda place: True) == 1
+    written = json.loads(target.read_text())
+    assert {name: written[name] for name in wanted} == wanted
 
 
 def test_a_mistake_is_found_in_every_kind_of_row(tmp_path: Path) -> None:

@@ -69,6 +69,16 @@ def test_best_follows_the_metric_unless_it_is_stated() -> None:
         kept("valid/tied/all", rising, Progress())
 
 
+def test_a_value_that_is_no_finite_number_makes_no_best_and_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inf, nan = float("inf"), float("nan")
+    assert kept("valid/recall", [nan, inf, 0.1, 0.2], Progress()) == [3, 4]
+    assert kept("valid/loss", [-inf, 0.2, nan, 0.1], Progress()) == [2, 4]
+    assert caplog.messages[0] == "valid/recall is nan at step 1: best/ stays as it is"
+    assert len(caplog.messages) == 4
+
+
 def test_a_run_that_began_before_keeps_the_lowest_and_is_told_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -602,10 +602,14 @@ def test_a_tokenizer_without_a_template_names_the_key_and_a_file_will_do(tmp_pat
         ChatTemplate.of(tokenizer(None), None, None)
     with refused("template_unknown", template="chatlm", choices="chatml, plain"):
         ChatTemplate.of(tokenizer(None), "chatlm", tmp_path)
-    (tmp_path / "mine.jinja").write_text(LLAMA_3)
-    made = tokenizer(None)
-    ChatTemplate.of(made, "mine.jinja", tmp_path)
-    assert made.chat_template == LLAMA_3  # an export takes it along
+    for mark in ("", "\ufeff"):
+        (tmp_path / "mine.jinja").write_text(mark + LLAMA_3)
+        made = tokenizer(None)
+        ChatTemplate.of(made, "mine.jinja", tmp_path)
+        assert made.chat_template == LLAMA_3  # an export takes it along
+    (tmp_path / "mine.jinja").write_bytes(b"\xff")
+    with refused("template_unreadable", template="mine.jinja"):
+        ChatTemplate.of(tokenizer(None), "mine.jinja", tmp_path)
 
 
 # Rows

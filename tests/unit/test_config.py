@@ -242,6 +242,11 @@ def test_a_learning_rate_is_a_finite_number_above_zero(lr: float) -> None:
     says("value_wanted", refusal(optim={"lr": lr}), key="optim.lr", value=lr)
 
 
+def test_a_seed_is_one_that_torch_takes() -> None:
+    train = {**EXPERIMENT["train"], "seed": 2**63}
+    says("value_wanted", refusal(train=train), key="train.seed", value=2**63)
+
+
 def test_two_warm_ups_are_refused_with_both_values() -> None:
     with refused("both_set", key="warmup_steps", value=10, other="warmup_ratio", other_value=0.1):
         validate(Schedule, {"warmup_steps": 10, "warmup_ratio": 0.1})

@@ -380,6 +380,15 @@ def test_a_fault_of_the_file_is_named_with_its_place(
         read_groups(written(tmp_path, text))
 
 
+def test_a_file_that_changes_its_folder_moves_no_relative_path(tmp_path: Path) -> None:
+    here = Path.cwd()
+    path = written(
+        tmp_path, f"import os\nos.chdir({str(tmp_path)!r})\nEXP_GROUPS = {{'a': [{{}}]}}"
+    )
+    assert read_groups(path) == {"a": [{}]}
+    assert Path.cwd() == here
+
+
 def test_a_file_named_from_the_working_folder_has_its_lines_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,11 +16,12 @@ import pytest
 from tests.wording import Fault, fault, refused, says
 from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
-from trainer.data.formats import packed
+from trainer.data.formats import conversation, packed
 from trainer.data.formats.json_stream import json_items
 from trainer.data.formats.json_text import BadJson, is_too_deep, json_value
+from trainer.data.formats.normal_form import is_blank
 from trainer.data.formats.packed import open_file
-from trainer.data.readers import jsonl, passages, questions, retrieved, row_files
+from trainer.data.readers import fields, jsonl, passages, questions, retrieved, row_files
 from trainer.errors import DataError
 from trainer.protocol.task import Places
 from trainer.recipes.cross_attention.files import records
@@ -302,3 +303,14 @@ def test_a_table_of_dpr_says_tabs_and_no_header(
     assert f"{name}: its " in str(caught.value)
     for one in said[1:]:
         says(one, caught.value)
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\u200b", "\ufeff\u200d \u00ad", "\u2060"])
+def test_a_text_of_which_nothing_can_be_seen_is_blank(text: str) -> None:
+    assert is_blank(text)
+    assert not is_blank(f"{text}.")
+    with refused("text_blank", at="here", key="question"):
+        fields.text(text, "here", "question")
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+    with refused("turn_empty", at="here", turn=1):
+        conversation.learnable({"messages": turns}, "here")

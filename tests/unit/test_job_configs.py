@@ -73,6 +73,8 @@ def test_the_published_form_is_read(tmp_path: Path) -> None:
     values = job_values("sweep", file, {})
     assert values == {"bid": 1, "environment_vars": ["A=1"], "resources": {"cpu": 4, "gpu": 4}}
     assert validate(JobConfig, values).environment_vars == {"A": "1"}
+    with refused("environment_twice", names="A"):
+        validate(JobConfig, {"environment_vars": ["A=1", "B=2", "A=3"]})
 
 
 def test_default_counts_where_both_are_given_also_when_it_is_empty(tmp_path: Path) -> None:

@@ -104,6 +104,27 @@ def test_every_kind_of_file_gives_the_same_rows(
     assert read(tmp_path) == WANTED
 
 
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet", "saved"])
+def test_an_object_has_no_keys_of_other_rows(kind: str, tmp_path: Path) -> None:
+    """Arrow gives every object of a column the keys of all of them."""
+
+    def row(key: str) -> dict[str, Any]:
+        call = {"function": {"name": "f", "arguments": {key: "x"}}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tool = {"function": {"name": "f", "parameters": {"properties": {key: {"type": "string"}}}}}
+        return {"messages": [{"role": "user", "content": "q"}, turn], "tools": [tool]}
+
+    rows, own = [row("city"), row("unit")], OwnRows()
+    if kind == "saved":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+        own = OwnRows(dataset="saved")
+    else:
+        WRITERS[kind](tmp_path / f"train{kind}", rows)
+    found = [dict(one) for _, one in own_rows(own, "train", tmp_path, layout=CHATS)]
+    assert found == rows
+
+
 def test_a_folder_of_files_is_one_split_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "validation").mkdir()
     write_table(tmp_path / "validation" / "b.csv", ROWS[1:], ",")

@@ -200,7 +200,7 @@ def test_an_id_of_two_passages_is_refused_where_passages_are_looked_up(tmp_path:
     assert [row["text"] for row in passages_with_ids(corpus, ["1", "2"]).values()] == ["a", "c"]
     assert numbers_by_id(tmp_path, "corpus.jsonl") == {"1": 1, "2": 2}
     write(corpus, one, last, other)
-    with refused("id_of_two_passages", at="corpus.jsonl", id="1", text="b"):
+    with refused("id_of_two_texts", what="passages", at="corpus.jsonl", id="1", text="b"):
         passages_with_ids(corpus, ["1"])
-    with refused("id_of_two_passages", at="corpus.jsonl", id="1", text="b"):
+    with refused("id_of_two_texts", what="passages", at="corpus.jsonl", id="1", text="b"):
         numbers_by_id(tmp_path, "corpus.jsonl")

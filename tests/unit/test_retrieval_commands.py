@@ -27,10 +27,11 @@ from trainer.config.identity import exp_id
 from trainer.config.own_rows import OwnRows, Splits
 from trainer.data import left_out
 from trainer.data.readers import retrieved
-from trainer.data.readers.rankings import read_run
+from trainer.data.readers.rankings import Hit, read_run
 from trainer.protocol.abilities import Embeds
 from trainer.protocol.task import Places
 from trainer.retrieval import embeddings
+from trainer.retrieval.judging import UNKNOWN, run_measures
 
 NUM_PASSAGES, NUM_QUERIES = 40, 12
 
@@ -288,7 +289,7 @@ def test_a_run_is_judged_by_positives_by_judgements_and_by_answers(found: Place)
 
 
 def test_a_run_is_judged_on_some_questions_only(found: Place) -> None:
-    (found.folder / "only.txt").write_text("q1\nq4\n")
+    (found.folder / "only.txt").write_text("\ufeffq1\nq4\n")
     run = read_run(found.folder / "run.trec")
     flags = [
         "--run",
@@ -303,8 +304,23 @@ def test_a_run_is_judged_on_some_questions_only(found: Place) -> None:
     assert printed["recall@10"] == sum(expected) / 2
 
 
+def test_ids_of_only_that_nothing_has_are_noted(tmp_path: Path) -> None:
+    ranked = {"q1": [Hit("p1", 1.0)]}
+    (tmp_path / "qrels").write_text("q1 0 p1 1\nq2 0 p9 1\n")
+    with left_out.reading() as notes:
+        found = run_measures(
+            ranked, [], tmp_path / "qrels", passages=None, only={"q1", "Q2"}, at=[1]
+        )
+    assert found["recall@1"] == 1.0
+    assert notes.counts == {UNKNOWN: 1}
+    assert notes.first[0].place == "question 'Q2'"
+
+
 def test_what_cannot_be_judged_is_refused(found: Place) -> None:
     assert "give --run or --scored, one of them" in output_of_refused("judge")
+    absent = found.path("absent.txt")
+    flags = ["--run", found.path("run.trec"), "--only", absent]
+    says("file_unreadable", output_of_refused("judge", *flags), at=absent)
     assert "nothing says what is relevant" in output_of_refused(
         "judge", "--run", found.path("run.trec")
     )

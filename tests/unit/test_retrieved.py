@@ -805,3 +805,14 @@ def test_a_real_corpus_that_a_csv_writer_wrote_is_read_as_a_csv_reader_reads_it(
     assert found == expected
     assert any('"' in passage["text"] for passage in found)
     assert not any('""' in passage["text"] for passage in found)
+
+
+@pytest.mark.parametrize(("is_sorted", "wanted"), [(True, {retrieved.UNSCORED: 1}), (False, {})])
+def test_passages_of_which_some_lack_a_score_are_told(
+    is_sorted: bool, wanted: dict[str, int], tmp_path: Path
+) -> None:
+    mixed = [{**_PASSAGE, "score": 1.0}, _PASSAGE]
+    _lines(tmp_path / "train.jsonl", {**_GOOD, "ctxs": mixed}, _GOOD)
+    with left_out.reading() as notes:
+        assert len(list(_read(tmp_path, sort_by_score=is_sorted))) == 2
+    assert notes.counts == wanted

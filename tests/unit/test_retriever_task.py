@@ -22,6 +22,7 @@ from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.tasks.retriever import metrics, selection
 from trainer.tasks.retriever.loss import losses
 from trainer.tasks.retriever.model import pooled
+from trainer.tasks.retriever.tokens import Tokens
 
 DECODER: dict[str, Any] = {
     "base": LLAMA,
@@ -81,6 +82,15 @@ def test_an_end_is_appended_once_within_the_limit(folder: Path) -> None:
     assert short[-1] == long[-1] == task.tokenizer.eos_token_id
     assert len(long) == 6
     assert short.count(task.tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("side", ["query", "passage"])
+def test_a_limit_that_special_tokens_fill_is_refused(side: str, folder: Path) -> None:
+    task = loaded(folder, data={"append_eos": True})
+    around = len(task.tokens.before) + len(task.tokens.after)
+    data = task.cfg.data.model_copy(update={f"{side}_tokens": around})
+    with refused("limit_without_room", side=side, limit=around, least=around + 1):
+        Tokens(task.tokenizer, data)
 
 
 def test_batches_are_padded_to_a_multiple_but_never_beyond_the_limit(folder: Path) -> None:

@@ -28,6 +28,16 @@ def test_rouge_is_the_best_over_the_references_for_each_kind_on_its_own() -> Non
     )
 
 
+def test_references_that_rouge_cannot_read_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("rouge_score")
+    similarities(["a cat"], [["Une fée étrange"]], measures=["rouge"])
+    assert caplog.messages == []
+    texts = ["Собака спит с 2020 года.", "犬は GPT を読む", "the dog"]
+    similarities(texts, [[text] for text in texts], measures=["rouge"])
+    (message,) = caplog.messages
+    assert "2 of 3 references" in message
+
+
 def test_meteor_of_equal_texts_is_that_of_one_chunk() -> None:
     pytest.importorskip("nltk")
     (found,) = similarities(["in the old cellar"], [["in the old cellar"]], measures=["meteor"])

@@ -205,8 +205,9 @@ def test_fp16_is_refused_with_the_reason_and_bf16_offered() -> None:
 
 def test_summaries_in_a_script_that_rouge_cannot_read_are_noted(tmp_path: Path) -> None:
     russian = {"text": "Собака 1 спит.", "short": "Собака спит."}
+    numbered = {**russian, "short": "Собака спит с 2020 года."}  # ROUGE would score the year
     latin = {"text": "Der Hund schläft.", "short": "Größe 7"}
-    lines = [json.dumps(row) + "\n" for row in (russian, latin, russian)]
+    lines = [json.dumps(row) + "\n" for row in (russian, latin, numbered)]
     (tmp_path / "train.jsonl").write_text("".join(lines))
     with left_out.reading() as notes:
         assert len(of(tmp_path)) == 3

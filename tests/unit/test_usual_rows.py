@@ -19,14 +19,16 @@ from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.config.formats.layouts import CHATS, COMPLETIONS, QUERIES, QUESTIONS, SUMMARIES
 from trainer.config.identity import exp_id
-from trainer.config.own_rows import OwnRows
+from trainer.config.own_rows import OwnRows, Splits
 from trainer.data import left_out
 from trainer.data.content import content_of
 from trainer.data.readers.own_rows import own_rows
 from trainer.data.readers.passages import passages
 from trainer.data.readers.questions import queries
 from trainer.data.readers.row_files import placed_rows
+from trainer.data.usual.beir import beir, negative_ids
 from trainer.data.usual.instructions import UNANSWERED
+from trainer.data.usual.msmarco import msmarco
 from trainer.data.usual.questions import IMPOSSIBLE, WITHOUT_POSITIVE
 from trainer.data.usual.rows import unlabelled
 from trainer.tasks.causal_lm.chat_rows import chats
@@ -426,6 +428,39 @@ def test_judgements_of_ms_marco_are_read_with_more_negatives(facts: Path, tmp_pa
     (folder / "collection.tsv").write_text("10\tone\n11\n")
     with refused("tabs_wanted", at="line 2", count=1, wanted="id and passage"):
         list(task.rows("train"))
+
+
+def test_an_id_of_two_texts_is_refused_in_the_files_of_ms_marco_and_beir(tmp_path: Path) -> None:
+    def marco() -> list[Any]:
+        _, placed = msmarco(tmp_path, "train", file=None, corpus=None, negatives=None)
+        return list(placed)
+
+    (tmp_path / "qrels.train.tsv").write_text("1\t0\t7\t1\n")
+    (tmp_path / "queries.train.tsv").write_text("1\twho\n")
+    (tmp_path / "queries.dev.tsv").write_text("1\twho\n2\twhat\n")
+    (tmp_path / "collection.tsv").write_text("7\ta\n7\ta\n")
+    ((_, row),) = marco()
+    assert row["positive_passages"] == [{"docid": "7", "text": "a"}]
+    (tmp_path / "collection.tsv").write_text("7\ta\n7\tb\n")
+    with refused("id_of_two_texts", what="passages", id="7", text="b"):
+        marco()
+    (tmp_path / "collection.tsv").write_text("7\ta\n")
+    (tmp_path / "queries.dev.tsv").write_text("1\tanother\n")
+    with refused("id_of_two_texts", what="queries", id="1"):
+        marco()
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels" / "test.tsv").write_text("1\t0\t7\t1\n")
+    for number in "12":
+        query = {"_id": "1", "text": f"question {number}"}
+        write_lines(tmp_path / f"queries.{number}.jsonl", [query])
+    with refused("id_of_two_texts", what="queries", id="1", text="question 2"):
+        list(beir(tmp_path, "test", files=Splits(), negatives=None))
+
+
+def test_negatives_of_a_query_may_stand_on_several_lines(tmp_path: Path) -> None:
+    lines = [{"query_id": 4, "negative_docids": ids} for ids in (["1", "2"], ["2", 3])]
+    write_lines(tmp_path / "more.jsonl", lines)
+    assert negative_ids(tmp_path / "more.jsonl") == {"4": ["1", "2", "3"]}
 
 
 def test_triples_of_ms_marco_may_be_texts(facts: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.wording import refused
 from trainer.recipes.vera.adapters import ADAPTERS
+from trainer.recipes.vera.adapters.adapter import csv_objects
 from trainer.recipes.vera.convert import Conversion, convert
 
 WSC = """<?xml version="1.0" encoding="ISO-8859-1"?><collection><schema><text><txt1>
@@ -499,3 +500,12 @@ def test_a_pronoun_that_is_not_where_a_row_says_is_refused(tmp_path: Path) -> No
     files = {name: row | {"pronoun_loc": 3}}
     with refused("rows_give_no_group", first=re.compile(r".*row 1: 'pronoun_loc' is 3.*")):
         made(tmp_path, sample_of("wsc273")._replace(files=files), is_strict=True)
+
+
+def test_a_field_behind_the_header_is_no_part_that_may_be_lost(tmp_path: Path) -> None:
+    path = tmp_path / "val.csv"
+    path.write_text("a,b\n1,2,\n")
+    assert [raw.value for raw in csv_objects([path])] == [{"a": "1", "b": "2"}]
+    path.write_text("a,b\n1,Cats, eat stars\n")
+    with refused("table_more_fields", at="val.csv, line 2", count=3, names=2):
+        list(csv_objects([path]))

@@ -23,6 +23,7 @@ from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
 from trainer.data import left_out
 from trainer.data.readers import folders, row_files
+from trainer.data.readers.passages import passages
 from trainer.protocol.task import Places
 from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.summariser import data as summaries
@@ -151,8 +152,19 @@ def test_a_header_in_the_middle_of_a_table_is_no_row(
     path.write_text(table + table)
     with refused("table_header_again", at=f"a{suffix}, row 2"):
         list(row_files.placed_rows(path))
+    for other in ("\ufeff" + table, table.replace("text", " Text")):
+        path.write_text(table + other)
+        with refused("table_header_again", at=f"a{suffix}, row 2"):
+            list(row_files.placed_rows(path))
     path.write_text("text\ntext\n")  # of one column it may be a text
     assert [row for _, row in row_files.placed_rows(path)] == [{"text": "text"}]
+
+
+def test_a_header_in_the_middle_of_a_corpus_is_no_passage(tmp_path: Path) -> None:
+    corpus = "id\ttext\ttitle\n1\ta\tT\n"
+    (tmp_path / "corpus.tsv").write_text(corpus + "\ufeff" + corpus)
+    with refused("table_header_again", at="corpus.tsv, line 3"):
+        list(passages(tmp_path / "corpus.tsv"))
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ def plan(
     values: Mapping[str, Any],
     data: str | Path | None = None,
     *,
-    device: str | None = None,
+    device: str | Path | None = None,
     world: int | None = None,
     nodes: int = 1,
-    deepspeed: str | None = None,
+    deepspeed: str | Path | None = None,
     strict: bool = False,
     savedir_base: str | Path = "results",
     cache_dir: str | Path = "tmp-cache",
@@ -56,12 +56,13 @@ def plan(
         from trainer.plan.time.target import target_of
         from trainer.training.options import Options
 
+        device = None if device is None else str(device)
         target = target_of(device, world=world, nodes=nodes)
         options = Options(
             savedir_base=Path(savedir_base),
             data_path=None if data is None else Path(data),
             cache_dir=Path(cache_dir),
-            deepspeed=deepspeed,
+            deepspeed=None if deepspeed is None else str(deepspeed),
         )
         with left_out.settling(None, strict=strict):
             subject = subject_for(experiment, options, target.cluster.world)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.api.arguments import refuse_below_one
 from trainer.api.process_state import as_found
 from trainer.api.table import Table
+from trainer.data.formats.json_text import half_of_pair, json_value
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import read_json
 
@@ -150,12 +151,13 @@ class Run:
         refuse_below_one(batch=batch, max_tokens=max_tokens, **counts)
         with as_found():
             from trainer.evaluation import predict
+            from trainer.evaluation.search import check_search
             from trainer.protocol.abilities import Prediction, Search
 
             how = Prediction(
                 Search(**counts, temperature=temperature, top_p=top_p, seed=seed), max_tokens
             )
-            predict.check_search(how)
+            check_search(how.search)
             own = self._model
             name = str(rows) if isinstance(rows, str | Path) else "rows"
             cut_tokens = predict.judge_rows(own, _placed(rows), how, what=name, strict=strict)
@@ -167,46 +169,53 @@ class Run:
     def answer(
         self,
         question: str | Sequence[Mapping[str, Any]],
-        contexts: Sequence[str] = (),
+        contexts: str | Sequence[str] = (),
         *,
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_p: float = 1.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> str:
         """The text with which the model answers.
 
         question: a text; of a model that was trained on conversations also the messages so far,
             [{"role": "user", "content": ...}, ...]. A model that was trained on plain texts goes on
             with the text, a summariser sums it up.
-        contexts: the texts that a reader reads.
+        contexts: the text that a reader reads, or several.
         max_tokens: the most tokens; None: 256, of a reader as in its experiment.
         temperature: draw tokens at this temperature; None: the likeliest ones.
         top_p: draw from the likeliest tokens that have this probability together.
         seed: of the draws.
-        stop: the answer ends before the first of these texts.
+        stop: the answer ends before this text, or before the first of several.
 
         Raises ConfigError where there is no model yet, for a task that makes no texts (`predict`
         gives its scores and vectors), and for a question that the task cannot read.
         """
         refuse_below_one(max_tokens=max_tokens)
+        contexts, stops = _texts(contexts, "contexts"), _texts(stop, "stop")
         is_decoder = self.values.get("task") == "causal_lm"
         asked: dict[str, Any] = {
             "max_tokens": max_tokens or (_MAX_TOKENS if is_decoder else _NO_LIMIT),
             "temperature": temperature or 0,
             "top_p": top_p,
             "seed": seed,
-            "stop": list(stop),
+            "stop": stops,
         }
+        half = half_of_pair([question, contexts])
+        if half is not None:
+            raise ConfigError(f"answer: got {half}.")
         if not is_decoder and not isinstance(question, str):
             raise ConfigError("answer: got messages, and this model reads one question, a text.")
         with as_found():
             from trainer.commands.answer import answers
+            from trainer.evaluation.search import check_search
+            from trainer.protocol.abilities import Search
 
+            check_search(Search(temperature=temperature or None, top_p=top_p))
             own = self._model
             if not is_decoder:
-                asked |= {"question": question, "contexts": list(contexts)}
+                asked |= {"question": question, "contexts": contexts}
             elif contexts:
                 raise ConfigError("answer: a language model reads no contexts. Leave them out.")
             elif not isinstance(question, str):
@@ -240,6 +249,15 @@ class Run:
                 yield json.loads(line)
 
 
+def _texts(given: Any, name: str) -> list[str]:
+    """A text, or a list of texts, as a list. ConfigError for anything else, and for empty texts."""
+    texts = [given] if isinstance(given, str) else list(given)
+    wrong = [one for one in texts if not isinstance(one, str) or not one]
+    if wrong:
+        raise ConfigError(f"answer: got {wrong[0]!r} in {name}, want texts that are not empty.")
+    return texts
+
+
 def _placed(
     rows: Sequence[Mapping[str, Any]] | str | Path,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -254,7 +272,7 @@ def _placed(
         if not isinstance(row, Mapping):
             raise DataError(f"{place} is a {type(row).__name__}, want a dictionary.", place=place)
         try:
-            yield place, json.loads(json.dumps(dict(row)))
+            yield place, json_value(json.dumps(dict(row)))
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"{place} holds what JSON cannot ({error}). Want texts, numbers, lists and "

@@ -98,7 +98,7 @@ def read(
     texts: list[str] = []
     for file in context:
         try:
-            texts.append(file.read_text(encoding="utf-8"))
+            texts.append(file.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"--context {file}: cannot be read ({error}). Give a text file in UTF-8."

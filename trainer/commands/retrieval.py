@@ -272,6 +272,7 @@ def judge(
     recall.
     """
     from trainer.data import left_out
+    from trainer.data.readers.jsonl import lines
     from trainer.data.readers.rankings import read_run
     from trainer.retrieval import rankings
     from trainer.retrieval.judging import run_measures
@@ -282,7 +283,9 @@ def judge(
         measures = _agreement(scored or Path(), at or [1, 2, 5])
     else:
         questions = _queries(queries, split)
-        only_ids = set(only.read_text(encoding="utf-8").split()) if only is not None else None
+        only_ids = (
+            None if only is None else {one for _, text in lines(only) for one in text.split()}
+        )
         read = read_run(run)
         if remove_query:
             read = rankings.without_query(read)

@@ -140,6 +140,7 @@ def score(
     ] = None,
 ) -> None:
     """Write a line for each statement: its plausibility from 0 to 1, a tab, and the statement."""
+    from trainer.data.readers.jsonl import lines
     from trainer.evaluation.run import Question, open_model
 
     options.log_to_stderr()  # standard output is for scores
@@ -147,8 +148,8 @@ def score(
         raise ConfigError("score runs on one device: start it with python, not with torchrun.")
     values = which.values()
     use = options.module_of(values["task"], "use", "calibrate or score")
-    lines = (source.read_text(encoding="utf-8") if source else sys.stdin.read()).splitlines()
-    statements = [line.strip() for line in lines if line.strip()]
+    texts = (text for _, text in lines(source)) if source else sys.stdin
+    statements = [text.strip() for text in texts if text.strip()]
     task, verifier, folder = open_model(Question(values, model=model), which.run_options())
     for text, plausibility in zip(
         statements, use.plausibilities(task, verifier, statements, folder=folder), strict=True

@@ -21,6 +21,8 @@ from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.synonyms import SYNONYMS
 from trainer.metrics.direction import Direction
 
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what torch takes
+
 
 class Optim(Strict):
     """AdamW, or Adafactor: second moments as a row and a column, steps in proportion to the size of
@@ -230,7 +232,7 @@ class Train(Strict):
     """Frozen weights at ZeRO-3. shard: divided among ranks, gathered for every micro-batch.
     replicate: gathered once, and kept whole. auto: whole where the memory plan says that they fit.
     """
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Seed = 42
     """Of weights that are drawn, dropout and the order of rows."""
     order: Literal["shuffled", "as_given"] = "shuffled"
     """Of the rows. shuffled: anew in every epoch; as_given: as the task gives them."""
@@ -326,7 +328,7 @@ class RandomBase(Strict):
 
     config: dict[str, Any]
     """What transformers writes into a model's config.json; `model_type` is needed."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Of the weights that are drawn."""
 
 

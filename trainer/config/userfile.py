@@ -25,7 +25,8 @@ START_FOLDER = "LATHE_START_FOLDER"
 def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
     """The names that the Python file at `path` defines.
 
-    The file may import its neighbours. ConfigError when it is no .py file, naming `flag` and what
+    The file may import its neighbours; the folder of this process stays what it is, for relative
+    paths on a command line start there. ConfigError when it is no .py file, naming `flag` and what
     the file should define; and for whatever goes wrong in it, with its own line.
     """
     path = path.absolute()  # as its frames name it
@@ -37,6 +38,7 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
             f"{defines}.{_ADVICE.get(path.suffix.lower(), '')}"
         )
     module = importlib.util.module_from_spec(spec)
+    here = os.getcwd()
     try:
         with _neighbours_of(path):
             spec.loader.exec_module(module)
@@ -47,6 +49,8 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
         raise ConfigError(
             f"{path}:{_line(error, path)}: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        os.chdir(here)
     return vars(module)
 
 

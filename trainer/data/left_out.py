@@ -223,12 +223,12 @@ def refusing(rows: Iterable[Row], what: str, *, strict: bool) -> Iterator[Row]:
 
 
 @contextmanager
-def one_reading(what: str, *, strict: bool) -> Iterator[None]:
+def one_reading(what: str, *, strict: bool) -> Iterator[Notes]:
     """The notes of what is read inside, told at its end; DataError under --strict. For a command
     that reads in one place.
     """
     with reading() as notes:
-        yield
+        yield notes
     if notes:
         refuse({what: notes}, strict=strict)
         log.warning("%s: %s", what, notes.line(with_places=True))

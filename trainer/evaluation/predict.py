@@ -29,6 +29,7 @@ from trainer.data.readers import fields, row_files
 from trainer.data.usual.rows import unlabelled
 from trainer.errors import ConfigError
 from trainer.evaluation.run import Question, open_model
+from trainer.evaluation.search import check_search
 from trainer.exports import record
 from trainer.files.atomic import aside, create_json, read_json, refusals, replace_file, sha256_of
 from trainer.models import adapters
@@ -72,7 +73,7 @@ def predict(request: RowsToPredict) -> int:
     Every rank of a launcher calls it. ConfigError and DataError for a missing model, invalid rows
     or an existing output. Pieces that were predicted before an error stay.
     """
-    check_search(request.how)
+    check_search(request.how.search)
     parts = request.out.with_name(f".{request.out.name}.parts")
     out = request.out
     if not out.absolute().parent.is_dir():
@@ -115,17 +116,6 @@ class OpenExport:
     task: Any
     model: nn.Module
     folder: Path
-
-
-def check_search(how: Prediction) -> None:
-    """ConfigError for a search that cannot find as many answers as are wanted."""
-    search = how.search
-    if search.temperature is None and search.num_answers > search.num_beams:
-        raise ConfigError(
-            f"--num_answers {search.num_answers} with --num_beams {search.num_beams}: that many "
-            f"beams end in no more answers. Use --num_beams {search.num_answers} or more, or "
-            "--temperature."
-        )
 
 
 def open_export(model: Path, *, data: Path | None, cache_dir: Path) -> OpenExport:
@@ -228,7 +218,7 @@ def judge_rows(
     counts: cut_counts.CutCounts = {}
     cut_tokens = array("q")
     assert controls is not None, "every task that predicts has a tokenizer"
-    with left_out.one_reading(what, strict=strict):
+    with left_out.one_reading(what, strict=strict) as notes:
         for _, place, raw in _rows(placed, task):
             row = trained.row_to_predict(task, raw, place)
             cut_row = trained.cut_row(task, opened_model.model, row, how)
@@ -240,7 +230,9 @@ def judge_rows(
                 row = {name: raw[name] for name in _PROMPTS if name in raw}
             for control in controls.in_row(row):
                 left_out.note(place, reason(control), field=control[0])
-    logger.info("%s", _opening_line(what, cut_tokens, counts))
+    unread = notes.keys.line()
+    line = _opening_line(what, cut_tokens, counts)
+    logger.info("%s", f"{line}; {unread}" if unread else line)
     return cut_tokens
 
 

@@ -23,6 +23,7 @@ from trainer.data import left_out
 from trainer.data.order import evaluation_batches
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, nearest
+from trainer.evaluation.search import check_search
 from trainer.files.atomic import aside, write_json
 from trainer.metrics.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
@@ -246,24 +247,10 @@ def _batch(question: Question) -> int:
 
 
 def _check(question: Question) -> None:
-    search = question.search
+    check_search(question.search)
     check(question.measures)
-    if search.temperature is None and search.top_p < 1.0:
-        raise ConfigError(
-            f"--top_p {search.top_p} says what is drawn from, but nothing is. Add --temperature "
-            "1.0."
-        )
-    if search.temperature is not None and search.num_beams > 1:
-        raise ConfigError(
-            f"--temperature draws, --num_beams {search.num_beams} searches. Leave one of the two "
-            "out."
-        )
-    if search.temperature is None and search.num_answers > search.num_beams:
-        raise ConfigError(
-            f"--num_answers {search.num_answers} with --num_beams {search.num_beams}: that many "
-            "beams end in no more "
-            f"answers than beams. Use --num_beams {search.num_answers} or more."
-        )
+    if "" in question.cut_at:
+        raise ConfigError('--cut_at "": got an empty text, which stands everywhere. Leave it out.')
     for path in (question.predictions, question.passage_scores):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path}: its folder does not exist. Make it, or write elsewhere.")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 
 from trainer.errors import ConfigError, nearest
+
+log = logging.getLogger(__name__)
 
 Measure = Literal["rouge", "meteor", "bertscore"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
@@ -41,6 +44,16 @@ def check(measures: Sequence[str]) -> None:
             ) from None
 
 
+def can_read(text: str) -> bool:
+    """Whether ROUGE reads most of a text. rouge-score reads a to z and digits alone: a text in
+    another script scores 0 against itself, or by its numbers and foreign names.
+    """
+    letters = [letter for letter in text if letter.isalpha()]
+    if not letters:
+        return any(letter in "0123456789" for letter in text)
+    return 2 * sum(letter.isascii() for letter in letters) >= len(letters)
+
+
 def similarities(
     predictions: Sequence[str],
     references: Sequence[Sequence[str]],
@@ -56,6 +69,13 @@ def similarities(
     scores: list[dict[str, float]] = [{} for _ in predictions]
     pairs = list(zip(predictions, references, strict=True))
     if "rouge" in measures:
+        unread = sum(not any(map(can_read, answers)) for _, answers in pairs)
+        if unread:
+            log.warning(
+                "--measure rouge: %d of %d references are in another script than a to z, all that "
+                "ROUGE reads: their score says little. Take bertscore, or em and f1",
+                *(unread, len(pairs)),
+            )
         of_pair = _rouge()
         for of_row, (text, answers) in zip(scores, pairs, strict=True):
             each = [of_pair(text, reference) for reference in answers]

@@ -33,6 +33,9 @@ _MARK = re.compile(r"\.lora_(A|B|magnitude_vector)\.default(\.weight)?$")
 # The linear layers in a block of a Llama-like decoder; a base that has all of them gets adapters
 # there.
 _LLAMA = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+# Keys of adapter_config.json that change what adapters compute, and no name or shape of a tensor.
+_PATTERNS = ("alpha_pattern", "rank_pattern", "use_qalora", "layer_replication")
+_MOVED = re.compile(r"pissa|olora|corda|loftq")  # these begin by changing the base's weights
 _TASK_TYPES = {
     "causal_lm": "CAUSAL_LM",
     "seq2seq_lm": "SEQ_2_SEQ_LM",
@@ -285,8 +288,18 @@ def read(folder: Path) -> Lora | None:
         names = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout"}
         names |= {"target_modules": "targets", "use_rslora": "rslora", "use_dora": "dora"}
         values = {ours: content[theirs] for theirs, ours in names.items() if theirs in content}
-    except (ValueError, TypeError) as error:
+        foreign = [key for key in _PATTERNS if content.get(key)]
+        begun = content.get("init_lora_weights")
+        foreign += ["init_lora_weights"] if isinstance(begun, str) and _MOVED.match(begun) else []
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: {error}. Export the adapters again.") from None
+    if foreign:
+        says = ", ".join(f"{key}={content[key]!r}" for key in foreign)
+        raise ConfigError(
+            f"{path}: {says}, which makes adapters of another kind: got them, want adapters of one "
+            "rank and scale beside an unchanged base. Merge them into their base with peft "
+            "(merge_and_unload), and give the whole model."
+        )
     return validate(Lora, values, source=str(path))
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.data.left_out import note
 from trainer.data.readers.passages import passages_with_ids
 from trainer.data.readers.questions import Query
 from trainer.data.readers.rankings import Qrels, Rankings, read_qrels
 from trainer.errors import ConfigError
 from trainer.retrieval.answer_recall import answer_recall
 from trainer.retrieval.rankings import mean_measures
+
+UNKNOWN = "ids of --only that no ranking, judgement or question has (left out)"
 
 
 def run_measures(
@@ -26,6 +29,11 @@ def run_measures(
     qrels: None takes the positives of `queries`; passages: the corpus in which answers are looked
     for; only: the ids of the questions that count. ConfigError when nothing says what is relevant.
     """
+    all_judged: Qrels = {} if qrels is None else read_qrels(qrels)
+    if only is not None:
+        known = {*rankings, *all_judged, *(query.id for query in queries)}
+        for name in sorted(only - known):
+            note(f"question {name!r}", UNKNOWN)
     queries = [query for query in queries if only is None or query.id in only]
     judgements: Qrels = {
         query.id: dict.fromkeys(query.positives, 1) for query in queries if query.positives
@@ -34,7 +42,7 @@ def run_measures(
         names = {query.id for query in queries} or None
         judgements = {
             name: of_query
-            for name, of_query in read_qrels(qrels).items()
+            for name, of_query in all_judged.items()
             if (names is None or name in names) and (only is None or name in only)
         }
     measures = mean_measures(rankings, judgements, at=at) if judgements else {}

@@ -112,10 +112,12 @@ def end_early(session: Session, progress: Progress, *, is_saved: bool) -> None:
     if not is_saved:
         session.save(progress)
     train = session.cfg.train
+    best = "any finite number"
+    if progress.best is not None:
+        best = f"{progress.best:.6g} at step {progress.best_step}"
     text = (
         f"step {progress.step} of {train.steps} is the last: train.patience={train.patience} "
-        f"evaluations had no better {train.best} than {progress.best:.6g} at step "
-        f"{progress.best_step}"
+        f"evaluations in a row had no better {train.best} than {best}"
     )
     session.record.end_early(text)
 
@@ -154,7 +156,11 @@ def _is_best(session: Session, progress: Progress, metrics: Mapping[str, float])
         )
     value = metrics[train.best]
     progress.waited += 1
-    if math.isnan(value):
+    if not math.isfinite(value):  # an infinite one would never be surpassed
+        if distributed.is_main():
+            logger.warning(
+                "%s is %s at step %d: best/ stays as it is", train.best, value, progress.step
+            )
         return False
     is_least = direction_of_best(train, progress) == "min"
     if progress.best is not None and (

@@ -56,8 +56,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/causal_lm/task.py",
-        "return self._ids(self.chat.opened(opened(raw, place)))",
-        "return self._begun(self._ids(self.chat.opened(opened(raw, place))))",
+        "return self._ids(self.chat.opened(row))",
+        "return self._begun(self._ids(self.chat.opened(row)))",
         why="predict opens a conversation that its template opened behind a blank once more",
         tests=PROMPTS,
     ),

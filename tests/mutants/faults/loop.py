@@ -128,7 +128,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/validation.py",
-        "if math.isnan(value):",
+        "if not math.isfinite(value):",
         "if False:",
         why="a metric over nothing becomes the best that no later one can beat",
         tests=FIT,

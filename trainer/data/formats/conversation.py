@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from trainer.data.formats.json_text import preview
 from trainer.data.formats.lists import parsed
+from trainer.data.formats.normal_form import is_blank
 from trainer.data.formats.problems import Report, RowProblem
 from trainer.data.formats.roles import ASSISTANT, CALL, ROLES, role_of
 from trainer.data.formats.tool_calls import calls_of, tool_calls, tools_of
@@ -54,8 +55,6 @@ def opened(raw: Mapping[str, Any], place: str) -> Row:
     """The conversation of an object, without turns of the assistant at its end, so that the
     assistant speaks next. DataError names the place of a wrong object.
     """
-    if all(raw.get(name) is None for name in _LISTS) and raw.get("prompt") is not None:
-        raw = {**raw, "completion": ""}
     conversation = _conversation(raw, _refusal_at(place), is_learnt=False)
     messages = conversation["messages"]
     while messages and messages[-1]["role"] == ASSISTANT:
@@ -99,7 +98,7 @@ def _refusal_at(place: str) -> Report:
 def _conversation(raw: Mapping[str, Any], report: Report, *, is_learnt: bool) -> Row:
     for name, value in raw.items():
         _check_row_key(name, value, report)
-    turns = _turns(raw, report)
+    turns = _turns(raw, report, is_learnt=is_learnt)
     if turns is None or (is_learnt and not turns):
         want = "a list of objects with role and content that is not empty"
         name = next((one for one in _LISTS if raw.get(one) is not None), _LISTS[0])
@@ -129,17 +128,20 @@ def _check_row_key(name: str, value: Any, report: Report) -> None:
         report(RowProblem(name, value, 'earlier turns in "messages"'))
 
 
-def _turns(raw: Mapping[str, Any], report: Report) -> list[tuple[str, Any]] | None:
+def _turns(
+    raw: Mapping[str, Any], report: Report, *, is_learnt: bool
+) -> list[tuple[str, Any]] | None:
     """(name, message) of a row's messages; those of a row with prompt and completion are a question
     and its answer, or what TRL calls conversational: two lists, of which the second is learnt. None
-    for messages that are no list.
+    for messages that are no list. Where nothing is learnt, a completion is not read.
     """
     for name in _LISTS:
         if raw.get(name) is not None:
             values = _listed(raw[name])
             return _named(name, values) if isinstance(values, list) else None
-    if raw.get("prompt") is not None and raw.get("completion") is not None:
-        return _of_prompt(raw, report)
+    completion = raw.get("completion") if is_learnt else ""
+    if raw.get("prompt") is not None and completion is not None:
+        return _of_prompt(raw, completion, report)
     report(
         RowProblem(
             "",
@@ -151,12 +153,13 @@ def _turns(raw: Mapping[str, Any], report: Report) -> list[tuple[str, Any]] | No
     return [("messages[0]", {"role": "user", "content": ""})]
 
 
-def _of_prompt(raw: Mapping[str, Any], report: Report) -> list[tuple[str, Any]]:
+def _of_prompt(raw: Mapping[str, Any], answer: Any, report: Report) -> list[tuple[str, Any]]:
     """(name, message) of a prompt and its completion, each a text or a list of turns."""
-    prompt, completion = (_conversational(raw[name]) for name in ("prompt", "completion"))
-    for name, turns in (("prompt", prompt), ("completion", completion)):
-        if turns is None and not isinstance(raw[name], str):
-            report(RowProblem(name, raw[name], "text, or a list of objects with role and content"))
+    prompt, completion = _conversational(raw["prompt"]), _conversational(answer)
+    sides = {"prompt": (raw["prompt"], prompt), "completion": (answer, completion)}
+    for name, (value, turns) in sides.items():
+        if turns is None and not isinstance(value, str):
+            report(RowProblem(name, value, "text, or a list of objects with role and content"))
             return [("messages[0]", {"role": "user", "content": ""})]
     more = raw.get("input")
     if not isinstance(more, str | None):
@@ -168,8 +171,8 @@ def _of_prompt(raw: Mapping[str, Any], report: Report) -> list[tuple[str, Any]]:
     else:
         turns = [(name, _unlearnt(turn)) for name, turn in _named("prompt", prompt)]
     if completion is None:
-        answer = {"role": ASSISTANT, "content": raw["completion"]}
-        return [*turns, (f"messages[{len(turns)}]", answer)]
+        said = {"role": ASSISTANT, "content": answer}
+        return [*turns, (f"messages[{len(turns)}]", said)]
     return turns + _named("completion", completion)
 
 
@@ -325,8 +328,8 @@ def _text(content: Any, name: str, report: Report) -> Any:
 def _is_empty(message: Row, is_thought: bool) -> bool:
     """Whether a turn neither says nor calls nor thinks anything."""
     content = message["content"]
-    is_blank = isinstance(content, str) and not content.strip()
-    return is_blank and not message.get("tool_calls") and not is_thought
+    says_nothing = isinstance(content, str) and is_blank(content)
+    return says_nothing and not message.get("tool_calls") and not is_thought
 
 
 def _weight(given: Row, role: str, name: str, report: Report) -> int | None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import unicodedata
 from typing import Any, cast
 
 # what names a row or a passage, or ranks a passage
 _NAMES = {"id", "item", "passage_id", "score"}
+
+# white space, and characters of no width: the joiners and marks of Unicode, a byte order mark
+_INVISIBLE = re.compile(r"[\s\u00ad\u180e\u200b-\u200f\u2060-\u2064\ufeff]*")
+
+
+def is_blank(text: str) -> bool:
+    """Whether nothing of a text can be seen."""
+    return _INVISIBLE.fullmatch(text) is not None
 
 
 def normal_form(text: str) -> str:

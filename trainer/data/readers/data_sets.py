@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainer.config.userfile import placed
 from trainer.data.formats.subset import split_name
@@ -60,3 +61,20 @@ def data_set(
             "--data_path), or a Hub id that this machine can reach; data.subset and data.splits "
             "choose within it."
         ) from error
+
+
+def row_of_arrow(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of Arrow (Parquet, data sets) as JSON lines would hold it. Arrow gives every object of
+    a column the keys of all, null where it has none: without that a call of one tool would have the
+    arguments of all tools.
+    """
+    return {name: _with_own_keys(value) for name, value in row.items()}
+
+
+def _with_own_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        pairs = cast("dict[str, Any]", value).items()
+        return {name: _with_own_keys(one) for name, one in pairs if one is not None}
+    if isinstance(value, list) and any(isinstance(one, (dict, list)) for one in value):  # pyright: ignore[reportUnknownVariableType]
+        return [_with_own_keys(one) for one in cast("list[Any]", value)]
+    return value  # pyright: ignore[reportUnknownVariableType]

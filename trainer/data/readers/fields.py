@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats.lists import as_list, structure
+from trainer.data.formats.normal_form import is_blank
 from trainer.data.left_out import count_unread, doubt
 from trainer.data.readers.jsonl import preview
 from trainer.errors import DataError
@@ -44,7 +45,7 @@ def keys(raw: Row) -> str:
 
 def text(value: Any, place: str, name: str) -> str:
     """The value, which must be text that is not blank."""
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or is_blank(value):
         raise DataError(
             f"{place}: {name!r} is {preview(value)}, want text that is not blank.",
             place=place,

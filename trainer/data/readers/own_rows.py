@@ -10,7 +10,7 @@ from trainer.config.formats.layouts import Layout
 from trainer.config.own_rows import OwnRows
 from trainer.data.formats.held_out import PLACES, place_of_row
 from trainer.data.readers import row_files
-from trainer.data.readers.data_sets import data_set
+from trainer.data.readers.data_sets import data_set, row_of_arrow
 from trainer.data.readers.folders import (
     only_row_file,
     required_folder,
@@ -59,7 +59,10 @@ def own_rows(
             cache_dir=cache_dir,
         )
         what = f"{own.dataset} ({name})"
-        rows = ((f"{what}, row {number}", row) for number, row in enumerate(raw_rows, start=1))
+        rows = (
+            (f"{what}, row {number}", row_of_arrow(row))
+            for number, row in enumerate(raw_rows, start=1)
+        )
     else:
         path = _file(own, of_split, folder, suffixes, first)
         what, rows = path.name, row_files.placed_rows(path)

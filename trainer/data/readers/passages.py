@@ -19,6 +19,7 @@ from trainer.data.readers.fields import (
 from trainer.data.readers.folders import CORPUS, corpus_file, nq_folder
 from trainer.data.readers.jsonl import bad_line, lines, numbered_jsonl, preview, tabbed
 from trainer.data.readers.quotes import is_quoted
+from trainer.data.readers.row_files import is_header
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ def tsv_passages(path: Path) -> Iterator[Row]:
                     f"the header is {preview(fields)}, want id, text and title with tabs between",
                 )
             continue
+        if fields[0][-2:].lower() == "id" and is_header(fields, _FIELDS):
+            problem = "the header once more, as where two files were put together; take it out"
+            raise bad_line(path, line, problem)
         number, body, title = fields
         if not number.strip() or not body.strip():
             raise bad_line(path, line, "the id or the text is blank; give both")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _QUESTION_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 _RANKED_FILES, _RANKING_FILES = (".json", ".jsonl"), (".trec", ".tsv", ".txt", ".run")
+UNSCORED = "questions of which some passages have a score (the order of the file is kept)"
 UNANSWERED = "questions without an answer (answered, not scored)"
 _NO_LISTS = ("answers", "answer", "target")  # of texts, beside the passages
 _PASSAGE_LISTS = (
@@ -86,6 +87,9 @@ def rows(
     for number, row in enumerate(rows, start=1):
         if not row["answers"] and "target" not in row:
             note(f"row {number}, question {row['id']!r}", UNANSWERED, field="answers")
+        have_scores = {"score" in one for one in row["ctxs"]}
+        if sort_by_score and len(have_scores) > 1:
+            note(f"row {number}, question {row['id']!r}", UNSCORED, field="ctxs.score")
         yield {**row, "ctxs": _first(row["ctxs"], contexts, sort_by_score)}
 
 

@@ -15,13 +15,14 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainer.data.formats.packed import MAX_LINE, open_file
 from trainer.data.formats.subset import of_subset
 from trainer.data.left_out import note
+from trainer.data.readers.data_sets import row_of_arrow
 from trainer.data.readers.jsonl import begins_as_json, lines, objects, preview
 from trainer.data.readers.quotes import is_quoted
 from trainer.errors import ConfigError, DataError
@@ -37,6 +38,7 @@ _INSTALL = "Install it: pip install -e '.[datasets]'."
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _LIST = re.compile(r"(?:^|\t)\s*\[\s*['\"]")  # as DPR's .qa.csv hold answers, without a header
 QA = ".qa.csv"  # DPR's questions and answers, with a tab between and no header
+_BYTE_ORDER_MARK = "\ufeff"
 _ROWS_AT_ONCE = 1024  # rows of a Parquet file in memory
 
 
@@ -156,7 +158,7 @@ def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
             _check_header(names, path, separator)
             continue
         place = f"{path}, row {number}"
-        if cells == names and len(names) > 1:
+        if len(names) > 1 and is_header(cells, names):
             raise DataError(
                 f"{place}: the header once more, as where two files were put together. Take that "
                 "line out.",
@@ -178,6 +180,17 @@ def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
         raise DataError(
             f"{path} holds no row. Write a header with the names of the columns, then the rows."
         )
+
+
+def is_header(cells: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether cells are the names of columns once more: but for case, blanks around, and the byte
+    order mark of a second file that was put behind the first.
+    """
+
+    def plain(cell: str) -> str:
+        return cell.removeprefix(_BYTE_ORDER_MARK).strip().casefold()
+
+    return plain(cells[0]) == plain(names[0]) and [*map(plain, cells)] == [*map(plain, names)]
 
 
 def _quoted_cells(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
@@ -273,7 +286,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", row
+                    yield f"{path}, row {number}", row_of_arrow(row)
     except FileNotFoundError as error:
         raise _unreadable(path, error) from error
     except (ArrowException, OSError, EOFError, zlib.error) as error:

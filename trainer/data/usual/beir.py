@@ -12,7 +12,7 @@ from trainer.data.readers.folders import required_folder, split_names
 from trainer.data.readers.jsonl import numbered_jsonl
 from trainer.data.readers.questions import queries
 from trainer.data.readers.rankings import Qrels, read_qrels
-from trainer.data.usual.placed import Placed
+from trainer.data.usual.placed import Placed, texts_by_id
 from trainer.data.usual.questions import NEGATIVES, WITHOUT_POSITIVE
 from trainer.errors import DataError
 
@@ -44,15 +44,18 @@ def beir(folder: Path | None, split: str, *, files: Splits, negatives: str | Non
 
 
 def negative_ids(path: Path) -> dict[str, list[str]]:
-    """Ids of passages by query: JSON lines of query_id and negative_docids."""
-    negatives: dict[str, list[str]] = {}
+    """Ids of passages by query: JSON lines of query_id and negative_docids. A query may have
+    several lines.
+    """
+    negatives: dict[str, dict[str, None]] = {}
     for line, raw in numbered_jsonl(path):
         place = f"{path}, line {line}"
         id_name, number = fields.first_given(raw, fields.QUESTION_IDS)
         name, values = fields.first_given(raw, NEGATIVES)
         query = fields.identity(number, place, id_name)
-        negatives[query] = [one["id"] for one in fields.passages(values or [], place, name)]
-    return negatives
+        of_line = fields.passages(values or [], place, name)
+        negatives.setdefault(query, {}).update(dict.fromkeys(one["id"] for one in of_line))
+    return {query: [*ids] for query, ids in negatives.items()}
 
 
 def _relevant(files: Splits, split: str, folder: Path) -> dict[str, list[str]]:
@@ -96,4 +99,5 @@ def _queries(folder: Path) -> dict[str, str]:
         raise DataError(
             f"{folder} holds no queries.jsonl. Put one JSON object of _id and text on every line."
         )
-    return {query.id: query.text for path in files for query in queries(path)}
+    pairs = ((query.id, query.text) for path in files for query in queries(path))
+    return texts_by_id(pairs, folder, what="queries")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats.conversation import with_input
 from trainer.data.formats.json_text import preview
+from trainer.data.formats.normal_form import is_blank
 from trainer.data.left_out import note
 from trainer.data.readers import fields
 from trainer.data.usual.placed import Around, Placed, named
@@ -102,7 +103,7 @@ def _answered(placed: Placed, around: Around) -> Placed:
                 field="input",
             )
         output = raw.get("output")
-        if around.is_labelled and (output is None or output == "" or str(output).isspace()):
+        if around.is_labelled and (output is None or is_blank(str(output))):
             note(place, UNANSWERED, field="output")
             continue
         if around.is_labelled:

@@ -14,7 +14,7 @@ from trainer.data.readers.folders import required_folder, split_names
 from trainer.data.readers.jsonl import tabbed
 from trainer.data.readers.rankings import read_qrels
 from trainer.data.usual.beir import negative_ids
-from trainer.data.usual.placed import Placed
+from trainer.data.usual.placed import Placed, texts_by_id
 from trainer.data.usual.questions import WITHOUT_POSITIVE
 from trainer.errors import DataError
 
@@ -131,7 +131,8 @@ def _collection(folder: Path, corpus: str | None) -> dict[str, str]:
     path = folder / name
     packed = path.with_name(f"{path.name}.gz")
     path = path if path.is_file() or not packed.is_file() else packed
-    return dict(cells for _, cells in tabbed(path, 2, "id and passage"))
+    pairs = ((number, text) for _, (number, text) in tabbed(path, 2, "id and passage"))
+    return texts_by_id(pairs, path, what="passages")
 
 
 def _queries(folder: Path) -> dict[str, str]:
@@ -139,4 +140,7 @@ def _queries(folder: Path) -> dict[str, str]:
     files = sorted(folder.glob("queries*.tsv")) + sorted(folder.glob("queries*.tsv.gz"))
     if not files:
         raise DataError(f"{folder} holds no queries.<split>.tsv. Put an id and a query a line.")
-    return dict(cells for path in files for _, cells in tabbed(path, 2, "id and query"))
+    pairs = (
+        (number, text) for path in files for _, (number, text) in tabbed(path, 2, "id and query")
+    )
+    return texts_by_id(pairs, folder, what="queries")

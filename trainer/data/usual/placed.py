@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.readers import fields
+from trainer.data.readers.jsonl import preview
+from trainer.errors import DataError
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
@@ -38,3 +40,18 @@ def named(raw: Row, row: Row) -> Row:
     if raw.get("dataset") is not None:
         more["dataset"] = raw["dataset"]
     return {**more, **row}
+
+
+def texts_by_id(pairs: Iterable[tuple[str, str]], place: Path, *, what: str) -> dict[str, str]:
+    """The texts of (id, text) by their ids. DataError when two that differ have one id.
+
+    what: they are called in messages, many of them.
+    """
+    texts: dict[str, str] = {}
+    for name, text in pairs:
+        if texts.setdefault(name, text) != text:
+            raise DataError(
+                f"{place}: two {what} have the id {name!r}, one of them {preview(text)}. Give "
+                "every one an id of its own."
+            )
+    return texts

@@ -183,6 +183,7 @@ class ChatTemplate:
             by_turn = dict(zip(counted, spans, strict=True))
             whole, spans = self._as_said(messages, tools, by_turn, marked)
         self._unwritten.check(messages, counted, [whole[start:stop] for start, stop in spans])
+        self._unwritten.tell_of_others(messages, whole)
         last = spans[-1][1]
         is_last = not whole[last:].strip() and not whole[:last].endswith(self._writer.ends)
         return Spoken(whole, spans, needs_end=is_last)
@@ -308,7 +309,9 @@ class ChatTemplate:
 
     def opened(self, row: Row) -> str:
         """A conversation as text, up to where the assistant begins to speak."""
-        return self._writer.text(row["messages"], row.get("tools"), is_opened=True)
+        text = self._writer.text(row["messages"], row.get("tools"), is_opened=True)
+        self._unwritten.tell_of_others(row["messages"], text)
+        return text
 
 
 def _grouped(spoken: Sequence[Spoken]) -> Iterator[list[Spoken]]:
@@ -367,7 +370,12 @@ def _read(template: str, data_path: Path | None) -> str:
     places = [Path(placed(template)), *([data_path / template] if data_path is not None else [])]
     for place in places:
         if place.is_file():
-            return place.read_text(encoding="utf-8")
+            try:
+                return place.read_text(encoding="utf-8-sig")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"data.chat_template={template!r}: cannot be read ({error}). Save it as UTF-8."
+                ) from None
     raise ConfigError(
         f"data.chat_template={template!r} is no file here or below --data_path. Give {legal()}."
     )

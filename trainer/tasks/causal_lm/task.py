@@ -23,7 +23,9 @@ from trainer.protocol.abilities import Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.chat import ChatTemplate, flags
 from trainer.tasks.causal_lm.chat_rows import chats
+from trainer.tasks.causal_lm.chat_writer import naming
 from trainer.tasks.causal_lm.config import Config
+from trainer.tasks.causal_lm.unwritten import TOOLS
 from trainer.tasks.token_task import TokenTask
 
 
@@ -138,7 +140,10 @@ class Task(TokenTask[Config]):
                 f"{place}: got messages, but the model has not learnt from conversations. Give a "
                 '"prompt".'
             )
-        return self._ids(self.chat.opened(opened(raw, place)))  # the template writes the opening
+        row = opened(raw, place)
+        if row.get("tools") and "tools" not in self.chat.words:
+            left_out.note(place, TOOLS, field="tools")
+        return self._ids(self.chat.opened(row))  # the template writes the opening
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -153,6 +158,8 @@ class Task(TokenTask[Config]):
             read = {"role", "content", "weight", "tool_calls", *self.chat.words}
             for row in chats(self.places.data_path, split, **self._own):
                 left_out.count_unread("messages", row["messages"], read)
+                if row.get("tools") and "tools" not in read:
+                    left_out.note(naming(row["messages"]), TOOLS, field="tools")
                 yield row
             return
         for row in self._texts(split):

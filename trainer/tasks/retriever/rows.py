@@ -15,10 +15,11 @@ from trainer.config import userfile
 from trainer.config.formats.layouts import QUERIES, TEVATRON
 from trainer.data import stdlib_docs
 from trainer.data.formats.lists import as_list
+from trainer.data.formats.normal_form import is_blank
 from trainer.data.left_out import note, watched
 from trainer.data.readers import fields, retrieved
 from trainer.data.readers.columns import in_our_names
-from trainer.data.readers.data_sets import data_set
+from trainer.data.readers.data_sets import data_set, row_of_arrow
 from trainer.data.readers.fields import QUESTION_IDS, first_given
 from trainer.data.readers.folders import (
     CORPUS,
@@ -112,7 +113,7 @@ def without_own_positives(rows: Iterable[Row]) -> Iterator[Row]:
         for side in ("positives", "negatives"):
             for passage in row[side]:
                 is_text = isinstance(passage, dict) and passage.get("text") is not None
-                if is_text and not f"{passage.get('title') or ''}{passage['text']}".strip():
+                if is_text and is_blank(f"{passage.get('title') or ''}{passage['text']}"):
                     note(f"query {row['id']!r}", BLANK, field=side)
         yield row
 
@@ -317,7 +318,10 @@ def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | Non
     config = config or data.subset
     how: dict[str, Any] = {"subset": config, "revision": data.revision, "cache_dir": cache_dir}
     dataset = data_set(name, of_split, folder=folder, **how)
-    placed = ((f"{name} ({of_split}), row {index}", raw) for index, raw in enumerate(dataset))
+    placed = (
+        (f"{name} ({of_split}), row {index}", row_of_arrow(raw))
+        for index, raw in enumerate(dataset)
+    )
     placed = in_our_names(placed, data.columns, TEVATRON)
     yield from _tevatron_rows(placed, _Corpus(data.corpus, folder))
 

@@ -44,6 +44,13 @@ class Tokens:
         self.appends_end = bool(end) and self.after[-1:] != end
         if self.appends_end:
             self.after = [*self.after, *end]
+        around = len(self.before) + len(self.after)
+        for side in ("query", "passage"):
+            if self.limit(side) <= around:
+                raise ConfigError(
+                    f"data.{side}_tokens={self.limit(side)}: got no room for a text, for "
+                    f"{around} special tokens stand around each one, want at least {around + 1}."
+                )
 
     def limit(self, side: Side) -> int:
         """The most tokens that a text may have, special tokens included."""

@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.formats.layouts import SUMMARIES
 from trainer.data import lookup, stdlib_docs
 from trainer.data.formats.lists import as_list, structure
+from trainer.data.formats.normal_form import is_blank
 from trainer.data.left_out import note
 from trainer.data.readers.folders import split_names
 from trainer.data.readers.jsonl import preview
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError, nearest
-from trainer.tasks.summariser import rouge
+from trainer.metrics.similarity import can_read
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Places, Row
     from trainer.tasks.summariser.config import Data
 
 UNSUMMARISED = "documents without a summary (neither learnt nor scored)"
-OTHER_SCRIPT = "summaries without a Latin letter or a digit, all that ROUGE reads (they score 0)"
+OTHER_SCRIPT = (
+    "summaries in another script than a to z, all that ROUGE reads (their score says little)"
+)
 
 
 def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
@@ -81,11 +84,12 @@ def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
     summaries: list[str] = []
     for column in data.summaries:
         texts_of_column = _texts(raw.get(column), column, place)
-        summaries += [text for text in texts_of_column if text.strip()]
-        for _ in range(len(texts_of_column) - sum(bool(text.strip()) for text in texts_of_column)):
-            note(place, "blank summaries (left out)", field=column)
         for text in texts_of_column:
-            if text.strip() and not rouge.can_read(text):
+            if is_blank(text):
+                note(place, "blank summaries (left out)", field=column)
+                continue
+            summaries.append(text)
+            if not can_read(text):
                 note(place, OTHER_SCRIPT, field=column)
     row_id = raw.get(data.id)
     return {

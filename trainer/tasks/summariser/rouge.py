@@ -20,7 +20,6 @@ KINDS = {
     "rougelsum": "rougeLsum",
 }  # ours: rouge-score's
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+")
-_READ = re.compile(r"[A-Za-z0-9]")  # rouge-score's tokenizer drops everything else
 
 
 def scores(prediction: str, references: Sequence[str], how: Rouge) -> dict[str, float]:
@@ -38,13 +37,6 @@ def scores(prediction: str, references: Sequence[str], how: Rouge) -> dict[str, 
     if how.best == "rouge1":
         return max(by_reference, key=lambda of_reference: of_reference["rouge1"])
     return {kind: max(of_reference[kind] for of_reference in by_reference) for kind in KINDS}
-
-
-def can_read(text: str) -> bool:
-    """Whether ROUGE finds a word in the text. rouge-score reads a to z and digits alone, so that a
-    text in another script scores 0 against itself.
-    """
-    return _READ.search(text) is not None
 
 
 def lines(text: str) -> str:

@@ -15,6 +15,7 @@ from trainer.config.formats.layouts import STATEMENTS
 from trainer.data import lookup, stdlib_docs
 from trainer.data.formats.json_text import json_value
 from trainer.data.formats.lists import as_list
+from trainer.data.formats.normal_form import is_blank
 from trainer.data.left_out import note, watched
 from trainer.data.readers.folders import required_folder, split_names
 from trainer.data.readers.own_rows import own_rows
@@ -229,7 +230,7 @@ def _checked_at(where: str, group: Row, is_boolean: bool) -> Row:
 
 def _texts(values: Any, where: str, name: str) -> list[str]:
     if not isinstance(values, list) or not all(
-        isinstance(text, str) and text.strip() for text in cast(list[Any], values)
+        isinstance(text, str) and not is_blank(text) for text in cast(list[Any], values)
     ):
         raise DataError(
             f"{where}: {name} is {values!r}; want a list of texts that are not blank.", place=where

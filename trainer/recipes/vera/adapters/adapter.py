@@ -147,6 +147,13 @@ def csv_objects(paths: Sequence[Path | None]) -> Iterator[Raw]:
     if header is None:
         raise DataError(f"{path} is empty. Take the publisher's file as it is.")
     for raw in rows:
+        if any(cell.strip() for cell in raw.value[len(header.value) :]):
+            raise jsonl.bad_line(
+                path,
+                raw.number,
+                f"{len(raw.value)} fields, and the header names {len(header.value)}: a comma in a "
+                "text that is not quoted; take the publisher's file as it is",
+            )
         yield raw._replace(value=dict(zip(header.value, raw.value, strict=False)))
 
 
