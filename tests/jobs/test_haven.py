@@ -1,5 +1,5 @@
-"""jobs/backends/toolkit/haven.py against the real haven-ai 0.7.3: its ids, its groups, its
-ResultManager and its JobManager.
+"""jobs/haven against the real haven-ai 0.7.3: its ids, its groups, its ResultManager, and its launcher
+and JobManager, which send by us.
 """
 
 from __future__ import annotations
@@ -11,19 +11,28 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from exp_configs import EXP_GROUPS, cartesian_exp_group
-from jobs.backends.toolkit import haven
-from jobs.backends.toolkit.backend import Toolkit
-from jobs.backends.toolkit.eai import STATES, EaiJob
+from exp_configs import EXP_GROUPS, cartesian_exp_group, vary
+from jobs.cli import app
+from jobs.haven import library as haven
+from jobs.haven.scheduler import STATES, Scheduler
+from jobs.job_state import ACTIVE
+from jobs.job_state import STATES as JOB_STATES
+from jobs.record.paths import is_exp_id
+from tests.jobs.conftest import wait_until
 from tests.jobs.toolkit_standin import Standin, standin
+from tests.serve.fake_slurm import FakeSlurm
 from tests.wording import refused
 from trainer.config.identity import exp_id
 from trainer.telemetry.run_record import RunRecord
@@ -49,8 +58,8 @@ def service() -> Iterator[Standin]:
 
 
 def havens(name: str) -> Any:
-    """A module of haven itself, cured as ours has to."""
-    haven.hash_dict({})
+    """A module of haven itself, connected."""
+    haven.connect()
     return importlib.import_module(f"haven.{name}")
 
 
@@ -133,7 +142,7 @@ def test_our_product_is_havens(form: dict[str, Any]) -> None:
 
 def test_to_import_our_module_does_not_import_haven() -> None:
     code = (
-        "import sys, jobs.backends.toolkit.haven; print([name for name in sys.modules if "
+        "import sys, jobs.haven.library; print([name for name in sys.modules if "
         "name.startswith(('haven', 'pandas'))])"
     )
     done = subprocess.run(
@@ -186,148 +195,249 @@ def test_a_table_of_results_does_not_move_the_time_zone(
     assert time.strptime(table["started_at"].iloc[0], "%I:%M %p (%b %d)")
 
 
-# Jobs
+# What is sent
+
+GROUP = [vary(EXP_GROUPS["causal_lm_tiny"][0], train={"seed": seed}) for seed in range(3)]
+IDS = [exp_id(values) for values in GROUP]
+# A launch line's python: a training that lasts 30 ms. It does what the file `what` says.
+STUB = """#!{python} -S
+import json, os, signal, sys, time
+flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+folder = os.path.join(flags["--savedir_base"], flags["--exp_id"])
+with open(os.path.join(flags["--savedir_base"], "starts"), "a") as file:
+    print(json.dumps([flags["--exp_id"], sys.argv[1], os.getcwd(), sys.argv[2:]]), file=file)
+what = open({what!r}).read()
+print("out", what)
+print("err", what, file=sys.stderr)
+if what == "sleep":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    time.sleep(600)
+if what != "ok":
+    sys.exit(int(what))
+with open(os.path.join(folder, "status.json"), "w") as file:
+    json.dump({{"state": "succeeded", "step": 1, "total": 1}}, file)
+"""
 
 
-def code(tmp_path: Path, script: str = "import time; print('hello'); time.sleep(60)") -> Path:
-    folder = tmp_path / "code"
-    folder.mkdir()
-    (folder / "train.py").write_text(script)
-    return folder
+@dataclass
+class Launcher:
+    """A program that calls haven's run_wizard, with a stand-in for the training."""
+
+    base: Path
+    code: Path
+    python: Path
+    what: Path
+    wrapper: Path
+    scheduler: str
+
+    def run(self, experiments: list[dict[str, Any]] = GROUP, *, option: str = "run") -> None:
+        """Let haven send the experiments; job_option: what it would ask for on stdin."""
+        of_toolkit = {"image": "registry/image:1", "data": [f"org.acct.home:{self.base.parent}"]}
+        job = {
+            "account_id": None,
+            "group": "sweep",
+            "python": str(self.wrapper),
+            **(of_toolkit if self.scheduler == "toolkit" else {"partition": "low"}),
+        }
+        havens("haven_wizard").run_wizard(
+            func=None,
+            exp_list=experiments,
+            job_config=job,
+            savedir_base=str(self.base),
+            args=Namespace(data_path="rows", device=None, force=False),
+            python_binary_path=str(self.python),
+            python_file_path="launch.py",
+            workdir=str(self.code),
+            job_scheduler=self.scheduler,
+            job_option=option,
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What `lathe status` says."""
+        done = CliRunner().invoke(app, ["status", "-sb", str(self.base), "--json"])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    def until(self, *states: str) -> list[dict[str, Any]]:
+        """The rows as soon as each is in one of these states."""
+        return wait_until(self.rows, lambda rows: all(row["state"] in states for row in rows))
+
+    def starts(self) -> list[Any]:
+        path = self.base / "starts"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def manager(tmp_path: Path, **job: Any) -> Any:
-    keys = {
-        "image": "registry/image:1",
-        "data": [f"org.acct.home:{tmp_path}"],
-        "name": "mine_<exp_id>",
-        **job,
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Launcher]:
+    monkeypatch.setattr(sys, "argv", ["launch.py"])  # haven reads it
+    monkeypatch.chdir(tmp_path)
+
+    def make(scheduler: str) -> Launcher:
+        made = Launcher(
+            *(tmp_path / name for name in ("base", "code", "python", "what", "wrapper")), scheduler
+        )
+        made.code.mkdir()
+        (made.code / "launch.py").write_text("")
+        (tmp_path / "rows").mkdir()
+        made.what.write_text("ok")
+        made.python.write_text(STUB.format(python=sys.executable, what=str(made.what)))
+        # the copied code holds no Lathe here: the wrapper is that of this project
+        made.wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+        for path in (made.python, made.wrapper):
+            path.chmod(0o755)
+        clock = SimpleNamespace(sleep=lambda seconds: None, time=time.time, time_ns=time.time_ns)
+        monkeypatch.setattr(havens("haven_jobs"), "time", clock)  # it waits 3 s for each table
+        return made
+
+    return make
+
+
+@needs_haven
+def test_havens_launcher_sends_a_group_that_status_knows(
+    service: Standin, launcher: Callable[[str], Launcher], tmp_path: Path
+) -> None:
+    sweep = launcher("toolkit")
+    sweep.run()
+    rows = sweep.until("succeeded")
+    assert sorted(row["exp_id"] for row in rows) == sorted(IDS)
+    assert {(row["group"], row["backend"], row["by_hand"]) for row in rows} == {
+        ("sweep", "toolkit", False)
     }
-    made = haven.job_manager(tmp_path / "base", EXPERIMENTS, workdir=tmp_path / "code", **keys)
-    made.verbose = False
-    return made
-
-
-COMMAND = f"{sys.executable} train.py --exp_id <exp_id> --name 'two words'"
-
-
-def launched(made: Any) -> list[str]:
-    return list(made.launch_exp_list(COMMAND, in_parallel=False))
-
-
-def states(made: Any) -> list[str]:
-    return [summary["job_state"] for summary in made.get_summary_list(get_logs=False)]
-
-
-def until(made: Any, wanted: str) -> None:
-    end = time.monotonic() + 120
-    while set(states(made)) != {wanted}:
-        assert time.monotonic() < end, states(made)
-        time.sleep(0.05)
-
-
-@needs_haven
-def test_the_job_manager_launches_lists_and_kills(service: Standin, tmp_path: Path) -> None:
-    code(tmp_path)
-    made = manager(tmp_path)
-    assert states(made) == ["NEVER LAUNCHED"] * 2
-    ids = launched(made)
-    until(made, "RUNNING")
-    jobs = made.get_jobs()
-    assert {job.id for job in jobs} == set(ids)
-    assert all("train.py --exp_id" in job.command[2] and job.alive and job["runs"] for job in jobs)
-    logs = [tmp_path / "base" / exp_id(values) / "logs.txt" for values in EXPERIMENTS]
-    made.kill_jobs()
-    until(made, "CANCELLED")
-    assert all(log.exists() for log in logs)
+    assert sorted(path.name for path in sweep.base.iterdir() if is_exp_id(path.name)) == sorted(IDS)
+    for row in rows:
+        folder = sweep.base / row["exp_id"]
+        known = json.loads((folder / "job_dict.json").read_text())
+        assert known["job_id"] == row["job_id"]
+        assert (folder / "logs.txt").read_text() == "out ok\n"
+        spec = json.loads((folder / "attempts" / "1" / "spec.json").read_text())
+        assert spec["environment"]["LATHE_GROUP"] == "sweep"
+        assert spec["environment"]["LATHE_NAME"].startswith("sweep ")
+    starts = sweep.starts()
+    assert sorted(start[0] for start in starts) == sorted(IDS)
+    for name, program, folder, words in starts:
+        assert (program, folder) == ("launch.py", str(sweep.base / name / "code"))
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        # a relative path is that of the launcher; what is None is haven's word None
+        assert (given["--data_path"], given["--device"]) == (str(tmp_path / "rows"), "None")
+    assert (
+        havens("haven_jobs")
+        .JobManager(exp_list=GROUP, savedir_base=str(sweep.base), job_scheduler="toolkit")
+        .get_job(rows[0]["job_id"])
+        .state
+        == "SUCCEEDED"
+    )
+    sweep.run()
+    assert service.stats()["created"] == 3
 
 
 @needs_haven
-def test_a_job_that_lives_is_not_launched_again(service: Standin, tmp_path: Path) -> None:
-    code(tmp_path)
-    ids = launched(manager(tmp_path))
-    assert launched(manager(tmp_path)) == ids
-    for path in (tmp_path / "base").glob("*/job_dict.json"):
+def test_a_job_that_lives_is_not_sent_again_and_is_killed(
+    service: Standin, launcher: Callable[[str], Launcher]
+) -> None:
+    sweep = launcher("toolkit")
+    sweep.what.write_text("sleep")
+    sweep.run(GROUP[:2])
+    sweep.until("running")
+    sweep.run(GROUP[:2])
+    for path in sweep.base.glob("*/job_dict.json"):
         path.unlink()  # the launcher died before it could write down the id
-    assert launched(manager(tmp_path)) == ids
+    sweep.run(GROUP[:2])
     assert service.stats()["created"] == 2
+    sweep.run(GROUP[:2], option="kill")
+    assert {row["state"] for row in sweep.rows()} == {"cancelled"}
 
 
 @needs_haven
-def test_a_lost_reply_makes_no_second_job(service: Standin, tmp_path: Path) -> None:
-    code(tmp_path)
+def test_a_failed_job_is_sent_again_and_a_lost_reply_makes_no_second_job(
+    service: Standin, launcher: Callable[[str], Launcher]
+) -> None:
+    sweep = launcher("toolkit")
+    sweep.what.write_text("3")
     service.lose_next_create(1)
-    launched(manager(tmp_path))
-    stats = service.stats()
-    assert (stats["created"], stats["lost"]) == (2, 1)
+    sweep.run(GROUP[:1])
+    (first,) = sweep.until("failed")
+    assert (service.stats()["created"], service.stats()["lost"]) == (1, 1)
+    sweep.what.write_text("ok")
+    sweep.run(GROUP[:1])
+    (second,) = sweep.until("succeeded")
+    assert second["attempts"] == 2
+    assert second["job_id"] != first["job_id"]
+    assert (sweep.base / IDS[0] / "err.txt").read_text() == "err ok\n"
 
 
 @needs_haven
-def test_a_failed_job_is_launched_again_as_another(service: Standin, tmp_path: Path) -> None:
-    code(tmp_path, "import sys; print('out'); sys.exit('no')")
-    made = manager(tmp_path)
-    ids = launched(made)
-    until(made, "FAILED")
-    assert not set(launched(made)) & set(ids)
-    until(made, "FAILED")
-    folder = tmp_path / "base" / exp_id(EXPERIMENTS[0])
-    assert (folder / "logs.txt").read_text() == "out\nout\n"
-    assert (folder / "err.txt").read_text() == "no\nno\n"
+def test_on_slurm_havens_launcher_writes_our_script_and_no_accounting_is_needed(
+    launcher: Callable[[str], Launcher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm(tmp_path / "slurm")
+    slurm.make(monkeypatch)
+    sweep = launcher("slurm")
+    sweep.run()
+    sweep.run()
+    rows = sweep.rows()
+    assert {(row["state"], row["backend"]) for row in rows} == {("queued", "slurm")}
+    assert len(slurm.jobs()) == 3
+    names = {
+        json.loads((sweep.base / name / "attempts" / "1" / "spec.json").read_text())["token"]
+        for name in IDS
+    }
+    assert set(slurm.jobs()) == names
 
 
 @needs_haven
-def test_the_jobs_of_our_own_launcher_are_seen(service: Standin, tmp_path: Path) -> None:
-    made = manager(tmp_path)
-    keys = {"image": "i", "data": [f"org.acct.home:{tmp_path}"]}
-    job_id = haven.submit_job(Toolkit(), None, "true", keys, str(tmp_path))
-    for values, known in zip(EXPERIMENTS, (job_id, None), strict=True):
-        written(tmp_path / "base", values, job_id=known, loss=0.5)
-    end = time.monotonic() + 120
-    while states(made) != ["SUCCEEDED", "NEVER LAUNCHED"]:
-        assert time.monotonic() < end, states(made)
-    results = haven.result_manager(tmp_path / "base", verbose=False)
-    assert results.get_job_status() == {"SUCCEEDED": 1, "NEVER LAUNCHED": 1}
+def test_what_a_training_would_refuse_is_refused_before_it_is_sent(
+    service: Standin, launcher: Callable[[str], Launcher]
+) -> None:
+    sweep = launcher("toolkit")
+    with refused("key_unknown", key="train.stepz"):
+        sweep.run([vary(GROUP[0], train={"stepz": 3})])
+    assert service.stats()["created"] == 0
 
 
 @needs_haven
-@pytest.mark.parametrize("state", [*STATES, "UNKNOWN", "SUSPENDED"])
-def test_no_state_is_one_that_haven_does_not_know(state: str) -> None:
-    job = haven.HavenJob.of(EaiJob("id", "name", state, "", (), (), is_restartable=True))
-    known = havens("haven_jobs")
-    assert job.state in known.ALIVE_STATES + known.COMPLETED_STATES + known.FAILED_STATES
-    assert job.alive == (job.state in known.ALIVE_STATES)
+def test_haven_copies_no_code_into_a_snapshot(tmp_path: Path) -> None:
+    for name in ("mine", "snapshot"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "snapshot" / "kept.py").write_text("")
+    (tmp_path / "code").symlink_to("snapshot")
+    havens("haven_utils").copy_code(f"{tmp_path}/mine/", str(tmp_path / "code"), verbose=0)
+    assert (tmp_path / "snapshot" / "kept.py").exists()
+    assert not (tmp_path / "code").is_symlink()
 
 
 # The seam
 
 
-@pytest.mark.parametrize(
-    "command", ["a ; b", "a;b", "a && b", "a | b", "a > b", "a `b`", "a $(b)", "a $HOME", ""]
-)
-def test_a_command_that_wants_a_shell_is_refused(command: str) -> None:
+def test_every_state_is_one_that_haven_knows() -> None:
+    known = (*STATES.values(),)
+    assert set(STATES) == set(JOB_STATES)
+    if HAS_HAVEN:
+        theirs = havens("haven_jobs")
+        assert set(known) <= {
+            *theirs.ALIVE_STATES,
+            *theirs.COMPLETED_STATES,
+            *theirs.FAILED_STATES,
+        }
+        # what may still run is never launched a second time
+        assert not {STATES[state] for state in ACTIVE} & set(theirs.FAILED_STATES)
+
+
+def test_a_command_that_is_not_the_launchers_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / IDS[0]
+    folder.mkdir()
+    (folder / "exp_dict.json").write_text(json.dumps(GROUP[0]))
+    command = "python train.py; rm -rf /"
     with refused("haven_command", command=command):
-        haven.submit_job(Toolkit(retry_s=0), None, command, {"image": "i"}, "/code")
+        Scheduler("toolkit", tmp_path).submit_job(None, None, command, {}, str(folder / "code"))
 
 
-def test_a_command_with_an_open_quote_is_refused() -> None:
-    with refused("haven_quote", command="'"):
-        haven.submit_job(Toolkit(retry_s=0), None, "'", {"image": "i"}, "/code")
-
-
-def test_a_job_that_nobody_knows_is_what_haven_expects(service: Standin) -> None:
+def test_a_job_that_nobody_knows_is_what_haven_expects(service: Standin, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"job id .* not found"):
-        haven.get_job(haven.get_api(token=None), "00000000-0000-4000-8000-000000000000")
-
-
-def test_to_kill_a_dead_job_is_fine(service: Standin, tmp_path: Path) -> None:
-    api = haven.get_api()
-    keys = {"image": "i", "data": [f"org.acct.home:{tmp_path}"]}
-    job_id = haven.submit_job(api, "lathe.tests", "sleep 60", keys, str(tmp_path))
-    haven.kill_job(api, job_id)
-    haven.kill_job(api, job_id)
-    assert [job.state for job in haven.get_jobs(api, "lathe.tests")] == ["CANCELLED"]
+        Scheduler("toolkit", tmp_path).get_job(None, "00000000-0000-4000-8000-000000000000")
 
 
 def test_a_wrong_key_of_the_job_dictionary_is_named(tmp_path: Path) -> None:
     with refused("key_unknown", key="resource", nearest="resources"):
-        haven.submit_job(Toolkit(), None, "true", {"resource": {}}, str(tmp_path))
+        Scheduler("toolkit", tmp_path).submit_job(
+            None, None, "python a.py --exp_id x", {"resource": {}}, str(tmp_path / IDS[0] / "code")
+        )

@@ -188,6 +188,16 @@ class RunRecord:
         if self._wandb is not None:
             self._wandb.table(ANSWERS, [{"step": step, **row} for row in rows])
 
+    def use_data(self, digests: Mapping[str, str], place: Path | None) -> None:
+        """Tell wandb which data and base the run began with, by digest, and where the data lie."""
+        if self._wandb is not None:
+            self._wandb.use_data(digests, place)
+
+    def log_model(self, folder: Path, record: str) -> None:
+        """Tell wandb where an exported folder lies, and give it the record in there."""
+        if self._wandb is not None:
+            self._wandb.log_model(folder, record)
+
     def status(self, state: State, *, step: int | None = None, error: str | None = None) -> None:
         """Replace status.json: state, step (the last one logged, unless given), total, checkpoint
         (the step that the run would go on from; None: the beginning), host, updated_at, error,
