@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from netrc import NetrcParseError, netrc
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
@@ -102,8 +103,9 @@ class WandbRun:
                 )
                 with artifact.new_file("digests.json") as file:  # equal content: the same version
                     json.dump(dict(digests), file, indent=1)
-                if place is not None:
-                    artifact.add_reference(place.absolute().as_uri(), "data", checksum=False)
+                if place is not None:  # of a file:// wandb would list everything below it
+                    uri = place.absolute().as_uri().replace("file://", f"folder://{gethostname()}")
+                    artifact.add_reference(uri, "data")
                 # wandb 0.31 refuses use_artifact offline
                 use = self._run.log_artifact if self._run.offline else self._run.use_artifact
                 use(artifact)
