@@ -110,18 +110,21 @@ def _load(name: str) -> Any:
     if importlib.util.find_spec("haven") is None:
         raise ConfigError(f"haven is not installed. {INSTALL}")
     try:
-        if name == "haven_jupyter":
-            _move_display()
+        if name == "haven_jupyter":  # which passes over an import that fails
+            for package in ("IPython", "ipywidgets"):
+                importlib.import_module(package)
         with _pkg_resources():
             utils = importlib.import_module("haven.haven_utils")
         jobs = importlib.import_module("haven.haven_jobs")
+        if (
+            "IPython" in sys.modules
+        ):  # haven_jupyter is imported now, or later as `from haven import`
+            _move_display()
         module = importlib.import_module(f"haven.{name}")
     except ImportError as error:
         raise ConfigError(f"haven cannot be imported: {error}. {INSTALL}") from error
     if not hasattr(jobs, "is_connected"):
         _cure(utils, jobs)
-    if "IPython" in sys.modules:  # haven_jupyter may be imported next, as `from haven import`
-        _move_display()
     return module
 
 
@@ -169,9 +172,6 @@ def _cure(utils: Any, jobs: Any) -> None:
 
 def _move_display() -> None:
     """Put `display` where haven's dashboard looks for it: IPython 9 dropped that place."""
-    for package in ("IPython", "ipywidgets"):  # haven passes over an import that fails
-        if importlib.util.find_spec(package) is None:
-            raise ImportError(f"no module named {package!r}")
     core: Any = importlib.import_module("IPython.core.display")
     if not hasattr(core, "display"):
         core.display = importlib.import_module("IPython.display").display

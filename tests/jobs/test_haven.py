@@ -24,13 +24,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from exp_configs import EXP_GROUPS, cartesian_exp_group, vary
+from jobs.backends import BackendCache
 from jobs.cli import app
 from jobs.haven import library as haven
 from jobs.haven.scheduler import STATES, Scheduler
 from jobs.job_state import ACTIVE
 from jobs.job_state import STATES as JOB_STATES
-from jobs.record.paths import is_exp_id
+from jobs.record.paths import BaseFolder, is_exp_id
+from jobs.record.status import survey
 from tests.jobs.conftest import wait_until
+from tests.jobs.real_slurm import need_slurm, real_slurm
 from tests.jobs.toolkit_standin import Standin, standin
 from tests.serve.fake_slurm import FakeSlurm
 from tests.wording import refused
@@ -227,7 +230,6 @@ class Launcher:
     code: Path
     python: Path
     what: Path
-    wrapper: Path
     scheduler: str
 
     def run(self, experiments: list[dict[str, Any]] = GROUP, *, option: str = "run") -> None:
@@ -236,7 +238,6 @@ class Launcher:
         job = {
             "account_id": None,
             "group": "sweep",
-            "python": str(self.wrapper),
             **(of_toolkit if self.scheduler == "toolkit" else {"partition": "low"}),
         }
         havens("haven_wizard").run_wizard(
@@ -271,20 +272,18 @@ class Launcher:
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Launcher]:
     monkeypatch.setattr(sys, "argv", ["launch.py"])  # haven reads it
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the copied code holds no Lathe here
 
     def make(scheduler: str) -> Launcher:
         made = Launcher(
-            *(tmp_path / name for name in ("base", "code", "python", "what", "wrapper")), scheduler
+            *(tmp_path / name for name in ("base", "code", "python", "what")), scheduler
         )
         made.code.mkdir()
         (made.code / "launch.py").write_text("")
         (tmp_path / "rows").mkdir()
         made.what.write_text("ok")
         made.python.write_text(STUB.format(python=sys.executable, what=str(made.what)))
-        # the copied code holds no Lathe here: the wrapper is that of this project
-        made.wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
-        for path in (made.python, made.wrapper):
-            path.chmod(0o755)
+        made.python.chmod(0o755)
         clock = SimpleNamespace(sleep=lambda seconds: None, time=time.time, time_ns=time.time_ns)
         monkeypatch.setattr(havens("haven_jobs"), "time", clock)  # it waits 3 s for each table
         return made
@@ -403,6 +402,86 @@ def test_haven_copies_no_code_into_a_snapshot(tmp_path: Path) -> None:
     havens("haven_utils").copy_code(f"{tmp_path}/mine/", str(tmp_path / "code"), verbose=0)
     assert (tmp_path / "snapshot" / "kept.py").exists()
     assert not (tmp_path / "code").is_symlink()
+
+
+PROGRAM = """
+from argparse import ArgumentParser
+from pathlib import Path
+
+from jobs.haven.library import connect
+
+connect()
+from haven import haven_wizard
+
+from trainer.api.haven import trainval
+from trainer.config.groups import read
+
+parser = ArgumentParser()
+for name in ("--data_path", "--cache_dir", "--device"):
+    parser.add_argument(name)
+haven_wizard.run_wizard(
+    func=trainval,
+    exp_groups=read(Path("groups.py")) if Path("groups.py").exists() else None,
+    job_config={job!r},
+    args=parser.parse_known_args()[0],
+    job_option="run",
+)
+"""
+GROUPS = """
+from exp_configs import EXP_GROUPS as BUILT_IN, vary
+
+SHORT = {"steps": 4, "eval_every": 4, "log_every": 4}
+EXP_GROUPS = {
+    "sweep": [
+        vary(BUILT_IN["causal_lm_tiny"][0], train={**SHORT, "seed": seed}, schedule={"warmup_steps": 1})
+        for seed in range(2)
+    ]
+}
+"""
+
+
+@pytest.mark.long
+@needs_haven
+@pytest.mark.parametrize("scheduler", ["toolkit", "slurm"])
+def test_a_program_that_calls_havens_launcher_trains_a_group_as_jobs(
+    scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, base = tmp_path / "code", tmp_path / "base"
+    code.mkdir()
+    (code / "groups.py").write_text(GROUPS)
+    job: dict[str, Any] = {"account_id": None, "group": "sweep"}
+    job["environment_vars"] = {"OMP_NUM_THREADS": "1"}
+    if scheduler == "toolkit":
+        job |= {"image": "registry/image:1", "data": [f"org.acct.home:{tmp_path}"]}
+    else:
+        need_slurm()
+        job |= {"partition": "low", "resources": {"cpu": 1, "mem": 3}}
+    (code / "launch.py").write_text(PROGRAM.replace("{job!r}", repr(job)))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with standin(own_process=True, slots=1) if scheduler == "toolkit" else real_slurm():
+        done = subprocess.run(
+            [
+                *(sys.executable, "launch.py", "-e", "sweep", "-sb", str(base), "-j", scheduler),
+                *("--cache_dir", str(tmp_path / "cache")),
+            ],
+            cwd=code,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = wait_until(
+            lambda: survey(BaseFolder(base), backend_of=BackendCache()),
+            lambda rows: all(row.state in ("succeeded", "failed") for row in rows),
+            within_s=600,
+        )
+    assert len(rows) == 2
+    for row in rows:
+        assert row.state == "succeeded", Path(row.folder, "err.txt").read_text()[-3000:]
+        assert (row.group, row.backend) == ("sweep", scheduler)
+        assert exp_id(json.loads(Path(row.folder, "exp_dict.json").read_text())) == row.exp_id
+        assert json.loads(Path(row.folder, "status.json").read_text())["name"].startswith("sweep ")
+    assert len({row.metrics["loss"] for row in rows}) == 2
 
 
 # The seam

@@ -106,10 +106,11 @@ def test_wandb_knows_data_and_model_by_digest_and_gets_no_weights(runs: Path) ->
         identity = json.loads((folder / "data.json").read_text())["identity"]
         data, model = in_wandb(folder)["artifact"]
         assert (data["type"], data["name"]) == ("dataset", f"data-{identity['train'][:12]}")
-        assert json.loads(data["metadata"]) == identity
-        references = {entry["path"]: entry.get("ref") for entry in data["manifest"]["contents"]}
-        assert references.pop("digests.json") is None
-        assert references["data"].endswith(str(runs.parent / "facts"))
+        about = json.loads(data["metadata"])
+        assert about.pop("folder").endswith(f":{runs.parent / 'facts'}")
+        assert about == identity
+        (entry,) = data["manifest"]["contents"]
+        assert entry["ref"] == (folder / "data.json").as_uri()
         assert (model["type"], model["name"]) == ("model", f"model-{folder.name}")
         files = {entry["path"]: entry.get("ref") for entry in model["manifest"]["contents"]}
         assert files.pop("lathe.json") is None  # its weights, by sha256

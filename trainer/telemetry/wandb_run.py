@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,8 +88,9 @@ class WandbRun:
                 cells: list[Any] = [list(row.values()) for row in rows]
                 self._pending[name] = wandb.Table(columns=list(rows[0]), data=cells)
 
-    def use_data(self, digests: Mapping[str, str], place: Path | None) -> None:
-        """Log the digests of the data and of the base as an artifact that this run uses.
+    def use_data(self, digests: Mapping[str, str], file: Path, place: Path | None) -> None:
+        """Log the digests of the data and of the base as an artifact that this run uses: a
+        reference to `file`, which holds them.
 
         place: the folder of the data, which is named and not read; None where there is none.
         """
@@ -98,14 +98,10 @@ class WandbRun:
             import wandb
 
             with self._tolerate():
-                artifact = wandb.Artifact(
-                    f"data-{digests.get('train', '')[:12]}", "dataset", metadata=dict(digests)
-                )
-                with artifact.new_file("digests.json") as file:  # equal content: the same version
-                    json.dump(dict(digests), file, indent=1)
-                if place is not None:  # of a file:// wandb would list everything below it
-                    uri = place.absolute().as_uri().replace("file://", f"folder://{gethostname()}")
-                    artifact.add_reference(uri, "data")
+                about = {**digests, "folder": place and f"{gethostname()}:{place.absolute()}"}
+                name = f"data-{digests.get('train', '')[:12]}"
+                artifact = wandb.Artifact(name, "dataset", metadata=about)
+                artifact.add_reference(file.absolute().as_uri(), file.name)
                 # wandb 0.31 refuses use_artifact offline
                 use = self._run.log_artifact if self._run.offline else self._run.use_artifact
                 use(artifact)
