@@ -116,9 +116,7 @@ def _load(name: str) -> Any:
         with _pkg_resources():
             utils = importlib.import_module("haven.haven_utils")
         jobs = importlib.import_module("haven.haven_jobs")
-        if (
-            "IPython" in sys.modules
-        ):  # haven_jupyter is imported now, or later as `from haven import`
+        if "IPython" in sys.modules:  # this may be a notebook, which imports haven_jupyter later
             _move_display()
         module = importlib.import_module(f"haven.{name}")
     except ImportError as error:

@@ -160,6 +160,19 @@ def test_haven_is_imported_under_this_setuptools_and_leaves_no_stub_behind() -> 
     assert getattr(sys.modules.get("pkg_resources"), "__file__", "none") is not None
 
 
+@needs_haven
+@pytest.mark.skipif(
+    importlib.util.find_spec("pkg_resources") is None,
+    reason="the extra `haven` installs setuptools below 82",
+)
+def test_haven_is_imported_by_itself_with_what_the_extra_installs() -> None:
+    line = "import haven; from haven import haven_wizard; print(haven.__version__)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", line], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "0.7.3\n", done.stderr
+
+
 def test_without_haven_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "haven", None)
     haven._load.cache_clear()
