@@ -168,7 +168,7 @@ def test_havens_dashboard_runs(
 
 
 @needs_haven
-def test_a_finished_group_is_not_trained_again_and_artifacts_are_off_by_a_flag(
+def test_artifacts_are_off_by_a_flag_and_a_given_name_is_told_apart(
     tmp_path: Path,
 ) -> None:
     run_alone(_one_without_artifacts, tmp_path)
