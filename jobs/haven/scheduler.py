@@ -154,7 +154,10 @@ class Scheduler:
         if account_id:
             keys.setdefault("account" if self._backend == "slurm" else "account_id", account_id)
         job = validate(JobConfig, keys, source="job_config")
-        (result,) = group.submit(self._request(folder, command, job, Path(workdir)))
+        request = self._request(folder, command, job, Path(workdir))
+        (result,) = group.submit(replace(request, answer_wait_s=0))
+        if result.is_unanswered:  # a job that arrived and has failed meanwhile is not sent again
+            (result,) = group.submit(replace(request, retry=()))
         log.info("%s: %s, %s", result.exp_id, result.action, result.text)
         sent = record.read(folder)
         if sent is None or sent.last is None or sent.last.id is None:
