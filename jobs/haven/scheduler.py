@@ -160,12 +160,16 @@ class Scheduler:
             (result,) = group.submit(replace(request, retry=()))
         log.info("%s: %s, %s", result.exp_id, result.action, result.text)
         sent = record.read(folder)
-        if sent is None or sent.last is None or sent.last.id is None:
+        last = sent.last if sent is not None else None
+        exit_file = {} if last is None else read_json(folder.attempt(last.number).exit) or {}
+        # a job whose reply was lost and that has ended has written its id itself
+        job_id = last and (last.id or exit_file.get("id"))
+        if last is None or job_id is None:
             raise Refused(f"{result.exp_id}: {result.text}")
         if savedir_logs is not None:
             for name in ("logs.txt", "err.txt"):  # which haven's notebooks show
-                _link(Path(savedir_logs, name), f"attempts/{sent.last.number}/{name}")
-        return sent.last.id
+                _link(Path(savedir_logs, name), f"attempts/{last.number}/{name}")
+        return str(job_id)
 
     def _request(self, folder: RunFolder, command: str, job: JobConfig, workdir: Path) -> Request:
         """The request to send one experiment with haven's copy of the code and haven's command."""
@@ -200,7 +204,8 @@ class Scheduler:
     def _rows(self) -> dict[str, Row]:
         """The row of each experiment of the folder, by the ids of its jobs."""
         rows = survey(self._base, backend_of=self._backend_of)
-        return {sent.id: row for row in rows for sent in row.history if sent.id is not None}
+        ids = {row.exp_id: {row.job_id, *(sent.id for sent in row.history)} for row in rows}
+        return {name: row for row in rows for name in ids[row.exp_id] if name is not None}
 
     def _job(self, row: Row) -> HavenJob:
         command = (read_json(RunFolder(Path(row.folder)).job_dict) or {}).get("command", "")
