@@ -154,9 +154,9 @@ def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
             "savedir_base": which.savedir_base,
             "reset": resets,
             "is_shortened": which.steps is not None,
-            "names": _names(which),
+            **_names(which),
         }
-        return _begin(experiments, options, launch.survive, is_dry=launch.dry_run)
+        return begin(experiments, options, launch.survive, is_dry=launch.dry_run)
     from jobs.commands.of_trainval import submit_group
 
     return submit_group(
@@ -221,17 +221,20 @@ def _experiments(which: WhichRuns, savedir_base: Path) -> list[dict[str, Any]]:
     return experiments_of(group, which.exp_configs, steps)
 
 
-def _names(which: WhichRuns) -> dict[str, str]:
-    """The names of a group's experiments for people, by id; {} for a run that is given by its id
-    alone.
+def _names(which: WhichRuns) -> dict[str, Any]:
+    """The group, and the names of its experiments for people, by id. A job, which is given by its
+    id alone, is told both by whoever sent it.
     """
     from exp_configs import experiments_of
-    from trainer.config.groups import names
+    from trainer.config.groups import GROUP, NAME, names
 
     group = which.exp_group
-    return (
-        {} if group is None else names(group, experiments_of(group, which.exp_configs, which.steps))
-    )
+    if group is not None:
+        known = names(group, experiments_of(group, which.exp_configs, which.steps))
+        return {"group": group, "names": known}
+    name = os.environ.get(NAME)
+    by_id = {which.exp_id: name} if name and which.exp_id else {}
+    return {"group": os.environ.get(GROUP, ""), "names": by_id}
 
 
 def _read_dictionary(savedir_base: Path, exp_id: str) -> dict[str, Any]:
@@ -277,7 +280,7 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
         return run_group(plans, run_options)
 
 
-def _begin(
+def begin(
     experiments: list[dict[str, Any]], options: dict[str, Any], survive: str | None, *, is_dry: bool
 ) -> int:
     ranks = parse(survive) if survive else None

@@ -86,7 +86,7 @@ ONLY_IMPORTERS = {
         ROOT / "trainer/survival/groups.py",
     },
     "wandb": {ROOT / "trainer/telemetry/wandb_run.py"},
-    "haven": {ROOT / "jobs/backends/toolkit/haven.py"},
+    "haven": {ROOT / "jobs/haven/library.py"},
 }
 HEAVY = ("torch", "deepspeed", "transformers", "wandb")
 # A file above 450 lines is looked at again: is it one subject? Above 700 it is refused.

@@ -310,8 +310,10 @@ def _with_reason(row: Row) -> Row:
 def _by_hand(folder: RunFolder) -> Row | None:
     """The row of a run that was never submitted; None when its folder holds no such run."""
     try:
-        if not (is_there(folder.status) and is_there(folder.exp_dict)):
+        if not is_there(folder.exp_dict):
             return None
+        if not is_there(folder.status):
+            return _sent_by_haven(folder)
         status = read_json(folder.status)
         if status is None:
             raise LatheError(f"{folder.status}: no whole JSON object. Run the experiment again.")
@@ -343,6 +345,25 @@ def _by_hand(folder: RunFolder) -> Row | None:
         return as_shown(_with_reason(_with_progress(row, folder, status)))
     except Exception as error:  # of any kind: it must not hide the others
         return _unreadable(folder, error)
+
+
+def _sent_by_haven(folder: RunFolder) -> Row | None:
+    """The row of a run that haven's own job manager has sent and that has not begun; None when
+    there is no such job. Nothing is known of it but the id.
+    """
+    job_id = (read_json(folder.job_dict) or {}).get("job_id")
+    if job_id is None:
+        return None
+    reason = f"haven has sent it as {job_id}, and it has not begun; its scheduler is not asked"
+    return Row(
+        folder.path.name,
+        "",
+        "submitted",
+        str(folder.path),
+        reason,
+        by_hand=True,
+        job_id=str(job_id),
+    )
 
 
 def _unreadable(folder: RunFolder, error: Exception, job: Job | None = None) -> Row:

@@ -15,7 +15,7 @@ from jobs.record.bases import base_of, has_model
 from jobs.record.paths import is_there
 from jobs.submit import launch_line, refusals
 from trainer import tasks
-from trainer.config import auto, deepspeed_config
+from trainer.config import auto, deepspeed_config, groups
 from trainer.config.identity import base_id, digest, exp_id
 from trainer.errors import ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json
@@ -63,6 +63,9 @@ class Request:
     use_array: bool = False
     after: Sequence[str] = ()
     resend_s: float = RESEND_S
+    program: Sequence[str] = ()  # of a job, with its arguments; (): trainval.py with `flags`
+    # what people call the experiments, by id; {}: by their places among `experiments`
+    shown: Mapping[str, str] = field(default_factory=dict[str, str])
     lock_wait_s: float = LOCK_WAIT_S  # for another process that holds the lock of an experiment
     # how long a submission without an answer is asked about; None: until it was sent again, too
     answer_wait_s: float | None = None
@@ -168,6 +171,12 @@ class Request:
         ]
 
     @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """What people call each experiment, by id, on one line."""
+        named = self.shown or groups.names(self.group, list(self.experiments))
+        return {name: " ".join(text.split()) for name, text in named.items()}
+
+    @functools.cached_property
     def by_id(self) -> dict[str, dict[str, Any]]:
         """The dictionaries by experiment id."""
         return {exp_id(values): values for values in self.experiments}
@@ -252,9 +261,14 @@ def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
             "0",
         ],
         launcher=list(launch.argv),
-        program=program,
+        program=list(request.program) or program,
         activate=launch.activate,
-        environment={**request.environment, **request.job.environment_vars},
+        environment={
+            **request.environment,
+            groups.GROUP: request.group,
+            groups.NAME: request.names[name],
+            **request.job.environment_vars,
+        },
         job=request.job,
         after=list(request.after),
         max_parallel=request.max_parallel,

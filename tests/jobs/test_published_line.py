@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jobs.backends import BackendCache
-from jobs.backends.toolkit import haven
+from jobs.haven import library as haven
 from jobs.record.paths import BaseFolder
 from jobs.record.status import survey
 from tests.jobs.conftest import wait_until

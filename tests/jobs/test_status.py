@@ -318,6 +318,16 @@ def test_what_was_run_by_hand_appears_when_asked_for(base: BaseFolder) -> None:
     )
 
 
+def test_what_haven_alone_has_sent_is_known_by_its_id_until_it_trains(base: BaseFolder) -> None:
+    folder = base.run(IDS[0])
+    write(folder.exp_dict, {"task": "t"})
+    write(folder.job_dict, {"job_id": 77, "command": "python launch.py"})
+    row = only_row(base, Scheduler(), include_unsubmitted=True)
+    assert (row.state, row.job_id, row.by_hand) == ("submitted", "77", True)
+    trained(folder, [{"step": 10, "loss": 2.5}], step=5)
+    assert only_row(base, Scheduler(), include_unsubmitted=True).state == "running"
+
+
 @pytest.mark.parametrize(
     ("changes", "hours_ago", "expected"),
     [

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import trainval
 from tests.wording import refused
 from trainer.config.differences import names_by_difference
 from trainer.config.groups import cartesian_exp_group, names, vary
-from trainer.config.identity import exp_id
+from trainer.config.identity import base_label, exp_id
 from trainer.telemetry.wandb_run import _where
 from trainer.training.options import Options
 from trainer.training.schedule import log_interval
@@ -56,6 +58,49 @@ def test_names_say_group_and_place_and_are_what_wandb_shows(tmp_path: Path) -> N
     assert Options(tmp_path).wandb(two) is None
     with refused("entity_alone"):
         Options(tmp_path, wandb_entity_name="me").wandb(two)
+
+
+def test_a_name_that_is_given_to_a_whole_group_is_told_apart(tmp_path: Path) -> None:
+    one, two = cartesian_exp_group({**PLAIN, "deepspeed": ["zero0", "zero2"]})
+    given: dict[str, Any] = {"wandb_project_name": "p", "wandb_run_name": "mine", "group": "sweep"}
+    both = Options(tmp_path, names=names("sweep", [one, two]), **given)
+    shown = [settings.name for values in (one, two) if (settings := both.wandb(values))]
+    assert shown == ["mine 1/2 deepspeed=zero0", "mine 2/2 deepspeed=zero2"]
+    alone = Options(tmp_path, names=names("sweep", [one]), **given).wandb(one)
+    assert alone is not None
+    assert (alone.name, alone.group) == ("mine", "sweep")
+
+
+def test_an_evaluation_keeps_the_name_of_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / exp_id(PLAIN)
+    folder.mkdir()
+    (folder / "status.json").write_text('{"state": "succeeded", "name": "sweep 1/2 lr=1"}')
+    settings = Options(tmp_path, wandb_project_name="p").wandb(PLAIN)
+    assert settings is not None
+    assert settings.name == "sweep 1/2 lr=1"
+
+
+def test_a_job_is_told_its_group_and_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    which = trainval.WhichRuns(exp_id=exp_id(PLAIN))
+    assert trainval._names(which) == {"group": "", "names": {}}
+    monkeypatch.setenv("LATHE_GROUP", "sweep")
+    monkeypatch.setenv("LATHE_NAME", "sweep 1/2 lr=1")
+    assert trainval._names(which) == {
+        "group": "sweep",
+        "names": {exp_id(PLAIN): "sweep 1/2 lr=1"},
+    }
+
+
+def test_a_base_has_a_short_name() -> None:
+    begun = {"base": {"experiment": PLAIN}}
+    for values, label in (
+        ({"base": "bigcode/starcoderbase-1b"}, "starcoderbase-1b"),
+        ({"base": "/models/llama-7b/#sha256=ab"}, "llama-7b"),
+        ({"base": {"config": {"model_type": "t5"}}}, "random t5"),
+        (begun, f"experiment {exp_id(PLAIN)[:12]}"),
+        ({}, "random weights"),
+    ):
+        assert base_label(values) == label
 
 
 def test_wandb_says_its_page_or_the_command_that_uploads_it() -> None:

@@ -23,6 +23,7 @@ EVERY: dict[str, Any] = {  # a value of each flag that is not its default
     "wandb_project_name": "something",
     "wandb_run_name": "mine",
     "wandb_log_gradients": True,
+    "wandb_artifacts": False,
     "trackers": "mlflow",
     "push_to_hub": True,
     "do_extra_evals": True,
@@ -88,15 +89,17 @@ def test_a_flag_that_is_not_given_is_not_passed_on() -> None:
     assert words(RunFlags()) == [
         "--cache_dir=tmp-cache",
         "--wandb_log_gradients=false",
+        "--wandb_artifacts=true",
         "--push_to_hub=false",
         "--do_extra_evals=false",
     ]
 
 
 def test_the_word_none_of_a_launch_script_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["deepspeed", "wandb_entity_name", "wandb_project_name", "wandb_run_name"]
-    line = [word for name in names for word in (f"--{name}", "None")]
+    line = [word for name in RUN_FLAGS for word in (f"--{name}", "None")]
     assert handed_over(monkeypatch, *line) == RunFlags()
+    assert handed_over(monkeypatch, "--device=none", "--num_proc=None") == RunFlags()
+    assert handed_over(monkeypatch, "--force", "True", "--strict", "False") == RunFlags(force=True)
 
 
 def test_a_run_has_every_flag_and_paths_and_switches_are_known_by_their_types() -> None:

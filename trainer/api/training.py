@@ -26,6 +26,7 @@ from trainer.files.survive import LAUNCHED
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from trainer.config.flags import RunFlags
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
@@ -70,14 +71,19 @@ def fine_tune(
     experiment = dictionary(values)
     own = run_flags(data, flags)
     refuse_below_one(ranks=ranks)
+    about = {"savedir_base": Path(savedir_base), "reset": reset, "began_at": began_at}
+    return train_one(experiment, own, ranks=ranks, **about)
+
+
+def train_one(experiment: dict[str, Any], own: RunFlags, *, ranks: int = 1, **about: Any) -> Run:
+    """What fine_tune does, of checked arguments. about: other fields of Options, such as names."""
     _refuse_place()
     train = experiment.get("train")
     with as_found(compiles=isinstance(train, dict) and bool(train.get("compile"))):
         from trainer.training.options import Options
         from trainer.training.run_plan import plan
 
-        base = Path(savedir_base)
-        options = Options(**vars(own), savedir_base=base, reset=reset, began_at=began_at)
+        options = Options(**vars(own), **about)
         run_plan = plan(experiment, options, world=ranks, rank=0)
         train_it = _train_here if ranks == 1 else _train_under_torchrun
         try:

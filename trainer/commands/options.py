@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _ON_OFF = "BOOL"  # how --help shows the value of such a flag
+_NO_VALUE, _SWITCH_WORDS = ("None", "none"), ("True", "False", "None")
 _WORDS = {
     "true": True,
     "false": False,
@@ -275,19 +276,29 @@ def _parameters_of(table: Any) -> Iterator[inspect.Parameter]:
 
 
 class FlagsOnOff(TyperCommand):
-    """A command whose flags of on and off may stand without a value: `--push_to_hub` is on."""
+    """A command whose flags of on and off may stand without a value: `--push_to_hub` is on.
+
+    Launch scripts, and haven's launcher, write `--steps None` for a flag that is not given, and
+    `--force False` for a switch that is off.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        names = {
-            name
-            for option in self.params
-            if getattr(option, "metavar", None) == _ON_OFF
-            for name in option.opts
-        }
+        options: dict[str, Any] = {name: option for option in self.params for name in option.opts}
         words: list[str] = []
-        for number, word in enumerate(args):
-            words.append(word)
-            if word in names and has_no_value(args[number + 1 :]):
+        rest = list(args)
+        while rest:
+            name, equals, value = rest.pop(0).partition("=")
+            option = options.get(name)
+            is_switch = getattr(option, "is_flag", False)
+            if option is not None and not equals and rest:
+                value = rest[0]
+            if option is not None and value in (_SWITCH_WORDS if is_switch else _NO_VALUE):
+                rest = rest if equals else rest[1:]
+                words += [name] if value == "True" else []
+                continue
+            words.append(f"{name}={value}" if equals else name)
+            is_on_or_off = getattr(option, "metavar", None) == _ON_OFF
+            if is_on_or_off and not equals and has_no_value(rest):
                 words.append("true")
         return super().parse_args(ctx, words)
 

@@ -31,11 +31,6 @@ class OnOff:
     help: str
 
 
-def _text_or_none(text: str | None) -> str | None:
-    """Launch scripts of earlier projects write "None" for a flag that they do not give."""
-    return None if text in ("None", "none") else text
-
-
 def names_of_trackers(text: str | None) -> tuple[str, ...]:
     """The trackers that a flag "tensorboard,mlflow" names."""
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
@@ -88,7 +83,6 @@ class RunFlags:
         str | None,
         typer.Option(
             "--deepspeed",
-            callback=_text_or_none,
             help="A DeepSpeed JSON file, a name in ds_configs/, or auto, which takes one "
             "that fits; never changes the id.",
         ),
@@ -97,7 +91,6 @@ class RunFlags:
         str | None,
         typer.Option(
             "--wandb_entity_name",
-            callback=_text_or_none,
             help="wandb entity; together with a project it switches wandb on.",
         ),
     ] = None
@@ -105,7 +98,6 @@ class RunFlags:
         str | None,
         typer.Option(
             "--wandb_project_name",
-            callback=_text_or_none,
             help="wandb project; together with an entity it switches wandb on.",
         ),
     ] = None
@@ -113,13 +105,19 @@ class RunFlags:
         str | None,
         typer.Option(
             "--wandb_run_name",
-            callback=_text_or_none,
             help="Name that wandb shows; the id is the exp_id.",
         ),
     ] = None
     wandb_log_gradients: Annotated[
         bool, OnOff("--wandb_log_gradients", help="Log the gradient norm of every parameter.")
     ] = False
+    wandb_artifacts: Annotated[
+        bool,
+        OnOff(
+            "--wandb_artifacts",
+            help="Log final/ and the digests of the data to wandb, as references.",
+        ),
+    ] = True
     trackers: Annotated[
         str | None,
         typer.Option(

@@ -17,6 +17,8 @@ from trainer.config.readers import group_file
 from trainer.errors import ConfigError, nearest
 
 Values = dict[str, Any]
+# Set by submission for a job, which reads its own dictionary and knows no group.
+GROUP, NAME = "LATHE_GROUP", "LATHE_NAME"
 _ID = re.compile(r"[0-9a-f]{32}")
 
 

@@ -57,6 +57,21 @@ def base_id(values: Mapping[str, Any]) -> str | None:
     return exp_id(cast("dict[str, Any]", before)) if isinstance(before, dict) else None
 
 
+def base_label(values: Mapping[str, Any]) -> str:
+    """A short name of the model that an experiment begins with, for people: "starcoderbase-1b",
+    "random t5", "experiment 0f3a...".
+    """
+    base = values.get("base")
+    if isinstance(base, str):  # a folder, a package's folder, or a name of the Hub
+        return base.partition("#")[0].rstrip("/").rpartition("/")[2]
+    before = base_id(values)
+    if before is not None:
+        return f"experiment {before[:12]}"
+    config = cast("dict[str, Any]", base).get("config") if isinstance(base, dict) else None
+    family = cast("dict[str, Any]", config).get("model_type") if isinstance(config, dict) else None
+    return f"random {family or 'weights'}"
+
+
 def _foreign(value: Any, path: str) -> Iterator[str]:
     """A line for each part of a value that a JSON file would not give back as it is: where it
     stands, what it is, and what to write instead.

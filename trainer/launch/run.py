@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainer.data import left_out
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, DataError, StorageError
+from trainer.exports import record as export_record
 from trainer.launch.choose import Chosen, choose
 from trainer.launch.prepare import is_in_memory, prepare
 from trainer.launch.run_folder import claim_folder, open_record, push
@@ -101,6 +102,7 @@ def _train(plan: RunPlan, ready: ReadyRun, *, pushes: bool) -> bool:
         ready.tell_costs()
         if is_done:
             ready.export("final")
+            session.record.log_model(plan.folder / "final", export_record.NAME)
             if pushes:
                 on_main(lambda: push(plan))
         with session.meter.pause("saving"):

@@ -125,6 +125,7 @@ def start(
     record.startup.lap("checks")
     live, progress = _engine(run, record.startup.lap)
     record.resume(progress.step, progress.bad.steps)
+    record.use_data(run.identity, options.data_path)
     record.status("running", step=progress.step)
     meter = Meter(record.goodput, counts_flops=not cfg.train.compile)
     meter.prediction = late.of_plan(memory_plan, plan.folder / memory.FILE)

@@ -38,6 +38,7 @@ METRICS, SCORES, HAVEN_SCORES, STATUS = (
     "score_list.pkl",
     "status.json",
 )
+DATA = "data.json"  # the digests of data and base (trainer/launch/run_folder.py)
 RANK = "rank"  # key of status.json: the rank that failed, if it is not 0
 MAX_ERROR = 2000  # characters of an error that fit into the old status.json of a full disk
 HEARTBEAT_S = 15.0  # at most this long between a log line and the status.json that knows of it
@@ -193,6 +194,16 @@ class RunRecord:
         self._early = why
         if self._is_writer:
             log.info("%s", why)
+
+    def use_data(self, digests: Mapping[str, str], place: Path | None) -> None:
+        """Tell wandb which data and base the run began with, by digest, and where the data lie."""
+        if self._wandb is not None:
+            self._wandb.use_data(digests, self.folder / DATA, place)
+
+    def log_model(self, folder: Path, record: str) -> None:
+        """Tell wandb where an exported folder lies, and give it the record in there."""
+        if self._wandb is not None:
+            self._wandb.log_model(folder, record)
 
     def status(self, state: State, *, step: int | None = None, error: str | None = None) -> None:
         """Replace status.json: state, step (the last one logged, unless given), total, checkpoint

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from netrc import NetrcParseError, netrc
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from trainer.telemetry.console import Number
 
 ANSWERS = "answers"
+JOB_TYPE = "train"  # an evaluation adds to the run that trained the model
 HISTOGRAM_BINS = 64  # what wandb.watch draws
 FINISH_S = 120
+LONGEST_TAG = 64  # characters that wandb accepts
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,10 @@ class WandbSettings:
     name: str
     id: str
     config: Mapping[str, Any]
+    group: str | None = None
+    tags: Sequence[str] = ()
+    notes: str | None = None
+    keeps_artifacts: bool = True  # the data by digest, and final/, by reference
     init_timeout_s: float = 30.0  # after this time the run continues offline
 
 
@@ -44,6 +51,7 @@ class WandbRun:
 
     def __init__(self, settings: WandbSettings, folder: Path) -> None:
         self._run = _start_wandb(settings, folder)
+        self._keeps_artifacts = settings.keeps_artifacts
         self._pending: dict[str, Any] = {}
 
     def log(self, step: int, scalars: Mapping[str, Number]) -> None:
@@ -79,6 +87,38 @@ class WandbRun:
             with self._tolerate():
                 cells: list[Any] = [list(row.values()) for row in rows]
                 self._pending[name] = wandb.Table(columns=list(rows[0]), data=cells)
+
+    def use_data(self, digests: Mapping[str, str], file: Path, place: Path | None) -> None:
+        """Log the digests of the data and of the base as an artifact that this run uses: a
+        reference to `file`, which holds them.
+
+        place: the folder of the data, which is named and not read; None where there is none.
+        """
+        if self._run is not None and self._keeps_artifacts:
+            import wandb
+
+            with self._tolerate():
+                about = {**digests, "folder": place and f"{gethostname()}:{place.absolute()}"}
+                name = f"data-{digests.get('train', '')[:12]}"
+                artifact = wandb.Artifact(name, "dataset", metadata=about)
+                artifact.add_reference(file.absolute().as_uri(), file.name)
+                # wandb 0.31 refuses use_artifact offline
+                use = self._run.log_artifact if self._run.offline else self._run.use_artifact
+                use(artifact)
+
+    def log_model(self, folder: Path, record: str) -> None:
+        """Log an exported folder as an artifact: its files by reference, so that no weight is
+        uploaded, and its record, a file that names them by digest.
+        """
+        if self._run is not None and self._keeps_artifacts:
+            import wandb
+
+            with self._tolerate():
+                artifact = wandb.Artifact(f"model-{self._run.id}", "model")
+                artifact.add_file(str(folder / record))
+                # checksum: the record has better ones, and to read the weights again takes long
+                artifact.add_reference(folder.absolute().as_uri(), folder.name, checksum=False)
+                self._run.log_artifact(artifact)
 
     def close(self, exit_code: int) -> None:
         """End the run in wandb; waits at most FINISH_S for a slow upload."""
@@ -137,6 +177,7 @@ def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
                 name=settings.name,
                 id=settings.id,
                 config=dict(settings.config),
+                **_about(settings),
                 dir=folder,
                 resume="allow",
                 mode=cast(Any, mode),
@@ -158,6 +199,21 @@ def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
             rest = "without it" if mode == "offline" else "with wandb offline"
             log.warning("wandb: %s. Training goes on %s.", text.rstrip("."), rest)
     return None
+
+
+def _about(settings: WandbSettings) -> dict[str, Any]:
+    """What sorts the run among others. wandb's own variables count more, and add tags."""
+    named = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",")]
+    tags = [tag[:LONGEST_TAG] for tag in (*settings.tags, *named) if tag]
+    values = {
+        "WANDB_RUN_GROUP": ("group", settings.group),
+        "WANDB_JOB_TYPE": ("job_type", JOB_TYPE),
+        "WANDB_NOTES": ("notes", settings.notes),
+    }
+    about: dict[str, Any] = {
+        key: value for name, (key, value) in values.items() if not os.environ.get(name)
+    }
+    return {**about, "tags": list(dict.fromkeys(tags))}
 
 
 def _where(run: Any) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.config.flags import ENTITY_ALONE, RunFlags
-from trainer.config.identity import exp_id
+from trainer.config.identity import base_label, exp_id
 from trainer.errors import ConfigError
+from trainer.files.atomic import read_json
 from trainer.protocol.task import Places
 from trainer.telemetry.trackers import tracker_names
 from trainer.telemetry.wandb_run import WandbSettings
@@ -21,6 +23,7 @@ class Options(RunFlags):
 
     savedir_base: Path
     reset: bool = False  # move an old folder aside and start over
+    group: str = ""  # of experiments, to which this one belongs
     names: Mapping[str, str] = field(default_factory=dict[str, str])  # by id, for people
     saves_behind: bool = True  # checkpoints are written while the steps behind them are made
     is_shortened: bool = False  # its steps are those of --steps
@@ -47,10 +50,28 @@ class Options(RunFlags):
                 raise ConfigError(ENTITY_ALONE)
             return None
         number = exp_id(values)
-        name = self.wandb_run_name or self.names.get(number) or number
+        folder = self.savedir_base.absolute() / number
+        # an evaluation, and a run that goes on by its id alone, keep the name of the first start
+        kept = (read_json(folder / "status.json") or {}).get("name")
+        name = self.names.get(number) or str(kept or "")
         return WandbSettings(
-            self.wandb_entity_name, self.wandb_project_name, name=name, id=number, config=values
+            self.wandb_entity_name,
+            self.wandb_project_name,
+            name=self._shown(name) or number,
+            id=number,
+            config=values,
+            group=self.group or None,
+            tags=(str(values.get("task")), base_label(values)),
+            notes="\n".join(filter(None, (name, f"{socket.gethostname()}:{folder}"))),
+            keeps_artifacts=self.wandb_artifacts,
         )
+
+    def _shown(self, name: str) -> str:
+        """The name in wandb: the one that was given, with what tells the run from its siblings."""
+        apart = name.removeprefix(self.group).strip()
+        if self.wandb_run_name is None or apart in ("", "1/1"):
+            return self.wandb_run_name or name
+        return f"{self.wandb_run_name} {apart}"
 
     @property
     def places(self) -> Places:

@@ -113,15 +113,7 @@ class Toolkit:
                 f"toolkit: after={spec.after}: Toolkit has no dependencies between jobs. Leave "
                 "it out."
             )
-        return rendered_job(
-            spec.token,
-            spec.job,
-            command=spec.wrapper,
-            workdir=spec.workdir,
-            writes=[spec.folder],
-            environment={**spec.job.environment_vars, **spec.environment},
-            tags={"exp_id": spec.exp_id, "group": spec.group},
-        )
+        return _rendered(spec)
 
     def rehearse(self, rendered: Rendered) -> str | None:
         """None: `eai` has no dry run."""
@@ -231,21 +223,12 @@ class Toolkit:
         return answer
 
 
-def rendered_job(
-    token: str,
-    job: JobConfig,
-    *,
-    command: Sequence[str],
-    workdir: str,
-    writes: Sequence[str],
-    environment: Mapping[str, str],
-    tags: Mapping[str, str],
-) -> Rendered:
-    """The `eai job new` that runs `command` under the name `token`, and its values as JSON.
-    ConfigError, pure.
-
-    writes: folders that the job writes to; they must lie in a mount.
+def _rendered(spec: JobSpec) -> Rendered:
+    """The `eai job new` that runs the wrapper under the name of its token, and its values as
+    JSON. The folders that it reads and writes must lie in a mount.
     """
+    job, environment = spec.job, {**spec.job.environment_vars, **spec.environment}
+    tags = {"exp_id": spec.exp_id, "group": spec.group}
     job.refuse_foreign("toolkit", OWN)
     kind = (
         "restartable"
@@ -254,28 +237,28 @@ def rendered_job(
         if job.preemptable
         else "non-preemptable"
     )
-    problems = _key_problems(token, job, environment, kind) + _mount_problems(job, workdir, writes)
+    problems = _key_problems(spec.token, job, environment, kind) + _mount_problems(spec)
     if problems:
         raise ConfigError("\n  ".join([f"toolkit: {len(problems)} mistake(s)", *problems]))
     values: dict[str, Any] = {
         "account": job.account_id,
-        "name": token,
+        "name": spec.token,
         "image": job.image,
         **{name.replace("_", "-"): value for name, value in job.resources.model_dump().items()},
         "data": _mounts(job),
-        "env": dict(environment),
+        "env": environment,
         "tag": {key: re.sub(r"[^A-Za-z0-9_.-]", "_", value) for key, value in tags.items()},
-        "workdir": workdir,
+        "workdir": spec.workdir,
         "max-run-time": job.max_run_time,
         "bid": job.bid,
         "kind": kind,
-        "command": list(command),
+        "command": spec.wrapper,
     }
     if job.restartable:
         values["tag"] |= {RESTART_TAG: "yes"}
     fields = {key: value for key, value in values.items() if value not in (None, [], {})}
     return Rendered(
-        token, "rendered.eai.json", json.dumps(fields, indent=2) + "\n", tuple(_argv(fields))
+        spec.token, "rendered.eai.json", json.dumps(fields, indent=2) + "\n", tuple(_argv(fields))
     )
 
 
@@ -335,15 +318,16 @@ def _key_problems(
     return problems
 
 
-def _mount_problems(job: JobConfig, workdir: str, writes: Sequence[str]) -> list[str]:
+def _mount_problems(spec: JobSpec) -> list[str]:
     """The folders that lie in no mount, a sentence each.
 
     A container sees nothing of the submitter's disk but its mounts.
     """
+    job = spec.job
     mounts = [match for text in _mounts(job) if (match := MOUNT.match(text))]
     rw = [match for match in mounts if match[2] != "ro"]
-    reads = [workdir, *([job.wandb_key_file] if job.wandb_key_file else [])]
-    unwritable = [path for path in writes if not any(_is_below(path, match) for match in rw)]
+    reads = [spec.workdir, *([job.wandb_key_file] if job.wandb_key_file else [])]
+    unwritable = [path for path in [spec.folder] if not any(_is_below(path, match) for match in rw)]
     unseen = [path for path in reads if not any(_is_below(path, match) for match in mounts)]
     return [
         *(

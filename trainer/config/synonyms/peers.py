@@ -28,7 +28,7 @@ SYNONYMS: dict[str, Synonym] = {
     "eval_sample_packing": to.PADDING_FREE,
     "wandb_watch": to.GRADIENTS,
     "wandb_name": to.RUN_NAME,
-    "wandb_log_model": nothing("Models are not uploaded to wandb."),
+    "wandb_log_model": to.ARTIFACTS,
     "micro_batch_size": to.MICRO,
     "evals_per_epoch": to.EVALUATION,
     "saves_per_epoch": to.SAVING,

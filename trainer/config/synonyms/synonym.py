@@ -113,5 +113,6 @@ RUN_NAME = as_flag("--wandb_run_name", advice="The run folder is named by the id
 TRACKERS = as_flag("--trackers", "--wandb_project_name")
 WORKERS = as_flag("--num_proc", advice="Rows are encoded once, before training, and then read.")
 GRADIENTS = as_flag("--wandb_log_gradients")
+ARTIFACTS = as_flag("--wandb_artifacts", advice="wandb gets references, and no weights.")
 HUB = as_flag("--push_to_hub", advice="final/ is uploaded when the run is finished.")
 CACHE = as_flag("--cache_dir")
