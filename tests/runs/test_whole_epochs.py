@@ -108,6 +108,11 @@ def test_the_command_says_what_epochs_are_and_refuses_steps_that_disagree(
     assert refused_run.returncode == ConfigError.exit_code
     assert f"train.steps={STEPS}" in refused_run.stderr
 
+    unjudged = values_of(folder, spike_z=10, spike_window=8)
+    refused_run = command(folder, tmp_path / "unjudged", unjudged)
+    assert refused_run.returncode == ConfigError.exit_code
+    assert f"spike_window=8 with steps={STEPS}" in refused_run.stderr
+
     preview = command(folder, tmp_path / "dry", values_of(folder), "--dry_run")
     assert preview.returncode == 0, preview.stderr
     assert "those of 3 epochs, once the rows are counted" in preview.stdout

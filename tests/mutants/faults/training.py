@@ -483,7 +483,7 @@ FAULTS = [
         "trainer/training/run_plan.py",
         '    tasks.parse(own, source=f"experiment {plan.id}, with its {steps} steps")\n',
         "",
-        why="a warm-up that is longer than the epochs are is not refused",
+        why="a spike_window that is longer than the epochs are is not refused",
         tests="tests/runs/test_whole_epochs.py -k refuses",
     ),
     Fault(
