@@ -117,7 +117,9 @@ def _load(name: str) -> Any:
             utils = importlib.import_module("haven.haven_utils")
         jobs = importlib.import_module("haven.haven_jobs")
         if "IPython" in sys.modules:  # this may be a notebook, which imports haven_jupyter later
-            _move_display()
+            core: Any = importlib.import_module("IPython.core.display")
+            if not hasattr(core, "display"):  # haven's dashboard looks for it there; IPython <9
+                core.display = importlib.import_module("IPython.display").display
         module = importlib.import_module(f"haven.{name}")
     except ImportError as error:
         raise ConfigError(f"haven cannot be imported: {error}. {INSTALL}") from error
@@ -172,13 +174,6 @@ def _cure(utils: Any, jobs: Any) -> None:
     jobs.toolkit_manager = jobs.slurm_manager = module  # what `from . import` finds
     jobs.JobManager = JobManager
     jobs.is_connected = True
-
-
-def _move_display() -> None:
-    """Put `display` where haven's dashboard looks for it: IPython 9 dropped that place."""
-    core: Any = importlib.import_module("IPython.core.display")
-    if not hasattr(core, "display"):
-        core.display = importlib.import_module("IPython.display").display
 
 
 @contextmanager

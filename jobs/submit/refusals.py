@@ -160,7 +160,14 @@ def start_folder(
     is_project = here == project
     keys = FOLDERS if is_project else (*FOLDERS, *FILES)
     named = {name for values in experiments for name in _relative(values, keys)}
-    unreachable = sorted(name for name in named if not is_project or _loses_weights(here / name))
+    # a folder of the project may hold weights that its snapshot leaves out
+    lost = {
+        name
+        for name in named
+        for path in (here / name).glob("*")
+        if path.name.lower().endswith(WEIGHTS) and path.stat().st_size > MAX_WEIGHTS
+    }
+    unreachable = sorted(lost if is_project else named)
     if unreachable and not shares_disk:
         raise ConfigError(
             f"{', '.join(unreachable)}: relative to {here}, which the job's node may not see, and "
@@ -182,11 +189,3 @@ def _relative(values: Mapping[str, Any], keys: Collection[str]) -> Iterator[str]
             path = name.partition("#sha256=")[0]
             if os.path.exists(path) and (key != "deepspeed" or "/" in path or "." in path):
                 yield path
-
-
-def _loses_weights(folder: Path) -> bool:
-    """Whether a folder of the project has weights that its snapshot leaves out."""
-    return any(
-        path.name.lower().endswith(WEIGHTS) and path.stat().st_size > MAX_WEIGHTS
-        for path in folder.glob("*")
-    )

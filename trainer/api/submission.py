@@ -12,6 +12,7 @@ from trainer.errors import ConfigError, LatheError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+_SHOWN = ("exp_id", "action", "text", "state")  # of each experiment
 _NEEDS_LIST = "submit: want a list of experiments, [{...}, ...], with at least one."
 
 
@@ -84,5 +85,4 @@ def submit(
     except LatheError as error:
         bad = [f"{one.exp_id}  {one.action:<7} {one.text}" for one in results if one.is_bad]
         raise type(error)("\n".join([*bad, str(error)])) from None
-    shown = ("exp_id", "action", "text", "state")
-    return Table({name: getattr(one, name) for name in shown} for one in results)
+    return Table({name: getattr(one, name) for name in _SHOWN} for one in results)

@@ -271,7 +271,9 @@ def judge(
     """Measure a run: recall, MRR, nDCG and MAP as trec_eval defines them, and DPR's answer
     recall.
     """
+    from trainer.config.own_rows import OwnRows, Splits
     from trainer.data import left_out
+    from trainer.data.readers import retrieved
     from trainer.data.readers.jsonl import lines
     from trainer.data.readers.rankings import read_run
     from trainer.retrieval import rankings
@@ -280,7 +282,12 @@ def judge(
     if (run is None) == (scored is None):
         raise ConfigError("give --run or --scored, one of them.")
     if run is None:
-        measures = _agreement(scored or Path(), at or [1, 2, 5])
+        path = scored or Path()
+        of_file = OwnRows(files=Splits(test=path.name))
+        how: dict[str, Any] = {"source": "fid", "contexts": 10**9, "sort_by_score": False}
+        rows = retrieved.rows(path.parent, "test", own=of_file, **how)
+        scores = ([ctx["score"] for ctx in row["ctxs"] if "score" in ctx] for row in rows)
+        measures = rankings.mean_agreement(scores, at=at or [1, 2, 5])
     else:
         questions = _queries(queries, split)
         only_ids = (
@@ -427,16 +434,3 @@ def _queries(path: Path | None, split: str | None) -> list[Query]:
     from trainer.data.readers.questions import queries
 
     return [] if path is None else list(queries(path, split))
-
-
-def _agreement(path: Path, at: list[int]) -> dict[str, float]:
-    from trainer.config.own_rows import OwnRows, Splits
-    from trainer.data.readers import retrieved
-    from trainer.retrieval import rankings
-
-    own = OwnRows(files=Splits(test=path.name))
-    rows = retrieved.rows(
-        path.parent, "test", source="fid", own=own, contexts=10**9, sort_by_score=False
-    )
-    scores = ([ctx["score"] for ctx in row["ctxs"] if "score" in ctx] for row in rows)
-    return rankings.mean_agreement(scores, at=at)

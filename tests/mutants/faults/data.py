@@ -409,7 +409,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/formats/conversation.py",
-        "if is_learnt and counts(message) and _is_empty(message, is_thought):",
+        "if is_learnt and counts(message) and not acts:",
         "if False:",
         why="the model learns to say nothing where a call was lost",
         tests=CHAT,

@@ -288,7 +288,10 @@ def _message(value: Any, name: str, report: Report, *, is_learnt: bool) -> Row |
     weight = _weight(given, role, name, report)
     rest = {key: one for key, one in given.items() if key not in (*_LEARNS, "tool_calls")}
     message = {**message, **rest} if weight is None else {**message, **rest, "weight": weight}
-    if is_learnt and counts(message) and _is_empty(message, is_thought):
+    content = message["content"]
+    is_said = not isinstance(content, str) or not is_blank(content)
+    acts = is_said or bool(message.get("tool_calls")) or is_thought
+    if is_learnt and counts(message) and not acts:
         want = 'what the assistant says, or "weight": 0'
         report(RowProblem(said_at, message["content"], want))
     return message
@@ -323,13 +326,6 @@ def _text(content: Any, name: str, report: Report) -> Any:
         else:
             texts.append(part["text"])
     return "".join(texts)
-
-
-def _is_empty(message: Row, is_thought: bool) -> bool:
-    """Whether a turn neither says nor calls nor thinks anything."""
-    content = message["content"]
-    says_nothing = isinstance(content, str) and is_blank(content)
-    return says_nothing and not message.get("tool_calls") and not is_thought
 
 
 def _weight(given: Row, role: str, name: str, report: Report) -> int | None:

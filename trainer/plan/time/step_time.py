@@ -221,7 +221,13 @@ def step_time(
     for time, count in batches:
         together = together.plus(time.times(count))
     count = sum(number for _, number in batches)
-    update = _updating(step, zero, rates)
+    own = step.trainable / (zero.world if zero.stage else 1)
+    if zero.offloads_optimizer:
+        transfer_s = (4 + zero.width) * own / rates.host_bytes_per_s  # gradients down, weights up
+        update = own * rates.host_update_s + transfer_s
+    else:
+        passed = 4 * _PASSES[zero.stage] * own
+        update = own * rates.update_s + passed / rates.memory_bytes_per_s
     # gradients are copied into their sums, into reduction buffers, and back
     nbytes = zero.width * step.trainable
     is_alone = zero.world == 1
@@ -253,14 +259,6 @@ def _visits(step: Measured, batches: float) -> float:
     of_one = step.calls.get("visits", 0)
     of_last = step.calls_of_last.get("visits", of_one)
     return max(0.0, batches - 1) * of_one + min(1.0, batches) * of_last
-
-
-def _updating(step: Measured, zero: Zero, rates: Rates) -> float:
-    own = step.trainable / (zero.world if zero.stage else 1)
-    if zero.offloads_optimizer:
-        transfer_s = (4 + zero.width) * own / rates.host_bytes_per_s  # gradients down, weights up
-        return own * rates.host_update_s + transfer_s
-    return own * rates.update_s + 4 * _PASSES[zero.stage] * own / rates.memory_bytes_per_s
 
 
 def _reductions(zero: Zero, batches: float) -> float:

@@ -41,7 +41,8 @@ class Unwritten:
         learnt: the text that is learnt of each turn in `counted`.
         """
         last = messages[counted[-1]] if counted else {}
-        writes_last = _has_thoughts(last) and _lost_thoughts(last, learnt[-1]) is None
+        thinks = any(last.get(key) for key in _THOUGHTS) or _END in str(last.get("content"))
+        writes_last = thinks and _lost_thoughts(last, learnt[-1]) is None
         for number, text in zip(counted, learnt, strict=True):
             lost = self._lost(messages[number], text)
             thoughts = _lost_thoughts(messages[number], text)
@@ -100,10 +101,6 @@ class Unwritten:
                 self._writer.name,
             )
         self._is_told = True
-
-
-def _has_thoughts(message: Message) -> bool:
-    return any(message.get(key) for key in _THOUGHTS) or _END in str(message.get("content"))
 
 
 def _lost_thoughts(message: Message, text: str) -> str | None:
