@@ -81,6 +81,8 @@ def test_axe_finds_nothing_wrong_in_light_or_dark(
                 for width in (WIDE, NARROW):
                     browser.resize(width)
                     assert violations(browser) == [], (scheme, place, width)
+                    right = browser.run("return document.documentElement.scrollWidth")
+                    assert right <= width, (place, width)
         browser.press("Runs")
         opened(browser, world, f"/run/{run}")
         browser.press("Copy with changes")

@@ -128,7 +128,7 @@ export class NewRun {
     const part = sample_rows < num_rows ? ` Counted here: the first ${sample_rows.toLocaleString("en")}.` : "";
     const hasMarks = examples.some(one => Object.values(one.texts).some(segments => segments.some(segment => segment.in_loss !== null)));
     this.understood.fill(h("p", {}, h("b", {}, num_rows.toLocaleString("en")), ` rows of the kind ${kind}.${part}`),
-      table("Rows and tokens", ["rows of", "rows", "tokens", "rows cut at a limit"], lines),
+      table("Rows and tokens", ["rows of", ["rows"], ["tokens"], ["cut rows"]], lines),
       h("p", { class: "soft small" }, hasMarks ? "Two rows as the model reads them. It learns the marked tokens." : "Two rows as the model reads them. The loss of this task is not over tokens."),
       ...examples.map(example));
   }

@@ -70,7 +70,7 @@ export class Overview {
     }
     const start = this.me.role === "read" ? null : h("p", {}, h("a", { class: "button", href: "#/new" }, "Start a run of an offered model"));
     this.empty.replaceChildren(h("p", {}, "Nothing was run here yet."), start ?? "", h("p", {}, start ? "Or in a terminal, with your own dictionary:" : "In a terminal:"),
-      h("pre", { class: "commands" }, `lathe new causal_lm\nlathe train causal_lm.py --data_path data -sb ${clean(this.me.base)}`),
+      h("pre", { class: "commands", tabindex: "0" }, `lathe new causal_lm\nlathe train causal_lm.py --data_path data -sb ${clean(this.me.base)}`),
       h("p", { class: "soft small" }, "The first writes causal_lm.py, ten commented keys; the second trains it on the rows of the folder data. Its run then stands here."));
   }
 

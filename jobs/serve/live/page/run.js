@@ -61,7 +61,7 @@ export class Curves {
     if (key !== this.shown) {
       this.shown = key;
       const groups = Object.groupBy(visible, name => GROUPS.find(([, rule]) => rule.test(name))[0]);
-      this.grid.replaceChildren(...GROUPS.filter(([title]) => groups[title]).map(([title]) => h("section", { "aria-label": title },
+      this.grid.replaceChildren(...GROUPS.filter(([title]) => groups[title]).map(([title]) => h("div", {},
         h("h3", { class: "group" }, title), h("div", { class: "cards" }, groups[title].map(name => this.charts.get(name).node)))));
       if (!visible.length) this.grid.replaceChildren(h("p", { class: "empty" }, "No metrics were written yet."));
     }

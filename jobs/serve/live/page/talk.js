@@ -48,7 +48,7 @@ const say = ({ choices }) => [h("p", { class: "answer" }, clean(choices[0].text)
 
 function ranked(what, texts, scores) {
   const order = texts.map((text, at) => [text, scores[at]]).sort((a, b) => b[1] - a[1]);
-  return [table("Scores", [what, "score"], order.map(([text, score]) => h("tr", {}, h("td", { class: "wrap" }, clean(text)), h("td", { class: "num" }, number(score)))))];
+  return [table("Scores", [what, ["score"]], order.map(([text, score]) => h("tr", {}, h("td", { class: "wrap" }, clean(text)), h("td", { class: "num" }, number(score)))))];
 }
 
 function cosine(a, b) {
