@@ -181,7 +181,7 @@ def test_a_run_is_started_from_the_page_and_followed(
     browser.until(f"{text}.includes('about 1 h 00 on 8 x h200')")
     assert browser.texts("mark") == [HOSTILE.replace("\u202e", "\\u202e"), "It is 1."]
     assert "10 rows of the kind chat" in browser.run(text)
-    assert "1.50 GiB, fits on h200" in browser.run(text)
+    assert "peak memory of a device 1.50 GiB" in browser.run(text)
     fill = "const it = document.getElementById(args[0]); it.value = args[1]; it.dispatchEvent(new Event('change'))"
     browser.run(fill, "new-suffix", "by-page")
     browser.run(fill, "new-n_epochs", "many")
