@@ -239,6 +239,7 @@ def test_the_table_shows_reasons_and_the_columns_that_a_person_chose(
     assert browser.run(heads)[1:] == [
         *("run", "group", "state", "progress", "loss", "valid/loss", "GPU-h", "when")
     ]
+    browser.run("document.querySelector('.columns').open = true")
     browser.press("group")
     browser.until(f"{heads}.join() === 'Chosen,run,state,progress,loss,valid/loss,GPU-h,when'")
     opened(browser, world, "/?text=broke")

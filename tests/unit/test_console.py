@@ -78,7 +78,7 @@ def test_a_run_by_hand_keeps_what_it_says_and_a_job_leaves_that_to_its_wrapper(
     kept.close(1)
     logger.warning("after its end")
     written = [line.split("  ", 1)[1] for line in logs.show(RunFolder(tmp_path), None)]
-    assert written == ["step 10/20  loss 5.1234", r"a warning\x1b[2J", "DataError: line 7"]
+    assert written == ["step 10/20  loss 5.1234", "a warning␛[2J", "DataError: line 7"]
     (last,) = logs.show(RunFolder(tmp_path), None, tail=1)
     assert last.endswith("DataError: line 7")
     assert list(logs.show(RunFolder(tmp_path), None, err=True)) == []
