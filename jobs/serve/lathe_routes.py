@@ -100,6 +100,7 @@ def show_run(request: Request) -> Response:
         "experiment": experiment,
         "job": None if job is None else job["id"],
         "has_memory_plan": is_there(folder.path / MEMORY_PLAN),
+        "has_console": is_there(folder.console),
     }
     return PlainJSON({**row, **more})
 

@@ -319,7 +319,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, world: Service) -> No
     opened(browser, world, f"/run/{exp_id(experiment('hand-3', 3))}")
     browser.until("return !!document.querySelector('.plot svg')")
     reached: list[str] = []
-    for _ in range(12):
+    for _ in range(16):
         browser.keys("\ue004")  # Tab
         reached.append(
             browser.run(
@@ -345,7 +345,7 @@ def test_a_token_is_asked_for_and_stays_in_memory(
             browser.until("return !!document.getElementById('token')")
             browser.run(enter, text)
             browser.until(
-                "return !document.getElementById('token') || document.body.innerText.includes('not known')"
+                "return !document.getElementById('token') || document.body.innerText.includes('does not know')"
             )
         browser.until("return document.getElementById('who').innerText === 'rita (read)'")
         browser.until("return document.querySelectorAll('.runs tbody tr').length > 3")

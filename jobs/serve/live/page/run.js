@@ -137,12 +137,14 @@ export class Run {
     if (!before || !has || before.attempts !== line.attempts) this.drawAttempts();
     if (before && Object.keys(before.scores).length + before.step !== Object.keys(line.scores).length + line.step) this.drawAnswers();
     if (canTalk(line) && !this.talk.firstChild) this.talk.append(new Talk(line).node);
-    this.log.update(line);
+    this.log.update();
   }
 
   async drawAttempts() {
     const full = await get(`/lathe/v1/runs/${this.id}`);
     this.drawMemory(full.has_memory_plan);
+    this.log.isKept = full.has_console || !this.line.by_hand;
+    this.log.update();
     const rows = full.history.map(attempt => {
       const starts = full.starts.filter(start => start.attempt === attempt.number);
       const spans = starts.map(start => `${day(start.began_at)} to ${day(start.ended_at)} on ${start.host}${start.code === null ? "" : `, code ${start.code}`}`);
@@ -233,9 +235,10 @@ class Log {
     this.node = h("section", { class: "card panel", "aria-label": "Log" }, h("h2", {}, "Log"), h("label", { class: "toggle" }, this.isErr, " standard error"), this.text);
   }
 
-  update(line) {
-    this.isByHand = line.by_hand;
-    this.timer ??= setTimeout(() => this.load(), Math.max(0, this.at + LOG_EVERY_MS - Date.now()));
+  // isKept: whether there is a log; undefined until the server has said so.
+  update() {
+    if (this.isKept === false) this.text.textContent = "It was started by hand, and its console was not kept.";
+    else if (this.isKept) this.timer ??= setTimeout(() => this.load(), Math.max(0, this.at + LOG_EVERY_MS - Date.now()));
   }
 
   async load() {
@@ -246,8 +249,6 @@ class Log {
       const isAtEnd = this.text.scrollTop + this.text.clientHeight >= this.text.scrollHeight - 8;
       this.text.textContent = lines.map(line => clean(line.replace(/\u001b\[[0-9;]*m/g, ""))).join("\n") || "Nothing was printed yet.";
       if (isAtEnd) this.text.scrollTop = this.text.scrollHeight;
-    } catch (error) {
-      this.text.textContent = this.isByHand && error.status === 404 ? "It was started by hand, and its console was not kept." : error.message;
-    }
+    } catch (error) { this.text.textContent = error.message; }
   }
 }
