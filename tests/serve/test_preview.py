@@ -82,5 +82,5 @@ def ended(words: list[str]) -> subprocess.CompletedProcess[str]:
     groups = json.loads(Path(words[-1]).read_text())
     assert [one["task"] for one in groups[words[-3]]] == ["causal_lm"]
     return subprocess.CompletedProcess(
-        words, 2, "", f"ConfigError: {Path(words[-1]).parent}/train.jsonl"
+        words, 2, "", f"12:00:00  rows\nConfigError: {Path(words[-1]).parent}/train.jsonl"
     )

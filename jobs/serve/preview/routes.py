@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from itertools import islice
@@ -44,6 +45,7 @@ MOST_ROWS = 2000  # of a file: a preview looks at the first ones
 MOST_EXAMPLES = 2
 LONGEST_TEXT = 2000  # letters of a segment of an example
 PREVIEW_S = 180.0
+ERROR = re.compile(r"^\w*Error: ", re.MULTILINE)
 
 Values = dict[str, Any]
 
@@ -78,11 +80,17 @@ def _look(keeper: Keeper, ticket: Ticket, part: str, sees_places: bool) -> Value
         words += _devices(offer) if part == "plan" else []
         done = look(words, [ticket.experiment], folder, within_s=PREVIEW_S)
     if done.returncode:
-        text = done.stderr[-MAX_OUTPUT:].strip() or f"It ended with code {done.returncode}."
+        text = _reason(done.stderr[-MAX_OUTPUT:]) or f"It ended with code {done.returncode}."
         text = text.replace(f"{folder}/", "")
         raise Refusal(400, text if sees_places else without_places(text), code="invalid_value")
     shown = cast("Values", json.loads(done.stdout))
     return {**counts, **(_rows_of(shown) if part == "rows" else _plan_of(shown, ticket, offer))}
+
+
+def _reason(printed: str) -> str:
+    """The last error that a command printed, without the log lines before it."""
+    errors = list(ERROR.finditer(printed))
+    return printed[errors[-1].start() :].strip() if errors else printed.strip()
 
 
 def _write_rows(keeper: Keeper, ticket: Ticket, offer: Offer, folder: Path) -> Values:
