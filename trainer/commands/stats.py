@@ -39,6 +39,8 @@ def stats(
     from trainer.statistics import picture, table
     from trainer.statistics.report import report
 
+    if as_json:
+        options.log_to_stderr()
     values = which.values()
     cfg = tasks.parse(values)
     task = tasks.load(cfg, which.run_options().places)
