@@ -4,11 +4,13 @@ import { newKey, post, upload } from "./api.js";
 import { bytes, clean, duration, h, panel, table } from "./dom.js";
 
 const BUSY = 429, BUSY_MS = 3000;
+const NEWS_MS = 10_000; // within which the stream tells of a new job
+const pause = ms => new Promise(resolve => setTimeout(resolve, ms));
 const NUMBERS = [["n_epochs", "Epochs"], ["batch_size", "Rows of a step (batch)"], ["learning_rate_multiplier", "Learning-rate factor"]];
 
 export class NewRun {
   constructor(board, me) {
-    Object.assign(this, { models: me.models, training: null, validation: null, turn: 0, key: newKey() });
+    Object.assign(this, { board, models: me.models, training: null, validation: null, turn: 0, key: newKey() });
     const changed = () => this.look();
     this.model = h("select", { id: "model", onchange: () => { this.drawKinds(); changed(); } },
       Object.keys(me.models).map(name => h("option", { value: name }, clean(name))));
@@ -116,7 +118,7 @@ export class NewRun {
         return await post("/lathe/v1/preview", { ...this.body(), part });
       } catch (error) {
         if (error.status !== BUSY || own !== this.turn) throw error;
-        await new Promise(resolve => setTimeout(resolve, BUSY_MS));
+        await pause(BUSY_MS);
       }
     }
   }
@@ -147,7 +149,9 @@ export class NewRun {
     this.say("");
     try {
       const job = await post("/v1/fine_tuning/jobs", this.body(), { "idempotency-key": this.key });
-      location.hash = `#/run/${job.lathe.exp_id}`;
+      const run = job.lathe.exp_id, end = Date.now() + NEWS_MS;
+      while (!this.board.of(run) && Date.now() < end) await pause(100);
+      location.hash = `#/run/${run}`;
     } catch (error) {
       this.say(error.message);
       this.start.disabled = false;
