@@ -63,7 +63,7 @@ export class Talk {
     this.pasts = SIDES.map(() => []);
     this.inputs = Object.fromEntries(this.way.fields.map(([name, label, rows]) => [name, h("textarea", { id: `talk-${name}`, rows, required: true, "data-label": label })]));
     this.button = h("button", { type: "submit", class: "strong" }, "Ask both");
-    this.places = SIDES.map(([, title]) => h("div", { class: "side", "aria-live": "polite" }, h("p", { class: "empty" }, `${title}: not asked yet.`)));
+    this.places = SIDES.map(([, title]) => h("div", { class: "side", tabindex: "0", role: "group", "aria-label": title, "aria-live": "polite" }, h("p", { class: "empty" }, `${title}: not asked yet.`)));
     const fields = Object.values(this.inputs).map(input => h("label", { for: input.id }, h("span", {}, input.dataset.label), input));
     this.node = h("section", { class: "card panel", "aria-label": "Ask it" }, h("h2", {}, "Ask it"),
       h("form", { class: "form", onsubmit: event => { event.preventDefault(); this.ask(); } }, fields, h("p", { class: "buttons" }, this.button)),
