@@ -50,8 +50,7 @@ def show(
     job = record.read(run)
     numbers = [each.number for each in job.attempts] if job is not None else []
     if not numbers and run.console.is_file():
-        lines = [] if err else _written(run.console, tail)
-        return (visible(line, keep_colours=True) for line in lines)
+        return iter(()) if err else _written(run.console, tail)
     if not numbers:
         raise NothingMatched(f"{run.path.name} was never submitted, so it has no log.")
     number = numbers[-1] if attempt is None else attempt
@@ -116,7 +115,7 @@ def _lines(path: Path, watch: _Watch, *, tail: int | None, follow: bool) -> Iter
 
 
 def _written(path: Path, tail: int | None) -> Iterator[str]:
-    """The lines that are in a file now; `tail`: only the last so many."""
+    """The lines that are in a file now, safe to print; `tail`: only the last so many."""
     reader = _Reader(path)
     try:
         if tail is not None:
@@ -124,7 +123,7 @@ def _written(path: Path, tail: int | None) -> Iterator[str]:
         lines = [*reader.read(), *reader.rest()]
     finally:
         reader.close()
-    yield from lines[-tail:] if tail else lines
+    yield from (visible(line, keep_colours=True) for line in (lines[-tail:] if tail else lines))
 
 
 def _text(line: bytes) -> str:
