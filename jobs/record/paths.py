@@ -27,13 +27,14 @@ from pathlib import Path
 
 from trainer.errors import ConfigError
 
-EXP_DICT, RECORD, JOB_DICT, CODE, STATUS, METRICS = (
+EXP_DICT, RECORD, JOB_DICT, CODE, STATUS, METRICS, CONSOLE = (
     "exp_dict.json",
     "job.jsonl",
     "job_dict.json",
     "code",
     "status.json",
     "metrics.jsonl",
+    "console.log",
 )
 
 
@@ -130,6 +131,11 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / METRICS
+
+    @property
+    def console(self) -> Path:
+        """What a run by hand said on its console; a job has logs.txt of its attempts."""
+        return self.path / CONSOLE
 
     @property
     def lock(self) -> Path:

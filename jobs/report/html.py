@@ -65,6 +65,8 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
         "</header><main>",
         f"<h2>Results</h2>{_table(rows, scores, results)}",
         f"<h2>Experiments</h2>{omission_note}",
+        '<p class="small"><label><input type="checkbox" id="logarithmic"> logarithmic axes</label>',
+        "</p>",
         '<div class="cards">',
         *(
             _card(row, scores.get(row.exp_id), results, now.isoformat())
@@ -95,10 +97,13 @@ def _states(rows: Sequence[Row]) -> str:
 
 def _table(rows: Sequence[Row], scores: dict[str, ExperimentScores], results: Results) -> str:
     has_groups = len({row.group for row in rows}) > 1
-    texts = ["id", *(["group"] if has_groups else []), "state", *short_names(results.parameters)]
+    # scores stand before settings: experiments of several tasks differ in very many settings
+    texts = ["id", *(["group"] if has_groups else []), "state"]
     numbers = [*results.metrics, "steps", "hours", "GPU-hours"]
     heads = [f"<th><button>{_text(name)}</button></th>" for name in texts]
     heads += [f'<th class="num"><button>{_text(name)}</button></th>' for name in numbers]
+    names = short_names(results.parameters)
+    heads += [f"<th><button>{_text(name)}</button></th>" for name in names]
     bests = {name: best_value(results, name) for name in results.metrics}
     lines: list[str] = []
     for place, row in enumerate(rows):
@@ -115,12 +120,14 @@ def _table(rows: Sequence[Row], scores: dict[str, ExperimentScores], results: Re
             else []
         )
         cells.append(f'<td class="pill s-{row.state}">{_state(row)}</td>')
-        cells += _result_cells(scores.get(row.exp_id), results, bests)
+        cells += _score_cells(scores.get(row.exp_id), results, bests)
         cells += [
             _number(row.step, ""),
             _number(sum(start.hours for start in row.starts) if row.starts else None, ".2f"),
             _number(row.gpu_hours or None, ".1f"),
         ]
+        parameters = [_parameter(scores.get(row.exp_id), key) for key in results.parameters]
+        cells += [f'<td class="text" title="{text}">{text}</td>' for text in parameters]
         lines.append(f"<tr>{''.join(cells)}</tr>")
     head = f"<thead><tr>{''.join(heads)}</tr></thead>"
     return f'<div class="scroll"><table>{head}<tbody>{"".join(lines)}</tbody></table></div>'
@@ -130,12 +137,9 @@ def _state(row: Row) -> str:
     return f"{row.state}?" if row.unseen_since else row.state
 
 
-def _result_cells(
+def _score_cells(
     result: ExperimentScores | None, results: Results, bests: dict[str, float | None]
 ) -> Iterator[str]:
-    for key in results.parameters:
-        text = _parameter(result, key)
-        yield f'<td class="text" title="{text}">{text}</td>'
     for name in results.metrics:
         score = result.scores.get(name) if result is not None else None
         if score is None:

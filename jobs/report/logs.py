@@ -41,7 +41,7 @@ def show(
     follow: bool = False,
 ) -> Iterator[str]:
     """The lines that an attempt printed, without line ends and safe to print. When there is no log
-    file, the lines of the scheduler's own log.
+    file, the lines of the scheduler's own log. Of a run by hand: what it said until now.
 
     attempt: its number; None for the last one. err: read stderr instead of stdout. tail: only the
     last so many lines. follow: continue until the attempt has ended and everything is read.
@@ -49,6 +49,8 @@ def show(
     """
     job = record.read(run)
     numbers = [each.number for each in job.attempts] if job is not None else []
+    if not numbers and run.console.is_file():
+        return iter(()) if err else _written(run.console, tail)
     if not numbers:
         raise NothingMatched(f"{run.path.name} was never submitted, so it has no log.")
     number = numbers[-1] if attempt is None else attempt
@@ -110,6 +112,18 @@ def _lines(path: Path, watch: _Watch, *, tail: int | None, follow: bool) -> Iter
         yield from reader.rest()
     finally:
         reader.close()
+
+
+def _written(path: Path, tail: int | None) -> Iterator[str]:
+    """The lines that are in a file now, safe to print; `tail`: only the last so many."""
+    reader = _Reader(path)
+    try:
+        if tail is not None:
+            reader.skip_to_last(tail)
+        lines = [*reader.read(), *reader.rest()]
+    finally:
+        reader.close()
+    yield from (visible(line, keep_colours=True) for line in (lines[-tail:] if tail else lines))
 
 
 def _text(line: bytes) -> str:

@@ -34,7 +34,7 @@ from jobs.errors import is_transient, reason_for_client, without_base, without_p
 from jobs.options import BackendName, Base, PythonBinary, report_errors
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
-from jobs.serve.access import Client, Gate, gate
+from jobs.serve.access import Client, Gate, gate, read_tokens
 from jobs.serve.answers import routes as answer_routes
 from jobs.serve.answers.workers import Workers
 from jobs.serve.keeper import Keeper, Send
@@ -43,6 +43,7 @@ from jobs.serve.limits.disclosure import Veil
 from jobs.serve.limits.handshakes import Handshake
 from jobs.serve.limits.shares import THREADS, Shares, holder_of
 from jobs.serve.live import routes as live_routes
+from jobs.serve.preview import routes as preview_routes
 from jobs.serve.requests import Refusal, is_operator
 from jobs.serve.tickets import ServiceFolder
 from jobs.submit.prepare import PROJECT
@@ -148,15 +149,18 @@ class Server(uvicorn.Server):
     first, because uvicorn waits for every answer to end.
     """
 
-    def __init__(self, options: uvicorn.Config, keeper: Keeper) -> None:
+    def __init__(self, options: uvicorn.Config, keeper: Keeper, greeting: str = "") -> None:
+        """greeting: printed once the server listens."""
         super().__init__(options)
-        self._keeper = keeper
+        self._keeper, self._greeting = keeper, greeting
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         context, self.config.ssl = self.config.ssl, None
         if context is not None:
             self.config.http_protocol_class = functools.partial(Handshake, context)  # type: ignore[assignment]
         await super().startup(sockets)
+        if self._greeting and self.started:
+            typer.echo(self._greeting)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._keeper.stop()
@@ -293,7 +297,8 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
         Exception: on_fault,
     }
     routes = [Route(PROBE, health), *openai_routes.ROUTES, *lathe_routes.ROUTES]
-    routes += [*answer_routes.ROUTES, *live_routes.PAGE_ROUTES, *live_routes.ROUTES]
+    routes += [*answer_routes.ROUTES, *preview_routes.ROUTES]
+    routes += [*live_routes.PAGE_ROUTES, *live_routes.ROUTES]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
     app.router.redirect_slashes = False
     shares = Shares(keeper.config)
@@ -387,9 +392,26 @@ def serve(
         ssl_keyfile=None if tls_key is None else str(tls_key),
     )
     raise_file_limit()
-    server = Server(options, keeper)
+    server = Server(options, keeper, _greeting(options, savedir_base, token_file))
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
+
+
+def _greeting(options: uvicorn.Config, base: Path, token_file: Path | None) -> str:
+    """The address, who is admitted, and the folder, as `serve` prints them."""
+    name = f"[{options.host}]" if ":" in options.host else options.host
+    scheme = "https" if options.ssl_certfile is not None else "http"
+    who = "no token is needed: whoever reaches this address may do everything"
+    if token_file is not None:
+        how = f"`lathe-jobs token --token_file {token_file} --name NAME` makes one more"
+        who = f"{len(read_tokens(token_file))} token(s) of {token_file} are admitted; {how}"
+    lines = [
+        f"open {scheme}://{name}:{options.port}/",
+        f"OpenAI's clients: base_url {scheme}://{name}:{options.port}/v1",
+        who,
+        f"runs of {base.absolute()}; Ctrl-C stops the server, and no training",
+    ]
+    return "\n".join(lines)
 
 
 program = typer.Typer(

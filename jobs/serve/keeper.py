@@ -276,15 +276,12 @@ class Keeper:
         with refusals(folder.data):
             folder.data.mkdir(exist_ok=True)
         train = self.folder.uploads / ticket.training_file / "content"
-        write = partial(uploaded_rows.write_split, kind=ticket.kind)
+        valid, limit = None, 0
         if ticket.validation_file is not None:
             valid = self.folder.uploads / ticket.validation_file / "content"
-            write(train, folder.data / "train.jsonl", keep=lambda place: True)
-            write(valid, folder.data / "valid.jsonl", keep=lambda place: True)
-            return
-        limit = held_out_per_mille(self._offer(ticket), places)
-        write(train, folder.data / "train.jsonl", keep=lambda place: place >= limit)
-        write(train, folder.data / "valid.jsonl", keep=lambda place: place < limit)
+        else:
+            limit = held_out_per_mille(self._offer(ticket), places)
+        uploaded_rows.write_splits(train, valid, folder.data, ticket.kind, limit)
 
     def _submit(self, facts: Facts, folder: TicketFolder) -> bool:
         ticket = facts.ticket

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +25,7 @@ from jobs.record.paths import RunFolder, is_exp_id, is_there
 from jobs.report import logs, scores
 from jobs.serve.job_view import metric_lines
 from jobs.serve.limits.disclosure import for_tenant, log_of_tenant, row_of_tenant
+from jobs.serve.preview.command import GROUP, MAX_OUTPUT, look
 from jobs.serve.requests import (
     Body,
     PlainJSON,
@@ -55,15 +54,8 @@ MAX_LINES = 5000  # of metrics in one answer
 MAX_TAIL = 2000  # lines of a log
 CODE_KEYS = ("trust_remote_code", "auto_map", "custom_pipelines")
 MEMORY_PLAN = "memory_plan.json"
-GROUP_OF_REQUESTS = "service_experiments"
-GROUPS_FILE = """import json
-from pathlib import Path
-
-EXP_GROUPS = json.loads(Path(__file__).with_suffix(".json").read_text())
-"""
 DRY_RUN_S = 600.0
-MAX_OUTPUT = 100_000  # letters of a dry run
-ONE_DRY_RUN, ONE_DOCTOR = threading.Lock(), threading.Lock()
+ONE_DOCTOR = threading.Lock()
 
 
 class AskExperiment(Body):
@@ -109,6 +101,7 @@ def show_run(request: Request) -> Response:
         "experiment": experiment,
         "job": None if job is None else job["id"],
         "has_memory_plan": is_there(folder.path / MEMORY_PLAN),
+        "has_console": is_there(folder.console),
     }
     return PlainJSON({**row, **more})
 
@@ -226,7 +219,7 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
         flags["data_path"] = body.data_path
     if body.action == "dry_run":
         return _dry_run(keeper, experiments, flags)
-    group = body.group or GROUP_OF_REQUESTS
+    group = body.group or GROUP
     job = prepare.job_config(group, None, keeper.send.python_binary)
     is_plan = body.action == "plan"
     if not is_plan:
@@ -241,28 +234,11 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
 
 def _dry_run(keeper: Keeper, experiments: list[dict[str, Any]], flags: dict[str, str]) -> Response:
     """The output and exit code of `trainval.py --dry_run`, in a process that may import torch."""
-    if not ONE_DRY_RUN.acquire(blocking=False):
-        raise Refusal(429, "Another dry run is in progress. Ask again.", retry_after_s=10)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "groups.py"
-            file.write_text(GROUPS_FILE)
-            file.with_suffix(".json").write_text(json.dumps({GROUP_OF_REQUESTS: experiments}))
-            words = ["-e", GROUP_OF_REQUESTS, "--exp_configs", str(file), "--dry_run"]
-            words += ["-sb", str(keeper.folder.base.path)]
-            words += [f"--{name}={value}" for name, value in flags.items()]
-            process = subprocess.run(
-                [sys.executable, str(prepare.PROJECT / "trainval.py"), *words],
-                cwd=prepare.PROJECT,
-                capture_output=True,
-                text=True,
-                timeout=DRY_RUN_S,
-            )
-    except subprocess.TimeoutExpired:
-        text = f"The dry run took more than {DRY_RUN_S:.0f} s. Run trainval.py --dry_run by hand."
-        raise Refusal(504, text) from None
-    finally:
-        ONE_DRY_RUN.release()
+    words = [str(prepare.PROJECT / "trainval.py"), "--dry_run"]
+    words += ["-sb", str(keeper.folder.base.path)]
+    words += [f"--{name}={value}" for name, value in flags.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        process = look(words, experiments, Path(folder), within_s=DRY_RUN_S)
     outcome = {"code": process.returncode, "text": process.stdout[-MAX_OUTPUT:]}
     return PlainJSON(
         {**outcome, "error": process.stderr[-MAX_OUTPUT:] if process.returncode else None}

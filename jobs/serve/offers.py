@@ -21,6 +21,7 @@ from trainer import tasks
 from trainer.config import userfile
 from trainer.config.block import Fraction, Positive, Strict, validate
 from trainer.data.formats.held_out import PLACES
+from trainer.devices import device_of
 from trainer.errors import ConfigError, DataError
 
 Values = dict[str, Any]
@@ -42,6 +43,9 @@ class Offer(Strict):
         0.1  # of the rows, for validation when the request names no validation file
     )
     max_steps: Positive = 1_000_000
+    # one device of those it runs on, for the plan before a start: h200, 24GiB, or the file of
+    # `lathe calibrate-device`
+    device: str | None = None
 
 
 class ServiceConfig(Strict):
@@ -105,6 +109,8 @@ def read(file: Path | None) -> ServiceConfig:
         try:
             offer = config.models[name] = _with_share(offer)
             validate(JobConfig, offer.job, source=f"{source}: job of {name!r}")
+            if offer.device is not None and not offer.device.endswith(".json"):
+                device_of(offer.device)
             for kind in kinds_of(offer):
                 trial = TuningRequest(num_rows=100, kind=kind, seed=0, label="trial")
                 tasks.parse(fill(offer, trial).experiment, source=f"{source}: model {name!r}")
@@ -152,7 +158,7 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
     """The experiment of a request. ConfigError for numbers that do not fit the offer."""
     values = copy.deepcopy(offer.experiment)
     train: Values = dict(values["train"])
-    world = _world(offer)
+    world = world_of(offer)
     epochs = offer.epochs if request.epochs in (None, "auto") else request.epochs
     batch = request.batch
     if batch in (None, "auto"):  # the offer's batch, or a smaller one when there are fewer rows
@@ -206,6 +212,7 @@ def held_out_per_mille(offer: Offer, places: Mapping[int, int]) -> int:
     return min(max(round(offer.held_out * PLACES), min(places) + 1), max(places))
 
 
-def _world(offer: Offer) -> int:
+def world_of(offer: Offer) -> int:
+    """The number of devices on which jobs of an offer run."""
     job = JobConfig.model_validate(offer.job)
     return max(job.gpus, 1) * job.nodes

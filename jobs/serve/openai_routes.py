@@ -212,7 +212,7 @@ def _create(keeper: Keeper, client: Client, body: CreateJob, key: str | None) ->
     assert folder is not None, "the id is ours"
     before = folder.read()
     if before is None:
-        ticket = _ticket(keeper, client, body, job_id)
+        ticket = new_ticket(keeper, client, body, job_id)
         uploads.refuse_on_full_disk(keeper, 0)
         with room_for_job(keeper, client):
             if not keeper.folder.create(ticket):
@@ -248,7 +248,8 @@ def _job_now(keeper: Keeper, job_id: str) -> dict[str, Any] | None:
     return keeper.reader.job_body(facts)
 
 
-def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Ticket:
+def new_ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Ticket:
+    """The ticket of a request. It is not written. Refusal for what cannot become a job."""
     offer = keeper.config.models.get(body.model)
     if offer is None:
         names = ", ".join(sorted(keeper.config.models))

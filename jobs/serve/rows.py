@@ -135,6 +135,19 @@ def write_split(source: Path, target: Path, kind: str, *, keep: Callable[[int], 
     return written
 
 
+def write_splits(train: Path, valid: Path | None, folder: Path, kind: str, limit: int) -> None:
+    """Write train.jsonl and valid.jsonl of a job into a folder. DataError, StorageError.
+
+    valid: the file of the validation rows; None: the rows of `train` that are held out.
+    limit: the rows of `train` with a place below it are held out; 0 with a validation file.
+    """
+    write_split(train, folder / "train.jsonl", kind, keep=lambda place: place >= limit)
+    if valid is not None:
+        write_split(valid, folder / "valid.jsonl", kind, keep=lambda place: True)
+    else:
+        write_split(train, folder / "valid.jsonl", kind, keep=lambda place: place < limit)
+
+
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, content) of every line that is not blank. A too long line is cut."""
     with open_file(path) as file:

@@ -31,7 +31,7 @@ FLAGS = (
     "--window-size=1280,900",
 )
 
-WIDE = {"width": 1280, "deviceScaleFactor": 1, "mobile": False}
+WIDE, NARROW = 1280, 390  # pixels
 
 
 def missing() -> str | None:
@@ -105,6 +105,16 @@ class Browser:
         actions = [{"type": kind, "value": name} for name in names for kind in ("keyDown", "keyUp")]
         self.ask("/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
+    def choose_file(self, selector: str, name: str, content: str) -> None:
+        """Choose a file with this content, as a person does in the dialog of the browser."""
+        script = """
+            const files = new DataTransfer();
+            files.items.add(new File([args[2]], args[1]));
+            const input = document.querySelector(args[0]);
+            input.files = files.files;
+            input.dispatchEvent(new Event('change'))"""
+        self.run(script, selector, name, content)
+
     def prefer(self, scheme: str) -> None:
         """Have pages believe that their reader prefers light or dark."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -119,11 +129,16 @@ class Browser:
         found = self.ask("/se/log", {"type": "browser"})
         return [one["message"] for one in found if one["level"] == "SEVERE"]
 
-    def shoot(self, path: Path) -> None:
+    def resize(self, width: int, height: int = 900) -> None:
+        """Show the page in so many pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.cdp("Emulation.setDeviceMetricsOverride", size)
+
+    def shoot(self, path: Path, width: int = WIDE) -> None:
         """A picture of the whole page."""
-        self.cdp("Emulation.setDeviceMetricsOverride", {**WIDE, "height": 900})
+        self.resize(width)
         height = self.run("return document.documentElement.scrollHeight")
-        self.cdp("Emulation.setDeviceMetricsOverride", {**WIDE, "height": min(height, 4000)})
+        self.resize(width, min(height, 4000))
         self.run(
             "await new Promise(done => setTimeout(done, 300))"
         )  # what came into sight is drawn

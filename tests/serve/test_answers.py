@@ -132,6 +132,16 @@ def test_the_least_recently_asked_model_makes_room_and_a_busy_one_does_not(stand
     asyncio.run(story())
 
 
+def test_the_base_of_a_run_has_a_process_of_its_own(standin: Path) -> None:
+    async def story() -> None:
+        loaded = Workers(standin, most=2)
+        trained, base = await loaded.of(Path("1")), await loaded.of(Path("1"), "base")
+        assert (trained.weights, base.weights) == ("final", "base")
+        assert await loaded.of(Path("1")) is trained
+
+    asyncio.run(story())
+
+
 def test_two_who_ask_for_a_model_while_another_makes_room_get_the_same_worker(
     standin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

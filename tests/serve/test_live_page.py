@@ -5,87 +5,34 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.serve.browser import Browser
-from tests.serve.conftest import (
-    CHAT,
-    Service,
-    Stub,
-    jsonl,
-    own_queue,
-    serving,
-    until_status,
+from jobs.serve.answers import workers
+from jobs.serve.preview import routes as preview
+from tests.serve.browser import NARROW, Browser
+from tests.serve.conftest import CHAT, Service, serving
+from tests.serve.page_world import (
+    ANSWERS,
+    HOSTILE,
+    by_hand,
+    experiment,
+    live_world,
+    log,
+    opened,
+    preview_of_commands,
 )
 from trainer.config.identity import exp_id
-from trainer.runtime.process import facts
 
 pytestmark = [pytest.mark.xdist_group("browser")]
-HOSTILE = "</script><img src=x onerror=\"window.taken=1\"><svg onload='window.taken=1'>\u202e${1}"
-
-
-def experiment(label: str, seed: int) -> dict[str, Any]:
-    return {"task": "causal_lm", "label": label, "train": {"steps": 100, "seed": seed}}
-
-
-def by_hand(base: Path, label: str, seed: int, state: str = "succeeded", name: str = "") -> Path:
-    """The folder of a run as trainval.py leaves it, of this process."""
-    values = experiment(label, seed)
-    folder = base / exp_id(values)
-    folder.mkdir(parents=True)
-    (folder / "exp_dict.json").write_text(json.dumps(values))
-    status = {"state": state, "step": 2, "total": 100, "host": "here", "process": facts()}
-    status |= {"updated_at": "2026-11-23T07:00:00+00:00", "name": name or label}
-    (folder / "status.json").write_text(json.dumps(status))
-    for step in (1, 2):
-        log(
-            folder, step, loss=float(seed), **{"valid/loss": seed + step / 10, "tokens_per_s": 99.5}
-        )
-    return folder
-
-
-def log(folder: Path, step: int, **values: float) -> None:
-    """One more line of a run's metrics."""
-    line = {"step": step, **values, "at": f"2026-11-23T07:00:{step % 60:02d}+00:00"}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 @pytest.fixture(scope="module")
 def world(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A job that has succeeded, one that stands in its training, and runs started by hand."""
-    folder = tmp_path_factory.mktemp("live")
-    stub, base = Stub(folder / "stub"), folder / "base"
-    for seed in (3, 4):
-        by_hand(base, f"hand-{seed}", seed)
-    hostile = by_hand(base, HOSTILE, 9, name=HOSTILE)
-    log(hostile, 3, **{f"valid/{HOSTILE}": 1.0})
-    (hostile / "answers").mkdir()
-    (hostile / "answers" / "step-3.jsonl").write_text(json.dumps({HOSTILE: HOSTILE}) + "\n")
-    with own_queue(folder / "queue"), serving(base, python=stub.python) as running:
-        client = running.client()
-        file = client.files.create(file=("a.jsonl", jsonl(CHAT)), purpose="fine-tune")
-        make = client.fine_tuning.jobs.create
-        first = make(model="tiny-chat", training_file=file.id, suffix="done")
-        until_status(client, first.id, "succeeded")
-        stub.says("slow")
-        second = make(model="tiny-chat", training_file=file.id, suffix="slow")
-        until_status(client, second.id, "running")
+    with live_world(tmp_path_factory.mktemp("live")) as running:
         yield running
-        client.fine_tuning.jobs.cancel(second.id)
-
-
-def opened(browser: Browser, world: Service, place: str = "/") -> None:
-    """Load a part of the page anew."""
-    browser.open("about:blank")
-    browser.open(f"{world.url}/live#{place}")
-    browser.until("return document.querySelector('#link').innerText === 'live'")
 
 
 def names(browser: Browser) -> list[str]:
@@ -175,9 +122,10 @@ def test_runs_are_laid_over_each_other_and_told_apart(browser: Browser, world: S
     for name in ids:
         browser.until("return !!document.querySelector(`[aria-label$='${args[0]}']`)", name[:8])
         browser.run("document.querySelector(`[aria-label$='${args[0]}']`).click()", name[:8])
-    browser.press("Lay 2 runs over each other")
+    browser.press("Compare 2 runs")
     browser.until("return document.querySelectorAll('td.mono').length > 0")
     assert browser.texts("td.mono") == ["label", "train.seed"]
+    assert browser.texts("h3.group")[0] == "Loss"
     lines = "return document.querySelector('.chartbox').querySelectorAll('polyline').length"
     browser.until(lines.replace(".querySelectorAll", "?.querySelectorAll") + " === 2")
     assert browser.texts(".chartbox .readout")[0].split() == ["hand-3", "3", "hand-4", "4"]
@@ -216,6 +164,106 @@ def test_everything_of_a_run_is_shown(browser: Browser, world: Service) -> None:
     browser.until("return document.body.innerText.includes('/lathe/v1/runs/{exp_id}/metrics')")
 
 
+def test_a_run_is_started_from_the_page_and_followed(
+    browser: Browser, world: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preview, "look", preview_of_commands)
+    opened(browser, world, "/new")
+    browser.until("return !!document.querySelector('#rows-file')")
+    assert "messages (chat)" in browser.run("return document.querySelector('.new').innerText")
+    text = "return document.querySelector('.new').innerText"
+    browser.choose_file("#rows-file", "bad.jsonl", '{"messages": 3}\n')
+    browser.until(f"{text}.includes('1 mistake')")
+    can_start = "return !document.querySelector('.new .strong').disabled"
+    assert not browser.run(can_start)
+    rows = "".join(json.dumps(row) + "\n" for row in CHAT)
+    browser.choose_file("#rows-file", "good.jsonl", rows)
+    browser.until(f"{text}.includes('about 1 h 00 on 8 x h200')")
+    assert browser.texts("mark") == [HOSTILE.replace("\u202e", "\\u202e"), "It is 1."]
+    assert "10 rows of the kind chat" in browser.run(text)
+    assert "peak memory of a device 1.50 GiB" in browser.run(text)
+    fill = "const it = document.getElementById(args[0]); it.value = args[1]; it.dispatchEvent(new Event('change'))"
+    browser.run(fill, "new-suffix", "by-page")
+    browser.run(fill, "new-n_epochs", "many")
+    browser.until(f"{text}.includes('Epochs: got many')")
+    browser.run(fill, "new-n_epochs", "3")
+    browser.until(can_start)
+    browser.press("Start")
+    browser.until("return location.hash.startsWith('#/run/')")
+    browser.until("return document.querySelector('h1').innerText.includes('by-page')")
+    (made,) = [
+        job for job in world.client().fine_tuning.jobs.list() if job.lathe["suffix"] == "by-page"
+    ]
+    assert made.hyperparameters.n_epochs == 3
+    # the stand-in for the training stands at its third step
+    browser.until("return document.querySelectorAll('.chartbox polyline').length > 0")
+    world.client().fine_tuning.jobs.cancel(made.id)
+
+
+def test_a_finished_run_is_asked_beside_its_base(
+    browser: Browser, world: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = tmp_path / "trainer" / "commands"
+    commands.mkdir(parents=True)
+    (commands / "answer.py").write_text(ANSWERS)
+    for package in (commands, commands.parent):
+        (package / "__init__.py").touch()
+    monkeypatch.setattr(workers, "PROJECT", tmp_path)
+    jobs = list(world.client().fine_tuning.jobs.list())
+    (done,) = [job for job in jobs if job.lathe["suffix"] == "done"]
+    opened(browser, world, f"/run/{done.lathe['exp_id']}")
+    browser.until("return !!document.getElementById('talk-message')")
+    ask = "document.getElementById('talk-message').value = args[0]; document.querySelector('section[aria-label=\"Ask it\"] .strong').click()"
+    answers = "return [...document.querySelectorAll('.answer')].map(one => one.innerText)"
+    browser.run(ask, HOSTILE)
+    shown = HOSTILE.replace("\u202e", "\\u202e")
+    browser.until(f"{answers}.length === 2")
+    assert browser.run(answers) == [f"{name} answers 1: {shown}" for name in ("final", "base")]
+    browser.run(ask, "and then?")
+    browser.until(f"{answers}.length === 4")
+    assert browser.run(answers)[3] == "base answers 3: and then?"
+    opened(browser, world, f"/run/{exp_id(experiment('hand-3', 3))}")
+    browser.until("return !!document.getElementById('talk-message')")
+    assert browser.run("return window.taken") is None
+
+
+def test_the_table_shows_reasons_and_the_columns_that_a_person_chose(
+    browser: Browser, world: Service
+) -> None:
+    folder = by_hand(world.base, "broke", 31, state="failed")
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps({**status, "error": "DataError: line 7"}))
+    opened(browser, world, "/?text=broke")
+    browser.until("return document.querySelector('.reason')?.innerText === 'DataError: line 7'")
+    heads = "return [...document.querySelectorAll('.runs th')].map(one => one.innerText)"
+    assert browser.run(heads)[1:] == [
+        *("run", "group", "state", "progress", "loss", "valid/loss", "GPU-h", "when")
+    ]
+    browser.run("document.querySelector('.columns').open = true")
+    browser.press("group")
+    browser.until(f"{heads}.join() === 'Chosen,run,state,progress,loss,valid/loss,GPU-h,when'")
+    opened(browser, world, "/?text=broke")
+    browser.until(f"{heads}.join() === 'Chosen,run,state,progress,loss,valid/loss,GPU-h,when'")
+    browser.run("localStorage.clear()")
+    try:
+        browser.resize(NARROW)
+        seen = "return [...document.querySelectorAll('.runs td')].filter(one => one.checkVisibility()).map(one => one.className)"
+        assert browser.run(seen) == ["box", "text name", "pill state s-failed", "steps", "num loss"]
+        assert browser.run("return document.documentElement.scrollWidth") <= NARROW
+    finally:
+        browser.cdp("Emulation.clearDeviceMetricsOverride", {})
+        shutil.rmtree(folder)
+
+
+def test_an_empty_folder_says_how_to_begin(browser: Browser, tmp_path: Path) -> None:
+    with serving(tmp_path / "runs", has_keeper=False) as empty:
+        opened(browser, empty)
+        browser.until("return !!document.querySelector('.commands')?.checkVisibility()")
+        text = browser.run("return document.querySelector('.commands').innerText")
+        assert text.splitlines()[1] == "lathe train causal_lm.py --data_path data -sb runs"
+        assert not browser.run("return document.querySelector('.runs').checkVisibility()")
+
+
 def test_what_a_run_says_is_never_a_script(browser: Browser, world: Service) -> None:
     name = exp_id(experiment(HOSTILE, 9))
     browser.complaints()  # of the tests before
@@ -247,13 +295,13 @@ def test_buttons_ask_first_and_then_do_it(browser: Browser, world: Service) -> N
     dialog = "const all = [...document.querySelectorAll('dialog[open] button')]; "
     for name, is_paused in (("Pause", True), ("Resume", False)):
         browser.press(name)
-        browser.until("return document.activeElement.innerText === 'Leave it'")
+        browser.until("return document.activeElement.innerText === 'Go back'")
         browser.run(f"{dialog}all.find(one => one.innerText === args[0]).click()", name)
         browser.until(
             "return document.querySelector('.message').innerText === args[0]", f"{name}: done."
         )
         assert client.fine_tuning.jobs.retrieve(slow.id).lathe["is_paused"] is is_paused
-    browser.press("Clone with changes")
+    browser.press("Copy with changes")
     browser.until("return !!document.getElementById('clone-seed')")
     browser.run(
         "document.getElementById('clone-seed').value = '77'; document.getElementById('clone-suffix').value = 'again'"
@@ -271,14 +319,14 @@ def test_the_keyboard_reaches_everything(browser: Browser, world: Service) -> No
     opened(browser, world, f"/run/{exp_id(experiment('hand-3', 3))}")
     browser.until("return !!document.querySelector('.plot svg')")
     reached: list[str] = []
-    for _ in range(12):
+    for _ in range(16):
         browser.keys("\ue004")  # Tab
         reached.append(
             browser.run(
                 "return document.activeElement.className || document.activeElement.innerText"
             )
         )
-    assert reached[:5] == ["skip", "home", "Runs", "Queue", "API"]
+    assert reached[:5] == ["skip", "home", "Runs", "New run", "Queue"]
     assert "plot" in reached
     browser.run("document.querySelector('.plot').focus()")
     browser.keys("\ue012", "\ue012")  # left, twice
@@ -297,109 +345,13 @@ def test_a_token_is_asked_for_and_stays_in_memory(
             browser.until("return !!document.getElementById('token')")
             browser.run(enter, text)
             browser.until(
-                "return !document.getElementById('token') || document.body.innerText.includes('not known')"
+                "return !document.getElementById('token') || document.body.innerText.includes('does not know')"
             )
         browser.until("return document.getElementById('who').innerText === 'rita (read)'")
         browser.until("return document.querySelectorAll('.runs tbody tr').length > 3")
         browser.run("location.hash = '#/run/' + args[0]", exp_id(experiment("hand-3", 3)))
         browser.until("return !!document.querySelector('.plot')")
-        assert browser.texts(".buttons button") == []
+        assert browser.texts(".buttons button") == ["Ask both"], "who reads changes nothing"
+        assert not browser.run("return document.querySelector('#new').checkVisibility()")
         kept = "return [document.cookie, localStorage.length, sessionStorage.length]"
         assert browser.run(kept) == ["", 0, 0]
-
-
-def axe(folder: Path) -> str:
-    """The source of axe-core, from npm; skips where npm, or its registry, is not reached."""
-    if shutil.which("npm") is None:
-        pytest.skip("npm is not here: axe-core cannot be fetched")
-    done = subprocess.run(
-        ["npm", "pack", "axe-core@4", "--silent"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    if done.returncode:
-        pytest.skip(f"npm cannot be reached: {done.stderr[-200:]}")
-    with tarfile.open(folder / done.stdout.split()[-1]) as archive:
-        member = archive.extractfile("package/axe.min.js")
-        assert member is not None
-        return member.read().decode()
-
-
-def violations(browser: Browser) -> list[str]:
-    """What axe-core finds wrong with the page as it is, with the first place of each."""
-    script = "const found = await axe.run(); return found.violations.map(one => `${one.id}: ${one.help} ${one.nodes[0].html} ${one.nodes[0].failureSummary}`)"
-    return browser.run(script)
-
-
-@pytest.mark.long
-def test_axe_finds_nothing_wrong_in_light_or_dark(
-    browser: Browser, world: Service, tmp_path: Path
-) -> None:
-    source = axe(tmp_path)
-    client = world.client()
-    run = next(
-        job for job in client.fine_tuning.jobs.list() if job.lathe["suffix"] == "slow"
-    ).lathe["exp_id"]
-    hand = exp_id(experiment("hand-3", 3))
-    ready = {
-        "/": "return document.querySelectorAll('.runs tbody tr').length > 4",
-        f"/run/{run}": "return document.querySelectorAll('.plot svg, #other').length > 1",
-        f"/compare/{run},{hand}": "return document.querySelectorAll('td.mono').length > 0",
-        "/queue": "return document.body.innerText.includes('good')",
-        "/api": "return document.body.innerText.includes('/lathe/v1/status')",
-    }
-    try:
-        for scheme in ("light", "dark"):
-            browser.prefer(scheme)
-            for place, is_ready in ready.items():
-                opened(browser, world, place)
-                browser.until(is_ready)
-                browser.run(f"{source}; window.axe = axe")
-                assert violations(browser) == [], (scheme, place)
-        browser.press("Runs")
-        opened(browser, world, f"/run/{run}")
-        browser.press("Clone with changes")
-        browser.until("return !!document.getElementById('clone-seed')")
-        browser.run(f"{source}; window.axe = axe")
-        assert violations(browser) == []
-    finally:
-        browser.prefer("light")
-
-
-@pytest.mark.long
-def test_a_real_training_is_watched_in_light_and_dark(browser: Browser, tmp_path: Path) -> None:
-    """LATHE_SHOTS names a folder for the pictures."""
-    browser.complaints()  # of the tests before
-    shots = Path(os.environ.get("LATHE_SHOTS", tmp_path))
-    with own_queue(tmp_path / "queue"), serving(tmp_path / "base") as real:
-        client = real.client()
-        file = client.files.create(file=("a.jsonl", jsonl(CHAT * 4)), purpose="fine-tune")
-        options: Any = {"hyperparameters": {"n_epochs": 60}, "suffix": "watched"}
-        job = client.fine_tuning.jobs.create(model="tiny-chat", training_file=file.id, **options)
-        run = client.fine_tuning.jobs.retrieve(job.id).lathe["exp_id"]
-        opened(browser, real)
-        browser.until("return document.body.innerText.includes('running')", within_s=120)
-        browser.run("location.hash = '#/run/' + args[0]", run)
-        count = "return document.querySelector('.chartbox polyline')?.points.length"
-        seen: list[int] = []
-        for scheme in ("light", "dark"):
-            browser.prefer(scheme)
-            before = seen[-1] if seen else 0
-            seen.append(
-                browser.until(f"const it = {count[7:]}; return it > {before} && it", within_s=120)
-            )
-            browser.shoot(shots / f"training_{scheme}.png")
-        until_status(client, job.id, "succeeded", within_s=300)
-        browser.until("return document.querySelector('h1').innerText.includes('succeeded')")
-        browser.until(
-            "return document.querySelector('section[aria-label=Log] pre').innerText.includes('finished')"
-        )
-        assert 0 < seen[0] < seen[1] <= browser.run(count)
-        browser.shoot(shots / "ended.png")
-        browser.prefer("light")
-        browser.press("Runs")
-        browser.until("return document.querySelectorAll('.runs tbody tr').length === 1")
-        browser.shoot(shots / "overview.png")
-        assert not browser.complaints()

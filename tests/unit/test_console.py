@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 from rich.console import Console
 
+from jobs.record.paths import RunFolder
+from jobs.report import logs
+from trainer.errors import DataError
 from trainer.telemetry import console as console_module
 from trainer.telemetry.console import Bar, Lines, WorkProgress
+from trainer.telemetry.console_file import kept_console
 
 
 def console(*, is_terminal: bool) -> Console:
@@ -59,3 +65,22 @@ def test_a_notebook_is_no_terminal_although_its_kernel_wants_colours(
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
     assert not make().is_terminal
     assert not make().is_jupyter
+
+
+def test_a_run_by_hand_keeps_what_it_says_and_a_job_leaves_that_to_its_wrapper(
+    tmp_path: Path,
+) -> None:
+    (kept,) = kept_console(tmp_path, 20)
+    logger = logging.getLogger("trainer.test_console")
+    kept.log(10, {"loss": 5.1234})
+    logger.warning("a %s\x1b[2J", "warning")
+    kept.tell(DataError("line 7"))
+    kept.close(1)
+    logger.warning("after its end")
+    written = [line.split("  ", 1)[1] for line in logs.show(RunFolder(tmp_path), None)]
+    assert written == ["step 10/20  loss 5.1234", "a warning␛[2J", "DataError: line 7"]
+    (last,) = logs.show(RunFolder(tmp_path), None, tail=1)
+    assert last.endswith("DataError: line 7")
+    assert list(logs.show(RunFolder(tmp_path), None, err=True)) == []
+    (tmp_path / "job.jsonl").touch()
+    assert kept_console(tmp_path, 20) == []

@@ -340,6 +340,8 @@ def test_the_command_writes_json_and_a_picture(folder: Path, tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
     assert "data.source_tokens=64" in done.output
     assert "«in the" in done.output
+    plain = CliRunner().invoke(app, [*told, "--json"])
+    assert json.loads(plain.stdout)["splits"]["train"]["rows"] > 0
     assert re.search(
         r"source: [\d,]+ different tokens, \d+% of them once; most frequent: '", done.output
     )

@@ -88,6 +88,8 @@ def plan(
     from trainer.plan.memory.measure import with_value
     from trainer.plan.time.target import target_of
 
+    if as_json:
+        options.log_to_stderr()
     values = which.values()
     for text in change or []:
         key, separator, value = text.partition("=")

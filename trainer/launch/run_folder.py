@@ -24,12 +24,15 @@ from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.survival import groups, lifeline
+from trainer.telemetry.console_file import kept_console
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import tracked_runs, tracker_names
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
     from trainer.protocol.task import Task
+    from trainer.telemetry.console_file import ConsoleFile
+    from trainer.telemetry.run_record import Sink
     from trainer.training.checkpoint import SavedState
     from trainer.training.engine import Engine
     from trainer.training.options import Options
@@ -59,19 +62,26 @@ def open_record(plan: RunPlan, options: Options) -> Iterator[RunRecord]:
     Raises PeerLost for an error that comes of the loss of another rank.
     """
     lifeline.tell("begun", id=plan.id, folder=str(plan.folder.absolute()))
+    consoles: list[ConsoleFile] = []
+
+    def others() -> list[Sink]:
+        consoles.extend(kept_console(plan.folder, plan.cfg.train.steps))
+        trackers = tracked_runs(
+            tracker_names(options.trackers),
+            plan.folder,
+            name=plan.name,
+            exp_id=plan.id,
+            values=plan.values,
+        )
+        return [*consoles, *trackers]
+
     run_record = RunRecord(
         plan.folder,
         total=plan.cfg.train.steps,
         wandb=options.wandb(plan.values),
         name=plan.name,
         began_at=options.began_at,
-        others=lambda: tracked_runs(
-            tracker_names(options.trackers),
-            plan.folder,
-            name=plan.name,
-            exp_id=plan.id,
-            values=plan.values,
-        ),
+        others=others,
     )
     try:
         yield run_record
@@ -79,6 +89,8 @@ def open_record(plan: RunPlan, options: Options) -> Iterator[RunRecord]:
         if isinstance(error, Exception) and groups.is_peer_lost(error):
             run_record.status("running")  # goodput goes on from what is known now
             raise lifeline.PeerLost from error
+        for console in consoles:
+            console.tell(error)
         with contextlib.suppress(StorageError):  # a full disk must not hide what went wrong
             run_record.fail(error)
         raise

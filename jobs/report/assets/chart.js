@@ -4,7 +4,6 @@ import { clean, duration, h, number, svg } from "./dom.js";
 
 const WIDTH = 460, HEIGHT = 190, LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 22;
 const SPARK_WIDTH = 110, SPARK_HEIGHT = 26;
-const LOG_FROM = 40; // largest over smallest value
 const MOST_DOTS = 40; // points of a line that are drawn as dots, too
 export const MOST_POINTS = 1200;
 
@@ -62,8 +61,7 @@ export class Chart {
     this.x = point => isTime ? point[1] : point[0];
     const all = this.lines.flatMap(line => line.points);
     const values = all.map(point => point[2]);
-    const spread = Math.max(...values) / Math.min(...values);
-    this.scale = scaleOf(values, isLog || (Math.min(...values) > 0 && spread > LOG_FROM));
+    this.scale = scaleOf(values, isLog);
     const xs = all.map(this.x);
     this.first = Math.min(...xs);
     this.last = Math.max(...xs, this.first + 1);

@@ -39,11 +39,19 @@ export function duration(seconds) {
 }
 
 export const ago = at => at ? `${duration(Math.max(0, (Date.now() - Date.parse(at)) / 1000))} ago` : "";
-export const bytes = value => `${(value / 2 ** 30).toFixed(2)} GiB`;
+export const bytes = value => (value < 2 ** 26 ? `${(value / 2 ** 20).toFixed(1)} MiB` : `${(value / 2 ** 30).toFixed(2)} GiB`);
 export const day = at => at ? at.slice(0, 19).replace("T", " ") : "";
 
+// heads: texts; one of a column of numbers is in a list of its own, as it stands to the right.
 export function table(label, heads, rows) {
   return h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": label },
-    h("table", {}, h("thead", {}, h("tr", {}, heads.map(head => h("th", { scope: "col" }, head)))),
+    h("table", {}, h("thead", {}, h("tr", {}, heads.map(head => h("th", { scope: "col", class: Array.isArray(head) ? "num" : null }, head)))),
       h("tbody", {}, rows)));
+}
+
+// A part of a page with a title, whose content is replaced by `fill`.
+export function panel(title) {
+  const content = h("div", {});
+  const node = h("section", { class: "card panel", "aria-label": title }, h("h2", {}, title), content);
+  return { node, fill: (...nodes) => content.replaceChildren(...nodes.filter(Boolean)) };
 }

@@ -5,12 +5,18 @@ import { Chart, sparkline } from "./chart.js";
 // The report has no time axis, so its points are [step, mean, low, high].
 const withoutTime = ([step, mean, low, high]) => [step, 0, mean, low, high];
 
+const isLog = document.getElementById("logarithmic");
+const charts = [];
+const draw = () => { for (const [chart, lines] of charts) chart.draw(lines, { isTime: false, isLog: isLog.checked }); };
+
 for (const place of document.querySelectorAll("[data-lines]")) {
   const lines = JSON.parse(place.dataset.lines).map(([label, colour, points]) => ({ label, colour, points: points.map(withoutTime) }));
   const chart = new Chart(place.dataset.title);
-  chart.draw(lines, { isTime: false, isLog: false });
+  charts.push([chart, lines]);
   place.replaceChildren(chart.node);
 }
+draw();
+isLog.addEventListener("change", draw);
 
 for (const place of document.querySelectorAll("[data-spark]"))
   place.replaceChildren(sparkline(place.dataset.title, JSON.parse(place.dataset.spark)));

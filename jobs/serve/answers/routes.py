@@ -21,7 +21,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jobs.errors import without_places
+from jobs.record.paths import is_exp_id
 from jobs.serve.answers.workers import CannotAnswer, Overloaded, Workers
+from jobs.serve.lathe_routes import find_run
 from jobs.serve.requests import (
     Body,
     Refusal,
@@ -37,6 +39,7 @@ READERS = ("cross_attention", "fid", "summariser")  # they answer in one piece
 Text = Annotated[str, Field(min_length=1, max_length=200_000)]
 ModelId = Annotated[str, Field(max_length=256)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
+Weights = Literal["final", "base"]  # trained, or as they were before
 Stop = Text | Annotated[list[Text], Field(max_length=4)]
 
 
@@ -47,6 +50,7 @@ class AskEmbeddings(Body):
     input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
     encoding_format: Literal["float", "base64"] = "float"
     side: Literal["query", "passage"] = "query"
+    weights: Weights = "final"
     user: str | None = None
 
 
@@ -62,6 +66,7 @@ class AskText(Body):
     n: Literal[1] = 1
     user: str | None = None
     contexts: Annotated[list[Text], Field(max_length=MAX_TEXTS)] | None = None
+    weights: Weights = "final"
 
 
 class AskCompletion(AskText):
@@ -89,13 +94,17 @@ class AskScores(Body):
 
     model: ModelId
     statements: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
+    weights: Weights = "final"
+
+
+Ask = AskEmbeddings | AskText | AskScores
 
 
 async def embeddings(request: Request) -> Response:
     """Embed texts with a tuned retriever."""
     body = await read_body(request, AskEmbeddings, keeper_of(request).config)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    answer = await _ask_once(request, body.model, {"texts": texts, "side": body.side})
+    answer = await _ask_once(request, body, {"texts": texts, "side": body.side})
     data: list[dict[str, Any]] = []
     for index, values in enumerate(answer["vectors"]):
         vector = values
@@ -109,7 +118,7 @@ async def embeddings(request: Request) -> Response:
 async def score(request: Request) -> Response:
     """Score the plausibility of statements, 0 to 1, with a tuned verifier."""
     body = await read_body(request, AskScores, keeper_of(request).config)
-    answer = await _ask_once(request, body.model, {"statements": body.statements})
+    answer = await _ask_once(request, body, {"statements": body.statements})
     return JSONResponse({"model": body.model, "scores": answer["scores"], **_cut(answer)})
 
 
@@ -144,7 +153,7 @@ async def _answer(
     if is_reader:
         pieces = _read(request, body, question)
     elif body.contexts is None:
-        pieces = _ask_worker(request, body.model, question)
+        pieces = _ask_worker(request, body, question)
     else:
         raise Refusal(400, f"{body.model} reads no contexts. Remove them.", param="contexts")
     head = _head(body.model, is_chat=is_chat, is_stream=body.stream)
@@ -217,19 +226,19 @@ async def _read(
     user_texts = [message["content"] for message in messages if message["role"] == "user"]
     question = query.pop("prompt", None) or (user_texts[-1] if user_texts else "")
     query |= {"question": question, "contexts": body.contexts or []}
-    answer = await _ask_once(request, body.model, query)
+    answer = await _ask_once(request, body, query)
     yield {"text": answer.pop("text")}
     yield answer
 
 
 async def _ask_worker(
-    request: Request, model: str, question: dict[str, Any]
+    request: Request, body: Ask, question: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any]]:
     """The answer of the model's worker, piece by piece. Refusal."""
-    run = _run_of(request, model)
+    run = _run_of(request, body.model)
     try:
         with shares_of(request).hold("answers", client_of(request).name):
-            worker = await cast("Workers", request.app.state.workers).of(run)
+            worker = await cast("Workers", request.app.state.workers).of(run, body.weights)
             async with aclosing(worker.ask(question)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -237,17 +246,19 @@ async def _ask_worker(
         text = "The service is busy with the most models or requests that it allows. Ask again."
         raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=5) from None
     except CannotAnswer as error:
-        raise Refusal(400, f"{model}: {without_places(str(error))}.", param="model") from None
+        raise Refusal(400, f"{body.model}: {without_places(str(error))}.", param="model") from None
 
 
-async def _ask_once(request: Request, model: str, question: dict[str, Any]) -> dict[str, Any]:
+async def _ask_once(request: Request, body: Ask, question: dict[str, Any]) -> dict[str, Any]:
     """The answer of the model's worker, if it comes in one piece. Refusal."""
-    (answer,) = [piece async for piece in _ask_worker(request, model, question)]
+    (answer,) = [piece async for piece in _ask_worker(request, body, question)]
     return answer
 
 
 def _run_of(request: Request, model: str) -> Path:
-    """The run folder of a tuned model, if this client sees it; else Refusal."""
+    """The run folder of a tuned model, or of a run's id, if this client sees it; else Refusal."""
+    if is_exp_id(model):
+        return find_run(request, model).path
     keeper = keeper_of(request)
     return keeper.folder.base.run(tuned_job(request, model)["lathe"]["exp_id"]).path
 

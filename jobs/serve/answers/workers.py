@@ -59,6 +59,7 @@ class Worker:
 
     run: Path
     cache: Path
+    weights: str = "final"  # or base: as they were before the training
     _process: Process | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _waiting: int = 0
@@ -162,6 +163,7 @@ class Worker:
     async def _ready_process(self) -> Process:
         if self._process is None or self._process.returncode is not None:
             words = ["-m", "trainer.commands.answer", str(self.run), str(self.cache)]
+            words.append(self.weights)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *words,
@@ -199,19 +201,24 @@ class Workers:
 
     cache: Path
     most: int
-    _loaded: OrderedDict[Path, Worker] = field(default_factory=OrderedDict[Path, Worker])
+    _loaded: OrderedDict[tuple[Path, str], Worker] = field(
+        default_factory=OrderedDict[tuple[Path, str], Worker]
+    )
 
-    async def of(self, run: Path) -> Worker:
-        """The worker of a run's model; idle ones end to make room for it. Overloaded."""
-        worker = self._loaded.pop(run, None) or Worker(run, self.cache)
-        idle = [path for path, one in self._loaded.items() if not one.is_busy]
+    async def of(self, run: Path, weights: str = "final") -> Worker:
+        """The worker of a run's model, trained or not (`weights`: final or base); idle ones end to
+        make room for it. Overloaded.
+        """
+        key = (run, weights)
+        worker = self._loaded.pop(key, None) or Worker(run, self.cache, weights)
+        idle = [other for other, one in self._loaded.items() if not one.is_busy]
         surplus = max(len(self._loaded) + 1 - self.most, 0)
         if surplus > len(idle):
             raise Overloaded
         # There is no await up to here, and the worker is busy below, because other requests arrive
         # while a process ends.
-        leaving = [self._loaded.pop(path) for path in idle[:surplus]]
-        self._loaded[run] = worker
+        leaving = [self._loaded.pop(other) for other in idle[:surplus]]
+        self._loaded[key] = worker
         with worker.busy():
             for one in leaving:
                 await one.stop()

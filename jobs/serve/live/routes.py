@@ -15,6 +15,7 @@ from jobs.serve.lathe_routes import find_run
 from jobs.serve.limits.disclosure import for_tenant
 from jobs.serve.live.series import answers_of, curves_of, place_of
 from jobs.serve.live.stream import Watch
+from jobs.serve.offers import kinds_of
 from jobs.serve.requests import (
     PlainJSON,
     Refusal,
@@ -24,6 +25,7 @@ from jobs.serve.requests import (
     quote,
     shares_of,
 )
+from jobs.serve.rows import KINDS
 from trainer.config.differences import differing, flatten, short_names, written
 
 FOLDER = Path(__file__).with_name("page")
@@ -68,15 +70,25 @@ def go_to_page(request: Request) -> Response:
 
 
 def show_me(request: Request) -> Response:
-    """The name and role of the client, the backend, and the models that can be tuned."""
+    """The name and role of the client, the backend, and the models that can be tuned, with the rows
+    that each takes: kind -> the keys of a row.
+    """
     client, keeper = client_of(request), keeper_of(request)
+    models = {
+        name: {
+            "task": offer.experiment["task"],
+            "epochs": offer.epochs,
+            "kinds": {kind: KINDS[kind].needs for kind in kinds_of(offer)},
+        }
+        for name, offer in sorted(keeper.config.models.items())
+    }
     return PlainJSON(
         {
             "name": client.name,
             "role": client.role,
             "base": keeper.folder.base.path.name,
             "backend": keeper.send.backend,
-            "models": sorted(keeper.config.models),
+            "models": models,
         }
     )
 

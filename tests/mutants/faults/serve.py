@@ -206,6 +206,27 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/answers/workers.py",
+        "        key = (run, weights)",
+        '        key = (run, "final")',
+        why="a base is answered for by the trained weights",
+        tests="tests/serve/test_answers.py -k base_of_a_run",
+    ),
+    Fault(
+        "jobs/serve/preview/routes.py",
+        "file.writelines(islice(whole, MOST_ROWS))",
+        "file.writelines(whole)",
+        why="a preview reads a terabyte of rows",
+        tests="tests/serve/test_preview.py -k rows_and_plan",
+    ),
+    Fault(
+        "trainer/telemetry/console_file.py",
+        "if (folder / JOB_RECORD).exists() else",
+        "if False else",
+        why="what a job says is kept twice",
+        tests="tests/unit/test_console.py -k wrapper",
+    ),
+    Fault(
+        "jobs/serve/answers/workers.py",
         "if not is_over and all(each.has_left for each in batch):",
         "if not is_over and any(each.has_left for each in batch):",
         why="a client that leaves ends the answers of those beside it",

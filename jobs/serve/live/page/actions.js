@@ -11,7 +11,7 @@ export function ask(title, content, button, read = () => true) {
   return new Promise(resolve => {
     const error = h("p", { class: "s-failed", role: "alert" });
     const yes = h("button", { type: "submit", class: "strong" }, button);
-    const no = h("button", { type: "button", onclick: () => dialog.close() }, "Leave it");
+    const no = h("button", { type: "button", onclick: () => dialog.close() }, "Go back");
     const form = h("form", { method: "dialog", onsubmit: event => {
       event.preventDefault();
       try {
@@ -45,16 +45,16 @@ export function buttons(line, me, say) {
   } }, name));
   const what = `${clean(line.label)} (${line.id.slice(0, 8)})`;
   if (job && mayChange && !["succeeded", "failed", "cancelled"].includes(job.status)) {
-    if (job.is_paused) add("Resume", `Resume ${what}?`, "It continues from its last checkpoint, bit for bit.", () => post(`${DIALECT}${job.id}/resume`));
-    else add("Pause", `Pause ${what}?`, "It saves and stops. It loses its place in the queue.", () => post(`${DIALECT}${job.id}/pause`));
-    add("Cancel", `Cancel ${what}?`, "It saves and stops, and cannot be resumed.", () => post(`${DIALECT}${job.id}/cancel`));
+    if (job.is_paused) add("Resume", `Resume ${what}?`, "It goes on from its last checkpoint, as if it had never stopped.", () => post(`${DIALECT}${job.id}/resume`));
+    else add("Pause", `Pause ${what}?`, "It saves a checkpoint and stops. When it is resumed, it waits in the queue again.", () => post(`${DIALECT}${job.id}/pause`));
+    add("Cancel", `Cancel ${what}?`, "It saves a checkpoint and stops for good: it cannot be resumed.", () => post(`${DIALECT}${job.id}/cancel`));
   } else if (!job && mayChange && !line.by_hand) {
     const path = `/lathe/v1/runs/${line.id}`;
-    if (ACTIVE.includes(line.state)) add("Cancel", `Cancel ${what}?`, "It saves and stops. Retry continues from there.", () => post(`${path}/cancel`));
-    else add("Retry", `Retry ${what}?`, "It is submitted again with the same code, and continues from its last checkpoint.", () => post(`${path}/retry`));
+    if (ACTIVE.includes(line.state)) add("Cancel", `Cancel ${what}?`, "It saves a checkpoint and stops. Retry goes on from there.", () => post(`${path}/cancel`));
+    else add("Retry", `Retry ${what}?`, "It is sent again with the same code, and goes on from its last checkpoint.", () => post(`${path}/retry`));
   }
   if (job && me.role !== "read" || !job && me.role === "admin")
-    nodes.push(h("button", { type: "button", onclick: () => (job ? cloneJob(job, say) : cloneRun(line, say)) }, "Clone with changes"));
+    nodes.push(h("button", { type: "button", onclick: () => (job ? cloneJob(job, say) : cloneRun(line, say)) }, "Copy with changes"));
   return nodes;
 }
 
@@ -66,10 +66,10 @@ async function cloneJob(job, say) {
     inputs[name] = h("input", { id: `clone-${name}`, value });
     return h("label", { for: `clone-${name}` }, h("span", {}, label), inputs[name]);
   };
-  const content = h("div", { class: "form" }, h("p", { class: "soft" }, `A new job of ${clean(full.model)} on ${clean(full.training_file)}.`),
-    row("n_epochs", "Epochs", used.n_epochs), row("batch_size", "Batch", used.batch_size),
-    row("learning_rate_multiplier", "Learning-rate factor", used.learning_rate_multiplier), row("seed", "Seed", full.seed), row("suffix", "Suffix", full.lathe.suffix ?? ""));
-  const body = await ask("Clone with changes", content, "Start it", () => {
+  const content = h("div", { class: "form" }, h("p", { class: "soft" }, `A new run of the model ${clean(full.model)} on the same file, ${clean(full.training_file)}.`),
+    row("n_epochs", "Epochs", used.n_epochs), row("batch_size", "Rows of a step (batch)", used.batch_size),
+    row("learning_rate_multiplier", "Learning-rate factor", used.learning_rate_multiplier), row("seed", "Seed", full.seed), row("suffix", "Suffix of the name", full.lathe.suffix ?? ""));
+  const body = await ask("Copy with changes", content, "Start it", () => {
     const value = name => Number(inputs[name].value);
     const hyperparameters = { n_epochs: value("n_epochs"), batch_size: value("batch_size"), learning_rate_multiplier: value("learning_rate_multiplier") };
     for (const [name, one] of Object.entries({ ...hyperparameters, seed: value("seed") })) if (!Number.isFinite(one)) throw new Error(`${name}: want a number.`);
@@ -84,7 +84,7 @@ async function cloneRun(line, say) {
   const text = h("textarea", { id: "clone-text", rows: "20", cols: "70", spellcheck: "false", class: "mono" });
   text.value = JSON.stringify(experiment, null, 2);
   const content = h("label", { for: "clone-text" }, h("span", {}, "The new experiment's dictionary"), text);
-  const values = await ask("Clone with changes", content, "Look at the plan", () => JSON.parse(text.value));
+  const values = await ask("Copy with changes", content, "Look at the plan", () => JSON.parse(text.value));
   if (!values) return;
   await sayResult(say, async () => {
     const plan = await post("/lathe/v1/experiments", { experiment: values });

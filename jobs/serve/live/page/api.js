@@ -37,6 +37,14 @@ export async function post(path, body, more = {}) {
   return (await okAnswer(answer)).json();
 }
 
+// Sends a file of rows. Returns the file as the API has it.
+export async function upload(file) {
+  const form = new FormData();
+  form.append("purpose", "fine-tune");
+  form.append("file", file, file.name);
+  return (await okAnswer(await fetch("/v1/files", { method: "POST", headers: headers(), body: form }))).json();
+}
+
 export const newKey = () =>
   [...crypto.getRandomValues(new Uint8Array(16))].map(one => one.toString(16).padStart(2, "0")).join("");
 

@@ -36,8 +36,8 @@ export class Board {
   }
 
   of(id) {
-    const run = this.runs.get(id);
-    return run ? this.line(run) : undefined;
+    const run = this.runs.get(id), job = this.jobOfRun.get(id);
+    return run ? this.line(run) : job && this.waiting(job);
   }
 
   line(run) {

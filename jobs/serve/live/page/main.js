@@ -5,6 +5,7 @@ import { get, hasToken, Refused, setToken, Stream } from "./api.js";
 import { ApiPage } from "./api_page.js";
 import { Board } from "./board.js";
 import { h } from "./dom.js";
+import { NewRun } from "./new_run.js";
 import { Overview } from "./overview.js";
 import { QueuePage } from "./queue.js";
 import { Compare, Run } from "./run.js";
@@ -17,8 +18,8 @@ let me = null, view = null, stream = null, turn = 0;
 async function login(message) {
   const input = h("input", { id: "token", type: "password", autocomplete: "current-password", required: true });
   const name = h("input", { type: "text", autocomplete: "username", value: location.host, hidden: true, "aria-hidden": "true", tabindex: "-1" });
-  const body = h("div", { class: "form" }, h("p", {}, message), name, h("label", { for: "token" }, h("span", {}, "Token of this server"), input));
-  const text = await ask("Who are you?", body, "Come in", () => input.value.trim());
+  const body = h("div", { class: "form" }, h("p", {}, message), name, h("label", { for: "token" }, h("span", {}, "Token"), input));
+  const text = await ask("This server asks for a token", body, "Log in", () => input.value.trim());
   setToken(text);
 }
 
@@ -29,11 +30,12 @@ async function enter() {
       break;
     } catch (error) {
       if (!(error instanceof Refused) || error.status !== 401) throw error;
-      await login(hasToken() ? "This token is not known here." : "It stays in this page's memory alone.");
+      await login(hasToken() ? "This server does not know that token." : "Whoever runs this server gives you one. The page forgets it when you reload or close it.");
     }
   }
   document.getElementById("base").textContent = me.base;
   document.getElementById("who").textContent = `${me.name} (${me.role})`;
+  document.getElementById("new").hidden = me.role === "read";
   listen(null);
 }
 
@@ -48,7 +50,7 @@ function listen(curves) {
       return;
     }
     const isLess = board.take(news);
-    if (!view || view.isMissing && view.ids.every(id => board.of(id))) show();
+    if (!view || view.isMissing && view.ids.every(id => board.runs.has(id) || board.of(id) && !view.isWaiting)) show();
     else if (view.draw) view.draw();
     else view.news();
     if (isLess) {
@@ -73,7 +75,7 @@ async function show() {
   const [, kind, rest] = path.split("/");
   const shown = view = viewOf(kind, rest);
   for (const one of document.querySelectorAll("nav a"))
-    one.toggleAttribute("aria-current", one.hash === (["queue", "api"].includes(kind) ? `#/${kind}` : "#/"));
+    one.toggleAttribute("aria-current", one.hash === (["new", "queue", "api"].includes(kind) ? `#/${kind}` : "#/"));
   content.replaceChildren(view.node);
   document.title = `${view.node.querySelector("h1")?.firstChild?.textContent ?? "Runs"} · Lathe`;
   if (!view.curves) return listen(null);
@@ -90,8 +92,9 @@ async function show() {
 function viewOf(kind, rest) {
   if (kind === "run") return new Run(board, rest, me);
   if (kind === "compare") return new Compare(board, rest.split(","));
+  if (kind === "new" && me.role !== "read") return new NewRun(board, me);
   if (kind === "queue") return new QueuePage(board, me);
-  return kind === "api" ? new ApiPage() : new Overview(board);
+  return kind === "api" ? new ApiPage() : new Overview(board, me);
 }
 
 addEventListener("hashchange", () => {

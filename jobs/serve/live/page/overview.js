@@ -1,13 +1,15 @@
 // The table of all runs: filtered by state, group and text, sorted by any metric; selected runs can be compared.
 
-import { STATES, valueOf } from "./board.js";
+import { isBad, STATES, valueOf } from "./board.js";
+import { Columns } from "./columns.js";
 import { ago, clean, duration, h, number } from "./dom.js";
 
 const FIRST = 200, MOST_SCORES = 5, MOST_SELECTED = 12;
+const BEFORE = ["group", "state", "progress", "loss"], AFTER = ["GPU-h", "when"]; // columns around those of the scores
 
 export class Overview {
-  constructor(board) {
-    this.board = board;
+  constructor(board, me) {
+    Object.assign(this, { board, me });
     this.query = new URLSearchParams(location.hash.split("?")[1] ?? "");
     this.states = new Set((this.query.get("state") ?? "").split(",").filter(Boolean));
     this.selection = new Set();
@@ -24,31 +26,52 @@ export class Overview {
     this.body = h("tbody");
     this.more = h("button", { type: "button", hidden: true, onclick: () => { this.limit = Infinity; this.draw(); } });
     this.count = h("p", { class: "soft small", role: "status" });
+    this.columns = new Columns(changed);
+    this.empty = h("div", { hidden: true });
     this.unreadable = h("details", { class: "s-held small", hidden: true, open: "" });
-    this.node = h("div", {}, h("h1", {}, "Runs"), this.unreadable, this.chips,
-      h("div", { class: "tools" }, field("Search", this.search), field("Group", this.group), field("Sort by", this.sort), this.compare),
+    this.full = h("div", {}, this.chips,
+      h("div", { class: "tools" }, field("Search", this.search), field("Group", this.group), field("Sort by", this.sort), this.columns.node, this.compare),
       this.count, h("div", { class: "scroll tall", tabindex: "0", role: "group", "aria-label": "Runs" },
         h("table", { class: "runs" }, h("thead", {}, this.head), this.body)), this.more);
+    this.node = h("div", {}, h("h1", {}, "Runs"), this.unreadable, this.empty, this.full);
     this.draw();
   }
 
   draw() {
     const lines = this.board.lines();
     this.drawUnreadable();
+    this.drawEmpty(!lines.length);
     this.drawChoices(lines);
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const matches = lines.filter(line => (!this.states.size || this.states.has(line.state))
       && (!this.group.value || line.group === this.group.value.slice(1)) && words.every(word => textOf(line).includes(word)));
-    const scores = this.scoresOf(matches);
+    const columns = this.columnsOf(matches, lines);
     this.order(matches);
-    this.drawHead(scores);
+    this.drawHead(columns);
     const visible = matches.slice(0, this.limit);
-    const rows = visible.map(line => this.row(line, scores));
+    const rows = visible.map(line => this.row(line, columns));
     if (rows.length !== this.body.rows.length || rows.some((row, at) => row !== this.body.rows[at])) this.body.replaceChildren(...rows);
     this.more.hidden = visible.length === matches.length;
     this.more.textContent = `Show all ${matches.length}`;
-    this.count.textContent = lines.length ? `${matches.length} of ${lines.length} runs` : "Nothing was run here yet.";
+    this.count.textContent = `${matches.length} of ${lines.length} runs`;
     this.remember();
+  }
+
+  // What to do where nothing was run yet. It waits for the first news of the server.
+  drawEmpty(isEmpty) {
+    this.full.hidden = isEmpty;
+    this.empty.hidden = !isEmpty;
+    const isReading = this.board.tick < 0;
+    if (!isEmpty || this.empty.firstChild && this.isReading === isReading) return;
+    this.isReading = isReading;
+    if (isReading) {
+      this.empty.replaceChildren(h("p", { class: "soft" }, "The runs are being read."));
+      return;
+    }
+    const start = this.me.role === "read" ? null : h("p", {}, h("a", { class: "button", href: "#/new" }, "Start a run of an offered model"));
+    this.empty.replaceChildren(h("p", {}, "Nothing was run here yet."), start ?? "", h("p", {}, start ? "Or in a terminal, with your own dictionary:" : "In a terminal:"),
+      h("pre", { class: "commands", tabindex: "0" }, `lathe new causal_lm\nlathe train causal_lm.py --data_path data -sb ${clean(this.me.base)}`),
+      h("p", { class: "soft small" }, "The first writes causal_lm.py, ten commented keys; the second trains it on the rows of the folder data. Its run then stands here."));
   }
 
   // A line for every folder that cannot be read.
@@ -81,13 +104,16 @@ export class Overview {
       ...names.map(name => [name, name])], this.query.get("sort"));
   }
 
-  // The metrics that most of these runs have, and the one that sorts them.
-  scoresOf(lines) {
+  // The columns that are shown, in order: those that a person chose; before that, the usual ones and the scores that most runs have.
+  columnsOf(matches, lines) {
     const counts = new Map();
-    for (const line of lines) for (const name of Object.keys(line.scores ?? {})) counts.set(name, (counts.get(name) ?? 0) + 1);
-    const names = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a) || a.localeCompare(b)).slice(0, MOST_SCORES);
-    if (counts.has(this.sort.value) && !names.includes(this.sort.value)) names.splice(-1, 1, this.sort.value);
-    return names;
+    for (const line of matches) for (const name of Object.keys(line.scores ?? {})) counts.set(name, (counts.get(name) ?? 0) + 1);
+    const usual = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a) || a.localeCompare(b)).slice(0, MOST_SCORES);
+    if (counts.has(this.sort.value) && !usual.includes(this.sort.value)) usual.splice(-1, 1, this.sort.value);
+    const others = [...new Set(lines.flatMap(line => Object.keys(line.scores ?? {})))].filter(name => !usual.includes(name)).sort();
+    const pairs = [...BEFORE.map(name => [name, true]), ...usual.map(name => [name, true]), ...others.map(name => [name, false]), ...AFTER.map(name => [name, true])];
+    this.columns.offer(pairs);
+    return pairs.filter(([name, isUsual]) => this.columns.isShown(name, isUsual)).map(([name]) => name);
   }
 
   order(lines) {
@@ -102,35 +128,32 @@ export class Overview {
     else lines.sort(newest);
   }
 
-  drawHead(scores) {
-    const columns = scores.join("\n"), key = columns + this.sort.value;
+  drawHead(shown) {
+    const columns = shown.join("\n"), key = columns + this.sort.value;
     if (key === this.headKey) return;
-    if (columns !== this.columns) this.rows.clear();
-    Object.assign(this, { columns, headKey: key });
+    if (columns !== this.shown) this.rows.clear();
+    Object.assign(this, { shown: columns, headKey: key });
     const sortable = (name, by, kind) => h("th", { scope: "col", class: kind, "aria-sort": this.sort.value === by ? "other" : null },
       h("button", { type: "button", onclick: () => { this.sort.value = by; this.draw(); } }, clean(name)));
-    this.head.replaceChildren(h("th", { scope: "col" }, h("span", { class: "hidden" }, "Chosen")),
-      sortable("run", "newest"), sortable("group", "group"), sortable("state", "state"), h("th", { scope: "col" }, "progress"),
-      sortable("loss", "loss", "num"), ...scores.map(name => sortable(name, name, "num")),
-      h("th", { scope: "col", class: "num" }, "GPU-h"), h("th", { scope: "col" }, "when"));
+    const heads = shown.map(name => (name === "progress" || AFTER.includes(name) ? h("th", { scope: "col", class: name === "GPU-h" ? "num" : "" }, name)
+      : sortable(name, name, ["group", "state"].includes(name) ? "" : "num")));
+    this.head.replaceChildren(h("th", { scope: "col", class: "box" }, h("span", { class: "hidden" }, "Chosen")), sortable("run", "newest", "name"), ...heads);
   }
 
   // The row of a run. It is made again only when the run has changed.
-  row(line, scores) {
+  row(line, shown) {
     const key = JSON.stringify(line);
     const before = this.rows.get(line.id);
     if (before?.key === key) return before.node;
     const box = h("input", { type: "checkbox", "aria-label": `Choose ${clean(line.label)} ${line.id.slice(0, 8)}`, onchange: () => this.choose(line.id, box) });
     box.checked = this.selection.has(line.id);
-    const title = line.isWaiting ? h("span", {}, clean(line.label)) : h("a", { href: `#/run/${line.id}` }, clean(line.label));
-    const node = h("tr", {}, h("td", {}, line.isWaiting ? "" : box),
-      h("td", { class: "text", title: clean(line.label) }, title, h("span", { class: "soft small under" }, h("span", { class: "mono" }, line.id.slice(0, 8)),
-          [line.differs, line.owner && line.owner !== "local" ? `of ${line.owner}` : ""].filter(Boolean).map(word => ` · ${clean(word)}`))),
-      h("td", { class: "text", title: clean(line.group) }, line.group ? clean(line.group) : h("span", { class: "soft" }, "by hand")),
-      h("td", { class: `pill s-${line.state}`, title: clean(line.unseen ?? line.reason) }, line.job?.is_paused ? "paused" : line.state + (line.unseen ? "?" : "")),
-      h("td", {}, progress(line)), h("td", { class: "num" }, number(line.metrics.loss)),
-      ...scores.map(name => h("td", { class: "num" }, number(valueOf(line, name)))),
-      h("td", { class: "num" }, line.gpu_hours ? line.gpu_hours.toFixed(1) : ""), h("td", { class: "soft" }, ago(line.ended ?? line.started ?? line.created)));
+    const words = [line.differs, line.owner && line.owner !== "local" ? `of ${line.owner}` : ""].filter(Boolean);
+    const why = line.unseen ?? (line.state === "succeeded" ? "" : line.reason);
+    const node = h("tr", {}, h("td", { class: "box" }, line.isWaiting ? "" : box),
+      h("td", { class: "text name", title: clean(line.label) }, h("a", { href: `#/run/${line.id}` }, clean(line.label)),
+        h("span", { class: "soft small under" }, h("span", { class: "mono" }, line.id.slice(0, 8)), words.map(word => ` · ${clean(word)}`)),
+        why ? h("span", { class: `small under reason ${isBad(line) ? `s-${line.state}` : "soft"}`, title: clean(why) }, clean(why)) : null),
+      shown.map(name => (CELLS[name] ?? score(name))(line)));
     this.rows.set(line.id, { key, node });
     return node;
   }
@@ -140,7 +163,7 @@ export class Overview {
     if (box.checked) this.selection.add(id); else this.selection.delete(id);
     this.compare.hidden = this.selection.size < 2;
     this.compare.href = `#/compare/${[...this.selection].join(",")}`;
-    this.compare.textContent = `Lay ${this.selection.size} runs over each other`;
+    this.compare.textContent = `Compare ${this.selection.size} runs`;
   }
 
   // Writes filters and order into the address, so that it can be shared.
@@ -156,6 +179,16 @@ export class Overview {
   }
 }
 
+// The cells of a row by the name of their column.
+const CELLS = {
+  group: line => h("td", { class: "text", title: clean(line.group) }, line.group ? clean(line.group) : h("span", { class: "soft" }, "by hand")),
+  state: line => h("td", { class: `pill state s-${line.state}`, title: clean(line.unseen ?? line.reason) }, line.job?.is_paused ? "paused" : line.state + (line.unseen ? "?" : "")),
+  progress: line => h("td", { class: "steps" }, progress(line)),
+  loss: line => h("td", { class: "num loss" }, number(line.metrics.loss)),
+  "GPU-h": line => h("td", { class: "num" }, line.gpu_hours ? line.gpu_hours.toFixed(1) : ""),
+  when: line => h("td", { class: "soft" }, ago(line.ended ?? line.started ?? line.created)),
+};
+const score = name => line => h("td", { class: "num" }, number(valueOf(line, name)));
 const field = (label, node) => h("label", { for: node.id }, h("span", { class: "soft small" }, label), node);
 const textOf = line => `${line.label} ${line.id} ${line.group} ${line.task} ${line.state} ${line.host ?? ""} ${line.reason ?? ""} ${line.owner} ${line.differs} ${line.job?.id ?? ""}`.toLowerCase();
 

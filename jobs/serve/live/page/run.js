@@ -3,18 +3,21 @@
 import { buttons } from "./actions.js";
 import { get } from "./api.js";
 import { Chart, thin } from "./chart.js";
-import { ago, bytes, clean, day, duration, h, number, table } from "./dom.js";
+import { ago, bytes, clean, day, duration, h, number, panel, table } from "./dom.js";
 import { progress } from "./overview.js";
+import { canTalk, Talk } from "./talk.js";
 
 const LOG_EVERY_MS = 3000, LOG_LINES = 200, HIDDEN = ["tokens", "step"];
-const ORDER = ["loss", "valid/loss"];
+// Charts stand in groups: the first whose rule a metric's name fits.
+const GROUPS = [["Loss", /^(valid\/)?loss$/], ["Validation", /^valid\//],
+  ["Speed", /(_per_s|step_s)$|^(mfu|tflops|goodput)$/], ["Memory", /_gib$/], ["Optimizer", /^(lr|grad_norm|loss_scale|skipped_steps|bad_steps)$/], ["Other", /./]];
 
 // The curves of some runs by metric, and the places from which the stream continues.
 export class Curves {
   constructor(ids, labelOf) {
     Object.assign(this, { ids, labelOf, runs: new Map(), charts: new Map(), isTime: false, isLog: false });
     const toggle = (name, text) => h("label", { class: "toggle" }, h("input", { type: "checkbox", onchange: event => { this[name] = event.target.checked; this.draw(); } }), ` ${text}`);
-    this.grid = h("div", { class: "cards" });
+    this.grid = h("div", {});
     this.node = h("section", { "aria-label": "Curves" }, h("h2", {}, "Curves"), h("div", { class: "tools" }, toggle("isTime", "over time"), toggle("isLog", "logarithmic")), this.grid);
   }
 
@@ -46,18 +49,22 @@ export class Curves {
 
   draw() {
     const names = [...new Set([...this.runs.values()].flatMap(run => Object.keys(run.series)))].filter(name => !HIDDEN.includes(name));
-    const rank = name => (ORDER.indexOf(name) + 1 || 9) - (name.startsWith("valid/") ? 0.5 : 0);
-    names.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
+    names.sort((a, b) => a.localeCompare(b)); // "loss" stands before "valid/loss"
     const isOne = this.ids.length === 1;
     const visible = isOne && names.includes("loss") ? names.filter(name => name !== "valid/loss") : names;
-    if (!visible.length) this.grid.replaceChildren(h("p", { class: "empty" }, "No metrics were written yet."));
     for (const name of visible.filter(name => !this.charts.has(name))) {
       const chart = new Chart(name);
       chart.node.classList.add("card");
       this.charts.set(name, chart);
     }
-    const nodes = visible.map(name => this.charts.get(name).node);
-    if (nodes.some((node, at) => node !== this.grid.children[at]) && nodes.length) this.grid.replaceChildren(...nodes);
+    const key = visible.join("\n");
+    if (key !== this.shown) {
+      this.shown = key;
+      const groups = Object.groupBy(visible, name => GROUPS.find(([, rule]) => rule.test(name))[0]);
+      this.grid.replaceChildren(...GROUPS.filter(([title]) => groups[title]).map(([title]) => h("div", {},
+        h("h3", { class: "group" }, title), h("div", { class: "cards" }, groups[title].map(name => this.charts.get(name).node)))));
+      if (!visible.length) this.grid.replaceChildren(h("p", { class: "empty" }, "No metrics were written yet."));
+    }
     for (const name of visible) this.charts.get(name).draw(this.linesOf(name, isOne), this);
   }
 
@@ -82,10 +89,12 @@ export class Run {
     this.answers = panel("Generated answers");
     this.dictionary = panel("Dictionary");
     this.log = new Log(id);
-    this.node = h("div", {}, h("p", {}, h("a", { href: "#/" }, "All runs")), this.title, this.facts, this.acts, this.message, this.curves.node,
+    this.talk = h("div", {});
+    this.node = h("div", {}, h("p", {}, h("a", { href: "#/" }, "All runs")), this.title, this.facts, this.acts, this.message, this.talk, this.curves.node,
       h("div", { class: "pair" }, this.memory.node, this.attempts.node), this.answers.node, this.log.node, this.dictionary.node);
+    this.isMissing = this.isWaiting = Boolean(board.of(id)?.isWaiting);
     this.update();
-    this.ready = this.load();
+    this.ready = this.isWaiting ? Promise.resolve() : this.load();
   }
 
   async load() {
@@ -105,7 +114,7 @@ export class Run {
   update() {
     const line = this.board.of(this.id);
     if (!line) {
-      this.title.textContent = "There is no such run now.";
+      this.title.textContent = "There is no such run now";
       return;
     }
     const key = JSON.stringify(line);
@@ -114,7 +123,7 @@ export class Run {
     Object.assign(this, { key, line });
     this.title.replaceChildren(clean(line.label), h("span", { class: `pill dot s-${line.state}` }, h("span", {}, line.job?.is_paused ? "paused" : line.state)));
     const rate = Object.entries(line.metrics).filter(([name]) => name.endsWith("_per_s"));
-    const words = [line.group ? `group ${line.group}` : "started by hand", line.task, line.job ? `job ${line.job.id}` : null, line.differs, `id ${line.id}`,
+    const words = [line.isWaiting && line.state === "pending" ? "waits: its files are checked, then it is sent" : null, line.group ? `group ${line.group}` : "started by hand", line.task, line.job ? `job ${line.job.id}` : null, line.differs, `id ${line.id}`,
       line.host, line.backend ? `${line.backend} ${line.backend_id ?? ""}` : null, line.eta_s ? `${duration(line.eta_s)} left` : null,
       ...rate.map(([name, value]) => `${number(value)} ${name.replace("_per_s", "/s")}`),
       line.metrics.mfu ? `MFU ${(100 * line.metrics.mfu).toFixed(1)} %` : null, line.metrics.step_s ? `${number(line.metrics.step_s)} s a step` : null,
@@ -124,14 +133,18 @@ export class Run {
     if (line.reason || line.unseen) this.facts.append(h("div", { class: `why s-${line.state}` }, h("span", {}, clean(line.unseen ? `Not seen now: ${line.unseen}` : line.reason))));
     const has = [before?.state, before?.job?.status, before?.job?.is_paused].join() === [line.state, line.job?.status, line.job?.is_paused].join();
     if (!before || !has) this.acts.replaceChildren(...buttons(line, this.me, (text, isBad) => this.say(text, isBad)));
+    if (line.isWaiting) return;
     if (!before || !has || before.attempts !== line.attempts) this.drawAttempts();
     if (before && Object.keys(before.scores).length + before.step !== Object.keys(line.scores).length + line.step) this.drawAnswers();
-    this.log.update(line);
+    if (canTalk(line) && !this.talk.firstChild) this.talk.append(new Talk(line).node);
+    this.log.update();
   }
 
   async drawAttempts() {
     const full = await get(`/lathe/v1/runs/${this.id}`);
     this.drawMemory(full.has_memory_plan);
+    this.log.isKept = full.has_console || !this.line.by_hand;
+    this.log.update();
     const rows = full.history.map(attempt => {
       const starts = full.starts.filter(start => start.attempt === attempt.number);
       const spans = starts.map(start => `${day(start.began_at)} to ${day(start.ended_at)} on ${start.host}${start.code === null ? "" : `, code ${start.code}`}`);
@@ -222,9 +235,10 @@ class Log {
     this.node = h("section", { class: "card panel", "aria-label": "Log" }, h("h2", {}, "Log"), h("label", { class: "toggle" }, this.isErr, " standard error"), this.text);
   }
 
-  update(line) {
-    if (line.by_hand) this.text.textContent = "It was started by hand: it printed to its own terminal.";
-    else this.timer ??= setTimeout(() => this.load(), Math.max(0, this.at + LOG_EVERY_MS - Date.now()));
+  // isKept: whether there is a log; undefined until the server has said so.
+  update() {
+    if (this.isKept === false) this.text.textContent = "It was started by hand, and its console was not kept.";
+    else if (this.isKept) this.timer ??= setTimeout(() => this.load(), Math.max(0, this.at + LOG_EVERY_MS - Date.now()));
   }
 
   async load() {
@@ -237,10 +251,4 @@ class Log {
       if (isAtEnd) this.text.scrollTop = this.text.scrollHeight;
     } catch (error) { this.text.textContent = error.message; }
   }
-}
-
-function panel(title) {
-  const content = h("div", {});
-  const node = h("section", { class: "card panel", "aria-label": title }, h("h2", {}, title), content);
-  return { node, fill: (...nodes) => content.replaceChildren(...nodes.filter(Boolean)) };
 }

@@ -1,0 +1,89 @@
+// Asking a finished run beside its base: a chat, an answer, vectors compared, or scores of statements.
+
+import { post } from "./api.js";
+import { clean, h, number, table } from "./dom.js";
+
+const SIDES = [["final", "After the training"], ["base", "Its base, before"]];
+const MOST_TOKENS = 200;
+const linesOf = text => text.split("\n").map(line => line.trim()).filter(Boolean);
+
+// For each task: the fields of its form, and how one side is asked. ask: gives nodes; `past` is the chat so far.
+const READER = {
+  fields: [["question", "Question", 2], ["contexts", "Passages, one a line", 4]],
+  ask: async (head, { question, contexts }) => say(await post("/v1/completions", { ...head, prompt: question, contexts: linesOf(contexts), temperature: 0 })),
+};
+const WAYS = {
+  causal_lm: {
+    fields: [["message", "Message", 2]],
+    ask: async (head, { message }, past) => {
+      past.push({ role: "user", content: message });
+      const { choices } = await post("/v1/chat/completions", { ...head, messages: past, max_tokens: MOST_TOKENS, temperature: 0 });
+      past.push({ role: "assistant", content: choices[0].message.content });
+      return past.map(({ role, content }) => h("p", { class: role === "user" ? "soft" : "answer" }, clean(content) || "(an empty answer)"));
+    },
+  },
+  cross_attention: READER,
+  fid: READER,
+  summariser: {
+    fields: [["document", "Document", 6]],
+    ask: async (head, { document }) => say(await post("/v1/completions", { ...head, prompt: document, temperature: 0 })),
+  },
+  retriever: {
+    fields: [["query", "Query", 1], ["passages", "Passages, one a line", 4]],
+    ask: async (head, { query, passages }) => {
+      const vectors = async (side, input) => (await post("/v1/embeddings", { ...head, side, input })).data.map(one => one.embedding);
+      const [[asked], found] = [await vectors("query", [query]), await vectors("passage", linesOf(passages))];
+      return ranked("passage", linesOf(passages), found.map(one => cosine(asked, one)));
+    },
+  },
+  vera: {
+    fields: [["statements", "Statements, one a line", 4]],
+    ask: async (head, { statements }) => ranked("statement", linesOf(statements), (await post("/lathe/v1/score", { ...head, statements: linesOf(statements) })).scores),
+  },
+};
+
+export const canTalk = line => line.state === "succeeded" && line.task in WAYS;
+
+const say = ({ choices }) => [h("p", { class: "answer" }, clean(choices[0].text) || "(an empty answer)")];
+
+function ranked(what, texts, scores) {
+  const order = texts.map((text, at) => [text, scores[at]]).sort((a, b) => b[1] - a[1]);
+  return [table("Scores", [what, ["score"]], order.map(([text, score]) => h("tr", {}, h("td", { class: "wrap" }, clean(text)), h("td", { class: "num" }, number(score)))))];
+}
+
+function cosine(a, b) {
+  const dot = (x, y) => x.reduce((sum, one, at) => sum + one * y[at], 0);
+  return dot(a, b) / (Math.sqrt(dot(a, a) * dot(b, b)) || 1);
+}
+
+export class Talk {
+  constructor(line) {
+    this.id = line.id;
+    this.way = WAYS[line.task];
+    this.pasts = SIDES.map(() => []);
+    this.inputs = Object.fromEntries(this.way.fields.map(([name, label, rows]) => [name, h("textarea", { id: `talk-${name}`, rows, required: true, "data-label": label })]));
+    this.button = h("button", { type: "submit", class: "strong" }, "Ask both");
+    this.places = SIDES.map(([, title]) => h("div", { class: "side", tabindex: "0", role: "group", "aria-label": title, "aria-live": "polite" }, h("p", { class: "empty" }, `${title}: not asked yet.`)));
+    const fields = Object.values(this.inputs).map(input => h("label", { for: input.id }, h("span", {}, input.dataset.label), input));
+    this.node = h("section", { class: "card panel", "aria-label": "Ask it" }, h("h2", {}, "Ask it"),
+      h("form", { class: "form", onsubmit: event => { event.preventDefault(); this.ask(); } }, fields, h("p", { class: "buttons" }, this.button)),
+      h("div", { class: "pair" }, SIDES.map(([, title], at) => h("div", {}, h("h3", {}, title), this.places[at]))));
+  }
+
+  async ask() {
+    const texts = Object.fromEntries(Object.entries(this.inputs).map(([name, input]) => [name, input.value]));
+    this.button.disabled = true;
+    for (const place of this.places) place.replaceChildren(h("p", { class: "soft" }, "It is being asked. The first time its weights are read."));
+    await Promise.all(SIDES.map(async ([weights], at) => {
+      const past = this.pasts[at], length = past.length;
+      try {
+        this.places[at].replaceChildren(...await this.way.ask({ model: this.id, weights }, texts, past));
+      } catch (error) {
+        past.length = length; // the message had no answer
+        this.places[at].replaceChildren(h("p", { class: "why s-failed" }, h("span", {}, clean(error.message))));
+      }
+    }));
+    this.button.disabled = false;
+    if (this.inputs.message) this.inputs.message.value = "";
+  }
+}
