@@ -92,6 +92,7 @@ class FilledOffer:
 
     experiment: Values
     epochs: int
+    steps: int  # that the epochs are
     batch: int
     lr_factor: float
 
@@ -194,7 +195,7 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
     values["optim"] = {**values["optim"], "lr": values["optim"]["lr"] * factor}
     values["data"] = {**values["data"], **KINDS[request.kind].data[values["task"]]}
     values["label"] = request.label
-    return FilledOffer(values, epochs, batch, factor)
+    return FilledOffer(values, epochs, steps, batch, factor)
 
 
 def held_out_per_mille(offer: Offer, places: Mapping[int, int]) -> int:

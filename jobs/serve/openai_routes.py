@@ -295,6 +295,7 @@ def new_ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> 
         num_rows=training.num_rows,
         seed=request.seed,
         epochs=filled.epochs,
+        steps=filled.steps,
         batch=filled.batch,
         lr_factor=filled.lr_factor,
         training_file=body.training_file,

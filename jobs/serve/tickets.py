@@ -73,6 +73,7 @@ class Ticket(Strict):
     num_rows: int
     seed: int
     epochs: int
+    steps: int | None = None  # that the epochs are; None: a ticket of before
     batch: int
     lr_factor: float
     training_file: str

@@ -32,6 +32,7 @@ from jobs.serve.requests import (
     writer_of,
 )
 from jobs.serve.tickets import UploadFolder
+from trainer.config.groups import with_steps
 from trainer.devices import device_of
 from trainer.errors import DataError
 from trainer.files.atomic import open_file
@@ -78,7 +79,9 @@ def _look(keeper: Keeper, ticket: Ticket, part: str, sees_places: bool) -> Value
         words += ["--data_path", str(folder), "--cache_dir", str(folder / "cache")]
         words += ["--savedir_base", str(keeper.folder.base.path)]
         words += _devices(offer) if part == "plan" else []
-        done = look(words, [ticket.experiment], folder, within_s=PREVIEW_S)
+        # of all rows, for only the first ones are counted here
+        experiments = with_steps([ticket.experiment], ticket.steps)
+        done = look(words, experiments, folder, within_s=PREVIEW_S)
     if done.returncode:
         text = _reason(done.stderr[-MAX_OUTPUT:]) or f"It ended with code {done.returncode}."
         text = text.replace(f"{folder}/", "")
@@ -164,7 +167,7 @@ def _plan_of(shown: Values, ticket: Ticket, offer: Offer) -> Values:
     ]
     peak = max(phase["bytes"] for phase in phases)
     answer: Values = {
-        "steps": ticket.experiment["train"]["steps"],
+        "steps": ticket.steps,
         "epochs": ticket.epochs,
         "batch": ticket.batch,
         "device": offer.device,
