@@ -84,9 +84,7 @@ class OutputLayer:
         """
         chunk = positions_of_chunk(_plain(self._layer).out_features)
         scoring = Scoring(targets_N, chunk, self._finish, smoothing)
-        is_adapted = hasattr(self._layer, "lora_A") and not self._layer.disable_adapters
-        # DoRA (in peft 0.21 a lora_variant) also scales the weight
-        if is_adapted and not self._layer.lora_variant:
+        if _has_adapters(self._layer):
             return _loss_with_adapters(self._layer, self._apply_scale(hidden_ND), scoring)
         if len(targets_N) <= chunk or not isinstance(self._layer, nn.Linear):
             return token_cross_entropy(self(hidden_ND), targets_N, smoothing=smoothing)
@@ -103,6 +101,14 @@ class OutputLayer:
 def _plain(layer: Any) -> Any:
     """The base's own linear layer, also if adapters wrap it."""
     return layer.get_base_layer() if hasattr(layer, "lora_A") else layer
+
+
+def _has_adapters(layer: Any) -> bool:
+    """Whether low-rank adapters add to the layer's logits. DoRA (in peft 0.21 a lora_variant) also
+    scales the weight, so it does not count.
+    """
+    is_adapted = hasattr(layer, "lora_A") and not layer.disable_adapters
+    return is_adapted and not layer.lora_variant
 
 
 def _loss(layer: Any, hidden_ND: Tensor, scoring: Scoring) -> Tensor:
