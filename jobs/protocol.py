@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -92,6 +92,8 @@ class Traits:
     keeps_queue: bool = False
     # it holds a job back until the run that is its base has left a model, so submission need not
     awaits_bases: bool = False
+    # the key of a job dictionary under which haven's account of the jobs goes
+    account_key: Literal["account", "account_id"] = "account_id"
 
 
 class Backend(Protocol):

@@ -152,7 +152,7 @@ class Scheduler:
         folder = RunFolder(Path(workdir).parent)
         keys = {key: value for key, value in job_config.items() if key != "name"}
         if account_id:
-            keys.setdefault("account" if self._backend == "slurm" else "account_id", account_id)
+            keys.setdefault(self._backend_of(self._backend).traits.account_key, account_id)
         job = validate(JobConfig, keys, source="job_config")
         request = self._request(folder, command, job, Path(workdir))
         (result,) = group.submit(replace(request, answer_wait_s=0))

@@ -176,6 +176,8 @@ def _content(run_folder: Path) -> dict[str, Any]:
         elif path.name == "status.json":
             timed = dict.fromkeys(("updated_at", "process", "goodput", "startup"))
             found[name] = {**json.loads(path.read_text()), **timed}
+        elif path.name == "console.log":  # a killed run says another time what it says again
+            found[name] = path.stat().st_size > 0
         elif path.is_file():
             found[name] = path.read_bytes()
     return found

@@ -73,7 +73,7 @@ class Slurm:
     """Jobs on a Slurm cluster, found by SLURM_CONF or the commands' own configuration."""
 
     name: ClassVar[str] = "slurm"
-    traits: ClassVar[Traits] = Traits(shares_disk=True)
+    traits: ClassVar[Traits] = Traits(shares_disk=True, account_key="account")
     validation: ClassVar[str] = "real Slurm 22.05 on one machine; GPUs pretended"
 
     def check(self) -> list[Finding]:
