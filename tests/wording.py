@@ -372,6 +372,7 @@ DICTIONARY = wording(
     key_required="{key}: required, but not given.",
     batch_above_file="batch_size={batch} is more than the {rows} rows that are trained on. Use at most {most}.",
     key_of_another_shape='shape="{shape}" does not read {key}',
+    spikes_unjudged="spike_window={window} with steps={steps}: no step would be judged",
     no_end="steps is missing: give it, or epochs",
     epochs_disagree="train.steps={steps}, but {said} are {count} steps. Leave one of the two out.",
     key_of_others="{key}: no such key. Here it is {ours}.{note}",
