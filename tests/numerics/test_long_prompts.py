@@ -17,8 +17,10 @@ from tests.facts import experiment, write_facts
 from tests.numerics import test_ways_to_generate as ways
 from tests.wording import refused, says
 from trainer import tasks
-from trainer.commands.answer import Opened, answers
+from trainer.commands.answer import answers
+from trainer.data.readers.row_files import placed_rows
 from trainer.evaluation import predict
+from trainer.evaluation.predict import OpenExport
 from trainer.models.texts import Fit, fitted
 from trainer.models.weights import generation_file
 from trainer.protocol.abilities import Prediction, Search
@@ -36,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_facts(tmp_path_factory.mktemp("facts"))
 
 
-def opened(kind: str, folder: Path, out: Path, **data: Any) -> Opened:
+def opened(kind: str, folder: Path, out: Path, **data: Any) -> OpenExport:
     values = ways.values_of(kind, folder)
     values["data"] |= data
     (Path(values["base"]) / generation_file.NAME).unlink(missing_ok=True)
@@ -65,29 +67,22 @@ def rows_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def predicted(model: Opened, path: Path, how: Prediction, *, strict: bool = False) -> list[Any]:
+def predicted(model: OpenExport, path: Path, how: Prediction, *, strict: bool = False) -> list[Any]:
     """The lines of predict."""
-    request = predict.RowsToPredict(
-        model.folder, path, path.with_name("out"), how, batch=16, strict=strict
-    )
-    cut_tokens = predict._judge_rows(request, model.task, model.model)
-    pieces = predict._Pieces(path.with_name("parts"), 16, 0, 1, cut_tokens)
-    pieces.folder.mkdir(exist_ok=True)
-    predict._write_pieces(pieces, request, model.task, model.model)
-    (piece,) = pieces.folder.iterdir()
-    lines = [json.loads(line) for line in piece.read_text().splitlines()]
-    piece.unlink()
-    return lines
+    placed, name = placed_rows(path), str(path)
+    cut_tokens = predict.judge_rows(model, placed, how, what=name, strict=strict)
+    lines = predict.predict_rows(model, placed_rows(path), how, batch=16, cut_tokens=cut_tokens)
+    return [json.loads(json.dumps(line)) for line in lines]
 
 
-def text_of(model: Opened, length: int) -> str:
+def text_of(model: OpenExport, length: int) -> str:
     """A text of that many tokens."""
     text = "a" * length
     assert len(model.task.prompt_ids({"text": text}, "here")) == length
     return text
 
 
-def served(model: Opened, text: str) -> tuple[str, dict[str, Any]]:
+def served(model: OpenExport, text: str) -> tuple[str, dict[str, Any]]:
     asked = {"prompt": text, "max_tokens": MOST, "temperature": 0, "seed": 1, "stop": []}
     pieces = list(answers(model, [asked]))
     return "".join(piece.get("text", "") for piece in pieces), pieces[-1]
@@ -156,7 +151,7 @@ def test_the_program_of_the_card_keeps_to_the_positions(
     assert said.getvalue() == served(model, text)[0] + "\n"
 
 
-def row_of(model: Opened, question: int, context: int) -> dict[str, Any]:
+def row_of(model: OpenExport, question: int, context: int) -> dict[str, Any]:
     """A row of that many letters for each."""
     name = model.task.cfg.task
     if name == "summariser":
@@ -187,7 +182,7 @@ def test_what_an_encoding_cuts_is_told_and_not_refused(
     assert "cut_tokens" not in asked(model, rows[0])
 
 
-def asked(model: Opened, row: dict[str, Any]) -> dict[str, Any]:
+def asked(model: OpenExport, row: dict[str, Any]) -> dict[str, Any]:
     """The service's answer to a row."""
     question = row.get("question", row.get("context"))
     how = {"max_tokens": 4096, "temperature": 0, "seed": 1, "stop": []}
@@ -229,7 +224,7 @@ def test_texts_without_answers_tell_what_is_cut_too(
 ) -> None:
     cfg = tasks.parse(experiment(name, folder))
     task = tasks.load(cfg, Places(folder, folder / "cache", folder))
-    model = Opened(task, task.model().eval(), tmp_path)
+    model = OpenExport(task, task.model().eval(), tmp_path)
     rows = [row_of(model, 5, length) for length in (5, 200)]
     short, cut = predicted(model, rows_file(tmp_path, rows), Prediction(), strict=True)
     assert "cut_tokens" not in short

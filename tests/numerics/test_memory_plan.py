@@ -35,7 +35,7 @@ from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime import distributed
 from trainer.training.engine import Engine
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
 from memory_plan import (
     TOLERANCE,
     Case,

@@ -27,7 +27,7 @@ from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime.batch import to_device
 from trainer.training.engine import Engine
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
 from memory_plan import TOLERANCE, events_of, live_bytes, recorded
 
 pytest.importorskip("peft", reason="the optional package peft is not installed")
