@@ -1,0 +1,84 @@
+"""Makes the base of the demo: `python -m trainer.demo.make_base --out FOLDER`.
+
+It is a T5 of 755,456 weights that an ordinary run of Lathe trains from nothing on made-up texts
+(`fragments` of trainer/data/lookup.py): it gets a fragment of a sentence and some passages, and
+writes the passage that holds the fragment. It has read no question, and none of the names that the
+demo asks about.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainer.api.training import fine_tune
+from trainer.config.groups import vary
+from trainer.data import lookup
+from trainer.errors import EXIT_OK
+from trainer.files.atomic import new_folder, refusals, refuse_existing
+from trainer.launch.ending import end
+from trainer.recipes.lookup_groups import FID_COPIES
+
+BASE = vary(
+    FID_COPIES,
+    train={"steps": 2000, "eval_every": 250, "save_every": 250},
+    schedule={"shape": "linear"},
+    data={"source": "files", "contexts": 5, "answer_tokens": 16},
+)
+MOST_BYTES = 4_000_000  # of a base that is part of the package
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_README = """\
+# The base of Lathe's demo
+
+A T5 that was trained from random weights on made-up sentences about people who do not exist: from a
+fragment of a sentence and some passages it writes the passage that holds the fragment. Texts and
+weights are Lathe's own, under its licence (Apache-2.0). It is made again by
+`python -m trainer.demo.make_base --out FOLDER`.
+"""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Option("--out", help="The folder of the base, a new one.")],
+    work: Annotated[
+        Path, typer.Option("--work", help="The folder of the rows and of the run.")
+    ] = Path("out/demo_base"),
+) -> None:
+    """Make the base of the demo. Given again, it goes on where it was stopped."""
+    end(lambda: make(out, work, BASE))
+
+
+def make(out: Path, work: Path, values: dict[str, Any]) -> int:
+    """Write the rows below `work`, train there, and copy the model to `out`. Returns the exit code.
+
+    values: the experiment. ConfigError when `out` exists, StorageError when the disk refuses.
+    """
+    refuse_existing(out)
+    write_rows(work / "rows", passages=values["data"]["contexts"])
+    run = fine_tune(values, work / "rows", savedir_base=work / "runs", cache_dir=work / "cache")
+    with new_folder(out) as folder:
+        for name in _FILES:
+            shutil.copyfile(run.folder / "final" / name, folder / name)
+        (folder / "README.md").write_text(_README)
+    typer.echo(f"{out}: {sum(path.stat().st_size for path in out.iterdir()):,} bytes")
+    return EXIT_OK
+
+
+def write_rows(folder: Path, *, passages: int) -> None:
+    """Write train.jsonl and valid.jsonl, in whose rows no question stands."""
+    with refusals(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for split in ("train", "valid"):
+            rows = lookup.fragments(split, passages=passages)
+            lines = [json.dumps(row) + "\n" for row in rows]
+            (folder / f"{split}.jsonl").write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    app()
