@@ -25,7 +25,13 @@ from trainer.recipes.lookup_groups import FID_COPIES
 
 BASE = vary(
     FID_COPIES,
-    train={"steps": 2000, "eval_every": 250, "save_every": 250},
+    train={
+        "steps": 2000,
+        "global_batch": 32,
+        "micro_batch": 32,
+        "eval_every": 250,
+        "save_every": 250,
+    },
     schedule={"shape": "linear"},
     data={"source": "files", "contexts": 5, "answer_tokens": 16},
 )

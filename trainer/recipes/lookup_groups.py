@@ -97,7 +97,15 @@ FID_DEMO = vary(
     FID_COPIES,
     base="package:trainer/demo/base",
     tokenizer=None,
-    train={"steps": 250, "log_every": 10, "eval_every": 50, "save_every": 50, "answers": 50},
+    train={
+        "steps": 300,
+        "global_batch": 32,
+        "micro_batch": 32,
+        "log_every": 10,
+        "eval_every": 100,
+        "save_every": 50,
+        "answers": 50,
+    },
     schedule={"shape": "linear", "warmup_steps": 20},
     data={"contexts": 5},
 )
