@@ -15,7 +15,7 @@ from tests.wording import refused
 from trainer.api.run import Run
 from trainer.data import lookup
 from trainer.data.formats.held_out import is_held_out
-from trainer.demo import make_base, talk
+from trainer.demo import make_base, rows, talk
 from trainer.errors import EXIT_OK
 from trainer.files.packages import folder_of
 
@@ -29,7 +29,7 @@ ROWS = [
 
 
 def test_the_ten_questions_are_about_people_of_no_other_row() -> None:
-    asked = talk.rows(PASSAGES)
+    asked = talk.questions(PASSAGES)
     assert len(asked) == talk.NUM_QUESTIONS == 10
     people = [" ".join(row["question"].split()[2:4]) for row in asked]
     assert len({*people}) == 10
@@ -44,7 +44,7 @@ def test_the_ten_questions_are_about_people_of_no_other_row() -> None:
 
 
 def test_without_contexts_the_same_is_asked() -> None:
-    asked = talk.rows(PASSAGES)
+    asked = talk.questions(PASSAGES)
     bare = talk.without_contexts(asked)
     assert [row["question"] for row in bare] == [row["question"] for row in asked]
     assert not any(row["ctxs"] for row in bare)
@@ -101,11 +101,11 @@ def test_the_base_lies_in_the_package_that_is_built() -> None:
 
 
 def test_the_rows_of_the_base_hold_no_name_that_the_demo_asks_about(tmp_path: Path) -> None:
-    make_base.write_rows(tmp_path, passages=PASSAGES)
+    rows.write(tmp_path, rows.fragments(passages=PASSAGES))
     lines = (tmp_path / "train.jsonl").read_text().splitlines()
     assert len(lines) == lookup.NUM_ROWS["train"]
     text = "\n".join(lines)
-    for row in talk.rows(PASSAGES):
+    for row in talk.questions(PASSAGES):
         person = " ".join(row["question"].split()[2:4])
         assert person not in text
         assert row["answers"][0] not in text

@@ -11,7 +11,7 @@ from exp_configs import EXP_GROUPS
 from trainer.api.training import fine_tune
 from trainer.config.flags import CacheDir
 from trainer.config.groups import vary
-from trainer.demo import talk
+from trainer.demo import rows, talk
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.evaluation.run import Question, open_model
 from trainer.launch.ending import end
@@ -44,21 +44,23 @@ def _train_and_talk(savedir_base: Path, cache_dir: Path, seed: int | None) -> in
     (values,) = EXP_GROUPS["demo"]
     if seed is not None:
         values = vary(values, train={"seed": seed})
-    asked = talk.rows(values["data"]["contexts"])
-    options = Options(savedir_base, cache_dir=cache_dir)
+    data, passages, train = savedir_base / "demo_rows", values["data"]["contexts"], values["train"]
+    num_train = train["steps"] * train["global_batch"]  # each is read once
+    rows.write(data, rows.questions(num_train, passages=passages))
     try:
-        fine_tune(values, savedir_base=savedir_base, cache_dir=cache_dir)
+        fine_tune(values, data, savedir_base=savedir_base, cache_dir=cache_dir)
     except KeyboardInterrupt as stop:
         typer.echo(f"{stop}\nThe same command goes on there.", err=True)
         return EXIT_PREEMPTED
+    options = Options(savedir_base, data_path=data, cache_dir=cache_dir)
+    asked = talk.questions(passages)
     base_task, base, _ = open_model(Question(values, model="base"), options)
     before = talk.answers(base_task, base, asked)
     task, model, folder = open_model(Question(values, model="final"), options)
-    own, others = (
-        talk.answers(task, model, rows) for rows in (asked, talk.without_contexts(asked))
-    )
+    own = talk.answers(task, model, asked)
+    others = talk.answers(task, model, talk.without_contexts(asked))
     typer.echo(f"\n{talk.Talk(asked, own, others, before).text()}\n")
-    typer.echo(f"The model is in {folder}. Without {folder.parent} the demo begins anew.\n{NEXT}")
+    typer.echo(f"The model is in {folder}, its rows in {data}.\n{NEXT}")
     return EXIT_OK
 
 

@@ -8,7 +8,6 @@ demo asks about.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +16,9 @@ import typer
 
 from trainer.api.training import fine_tune
 from trainer.config.groups import vary
-from trainer.data import lookup
+from trainer.demo import rows
 from trainer.errors import EXIT_OK
-from trainer.files.atomic import new_folder, refusals, refuse_existing
+from trainer.files.atomic import new_folder, refuse_existing
 from trainer.launch.ending import end
 from trainer.recipes.lookup_groups import FID_COPIES
 
@@ -66,7 +65,7 @@ def make(out: Path, work: Path, values: dict[str, Any]) -> int:
     values: the experiment. ConfigError when `out` exists, StorageError when the disk refuses.
     """
     refuse_existing(out)
-    write_rows(work / "rows", passages=values["data"]["contexts"])
+    rows.write(work / "rows", rows.fragments(passages=values["data"]["contexts"]))
     run = fine_tune(values, work / "rows", savedir_base=work / "runs", cache_dir=work / "cache")
     with new_folder(out) as folder:
         for name in _FILES:
@@ -74,16 +73,6 @@ def make(out: Path, work: Path, values: dict[str, Any]) -> int:
         (folder / "README.md").write_text(_README)
     typer.echo(f"{out}: {sum(path.stat().st_size for path in out.iterdir()):,} bytes")
     return EXIT_OK
-
-
-def write_rows(folder: Path, *, passages: int) -> None:
-    """Write train.jsonl and valid.jsonl, in whose rows no question stands."""
-    with refusals(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for split in ("train", "valid"):
-            rows = lookup.fragments(split, passages=passages)
-            lines = [json.dumps(row) + "\n" for row in rows]
-            (folder / f"{split}.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":

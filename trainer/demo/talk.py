@@ -65,7 +65,7 @@ class Talk:
         return f"{answer}, right" if is_right else f"{answer or '(nothing)'}, not {wanted}"
 
 
-def rows(passages: int) -> list[Row]:
+def questions(passages: int) -> list[Row]:
     """The ten questions, each with its own passages, of which one answers."""
     return list(islice(lookup.questions(_SPLIT, passages=passages), NUM_QUESTIONS))
 

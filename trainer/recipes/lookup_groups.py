@@ -90,9 +90,9 @@ FID_RETRIEVED = vary(
     data={"source": "fid", "contexts": 5},
 )
 
-# `make demo`. Its base, which is part of the package, finds the passage that a fragment is taken
-# from (trainer/demo/make_base.py). What is left to learn is to read a question, and to answer with
-# the place alone.
+# `make demo`, which writes the files of questions(); each row is read once. Its base, which is part
+# of the package, finds the passage that a fragment is taken from (trainer/demo/make_base.py). What
+# is left to learn is to read a question, and to answer with the place alone.
 FID_DEMO = vary(
     FID_COPIES,
     base="package:trainer/demo/base",
@@ -107,7 +107,7 @@ FID_DEMO = vary(
         "answers": 50,
     },
     schedule={"shape": "linear", "warmup_steps": 20},
-    data={"contexts": 5},
+    data={"source": "files", "contexts": 5},
 )
 
 # The verifier judges statements about sums, orders and members; each holds all that is needed to
