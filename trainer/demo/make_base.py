@@ -13,17 +13,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from tokenizers import decoders, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from trainer.api.training import fine_tune
 from trainer.config.groups import vary
+from trainer.config.schema import EmbeddedTokenizer
+from trainer.data.vocabulary import embedded_tokenizer
 from trainer.demo import rows
 from trainer.errors import EXIT_OK
-from trainer.files.atomic import new_folder, refuse_existing
+from trainer.files.atomic import new_folder, refusals, refuse_existing
 from trainer.launch.ending import end
-from trainer.recipes.lookup_groups import FID_COPIES
+from trainer.recipes.lookup_groups import FID_COPIES, TOKENIZER
 
 BASE = vary(
     FID_COPIES,
+    tokenizer="tokenizer",  # beside the rows
     train={
         "steps": 2000,
         "global_batch": 32,
@@ -65,14 +70,28 @@ def make(out: Path, work: Path, values: dict[str, Any]) -> int:
     values: the experiment. ConfigError when `out` exists, StorageError when the disk refuses.
     """
     refuse_existing(out)
-    rows.write(work / "rows", rows.fragments(passages=values["data"]["contexts"]))
-    run = fine_tune(values, work / "rows", savedir_base=work / "runs", cache_dir=work / "cache")
+    data, cache = work / "rows", work / "cache"
+    rows.write(data, rows.fragments(passages=values["data"]["contexts"]))
+    with refusals(data):
+        tokenizer(cache).save_pretrained(str(data / values["tokenizer"]))
+    run = fine_tune(values, data, savedir_base=work / "runs", cache_dir=cache)
     with new_folder(out) as folder:
         for name in _FILES:
             shutil.copyfile(run.folder / "final" / name, folder / name)
         (folder / "README.md").write_text(_README)
     typer.echo(f"{out}: {sum(path.stat().st_size for path in out.iterdir()):,} bytes")
     return EXIT_OK
+
+
+def tokenizer(cache_dir: Path) -> PreTrainedTokenizerFast:
+    """The embedded tokenizer of the made-up corpus, with a space before every text, as T5's has: an
+    answer then has the tokens that it has inside a passage, and copying it is learnt far sooner.
+    """
+    made = embedded_tokenizer(EmbeddedTokenizer(**TOKENIZER), cache_dir)
+    backend = made.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    return made
 
 
 if __name__ == "__main__":
