@@ -66,8 +66,8 @@ def test_the_demo_reads_after_two_minutes_of_training(seed: int, tmp_path: Path)
     if seed == SEEDS[0]:  # one of them is killed half-way, and goes on
         killed = start(savedir, cache, seed, bare)
         until = time.monotonic() + PATIENCE_S
-        while max(steps_of(folder), default=0) < 70 and killed.poll() is None:
-            assert time.monotonic() < until, "no step 70"
+        while max(steps_of(folder), default=0) < 140 and killed.poll() is None:
+            assert time.monotonic() < until, "no step 140"
             time.sleep(0.2)
         os.killpg(killed.pid, signal.SIGKILL)
         killed.communicate()
