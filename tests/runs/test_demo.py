@@ -15,10 +15,12 @@ import pytest
 
 from exp_configs import EXP_GROUPS
 from tests import forked
+from tests.wording import says
 from trainer.config.groups import vary
 from trainer.config.identity import exp_id
 from trainer.demo.__main__ import NEXT
 from trainer.demo.talk import NUM_QUESTIONS
+from trainer.errors import EXIT_BAD_INPUT
 
 DEMO = ("-m", "trainer.demo")
 # What extras bring, and what these bring: a demo whose machine has none of it must not miss it.
@@ -94,12 +96,12 @@ def test_the_demo_reads_after_two_minutes_of_training(seed: int, tmp_path: Path)
 def test_the_demo_refuses_a_file_for_its_folder_of_runs(tmp_path: Path) -> None:
     (tmp_path / "results").write_text("")
     ended = forked.run(*DEMO, "-sb", "results", cwd=tmp_path)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "StorageError" in ended.stderr
+    assert ended.returncode == EXIT_BAD_INPUT, ended.stdout + ended.stderr
+    says("file_unwritable", ended.stderr, at="results/demo_rows", reason="Not a directory")
     assert "Traceback" not in ended.stderr + ended.stdout
 
 
 def test_the_demo_knows_no_seed_below_0(tmp_path: Path) -> None:
     ended = forked.run(*DEMO, "--seed", "-1", cwd=tmp_path)
-    assert ended.returncode == 2
+    assert ended.returncode == EXIT_BAD_INPUT
     assert "--seed" in ended.stderr

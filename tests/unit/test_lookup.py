@@ -205,6 +205,7 @@ def test_no_row_changes_while_the_version_stays() -> None:
     assert {kind: hashlib.sha256(text).hexdigest()[:12] for kind, text in made.items()} == {
         "questions": "1277aeab10f1",
         "questions that train": "bf17cc2a3ad8",
+        "fragments": "d911fc9dedef",
         "texts": "ff7ce48f3e23",
         "contexts": "7f67fe60eccc",
         "summaries": "3891ed9b4604",

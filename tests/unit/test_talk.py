@@ -101,12 +101,12 @@ def test_the_base_lies_in_the_package_that_is_built() -> None:
     }
 
 
-def test_no_row_that_is_written_holds_a_name_that_the_demo_asks_about(tmp_path: Path) -> None:
+def test_no_training_row_holds_a_name_that_the_demo_asks_about(tmp_path: Path) -> None:
     rows.write(tmp_path / "demo", rows.questions(500, passages=PASSAGES))
     fragments = rows.fragments(passages=PASSAGES)["train"]
     rows.write(tmp_path / "base", {"train": islice(fragments, 500)})
-    texts = [path.read_text() for path in sorted(tmp_path.glob("*/*.jsonl"))]
-    assert [text.count("\n") for text in texts] == [500, 500, 100]
+    texts = [path.read_text() for path in sorted(tmp_path.glob("*/train.jsonl"))]
+    assert [text.count("\n") for text in texts] == [500, 500]
     text = "".join(texts)
     for row in talk.questions(PASSAGES):
         person = " ".join(row["question"].split()[2:4])

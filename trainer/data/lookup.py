@@ -139,8 +139,9 @@ def fragments(split: str, *, passages: int) -> Iterator[Row]:
     A row has `passages` passages, in training mostly fewer. The made-up base of the demo is trained
     on them (trainer/demo/make_base.py).
     """
+    is_training = split == "train"
     for number, draw in _draws(split):
-        facts, whole = draw.facts(draw.count(passages), alike=split == "train")
+        facts, whole = draw.facts(draw.count(passages), alike=is_training)
         fragment = draw.choice([f"{whole.person} {whole.relation}", whole.place])
         ctxs = [{"title": "", "text": fact.text} for fact in facts]
         yield {"id": str(number), "question": fragment, "answers": [whole.text], "ctxs": ctxs}

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 _NUM_VALID = 100
 
 
-def questions(num_train: int, *, passages: int) -> dict[str, list[Row]]:
+def questions(num_train: int, *, passages: int) -> dict[str, Iterable[Row]]:
     """The rows of the demo by split: questions, each with passages of which one answers."""
     return {
-        split: list(islice(lookup.questions(split, passages=passages), count))
+        split: islice(lookup.questions(split, passages=passages), count)
         for split, count in (("train", num_train), ("valid", _NUM_VALID))
     }
 

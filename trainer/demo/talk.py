@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 NUM_QUESTIONS = 10
-_SPLIT = "test"  # no name of it stands in a row that is trained or validated on
+_SPLIT = "test"  # its names stand in no row that is trained on
 
 
 @dataclass(frozen=True)
