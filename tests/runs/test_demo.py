@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from trainer.config.groups import vary
 from trainer.config.identity import exp_id
 from trainer.demo.__main__ import NEXT
 from trainer.demo.talk import NUM_QUESTIONS
-from trainer.errors import EXIT_BAD_INPUT
+from trainer.errors import EXIT_BAD_INPUT, EXIT_OK
 
 DEMO = ("-m", "trainer.demo")
 # What extras bring, and what these bring: a demo whose machine has none of it must not miss it.
@@ -41,15 +43,16 @@ def steps_of(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines.read_text().splitlines() if line[-1] == "}"]
 
 
-def start(savedir: Path, cache: Path, seed: int, bare: Path) -> subprocess.Popen[str]:
-    """The demo as `make demo` starts it, where no extra is installed."""
+@contextlib.contextmanager
+def started(savedir: Path, cache: Path, seed: int, bare: Path) -> Iterator[subprocess.Popen[str]]:
+    """The demo as `make demo` starts it, where no extra is installed; it ends with the block."""
     bare.mkdir(exist_ok=True)
     lines = "\n".join(f"sys.modules[{name!r}] = None" for name in EXTRAS)
     (bare / "sitecustomize.py").write_text(f"import sys\n{lines}\n")
     environment = {**os.environ, "PYTHONPATH": f"{bare}{os.pathsep}{forked.ROOT}"}
     environment |= {"OMP_NUM_THREADS": "2"}
     where = ["-sb", str(savedir), "--cache_dir", str(cache), "--seed", str(seed)]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *DEMO, *where],
         cwd=forked.ROOT,
         env=environment,
@@ -58,25 +61,38 @@ def start(savedir: Path, cache: Path, seed: int, bare: Path) -> subprocess.Popen
         text=True,
         start_new_session=True,
     )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def text_of(savedir: Path, cache: Path, seed: int, bare: Path) -> str:
+    """What the demo says until it ends."""
+    with started(savedir, cache, seed, bare) as process:
+        text, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == EXIT_OK, text
+    return text
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3 * PATIENCE_S)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_demo_reads_after_two_minutes_of_training(seed: int, tmp_path: Path) -> None:
     savedir, cache, bare = (tmp_path / name for name in ("results", "cache", "bare"))
     folder = folder_of(savedir, seed)
-    if seed == SEEDS[0]:  # one of them is killed half-way, and goes on
-        killed = start(savedir, cache, seed, bare)
+    before: list[int] = []
+    if seed == SEEDS[0]:  # one of them is killed on the way, and goes on
         until = time.monotonic() + PATIENCE_S
-        while max(steps_of(folder), default=0) < 140 and killed.poll() is None:
-            assert time.monotonic() < until, "no step 140"
-            time.sleep(0.2)
-        os.killpg(killed.pid, signal.SIGKILL)
-        killed.communicate()
+        with started(savedir, cache, seed, bare) as killed:
+            while max(steps_of(folder), default=0) < 140 and killed.poll() is None:
+                assert time.monotonic() < until, "no step 140"
+                time.sleep(0.2)
         before = steps_of(folder)
-    else:
-        before = []
-    said = start(savedir, cache, seed, bare).communicate(timeout=PATIENCE_S)[0]
+        assert before
+    said = text_of(savedir, cache, seed, bare)
     assert NEXT in said, said
     (of_context, of_nothing) = re.findall(
         rf"^right +(\d+) of {NUM_QUESTIONS} +(\d+) of", said, re.M
@@ -88,7 +104,7 @@ def test_the_demo_reads_after_two_minutes_of_training(seed: int, tmp_path: Path)
     steps = steps_of(folder)
     assert steps[: len(before)] == before
     assert 1 not in steps[len(before) :] or not before, "it began anew"
-    again = start(savedir, cache, seed, bare).communicate(timeout=PATIENCE_S)[0]
+    again = text_of(savedir, cache, seed, bare)
     assert again[again.index(f"{NUM_QUESTIONS} questions") :] in said
     assert steps_of(folder) == steps, "it trained again"
 
