@@ -25,7 +25,7 @@ $(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(INSTALL) --no-compile $(TORCH)
 	$(INSTALL) --no-compile -e .
-	@echo "$$($(PIP) list --format=freeze --exclude pip --exclude setuptools --exclude-editable | wc -l) wheels," \
+	@echo "$$($(PIP) list --format=freeze --exclude pip --exclude-editable | wc -l) wheels," \
 		"$$(du -sm .venv | cut -f1) MB, in $$(($$(date +%s) - $$(cat .venv/.began))) s"
 	touch $(RUNS)
 

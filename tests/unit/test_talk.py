@@ -69,7 +69,7 @@ def test_the_talk_is_a_line_for_each_question_and_its_scores() -> None:
         "Where is Kor?  Bal Kor, right        (nothing), not Bal Kor",
         "Where is Zir?  Bal Kor, not Bal Zir  Fen Zir, not Bal Zir",
         "right          1 of 2                0 of 2",
-        "Before the training 1 of 2 were right with their contexts.",
+        "Before the training 1 of 2; the first answer was: Kor.",
     ]
 
 

@@ -56,7 +56,7 @@ class Talk:
         for question, first, second in table:
             lines.append(f"{question:<{widths[0]}}  {first:<{widths[1]}}  {second}")
         right_before = f"{self.num_right(self.before)} of {len(self.before)}"
-        lines.append(f"Before the training {right_before} were right with their contexts.")
+        lines.append(f"Before the training {right_before}; the first answer was: {self.before[0]}")
         return "\n".join(lines)
 
     def _judged(self, at: int, answer: str) -> str:
