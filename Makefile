@@ -1,5 +1,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip
+INSTALL := $(PIP) install --disable-pip-version-check -c constraints.txt
+# What pip gets torch by. On another index it may be "torch --index-url URL".
+TORCH ?= torch
+RUNS := .venv/.runs
 STAMP := .venv/.installed
 # One thread for each process: ranks share the cores, and results must not depend on how many there are.
 ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions
@@ -13,16 +18,26 @@ KERNEL := $(ENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c \
 
 setup: $(STAMP)
 
+# What training and answering need, and no extra. What is imported is compiled when it first is.
 # torch first and by itself: a plain request for it would fetch the CUDA build.
-$(STAMP): pyproject.toml constraints.txt
+$(RUNS): pyproject.toml constraints.txt
+	@mkdir -p .venv && date +%s >.venv/.began
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,haven]'
+	$(INSTALL) --no-compile $(TORCH)
+	$(INSTALL) --no-compile -e .
+	@echo "$$($(PIP) list --format=freeze --exclude pip --exclude-editable | wc -l) wheels," \
+		"$$(du -sm .venv | cut -f1) MB, in $$(($$(date +%s) - $$(cat .venv/.began))) s"
+	touch $(RUNS)
+
+# All extras, and what tests and checks need besides.
+$(STAMP): $(RUNS)
+	$(INSTALL) -e '.[dev,haven]'
 	@$(KERNEL) || echo "DeepSpeed's CPU AdamW does not compile here: runs that offload to the CPU will not start"
 	touch $(STAMP)
 
-demo: setup
-	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e crossattn_tiny -sb results -r 1
+# Trains a small reader and asks it ten questions. Given again, it goes on where it was stopped.
+demo: $(RUNS)
+	OMP_NUM_THREADS=2 $(BIN)/python -m trainer.demo
 
 # Two processes: a third one would import everything for itself, 40 CPU seconds.
 test: setup

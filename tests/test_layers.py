@@ -3,7 +3,7 @@ torch-free, and each wrapped package has one importer.
 
 A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trainer/, from above
 (what is named stands higher or lower than its room):
-8  lathe.py and api/, which are also above jobs/
+8  lathe.py, api/ and demo/, which are also above jobs/
 7  trainval.py, trainer/__main__.py, commands/
 6  proof/, recipes/
 5  launch/, survival/, evaluation/
@@ -74,6 +74,7 @@ FLOORS = {
     "trainer.commands": 7,
     "trainval": 7,
     "trainer.api": 8,
+    "trainer.demo": 8,
     "trainer.lathe": 8,
 }
 NOT_FOR_TASKS = ("trainer.training", "trainer.telemetry.run_record", "trainer.evaluation")

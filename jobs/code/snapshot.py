@@ -15,7 +15,7 @@ installed, and its version stands in code.json in the commit's place. Left out, 
 
 - .git, the savedir_base, and untracked litter (caches, virtual environments, results/, wandb/);
 - files that are called like a secret (`secret_keys.is_secret_file`);
-- checkpoints and weights (.safetensors, .pt, .pth, .bin, .ckpt, .gguf, .pkl) of more than 1 MiB;
+- checkpoints and weights (.safetensors, .pt, .pth, .bin, .ckpt, .gguf, .pkl) of more than 4 MiB;
 - links that are absolute or lead out of the project.
 
 A file whose content holds a key is an error and not left out: without it the code might not run,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from exp_configs import CAUSAL_LM_TINY, CROSSATTN_TINY, experiments_of, vary
+from jobs.code.repository import MAX_WEIGHTS
 from jobs.submit.refusals import start_folder
 from tests.jobs.conftest import Make, Place
 from tests.wording import Fault, fault, refused, says
@@ -209,7 +210,7 @@ def test_a_placed_path_is_the_name_itself_where_nothing_lies_in_the_start_folder
 def write_weights(folder: Path) -> None:
     """A folder with more weights than a snapshot of the code takes."""
     folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"\0" * ((1 << 20) + 1))
+    (folder / "model.safetensors").write_bytes(bytes(MAX_WEIGHTS + 1))
 
 
 def test_files_of_the_project_are_those_of_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,21 @@ def test_training_alone_is_told_what_is_asked_for_of_everybody() -> None:
         assert share == 1 if is_training else 0.2 < share < 0.3, split
 
 
+def test_a_fragment_is_of_one_passage_and_of_no_question() -> None:
+    kinds: Counter[str] = Counter()
+    for row in islice(lookup.fragments("train", passages=5), MANY):
+        texts, (whole,) = [passage["text"] for passage in row["ctxs"]], row["answers"]
+        assert len(texts) <= 5
+        assert [text for text in texts if row["question"] in text] == [whole]
+        assert "?" not in row["question"]
+        kinds["beginning" if whole.startswith(row["question"]) else "place"] += 1
+        kinds[f"of {len(texts)}"] += 1
+    assert min(kinds["beginning"], kinds["place"]) > MANY / 3
+    assert kinds["of 1"] > MANY / 3
+    lengths = {len(row["ctxs"]) for row in islice(lookup.fragments("valid", passages=5), MANY)}
+    assert lengths == {5}
+
+
 def test_the_control_asks_the_same_and_answers_nothing() -> None:
     valid, control = (
         list(lookup.questions(split, passages=5)) for split in ("valid", lookup.CONTROL)
@@ -181,6 +196,7 @@ def test_no_row_changes_while_the_version_stays() -> None:
     kinds = {
         "questions": lookup.questions("valid", passages=20),
         "questions that train": lookup.questions("train", passages=5),
+        "fragments": lookup.fragments("train", passages=5),
         "texts": lookup.texts("train"),
         "contexts": lookup.contexts("train"),
         "summaries": lookup.summaries("train"),
@@ -189,6 +205,7 @@ def test_no_row_changes_while_the_version_stays() -> None:
     assert {kind: hashlib.sha256(text).hexdigest()[:12] for kind, text in made.items()} == {
         "questions": "1277aeab10f1",
         "questions that train": "bf17cc2a3ad8",
+        "fragments": "d911fc9dedef",
         "texts": "ff7ce48f3e23",
         "contexts": "7f67fe60eccc",
         "summaries": "3891ed9b4604",

@@ -14,6 +14,7 @@ from trainer.api.table import Table
 from trainer.data.formats.json_text import half_of_pair, json_value
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import read_json
+from trainer.files.packages import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,8 +106,9 @@ class Run:
         """The losses and the scores of validation over the steps, as a figure of matplotlib that
         a notebook shows and `run.plot().savefig("run.png")` writes.
 
-        Raises ConfigError where there is nothing to draw yet.
+        Raises ConfigError where there is nothing to draw yet, and without the extra `plots`.
         """
+        require("matplotlib", "plots")
         from trainer.api.chart import chart
 
         rows = self.metrics()

@@ -36,11 +36,13 @@ def stats(
     from trainer import tasks
     from trainer.data import left_out
     from trainer.files.atomic import refusals, write_json
+    from trainer.files.packages import require
     from trainer.statistics import picture, table
     from trainer.statistics.report import report
 
     if as_json:
         options.log_to_stderr()
+    require("matplotlib", "plots")
     values = which.values()
     cfg = tasks.parse(values)
     task = tasks.load(cfg, which.run_options().places)

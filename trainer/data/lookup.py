@@ -131,6 +131,22 @@ def questions(split: str, *, passages: int) -> Iterator[Row]:
         yield {"id": str(number), **_question_and_answer(answer), "ctxs": ctxs}
 
 
+def fragments(split: str, *, passages: int) -> Iterator[Row]:
+    """Rows {"id", "question", "answers", "ctxs"} that hold no question: in its place stands a
+    fragment of one passage, its beginning ("Bal Kor lives in") or the place at its end ("Fen Zir"),
+    and the answer is the whole passage.
+
+    A row has `passages` passages, in training mostly fewer. The made-up base of the demo is trained
+    on them (trainer/demo/make_base.py).
+    """
+    is_training = split == "train"
+    for number, draw in _draws(split):
+        facts, whole = draw.facts(draw.count(passages), alike=is_training)
+        fragment = draw.choice([f"{whole.person} {whole.relation}", whole.place])
+        ctxs = [{"title": "", "text": fact.text} for fact in facts]
+        yield {"id": str(number), "question": fragment, "answers": [whole.text], "ctxs": ctxs}
+
+
 def num_contexts(facts: int) -> int:
     """The number of training rows of contexts().
 

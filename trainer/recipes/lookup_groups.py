@@ -90,6 +90,26 @@ FID_RETRIEVED = vary(
     data={"source": "fid", "contexts": 5},
 )
 
+# `make demo`, which writes the files of questions(); each row is read once. Its base, which is part
+# of the package, finds the passage that a fragment is taken from (trainer/demo/make_base.py). What
+# is left to learn is to read a question, and to answer with the place alone.
+FID_DEMO = vary(
+    FID_COPIES,
+    base="package:trainer/demo/base",
+    tokenizer=None,
+    train={
+        "steps": 600,
+        "global_batch": 32,
+        "micro_batch": 32,
+        "log_every": 20,
+        "eval_every": 200,
+        "save_every": 100,
+        "answers": 50,
+    },
+    schedule={"shape": "linear", "warmup_steps": 20},
+    data={"source": "files", "contexts": 5},
+)
+
 # The verifier judges statements about sums, orders and members; each holds all that is needed to
 # judge it. The statements of a group differ only in what makes them false, and the model learns
 # from that. The contrastive term is off: it would push apart groups that differ in names only.
@@ -296,6 +316,7 @@ VERA_TWO = vary(
 )
 
 GROUPS: dict[str, list[Values]] = {
+    "demo": [FID_DEMO],
     "fid_lookup_cpu": [FID_COPIES, FID_CHOOSES, FID_READS_5, FID_READS_20],
     "crossattn_lookup_cpu": [LM_LOOKUP, LM_ALL_TOKENS, CROSSATTN_LOOKUP],
     "vera_lookup_cpu": [VERA_LOOKUP],

@@ -12,6 +12,7 @@ from trainer.config.flags import ENTITY_ALONE, RunFlags
 from trainer.config.identity import base_label, exp_id
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json
+from trainer.files.packages import require
 from trainer.protocol.task import Places
 from trainer.telemetry.trackers import tracker_names
 from trainer.telemetry.wandb_run import WandbSettings
@@ -38,6 +39,8 @@ class Options(RunFlags):
 
     def __post_init__(self) -> None:
         tracker_names(self.trackers)  # on every rank, before anything begins
+        if self.wandb_project_name is not None:
+            require("wandb", "wandb")
 
     def resets(self, exp_id: str) -> bool:
         """Whether this run begins by moving its old folder aside."""

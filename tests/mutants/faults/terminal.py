@@ -5,6 +5,7 @@ from tests.mutants.fault import Fault
 SIGNALS = "tests/runs/test_signals.py -m 'not long'"
 PREFLIGHT = "tests/runs/test_preflight.py"
 UNCLEAR = "tests/runs/test_unclear_input.py"
+TALK = "tests/unit/test_talk.py"
 
 FAULTS = [
     Fault(
@@ -55,5 +56,26 @@ FAULTS = [
         "    return _each_again(request, rows, rows)",
         why="retry of one experiment sends more of its group than max_parallel",
         tests="tests/jobs/test_sending.py",
+    ),
+    Fault(
+        "trainer/demo/talk.py",
+        '_SPLIT = "test"',
+        '_SPLIT = "train"',
+        why="the demo asks about people whom it has read about",
+        tests=TALK,
+    ),
+    Fault(
+        "trainer/demo/talk.py",
+        '{**row, "ctxs": []}',
+        "row",
+        why="the demo says that it answers without a context, and reads one",
+        tests=TALK,
+    ),
+    Fault(
+        "trainer/training/options.py",
+        'require("wandb", "wandb")',
+        "pass",
+        why="a run whose tracker is not installed trains for hours without it",
+        tests="tests/unit/test_extras.py",
     ),
 ]

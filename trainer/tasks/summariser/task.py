@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from trainer.data.control_tokens import ControlTokens
 from trainer.data.padding import flat, pad_right, unflat
 from trainer.errors import ConfigError
+from trainer.files import packages
 from trainer.metrics.mergeable import Ratio
 from trainer.models import base_model, base_source
 from trainer.models.families import SUMMARISERS, family_of, start_of
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import pack, pack_targets
 from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, scored_answers
-from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Row
+from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
 from trainer.tasks.generated import refuse_sampling, text_of
@@ -39,6 +40,10 @@ class Task(TokenTask[Config]):
 
     kind: ClassVar[base_model.Kind] = "seq2seq_lm"
     rows_are_of_files: ClassVar[bool] = True
+
+    def __init__(self, cfg: Config, places: Places) -> None:
+        packages.require("rouge_score", "rouge")  # now, not at the first evaluation
+        super().__init__(cfg, places)
 
     # Model
     # ----------------------------------------------------------------------------------------------

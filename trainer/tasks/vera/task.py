@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.files import packages
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import base_model, base_source
 from trainer.models.families import DECODERS
@@ -49,6 +50,7 @@ class Task(TokenTask[Config]):
     base_name: ClassVar[str] = "encoder"
 
     def __init__(self, cfg: Config, places: Places) -> None:
+        packages.require("sklearn", "vera")  # now, not at the first evaluation
         super().__init__(cfg, places)
         self.temperature = 1.0  # load_export sets it to that of a calibrated model
         self._logged: set[str] = set()  # splits whose numbers of groups were logged

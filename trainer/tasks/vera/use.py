@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.files.atomic import write_json
+from trainer.files.packages import require
 from trainer.models.head import HEAD_FILE
 from trainer.runtime.batch import to_device
 from trainer.tasks.vera import pictures
@@ -40,8 +41,9 @@ def calibrate_model(
     metrics.statement_metrics) and store it in the folder. All tasks have the same weight.
 
     It writes calibration.json, reliability.png and scores.png into `report`. ConfigError when the
-    folder holds no verifier of ours.
+    folder holds no verifier of ours, and without the extra `plots`.
     """
+    require("matplotlib", "plots")
     if not (folder / HEAD_FILE).is_file():
         raise ConfigError(
             f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or "
