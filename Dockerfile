@@ -25,7 +25,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev
 FROM ${BASE} AS lathe
 # Who owns /data. A number is enough: programs read HOME and USER, Kubernetes wants a number.
 ARG OWNER=10001
-ARG EXTRAS=agents,bits,gpu,lora,serve
+ARG EXTRAS=agents,bits,gpu,lora,plots,rouge,serve,vera,wandb
 # Another index of packages, such as a mirror; without it pip's own.
 ARG PIP_INDEX_URL
 ENV HOME=/data USER=lathe PATH=/opt/lathe/bin:${PATH} PYTHONUNBUFFERED=1 \
