@@ -1,5 +1,5 @@
 """Answers questions with one trained model, for the service, which lets people try a model:
-`python -m trainer.commands.answer RUN CACHE WEIGHTS`. WEIGHTS: final, or base (untrained).
+`python -m trainer.commands.answer RUN CACHE [WEIGHTS]`. WEIGHTS: final, or base (untrained).
 
 It reads lines of JSON: `{"many": [questions]}`, the waiting questions. For these it writes lines of
 JSON, each with the number of its question (`of`), and at last `{"done": true}`.
@@ -33,14 +33,15 @@ def main() -> int:
     """Answer until the end of standard input."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to standard error
-    folder, cache, weights = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    values = read_json(folder / "exp_dict.json")
+    folder, cache, weights = [*sys.argv[1:], "final"][:3]
+    run, cache_dir = Path(folder), Path(cache)
+    values = read_json(run / "exp_dict.json")
     if values is None:
-        _say(out, {"error": f"{folder} holds no exp_dict.json"})
+        _say(out, {"error": f"{run} holds no exp_dict.json"})
         return ConfigError.exit_code
     try:
         model_of_run = OpenExport(
-            *open_model(Question(values, model=weights), Options(folder.parent, cache_dir=cache))
+            *open_model(Question(values, model=weights), Options(run.parent, cache_dir=cache_dir))
         )
     except LatheError as error:
         _say(out, {"error": str(error)})
