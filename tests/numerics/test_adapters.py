@@ -70,7 +70,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bases")
 
 
-def values_of(name: str, kind: str, folder: Path, bases: Path) -> dict[str, Any]:
+def values_of(
+    name: str, kind: str, folder: Path, bases: Path, *, is_smooth: bool = False
+) -> dict[str, Any]:
+    """is_smooth: a T5 without a ReLU."""
     values = experiment(
         name,
         folder,
@@ -80,6 +83,9 @@ def values_of(name: str, kind: str, folder: Path, bases: Path) -> dict[str, Any]
         data=DATA.get(name, {}),
         lora=KINDS[kind],
     )
+    config = values["base"]["config"]  # type: ignore[index]
+    if is_smooth and config["model_type"] == "t5":  # type: ignore[index]
+        config |= {"feed_forward_proj": "gated-gelu"}  # type: ignore[operator]
     return from_folder(values, bases)
 
 
@@ -164,7 +170,9 @@ def _losses_of_runs(
 def test_the_losses_of_a_run_are_those_of_peft_in_a_plain_loop(
     kind: str, folder: Path, bases: Path, tmp_path: Path
 ) -> None:
-    of_task = {name: values_of(name, kind, folder, bases) for name in TASKS}
+    # Where a unit of a ReLU is within rounding of 0, one of two equal runs has a gradient there and
+    # the other has none: from that step on they part.
+    of_task = {name: values_of(name, kind, folder, bases, is_smooth=True) for name in TASKS}
     (got,) = run_on_ranks(1, _losses_of_runs, of_task, folder, tmp_path)
     for name, values in of_task.items():
         task = loaded(values, folder)
