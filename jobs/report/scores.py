@@ -21,7 +21,7 @@ from jobs.record.row import experiment_of, starts_of
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
 from trainer.files.atomic import bounded_lines, open_file, read_json, read_small
-from trainer.metrics.direction import direction_of
+from trainer.metrics.direction import direction_of, is_of_validation
 
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
 ID_WIDTH, GAP = 8, 2
@@ -135,8 +135,12 @@ def best_scores(folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, S
     train = experiment.get("train")
     if isinstance(train, dict):
         train = cast("dict[str, Any]", train)
-        if isinstance(train.get("best"), str) and train.get("best_is") in ("min", "max"):
-            directions = {train["best"]: train["best_is"]}
+        best, best_is = train.get("best"), train.get("best_is")
+        if isinstance(best, str) and best_is in ("min", "max"):
+            directions = {best: best_is}
+        elif isinstance(best_is, dict):
+            stated = cast("dict[str, Any]", best_is)
+            directions = {name: one for name, one in stated.items() if one in ("min", "max")}
     return _scores(folder, directions)
 
 
@@ -145,7 +149,7 @@ def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) 
     for values in evaluations(folder):
         step = int(values.get("step", 0))
         for name in values:
-            if name.startswith(PREFIX):
+            if is_of_validation(name):
                 series.setdefault(name, []).append((step, values[name]))
     scores: dict[str, Score] = {}
     for name, points in series.items():

@@ -15,10 +15,10 @@ from trainer.config.deepspeed_config import offload_device
 from trainer.config.flags import ENTITY_ALONE, unknown_tracker
 from trainer.config.mistakes import (
     OPTIMIZER_ON_NVME,
+    doubts,
     foreign_best,
     long_warmup,
     no_base,
-    odd_rate,
 )
 from trainer.config.userfile import START_FOLDER, may_be_hub_id
 from trainer.devices import count_and_name, device_of
@@ -99,7 +99,7 @@ def of_experiment(
     `steps` a long warm-up is a warning, as it is here. shares_disk: as in `of_flags`.
     """
     problems = list(foreign_best(cfg))
-    for doubt in odd_rate(cfg):
+    for doubt in doubts(cfg):
         if "strict" in flags:
             problems.append(f"--strict: {doubt}")
         else:

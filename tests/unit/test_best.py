@@ -14,8 +14,8 @@ from tests.wording import refused
 from trainer.config.schema import Schedule, Train
 from trainer.metrics.direction import direction_of
 from trainer.training import validation
+from trainer.training.choice.best import direction_of_best, tell_old_direction
 from trainer.training.session import Progress
-from trainer.training.validation import direction_of_best
 
 HIGHER = (
     *("em", "f1", "precision", "recall", "recall_em", "em_nq", "recall_em_triviaqa"),
@@ -85,13 +85,13 @@ def test_a_run_that_began_before_keeps_the_lowest_and_is_told_so(
     older = {name: one for name, one in Progress(step=3).state().items() if name != "best_is"}
     old, new = Progress.of(older), Progress.of(Progress().state())
     of_recall = train("valid/recall")
-    assert [direction_of_best(of_recall, one) for one in (old, new)] == ["min", "max"]
+    assert [direction_of_best(of_recall, one, "valid/recall") for one in (old, new)] == ["min", "max"]
     assert Progress.of(old.state()).best_is == "min", "its later checkpoints say so too"
     with caplog.at_level(logging.WARNING):
-        validation._tell_old_direction(of_recall, new)
-        validation._tell_old_direction(train("valid/loss"), old)
-        validation._tell_old_direction(train("valid/recall", best_is="min"), old)
+        tell_old_direction(of_recall, new)
+        tell_old_direction(train("valid/loss"), old)
+        tell_old_direction(train("valid/recall", best_is="min"), old)
         assert not caplog.messages
-        validation._tell_old_direction(of_recall, old)
+        tell_old_direction(of_recall, old)
     [message] = caplog.messages
     assert "best/ holds the lowest valid/recall, which is better when higher" in message

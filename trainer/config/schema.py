@@ -193,6 +193,37 @@ def steps_between(every: int | str, epoch_steps: fractions.Fraction) -> fraction
     return fractions.Fraction(found[1]) * epoch_steps
 
 
+def _best(value: Any) -> Any:
+    one_by_one: list[Any] = value if isinstance(value, list) else [value]
+    is_named = all(isinstance(one, str) and one for one in one_by_one)
+    if value is None or (one_by_one and is_named and len(set(one_by_one)) == len(one_by_one)):
+        return value
+    raise ValueError('Input should be a metric, such as "valid/loss", or a list of different ones')
+
+
+_METRIC = {"type": "string", "minLength": 1}
+_METRICS = {"anyOf": [_METRIC, {"type": "array", "items": _METRIC, "minItems": 1}, {"type": "null"}]}
+Best = Annotated[str | list[str] | None, PlainValidator(_best), WithJsonSchema(_METRICS)]
+
+
+def _best_is(value: Any) -> Any:
+    stated: Any = value.values() if isinstance(value, dict) else [value]
+    if value is None or (stated and all(one in ("min", "max") for one in stated)):
+        return value
+    raise ValueError('Input should be "min", "max" or one of them by metric: {"valid/em": "max"}')
+
+
+_DIRECTION = {"enum": ["min", "max"]}
+_DIRECTIONS = {
+    "anyOf": [_DIRECTION, {"type": "object", "additionalProperties": _DIRECTION}, {"type": "null"}]
+}
+BestIs = Annotated[
+    Direction | dict[str, Direction] | None,
+    PlainValidator(_best_is),
+    WithJsonSchema(_DIRECTIONS),
+]
+
+
 class Train(Strict):
     """What one run does. `global_batch` defines it; the world size changes only accumulation."""
 
@@ -248,11 +279,18 @@ class Train(Strict):
     """Validation rows that evaluations answer by generation; None: the flag --do_extra_evals."""
     keep_last: Positive = 2
     """Checkpoints that are kept; the best one is kept besides."""
-    best: str | None = "valid/loss"
-    """The metric that chooses best/."""
-    best_is: Direction | None = None
-    """Whether the lowest or the highest value of `best` is the best; None: as its name says, the
-    lowest of a loss, the highest of a recall. A metric whose name does not say it is asked for it.
+    best: Best = "valid/loss"
+    """The metric that chooses best/. A list: the first one, and where it is equal the next. Of a set
+    in data.valid_sets: "valid_NAME/loss".
+    """
+    best_is: BestIs = None
+    """Whether the lowest or the highest value of `best` is the best, of several by name: {"valid/em":
+    "max"}. None: as its name says, the lowest of a loss, the highest of a recall. A metric whose
+    name does not say it is asked for it.
+    """
+    hours: Annotated[float, Field(gt=0)] | None = None
+    """The longest that the run may take, all its starts together; it ends before that, evaluated,
+    saved and exported. None: it trains all of its steps.
     """
     patience: Positive | None = None
     """Evaluations in a row without a better `best` after which the run ends; None: it trains all of
@@ -295,6 +333,32 @@ class Train(Strict):
                 f"spike_window={self.spike_window} with steps={self.steps}: no step would be "
                 "judged. Give a spike_window below steps, or leave spike_z out"
             )
+        return self
+
+    @property
+    def best_metrics(self) -> list[str]:
+        """The metrics that choose best/: the first one decides, each other one breaks a tie."""
+        return [self.best] if isinstance(self.best, str) else list(self.best or ())
+
+    def stated_direction(self, metric: str) -> Direction | None:
+        """What best_is says of a metric of `best`."""
+        return self.best_is.get(metric) if isinstance(self.best_is, dict) else self.best_is
+
+    @model_validator(mode="after")
+    def _best_is_of_best(self) -> Train:
+        metrics = self.best_metrics
+        if isinstance(self.best_is, str) and len(metrics) > 1:
+            raise ValueError(
+                f'best_is="{self.best_is}" with {len(metrics)} metrics: say it by name, such as '
+                f'{{"{metrics[0]}": "{self.best_is}"}}'
+            )
+        if isinstance(self.best_is, dict):
+            strange = sorted(set(self.best_is) - set(metrics))
+            if strange:
+                raise ValueError(
+                    f"best_is: {', '.join(map(repr, strange))} is not in best="
+                    f"{self.best!r}. Use the names that stand there"
+                )
         return self
 
     @model_validator(mode="after")

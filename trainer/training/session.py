@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainer.runtime.preemption import Preemption
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
+    from trainer.training.choice.budget import Budget
     from trainer.training.engine import Engine
 
 
@@ -75,13 +76,15 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     units: int = 0  # units trained on so far
-    best: float | None = None
+    best: float | None = None  # of the first metric of train.best
+    tie_breakers: list[float] = field(default_factory=list[float])  # of the others, then
     best_step: int = 0
     waited: int = 0  # evaluations since the best one
     # "min" in a run that began before best/ followed the metric: it was the default then
     best_is: Direction | None = None
     owes_evaluation: bool = False  # this step was saved before its evaluation was done
     plateau: Plateau = field(default_factory=Plateau)
+    is_out_of_time: bool = False  # this step is the last one that train.hours has room for
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
     bad: BadSteps = field(default_factory=BadSteps)
     links: list[str] = field(default_factory=list[str])  # of the chain, by rank (chain.py)
@@ -144,6 +147,7 @@ class Session:
     )  # by rollbacks: step, why
     chain: StepChain = field(default_factory=StepChain)  # what proves the steps, from here on
     roll_back: Callable[[int, Trouble], None] | None = None  # leaves a window out; a collective
+    budget: Budget | None = None  # of train.hours
     after_step: Callable[[Engine, Progress], None] = do_nothing  # the last thing of every step
     # ConfigError when weights that the run began with are not finite; a collective
     refuse_unsound_base: Callable[[], None] = no_check

@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.errors import ConfigError, nearest
-from trainer.metrics.direction import Direction, direction_of
 from trainer.protocol.abilities import Answers
 from trainer.runtime import distributed
+from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Stopped
+from trainer.training.choice.best import (
+    best_text,
+    direction_of_best,
+    refuse_absent,
+    take_best,
+    tell_old_direction,
+)
 from trainer.training.scoring import answer, evaluate
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Train
     from trainer.training.session import Progress, Session
 
-logger = logging.getLogger(__name__)
-
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
-
-
-def direction_of_best(train: Train, progress: Progress) -> Direction:
-    """Whether the lowest or the highest value of train.best makes best/: as the experiment states
-    it, as the run began, or as the metric's name says. ConfigError where nothing does.
-    """
-    direction = train.best_is or progress.best_is or direction_of(str(train.best))
-    if direction is None:
-        raise ConfigError(
-            f"train.best={train.best!r}: got no train.best_is, and the name does not say whether "
-            'lower or higher is better; want one of them. Set train.best_is to "min" or "max".'
-        )
-    return direction
-
-
-def _tell_old_direction(train: Train, progress: Progress) -> None:
-    """Warn where a run goes on to keep the lowest value of a metric that is better when higher."""
-    if train.best is None or train.best_is is not None or progress.best_is is None:
-        return
-    by_name = direction_of(train.best)
-    if by_name != progress.best_is:
-        logger.warning(
-            "best/: this run began when train.best_is was %r unless stated, and goes on so: best/ "
-            "holds the lowest %s%s. Use final/, or state train.best_is in a new experiment.",
-            progress.best_is,
-            train.best,
-            ", which is better when higher" if by_name == "max" else "",
-        )
 
 
 def refuse_unknown_best(session: Session, progress: Progress) -> None:
@@ -61,11 +35,11 @@ def refuse_unknown_best(session: Session, progress: Progress) -> None:
     The first rows are evaluated; all of them where that does not show the metric, for some metrics
     are named after what is in the rows. Nothing is logged, and random state stays.
     """
-    best, task, valid = session.cfg.train.best, session.task, session.valid
-    distributed.on_main(lambda: _tell_old_direction(session.cfg.train, progress))
-    if best in (None, "valid/loss"):
+    train, task, valid = session.cfg.train, session.task, session.valid
+    on_main(lambda: tell_old_direction(train, progress))
+    if set(train.best_metrics) <= {"valid/loss"}:
         return
-    batch = session.cfg.train.eval_batch or session.cfg.train.micro_batch
+    batch = train.eval_batch or train.micro_batch
     names: set[str] = set()
     for count in (min(batch, len(valid)), len(valid)):
         with session.meter.pause():
@@ -74,10 +48,11 @@ def refuse_unknown_best(session: Session, progress: Progress) -> None:
             if questions and isinstance(task, Answers):
                 scores |= answer(session.engine, task, valid, questions, batch=batch)[0]
         names |= {f"valid/{name}" for name in scores}
-        if best in names:
-            direction_of_best(session.cfg.train, progress)
+        if names.issuperset(train.best_metrics):
+            for metric in train.best_metrics:
+                direction_of_best(train, progress, metric)
             return
-    raise ConfigError(f"train.best={best!r}: no such metric. {nearest(str(best), sorted(names))}")
+    refuse_absent(train, dict.fromkeys(names))
 
 
 def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bool) -> bool:
@@ -112,25 +87,39 @@ def end_early(session: Session, progress: Progress, *, is_saved: bool) -> None:
     if not is_saved:
         session.save(progress)
     train = session.cfg.train
-    best = "any finite number"
-    if progress.best is not None:
-        best = f"{progress.best:.6g} at step {progress.best_step}"
     text = (
         f"step {progress.step} of {train.steps} is the last: train.patience={train.patience} "
-        f"evaluations in a row had no better {train.best} than {best}"
+        f"evaluations in a row had no better {' and '.join(train.best_metrics)} than "
+        f"{best_text(train, progress)}"
     )
     session.record.end_early(text)
+
+
+def end_in_time(session: Session, progress: Progress) -> bool:
+    """End a run whose time is used up (train.hours): evaluate the present step and save it, if that
+    is not done. False when a signal ended the evaluation. A collective.
+    """
+    is_evaluated = on_main(lambda: session.record.logged_scores(progress.step) is not None)
+    is_new, progress.is_out_of_time = not progress.is_out_of_time, True
+    if is_new:
+        progress.owes_evaluation = not is_evaluated
+        session.save(progress)
+    if progress.owes_evaluation and not pay_evaluation(session, progress):
+        return False
+    assert session.budget is not None, "without it no time is used up"
+    session.record.end_early(session.budget.text(progress.step, session.cfg.train.steps))
+    return True
 
 
 def pay_evaluation(session: Session, progress: Progress) -> bool:
     """Do what evaluate_and_keep_best does, for a step that an earlier attempt saved but did not
     finish evaluating. Scores that the attempt has logged already are used.
     """
-    scores = distributed.on_main(lambda: session.record.logged_scores(progress.step))
+    scores = on_main(lambda: session.record.logged_scores(progress.step))
     if scores is None:
         return evaluate_and_keep_best(session, progress, is_saved=True)
-    if session.cfg.train.best is not None:
-        scores.setdefault(session.cfg.train.best, math.nan)  # what is not finite is not logged
+    for metric in session.cfg.train.best_metrics:
+        scores.setdefault(metric, math.nan)  # what is not finite is not logged
     with session.meter.pause():
         _is_best(session, progress, scores)
     progress.owes_evaluation = False
@@ -145,31 +134,12 @@ def _stop_if_asked(session: Session) -> None:
 
 def _is_best(session: Session, progress: Progress, metrics: Mapping[str, float]) -> bool:
     """True when these scores are the best so far, which then becomes best/. A collective."""
-    train = session.cfg.train
     if "valid/loss" in metrics:
         progress.plateau.update(metrics["valid/loss"], session.cfg.schedule)
-    if train.best is None:
-        return False
-    if train.best not in metrics:
-        raise ConfigError(
-            f"train.best={train.best!r}: no such metric. {nearest(train.best, sorted(metrics))}"
-        )
-    value = metrics[train.best]
-    progress.waited += 1
-    if not math.isfinite(value):  # an infinite one would never be surpassed
-        if distributed.is_main():
-            logger.warning(
-                "%s is %s at step %d: best/ stays as it is", train.best, value, progress.step
-            )
-        return False
-    is_least = direction_of_best(train, progress) == "min"
-    if progress.best is not None and (
-        value >= progress.best if is_least else value <= progress.best
-    ):
-        return False
-    progress.best, progress.best_step, progress.waited = value, progress.step, 0
-    session.export_best()
-    return True
+    is_best = take_best(session.cfg.train, progress, metrics)
+    if is_best:
+        session.export_best()
+    return is_best
 
 
 def _scores(session: Session, step: int) -> dict[str, float]:

@@ -29,9 +29,9 @@ FAULTS = [
         tests="tests/unit/test_best.py",
     ),
     Fault(
-        "trainer/training/validation.py",
-        "train.best_is or progress.best_is or direction_of(str(train.best))",
-        'train.best_is or progress.best_is or "min"',
+        "trainer/training/choice/best.py",
+        "stated or progress.best_is or direction_of(metric)",
+        'stated or progress.best_is or "min"',
         why="best/ of a metric that rises holds the worst weights",
         tests="tests/unit/test_best.py",
     ),
