@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +21,13 @@ from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.config.schema import Experiment, RandomBase
 from trainer.data import left_out
+from trainer.data.content import rows_of
 from trainer.data.order import evaluation_batches
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, nearest
 from trainer.evaluation.search import check_search
 from trainer.files.atomic import aside, write_json
+from trainer.metrics.intervals import RowSums, intervals
 from trainer.metrics.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
 from trainer.models import base_model, base_source
@@ -42,7 +45,7 @@ from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.telemetry.wandb_run import tell_wandb
 from trainer.training.options import Options
-from trainer.training.scoring import Frozen, answer, evaluate, pool
+from trainer.training.scoring import Frozen, answer, evaluate, evaluate_rows, pool
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Places, Row, Task
@@ -51,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 _EXPORTS = ("best", "final")
 _UNTRAINED = "base"
+TEST = "test"  # the split whose scores have intervals
 _UNUSABLE = "What the model computes is not finite"
 
 
@@ -77,9 +81,31 @@ class Question:
     passage_scores: Path | None = None
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """The scores of one model over one split."""
+
+    scores: dict[str, float]
+    # by score that is a mean over rows: its percentiles (trainer/metrics/intervals.py), of the test
+    # split alone
+    intervals: dict[str, tuple[float, float]]
+    num_rows: int
+    digest: str  # of the rows
+    folder: Path  # of the model
+    seconds: float
+
+
 def run(question: Question, options: Options) -> dict[str, float]:
+    """The scores of `evaluated`."""
+    return evaluated(question, options).scores
+
+
+def evaluated(
+    question: Question, options: Options, *, stop: Callable[[], None] | None = None
+) -> Evaluated:
     """The metrics of one model over one split; each row counts exactly once on any number of ranks.
-    The files that the question names are written.
+    The files that the question names are written. stop: is called before every batch, equally often
+    on all ranks, and raises to end the evaluation.
 
     A collective: every rank of a launcher calls it. A task that answers is scored by its answers,
     any other by its validation metrics. Raises ConfigError for a model that is not there, or
@@ -111,9 +137,12 @@ def run(question: Question, options: Options) -> dict[str, float]:
     raw = [question_of(task, row) for row in _rows(task, question)]
     logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), question.split, batch)
     predicted_rows: list[Row] = []
+    sums: dict[str, RowSums] = {}
     if isinstance(task, Answers):
-        scores, answers = answer(model, task, store, raw, batch=batch, search=question.search)
+        how: dict[str, Any] = {"batch": batch, "search": question.search, "stop": stop}
+        scores, answers = answer(model, task, store, raw, **how)
         scores, predicted_rows = _final_answers(question, task, raw, answers, scores)
+        sums = _sums_of_answers(scores, predicted_rows)
         exact, seconds = _exact(scores, predicted_rows), time.monotonic() - start
         equal = "" if exact is None else f"{exact[0]:,} of {exact[1]:,} answers are exact; "
         logger.info("%s: %s%.1f s", question.split, equal, seconds)
@@ -129,7 +158,11 @@ def run(question: Question, options: Options) -> dict[str, float]:
             path = question.predictions.with_suffix(".summary.json")
             on_main(lambda: write_json(path, summary, is_durable=False))
     else:
-        scores = evaluate(model, task, store, batch=batch, num_rows=len(raw))
+        count: dict[str, Any] = {"batch": batch, "num_rows": len(raw), "stop": stop}
+        if question.split == TEST:
+            scores, sums = evaluate_rows(model, task, store, **count)
+        else:
+            scores = evaluate(model, task, store, **count)
         if not all(map(math.isfinite, scores.values())):
             _refuse_unsound(task.cfg, folder, options.places)
     if question.passage_scores is not None and isinstance(task, ScoresPassages):
@@ -144,7 +177,34 @@ def run(question: Question, options: Options) -> dict[str, float]:
             scores,
             [_table_cells(row) for row in predicted_rows],
         )
-    return scores
+    return Evaluated(
+        scores,
+        intervals(sums) if question.split == TEST else {},
+        len(predicted_rows or raw),
+        str(store.digest),
+        folder,
+        time.monotonic() - start,
+    )
+
+
+def _sums_of_answers(scores: Mapping[str, float], rows: Sequence[Row]) -> dict[str, RowSums]:
+    """What each answered row adds to those scores that are means of rows' own scores, over all rows
+    or over those of a data set (em_nq).
+    """
+    answerable = [row for row in rows if row["answers"]]
+    datasets = {str(row["dataset"]) for row in answerable if "dataset" in row}
+    sums: dict[str, RowSums] = {}
+    for name in {name for row in answerable for name in row["scores"]}:
+        num_N = np.array([row["scores"].get(name, 0.0) for row in answerable], dtype=np.float64)
+        sums[name] = RowSums(num_N, np.ones_like(num_N))
+        for dataset in datasets:
+            of_set_N = np.array([row.get("dataset") == dataset for row in answerable], np.float64)
+            sums[f"{name}_{dataset}"] = RowSums(num_N * of_set_N, of_set_N)
+    return {
+        name: one
+        for name, one in sums.items()
+        if name in scores and math.isclose(one.value(), scores[name], rel_tol=1e-9, abs_tol=1e-12)
+    }
 
 
 def _refuse_unsound(cfg: Experiment, folder: Path, places: Places) -> None:
@@ -171,6 +231,10 @@ class _Rewritten:
 
     store: TokenStore
     rewrite: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+    @property
+    def digest(self) -> str:
+        return self.store.digest
 
     @property
     def lengths(self) -> Any:
@@ -291,7 +355,7 @@ def model_folder(question: Question, options: Options) -> Path:
 
 
 def _rows(task: Task, question: Question) -> Iterator[Row]:
-    return islice(task.rows(question.split), question.limit)
+    return islice(rows_of(task, question.split)(), question.limit)
 
 
 def _refuse_answering(question: Question) -> None:

@@ -22,6 +22,7 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.mistakes import OPTIMIZER_ON_NVME, doubts, foreign_best, long_warmup
 from trainer.data import left_out
+from trainer.data.content import rows_of, valid_splits
 from trainer.data.control_tokens import controls_of, reason
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError, LatheError
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
 
-SPLITS = ("train", "valid")
 FIRST_ROWS = 64  # how many rows of each split a dry run encodes
 SHOWN_ROWS = 2
 _FP32_NBYTES = 4
@@ -81,7 +81,7 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
         (found.warnings if is_awaited else found.problems).append(str(error))
         return found
     first: dict[str, list[Encoded]] = {}
-    for split in SPLITS:
+    for split in ("train", *valid_splits(plan.cfg), *(["test"] if options.test else [])):
         with left_out.reading() as notes:
             first[split] = _first_rows(task, split, found.problems)
         if notes:
@@ -172,18 +172,18 @@ def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: floa
     """
     for store in stores.values():
         refuse_lost_labels(store, most=most_lost)
-    train, valid = stores["train"], stores["valid"]
+    train = stores["train"]
     count = min(len(train), FIRST_ROWS)
     if not _units(task, [train[row] for row in range(count)]):
         raise DataError(_no_label(count))
-    overlap = left_out.Notes()
-    for row, trained_as in shared_rows(train, valid):
-        overlap.add(
-            left_out.Note(
-                f"row {row + 1}, which is training row {trained_as + 1}", left_out.IN_TRAIN
-            )
-        )
-    left_out.gather("valid in train", overlap)
+    for split, valid in stores.items():
+        if split == "train":
+            continue
+        overlap = left_out.Notes()
+        for row, trained_as in shared_rows(train, valid):
+            text = f"row {row + 1}, which is training row {trained_as + 1}"
+            overlap.add(left_out.Note(text, left_out.IN_TRAIN))
+        left_out.gather(f"{split} in train", overlap)
 
 
 def has_begun(plan: RunPlan) -> bool:
@@ -269,7 +269,7 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
     rows: list[Encoded] = []
     controls = controls_of(task)
     try:
-        for number, row in enumerate(islice(task.rows(split), FIRST_ROWS), start=1):
+        for number, row in enumerate(islice(rows_of(task, split)(), FIRST_ROWS), start=1):
             rows.append(task.encode(row))
             rows[-1].row_hash = row_hash(row)
             for control in controls.in_row(row) if controls else ():

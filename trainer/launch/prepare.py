@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from trainer import tasks
 from trainer.config.identity import digest
 from trainer.data import left_out
-from trainer.data.content import Content, content_of, shared_test_rows
+from trainer.data.content import Content, content_of, shared_test_rows, valid_splits
 from trainer.data.order import sizes_of
 from trainer.data.token_store import TokenStore, store_of
+from trainer.evaluation.run import TEST
 from trainer.launch import preflight
 from trainer.launch.run_folder import check_hub, check_identity
 from trainer.plan.memory.advice import RECOMPUTED
@@ -45,9 +46,12 @@ class PreparedRun:
 
     plan: RunPlan
     task: Task
-    stores: dict[str, TokenStore]  # by split: train, valid
+    stores: dict[str, TokenStore]  # by split: train, valid, valid_NAME
     places: Places
     questions: Sequence[Row] = ()  # validation rows that each evaluation answers by generation
+    set_questions: Mapping[str, Sequence[Row]] = field(  # the same of valid_NAME
+        default_factory=dict[str, Sequence["Row"]]
+    )
     identity: Mapping[str, str] = field(default_factory=dict[str, str])  # digests: base, splits
     newest: SavedState | None = None  # the state to resume from
 
@@ -58,7 +62,6 @@ class PreparedRun:
     def subject(self) -> Subject:
         """This run as the planners of memory and time need it."""
         plan = self.plan
-        rows = {split: StoredRows(store, self.task, split) for split, store in self.stores.items()}
         return Subject(
             with_value(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing),
             plan.cfg,
@@ -66,10 +69,16 @@ class PreparedRun:
             plan.sharding,
             self.task,
             self.places,
-            rows["train"],
-            rows["valid"],
+            StoredRows(self.stores["train"], self.task, "train"),
+            self.longest_valid(),
             bool(self.questions),
         )
+
+    def longest_valid(self) -> StoredRows:
+        """The rows of the validation set with the longest row: they need the most memory."""
+        splits = [split for split in self.stores if split != "train"]
+        longest = max(splits, key=lambda split: int(self.stores[split].lengths.max()))
+        return StoredRows(self.stores[longest], self.task, longest)
 
     def key(self, target: Device) -> str:
         """A digest of everything that a memory plan for this device depends on."""
@@ -98,7 +107,8 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     rng.seed_everything(cfg.train.seed, distributed.rank())
     task = tasks.load(cfg, options.places)
     on_main(lambda: preflight.refuse_early(plan, options, task))
-    questions = first_questions(task, cfg.train.answers or options.extra_evals)
+    count = cfg.train.answers or options.extra_evals
+    questions = first_questions(task, count)
 
     def content(split: str) -> Content:
         if split in chosen.content:
@@ -107,16 +117,19 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
         return str(name), int(count)
 
     stores = open_stores(task, options, content)
+    if options.test:  # read now, so that its errors do not come behind the last step
+        store_of(task, TEST, options.cache_dir, num_proc=options.num_proc, content=content(TEST))
     distributed.wait_for_all()
     distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
     lap("rows")
     newest = newest_state(plan, options)
     identity = check_identity(plan, task, stores, newest)
     say_padding(plan, sizes_of(stores["train"], task))
-    for split in ("train", "valid"):
+    for split in ("train", *valid_splits(cfg)):
         logger.info("%s", opening_line(stores[split], left_out.of_split(split)))
     on_main(lambda: _judge_rows(task, stores, plan, options))
-    return PreparedRun(plan, task, stores, options.places, questions, identity, newest)
+    asked = {name: first_questions(task, count, name) for name in valid_splits(cfg)[1:]}
+    return PreparedRun(plan, task, stores, options.places, questions, asked, identity, newest)
 
 
 def _judge_rows(task: Task, stores: dict[str, TokenStore], plan: RunPlan, options: Options) -> None:
@@ -156,5 +169,5 @@ def open_stores(
             num_proc=options.num_proc,
             content=content(split),
         )
-        for split in ("valid", "train")
+        for split in (*valid_splits(task.cfg), "train")
     }

@@ -16,7 +16,7 @@ from trainer import tasks
 from trainer.config.identity import digest
 from trainer.config.userfile import kind
 from trainer.data import left_out
-from trainer.data.content import content_of, content_of_rows
+from trainer.data.content import content_of, content_of_rows, rows_of
 from trainer.errors import ConfigError, DataError, LatheError, ResumeError, StorageError
 from trainer.exports import card, record
 from trainer.files.atomic import refusals, refuse_link_out, write_json
@@ -260,7 +260,7 @@ def check_identity(
 def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
     """Whether an earlier version of Lathe gave the present rows of the split this digest."""
     return any(
-        content_of_rows(lambda: task.rows(split), encoding_id, split)[0] == recorded
+        content_of_rows(rows_of(task, split), encoding_id, split)[0] == recorded
         for encoding_id in task.earlier_encoding_ids()
     )
 

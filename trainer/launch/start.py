@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
 from trainer.config.userfile import placed
+from trainer.data.content import valid_splits
 from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
@@ -30,7 +31,7 @@ from trainer.telemetry.meter import Meter
 from trainer.training import bad_steps, checkpoint, engine
 from trainer.training.choice.budget import Budget
 from trainer.training.engine import Engine
-from trainer.training.session import Cadence, Progress, Session
+from trainer.training.session import Cadence, Progress, Session, ValidSet
 
 if TYPE_CHECKING:
     from trainer.files.held_lock import HeldLock
@@ -170,6 +171,10 @@ def start(
         export_best=lambda: saver.export("best"),
         log_gradients=options.wandb_log_gradients,
         questions=run.questions,
+        valid_sets={
+            name: ValidSet(run.stores[name], run.set_questions.get(name, ()))
+            for name in valid_splits(cfg)[1:]
+        },
         chain=chain,
         rolled_back=bad_steps.rolled_back(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),

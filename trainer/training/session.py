@@ -124,6 +124,14 @@ def no_check() -> None:
 
 
 @dataclass(frozen=True)
+class ValidSet:
+    """Rows that every evaluation scores."""
+
+    store: TokenStore
+    questions: Sequence[Row] = ()  # the first of them, answered by generation
+
+
+@dataclass(frozen=True)
 class Session:
     """Everything that one run of the loop needs."""
 
@@ -142,6 +150,9 @@ class Session:
     log_gradients: bool = False
     # the first validation rows, answered by generation at each evaluation
     questions: Sequence[Row] = ()
+    valid_sets: Mapping[str, ValidSet] = field(  # of data.valid_sets, by "valid_NAME"
+        default_factory=dict[str, ValidSet]
+    )
     rolled_back: Mapping[int, str] = field(
         default_factory=dict[int, str]
     )  # by rollbacks: step, why
@@ -152,6 +163,10 @@ class Session:
     # ConfigError when weights that the run began with are not finite; a collective
     refuse_unsound_base: Callable[[], None] = no_check
     report: Callable[[Moved], None] = ignore  # reports to the process that watches this rank
+
+    def all_valid_sets(self) -> dict[str, ValidSet]:
+        """What an evaluation scores, by the split's name: "valid", then those of data.valid_sets."""
+        return {"valid": ValidSet(self.valid, self.questions), **self.valid_sets}
 
     def has_waited(self, progress: Progress) -> bool:
         """Whether so many evaluations were no better that the run ends (train.patience)."""

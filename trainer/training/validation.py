@@ -23,7 +23,7 @@ from trainer.training.choice.best import (
 from trainer.training.scoring import answer, evaluate
 
 if TYPE_CHECKING:
-    from trainer.training.session import Progress, Session
+    from trainer.training.session import Progress, Session, ValidSet
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
 
@@ -35,24 +35,33 @@ def refuse_unknown_best(session: Session, progress: Progress) -> None:
     The first rows are evaluated; all of them where that does not show the metric, for some metrics
     are named after what is in the rows. Nothing is logged, and random state stays.
     """
-    train, task, valid = session.cfg.train, session.task, session.valid
+    train = session.cfg.train
     on_main(lambda: tell_old_direction(train, progress))
     if set(train.best_metrics) <= {"valid/loss"}:
         return
     batch = train.eval_batch or train.micro_batch
     names: set[str] = set()
-    for count in (min(batch, len(valid)), len(valid)):
+    longest = max(len(rows.store) for rows in session.all_valid_sets().values())
+    for count in (min(batch, longest), longest):
         with session.meter.pause():
-            scores = evaluate(session.engine, task, valid, batch=batch, num_rows=count)
-            questions = session.questions[:count]
-            if questions and isinstance(task, Answers):
-                scores |= answer(session.engine, task, valid, questions, batch=batch)[0]
-        names |= {f"valid/{name}" for name in scores}
+            for split, rows in session.all_valid_sets().items():
+                names |= {f"{split}/{name}" for name in _first_scores(session, rows, count, batch)}
         if names.issuperset(train.best_metrics):
             for metric in train.best_metrics:
                 direction_of_best(train, progress, metric)
             return
     refuse_absent(train, dict.fromkeys(names))
+
+
+def _first_scores(session: Session, rows: ValidSet, count: int, batch: int) -> dict[str, float]:
+    """Every metric over the first `count` rows of a validation set, or all of them."""
+    task, store = session.task, rows.store
+    num_rows = min(count, len(store))
+    scores = evaluate(session.engine, task, store, batch=batch, num_rows=num_rows)
+    questions = rows.questions[:count]
+    if questions and isinstance(task, Answers):
+        scores |= answer(session.engine, task, store, questions, batch=batch)[0]
+    return scores
 
 
 def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bool) -> bool:
@@ -64,8 +73,10 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     """
     try:
         with session.meter.pause():
-            scores = _scores(session, progress.step)
-            metrics = {f"valid/{name}": value for name, value in scores.items()}
+            metrics: dict[str, float] = {}
+            for split, rows in session.all_valid_sets().items():
+                scores = _scores(session, rows, progress.step if split == "valid" else None)
+                metrics |= {f"{split}/{name}": value for name, value in scores.items()}
             session.record.log(progress.step, **metrics)
             session.record.score(progress.step, **metrics)
             improved = _is_best(session, progress, metrics)
@@ -142,16 +153,20 @@ def _is_best(session: Session, progress: Progress, metrics: Mapping[str, float])
     return is_best
 
 
-def _scores(session: Session, step: int) -> dict[str, float]:
-    """All metrics of the validation split; answers, if asked for, are also written down."""
-    engine, task, valid, train = session.engine, session.task, session.valid, session.cfg.train
+def _scores(session: Session, rows: ValidSet, step: int | None) -> dict[str, float]:
+    """All metrics of a validation set. step: under which the first answers, if asked for, are
+    written down; None: they are not.
+    """
+    engine, task, train = session.engine, session.task, session.cfg.train
     batch = train.eval_batch or train.micro_batch
     stop = functools.partial(_stop_if_asked, session)
-    scores = evaluate(engine, task, valid, batch=batch, stop=stop)
-    if session.questions:
-        assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
-        of_answers, answers = answer(engine, task, valid, session.questions, batch=batch, stop=stop)
-        pairs = zip(session.questions, answers[:SHOWN_ANSWERS], strict=False)
+    scores = evaluate(engine, task, rows.store, batch=batch, stop=stop)
+    if not rows.questions:
+        return scores
+    assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
+    of_answers, answers = answer(engine, task, rows.store, rows.questions, batch=batch, stop=stop)
+    pairs = zip(rows.questions, answers[:SHOWN_ANSWERS], strict=False)
+    if step is not None:
         session.record.answers(
             step,
             [
@@ -159,5 +174,4 @@ def _scores(session: Session, step: int) -> dict[str, float]:
                 for row, texts in pairs
             ],
         )
-        scores |= of_answers
-    return scores
+    return scores | of_answers
