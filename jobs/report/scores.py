@@ -18,6 +18,7 @@ from jobs.record import events as record
 from jobs.record.metrics import last_metrics, numbers, numbers_in
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import experiment_of, starts_of
+from jobs.report.test_scores import TestResult, best_test, read_test
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
 from trainer.files.atomic import bounded_lines, open_file, read_json, read_small
@@ -61,17 +62,19 @@ class ExperimentScores:
     wall_s: float | None = None
     step_s: float | None = None
     tflops: float | None = None
+    test: TestResult | None = None  # of --test
 
 
 @dataclass(frozen=True)
 class Results:
-    """Experiments, the keys in which their dictionaries differ (in order of appearance) and
-    metrics. unreadable: exp_id -> why its folder cannot be read.
+    """Experiments, the keys in which their dictionaries differ (in order of appearance), metrics
+    of evaluations and of the test split. unreadable: exp_id -> why its folder cannot be read.
     """
 
     results: tuple[ExperimentScores, ...]
     parameters: tuple[str, ...]
     metrics: tuple[str, ...]
+    test_metrics: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -94,13 +97,20 @@ def gather(
             unreadable[folder.path.name] = reason_of(error, folder.path)
             continue
         results += [] if result is None else [result]
-    metrics = dict.fromkeys(name for result in results for name in result.scores)
+    metrics = (name for result in results for name in result.scores)
+    tests = (result.test for result in results if result.test is not None)
     return Results(
         tuple(results),
         differing([result.parameters for result in results]),
-        tuple(sorted(metrics, key=lambda name: (not name.endswith("/loss"), name))),
+        _ordered(metrics),
+        _ordered(name for test in tests for name in test.scores),
         unreadable,
     )
+
+
+def _ordered(metrics: Iterable[str]) -> tuple[str, ...]:
+    """Each name once, losses first."""
+    return tuple(sorted(set(metrics), key=lambda name: (not name.endswith("/loss"), name)))
 
 
 def _result(folder: RunFolder) -> ExperimentScores | None:
@@ -124,6 +134,7 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
         math.fsum(start.hours for start in starts) * 3600 if starts else None,
         last.get("step_s"),
         last.get("tflops"),
+        read_test(folder, _directions(values)),
     )
 
 
@@ -131,17 +142,23 @@ def best_scores(folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, S
     """Metric -> best and last score of one run. `train.best_is` says which value of `train.best` is
     best.
     """
-    directions: dict[str, Literal["min", "max"]] = {}
+    return _scores(folder, _directions(experiment))
+
+
+def _directions(experiment: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
+    """What train.best_is says of each metric."""
     train = experiment.get("train")
-    if isinstance(train, dict):
-        train = cast("dict[str, Any]", train)
-        best, best_is = train.get("best"), train.get("best_is")
-        if isinstance(best, str) and best_is in ("min", "max"):
-            directions = {best: best_is}
-        elif isinstance(best_is, dict):
-            stated = cast("dict[str, Any]", best_is)
-            directions = {name: one for name, one in stated.items() if one in ("min", "max")}
-    return _scores(folder, directions)
+    if not isinstance(train, dict):
+        return {}
+    train = cast("dict[str, Any]", train)
+    best, best_is = train.get("best"), train.get("best_is")
+    stated: Any = (
+        {best: best_is} if isinstance(best, str) and not isinstance(best_is, dict) else best_is
+    )
+    if not isinstance(stated, dict):
+        return {}
+    stated = cast("dict[str, Any]", stated)
+    return {name: one for name, one in stated.items() if one in ("min", "max")}
 
 
 def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) -> dict[str, Score]:
@@ -196,6 +213,11 @@ def as_table(results: Results, *, width: int = 120) -> Table:
         )
         for name in results.metrics
     ]
+    tests = [each.test for each in results.results]
+    for name in results.test_metrics:
+        scores.append(
+            (_head(name), [_test_cell(one, name, best_test(tests, name)) for one in tests])
+        )
     scores.append(
         (
             Text("steps"),
@@ -278,6 +300,13 @@ def _score_cell(result: ExperimentScores, metric: str, best: float | None) -> Te
     )
 
 
+def _test_cell(test: TestResult | None, metric: str, best: float | None) -> Text:
+    score = test.scores.get(metric) if test is not None else None
+    if score is None:
+        return Text("–", style="dim")
+    return Text(score.text, style="bold green" if score.value == best else "")
+
+
 def as_csv(results: Results) -> str:
     """The results as CSV with whole ids and unrounded numbers.
 
@@ -288,6 +317,8 @@ def as_csv(results: Results) -> str:
         for name in results.metrics
         for head in (f"{name} best", f"{name} best step", f"{name} last")
     ]
+    for name in results.test_metrics:
+        heads += [name, f"{name} low", f"{name} high"]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
@@ -306,6 +337,9 @@ def as_csv(results: Results) -> str:
             cells += (
                 [score.best, score.best_step, score.last] if score is not None else ["", "", ""]
             )
+        for name in results.test_metrics:
+            of_test = result.test.scores.get(name) if result.test is not None else None
+            cells += [of_test.value, of_test.low, of_test.high] if of_test is not None else [""] * 3
         cells += [result.steps, None if result.wall_s is None else round(result.wall_s, 1)]
         cells += [getattr(result, name) for name in SPEEDS.values()]
         writer.writerow([_without_formula(cell) for cell in cells])
@@ -337,6 +371,7 @@ def as_json(results: Results) -> list[dict[str, Any]]:
                 if key in result.parameters
             },
             "metrics": {name: vars(score) for name, score in result.scores.items()},
+            "test": None if result.test is None else result.test.plain(),
             "steps": result.steps,
             "wall_s": result.wall_s,
             **{name: getattr(result, name) for name in SPEEDS.values()},
@@ -344,7 +379,7 @@ def as_json(results: Results) -> list[dict[str, Any]]:
         }
         for result in results.results
     ]
-    nothing: dict[str, Any] = {"group": "", "parameters": {}, "metrics": {}}
+    nothing: dict[str, Any] = {"group": "", "parameters": {}, "metrics": {}, "test": None}
     nothing |= dict.fromkeys(_RUN_HEADS)
     return documents + [
         {"exp_id": exp_id, **nothing, "read_error": reason}

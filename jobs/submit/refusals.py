@@ -15,7 +15,7 @@ from trainer.config.deepspeed_config import offload_device
 from trainer.config.flags import ENTITY_ALONE, unknown_tracker
 from trainer.config.mistakes import (
     OPTIMIZER_ON_NVME,
-    doubts,
+    doubts_of,
     foreign_best,
     long_warmup,
     no_base,
@@ -99,7 +99,7 @@ def of_experiment(
     `steps` a long warm-up is a warning, as it is here. shares_disk: as in `of_flags`.
     """
     problems = list(foreign_best(cfg))
-    for doubt in doubts(cfg):
+    for doubt in doubts_of(cfg):
         if "strict" in flags:
             problems.append(f"--strict: {doubt}")
         else:

@@ -85,7 +85,10 @@ def test_a_run_that_began_before_keeps_the_lowest_and_is_told_so(
     older = {name: one for name, one in Progress(step=3).state().items() if name != "best_is"}
     old, new = Progress.of(older), Progress.of(Progress().state())
     of_recall = train("valid/recall")
-    assert [direction_of_best(of_recall, one, "valid/recall") for one in (old, new)] == ["min", "max"]
+    assert [direction_of_best(of_recall, one, "valid/recall") for one in (old, new)] == [
+        "min",
+        "max",
+    ]
     assert Progress.of(old.state()).best_is == "min", "its later checkpoints say so too"
     with caplog.at_level(logging.WARNING):
         tell_old_direction(of_recall, new)

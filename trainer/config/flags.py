@@ -131,7 +131,7 @@ class RunFlags:
         bool,
         typer.Option(
             "--test",
-            help="Score the test split once, after the last step, with best/, or final/ without it.",
+            help="Score the test split after the last step, with best/, else final/.",
         ),
     ] = False
     do_extra_evals: Annotated[

@@ -162,12 +162,12 @@ def turned_best(cfg: Experiment) -> Iterator[str]:
         if stated is not None and known is not None and stated != known:
             better, kept = {"min": ("lower", "highest"), "max": ("higher", "lowest")}[known]
             yield (
-                f"train.best_is={stated!r}: {metric} is better when it is {better}, and best/ would "
-                f"hold its {kept} value. Leave train.best_is out, or say {known!r}."
+                f"train.best_is={stated!r}: {metric} is better when it is {better}, and best/ "
+                f"would hold its {kept} value. Leave train.best_is out, or say {known!r}."
             )
 
 
-def doubts(cfg: Experiment) -> Iterator[str]:
+def doubts_of(cfg: Experiment) -> Iterator[str]:
     """What a run warns of, and refuses with --strict."""
     yield from odd_rate(cfg)
     yield from turned_best(cfg)

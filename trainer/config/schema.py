@@ -202,7 +202,9 @@ def _best(value: Any) -> Any:
 
 
 _METRIC = {"type": "string", "minLength": 1}
-_METRICS = {"anyOf": [_METRIC, {"type": "array", "items": _METRIC, "minItems": 1}, {"type": "null"}]}
+_METRICS = {
+    "anyOf": [_METRIC, {"type": "array", "items": _METRIC, "minItems": 1}, {"type": "null"}]
+}
 Best = Annotated[str | list[str] | None, PlainValidator(_best), WithJsonSchema(_METRICS)]
 
 
@@ -280,12 +282,12 @@ class Train(Strict):
     keep_last: Positive = 2
     """Checkpoints that are kept; the best one is kept besides."""
     best: Best = "valid/loss"
-    """The metric that chooses best/. A list: the first one, and where it is equal the next. Of a set
-    in data.valid_sets: "valid_NAME/loss".
+    """The metric that chooses best/. A list: the first one, and where it is equal the next. Of a
+    set in data.valid_sets: "valid_NAME/loss".
     """
     best_is: BestIs = None
-    """Whether the lowest or the highest value of `best` is the best, of several by name: {"valid/em":
-    "max"}. None: as its name says, the lowest of a loss, the highest of a recall. A metric whose
+    """Whether the lowest or the highest value of `best` is the best, of several by name:
+    {"valid/em": "max"}. None: as its name says, the lowest of a loss, the highest of a recall. A metric whose
     name does not say it is asked for it.
     """
     hours: Annotated[float, Field(gt=0)] | None = None

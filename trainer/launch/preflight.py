@@ -20,7 +20,7 @@ import numpy as np
 
 from trainer import tasks
 from trainer.config import deepspeed_config
-from trainer.config.mistakes import OPTIMIZER_ON_NVME, doubts, foreign_best, long_warmup
+from trainer.config.mistakes import OPTIMIZER_ON_NVME, doubts_of, foreign_best, long_warmup
 from trainer.data import left_out
 from trainer.data.content import rows_of, valid_splits
 from trainer.data.control_tokens import controls_of, reason
@@ -71,7 +71,7 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
     """
     found = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
     (found.warnings if options.is_shortened else found.problems).extend(_of_schedule(plan))
-    (found.problems if options.strict else found.warnings).extend(doubts(plan.cfg))
+    (found.problems if options.strict else found.warnings).extend(doubts_of(plan.cfg))
     try:
         task = tasks.load(plan.cfg, options.places)
         found.parameters, problems = _of_model(plan, options.places, task)
@@ -155,7 +155,7 @@ def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
             log.warning("%s", problem)
         else:
             problems.append(problem)
-    for doubt in doubts(plan.cfg):
+    for doubt in doubts_of(plan.cfg):
         if options.strict:
             problems.append(f"--strict: {doubt}")
         else:

@@ -42,7 +42,8 @@ def direction_of(metric: str) -> Direction | None:
     """ "min" where lower is better, "max" where higher is; None where the name does not say, or
     has words of both kinds.
 
-    metric: with or without its split ("valid/", "valid_nq/"), and with a set behind it ("accuracy/mean") or not.
+    metric: with or without its split ("valid/", "valid_nq/"), and with a set behind it
+    ("accuracy/mean") or not.
     """
     found = _SPLIT.match(metric)
     rest = metric[found.end() :] if found else metric

@@ -1,4 +1,4 @@
-"""How far a score would move if other rows of the same kind had been drawn: the bootstrap over rows.
+"""How far a score would move if other rows of its kind had been drawn: the bootstrap over rows.
 
 Source: Efron & Tibshirani 1993, An Introduction to the Bootstrap, ch. 13 (percentile intervals).
 """

@@ -81,7 +81,7 @@ class MetricsFile:
         self._open()
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """{"step", "valid/...", "valid_NAME/..."} of every evaluation, the last one of each step."""
+        """{"step", "valid/...", "valid_NAME/..."} of every evaluation, the last of each step."""
         by_step: dict[int, dict[str, Any]] = {}
         for line in self._path.read_bytes().splitlines():
             entry = json.loads(line)

@@ -145,9 +145,7 @@ def pool(model: Scored, task: Task, store: TokenStore, *, name: str, batch: int)
     return None if merged is None else merged.values  # pyright: ignore[reportAttributeAccessIssue] (a Pool, see above)
 
 
-def first_questions(
-    task: Task, count: int | Literal["all"], split: str = "valid"
-) -> list[Row]:
+def first_questions(task: Task, count: int | Literal["all"], split: str = "valid") -> list[Row]:
     """The first `count` rows of a validation split, as `question_of` gives them, to be answered at
     each evaluation.
 

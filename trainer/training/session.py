@@ -165,7 +165,7 @@ class Session:
     report: Callable[[Moved], None] = ignore  # reports to the process that watches this rank
 
     def all_valid_sets(self) -> dict[str, ValidSet]:
-        """What an evaluation scores, by the split's name: "valid", then those of data.valid_sets."""
+        """What an evaluation scores by split: "valid", then those of data.valid_sets."""
         return {"valid": ValidSet(self.valid, self.questions), **self.valid_sets}
 
     def has_waited(self, progress: Progress) -> bool:

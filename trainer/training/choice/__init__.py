@@ -1,1 +1,1 @@
-"""What a run decides by its scores and by its clock: which weights are the best, and when it ends."""
+"""What a run decides by its scores and its clock: which weights are best, and when it ends."""

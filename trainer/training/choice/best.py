@@ -1,4 +1,4 @@
-"""Which evaluation is the best so far: by one metric, or by several of which later ones break ties."""
+"""Which evaluation is the best so far: by one metric, or by several, where others break ties."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ def take_best(train: Train, progress: Progress, metrics: Mapping[str, float]) ->
     return True
 
 
-def _is_better(
-    train: Train, progress: Progress, values: list[float], known: list[float]
-) -> bool:
+def _is_better(train: Train, progress: Progress, values: list[float], known: list[float]) -> bool:
     for metric, value, before in zip(train.best_metrics, values, known, strict=True):
         is_least = direction_of_best(train, progress, metric) == "min"
         worst = math.inf if is_least else -math.inf
