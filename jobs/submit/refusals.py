@@ -23,6 +23,7 @@ from trainer.config.mistakes import (
 from trainer.config.userfile import START_FOLDER, may_be_hub_id
 from trainer.devices import count_and_name, device_of
 from trainer.errors import ConfigError
+from trainer.metrics import own
 from trainer.plan.time.rates import read as read_calibration
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def of_experiment(
     ds: its DeepSpeed dictionary; None where only the node knows it. flags: of the training; with
     `steps` a long warm-up is a warning, as it is here. shares_disk: as in `of_flags`.
     """
-    problems = list(foreign_best(cfg))
+    problems = [*foreign_best(cfg), *own.problems(cfg.own_metrics, folder.path)]
     for doubt in doubts_of(cfg):
         if "strict" in flags:
             problems.append(f"--strict: {doubt}")

@@ -492,12 +492,37 @@ class Lora(Strict):
     """
 
 
+_OWN_METRIC = re.compile(r"[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _own_metrics(value: Any) -> Any:
+    one_by_one: list[Any] = value if isinstance(value, list) else [value]
+    are_specs = all(isinstance(one, str) and _OWN_METRIC.fullmatch(one) for one in one_by_one)
+    if value is not None and not (one_by_one and are_specs):
+        raise ValueError('Input should be a file and a function in it, "mine.py:style", or a list')
+    if value is not None and len({one.rpartition(":")[2] for one in one_by_one}) < len(one_by_one):
+        raise ValueError("Two functions have one name, and so would their numbers: rename one")
+    files = {one.rpartition(":")[0] for one in one_by_one if value is not None}
+    if len({file.rpartition("/")[2] for file in files}) < len(files):
+        raise ValueError("Two files have one name, under which the run keeps them: rename one")
+    return value
+
+
+_SPEC = {"type": "string", "pattern": f"^{_OWN_METRIC.pattern}$"}
+_SPECS = {"anyOf": [_SPEC, {"type": "array", "items": _SPEC, "minItems": 1}, {"type": "null"}]}
+OwnMetrics = Annotated[
+    str | list[str] | None, PlainValidator(_own_metrics), WithJsonSchema(_SPECS)
+]
+
+
 class Experiment(Strict):
     """What every experiment states. A task's own Config derives from it and adds its blocks."""
 
     synonyms = SYNONYMS
     encoded = frozenset({"task", "base", "tokenizer"})  # the base may bring the tokenizer
-    not_encoded = frozenset({"label", "train", "optim", "schedule", "lora", "deepspeed"})
+    not_encoded = frozenset(
+        {"label", "train", "optim", "schedule", "lora", "deepspeed", "metrics"}
+    )
 
     task: str
     """What is trained: the name of a folder in trainer/tasks/."""
@@ -517,6 +542,11 @@ class Experiment(Strict):
     """The learning rate over the run."""
     lora: Lora | None = None
     """Low-rank adapters; None: the weights train that the task says."""
+    metrics: OwnMetrics = None
+    """Metrics of your own, a function in a Python file, "mine.py:style", or a list of them: of
+    (predictions, references, rows) of the rows that train.answers says, it gives numbers by name,
+    which are logged as "valid/style/...". Only of tasks that answer.
+    """
     deepspeed: str = "zero2"
     """ZeRO and the rest: ds_configs/<name>.json, or a path. The flag --deepspeed overrides it and
     never changes the id.
@@ -530,6 +560,11 @@ class Experiment(Strict):
                 'all their bits. Freeze it by "lora": {}, or leave base_bits out'
             )
         return self
+
+    @property
+    def own_metrics(self) -> list[str]:
+        """The functions that `metrics` names."""
+        return [self.metrics] if isinstance(self.metrics, str) else list(self.metrics or ())
 
     @property
     def freezes_base(self) -> bool:

@@ -61,7 +61,7 @@ def content_of(task: Task, split: str, cache_dir: Path) -> Content:
 def _settings(task: Any) -> str:
     """All that the rows of a task depend on besides the files that they are read out of."""
     values = task.cfg.model_dump(mode="json")
-    for trains in ("train", "optim", "schedule", "deepspeed", "label"):
+    for trains in ("train", "optim", "schedule", "deepspeed", "label", "metrics"):
         values.pop(trains, None)
     return canonical_json({"experiment": values, "data_path": str(task.places.data_path)})
 

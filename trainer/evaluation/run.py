@@ -27,6 +27,7 @@ from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, nearest
 from trainer.evaluation.search import check_search
 from trainer.files.atomic import aside, write_json
+from trainer.metrics import own
 from trainer.metrics.intervals import RowSums, intervals
 from trainer.metrics.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
@@ -142,6 +143,7 @@ def evaluated(
         how: dict[str, Any] = {"batch": batch, "search": question.search, "stop": stop}
         scores, answers = answer(model, task, store, raw, **how)
         scores, predicted_rows = _final_answers(question, task, raw, answers, scores)
+        scores |= _own_scores(question, task, options, predicted_rows)
         sums = _sums_of_answers(scores, predicted_rows)
         exact, seconds = _exact(scores, predicted_rows), time.monotonic() - start
         equal = "" if exact is None else f"{exact[0]:,} of {exact[1]:,} answers are exact; "
@@ -421,6 +423,16 @@ def _final_answers(
         path = question.predictions
         on_main(lambda: _write(path, rows))
     return scores, rows
+
+
+def _own_scores(
+    question: Question, task: Task, options: Options, rows: Sequence[Row]
+) -> dict[str, float]:
+    """The user's own metrics of the predicted rows (`metrics`). A collective."""
+    specs: list[str] = task.cfg.own_metrics
+    folder = options.savedir_base / exp_id(question.values)
+    predictions = [row["prediction"] for row in rows]
+    return on_main(lambda: own.scores(own.load(specs, folder), predictions, rows)) if specs else {}
 
 
 def _exact(scores: Mapping[str, float], rows: Sequence[Row]) -> tuple[int, int] | None:

@@ -27,15 +27,18 @@ from trainer.data.control_tokens import controls_of, reason
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
+from trainer.metrics.own import OwnMetric, load, try_out
 from trainer.models import base_model, base_source, recomputation
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.optimizers import state_shapes
 from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
+from trainer.protocol.abilities import Answers
 from trainer.protocol.task import DRAW, EPOCH, Encoded, Places
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
 from trainer.training import checkpoint
+from trainer.training.scoring import first_questions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 64  # how many rows of each split a dry run encodes
 SHOWN_ROWS = 2
+TRIED_ROWS = 8  # on which a user's own metrics are tried
 _FP32_NBYTES = 4
 
 log = logging.getLogger(__name__)
@@ -80,6 +84,10 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
         found.parameters = f"not counted: {error}"
         (found.warnings if is_awaited else found.problems).append(str(error))
         return found
+    try:
+        own_metrics(plan, options, task)
+    except LatheError as error:
+        found.problems.append(str(error))
     first: dict[str, list[Encoded]] = {}
     for split in ("train", *valid_splits(plan.cfg), *(["test"] if options.test else [])):
         with left_out.reading() as notes:
@@ -184,6 +192,29 @@ def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: floa
             text = f"row {row + 1}, which is training row {trained_as + 1}"
             overlap.add(left_out.Note(text, left_out.IN_TRAIN))
         left_out.gather(f"{split} in train", overlap)
+
+
+def own_metrics(plan: RunPlan, options: Options, task: Task) -> list[OwnMetric]:
+    """The user's own metrics, tried on the first validation rows. On one rank.
+
+    ConfigError for one that cannot be loaded or fails, and where no rows would be answered.
+    """
+    if not plan.cfg.own_metrics:
+        return []
+    count = plan.cfg.train.answers or options.extra_evals
+    if isinstance(task, Answers) and not count:
+        raise ConfigError(
+            f"metrics={plan.cfg.metrics!r}: got no row to answer, want some, for the function gets "
+            "answers. Set train.answers to a number of validation rows, or to \"all\"."
+        )
+    if not isinstance(task, Answers):
+        raise ConfigError(
+            f"metrics={plan.cfg.metrics!r}: task {plan.cfg.task!r} writes no answers in its "
+            "evaluations, and the function would get none. Leave it out, or measure what "
+            "`lathe predict` writes."
+        )
+    rows = first_questions(task, TRIED_ROWS)
+    return try_out(load(plan.cfg.own_metrics, plan.folder), rows)
 
 
 def has_begun(plan: RunPlan) -> bool:

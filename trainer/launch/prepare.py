@@ -32,6 +32,7 @@ from trainer.training.scoring import first_questions
 if TYPE_CHECKING:
     from trainer.devices import Device
     from trainer.launch.choose import Chosen
+    from trainer.metrics.own import OwnMetric
     from trainer.protocol.task import Places, Row, Task
     from trainer.training.checkpoint import SavedState
     from trainer.training.options import Options
@@ -52,6 +53,7 @@ class PreparedRun:
     set_questions: Mapping[str, Sequence[Row]] = field(  # the same of valid_NAME
         default_factory=dict[str, Sequence["Row"]]
     )
+    own_metrics: Sequence[OwnMetric] = ()  # on rank 0
     identity: Mapping[str, str] = field(default_factory=dict[str, str])  # digests: base, splits
     newest: SavedState | None = None  # the state to resume from
 
@@ -128,8 +130,10 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     for split in ("train", *valid_splits(cfg)):
         logger.info("%s", opening_line(stores[split], left_out.of_split(split)))
     on_main(lambda: _judge_rows(task, stores, plan, options))
+    metrics: list[OwnMetric] = []
+    on_main(lambda: metrics.extend(preflight.own_metrics(plan, options, task)))
     asked = {name: first_questions(task, count, name) for name in valid_splits(cfg)[1:]}
-    return PreparedRun(plan, task, stores, options.places, questions, asked, identity, newest)
+    return PreparedRun(plan, task, stores, options.places, questions, asked, metrics, identity, newest)
 
 
 def _judge_rows(task: Task, stores: dict[str, TokenStore], plan: RunPlan, options: Options) -> None:

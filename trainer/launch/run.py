@@ -11,11 +11,13 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from trainer import tasks
 from trainer.data import left_out
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, DataError, StorageError
 from trainer.evaluation.test_split import run_test
 from trainer.exports import record as export_record
 from trainer.files.atomic import read_json
+from trainer.launch import preflight
 from trainer.launch.choose import Chosen, choose
 from trainer.launch.prepare import is_in_memory, prepare
 from trainer.launch.run_folder import claim_folder, open_record, push
@@ -55,6 +57,8 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     )
     with left_out.gathering() as notes, _refused_row(plan.folder, notes):
         chosen = choose(plan, options)  # may read rows, too
+        if plan.cfg.own_metrics:  # refused before the folder of the run is made
+            on_main(lambda: _try_own_metrics(plan, options))
         with (
             claim_folder(chosen.plan, options) as lock,
             open_record(chosen.plan, options) as record,
@@ -70,6 +74,10 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
             state = "finished" if is_done else "stopped, to be run again"
             logger.info("%s: %s", state, plan.folder)
     return EXIT_OK if is_done else EXIT_PREEMPTED
+
+
+def _try_own_metrics(plan: RunPlan, options: Options) -> None:
+    preflight.own_metrics(plan, options, tasks.load(plan.cfg, options.places))
 
 
 def test_finished(plan: RunPlan, options: Options, preemption: Preemption) -> int:

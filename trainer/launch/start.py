@@ -175,6 +175,7 @@ def start(
             name: ValidSet(run.stores[name], run.set_questions.get(name, ()))
             for name in valid_splits(cfg)[1:]
         },
+        own_metrics=run.own_metrics,
         chain=chain,
         rolled_back=bad_steps.rolled_back(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),

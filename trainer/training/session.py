@@ -16,6 +16,7 @@ from trainer.training.schedule import DEFAULT_EVERY, Plateau, log_interval
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
+    from trainer.metrics.own import OwnMetric
     from trainer.protocol.task import Row, Task
     from trainer.runtime.preemption import Preemption
     from trainer.telemetry.meter import Meter
@@ -153,6 +154,7 @@ class Session:
     valid_sets: Mapping[str, ValidSet] = field(  # of data.valid_sets, by "valid_NAME"
         default_factory=dict[str, ValidSet]
     )
+    own_metrics: Sequence[OwnMetric] = ()  # of `metrics`, on rank 0
     rolled_back: Mapping[int, str] = field(
         default_factory=dict[int, str]
     )  # by rollbacks: step, why

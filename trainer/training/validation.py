@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.metrics import own
 from trainer.protocol.abilities import Answers
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
@@ -23,6 +24,7 @@ from trainer.training.choice.best import (
 from trainer.training.scoring import answer, evaluate
 
 if TYPE_CHECKING:
+    from trainer.protocol.task import Row
     from trainer.training.session import Progress, Session, ValidSet
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
@@ -60,7 +62,8 @@ def _first_scores(session: Session, rows: ValidSet, count: int, batch: int) -> d
     scores = evaluate(session.engine, task, store, batch=batch, num_rows=num_rows)
     questions = rows.questions[:count]
     if questions and isinstance(task, Answers):
-        scores |= answer(session.engine, task, store, questions, batch=batch)[0]
+        of_answers, answers = answer(session.engine, task, store, questions, batch=batch)
+        scores |= of_answers | _own_scores(session, answers, questions)
     return scores
 
 
@@ -174,4 +177,14 @@ def _scores(session: Session, rows: ValidSet, step: int | None) -> dict[str, flo
                 for row, texts in pairs
             ],
         )
-    return scores | of_answers
+    return scores | of_answers | _own_scores(session, answers, rows.questions)
+
+
+def _own_scores(
+    session: Session, answers: Sequence[list[str]], questions: Sequence[Row]
+) -> dict[str, float]:
+    """The user's own metrics of these answers, computed on rank 0. A collective."""
+    if not session.cfg.own_metrics:
+        return {}
+    predictions = [texts[0] for texts in answers]
+    return on_main(lambda: own.scores(session.own_metrics, predictions, questions))
