@@ -20,6 +20,7 @@ from pydantic import (
 from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.synonyms import SYNONYMS
 from trainer.metrics.direction import Direction
+from trainer.metrics.stated import Best, BestIs, OwnMetrics
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what torch takes
 
@@ -193,39 +194,6 @@ def steps_between(every: int | str, epoch_steps: fractions.Fraction) -> fraction
     return fractions.Fraction(found[1]) * epoch_steps
 
 
-def _best(value: Any) -> Any:
-    one_by_one: list[Any] = value if isinstance(value, list) else [value]
-    is_named = all(isinstance(one, str) and one for one in one_by_one)
-    if value is None or (one_by_one and is_named and len(set(one_by_one)) == len(one_by_one)):
-        return value
-    raise ValueError('Input should be a metric, such as "valid/loss", or a list of different ones')
-
-
-_METRIC = {"type": "string", "minLength": 1}
-_METRICS = {
-    "anyOf": [_METRIC, {"type": "array", "items": _METRIC, "minItems": 1}, {"type": "null"}]
-}
-Best = Annotated[str | list[str] | None, PlainValidator(_best), WithJsonSchema(_METRICS)]
-
-
-def _best_is(value: Any) -> Any:
-    stated: Any = value.values() if isinstance(value, dict) else [value]
-    if value is None or (stated and all(one in ("min", "max") for one in stated)):
-        return value
-    raise ValueError('Input should be "min", "max" or one of them by metric: {"valid/em": "max"}')
-
-
-_DIRECTION = {"enum": ["min", "max"]}
-_DIRECTIONS = {
-    "anyOf": [_DIRECTION, {"type": "object", "additionalProperties": _DIRECTION}, {"type": "null"}]
-}
-BestIs = Annotated[
-    Direction | dict[str, Direction] | None,
-    PlainValidator(_best_is),
-    WithJsonSchema(_DIRECTIONS),
-]
-
-
 class Train(Strict):
     """What one run does. `global_batch` defines it; the world size changes only accumulation."""
 
@@ -287,8 +255,8 @@ class Train(Strict):
     """
     best_is: BestIs = None
     """Whether the lowest or the highest value of `best` is the best, of several by name:
-    {"valid/em": "max"}. None: as its name says, the lowest of a loss, the highest of a recall. A metric whose
-    name does not say it is asked for it.
+    {"valid/em": "max"}. None: as its name says, the lowest of a loss, the highest of a recall. A
+    metric whose name does not say it is asked for it.
     """
     hours: Annotated[float, Field(gt=0)] | None = None
     """The longest that the run may take, all its starts together; it ends before that, evaluated,
@@ -492,37 +460,12 @@ class Lora(Strict):
     """
 
 
-_OWN_METRIC = re.compile(r"[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*")
-
-
-def _own_metrics(value: Any) -> Any:
-    one_by_one: list[Any] = value if isinstance(value, list) else [value]
-    are_specs = all(isinstance(one, str) and _OWN_METRIC.fullmatch(one) for one in one_by_one)
-    if value is not None and not (one_by_one and are_specs):
-        raise ValueError('Input should be a file and a function in it, "mine.py:style", or a list')
-    if value is not None and len({one.rpartition(":")[2] for one in one_by_one}) < len(one_by_one):
-        raise ValueError("Two functions have one name, and so would their numbers: rename one")
-    files = {one.rpartition(":")[0] for one in one_by_one if value is not None}
-    if len({file.rpartition("/")[2] for file in files}) < len(files):
-        raise ValueError("Two files have one name, under which the run keeps them: rename one")
-    return value
-
-
-_SPEC = {"type": "string", "pattern": f"^{_OWN_METRIC.pattern}$"}
-_SPECS = {"anyOf": [_SPEC, {"type": "array", "items": _SPEC, "minItems": 1}, {"type": "null"}]}
-OwnMetrics = Annotated[
-    str | list[str] | None, PlainValidator(_own_metrics), WithJsonSchema(_SPECS)
-]
-
-
 class Experiment(Strict):
     """What every experiment states. A task's own Config derives from it and adds its blocks."""
 
     synonyms = SYNONYMS
     encoded = frozenset({"task", "base", "tokenizer"})  # the base may bring the tokenizer
-    not_encoded = frozenset(
-        {"label", "train", "optim", "schedule", "lora", "deepspeed", "metrics"}
-    )
+    not_encoded = frozenset({"label", "train", "optim", "schedule", "lora", "deepspeed", "metrics"})
 
     task: str
     """What is trained: the name of a folder in trainer/tasks/."""

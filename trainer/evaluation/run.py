@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,12 +20,17 @@ from trainer.config.identity import exp_id
 from trainer.config.schema import Experiment, RandomBase
 from trainer.data import left_out
 from trainer.data.content import rows_of
-from trainer.data.order import evaluation_batches
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, nearest
+from trainer.evaluation.passages import passage_scores, with_scores, write_rows
+from trainer.evaluation.row_scores import (
+    exact_answers,
+    merge_equal_questions,
+    own_scores,
+    sums_of_answers,
+)
 from trainer.evaluation.search import check_search
-from trainer.files.atomic import aside, write_json
-from trainer.metrics import own
+from trainer.files.atomic import write_json
 from trainer.metrics.intervals import RowSums, intervals
 from trainer.metrics.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
@@ -116,18 +119,7 @@ def evaluated(
     start = time.monotonic()
     settings = options.wandb(question.values)
     task = _task(question, options)
-    if question.passage_scores is not None and not isinstance(task, ScoresPassages):
-        name = question.values["task"]
-        raise ConfigError(
-            f"--write_scores: task {name!r} reads no passages that it could score. Leave it out."
-        )
-    if question.another_context and not isinstance(task, ReadsContexts):
-        raise ConfigError(
-            f"--another_context: task {question.values['task']!r} answers from no context. Leave "
-            "it out."
-        )
-    if not isinstance(task, Answers):
-        _refuse_answering(question)
+    _check_abilities(question, task)
     folder = model_folder(question, options)
     with left_out.settling(None, strict=options.strict):
         store = _store(task, question, options)
@@ -138,39 +130,26 @@ def evaluated(
     raw = [question_of(task, row) for row in _rows(task, question)]
     logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), question.split, batch)
     predicted_rows: list[Row] = []
-    sums: dict[str, RowSums] = {}
     if isinstance(task, Answers):
         how: dict[str, Any] = {"batch": batch, "search": question.search, "stop": stop}
         scores, answers = answer(model, task, store, raw, **how)
         scores, predicted_rows = _final_answers(question, task, raw, answers, scores)
-        scores |= _own_scores(question, task, options, predicted_rows)
-        sums = _sums_of_answers(scores, predicted_rows)
-        exact, seconds = _exact(scores, predicted_rows), time.monotonic() - start
-        equal = "" if exact is None else f"{exact[0]:,} of {exact[1]:,} answers are exact; "
-        logger.info("%s: %s%.1f s", question.split, equal, seconds)
-        if question.predictions is not None:
-            summary = {
-                "model": str(folder),
-                "split": question.split,
-                "search": asdict(question.search),
-                "scores": scores,
-                "exact": exact,
-                "seconds": round(seconds, 1),
-            }
-            path = question.predictions.with_suffix(".summary.json")
-            on_main(lambda: write_json(path, summary, is_durable=False))
+        run_folder = options.savedir_base / exp_id(question.values)
+        scores |= own_scores(task.cfg.own_metrics, run_folder, predicted_rows)
+        sums = sums_of_answers(scores, predicted_rows)
+        _tell_answers(question, folder, scores, predicted_rows, seconds=time.monotonic() - start)
     else:
         count: dict[str, Any] = {"batch": batch, "num_rows": len(raw), "stop": stop}
         if question.split == TEST:
             scores, sums = evaluate_rows(model, task, store, **count)
         else:
-            scores = evaluate(model, task, store, **count)
+            scores, sums = evaluate(model, task, store, **count), {}
         if not all(map(math.isfinite, scores.values())):
             _refuse_unsound(task.cfg, folder, options.places)
     if question.passage_scores is not None and isinstance(task, ScoresPassages):
-        passage_scores = _passage_scores(model, task, store, len(raw), batch=batch)
+        by_passage = passage_scores(model, task, store, len(raw), batch=batch)
         path = question.passage_scores
-        on_main(lambda: _write(path, _with_scores(_rows(task, question), passage_scores)))
+        on_main(lambda: write_rows(path, with_scores(_rows(task, question), by_passage)))
     if settings is not None and distributed.is_main():
         tell_wandb(
             settings,
@@ -189,24 +168,45 @@ def evaluated(
     )
 
 
-def _sums_of_answers(scores: Mapping[str, float], rows: Sequence[Row]) -> dict[str, RowSums]:
-    """What each answered row adds to those scores that are means of rows' own scores, over all rows
-    or over those of a data set (em_nq).
-    """
-    answerable = [row for row in rows if row["answers"]]
-    datasets = {str(row["dataset"]) for row in answerable if "dataset" in row}
-    sums: dict[str, RowSums] = {}
-    for name in {name for row in answerable for name in row["scores"]}:
-        num_N = np.array([row["scores"].get(name, 0.0) for row in answerable], dtype=np.float64)
-        sums[name] = RowSums(num_N, np.ones_like(num_N))
-        for dataset in datasets:
-            of_set_N = np.array([row.get("dataset") == dataset for row in answerable], np.float64)
-            sums[f"{name}_{dataset}"] = RowSums(num_N * of_set_N, of_set_N)
-    return {
-        name: one
-        for name, one in sums.items()
-        if name in scores and math.isclose(one.value(), scores[name], rel_tol=1e-9, abs_tol=1e-12)
+def _check_abilities(question: Question, task: Task) -> None:
+    if question.passage_scores is not None and not isinstance(task, ScoresPassages):
+        name = question.values["task"]
+        raise ConfigError(
+            f"--write_scores: task {name!r} reads no passages that it could score. Leave it out."
+        )
+    if question.another_context and not isinstance(task, ReadsContexts):
+        raise ConfigError(
+            f"--another_context: task {question.values['task']!r} answers from no context. Leave "
+            "it out."
+        )
+    if not isinstance(task, Answers):
+        _refuse_answering(question)
+
+
+def _tell_answers(
+    question: Question,
+    folder: Path,
+    scores: Mapping[str, float],
+    rows: Sequence[Row],
+    *,
+    seconds: float,
+) -> None:
+    """Log how many answers are exact, and write the summary beside the predictions."""
+    exact = exact_answers(scores, rows)
+    equal = "" if exact is None else f"{exact[0]:,} of {exact[1]:,} answers are exact; "
+    logger.info("%s: %s%.1f s", question.split, equal, seconds)
+    if question.predictions is None:
+        return
+    summary = {
+        "model": str(folder),
+        "split": question.split,
+        "search": asdict(question.search),
+        "scores": scores,
+        "exact": exact,
+        "seconds": round(seconds, 1),
     }
+    path = question.predictions.with_suffix(".summary.json")
+    on_main(lambda: write_json(path, summary, is_durable=False))
 
 
 def _refuse_unsound(cfg: Experiment, folder: Path, places: Places) -> None:
@@ -390,7 +390,7 @@ def _final_answers(
     if question.cut_at:
         answers = [[cut_at(text, question.cut_at) for text in texts] for texts in answers]
     if question.best_answer:
-        raw, answers = _merge_equal_questions(raw, answers, _rows(task, question))
+        raw, answers = merge_equal_questions(raw, answers, _rows(task, question))
     rows: list[Row] = []
     for row, texts in zip(raw, answers, strict=True):
         references = row["answers"]
@@ -421,80 +421,5 @@ def _final_answers(
         scores |= scores_by_dataset(rows, [row["prediction"] for row in rows])
     if question.predictions is not None:
         path = question.predictions
-        on_main(lambda: _write(path, rows))
+        on_main(lambda: write_rows(path, rows))
     return scores, rows
-
-
-def _own_scores(
-    question: Question, task: Task, options: Options, rows: Sequence[Row]
-) -> dict[str, float]:
-    """The user's own metrics of the predicted rows (`metrics`). A collective."""
-    specs: list[str] = task.cfg.own_metrics
-    folder = options.savedir_base / exp_id(question.values)
-    predictions = [row["prediction"] for row in rows]
-    return on_main(lambda: own.scores(own.load(specs, folder), predictions, rows)) if specs else {}
-
-
-def _exact(scores: Mapping[str, float], rows: Sequence[Row]) -> tuple[int, int] | None:
-    """How many answers of how many are exact, as published results count; None without a score."""
-    if "em" not in scores:
-        return None
-    of = sum(bool(row["answers"]) for row in rows)
-    return round(scores["em"] * of), of
-
-
-def _merge_equal_questions(
-    raw: Sequence[Row], answers: Sequence[list[str]], rows_of_task: Iterable[Row]
-) -> tuple[list[Row], list[list[str]]]:
-    """The first row of each group of equal questions, with the references of the whole group, and
-    the answers to that row. Two questions are equal when their texts and contexts are.
-    """
-    groups: dict[str, list[int]] = {}
-    for number, row in enumerate(rows_of_task):
-        parts = [row.get(name) for name in ("question", "context", "contexts", "ctxs")]
-        key = json.dumps(parts, sort_keys=True)
-        groups.setdefault(key, []).append(number)
-    rows: list[Row] = []
-    for numbers in groups.values():
-        references = [text for number in numbers for text in raw[number]["answers"]]
-        rows.append({**raw[numbers[0]], "answers": references})
-    return rows, [answers[first] for first, *_ in groups.values()]
-
-
-@torch.no_grad()
-def _passage_scores(
-    model: Frozen, task: ScoresPassages, store: TokenStore, num_rows: int, *, batch: int
-) -> list[list[float]]:
-    """The scores of each of the first `num_rows` rows of `store`, on all ranks."""
-    lengths, world, rank = store.lengths[:num_rows], distributed.world(), distributed.rank()
-    own: dict[int, list[float]] = {}
-    for rows, counted in evaluation_batches(num_rows, lengths, batch=batch, world=world, rank=rank):
-        scores = task.passage_scores(model.model, [store[int(row)] for row in rows])
-        if counted:
-            own.update(zip(rows.tolist(), scores, strict=True))
-    by_row = {row: of_row for part in distributed.gather(list(own.items())) for row, of_row in part}
-    return [by_row[row] for row in range(num_rows)]
-
-
-def _with_scores(rows: Iterable[Row], scores: Sequence[Sequence[float]]) -> Iterator[Row]:
-    for row, of_row in zip(rows, scores, strict=True):
-        ctxs: list[Mapping[str, Any]] = row["ctxs"]
-        yield {
-            **row,
-            "ctxs": [{**ctx, "score": score} for ctx, score in zip(ctxs, of_row, strict=True)],
-        }
-
-
-def _write(path: Path, rows: Iterable[Row]) -> None:
-    """Write one JSON object a line, or (.json) a list of them. An error leaves an older file as it
-    was.
-    """
-    with aside(path, is_durable=False) as part, part.open("w", encoding="utf-8") as file:
-        if path.suffix == ".json":
-            file.write("[")
-            for number, row in enumerate(rows):
-                file.write(("," if number else "") + "\n" + json.dumps(row, ensure_ascii=False))
-            file.write("\n]\n")
-        else:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    logger.info("wrote %s", path)

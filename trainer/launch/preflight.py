@@ -205,7 +205,7 @@ def own_metrics(plan: RunPlan, options: Options, task: Task) -> list[OwnMetric]:
     if isinstance(task, Answers) and not count:
         raise ConfigError(
             f"metrics={plan.cfg.metrics!r}: got no row to answer, want some, for the function gets "
-            "answers. Set train.answers to a number of validation rows, or to \"all\"."
+            'answers. Set train.answers to a number of validation rows, or to "all".'
         )
     if not isinstance(task, Answers):
         raise ConfigError(

@@ -133,7 +133,9 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     metrics: list[OwnMetric] = []
     on_main(lambda: metrics.extend(preflight.own_metrics(plan, options, task)))
     asked = {name: first_questions(task, count, name) for name in valid_splits(cfg)[1:]}
-    return PreparedRun(plan, task, stores, options.places, questions, asked, metrics, identity, newest)
+    return PreparedRun(
+        plan, task, stores, options.places, questions, asked, metrics, identity, newest
+    )
 
 
 def _judge_rows(task: Task, stores: dict[str, TokenStore], plan: RunPlan, options: Options) -> None:
