@@ -10,7 +10,7 @@ import pytest
 
 from tests.facts import experiment, facts, write_facts
 from tests.ranks import run_on_ranks
-from tests.wording import refused
+from tests.wording import says
 from trainer.config.identity import exp_id
 
 MINE = """
@@ -65,7 +65,8 @@ def _killed_in_the_test(values: dict[str, Any], data: Path, savedir: Path) -> in
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_sets_own_metrics_and_the_test_split_are_the_same_on_two_ranks(
@@ -124,20 +125,45 @@ def test_a_test_that_is_killed_or_asked_for_later_is_made_once(data: Path, tmp_p
     assert tests[0][0]["test/loss_low"] < tests[0][0]["test/loss"] < tests[0][0]["test/loss_high"]
 
 
-def test_bad_input_is_refused_before_a_folder_is_made(data: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
+def _refusals(
+    every: list[dict[str, Any]], data: Path, savedir: Path, is_tested: bool
+) -> list[str]:
+    """Why each of these is refused."""
+    from trainer.errors import UserError
+
+    found: list[str] = []
+    for values in every:
+        try:
+            _train(values, data, savedir, is_tested)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_bad_metrics_are_refused_before_a_folder_is_made(data: Path, tmp_path: Path) -> None:
+    mine, runs = tmp_path / "mine.py", tmp_path / "runs"
     mine.write_text("def style(predictions, references, rows):\n    return {'length': 'long'}\n")
-    values = values_of(data, metrics=f"{mine}:style")
-    with refused("own_metric_fails", spec=f"{mine}:style", what="returned 'length': 'long'"):
-        run_on_ranks(1, _train, values, data, tmp_path / "runs")
-    assert not list((tmp_path / "runs").glob("[!.]*"))
-    with refused("own_metric_unanswered"):
-        run_on_ranks(
-            1, _train, {**values, "train": {**values["train"], "answers": None}}, data, tmp_path
-        )
-    with refused("own_metric_of_task", task="causal_lm"):
-        silent = values_of(data, "causal_lm", metrics=f"{mine}:style", train={"answers": None})
-        run_on_ranks(1, _train, silent, data, tmp_path)
+    spec = f"{mine}:style"
+    every = [
+        values_of(data, metrics=spec),
+        values_of(data, metrics=spec, train={"answers": None}),
+        values_of(data, "causal_lm", metrics=spec, train={"answers": None}),
+    ]
+    of_text, unanswered, silent = run_on_ranks(1, _refusals, every, data, runs, False)[0]
+    says("own_metric_fails", of_text, spec=spec, what="returned 'length': 'long'")
+    says("own_metric_unanswered", unanswered)
+    says("own_metric_of_task", silent, task="causal_lm")
+    assert not list(runs.glob("[!.]*"))
+
+
+def test_a_test_split_that_is_not_there_is_refused_before_the_first_step(
+    data: Path, tmp_path: Path
+) -> None:
+    (data / "test.jsonl").unlink()
+    values = values_of(data, train={"answers": None})
+    [absent] = run_on_ranks(1, _refusals, [values], data, tmp_path, True)[0]
+    assert "test" in absent
+    assert not lines_of(tmp_path / exp_id(values))
 
 
 def test_a_metric_that_fails_later_is_told_and_the_run_goes_on(data: Path, tmp_path: Path) -> None:

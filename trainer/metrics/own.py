@@ -7,6 +7,7 @@ numbers by name. A run keeps a copy of the file in its folder, and goes on with 
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
 import logging
 import math
@@ -45,8 +46,8 @@ class OwnMetric:
 def source(spec: str, run_folder: Path | None) -> Path:
     """The file of a metric: the copy of the run, if it has one, else where the dictionary says."""
     path = Path(placed(spec.rpartition(":")[0]))
-    copy = None if run_folder is None else run_folder / FOLDER / path.name
-    return copy if copy is not None and copy.is_file() else path
+    kept = None if run_folder is None else run_folder / FOLDER / path.name
+    return kept if kept is not None and kept.is_file() else path
 
 
 def problems(specs: Sequence[str], run_folder: Path | None) -> Iterator[str]:
@@ -77,15 +78,15 @@ def keep(specs: Sequence[str], run_folder: Path) -> None:
     """
     for spec in specs:
         path = Path(placed(spec.rpartition(":")[0]))
-        copy = run_folder / FOLDER / path.name
-        if not copy.is_file():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(copy, path.read_bytes())
-        elif path.is_file() and path.read_bytes() != copy.read_bytes():
+        kept = run_folder / FOLDER / path.name
+        if not kept.is_file():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(kept, path.read_bytes())
+        elif path.is_file() and path.read_bytes() != kept.read_bytes():
             log.warning(
                 "metrics=%r: %s has changed since the run began; it goes on with its copy %s. A "
                 "new label begins a new run.",
-                *(spec, path, copy),
+                *(spec, path, kept),
             )
 
 
@@ -153,7 +154,7 @@ def _called(
     metric: OwnMetric, predictions: Sequence[str], rows: Rows
 ) -> tuple[dict[str, float], str]:
     """(the numbers of a metric, ""), or ({}, what went wrong)."""
-    own_rows = [dict(row) for row in rows]  # a function may change what it gets
+    own_rows = copy.deepcopy([dict(row) for row in rows])  # a function may change what it gets
     references = [list(row["answers"]) for row in rows]
     try:
         found: Any = metric.function(list(predictions), references, own_rows)
