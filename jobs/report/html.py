@@ -26,6 +26,7 @@ from jobs.secret_keys import redact
 from trainer.config.differences import short_names, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.files.survival_events import recovery_sentence
+from trainer.metrics.direction import is_of_validation
 
 if TYPE_CHECKING:
     from jobs.report.curves import Curves
@@ -251,7 +252,7 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         f"<span>{name} <b>{number_text(points[-1].value)}</b></span>"
         for name, points in losses.items()
     ]
-    others = [name for name in curves.points if name.startswith("valid/") and name != "valid/loss"]
+    others = [name for name in curves.points if is_of_validation(name) and name != "valid/loss"]
     scores = result.scores if result is not None else {}
     sparks = ""
     for name in others[:MOST_SPARKS]:
@@ -260,7 +261,7 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         if score is not None:
             best = f"best {number_text(score.best)} at step {score.best_step}"
         pairs = [[_short(b.step), _short(b.mean)] for b in thin(points, SPARK_POINTS)]
-        label = _text(name.partition("/")[2])
+        label = _text(name.removeprefix("valid/"))
         sparks += (
             f'<div title="{best}"><span><em title="{_text(name)}">{label}</em>'
             f"<b>{number_text(points[-1].value)}</b></span>"

@@ -110,14 +110,11 @@ def end_early(session: Session, progress: Progress, *, is_saved: bool) -> None:
 
 
 def end_in_time(session: Session, progress: Progress) -> bool:
-    """End a run whose time is used up (train.hours): evaluate the present step and save it, if that
+    """End a run whose time is used up (train.hours), at a step that was saved: evaluate it, if that
     is not done. False when a signal ended the evaluation. A collective.
     """
-    is_evaluated = on_main(lambda: session.record.logged_scores(progress.step) is not None)
-    is_new, progress.is_out_of_time = not progress.is_out_of_time, True
-    if is_new:
-        progress.owes_evaluation = not is_evaluated
-        session.save(progress)
+    if on_main(lambda: session.record.logged_scores(progress.step) is None):
+        progress.owes_evaluation = True
     if progress.owes_evaluation and not pay_evaluation(session, progress):
         return False
     assert session.budget is not None, "without it no time is used up"
