@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Keys whose value may be a path from the folder in which a command is typed. (data.files and the
 # like are always below --data_path.)
-FOLDERS = ("base", "tokenizer", "init_from", "data.dataset", "data.files")
+FOLDERS = ("base", "tokenizer", "init_from", "data.dataset", "data.files", "data.valid_sets")
 FILES = ("deepspeed", "data.chat_template")
 
 log = logging.getLogger(__name__)

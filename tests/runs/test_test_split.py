@@ -125,9 +125,7 @@ def test_a_test_that_is_killed_or_asked_for_later_is_made_once(data: Path, tmp_p
     assert tests[0][0]["test/loss_low"] < tests[0][0]["test/loss"] < tests[0][0]["test/loss_high"]
 
 
-def _refusals(
-    every: list[dict[str, Any]], data: Path, savedir: Path, is_tested: bool
-) -> list[str]:
+def _refusals(every: list[dict[str, Any]], data: Path, savedir: Path, is_tested: bool) -> list[str]:
     """Why each of these is refused."""
     from trainer.errors import UserError
 

@@ -59,7 +59,9 @@ def test_a_metric_gets_every_row_and_copies_of_them(tmp_path: Path) -> None:
 def test_what_is_no_number_is_refused_when_tried_and_told_later(
     returned: str, what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    metrics = loaded(tmp_path, f"def style(predictions, references, rows):\n    return {returned}\n")
+    metrics = loaded(
+        tmp_path, f"def style(predictions, references, rows):\n    return {returned}\n"
+    )
     with refused("own_metric_fails", spec=metrics[0].spec, what=what):
         own.try_out(metrics, ROWS)
     known = [own.OwnMetric(metrics[0].spec, metrics[0].function, ("style/a",))]

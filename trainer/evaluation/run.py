@@ -31,7 +31,7 @@ from trainer.evaluation.row_scores import (
 )
 from trainer.evaluation.search import check_search
 from trainer.files.atomic import write_json
-from trainer.metrics.intervals import RowSums, intervals
+from trainer.metrics.intervals import intervals
 from trainer.metrics.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
 from trainer.models import base_model, base_source

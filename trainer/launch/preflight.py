@@ -35,6 +35,7 @@ from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
 from trainer.protocol.abilities import Answers
 from trainer.protocol.task import DRAW, EPOCH, Encoded, Places
+from trainer.runtime.distributed import on_main
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
 from trainer.training import checkpoint
@@ -194,8 +195,15 @@ def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: floa
         left_out.gather(f"{split} in train", overlap)
 
 
+def try_own_metrics(plan: RunPlan, options: Options) -> None:
+    """Refuse a user's own metrics that cannot be used, before anything is written. A collective."""
+    if plan.cfg.own_metrics:
+        own_metrics(plan, options, tasks.load(plan.cfg, options.places))
+
+
 def own_metrics(plan: RunPlan, options: Options, task: Task) -> list[OwnMetric]:
-    """The user's own metrics, tried on the first validation rows. On one rank.
+    """The user's own metrics, tried on the first validation rows; [] on ranks other than 0. A
+    collective.
 
     ConfigError for one that cannot be loaded or fails, and where no rows would be answered.
     """
@@ -213,8 +221,10 @@ def own_metrics(plan: RunPlan, options: Options, task: Task) -> list[OwnMetric]:
             "evaluations, and the function would get none. Leave it out, or measure what "
             "`lathe predict` writes."
         )
+    metrics: list[OwnMetric] = []
     rows = first_questions(task, TRIED_ROWS)
-    return try_out(load(plan.cfg.own_metrics, plan.folder), rows)
+    on_main(lambda: metrics.extend(try_out(load(plan.cfg.own_metrics, plan.folder), rows)))
+    return metrics
 
 
 def has_begun(plan: RunPlan) -> bool:

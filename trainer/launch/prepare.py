@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
 from trainer.config.identity import digest
@@ -27,6 +27,7 @@ from trainer.statistics.opening import opening_line
 from trainer.survival import mirror
 from trainer.training import checkpoint
 from trainer.training.run_plan import say_padding
+from trainer.training.session import ValidSet
 from trainer.training.scoring import first_questions
 
 if TYPE_CHECKING:
@@ -76,6 +77,13 @@ class PreparedRun:
             bool(self.questions),
         )
 
+    def valid_sets(self) -> dict[str, ValidSet]:
+        """What evaluations score besides the valid split, by "valid_NAME"."""
+        return {
+            name: ValidSet(self.stores[name], questions)
+            for name, questions in self.set_questions.items()
+        }
+
     def longest_valid(self) -> StoredRows:
         """The rows of the validation set with the longest row: they need the most memory."""
         splits = [split for split in self.stores if split != "train"]
@@ -110,7 +118,7 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     task = tasks.load(cfg, options.places)
     on_main(lambda: preflight.refuse_early(plan, options, task))
     count = cfg.train.answers or options.extra_evals
-    questions = first_questions(task, count)
+    asked = {split: first_questions(task, count, split) for split in valid_splits(cfg)}
 
     def content(split: str) -> Content:
         if split in chosen.content:
@@ -119,8 +127,6 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
         return str(name), int(count)
 
     stores = open_stores(task, options, content)
-    if options.test:  # read now, so that its errors do not come behind the last step
-        store_of(task, TEST, options.cache_dir, num_proc=options.num_proc, content=content(TEST))
     distributed.wait_for_all()
     distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
     lap("rows")
@@ -130,12 +136,9 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     for split in ("train", *valid_splits(cfg)):
         logger.info("%s", opening_line(stores[split], left_out.of_split(split)))
     on_main(lambda: _judge_rows(task, stores, plan, options))
-    metrics: list[OwnMetric] = []
-    on_main(lambda: metrics.extend(preflight.own_metrics(plan, options, task)))
-    asked = {name: first_questions(task, count, name) for name in valid_splits(cfg)[1:]}
-    return PreparedRun(
-        plan, task, stores, options.places, questions, asked, metrics, identity, newest
-    )
+    metrics = preflight.own_metrics(plan, options, task)
+    own = asked.pop("valid"), asked, metrics
+    return PreparedRun(plan, task, stores, options.places, *own, identity, newest)
 
 
 def _judge_rows(task: Task, stores: dict[str, TokenStore], plan: RunPlan, options: Options) -> None:
@@ -167,13 +170,10 @@ def open_stores(
 
     content: gives (digest of the rows, number of rows) of a split.
     """
-    return {
-        split: store_of(
-            task,
-            split,
-            options.cache_dir,
-            num_proc=options.num_proc,
-            content=content(split),
-        )
-        for split in (*valid_splits(task.cfg), "train")
-    }
+    stores: dict[str, TokenStore] = {}
+    # with --test that split is read now, so that its errors do not come behind the last step
+    for split in (*valid_splits(task.cfg), *([TEST] if options.test else []), "train"):
+        how: dict[str, Any] = {"num_proc": options.num_proc, "content": content(split)}
+        stores[split] = store_of(task, split, options.cache_dir, **how)
+    stores.pop(TEST, None)
+    return stores

@@ -11,10 +11,9 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from trainer import tasks
 from trainer.data import left_out
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, DataError, StorageError
-from trainer.evaluation.test_split import run_test
+from trainer.evaluation.test_split import is_tested, run_test
 from trainer.exports import record as export_record
 from trainer.files.atomic import read_json
 from trainer.launch import preflight
@@ -57,33 +56,35 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     )
     with left_out.gathering() as notes, _refused_row(plan.folder, notes):
         chosen = choose(plan, options)  # may read rows, too
-        if plan.cfg.own_metrics:  # refused before the folder of the run is made
-            on_main(lambda: _try_own_metrics(plan, options))
+        preflight.try_own_metrics(plan, options)  # before the folder of the run is made
         with (
             claim_folder(chosen.plan, options) as lock,
             open_record(chosen.plan, options) as record,
         ):
             is_done = _train_or_stop(chosen, options, record, preemption, lock)
             if is_done and options.test:
-
-                def log(step: int, scalars: Mapping[str, float]) -> None:
-                    record.log(step, **scalars)
-
-                is_done = run_test(chosen.plan, options, preemption, step=record.step, log=log)
+                is_done = _test(chosen.plan, options, record, preemption)
             record.status("succeeded" if is_done else "preempted")
             state = "finished" if is_done else "stopped, to be run again"
             logger.info("%s: %s", state, plan.folder)
     return EXIT_OK if is_done else EXIT_PREEMPTED
 
 
-def _try_own_metrics(plan: RunPlan, options: Options) -> None:
-    preflight.own_metrics(plan, options, tasks.load(plan.cfg, options.places))
+def _test(plan: RunPlan, options: Options, record: RunRecord, preemption: Preemption) -> bool:
+    """Score the test split at the end of a run. False when a signal ended it."""
+
+    def log(step: int, scalars: Mapping[str, float]) -> None:
+        record.log(step, **scalars)
+
+    return run_test(plan, options, preemption, step=record.step, log=log)
 
 
 def test_finished(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     """Score the test split of a run that has finished before, where that was not done. Its status
     stays as it is. Returns the exit code: 0, or 75 if preempted. A collective.
     """
+    if on_main(lambda: is_tested(plan)):
+        return EXIT_OK
     chosen = choose(plan, options).plan
     status: dict[str, Any] = on_main(lambda: read_json(plan.folder / STATUS) or {})
 

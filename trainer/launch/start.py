@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
 from trainer.config.userfile import placed
-from trainer.data.content import valid_splits
 from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
@@ -31,7 +30,7 @@ from trainer.telemetry.meter import Meter
 from trainer.training import bad_steps, checkpoint, engine
 from trainer.training.choice.budget import Budget
 from trainer.training.engine import Engine
-from trainer.training.session import Cadence, Progress, Session, ValidSet
+from trainer.training.session import Cadence, Progress, Session
 
 if TYPE_CHECKING:
     from trainer.files.held_lock import HeldLock
@@ -148,14 +147,6 @@ def start(
     epochs = plan.sharding.epochs(len(run.stores["train"]), cfg.train.seed)
     saver = Saver(run, live, meter, record.goodput, lock, chain, saves, own_mirror, waits)
 
-    def refuse_unsound_base() -> None:
-        init_from = getattr(cfg, "init_from", None)
-        begun_with = [base_source.resolve(cfg.base, run.places), init_from and placed(init_from)]
-        folders = [source for source in begun_with if isinstance(source, str)]
-        dtype = base_model.DTYPES[cfg.train.precision]
-        happened = "The loss is not finite before any update of what the run began with"
-        on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
-
     session = Session(
         cfg=cfg,
         task=run.task,
@@ -171,21 +162,29 @@ def start(
         export_best=lambda: saver.export("best"),
         log_gradients=options.wandb_log_gradients,
         questions=run.questions,
-        valid_sets={
-            name: ValidSet(run.stores[name], run.set_questions.get(name, ()))
-            for name in valid_splits(cfg)[1:]
-        },
+        valid_sets=run.valid_sets(),
         own_metrics=run.own_metrics,
         chain=chain,
         rolled_back=bad_steps.rolled_back(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),
-        budget=None if cfg.train.hours is None else Budget(cfg.train.hours, record.goodput),
+        budget=Budget.of(cfg.train, record.goodput),
         after_step=saver.mirror_step,
-        refuse_unsound_base=refuse_unsound_base,
+        refuse_unsound_base=functools.partial(_refuse_unsound_base, run),
         report=lambda event: lifeline.moved(event.step, is_stepping=event.is_stepping),
     )
     enforced = memory.enforce_plan(memory_plan, live, run)
     return ReadyRun(session, progress, saver.export, saves, own_mirror, plan.checkpoints, enforced)
+
+
+def _refuse_unsound_base(run: PreparedRun) -> None:
+    """ConfigError when weights that the run began with are not finite. A collective."""
+    cfg = run.plan.cfg
+    init_from = getattr(cfg, "init_from", None)
+    begun_with = [base_source.resolve(cfg.base, run.places), init_from and placed(init_from)]
+    folders = [source for source in begun_with if isinstance(source, str)]
+    dtype = base_model.DTYPES[cfg.train.precision]
+    happened = "The loss is not finite before any update of what the run began with"
+    on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
 
 
 def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:

@@ -23,12 +23,7 @@ from trainer.runtime.batch import (
 from trainer.training import schedule
 from trainer.training.bad_steps import RolledBack, Trouble
 from trainer.training.session import Due, Moved
-from trainer.training.validation import (
-    end_early,
-    end_in_time,
-    evaluate_and_keep_best,
-    pay_evaluation,
-)
+from trainer.training.validation import ended, evaluate_and_keep_best, settled
 
 if TYPE_CHECKING:
     from trainer.training.session import Progress, Session
@@ -63,13 +58,8 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
     unsound_before = torch.zeros((), dtype=torch.int64, device=distributed.device())
     previous: StepBatches | None = None
     with contextlib.closing(_windows(session, progress, until)) as source:
-        if progress.owes_evaluation and not pay_evaluation(session, progress):
-            return False
-        if session.has_waited(progress):  # an earlier attempt came so far
-            end_early(session, progress, is_saved=True)
-            return True
-        if 0 < progress.step < steps and (progress.is_out_of_time or _is_late(session)):
-            return end_in_time(session, progress)
+        if (end := settled(session, progress)) is not None:
+            return end  # an earlier attempt came so far
         for window in source:
             due = session.cadence.due(window.step + 1, steps)
             factor = schedule.factor(session.cfg.schedule, window.step, steps)
@@ -82,7 +72,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                     unsound_before=unsound_before,
                     watch=session.log_gradients and due.log,
                     progress=progress,
-                    is_last=session.budget is not None and session.budget.is_spent(),
+                    is_last=session.is_out_of_time(),
                 )
             _count(session, progress, step, window)
             if step.diverged:  # the verdict on a step comes with the counts of the next one
@@ -107,20 +97,12 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                 session.save(progress)
             if due.evaluation and not evaluate_and_keep_best(session, progress, is_saved=saves):
                 return False
-            if due.evaluation and session.has_waited(progress):
-                end_early(session, progress, is_saved=saves)
-                return True
-            if progress.is_out_of_time:
-                return end_in_time(session, progress)
+            if due.evaluation and (end := ended(session, progress, is_saved=saves)) is not None:
+                return end
             if step.stop and progress.step < steps:
                 return False
             session.after_step(session.engine, progress)
     return True
-
-
-def _is_late(session: Session) -> bool:
-    """Whether earlier attempts have used up the time. A collective of runs that have a limit."""
-    return session.budget is not None and bool(distributed.on_main(session.budget.is_spent))
 
 
 def _windows(
@@ -176,8 +158,7 @@ def train_step(
     if number in session.rolled_back:
         units, stop, diverged, last = host.read()
         trouble = Trouble(session.rolled_back[number], math.nan, is_rolled_back=True)
-        is_sound = torch.isfinite(loss)
-        return Step(loss, units, stop > 0, diverged > 0, last > 0, is_sound, trouble)
+        return Step(loss, units, stop > 0, diverged > 0, last > 0, torch.isfinite(loss), trouble)
     with name_batch_when_out_of_memory(window.batches):
         for summed in session.task.losses(engine.model, OnDevice(window.batches)):
             mean = summed / counts[0]

@@ -175,6 +175,12 @@ class Session:
         patience = self.cfg.train.patience
         return patience is not None and progress.waited >= patience
 
+    def is_out_of_time(self) -> bool:
+        """Whether the next step is the last one that train.hours has room for, by this rank's
+        clock. Called once a step.
+        """
+        return self.budget is not None and self.budget.is_spent()
+
     @property
     def is_judged(self) -> bool:
         """Whether the loss of every step is looked at before it updates anything."""

@@ -93,6 +93,31 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     return True
 
 
+def settled(session: Session, progress: Progress) -> bool | None:
+    """Do what an earlier attempt left to do: an evaluation that it owed, and the end of a run that
+    has waited long enough or has used up its time. What fit() returns then; None: it goes on. A
+    collective.
+    """
+    if progress.owes_evaluation and not pay_evaluation(session, progress):
+        return False
+    is_between = 0 < progress.step < session.cfg.train.steps
+    if session.budget is not None and is_between and on_main(session.is_out_of_time):
+        progress.is_out_of_time = True
+    return ended(session, progress, is_saved=True)
+
+
+def ended(session: Session, progress: Progress, *, is_saved: bool) -> bool | None:
+    """True when the run ends at this step before its last one, for want of a better evaluation or
+    of time; False when a signal ended the evaluation that it owed; None: it goes on. A collective.
+
+    is_saved: a checkpoint of this step is there already.
+    """
+    if session.has_waited(progress):
+        end_early(session, progress, is_saved=is_saved)
+        return True
+    return end_in_time(session, progress) if progress.is_out_of_time else None
+
+
 def end_early(session: Session, progress: Progress, *, is_saved: bool) -> None:
     """End a run that has waited long enough for a better evaluation. A collective.
 

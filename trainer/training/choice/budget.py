@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trainer.config.schema import Train
     from trainer.telemetry.goodput import Goodput
 
 # What comes after the last step. An evaluation may export the best weights, too.
@@ -21,6 +22,11 @@ class Budget:
     def __init__(self, hours: float, goodput: Goodput) -> None:
         self._goodput, self.all_s = goodput, hours * 3600.0
         self._stepped_s, self._longest_step_s = goodput.stepped_s(), 0.0
+
+    @classmethod
+    def of(cls, train: Train, goodput: Goodput) -> Budget | None:
+        """That of train.hours; None: the run may take any time."""
+        return None if train.hours is None else cls(train.hours, goodput)
 
     def is_spent(self) -> bool:
         """Whether the step that comes now has to be the last one, so that the run still has time
