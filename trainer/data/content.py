@@ -39,7 +39,7 @@ def rows_of(task: Any, split: str) -> Callable[[], Iterable[Row]]:
     """A function that reads the raw rows of "train", "valid", "test", or of "valid_NAME", a set in
     data.valid_sets: these are what the same task reads as its validation split.
     """
-    if split in valid_splits(task.cfg)[1:]:
+    if split in valid_splits(getattr(task, "cfg", None))[1:]:
         data = task.cfg.data.of_set(split.removeprefix(f"{VALID}_"))
         cfg = task.cfg.model_copy(update={"data": data})
         task, split = type(task)(cfg, task.places), VALID

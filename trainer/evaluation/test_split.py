@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 def is_tested(plan: RunPlan) -> bool:
     """Whether the test split was scored with the weights that are exported now."""
-    before = read_json(plan.folder / FILE) or {}
-    return before.get("weights") == _weights(plan.folder / _model(plan))
+    before = read_json(plan.folder / FILE)
+    return bool(before) and before.get("weights") == _weights(plan.folder / _model(plan))
 
 
 def run_test(

@@ -27,8 +27,8 @@ from trainer.statistics.opening import opening_line
 from trainer.survival import mirror
 from trainer.training import checkpoint
 from trainer.training.run_plan import say_padding
-from trainer.training.session import ValidSet
 from trainer.training.scoring import first_questions
+from trainer.training.session import ValidSet
 
 if TYPE_CHECKING:
     from trainer.devices import Device
