@@ -28,7 +28,7 @@ class TestScore:
 
     @property
     def text(self) -> str:
-        """ "0.512 [0.48, 0.54]"."""
+        """ "0.5120 [0.4800, 0.5400]"."""
         if self.low is None or self.high is None:
             return number_text(self.value)
         return f"{number_text(self.value)} [{number_text(self.low)}, {number_text(self.high)}]"

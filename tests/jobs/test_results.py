@@ -429,7 +429,7 @@ def test_the_script_builds_no_markup_from_text() -> None:
 # ---------------------------------------------------------------- the test split
 
 
-def tested(folder: RunFolder, scores: dict[str, Any], **more: Any) -> None:
+def write_test(folder: RunFolder, scores: dict[str, Any], **more: Any) -> None:
     document = {"model": "best", "rows": 300, "seconds": 12.5, "scores": scores, **more}
     (folder.path / "test.json").write_text(json.dumps(document))
 
@@ -439,7 +439,7 @@ def test_the_test_split_stands_beside_the_evaluations_with_its_intervals(base: B
         folder = experiment(base, exp_id, {"seed": exp_id[-1]})
         scored(folder, [{"step": 1, "valid/em": em, "valid_hard/em": em / 2}])
         of_em = {"value": em, "low": low, "high": high}
-        tested(folder, {"em": of_em, "auroc/all": {"value": em, "low": None, "high": None}})
+        write_test(folder, {"em": of_em, "auroc/all": {"value": em, "low": None, "high": None}})
     scored(experiment(base, IDS[2], {"seed": "3"}), [{"step": 1, "valid/em": 0.1}])
     found = gather(base)
     assert found.metrics == ("valid/em", "valid_hard/em")
@@ -447,8 +447,8 @@ def test_the_test_split_stands_beside_the_evaluations_with_its_intervals(base: B
     console = Console(file=io.StringIO(), width=160, color_system=None)
     console.print(results.as_table(found, width=160))
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    assert "0.5 [0.44, 0.56]" in text
-    assert "0.625 [0.57, 0.68]" in text
+    assert "0.5000 [0.4400, 0.5600]" in text
+    assert "0.6250 [0.5700, 0.6800]" in text
     rows = cells(results.as_csv(found))
     assert [row["test/em"] for row in rows] == ["0.5", "0.625", ""]
     assert [row["test/em low"] for row in rows] == ["0.44", "0.57", ""]
@@ -476,6 +476,6 @@ def test_a_stated_direction_holds_on_the_test_split_too(base: BaseFolder) -> Non
     for exp_id, value in zip(IDS, (1.0, 3.0), strict=False):
         train = {"best": ["valid/em", "valid/mine/x"], "best_is": {"valid/mine/x": "min"}}
         folder = experiment(base, exp_id, {"seed": exp_id, "train": train})
-        tested(folder, {"mine/x": {"value": value, "low": None, "high": None}})
+        write_test(folder, {"mine/x": {"value": value, "low": None, "high": None}})
     tests = [result.test for result in gather(base).results]
     assert best_test(tests, "test/mine/x") == 1.0
