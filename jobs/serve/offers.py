@@ -208,7 +208,10 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
         train["micro_batch"] = next(size for size in sizes if rows_of_a_device % size == 0)
     values["train"] = train
     values["optim"] = {**values["optim"], "lr": values["optim"]["lr"] * factor}
-    values["data"] = {**values["data"], **KINDS[request.kind].data[values["task"]]}
+    own_files, of_kind = values["data"].get("files"), KINDS[request.kind].data[values["task"]]
+    values["data"] = {**values["data"], **of_kind}
+    if own_files and "files" in of_kind:  # the file of a test split is the offer's
+        values["data"]["files"] = {**own_files, **of_kind["files"]}
     values["label"] = request.label
     return FilledOffer(values, epochs, steps, batch, factor)
 
