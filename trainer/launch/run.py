@@ -96,7 +96,7 @@ def test_finished(plan: RunPlan, options: Options, preemption: Preemption) -> in
 
     with claim_folder(chosen, options):
         is_done = run_test(chosen, options, preemption, step=int(status["step"]), log=log)
-    return EXIT_OK if is_done else EXIT_PREEMPTED
+    return EXIT_PREEMPTED if not is_done else EXIT_OK
 
 
 @contextlib.contextmanager
