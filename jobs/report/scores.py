@@ -29,6 +29,7 @@ ID_WIDTH, GAP = 8, 2
 PREFIX = "valid/"  # of a score's name
 SPEEDS = {"s a step": "step_s", "TFLOP/s": "tflops"}  # head of a column -> what it shows
 _RUN_HEADS = ("steps", "wall_s", *SPEEDS.values())
+MOST_BESIDE_TESTS = 3  # hyper-parameters in the table of the test split
 WIDEST_CELL = 24  # letters of a hyper-parameter in the table
 
 
@@ -213,11 +214,6 @@ def as_table(results: Results, *, width: int = 120) -> Table:
         )
         for name in results.metrics
     ]
-    tests = [each.test for each in results.results]
-    for name in results.test_metrics:
-        scores.append(
-            (_head(name), [_test_cell(one, name, best_test(tests, name)) for one in tests])
-        )
     scores.append(
         (
             Text("steps"),
@@ -300,11 +296,39 @@ def _score_cell(result: ExperimentScores, metric: str, best: float | None) -> Te
     )
 
 
-def _test_cell(test: TestResult | None, metric: str, best: float | None) -> Text:
-    score = test.scores.get(metric) if test is not None else None
-    if score is None:
-        return Text("–", style="dim")
-    return Text(score.text, style="bold green" if score.value == best else "")
+def as_test_table(results: Results) -> Table | None:
+    """The scores of the test split for a terminal, a line for each score of each experiment, with
+    the ends of its interval; None where no experiment was tested.
+    """
+    tested = [(each, each.test) for each in results.results if each.test is not None]
+    if not tested:
+        return None
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+    table.add_column("test split", no_wrap=True)
+    table.add_column("id", no_wrap=True)
+    names = short_names(results.parameters)[:MOST_BESIDE_TESTS]
+    for name in names:
+        table.add_column(visible(name), no_wrap=True)
+    for head in ("score", "95% from", "to", "rows", "seconds"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("weights", no_wrap=True)
+    for metric in results.test_metrics:
+        best = best_test([test for _, test in tested], metric)
+        of_metric = [(each, test) for each, test in tested if metric in test.scores]
+        for place, (each, test) in enumerate(of_metric):
+            score = test.scores[metric]
+            ends = (number_text(end) if end is not None else "–" for end in (score.low, score.high))
+            table.add_row(
+                visible(metric.removeprefix("test/")) if place == 0 else "",
+                each.exp_id[:ID_WIDTH],
+                *(_short(each.parameters, key) for key in results.parameters[: len(names)]),
+                Text(number_text(score.value), "bold green" if score.value == best else ""),
+                *ends,
+                "" if test.rows is None else f"{test.rows:,}",
+                "" if test.seconds is None else f"{test.seconds:.1f}",
+                visible(test.model),
+            )
+    return table
 
 
 def as_csv(results: Results) -> str:

@@ -446,9 +446,15 @@ def test_the_test_split_stands_beside_the_evaluations_with_its_intervals(base: B
     assert found.test_metrics == ("test/auroc/all", "test/em")
     console = Console(file=io.StringIO(), width=160, color_system=None)
     console.print(results.as_table(found, width=160))
+    table = results.as_test_table(found)
+    assert table is not None
+    console.print(table)
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    assert "0.5000 [0.4400, 0.5600]" in text
-    assert "0.6250 [0.5700, 0.6800]" in text
+    lines = [line.split() for line in text.splitlines()]
+    of_run = ["300", "12.5", "best"]
+    assert ["em", IDS[0][:8], IDS[0][-1], "0.5000", "0.4400", "0.5600", *of_run] in lines
+    assert [IDS[1][:8], IDS[1][-1], "0.6250", "0.5700", "0.6800", *of_run] in lines
+    assert [IDS[1][:8], IDS[1][-1], "0.6250", "–", "–", *of_run] in lines
     rows = cells(results.as_csv(found))
     assert [row["test/em"] for row in rows] == ["0.5", "0.625", ""]
     assert [row["test/em low"] for row in rows] == ["0.44", "0.57", ""]
@@ -470,6 +476,8 @@ def test_a_test_that_no_run_has_written_so_is_left_out(base: BaseFolder, content
     found = gather(base)
     assert found.test_metrics == ()
     assert not found.unreadable
+    table = results.as_test_table(found)
+    assert table is None or not table.row_count
 
 
 def test_a_stated_direction_holds_on_the_test_split_too(base: BaseFolder) -> None:

@@ -18,7 +18,9 @@ def _offering(folder: Path, test: str | None) -> Path:
     if test is not None:
         values["data"]["files"] = {"test": test}
     path = folder / "offers.py"
-    path.write_text(f"SERVICE = {{'models': {{'mine': {{'experiment': {values!r}, 'test': True}}}}}}")
+    path.write_text(
+        f"SERVICE = {{'models': {{'mine': {{'experiment': {values!r}, 'test': True}}}}}}"
+    )
     return path
 
 

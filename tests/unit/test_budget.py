@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from trainer.telemetry.goodput import KEY, Goodput
 from trainer.training.choice.budget import Budget
 
@@ -42,7 +44,7 @@ def test_what_was_never_measured_gets_a_twentieth_of_the_whole_time() -> None:
     made, _ = budget(1.0, {}, [])
     assert made.ending_s() == 4 * 0.05 * HOUR * 1.25
     made, _ = budget(1.0, {"evaluation": 8.0}, [])
-    assert made.ending_s() == (8.0 + 3 * 0.05 * HOUR) * 1.25
+    assert made.ending_s() == pytest.approx((8.0 + 3 * 0.05 * HOUR) * 1.25)
 
 
 def test_time_and_costs_go_on_in_the_next_start(tmp_path: Path) -> None:
