@@ -203,7 +203,8 @@ def as_table(results: Results, *, width: int = 120) -> Table:
     """The results for a terminal: the best value of each metric, with the last one in brackets when
     it differs.
 
-    Parameters that do not fit into `width` columns are omitted, and the caption says how many.
+    Parameters, and scores of named validation sets (valid_NAME/...), that do not fit into `width`
+    columns are omitted, and the caption says how many.
     """
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
     bests = {name: best_value(results, name) for name in results.metrics}
@@ -229,7 +230,13 @@ def as_table(results: Results, *, width: int = 120) -> Table:
         if any(speed is not None for speed in speeds):
             cells = [Text("" if speed is None else number_text(speed)) for speed in speeds]
             scores.append((Text(head), cells))
-    room = width - ID_WIDTH - GAP - sum(_width(head, cells) + GAP for head, cells in scores)
+    widths = [_width(head, cells) + GAP for head, cells in scores]
+    room, num_scores = width - ID_WIDTH - GAP - sum(widths), len(scores)
+    for place in reversed(range(len(results.metrics))):
+        if room < 0 and not results.metrics[place].startswith(PREFIX):
+            room += widths[place]
+            del scores[place]
+    num_hidden_scores = num_scores - len(scores)
     table.add_column("id", no_wrap=True)
     columns: list[list[Text]] = [[Text(each.exp_id[:ID_WIDTH]) for each in results.results]]
     for key, name in zip(results.parameters, short_names(results.parameters), strict=True):
@@ -244,8 +251,10 @@ def as_table(results: Results, *, width: int = 120) -> Table:
         columns.append(cells)
     for row in zip(*columns, strict=True):
         table.add_row(*row)
-    if num_hidden:
-        table.caption = f"{num_hidden} more parameters differ: --csv, --json or --html shows all"
+    hidden = [f"{num_hidden} more parameters differ"] if num_hidden else []
+    hidden += [f"{num_hidden_scores} more scores of named sets"] if num_hidden_scores else []
+    if hidden:
+        table.caption = f"{' and '.join(hidden)}: --csv, --json or --html shows all"
     return table
 
 

@@ -467,6 +467,16 @@ def test_the_test_split_stands_beside_the_evaluations_with_its_intervals(base: B
     assert best_test(tests[:1], "test/em") is None
 
 
+def test_scores_of_named_sets_give_way_where_a_terminal_is_narrow(base: BaseFolder) -> None:
+    names = [f"valid{of_set}/{name}" for of_set in ("", "_hard") for name in ("em", "f1", "recall")]
+    scored(experiment(base, IDS[0], {"seed": 1}), [{"step": 1, **dict.fromkeys(names, 0.125)}])
+    found = gather(base)
+    wide, narrow = results.as_table(found, width=150), results.as_table(found, width=50)
+    assert len(wide.columns) - len(narrow.columns) == 3
+    assert narrow.caption == "3 more scores of named sets: --csv, --json or --html shows all"
+    assert wide.caption is None
+
+
 @pytest.mark.parametrize(
     "content", ["", "[]", "3", '{"scores": 3}', '{"scores": {"em": 3}}', '{"scores": {"em": {}}}']
 )
