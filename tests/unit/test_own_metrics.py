@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.wording import refused
 from trainer.config.schema import Experiment
@@ -77,10 +78,11 @@ def test_a_file_or_a_function_that_is_not_there_is_named(tmp_path: Path) -> None
         own.load([f"{tmp_path}/none.py:style"], None)
     with refused("own_metric_undefined", name="styl", nearest="style"):
         loaded(tmp_path, GOOD, "styl")
-    with pytest.raises(ConfigError, match=r"mine\.py:1: .*invalid"):
+    with refused("own_metric_unreadable", path=tmp_path / "mine.py", line=1):
         loaded(tmp_path, "def style(:\n")
-    with pytest.raises(ConfigError, match=r"mine\.py:1: ModuleNotFoundError"):
+    with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, "import no_such_module\nstyle = no_such_module.style\n")
+    assert "mine.py:1: ModuleNotFoundError" in str(caught.value)
 
 
 def test_a_run_goes_on_with_its_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,5 +127,5 @@ def test_the_dictionary_names_files_and_functions(metrics: Any, is_good: bool) -
     if is_good:
         assert len(Experiment.model_validate(values).own_metrics) in (1, 3)
     else:
-        with pytest.raises(ValueError, match="metrics"):
+        with pytest.raises(ValidationError):
             Experiment.model_validate(values)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from tests.facts import experiment, facts, write_facts
 from tests.unit.test_own_rows import write_lines
+from tests.wording import refused
 from trainer import tasks
 from trainer.config.own_rows import OwnRows, Splits
 from trainer.data.content import content_of, rows_of, valid_splits
@@ -46,12 +48,12 @@ def test_a_set_of_a_data_set_is_one_of_its_splits() -> None:
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "../a", "_a", "a_b"])
 def test_the_name_of_a_set_is_one_word(name: str) -> None:
-    with pytest.raises(ValueError, match="valid_sets"):
+    with pytest.raises(ValidationError):
         OwnRows(valid_sets={name: "b.jsonl"})
 
 
 def test_a_source_without_files_has_no_sets(tmp_path: Path) -> None:
     values = dict(experiment("causal_lm", tmp_path))
     values["data"] = {"source": "stdlib_docs", "valid_sets": {"b": "b.jsonl"}}
-    with pytest.raises(Exception, match="leave valid_sets out"):
+    with refused("sets_of_no_files", source="stdlib_docs"):
         tasks.parse(values)

@@ -1,4 +1,4 @@
-"""Metrics of a user's own: functions in a file (`metrics="mine.py:style"`). Imports no torch.
+"""Metrics of a user's own: functions in a file that `metrics` names. Imports no torch.
 
 A function gets (predictions, references, rows) of all validation rows in their order and returns
 numbers by name. A run keeps a copy of the file in its folder, and goes on with that copy.
