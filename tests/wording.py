@@ -405,7 +405,7 @@ DICTIONARY = wording(
     own_metric_absent="{path}: there is no such file; want the name of a file and of a function",
     own_metric_undefined="defines no function {name!r}.",
     own_metric_unreadable="{path}:{line}:...Mend that line.",
-    sets_of_no_files="source={source!r} names no files: leave valid_sets out",
+    sets_of_no_files="valid_sets are files, and source={source!r} has none",
     own_metric_unanswered="got no row to answer, want some",
     own_metric_of_task="task {task!r} writes no answers in its evaluations",
     test_of_no_file="test=True with data.files.test={file!r}: want the whole path",

@@ -134,7 +134,7 @@ class OwnRows(Strict):
         if self.files != Splits() and not self.names_files():
             raise ValueError(f"source={source!r} names no files: leave them out")
         if self.valid_sets and not self.names_files():
-            raise ValueError(f"source={source!r} names no files: leave valid_sets out")
+            raise ValueError(f"valid_sets are files, and source={source!r} has none: leave it out")
         if self.names() is not None:
             return self
         own_keys = [name for name in ("dataset", "columns", "valid_share") if getattr(self, name)]

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class OwnMetric:
     """One function of a user."""
 
-    spec: str  # "mine.py:style"
+    spec: str  # a file and its function, as the dictionary has them
     function: Function
     names: tuple[str, ...] = ()  # of its numbers: "style/length"; those that the first rows showed
 
