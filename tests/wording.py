@@ -397,6 +397,18 @@ DICTIONARY = wording(
     entity_alone="{flag} and {other}: got the entity alone",
     tracker_unknown="{tracker!r} does not exist.",
     best_is_unknown="train.best='{metric}': got no train.best_is",
+    best_is_of_several="best_is={best_is} with {count} metrics: say it by name",
+    best_is_strange="best_is: {names} is not in best=",
+    best_of_no_set="train.best={best!r}: data.valid_sets has no {name!r}.",
+    best_is_turned="--strict: train.best_is={stated!r}: {metric} is better when it is {better}",
+    own_metric_fails="metrics={spec!r}: tried on...validation rows, it {what}; want a dictionary",
+    own_metric_absent="{path}: there is no such file; want the name of a file and of a function",
+    own_metric_undefined="defines no function {name!r}.",
+    own_metric_unreadable="{path}:{line}:...Mend that line.",
+    sets_of_no_files="valid_sets are files, and source={source!r} has none",
+    own_metric_unanswered="got no row to answer, want some",
+    own_metric_of_task="task {task!r} writes no answers in its evaluations",
+    test_of_no_file="test=True with data.files.test={file!r}: want the whole path",
 )
 API = (
     wording(

@@ -153,5 +153,9 @@ def results_command(
     else:
         screen = Console()
         screen.print(tables.as_table(results, width=screen.width))
+        of_tests = tables.as_test_table(results)
+        if of_tests is not None:
+            screen.print()
+            screen.print(of_tests)
     if not as_json:
         typer.echo(tables.unreadable_lines(results), err=True, nl=False)

@@ -65,7 +65,7 @@ def _last_values(lines: list[bytes]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     has_loss = has_scores = False
     for line in reversed(lines):
-        is_scores = b'"valid/' in line
+        is_scores = b'"valid/' in line  # that of a set (valid_nq/loss) has it, too
         if (has_scores if is_scores else has_loss) or b'"grad_norm/' in line:
             continue
         values = numbers_in(line)

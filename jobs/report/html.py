@@ -20,11 +20,13 @@ from jobs.report.logs import last_lines
 from jobs.report.page import page
 from jobs.report.scores import best_value
 from jobs.report.table import summary
+from jobs.report.test_scores import TestResult, best_test
 from jobs.report.text import duration, number_text, visible
 from jobs.secret_keys import redact
 from trainer.config.differences import short_names, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.files.survival_events import recovery_sentence
+from trainer.metrics.direction import is_of_validation
 
 if TYPE_CHECKING:
     from jobs.report.curves import Curves
@@ -99,12 +101,14 @@ def _table(rows: Sequence[Row], scores: dict[str, ExperimentScores], results: Re
     has_groups = len({row.group for row in rows}) > 1
     # scores stand before settings: experiments of several tasks differ in very many settings
     texts = ["id", *(["group"] if has_groups else []), "state"]
-    numbers = [*results.metrics, "steps", "hours", "GPU-hours"]
+    numbers = [*results.metrics, *results.test_metrics, "steps", "hours", "GPU-hours"]
     heads = [f"<th><button>{_text(name)}</button></th>" for name in texts]
     heads += [f'<th class="num"><button>{_text(name)}</button></th>' for name in numbers]
     names = short_names(results.parameters)
     heads += [f"<th><button>{_text(name)}</button></th>" for name in names]
     bests = {name: best_value(results, name) for name in results.metrics}
+    tests = [result.test for result in results.results]
+    bests |= {name: best_test(tests, name) for name in results.test_metrics}
     lines: list[str] = []
     for place, row in enumerate(rows):
         name = row.exp_id[:8]
@@ -153,6 +157,14 @@ def _score_cells(
         )
         yield f'<td class="{kind}" data-value="{score.best!r}">{number_text(score.best)}{last}</td>'
 
+    for name in results.test_metrics:
+        of_test = result.test.scores.get(name) if result is not None and result.test else None
+        if of_test is None:
+            yield '<td class="num"></td>'
+            continue
+        kind = "num best" if of_test.value == bests[name] else "num"
+        yield f'<td class="{kind}" data-value="{of_test.value!r}">{of_test.text}</td>'
+
 
 def _parameter(result: ExperimentScores | None, key: str) -> str:
     if result is None or key not in result.parameters:
@@ -178,7 +190,7 @@ def _card(row: Row, result: ExperimentScores | None, results: Results, now: str)
         f'<header><h3 class="mono" title="{_text(row.exp_id)}">{_text(row.exp_id[:8])}</h3>'
         f'<span class="group soft small" title="{name}">{name}</span>'
         f'<span class="pill dot s-{row.state}">{_state(row)}</span></header>',
-        _progress(row),
+        _progress(row, result.test if result is not None else None),
         f'<ul class="chips">{"".join(chips)}</ul>' if chips else "",
         _why(row),
         _charts(row, read_curves(folder.metrics), result),
@@ -189,7 +201,7 @@ def _card(row: Row, result: ExperimentScores | None, results: Results, now: str)
     return "".join(parts)
 
 
-def _progress(row: Row) -> str:
+def _progress(row: Row, test: TestResult | None) -> str:
     if row.step is None:
         return ""
     share = min(row.step / row.total, 1.0) if row.total else 0.0
@@ -207,6 +219,9 @@ def _progress(row: Row) -> str:
         f"rank lost: {recovery_sentence(event)}" for event in row.recoveries[-MOST_RECOVERIES:]
     ]
     facts += [f"{row.gpu_hours:.1f} GPU-hours"] if row.gpu_hours else []
+    if test is not None:
+        took = f" in {duration(test.seconds)}" if test.seconds is not None else ""
+        facts.append(f"test split: {test.rows} rows with {test.model}/{took}")
     words = "".join(f"<span>{_text(fact)}</span>" for fact in facts)
     bar = f'<div class="progress s-{row.state}"><i style="width:{share:.1%}"></i></div>'
     return f'{bar}<div class="facts">{words}</div>'
@@ -237,7 +252,7 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         f"<span>{name} <b>{number_text(points[-1].value)}</b></span>"
         for name, points in losses.items()
     ]
-    others = [name for name in curves.points if name.startswith("valid/") and name != "valid/loss"]
+    others = [name for name in curves.points if is_of_validation(name) and name != "valid/loss"]
     scores = result.scores if result is not None else {}
     sparks = ""
     for name in others[:MOST_SPARKS]:
@@ -246,7 +261,7 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         if score is not None:
             best = f"best {number_text(score.best)} at step {score.best_step}"
         pairs = [[_short(b.step), _short(b.mean)] for b in thin(points, SPARK_POINTS)]
-        label = _text(name.partition("/")[2])
+        label = _text(name.removeprefix("valid/"))
         sparks += (
             f'<div title="{best}"><span><em title="{_text(name)}">{label}</em>'
             f"<b>{number_text(points[-1].value)}</b></span>"

@@ -18,16 +18,18 @@ from jobs.record import events as record
 from jobs.record.metrics import last_metrics, numbers, numbers_in
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import experiment_of, starts_of
+from jobs.report.test_scores import TestResult, best_test, read_test
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
 from trainer.files.atomic import bounded_lines, open_file, read_json, read_small
-from trainer.metrics.direction import direction_of
+from trainer.metrics.direction import direction_of, is_of_validation
 
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
 ID_WIDTH, GAP = 8, 2
 PREFIX = "valid/"  # of a score's name
 SPEEDS = {"s a step": "step_s", "TFLOP/s": "tflops"}  # head of a column -> what it shows
 _RUN_HEADS = ("steps", "wall_s", *SPEEDS.values())
+MOST_BESIDE_TESTS = 3  # hyper-parameters in the table of the test split
 WIDEST_CELL = 24  # letters of a hyper-parameter in the table
 
 
@@ -61,17 +63,19 @@ class ExperimentScores:
     wall_s: float | None = None
     step_s: float | None = None
     tflops: float | None = None
+    test: TestResult | None = None  # of --test
 
 
 @dataclass(frozen=True)
 class Results:
-    """Experiments, the keys in which their dictionaries differ (in order of appearance) and
-    metrics. unreadable: exp_id -> why its folder cannot be read.
+    """Experiments, the keys in which their dictionaries differ (in order of appearance), metrics
+    of evaluations and of the test split. unreadable: exp_id -> why its folder cannot be read.
     """
 
     results: tuple[ExperimentScores, ...]
     parameters: tuple[str, ...]
     metrics: tuple[str, ...]
+    test_metrics: tuple[str, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -94,13 +98,20 @@ def gather(
             unreadable[folder.path.name] = reason_of(error, folder.path)
             continue
         results += [] if result is None else [result]
-    metrics = dict.fromkeys(name for result in results for name in result.scores)
+    metrics = (name for result in results for name in result.scores)
+    tests = (result.test for result in results if result.test is not None)
     return Results(
         tuple(results),
         differing([result.parameters for result in results]),
-        tuple(sorted(metrics, key=lambda name: (not name.endswith("/loss"), name))),
+        _ordered(metrics),
+        _ordered(name for test in tests for name in test.scores),
         unreadable,
     )
+
+
+def _ordered(metrics: Iterable[str]) -> tuple[str, ...]:
+    """Each name once, losses first."""
+    return tuple(sorted(set(metrics), key=lambda name: (not name.endswith("/loss"), name)))
 
 
 def _result(folder: RunFolder) -> ExperimentScores | None:
@@ -124,6 +135,7 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
         math.fsum(start.hours for start in starts) * 3600 if starts else None,
         last.get("step_s"),
         last.get("tflops"),
+        read_test(folder, _directions(values)),
     )
 
 
@@ -131,13 +143,23 @@ def best_scores(folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, S
     """Metric -> best and last score of one run. `train.best_is` says which value of `train.best` is
     best.
     """
-    directions: dict[str, Literal["min", "max"]] = {}
+    return _scores(folder, _directions(experiment))
+
+
+def _directions(experiment: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
+    """What train.best_is says of each metric."""
     train = experiment.get("train")
-    if isinstance(train, dict):
-        train = cast("dict[str, Any]", train)
-        if isinstance(train.get("best"), str) and train.get("best_is") in ("min", "max"):
-            directions = {train["best"]: train["best_is"]}
-    return _scores(folder, directions)
+    if not isinstance(train, dict):
+        return {}
+    train = cast("dict[str, Any]", train)
+    best, best_is = train.get("best"), train.get("best_is")
+    stated: Any = (
+        {best: best_is} if isinstance(best, str) and not isinstance(best_is, dict) else best_is
+    )
+    if not isinstance(stated, dict):
+        return {}
+    stated = cast("dict[str, Any]", stated)
+    return {name: one for name, one in stated.items() if one in ("min", "max")}
 
 
 def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) -> dict[str, Score]:
@@ -145,7 +167,7 @@ def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) 
     for values in evaluations(folder):
         step = int(values.get("step", 0))
         for name in values:
-            if name.startswith(PREFIX):
+            if is_of_validation(name):
                 series.setdefault(name, []).append((step, values[name]))
     scores: dict[str, Score] = {}
     for name, points in series.items():
@@ -181,7 +203,8 @@ def as_table(results: Results, *, width: int = 120) -> Table:
     """The results for a terminal: the best value of each metric, with the last one in brackets when
     it differs.
 
-    Parameters that do not fit into `width` columns are omitted, and the caption says how many.
+    Parameters, and scores of named validation sets (valid_NAME/...), that do not fit into `width`
+    columns are omitted, and the caption says how many.
     """
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
     bests = {name: best_value(results, name) for name in results.metrics}
@@ -207,7 +230,13 @@ def as_table(results: Results, *, width: int = 120) -> Table:
         if any(speed is not None for speed in speeds):
             cells = [Text("" if speed is None else number_text(speed)) for speed in speeds]
             scores.append((Text(head), cells))
-    room = width - ID_WIDTH - GAP - sum(_width(head, cells) + GAP for head, cells in scores)
+    widths = [_width(head, cells) + GAP for head, cells in scores]
+    room, num_scores = width - ID_WIDTH - GAP - sum(widths), len(scores)
+    for place in reversed(range(len(results.metrics))):
+        if room < 0 and not results.metrics[place].startswith(PREFIX):
+            room += widths[place]
+            del scores[place]
+    num_hidden_scores = num_scores - len(scores)
     table.add_column("id", no_wrap=True)
     columns: list[list[Text]] = [[Text(each.exp_id[:ID_WIDTH]) for each in results.results]]
     for key, name in zip(results.parameters, short_names(results.parameters), strict=True):
@@ -222,8 +251,10 @@ def as_table(results: Results, *, width: int = 120) -> Table:
         columns.append(cells)
     for row in zip(*columns, strict=True):
         table.add_row(*row)
-    if num_hidden:
-        table.caption = f"{num_hidden} more parameters differ: --csv, --json or --html shows all"
+    hidden = [f"{num_hidden} more parameters differ"] if num_hidden else []
+    hidden += [f"{num_hidden_scores} more scores of named sets"] if num_hidden_scores else []
+    if hidden:
+        table.caption = f"{' and '.join(hidden)}: --csv, --json or --html shows all"
     return table
 
 
@@ -274,6 +305,41 @@ def _score_cell(result: ExperimentScores, metric: str, best: float | None) -> Te
     )
 
 
+def as_test_table(results: Results) -> Table | None:
+    """The scores of the test split for a terminal, a line for each score of each experiment, with
+    the ends of its interval; None where no experiment was tested.
+    """
+    tested = [(each, each.test) for each in results.results if each.test is not None]
+    if not tested:
+        return None
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+    table.add_column("test split", no_wrap=True)
+    table.add_column("id", no_wrap=True)
+    names = short_names(results.parameters)[:MOST_BESIDE_TESTS]
+    for name in names:
+        table.add_column(visible(name), no_wrap=True)
+    for head in ("score", "95% from", "to", "rows", "seconds"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("weights", no_wrap=True)
+    for metric in results.test_metrics:
+        best = best_test([test for _, test in tested], metric)
+        of_metric = [(each, test) for each, test in tested if metric in test.scores]
+        for place, (each, test) in enumerate(of_metric):
+            score = test.scores[metric]
+            ends = (number_text(end) if end is not None else "–" for end in (score.low, score.high))
+            table.add_row(
+                visible(metric.removeprefix("test/")) if place == 0 else "",
+                each.exp_id[:ID_WIDTH],
+                *(_short(each.parameters, key) for key in results.parameters[: len(names)]),
+                Text(number_text(score.value), "bold green" if score.value == best else ""),
+                *ends,
+                "" if test.rows is None else f"{test.rows:,}",
+                "" if test.seconds is None else f"{test.seconds:.1f}",
+                visible(test.model),
+            )
+    return table
+
+
 def as_csv(results: Results) -> str:
     """The results as CSV with whole ids and unrounded numbers.
 
@@ -284,6 +350,8 @@ def as_csv(results: Results) -> str:
         for name in results.metrics
         for head in (f"{name} best", f"{name} best step", f"{name} last")
     ]
+    for name in results.test_metrics:
+        heads += [name, f"{name} low", f"{name} high"]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
@@ -302,6 +370,9 @@ def as_csv(results: Results) -> str:
             cells += (
                 [score.best, score.best_step, score.last] if score is not None else ["", "", ""]
             )
+        for name in results.test_metrics:
+            of_test = result.test.scores.get(name) if result.test is not None else None
+            cells += [of_test.value, of_test.low, of_test.high] if of_test is not None else [""] * 3
         cells += [result.steps, None if result.wall_s is None else round(result.wall_s, 1)]
         cells += [getattr(result, name) for name in SPEEDS.values()]
         writer.writerow([_without_formula(cell) for cell in cells])
@@ -333,6 +404,7 @@ def as_json(results: Results) -> list[dict[str, Any]]:
                 if key in result.parameters
             },
             "metrics": {name: vars(score) for name, score in result.scores.items()},
+            "test": None if result.test is None else result.test.plain(),
             "steps": result.steps,
             "wall_s": result.wall_s,
             **{name: getattr(result, name) for name in SPEEDS.values()},
@@ -340,7 +412,7 @@ def as_json(results: Results) -> list[dict[str, Any]]:
         }
         for result in results.results
     ]
-    nothing: dict[str, Any] = {"group": "", "parameters": {}, "metrics": {}}
+    nothing: dict[str, Any] = {"group": "", "parameters": {}, "metrics": {}, "test": None}
     nothing |= dict.fromkeys(_RUN_HEADS)
     return documents + [
         {"exp_id": exp_id, **nothing, "read_error": reason}

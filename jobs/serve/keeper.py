@@ -290,6 +290,8 @@ class Keeper:
             values["python_binary"] = self.send.python_binary
         job = validate(JobConfig, values, source=f"job of model {ticket.model!r}")
         flags = {"data_path": str(folder.data), "cache_dir": str(self.folder.cache)}
+        if self._offer(ticket).test:
+            flags["test"] = ""
         request = self.request([ticket.experiment], GROUP, job, flags)
         # a turn waits for nobody: what has no answer, or is locked, is tried again in the next ones
         request = replace(request, lock_wait_s=LOCK_WAIT_S, answer_wait_s=0.0)

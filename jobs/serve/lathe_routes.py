@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 MAX_LINES = 5000  # of metrics in one answer
 MAX_TAIL = 2000  # lines of a log
-CODE_KEYS = ("trust_remote_code", "auto_map", "custom_pipelines")
+CODE_KEYS = ("trust_remote_code", "auto_map", "custom_pipelines", "metrics")
 MEMORY_PLAN = "memory_plan.json"
 DRY_RUN_S = 600.0
 ONE_DOCTOR = threading.Lock()
@@ -65,6 +65,7 @@ class AskExperiment(Body):
     group: Annotated[str, Field(max_length=128)] | None = None
     steps: Annotated[int, Field(ge=1)] | None = None
     data_path: Annotated[str, Field(max_length=4096)] | None = None
+    test: bool = False  # score the test split at the end
     action: Literal["plan", "dry_run", "submit"] = "plan"
 
 
@@ -217,6 +218,8 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
     flags = prepare.with_steps({"cache_dir": str(keeper.folder.cache)}, body.steps)
     if body.data_path is not None:
         flags["data_path"] = body.data_path
+    if body.test:
+        flags["test"] = ""
     if body.action == "dry_run":
         return _dry_run(keeper, experiments, flags)
     group = body.group or GROUP
@@ -236,7 +239,7 @@ def _dry_run(keeper: Keeper, experiments: list[dict[str, Any]], flags: dict[str,
     """The output and exit code of `trainval.py --dry_run`, in a process that may import torch."""
     words = [str(prepare.PROJECT / "trainval.py"), "--dry_run"]
     words += ["-sb", str(keeper.folder.base.path)]
-    words += [f"--{name}={value}" for name, value in flags.items()]
+    words += [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
     with tempfile.TemporaryDirectory() as folder:
         process = look(words, experiments, Path(folder), within_s=DRY_RUN_S)
     outcome = {"code": process.returncode, "text": process.stdout[-MAX_OUTPUT:]}

@@ -42,6 +42,8 @@ class Offer(Strict):
     held_out: Fraction = (
         0.1  # of the rows, for validation when the request names no validation file
     )
+    # score the test split of each job at its end: data.files.test of the experiment, a whole path
+    test: bool = False
     max_steps: Positive = 1_000_000
     # one device of those it runs on, for the plan before a start: h200, 24GiB, or the file of
     # `lathe calibrate-device`
@@ -109,6 +111,7 @@ def read(file: Path | None) -> ServiceConfig:
     for name, offer in config.models.items():
         try:
             offer = config.models[name] = _with_share(offer)
+            _check_test(offer)
             validate(JobConfig, offer.job, source=f"{source}: job of {name!r}")
             if offer.device is not None and not offer.device.endswith(".json"):
                 device_of(offer.device)
@@ -120,6 +123,18 @@ def read(file: Path | None) -> ServiceConfig:
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return config
+
+
+def _check_test(offer: Offer) -> None:
+    """ConfigError where the test split of an offer has no file, for jobs bring none."""
+    data: Any = offer.experiment.get("data")
+    files: Any = cast("Values", data).get("files") if isinstance(data, dict) else None
+    test: Any = cast("Values", files).get("test") if isinstance(files, dict) else None
+    if offer.test and not Path(str(test or "")).is_absolute():
+        raise ConfigError(
+            f"test=True with data.files.test={test!r}: want the whole path of a file of test rows, "
+            "for requests bring none. Name one, or leave test out."
+        )
 
 
 def kinds_of(offer: Offer) -> list[str]:
@@ -193,7 +208,10 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
         train["micro_batch"] = next(size for size in sizes if rows_of_a_device % size == 0)
     values["train"] = train
     values["optim"] = {**values["optim"], "lr": values["optim"]["lr"] * factor}
-    values["data"] = {**values["data"], **KINDS[request.kind].data[values["task"]]}
+    own_files, of_kind = values["data"].get("files"), KINDS[request.kind].data[values["task"]]
+    values["data"] = {**values["data"], **of_kind}
+    if own_files and "files" in of_kind:  # the file of a test split is the offer's
+        values["data"]["files"] = {**own_files, **of_kind["files"]}
     values["label"] = request.label
     return FilledOffer(values, epochs, steps, batch, factor)
 

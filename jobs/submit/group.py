@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.code.snapshot import link
 from jobs.errors import Unreachable, is_transient, reason_of
@@ -33,6 +33,7 @@ from jobs.submit.request import (
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
 from trainer.errors import ConfigError, LatheError, ResumeError, StorageError
 from trainer.files.atomic import read_json, refuse_link_out, write_json
+from trainer.metrics import own
 
 if TYPE_CHECKING:
     from jobs.record.events import Job
@@ -230,6 +231,7 @@ def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
         with contextlib.suppress(FileExistsError):
             folder.path.mkdir(parents=True)
         write_json(folder.exp_dict, request.by_id[template.exp_id])
+    own.keep(_own_metrics(request.by_id[template.exp_id]), folder.path)
     if request.snapshot is not None:
         link(folder, request.snapshot)
     job = record.read(folder)
@@ -249,6 +251,12 @@ def _begin(request: Request, folder: RunFolder, draft: AttemptDraft) -> Job:
             "use another base."
         )
     return job
+
+
+def _own_metrics(values: dict[str, Any]) -> list[str]:
+    """The files of a user's own metrics, which the job gets as they are now."""
+    specs: Any = values.get("metrics") or []
+    return [specs] if isinstance(specs, str) else list(specs)
 
 
 def _result(name: str, action: str, outcome: Outcome) -> ActionResult:

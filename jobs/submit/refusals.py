@@ -15,14 +15,15 @@ from trainer.config.deepspeed_config import offload_device
 from trainer.config.flags import ENTITY_ALONE, unknown_tracker
 from trainer.config.mistakes import (
     OPTIMIZER_ON_NVME,
+    doubts_of,
     foreign_best,
     long_warmup,
     no_base,
-    odd_rate,
 )
 from trainer.config.userfile import START_FOLDER, may_be_hub_id
 from trainer.devices import count_and_name, device_of
 from trainer.errors import ConfigError
+from trainer.metrics import own
 from trainer.plan.time.rates import read as read_calibration
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 # Keys whose value may be a path from the folder in which a command is typed. (data.files and the
 # like are always below --data_path.)
-FOLDERS = ("base", "tokenizer", "init_from", "data.dataset", "data.files")
+FOLDERS = ("base", "tokenizer", "init_from", "data.dataset", "data.files", "data.valid_sets")
 FILES = ("deepspeed", "data.chat_template")
 
 log = logging.getLogger(__name__)
@@ -98,8 +99,8 @@ def of_experiment(
     ds: its DeepSpeed dictionary; None where only the node knows it. flags: of the training; with
     `steps` a long warm-up is a warning, as it is here. shares_disk: as in `of_flags`.
     """
-    problems = list(foreign_best(cfg))
-    for doubt in odd_rate(cfg):
+    problems = [*foreign_best(cfg), *own.problems(cfg.own_metrics, folder.path)]
+    for doubt in doubts_of(cfg):
         if "strict" in flags:
             problems.append(f"--strict: {doubt}")
         else:

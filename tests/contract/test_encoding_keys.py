@@ -65,7 +65,7 @@ for _key in _OF_A_DATA_SET:
     OF_ONE_TASK["summariser", f"data.{_key}"] = {
         "data": {"source": "datasets", "dataset": "someones/rows"}
     }
-for _key in (*_OF_A_DATA_SET, "files", "columns", "valid_share"):
+for _key in (*_OF_A_DATA_SET, "files", "columns", "valid_share", "valid_sets"):
     OF_ONE_TASK["vera", f"data.{_key}"] = {
         "data": {
             "source": "files",
@@ -84,6 +84,9 @@ VALUES: dict[str, list[Any]] = {
     "data.columns": [{"text": "body"}, {"question": "query"}, {"id": "number"}, {"golds": "true"}],
     "data.files": [{"train": "other.jsonl"}],
     "data.splits": [{"train": "other"}],
+    "data.valid_sets": [{"hard": "hard.jsonl"}],
+    "metrics": ["mine.py:style"],
+    "train.best_is": ["min"],
     "data.rankings": [{"train": "other.trec"}],
     "data.corpus": ["corpus.tsv"],
     "data.chat_template": ["chatml", "plain"],

@@ -27,6 +27,7 @@ from jobs.report.curves import Point, thin
 from jobs.report.html import MOST_CARDS, report
 from jobs.report.page import SCRIPT
 from jobs.report.scores import Results, gather
+from jobs.report.test_scores import best_test
 from jobs.report.text import number_text
 from trainer.config.differences import short_names
 
@@ -423,3 +424,76 @@ def test_the_script_builds_no_markup_from_text() -> None:
         re.findall(r"\w+\(?", SCRIPT)
     )
     assert not re.search(r"^(import|export) ", SCRIPT, flags=re.MULTILINE)
+
+
+# ---------------------------------------------------------------- the test split
+
+
+def write_test(folder: RunFolder, scores: dict[str, Any], **more: Any) -> None:
+    document = {"model": "best", "rows": 300, "seconds": 12.5, "scores": scores, **more}
+    (folder.path / "test.json").write_text(json.dumps(document))
+
+
+def test_the_test_split_stands_beside_the_evaluations_with_its_intervals(base: BaseFolder) -> None:
+    for exp_id, em, low, high in ((IDS[0], 0.5, 0.44, 0.56), (IDS[1], 0.625, 0.57, 0.68)):
+        folder = experiment(base, exp_id, {"seed": exp_id[-1]})
+        scored(folder, [{"step": 1, "valid/em": em, "valid_hard/em": em / 2}])
+        of_em = {"value": em, "low": low, "high": high}
+        write_test(folder, {"em": of_em, "auroc/all": {"value": em, "low": None, "high": None}})
+    scored(experiment(base, IDS[2], {"seed": "3"}), [{"step": 1, "valid/em": 0.1}])
+    found = gather(base)
+    assert found.metrics == ("valid/em", "valid_hard/em")
+    assert found.test_metrics == ("test/auroc/all", "test/em")
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    console.print(results.as_table(found, width=160))
+    table = results.as_test_table(found)
+    assert table is not None
+    console.print(table)
+    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    lines = [line.split() for line in text.splitlines()]
+    of_run = ["300", "12.5", "best"]
+    assert ["em", IDS[0][:8], IDS[0][-1], "0.5000", "0.4400", "0.5600", *of_run] in lines
+    assert [IDS[1][:8], IDS[1][-1], "0.6250", "0.5700", "0.6800", *of_run] in lines
+    assert [IDS[1][:8], IDS[1][-1], "0.6250", "–", "–", *of_run] in lines
+    rows = cells(results.as_csv(found))
+    assert [row["test/em"] for row in rows] == ["0.5", "0.625", ""]
+    assert [row["test/em low"] for row in rows] == ["0.44", "0.57", ""]
+    assert [row["test/auroc/all high"] for row in rows] == ["", "", ""]
+    documents = results.as_json(found)
+    assert documents[0]["test"]["scores"]["test/em"]["high"] == 0.56
+    assert documents[2]["test"] is None
+    tests = [result.test for result in found.results]
+    assert best_test(tests, "test/em") == 0.625
+    assert best_test(tests[:1], "test/em") is None
+
+
+def test_scores_of_named_sets_give_way_where_a_terminal_is_narrow(base: BaseFolder) -> None:
+    names = [f"valid{of_set}/{name}" for of_set in ("", "_hard") for name in ("em", "f1", "recall")]
+    scored(experiment(base, IDS[0], {"seed": 1}), [{"step": 1, **dict.fromkeys(names, 0.125)}])
+    found = gather(base)
+    wide, narrow = results.as_table(found, width=150), results.as_table(found, width=50)
+    assert len(wide.columns) - len(narrow.columns) == 3
+    assert narrow.caption == "3 more scores of named sets: --csv, --json or --html shows all"
+    assert wide.caption is None
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "3", '{"scores": 3}', '{"scores": {"em": 3}}', '{"scores": {"em": {}}}']
+)
+def test_a_test_that_no_run_has_written_so_is_left_out(base: BaseFolder, content: str) -> None:
+    folder = experiment(base, IDS[0], {"seed": 1})
+    (folder.path / "test.json").write_text(content)
+    found = gather(base)
+    assert found.test_metrics == ()
+    assert not found.unreadable
+    table = results.as_test_table(found)
+    assert table is None or not table.row_count
+
+
+def test_a_stated_direction_holds_on_the_test_split_too(base: BaseFolder) -> None:
+    for exp_id, value in zip(IDS, (1.0, 3.0), strict=False):
+        train = {"best": ["valid/em", "valid/mine/x"], "best_is": {"valid/mine/x": "min"}}
+        folder = experiment(base, exp_id, {"seed": exp_id, "train": train})
+        write_test(folder, {"mine/x": {"value": value, "low": None, "high": None}})
+    tests = [result.test for result in gather(base).results]
+    assert best_test(tests, "test/mine/x") == 1.0

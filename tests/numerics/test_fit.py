@@ -53,6 +53,8 @@ class Case:
     unlabelled: int | None = None  # the step whose rows have no label
     unlabelled_rank: int | None = None  # the only rank whose rows have none; None: all of them
     spoilt_rank: int | None = None  # the rank whose losses are spoilt; None: all of them
+    last_step: int | None = None  # that the clock of rank 0 has time for
+    is_late: bool = False  # the time is used up when the run goes on
     resume_after: int | None = None  # once this step is saved, the run dies and goes on from there
     is_rehearsed: bool = (
         False  # the heaviest batches come first, as in a run whose memory is planned
@@ -140,6 +142,26 @@ class Rows(list[dict[str, np.ndarray]]):
         self.lengths = np.ones(count, dtype=np.int64)
 
 
+class Clock:
+    """What the loop reads of a Budget. The clock of rank 1 says one step too early that time is
+    used up.
+    """
+
+    def __init__(self, case: Case, outcome: Outcome, *, is_resumed: bool) -> None:
+        self.case, self.outcome, self.is_resumed = case, outcome, is_resumed
+
+    def is_spent(self) -> bool:
+        from trainer.runtime import distributed
+
+        assert self.case.last_step is not None
+        if self.is_resumed:
+            return self.case.is_late
+        return len(self.outcome.rates) + 1 >= self.case.last_step - distributed.rank()
+
+    def text(self, step: int, steps: int) -> str:
+        return f"step {step} of {steps} is the last"
+
+
 class Asked:
     """What the loop reads of a Preemption."""
 
@@ -220,6 +242,7 @@ def _session(
         )
 
     plan: Any = SimpleNamespace(folder=folder, values={}, cfg=cfg)
+    clock = Clock(case, outcome, is_resumed=weights is not None)
     chain = StepChain()
     live.step = step
     stores: Any = {"train": Rows(case.steps * GLOBAL_BATCH), "valid": Rows(distributed.world())}
@@ -239,6 +262,7 @@ def _session(
         preemption=asked,  # pyright: ignore[reportArgumentType]
         save=save,
         chain=chain,
+        budget=clock if case.last_step is not None else None,  # pyright: ignore[reportArgumentType]
         export_best=lambda: outcome.exported.append(len(outcome.rates)),
     )
 
@@ -472,6 +496,42 @@ def test_a_run_ends_when_so_many_evaluations_were_no_better() -> None:
     for resumed in (2, 3):
         for weight, value in outcomes[f"killed {resumed}"].weights.items():
             assert torch.equal(value, straight.weights[weight]), f"{resumed}: {weight}"
+
+
+def test_a_run_that_is_out_of_time_ends_evaluated_and_saved_at_one_step_of_all_ranks() -> None:
+    rare = {"evaluate_every": 100, "save_every": 100}
+    cases = {
+        "straight": Case(last_step=3, **rare),
+        "short": Case(steps=3, **rare),
+        "whole": Case(steps=3, last_step=3, **rare),
+    }
+    for outcomes in fit_all(cases, world=2):
+        for name, outcome in outcomes.items():
+            assert outcome.result == "finished", f"{name}: {outcome.result}"
+            assert (outcome.saved, outcome.exported) == ([3], [3]), name
+        same = outcomes["straight"].weights
+        for weight, value in outcomes["short"].weights.items():
+            assert torch.equal(value, same[weight]), "a constant rate: the same steps"
+    assert [line for line in outcomes["straight"].lines if "valid/loss" in line]
+
+
+def test_a_run_that_is_out_of_time_and_killed_ends_where_it_would_have() -> None:
+    rare = {"evaluate_every": 100}
+    cases = {
+        "straight": Case(last_step=3, save_every=100, **rare),
+        "killed as it ended": Case(last_step=3, save_every=100, resume_after=3, **rare),
+        "two": Case(steps=6, last_step=2, save_every=100, **rare),
+        "late when it went on": Case(last_step=5, is_late=True, resume_after=2, **rare),
+    }
+    outcomes = fit_all(cases)[0]
+    for name, outcome in outcomes.items():
+        assert outcome.result == "finished", f"{name}: {outcome.result}"
+        scores = [line["step"] for line in outcome.lines if "valid/loss" in line]
+        assert len(scores) == 1, f"{name} is evaluated once, at its last step"
+    pairs = (("straight", "killed as it ended"), ("two", "late when it went on"))
+    for one, other in pairs:
+        for weight, value in outcomes[one].weights.items():
+            assert torch.equal(outcomes[other].weights[weight], value), other
 
 
 def test_the_last_step_is_saved_and_the_log_counts_the_units_of_all_steps() -> None:

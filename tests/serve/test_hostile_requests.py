@@ -291,6 +291,7 @@ OTHERS: list[tuple[str, str, str, dict[str, Any], int]] = [
     ("adam", "POST", ASK, {"json": {"experiment": {"base": "/etc"}}}, 403),
     ("adam", "POST", ASK, {"json": {"experiment": {"base": "../model"}}}, 403),
     ("adam", "POST", ASK, {"json": {"experiment": {"trust_remote_code": True}}}, 403),
+    ("adam", "POST", ASK, {"json": {"experiment": {"metrics": "mine.py:style"}}}, 403),
     ("adam", "POST", ASK, {"json": {"group": "causal_lm_tiny", "data_path": "/root"}}, 403),
     ("adam", "POST", ASK, {"json": {"group": "no_such_group"}}, 400),
     ("adam", "POST", ASK, {"json": {"experiment": {"task": "causal_lm"}}}, 400),

@@ -9,13 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from tests.wording import refused
+from tests.wording import refused, says
+from trainer.config.mistakes import foreign_best, turned_best
 from trainer.config.schema import Schedule, Train
 from trainer.metrics.direction import direction_of
 from trainer.training import validation
+from trainer.training.choice.best import (
+    best_text,
+    direction_of_best,
+    take_best,
+    tell_old_direction,
+)
 from trainer.training.session import Progress
-from trainer.training.validation import direction_of_best
 
 HIGHER = (
     *("em", "f1", "precision", "recall", "recall_em", "em_nq", "recall_em_triviaqa"),
@@ -36,7 +43,7 @@ LOWER = (
 LOWER += ("word_error_rate", "mean_rank_nq", "loss_nq")
 
 
-def train(best: str | None, **own: Any) -> Train:
+def train(best: Any, **own: Any) -> Train:
     return Train(steps=4, global_batch=2, micro_batch=2, best=best, **own)
 
 
@@ -85,13 +92,94 @@ def test_a_run_that_began_before_keeps_the_lowest_and_is_told_so(
     older = {name: one for name, one in Progress(step=3).state().items() if name != "best_is"}
     old, new = Progress.of(older), Progress.of(Progress().state())
     of_recall = train("valid/recall")
-    assert [direction_of_best(of_recall, one) for one in (old, new)] == ["min", "max"]
+    assert [direction_of_best(of_recall, one, "valid/recall") for one in (old, new)] == [
+        "min",
+        "max",
+    ]
     assert Progress.of(old.state()).best_is == "min", "its later checkpoints say so too"
     with caplog.at_level(logging.WARNING):
-        validation._tell_old_direction(of_recall, new)
-        validation._tell_old_direction(train("valid/loss"), old)
-        validation._tell_old_direction(train("valid/recall", best_is="min"), old)
+        tell_old_direction(of_recall, new)
+        tell_old_direction(train("valid/loss"), old)
+        tell_old_direction(train("valid/recall", best_is="min"), old)
         assert not caplog.messages
-        validation._tell_old_direction(of_recall, old)
+        tell_old_direction(of_recall, old)
     [message] = caplog.messages
     assert "best/ holds the lowest valid/recall, which is better when higher" in message
+
+
+def kept_of(evaluations: list[dict[str, float]], **own: Any) -> list[int]:
+    """The evaluations that became best/, by several metrics."""
+    progress, bests = Progress(), []
+    cfg = Train.model_validate({"steps": 4, "global_batch": 2, "micro_batch": 2, **own})
+    for progress.step, metrics in enumerate(evaluations, 1):
+        if take_best(cfg, progress, metrics):
+            bests.append(progress.step)
+        progress = Progress.of(progress.state())  # as if it went on after each of them
+    return bests
+
+
+def test_the_first_metric_decides_and_the_others_break_ties_in_their_order() -> None:
+    names = ["valid/em", "valid/mine/x", "valid_hard/loss"]
+    own: dict[str, Any] = {"best": names, "best_is": {"valid/mine/x": "max"}}
+    rows = [
+        (0.5, 1.0, 3.0),
+        (0.5, 1.0, 3.0),  # equal in all: no better
+        (0.5, 1.0, 2.0),  # the third is a loss: lower is better
+        (0.5, 2.0, 9.0),  # the second decides, and is stated to be better when higher
+        (0.4, 9.0, 0.0),
+        (0.6, 0.0, 9.0),
+    ]
+    evaluations = [dict(zip(names, row, strict=True)) for row in rows]
+    assert kept_of(evaluations, **own) == [1, 3, 4, 6]
+    nan = float("nan")
+    broken = [dict(zip(names, row, strict=True)) for row in [(0.5, nan, 1.0), (0.5, 0.0, 2.0)]]
+    assert kept_of(broken, **own) == [1, 2], "what is not finite is worse than any number"
+    assert kept_of([*broken, dict(zip(names, (nan, 9.0, 0.0), strict=True))], **own) == [1, 2]
+
+
+def test_the_log_tells_every_value_of_the_best() -> None:
+    cfg = train("valid/loss")
+    assert best_text(cfg, Progress()) == "any finite number"
+    progress = Progress(best=0.5, tie_breakers=[2.0], best_step=7)
+    assert best_text(cfg, progress) == "0.5, 2 at step 7"
+
+
+def test_directions_are_stated_by_name_of_metrics_that_choose() -> None:
+    two = ["valid/em", "valid/loss"]
+    base: dict[str, Any] = {"steps": 4, "global_batch": 2, "micro_batch": 2, "best": two}
+    with pytest.raises(ValidationError) as caught:
+        Train.model_validate({**base, "best_is": "max"})
+    says("best_is_of_several", caught.value, best_is='"max"', count=2)
+    with pytest.raises(ValidationError) as caught:
+        Train.model_validate({**base, "best_is": {"valid/f1": "max"}})
+    says("best_is_strange", caught.value, names="'valid/f1'")
+    for wrong in ([], ["valid/em", "valid/em"], [3], 3, ""):
+        with pytest.raises(ValidationError):
+            Train.model_validate({**base, "best": wrong})
+    stated = Train.model_validate({**base, "best_is": {"valid/em": "min"}})
+    assert [stated.stated_direction(one) for one in two] == ["min", None]
+
+
+def test_a_direction_that_contradicts_the_name_is_doubted() -> None:
+    def doubts(best: Any, best_is: Any) -> list[str]:
+        cfg = SimpleNamespace(train=train(best, best_is=best_is))
+        return list(turned_best(cfg))  # pyright: ignore[reportArgumentType]
+
+    assert not doubts("valid/loss", "min")
+    assert not doubts("valid/entropy", "max"), "its name says nothing"
+    assert not doubts(["valid/em", "valid/loss"], {"valid/loss": "min"})
+    [text] = doubts(["valid_hard/em", "valid/loss"], {"valid_hard/em": "min"})
+    says("best_is_turned", f"--strict: {text}", stated="min", metric="valid_hard/em")
+
+
+def test_a_metric_of_a_set_that_is_not_there_is_refused() -> None:
+    def problems(best: str, *sets: str) -> list[str]:
+        data = SimpleNamespace(valid_sets=dict.fromkeys(sets, "file"))
+        return list(foreign_best(SimpleNamespace(train=train(best), data=data)))  # pyright: ignore
+
+    assert not problems("valid_hard/loss", "hard")
+    assert not problems("valid/loss")
+    [text] = problems("valid_hrad/loss", "hard")
+    says("best_of_no_set", text, best="valid_hrad/loss", name="hrad")
+    assert "'hard'" in text
+    says("best_not_of_validation", problems("train/loss", "hard")[0], best="train/loss")

@@ -32,6 +32,7 @@ EVERY: dict[str, Any] = {  # a value of each flag that is not its default
     "force": True,
     "strict": True,
     "num_proc": 3,
+    "test": True,
 }
 
 
@@ -105,4 +106,4 @@ def test_the_word_none_of_a_launch_script_is_no_value(monkeypatch: pytest.Monkey
 def test_a_run_has_every_flag_and_paths_and_switches_are_known_by_their_types() -> None:
     assert {*RUN_FLAGS} < {field.name for field in fields(Options)}
     assert PATHS == ("data_path", "cache_dir")
-    assert SWITCHES == ("force", "strict")
+    assert SWITCHES == ("test", "force", "strict")

@@ -10,6 +10,8 @@ from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from trainer.metrics.direction import is_of_validation
+
 _WIDTH, _HEIGHT, _DOTS_PER_INCH = 4.6, 3.0, 100  # inches of one curve's axes
 _MOST_COLUMNS = 3
 _TRAINED, _VALID = ("#0072B2", "-"), ("#D55E00", "--")  # Okabe & Ito's palette
@@ -34,7 +36,7 @@ def chart(rows: Sequence[Mapping[str, Any]], title: str) -> Chart:
     rows: of Run.metrics(); there must be one.
     """
     names = dict.fromkeys(name for row in rows for name in row)
-    scores = [name for name in names if name.startswith("valid/") and name != _VALID_LOSS]
+    scores = [name for name in names if is_of_validation(name) and name != _VALID_LOSS]
     count = 1 + len(scores)
     columns = min(count, _MOST_COLUMNS)
     lines = -(-count // columns)

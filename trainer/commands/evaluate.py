@@ -97,7 +97,8 @@ def evaluate(
     """Score a trained model on a split, every row exactly once; under torchrun, on all its
     ranks.
     """
-    from trainer.evaluation.run import Question, run
+    from trainer.evaluation.run import TEST, Question, evaluated
+    from trainer.metrics.intervals import OF_ALL_ROWS
     from trainer.metrics.similarity import BERTSCORE_MODEL
     from trainer.protocol.abilities import Search
     from trainer.runtime import distributed
@@ -124,6 +125,12 @@ def evaluate(
         bertscore_model=bertscore_model or BERTSCORE_MODEL,
         passage_scores=write_scores,
     )
-    for name, value in run(question, run_options).items():
-        if distributed.is_main():
-            typer.echo(f"{split}/{name} {value:.6f}")
+    found = evaluated(question, run_options)
+    for name, value in found.scores.items() if distributed.is_main() else ():
+        interval = ""
+        if split == TEST and name in found.intervals:
+            low, high = found.intervals[name]
+            interval = f" (95%: {low:.6f} to {high:.6f})"
+        elif split == TEST:
+            interval = f" (no interval: {OF_ALL_ROWS})"
+        typer.echo(f"{split}/{name} {value:.6f}{interval}")

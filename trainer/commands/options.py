@@ -105,7 +105,9 @@ Model = Annotated[
         "--model", help="best or final of the run, base (untrained), or any exported folder."
     ),
 ]
-Split = Annotated[str, typer.Option("--split", help="train, valid or test.")]
+Split = Annotated[
+    str, typer.Option("--split", help="train, valid, test, or valid_NAME of data.valid_sets.")
+]
 Limit = Annotated[
     int | None, typer.Option("--limit", min=1, help="Use only this many rows, the first ones.")
 ]

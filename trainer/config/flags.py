@@ -127,6 +127,13 @@ class RunFlags:
     push_to_hub: Annotated[
         bool, OnOff("--push_to_hub", help="Upload final/ to the Hub when the run is finished.")
     ] = False
+    test: Annotated[
+        bool,
+        typer.Option(
+            "--test",
+            help="Score the test split after the last step, with best/, else final/.",
+        ),
+    ] = False
     do_extra_evals: Annotated[
         bool,
         OnOff("--do_extra_evals", help="Also generate answers in evaluations, and score them."),

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from trainer.config.synonyms import Synonym
 from trainer.errors import nearest
+from trainer.metrics.direction import direction_of, is_of_validation
 
 if TYPE_CHECKING:
     from trainer.config.schema import Experiment
@@ -136,9 +137,37 @@ def odd_rate(cfg: Experiment) -> Iterator[str]:
 
 def foreign_best(cfg: Experiment) -> Iterator[str]:
     """The problem of a train.best that is the name of no validation metric."""
-    best = cfg.train.best
-    if best is not None and not best.startswith("valid/"):
-        yield (
-            f"train.best={best!r}: evaluations are of the validation split, so that all metrics "
-            f"begin with 'valid/'. Use 'valid/loss', or {'valid/' + best.rpartition('/')[2]!r}."
-        )
+    data = getattr(cfg, "data", None)
+    sets: Collection[str] = getattr(data, "valid_sets", {})
+    for best in cfg.train.best_metrics:
+        split = best.partition("/")[0] if is_of_validation(best) else ""
+        name = split.removeprefix("valid").removeprefix("_")
+        if not split:
+            yield (
+                f"train.best={best!r}: evaluations are of the validation split, so that all "
+                "metrics begin with 'valid/' (or 'valid_NAME/' of a set in data.valid_sets). Use "
+                f"'valid/loss', or {'valid/' + best.rpartition('/')[2]!r}."
+            )
+        elif name and name not in sets:
+            known = nearest(name, sorted(sets)) if sets else "It has none: name the set there."
+            yield f"train.best={best!r}: data.valid_sets has no {name!r}. {known}"
+
+
+def turned_best(cfg: Experiment) -> Iterator[str]:
+    """The doubt about a train.best_is that keeps the worst value of a metric whose name says which
+    one is the best.
+    """
+    for metric in cfg.train.best_metrics:
+        stated, known = cfg.train.stated_direction(metric), direction_of(metric)
+        if stated is not None and known is not None and stated != known:
+            better, kept = {"min": ("lower", "highest"), "max": ("higher", "lowest")}[known]
+            yield (
+                f"train.best_is={stated!r}: {metric} is better when it is {better}, and best/ "
+                f"would hold its {kept} value. Leave train.best_is out, or say {known!r}."
+            )
+
+
+def doubts_of(cfg: Experiment) -> Iterator[str]:
+    """What a run warns of, and refuses with --strict."""
+    yield from odd_rate(cfg)
+    yield from turned_best(cfg)

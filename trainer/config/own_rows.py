@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -23,6 +23,7 @@ Column = Annotated[
     Discriminator(lambda value: "<objects>" if isinstance(value, dict) else "<name>"),
 ]
 Columns = dict[str, Column]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")]
 
 
 class Splits(Strict):
@@ -40,7 +41,10 @@ class OwnRows(Strict):
     """Rows of your own: files below --data_path, or a data set of Hugging Face `datasets`."""
 
     not_encoded = frozenset(
-        {"files", "dataset", "subset", "revision", "splits", "columns", "valid_share"}
+        {
+            *("files", "dataset", "subset", "revision", "splits", "columns", "valid_share"),
+            "valid_sets",
+        }
     )
     # What the task makes of rows in a format of other people; none, where it reads no such row.
     purposes: ClassVar[tuple[Purpose, ...]] = ()
@@ -76,6 +80,18 @@ class OwnRows(Strict):
     valid_share: Fraction = 0.0
     """The share of the training rows that is the validation split, where it has no file of its own.
     """
+
+    valid_sets: dict[SetName, Name] = {}  # noqa: RUF012 (the block is frozen)
+    """More validation sets by name: {"hard": "hard.jsonl[:500]"}, files as in `files`, or splits of
+    `dataset`. Each evaluation scores them too, as "valid_hard/loss".
+    """
+
+    def of_set(self, name: str) -> Self:
+        """The same rows, of which the validation split is the one of valid_sets."""
+        key = "files" if self.dataset is None else "splits"
+        splits: Splits = getattr(self, key)
+        own = splits.model_copy(update={"valid": self.valid_sets[name]})
+        return self.model_copy(update={key: own, "valid_share": 0.0})
 
     def layout(self) -> Layout | None:
         """What the task reads in its rows; None: the source reads no rows of a person's own."""
@@ -117,6 +133,8 @@ class OwnRows(Strict):
             return self
         if self.files != Splits() and not self.names_files():
             raise ValueError(f"source={source!r} names no files: leave them out")
+        if self.valid_sets and not self.names_files():
+            raise ValueError(f"valid_sets are files, and source={source!r} has none: leave it out")
         if self.names() is not None:
             return self
         own_keys = [name for name in ("dataset", "columns", "valid_share") if getattr(self, name)]

@@ -20,6 +20,7 @@ from pydantic import (
 from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.synonyms import SYNONYMS
 from trainer.metrics.direction import Direction
+from trainer.metrics.stated import Best, BestIs, OwnMetrics
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what torch takes
 
@@ -248,11 +249,18 @@ class Train(Strict):
     """Validation rows that evaluations answer by generation; None: the flag --do_extra_evals."""
     keep_last: Positive = 2
     """Checkpoints that are kept; the best one is kept besides."""
-    best: str | None = "valid/loss"
-    """The metric that chooses best/."""
-    best_is: Direction | None = None
-    """Whether the lowest or the highest value of `best` is the best; None: as its name says, the
-    lowest of a loss, the highest of a recall. A metric whose name does not say it is asked for it.
+    best: Best = "valid/loss"
+    """The metric that chooses best/. A list: the first one, and where it is equal the next. Of a
+    set in data.valid_sets: "valid_NAME/loss".
+    """
+    best_is: BestIs = None
+    """Whether the lowest or the highest value of `best` is the best, of several by name:
+    {"valid/em": "max"}. None: as its name says, the lowest of a loss, the highest of a recall. A
+    metric whose name does not say it is asked for it.
+    """
+    hours: Annotated[float, Field(gt=0)] | None = None
+    """The longest that the run may take, all its starts together; it ends before that, evaluated,
+    saved and exported. None: it trains all of its steps.
     """
     patience: Positive | None = None
     """Evaluations in a row without a better `best` after which the run ends; None: it trains all of
@@ -295,6 +303,32 @@ class Train(Strict):
                 f"spike_window={self.spike_window} with steps={self.steps}: no step would be "
                 "judged. Give a spike_window below steps, or leave spike_z out"
             )
+        return self
+
+    @property
+    def best_metrics(self) -> list[str]:
+        """The metrics that choose best/: the first one decides, each other one breaks a tie."""
+        return [self.best] if isinstance(self.best, str) else list(self.best or ())
+
+    def stated_direction(self, metric: str) -> Direction | None:
+        """What best_is says of a metric of `best`."""
+        return self.best_is.get(metric) if isinstance(self.best_is, dict) else self.best_is
+
+    @model_validator(mode="after")
+    def _best_is_of_best(self) -> Train:
+        metrics = self.best_metrics
+        if isinstance(self.best_is, str) and len(metrics) > 1:
+            raise ValueError(
+                f'best_is="{self.best_is}" with {len(metrics)} metrics: say it by name, such as '
+                f'{{"{metrics[0]}": "{self.best_is}"}}'
+            )
+        if isinstance(self.best_is, dict):
+            strange = sorted(set(self.best_is) - set(metrics))
+            if strange:
+                raise ValueError(
+                    f"best_is: {', '.join(map(repr, strange))} is not in best="
+                    f"{self.best!r}. Use the names that stand there"
+                )
         return self
 
     @model_validator(mode="after")
@@ -431,7 +465,7 @@ class Experiment(Strict):
 
     synonyms = SYNONYMS
     encoded = frozenset({"task", "base", "tokenizer"})  # the base may bring the tokenizer
-    not_encoded = frozenset({"label", "train", "optim", "schedule", "lora", "deepspeed"})
+    not_encoded = frozenset({"label", "train", "optim", "schedule", "lora", "deepspeed", "metrics"})
 
     task: str
     """What is trained: the name of a folder in trainer/tasks/."""
@@ -451,6 +485,11 @@ class Experiment(Strict):
     """The learning rate over the run."""
     lora: Lora | None = None
     """Low-rank adapters; None: the weights train that the task says."""
+    metrics: OwnMetrics = None
+    """Metrics of your own, a function in a Python file, "mine.py:style", or a list of them: of
+    (predictions, references, rows) of the rows that train.answers says, it gives numbers by name,
+    which are logged as "valid/style/...". Only of tasks that answer.
+    """
     deepspeed: str = "zero2"
     """ZeRO and the rest: ds_configs/<name>.json, or a path. The flag --deepspeed overrides it and
     never changes the id.
@@ -464,6 +503,11 @@ class Experiment(Strict):
                 'all their bits. Freeze it by "lora": {}, or leave base_bits out'
             )
         return self
+
+    @property
+    def own_metrics(self) -> list[str]:
+        """The functions that `metrics` names."""
+        return [self.metrics] if isinstance(self.metrics, str) else list(self.metrics or ())
 
     @property
     def freezes_base(self) -> bool:

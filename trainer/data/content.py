@@ -25,7 +25,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+VALID = "valid"
 Content = tuple[str, int]  # of a split: the digest of its rows, and how many they are
+
+
+def valid_splits(cfg: Any) -> list[str]:
+    """The splits that evaluations score: "valid", and "valid_NAME" for each of data.valid_sets."""
+    sets: Iterable[str] = getattr(getattr(cfg, "data", None), "valid_sets", ())
+    return [VALID, *(f"{VALID}_{name}" for name in sets)]
+
+
+def rows_of(task: Any, split: str) -> Callable[[], Iterable[Row]]:
+    """A function that reads the raw rows of "train", "valid", "test", or of "valid_NAME", a set in
+    data.valid_sets: these are what the same task reads as its validation split.
+    """
+    if split in valid_splits(getattr(task, "cfg", None))[1:]:
+        data = task.cfg.data.of_set(split.removeprefix(f"{VALID}_"))
+        cfg = task.cfg.model_copy(update={"data": data})
+        task, split = type(task)(cfg, task.places), VALID
+    return lambda: task.rows(split)
 
 
 def content_of(task: Task, split: str, cache_dir: Path) -> Content:
@@ -33,10 +51,7 @@ def content_of(task: Task, split: str, cache_dir: Path) -> Content:
 
     The rows of a task that says so (`rows_are_of_files`) are read only when a file has changed.
     """
-
-    def rows() -> Iterable[Row]:
-        return task.rows(split)
-
+    rows = rows_of(task, split)
     if not getattr(task, "rows_are_of_files", False):
         return content_of_rows(rows, task.encoding_id(), split)
     settings = _settings(task)
@@ -46,7 +61,7 @@ def content_of(task: Task, split: str, cache_dir: Path) -> Content:
 def _settings(task: Any) -> str:
     """All that the rows of a task depend on besides the files that they are read out of."""
     values = task.cfg.model_dump(mode="json")
-    for trains in ("train", "optim", "schedule", "deepspeed", "label"):
+    for trains in ("train", "optim", "schedule", "deepspeed", "label", "metrics"):
         values.pop(trains, None)
     return canonical_json({"experiment": values, "data_path": str(task.places.data_path)})
 

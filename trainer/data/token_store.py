@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.data import left_out
-from trainer.data.content import Content, RowHasher, content_of, content_of_rows
+from trainer.data.content import Content, RowHasher, content_of, content_of_rows, rows_of
 from trainer.data.control_tokens import ControlTokens, controls_of, reason
 from trainer.data.encoding import EncodeRows, encoded_rows, usable_processes
 from trainer.data.formats.normal_form import row_hash
@@ -184,7 +184,7 @@ def store_of(
     content: the result of content_of() for these rows; None: it is called.
     """
     return open_store(
-        lambda: task.rows(split),
+        rows_of(task, split),
         task.encode,
         encoding_id=task.encoding_id(),
         split=split,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,11 +19,19 @@ from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.config.schema import Experiment, RandomBase
 from trainer.data import left_out
-from trainer.data.order import evaluation_batches
+from trainer.data.content import rows_of
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, nearest
+from trainer.evaluation.passages import passage_scores, with_scores, write_rows
+from trainer.evaluation.row_scores import (
+    exact_answers,
+    merge_equal_questions,
+    own_scores,
+    sums_of_answers,
+)
 from trainer.evaluation.search import check_search
-from trainer.files.atomic import aside, write_json
+from trainer.files.atomic import write_json
+from trainer.metrics.intervals import intervals
 from trainer.metrics.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
 from trainer.models import base_model, base_source
@@ -42,7 +49,7 @@ from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.telemetry.wandb_run import tell_wandb
 from trainer.training.options import Options
-from trainer.training.scoring import Frozen, answer, evaluate, pool
+from trainer.training.scoring import Frozen, answer, evaluate, evaluate_rows, pool
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Places, Row, Task
@@ -51,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 _EXPORTS = ("best", "final")
 _UNTRAINED = "base"
+TEST = "test"  # the split whose scores have intervals
 _UNUSABLE = "What the model computes is not finite"
 
 
@@ -77,9 +85,31 @@ class Question:
     passage_scores: Path | None = None
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """The scores of one model over one split."""
+
+    scores: dict[str, float]
+    # by score that is a mean over rows: its percentiles (trainer/metrics/intervals.py), of the test
+    # split alone
+    intervals: dict[str, tuple[float, float]]
+    num_rows: int
+    digest: str  # of the rows
+    folder: Path  # of the model
+    seconds: float
+
+
 def run(question: Question, options: Options) -> dict[str, float]:
+    """The scores of `evaluated`."""
+    return evaluated(question, options).scores
+
+
+def evaluated(
+    question: Question, options: Options, *, stop: Callable[[], None] | None = None
+) -> Evaluated:
     """The metrics of one model over one split; each row counts exactly once on any number of ranks.
-    The files that the question names are written.
+    The files that the question names are written. stop: is called before every batch, equally often
+    on all ranks, and raises to end the evaluation.
 
     A collective: every rank of a launcher calls it. A task that answers is scored by its answers,
     any other by its validation metrics. Raises ConfigError for a model that is not there, or
@@ -89,6 +119,56 @@ def run(question: Question, options: Options) -> dict[str, float]:
     start = time.monotonic()
     settings = options.wandb(question.values)
     task = _task(question, options)
+    _check_abilities(question, task)
+    folder = model_folder(question, options)
+    with left_out.settling(None, strict=options.strict):
+        store = _store(task, question, options)
+    loaded = task.load_export(folder).to(distributed.device()).eval()
+    _check_weights(loaded, task.cfg, folder, options.places)
+    model = Frozen(loaded)
+    batch = _batch(question)
+    raw = [question_of(task, row) for row in _rows(task, question)]
+    logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), question.split, batch)
+    predicted_rows: list[Row] = []
+    if isinstance(task, Answers):
+        how: dict[str, Any] = {"batch": batch, "search": question.search, "stop": stop}
+        scores, answers = answer(model, task, store, raw, **how)
+        scores, predicted_rows = _final_answers(question, task, raw, answers, scores)
+        run_folder = options.savedir_base / exp_id(question.values)
+        scores |= own_scores(task.cfg.own_metrics, run_folder, predicted_rows)
+        sums = sums_of_answers(scores, predicted_rows)
+        _tell_answers(question, folder, scores, predicted_rows, seconds=time.monotonic() - start)
+    else:
+        count: dict[str, Any] = {"batch": batch, "num_rows": len(raw), "stop": stop}
+        if question.split == TEST:
+            scores, sums = evaluate_rows(model, task, store, **count)
+        else:
+            scores, sums = evaluate(model, task, store, **count), {}
+        if not all(map(math.isfinite, scores.values())):
+            _refuse_unsound(task.cfg, folder, options.places)
+    if question.passage_scores is not None and isinstance(task, ScoresPassages):
+        by_passage = passage_scores(model, task, store, len(raw), batch=batch)
+        path = question.passage_scores
+        on_main(lambda: write_rows(path, with_scores(_rows(task, question), by_passage)))
+    if settings is not None and distributed.is_main():
+        tell_wandb(
+            settings,
+            options.savedir_base / settings.id,
+            question.split,
+            scores,
+            [_table_cells(row) for row in predicted_rows],
+        )
+    return Evaluated(
+        scores,
+        intervals(sums) if question.split == TEST else {},
+        len(predicted_rows or raw),
+        str(store.digest),
+        folder,
+        time.monotonic() - start,
+    )
+
+
+def _check_abilities(question: Question, task: Task) -> None:
     if question.passage_scores is not None and not isinstance(task, ScoresPassages):
         name = question.values["task"]
         raise ConfigError(
@@ -101,50 +181,32 @@ def run(question: Question, options: Options) -> dict[str, float]:
         )
     if not isinstance(task, Answers):
         _refuse_answering(question)
-    folder = model_folder(question, options)
-    with left_out.settling(None, strict=options.strict):
-        store = _store(task, question, options)
-    loaded = task.load_export(folder).to(distributed.device()).eval()
-    _check_weights(loaded, task.cfg, folder, options.places)
-    model = Frozen(loaded)
-    batch = _batch(question)
-    raw = [question_of(task, row) for row in _rows(task, question)]
-    logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), question.split, batch)
-    predicted_rows: list[Row] = []
-    if isinstance(task, Answers):
-        scores, answers = answer(model, task, store, raw, batch=batch, search=question.search)
-        scores, predicted_rows = _final_answers(question, task, raw, answers, scores)
-        exact, seconds = _exact(scores, predicted_rows), time.monotonic() - start
-        equal = "" if exact is None else f"{exact[0]:,} of {exact[1]:,} answers are exact; "
-        logger.info("%s: %s%.1f s", question.split, equal, seconds)
-        if question.predictions is not None:
-            summary = {
-                "model": str(folder),
-                "split": question.split,
-                "search": asdict(question.search),
-                "scores": scores,
-                "exact": exact,
-                "seconds": round(seconds, 1),
-            }
-            path = question.predictions.with_suffix(".summary.json")
-            on_main(lambda: write_json(path, summary, is_durable=False))
-    else:
-        scores = evaluate(model, task, store, batch=batch, num_rows=len(raw))
-        if not all(map(math.isfinite, scores.values())):
-            _refuse_unsound(task.cfg, folder, options.places)
-    if question.passage_scores is not None and isinstance(task, ScoresPassages):
-        passage_scores = _passage_scores(model, task, store, len(raw), batch=batch)
-        path = question.passage_scores
-        on_main(lambda: _write(path, _with_scores(_rows(task, question), passage_scores)))
-    if settings is not None and distributed.is_main():
-        tell_wandb(
-            settings,
-            options.savedir_base / settings.id,
-            question.split,
-            scores,
-            [_table_cells(row) for row in predicted_rows],
-        )
-    return scores
+
+
+def _tell_answers(
+    question: Question,
+    folder: Path,
+    scores: Mapping[str, float],
+    rows: Sequence[Row],
+    *,
+    seconds: float,
+) -> None:
+    """Log how many answers are exact, and write the summary beside the predictions."""
+    exact = exact_answers(scores, rows)
+    equal = "" if exact is None else f"{exact[0]:,} of {exact[1]:,} answers are exact; "
+    logger.info("%s: %s%.1f s", question.split, equal, seconds)
+    if question.predictions is None:
+        return
+    summary = {
+        "model": str(folder),
+        "split": question.split,
+        "search": asdict(question.search),
+        "scores": scores,
+        "exact": exact,
+        "seconds": round(seconds, 1),
+    }
+    path = question.predictions.with_suffix(".summary.json")
+    on_main(lambda: write_json(path, summary, is_durable=False))
 
 
 def _refuse_unsound(cfg: Experiment, folder: Path, places: Places) -> None:
@@ -171,6 +233,10 @@ class _Rewritten:
 
     store: TokenStore
     rewrite: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+    @property
+    def digest(self) -> str:
+        return self.store.digest
 
     @property
     def lengths(self) -> Any:
@@ -291,7 +357,7 @@ def model_folder(question: Question, options: Options) -> Path:
 
 
 def _rows(task: Task, question: Question) -> Iterator[Row]:
-    return islice(task.rows(question.split), question.limit)
+    return islice(rows_of(task, question.split)(), question.limit)
 
 
 def _refuse_answering(question: Question) -> None:
@@ -324,7 +390,7 @@ def _final_answers(
     if question.cut_at:
         answers = [[cut_at(text, question.cut_at) for text in texts] for texts in answers]
     if question.best_answer:
-        raw, answers = _merge_equal_questions(raw, answers, _rows(task, question))
+        raw, answers = merge_equal_questions(raw, answers, _rows(task, question))
     rows: list[Row] = []
     for row, texts in zip(raw, answers, strict=True):
         references = row["answers"]
@@ -355,70 +421,5 @@ def _final_answers(
         scores |= scores_by_dataset(rows, [row["prediction"] for row in rows])
     if question.predictions is not None:
         path = question.predictions
-        on_main(lambda: _write(path, rows))
+        on_main(lambda: write_rows(path, rows))
     return scores, rows
-
-
-def _exact(scores: Mapping[str, float], rows: Sequence[Row]) -> tuple[int, int] | None:
-    """How many answers of how many are exact, as published results count; None without a score."""
-    if "em" not in scores:
-        return None
-    of = sum(bool(row["answers"]) for row in rows)
-    return round(scores["em"] * of), of
-
-
-def _merge_equal_questions(
-    raw: Sequence[Row], answers: Sequence[list[str]], rows_of_task: Iterable[Row]
-) -> tuple[list[Row], list[list[str]]]:
-    """The first row of each group of equal questions, with the references of the whole group, and
-    the answers to that row. Two questions are equal when their texts and contexts are.
-    """
-    groups: dict[str, list[int]] = {}
-    for number, row in enumerate(rows_of_task):
-        parts = [row.get(name) for name in ("question", "context", "contexts", "ctxs")]
-        key = json.dumps(parts, sort_keys=True)
-        groups.setdefault(key, []).append(number)
-    rows: list[Row] = []
-    for numbers in groups.values():
-        references = [text for number in numbers for text in raw[number]["answers"]]
-        rows.append({**raw[numbers[0]], "answers": references})
-    return rows, [answers[first] for first, *_ in groups.values()]
-
-
-@torch.no_grad()
-def _passage_scores(
-    model: Frozen, task: ScoresPassages, store: TokenStore, num_rows: int, *, batch: int
-) -> list[list[float]]:
-    """The scores of each of the first `num_rows` rows of `store`, on all ranks."""
-    lengths, world, rank = store.lengths[:num_rows], distributed.world(), distributed.rank()
-    own: dict[int, list[float]] = {}
-    for rows, counted in evaluation_batches(num_rows, lengths, batch=batch, world=world, rank=rank):
-        scores = task.passage_scores(model.model, [store[int(row)] for row in rows])
-        if counted:
-            own.update(zip(rows.tolist(), scores, strict=True))
-    by_row = {row: of_row for part in distributed.gather(list(own.items())) for row, of_row in part}
-    return [by_row[row] for row in range(num_rows)]
-
-
-def _with_scores(rows: Iterable[Row], scores: Sequence[Sequence[float]]) -> Iterator[Row]:
-    for row, of_row in zip(rows, scores, strict=True):
-        ctxs: list[Mapping[str, Any]] = row["ctxs"]
-        yield {
-            **row,
-            "ctxs": [{**ctx, "score": score} for ctx, score in zip(ctxs, of_row, strict=True)],
-        }
-
-
-def _write(path: Path, rows: Iterable[Row]) -> None:
-    """Write one JSON object a line, or (.json) a list of them. An error leaves an older file as it
-    was.
-    """
-    with aside(path, is_durable=False) as part, part.open("w", encoding="utf-8") as file:
-        if path.suffix == ".json":
-            file.write("[")
-            for number, row in enumerate(rows):
-                file.write(("," if number else "") + "\n" + json.dumps(row, ensure_ascii=False))
-            file.write("\n]\n")
-        else:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    logger.info("wrote %s", path)

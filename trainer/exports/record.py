@@ -40,6 +40,8 @@ class Record(Strict):
     """Of the frozen weights that the trained ones belong to; "": all are trained, and here."""
     data: dict[str, Any]
     """By split: the digest of its rows, how many, how many tokens."""
+    metrics: dict[str, str] = {}  # noqa: RUF012 (the block is frozen)
+    """sha256 of each file of the user's own metrics; left out where there is none."""
     scores: dict[str, float]
     """Of the last evaluation before the export, and its step."""
     licence: str | None = None
@@ -63,6 +65,7 @@ def of_run(folder: Path, *, values: dict[str, Any], task: Task, run_folder: Path
         experiment=values,
         base_fingerprint=task.fingerprint(),
         data={name: {"digest": identity.get(name), **splits[name]} for name in sorted(splits)},
+        metrics=data.get("metrics", {}),
         scores=dict(sorted(scores.items())),
         licence=_licence(values["base"]),
         files=digests(folder),
@@ -77,7 +80,10 @@ def digests(folder: Path) -> dict[str, str]:
 
 def write(folder: Path, record: Record) -> None:
     """Write lathe.json."""
-    (folder / NAME).write_text(json.dumps(record.model_dump(), indent=2) + "\n")
+    values = record.model_dump()
+    if not record.metrics:
+        del values["metrics"]
+    (folder / NAME).write_text(json.dumps(values, indent=2) + "\n")
 
 
 def read(folder: Path) -> Record | None:

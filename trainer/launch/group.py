@@ -11,7 +11,7 @@ import torch
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.launch.prepare import is_in_memory
-from trainer.launch.run import run
+from trainer.launch.run import run, test_finished
 from trainer.launch.run_folder import tell_changed_data
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
@@ -42,6 +42,8 @@ def run_each(plans: Sequence[RunPlan], options: Options, preemption: Preemption)
         if not options.resets(plan.id) and on_main(functools.partial(is_finished, plan)):
             logger.info("%s is finished; -r 1 starts it over", plan.folder)
             on_main(functools.partial(tell_changed_data, plan, options))
+            if options.test and (code := test_finished(plan, options, preemption)) != EXIT_OK:
+                return code
             continue
         is_asked_to_stop = torch.tensor(int(preemption.requested))
         if not is_in_memory(plan, options) and int(distributed.total(is_asked_to_stop)):

@@ -20,21 +20,26 @@ import numpy as np
 
 from trainer import tasks
 from trainer.config import deepspeed_config
-from trainer.config.mistakes import OPTIMIZER_ON_NVME, foreign_best, long_warmup, odd_rate
+from trainer.config.mistakes import OPTIMIZER_ON_NVME, doubts_of, foreign_best, long_warmup
 from trainer.data import left_out
+from trainer.data.content import rows_of, valid_splits
 from trainer.data.control_tokens import controls_of, reason
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
+from trainer.metrics.own import OwnMetric, load, try_out
 from trainer.models import base_model, base_source, recomputation
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.optimizers import state_shapes
 from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
+from trainer.protocol.abilities import Answers
 from trainer.protocol.task import DRAW, EPOCH, Encoded, Places
+from trainer.runtime.distributed import on_main
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
 from trainer.training import checkpoint
+from trainer.training.scoring import first_questions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,9 +50,9 @@ if TYPE_CHECKING:
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
 
-SPLITS = ("train", "valid")
 FIRST_ROWS = 64  # how many rows of each split a dry run encodes
 SHOWN_ROWS = 2
+TRIED_ROWS = 8  # on which a user's own metrics are tried
 _FP32_NBYTES = 4
 
 log = logging.getLogger(__name__)
@@ -71,7 +76,7 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
     """
     found = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
     (found.warnings if options.is_shortened else found.problems).extend(_of_schedule(plan))
-    (found.problems if options.strict else found.warnings).extend(odd_rate(plan.cfg))
+    (found.problems if options.strict else found.warnings).extend(doubts_of(plan.cfg))
     try:
         task = tasks.load(plan.cfg, options.places)
         found.parameters, problems = _of_model(plan, options.places, task)
@@ -80,8 +85,12 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
         found.parameters = f"not counted: {error}"
         (found.warnings if is_awaited else found.problems).append(str(error))
         return found
+    try:
+        own_metrics(plan, options, task)
+    except LatheError as error:
+        found.problems.append(str(error))
     first: dict[str, list[Encoded]] = {}
-    for split in SPLITS:
+    for split in ("train", *valid_splits(plan.cfg), *(["test"] if options.test else [])):
         with left_out.reading() as notes:
             first[split] = _first_rows(task, split, found.problems)
         if notes:
@@ -155,7 +164,7 @@ def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
             log.warning("%s", problem)
         else:
             problems.append(problem)
-    for doubt in odd_rate(plan.cfg):
+    for doubt in doubts_of(plan.cfg):
         if options.strict:
             problems.append(f"--strict: {doubt}")
         else:
@@ -172,18 +181,50 @@ def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: floa
     """
     for store in stores.values():
         refuse_lost_labels(store, most=most_lost)
-    train, valid = stores["train"], stores["valid"]
+    train = stores["train"]
     count = min(len(train), FIRST_ROWS)
     if not _units(task, [train[row] for row in range(count)]):
         raise DataError(_no_label(count))
-    overlap = left_out.Notes()
-    for row, trained_as in shared_rows(train, valid):
-        overlap.add(
-            left_out.Note(
-                f"row {row + 1}, which is training row {trained_as + 1}", left_out.IN_TRAIN
-            )
+    for split, valid in stores.items():
+        if split == "train":
+            continue
+        overlap = left_out.Notes()
+        for row, trained_as in shared_rows(train, valid):
+            text = f"row {row + 1}, which is training row {trained_as + 1}"
+            overlap.add(left_out.Note(text, left_out.IN_TRAIN))
+        left_out.gather(f"{split} in train", overlap)
+
+
+def try_own_metrics(plan: RunPlan, options: Options) -> None:
+    """Refuse a user's own metrics that cannot be used, before anything is written. A collective."""
+    if plan.cfg.own_metrics:
+        own_metrics(plan, options, tasks.load(plan.cfg, options.places))
+
+
+def own_metrics(plan: RunPlan, options: Options, task: Task) -> list[OwnMetric]:
+    """The user's own metrics, tried on the first validation rows; [] on ranks other than 0. A
+    collective.
+
+    ConfigError for one that cannot be loaded or fails, and where no rows would be answered.
+    """
+    if not plan.cfg.own_metrics:
+        return []
+    count = plan.cfg.train.answers or options.extra_evals
+    if isinstance(task, Answers) and not count:
+        raise ConfigError(
+            f"metrics={plan.cfg.metrics!r}: got no row to answer, want some, for the function gets "
+            'answers. Set train.answers to a number of validation rows, or to "all".'
         )
-    left_out.gather("valid in train", overlap)
+    if not isinstance(task, Answers):
+        raise ConfigError(
+            f"metrics={plan.cfg.metrics!r}: task {plan.cfg.task!r} writes no answers in its "
+            "evaluations, and the function would get none. Leave it out, or measure what "
+            "`lathe predict` writes."
+        )
+    metrics: list[OwnMetric] = []
+    rows = first_questions(task, TRIED_ROWS)
+    on_main(lambda: metrics.extend(try_out(load(plan.cfg.own_metrics, plan.folder), rows)))
+    return metrics
 
 
 def has_begun(plan: RunPlan) -> bool:
@@ -269,7 +310,7 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
     rows: list[Encoded] = []
     controls = controls_of(task)
     try:
-        for number, row in enumerate(islice(task.rows(split), FIRST_ROWS), start=1):
+        for number, row in enumerate(islice(rows_of(task, split)(), FIRST_ROWS), start=1):
             rows.append(task.encode(row))
             rows[-1].row_hash = row_hash(row)
             for control in controls.in_row(row) if controls else ():

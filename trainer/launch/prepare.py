@@ -6,14 +6,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
 from trainer.config.identity import digest
 from trainer.data import left_out
-from trainer.data.content import Content, content_of, shared_test_rows
+from trainer.data.content import Content, content_of, shared_test_rows, valid_splits
 from trainer.data.order import sizes_of
 from trainer.data.token_store import TokenStore, store_of
+from trainer.evaluation.run import TEST
 from trainer.launch import preflight
 from trainer.launch.run_folder import check_hub, check_identity
 from trainer.plan.memory.advice import RECOMPUTED
@@ -27,10 +28,12 @@ from trainer.survival import mirror
 from trainer.training import checkpoint
 from trainer.training.run_plan import say_padding
 from trainer.training.scoring import first_questions
+from trainer.training.session import ValidSet
 
 if TYPE_CHECKING:
     from trainer.devices import Device
     from trainer.launch.choose import Chosen
+    from trainer.metrics.own import OwnMetric
     from trainer.protocol.task import Places, Row, Task
     from trainer.training.checkpoint import SavedState
     from trainer.training.options import Options
@@ -45,9 +48,13 @@ class PreparedRun:
 
     plan: RunPlan
     task: Task
-    stores: dict[str, TokenStore]  # by split: train, valid
+    stores: dict[str, TokenStore]  # by split: train, valid, valid_NAME
     places: Places
     questions: Sequence[Row] = ()  # validation rows that each evaluation answers by generation
+    set_questions: Mapping[str, Sequence[Row]] = field(  # the same of valid_NAME
+        default_factory=dict[str, Sequence["Row"]]
+    )
+    own_metrics: Sequence[OwnMetric] = ()  # on rank 0
     identity: Mapping[str, str] = field(default_factory=dict[str, str])  # digests: base, splits
     newest: SavedState | None = None  # the state to resume from
 
@@ -58,7 +65,6 @@ class PreparedRun:
     def subject(self) -> Subject:
         """This run as the planners of memory and time need it."""
         plan = self.plan
-        rows = {split: StoredRows(store, self.task, split) for split, store in self.stores.items()}
         return Subject(
             with_value(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing),
             plan.cfg,
@@ -66,10 +72,23 @@ class PreparedRun:
             plan.sharding,
             self.task,
             self.places,
-            rows["train"],
-            rows["valid"],
+            StoredRows(self.stores["train"], self.task, "train"),
+            self.longest_valid(),
             bool(self.questions),
         )
+
+    def valid_sets(self) -> dict[str, ValidSet]:
+        """What evaluations score besides the valid split, by "valid_NAME"."""
+        return {
+            name: ValidSet(self.stores[name], questions)
+            for name, questions in self.set_questions.items()
+        }
+
+    def longest_valid(self) -> StoredRows:
+        """The rows of the validation set with the longest row: they need the most memory."""
+        splits = [split for split in self.stores if split != "train"]
+        longest = max(splits, key=lambda split: int(self.stores[split].lengths.max()))
+        return StoredRows(self.stores[longest], self.task, longest)
 
     def key(self, target: Device) -> str:
         """A digest of everything that a memory plan for this device depends on."""
@@ -98,7 +117,8 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     rng.seed_everything(cfg.train.seed, distributed.rank())
     task = tasks.load(cfg, options.places)
     on_main(lambda: preflight.refuse_early(plan, options, task))
-    questions = first_questions(task, cfg.train.answers or options.extra_evals)
+    count = cfg.train.answers or options.extra_evals
+    asked = {split: first_questions(task, count, split) for split in valid_splits(cfg)}
 
     def content(split: str) -> Content:
         if split in chosen.content:
@@ -113,10 +133,12 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     newest = newest_state(plan, options)
     identity = check_identity(plan, task, stores, newest)
     say_padding(plan, sizes_of(stores["train"], task))
-    for split in ("train", "valid"):
+    for split in ("train", *valid_splits(cfg)):
         logger.info("%s", opening_line(stores[split], left_out.of_split(split)))
     on_main(lambda: _judge_rows(task, stores, plan, options))
-    return PreparedRun(plan, task, stores, options.places, questions, identity, newest)
+    metrics = preflight.own_metrics(plan, options, task)
+    own = asked.pop("valid"), asked, metrics
+    return PreparedRun(plan, task, stores, options.places, *own, identity, newest)
 
 
 def _judge_rows(task: Task, stores: dict[str, TokenStore], plan: RunPlan, options: Options) -> None:
@@ -148,13 +170,10 @@ def open_stores(
 
     content: gives (digest of the rows, number of rows) of a split.
     """
-    return {
-        split: store_of(
-            task,
-            split,
-            options.cache_dir,
-            num_proc=options.num_proc,
-            content=content(split),
-        )
-        for split in ("valid", "train")
-    }
+    stores: dict[str, TokenStore] = {}
+    # with --test that split is read now, so that its errors do not come behind the last step
+    for split in (*valid_splits(task.cfg), *([TEST] if options.test else []), "train"):
+        how: dict[str, Any] = {"num_proc": options.num_proc, "content": content(split)}
+        stores[split] = store_of(task, split, options.cache_dir, **how)
+    stores.pop(TEST, None)
+    return stores

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 from trainer.data import left_out
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, DataError, StorageError
+from trainer.evaluation.test_split import is_tested, run_test
 from trainer.exports import record as export_record
+from trainer.files.atomic import read_json
+from trainer.launch import preflight
 from trainer.launch.choose import Chosen, choose
 from trainer.launch.prepare import is_in_memory, prepare
 from trainer.launch.run_folder import claim_folder, open_record, push
@@ -20,11 +24,13 @@ from trainer.launch.start import ReadyRun, start
 from trainer.runtime import device_defaults, distributed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
+from trainer.telemetry.metrics_file import MetricsFile
+from trainer.telemetry.run_record import METRICS, STATUS
 from trainer.training.bad_steps import RolledBack
 from trainer.training.run import run as run_session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from trainer.files.held_lock import HeldLock
@@ -50,15 +56,47 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     )
     with left_out.gathering() as notes, _refused_row(plan.folder, notes):
         chosen = choose(plan, options)  # may read rows, too
+        preflight.try_own_metrics(plan, options)  # before the folder of the run is made
         with (
             claim_folder(chosen.plan, options) as lock,
             open_record(chosen.plan, options) as record,
         ):
             is_done = _train_or_stop(chosen, options, record, preemption, lock)
+            if is_done and options.test:
+                is_done = _test(chosen.plan, options, record, preemption)
             record.status("succeeded" if is_done else "preempted")
             state = "finished" if is_done else "stopped, to be run again"
             logger.info("%s: %s", state, plan.folder)
     return EXIT_OK if is_done else EXIT_PREEMPTED
+
+
+def _test(plan: RunPlan, options: Options, record: RunRecord, preemption: Preemption) -> bool:
+    """Score the test split at the end of a run. False when a signal ended it."""
+
+    def log(step: int, scalars: Mapping[str, float]) -> None:
+        record.log(step, **scalars)
+
+    return run_test(plan, options, preemption, step=record.step, log=log)
+
+
+def test_finished(plan: RunPlan, options: Options, preemption: Preemption) -> int:
+    """Score the test split of a run that has finished before, where that was not done. Its status
+    stays as it is. Returns the exit code: 0, or 75 if preempted. A collective.
+    """
+    if on_main(lambda: is_tested(plan)):
+        return EXIT_OK
+    chosen = choose(plan, options).plan
+    status: dict[str, Any] = on_main(lambda: read_json(plan.folder / STATUS) or {})
+
+    def log(step: int, scalars: Mapping[str, float]) -> None:
+        if distributed.is_main():
+            lines = MetricsFile(plan.folder / METRICS)
+            lines.log(step, {key: one for key, one in scalars.items() if math.isfinite(one)})
+            lines.close(EXIT_OK)
+
+    with claim_folder(chosen, options):
+        is_done = run_test(chosen, options, preemption, step=int(status["step"]), log=log)
+    return EXIT_PREEMPTED if not is_done else EXIT_OK
 
 
 @contextlib.contextmanager

@@ -16,11 +16,12 @@ from trainer import tasks
 from trainer.config.identity import digest
 from trainer.config.userfile import kind
 from trainer.data import left_out
-from trainer.data.content import content_of, content_of_rows
+from trainer.data.content import content_of, content_of_rows, rows_of
 from trainer.errors import ConfigError, DataError, LatheError, ResumeError, StorageError
 from trainer.exports import card, record
 from trainer.files.atomic import refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
+from trainer.metrics import own
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.survival import groups, lifeline
@@ -148,6 +149,7 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
     write_json(plan.folder / "exp_dict.json", plan.values)
     write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
     write_json(plan.folder / "ds_config.json", plan.ds)
+    own.keep(plan.cfg.own_metrics, plan.folder)
 
 
 MEND = (
@@ -251,7 +253,9 @@ def check_identity(
                 f"{'; '.join(changed)}.{_NEW_SHARES if is_shared else ''}\n"
                 "Put them back, or start over with -r 1 (the old folder is moved aside)."
             )
-        write_json(path, {"identity": now, "splits": facts})
+        digests = own.digests(plan.cfg.own_metrics, plan.folder)
+        of_metrics = {"metrics": digests} if digests else {}
+        write_json(path, {"identity": now, "splits": facts, **of_metrics})
         return now
 
     return on_main(check)
@@ -260,7 +264,7 @@ def check_identity(
 def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
     """Whether an earlier version of Lathe gave the present rows of the split this digest."""
     return any(
-        content_of_rows(lambda: task.rows(split), encoding_id, split)[0] == recorded
+        content_of_rows(rows_of(task, split), encoding_id, split)[0] == recorded
         for encoding_id in task.earlier_encoding_ids()
     )
 

@@ -28,6 +28,7 @@ from trainer.survival.mirror import Mirror
 from trainer.telemetry.chain import StepChain
 from trainer.telemetry.meter import Meter
 from trainer.training import bad_steps, checkpoint, engine
+from trainer.training.choice.budget import Budget
 from trainer.training.engine import Engine
 from trainer.training.session import Cadence, Progress, Session
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from trainer.files.held_lock import HeldLock
     from trainer.launch.prepare import PreparedRun
     from trainer.runtime.preemption import Preemption
+    from trainer.telemetry.goodput import Goodput
     from trainer.telemetry.run_record import RunRecord
     from trainer.training.checkpoint import SavedState
     from trainer.training.options import Options
@@ -78,6 +80,7 @@ class Saver:
     prepared: PreparedRun
     live: Engine
     meter: Meter
+    goodput: Goodput
     lock: HeldLock
     chain: StepChain
     saves: Beside
@@ -90,14 +93,20 @@ class Saver:
             on_main(self.lock.check)
             progress.links = self.chain.links()
             plan, identity = self.prepared.plan, self.prepared.identity
-            self.saves.start(snapshot(plan, self.live, progress, identity))
+            write = snapshot(plan, self.live, progress, identity)
+            self.saves.start(lambda: self._written(write))
             if self.waits:
                 self.saves.wait()
+
+    def _written(self, write: Callable[[], Path]) -> None:
+        with self.goodput.timing("saving"):
+            write()
 
     def export(self, name: str) -> None:
         """Write the present weights into the folder of this name. A collective."""
         on_main(self.lock.check)
-        run_folder.export(self.prepared.plan, self.prepared.task, self.live, name)
+        with self.goodput.timing("export"):
+            run_folder.export(self.prepared.plan, self.prepared.task, self.live, name)
 
     def mirror_step(self, live: Engine, progress: Progress) -> None:
         """Keep a step in memory, for ranks that go on without a lost one (--survive)."""
@@ -136,15 +145,7 @@ def start(
 
     waits = not options.saves_behind
     epochs = plan.sharding.epochs(len(run.stores["train"]), cfg.train.seed)
-    saver = Saver(run, live, meter, lock, chain, saves, own_mirror, waits)
-
-    def refuse_unsound_base() -> None:
-        init_from = getattr(cfg, "init_from", None)
-        begun_with = [base_source.resolve(cfg.base, run.places), init_from and placed(init_from)]
-        folders = [source for source in begun_with if isinstance(source, str)]
-        dtype = base_model.DTYPES[cfg.train.precision]
-        happened = "The loss is not finite before any update of what the run began with"
-        on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
+    saver = Saver(run, live, meter, record.goodput, lock, chain, saves, own_mirror, waits)
 
     session = Session(
         cfg=cfg,
@@ -161,15 +162,29 @@ def start(
         export_best=lambda: saver.export("best"),
         log_gradients=options.wandb_log_gradients,
         questions=run.questions,
+        valid_sets=run.valid_sets(),
+        own_metrics=run.own_metrics,
         chain=chain,
         rolled_back=bad_steps.rolled_back(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),
+        budget=Budget.of(cfg.train, record.goodput),
         after_step=saver.mirror_step,
-        refuse_unsound_base=refuse_unsound_base,
+        refuse_unsound_base=functools.partial(_refuse_unsound_base, run),
         report=lambda event: lifeline.moved(event.step, is_stepping=event.is_stepping),
     )
     enforced = memory.enforce_plan(memory_plan, live, run)
     return ReadyRun(session, progress, saver.export, saves, own_mirror, plan.checkpoints, enforced)
+
+
+def _refuse_unsound_base(run: PreparedRun) -> None:
+    """ConfigError when weights that the run began with are not finite. A collective."""
+    cfg = run.plan.cfg
+    init_from = getattr(cfg, "init_from", None)
+    begun_with = [base_source.resolve(cfg.base, run.places), init_from and placed(init_from)]
+    folders = [source for source in begun_with if isinstance(source, str)]
+    dtype = base_model.DTYPES[cfg.train.precision]
+    happened = "The loss is not finite before any update of what the run began with"
+    on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
 
 
 def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:

@@ -30,14 +30,24 @@ _WORDS_OF_MOST = _OF_RANKS | {
     *("rouge1", "rouge2", "rougel", "rougelsum"),
 }
 
+_SPLIT = re.compile(r"valid(_[A-Za-z0-9][A-Za-z0-9.-]*)?/")  # of validation rows, or of a named set
+
+
+def is_of_validation(name: str) -> bool:
+    """Whether a logged number is the score of an evaluation: valid/loss, valid_nq/loss."""
+    return _SPLIT.match(name) is not None
+
 
 def direction_of(metric: str) -> Direction | None:
     """ "min" where lower is better, "max" where higher is; None where the name does not say, or
     has words of both kinds.
 
-    metric: with or without its split ("valid/"), and with a set behind it ("accuracy/mean") or not.
+    metric: with or without its split ("valid/", "valid_nq/"), and with a set behind it
+    ("accuracy/mean") or not.
     """
-    name = metric.lower().removeprefix("valid/").partition("/")[0].replace("-", "_")
+    found = _SPLIT.match(metric)
+    rest = metric[found.end() :] if found else metric
+    name = rest.lower().partition("/")[0].replace("-", "_")
     words = {word.partition("@")[0] for word in name.split("_")}
     if words & _TURNS:
         return None

@@ -123,6 +123,7 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
             save=lambda progress: None,
             export_best=lambda: None,
             questions=(),
+            budget=None,
         )
         then = _origin(scratch, start)
         try:

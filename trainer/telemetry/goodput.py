@@ -30,6 +30,8 @@ class Goodput:
     first_start: float  # Unix time
     seconds: dict[str, float] = field(default_factory=_nothing)  # of this attempt and those before
     step: int = 0  # the step after which this attempt began
+    # the most seconds that one evaluation, one save or one export took, in all attempts
+    longest: dict[str, float] = field(default_factory=dict[str, float])
     _began: float = field(default_factory=lambda: time.monotonic())
     _stepping: float | None = None  # start of the first step of this attempt, moved by pauses
 
@@ -40,8 +42,14 @@ class Goodput:
         earlier: Any = status.get(KEY)
         try:
             seconds = {kind: float(earlier["seconds"][kind]) for kind in KINDS}
-            return cls(float(earlier["first_start"]), seconds, int(status["step"]))
-        except (KeyError, TypeError, ValueError):
+            longest: dict[str, Any] = earlier.get("longest", {})  # new on 2026-11-27
+            return cls(
+                float(earlier["first_start"]),
+                seconds,
+                int(status["step"]),
+                {kind: float(value) for kind, value in longest.items()},
+            )
+        except (AttributeError, KeyError, TypeError, ValueError):
             return cls(time.time())
 
     def resume(self, step: int) -> None:
@@ -69,6 +77,31 @@ class Goodput:
             self.seconds[kind] += spent
             if self._stepping is not None:
                 self._stepping += spent
+            self.took(kind, spent)
+
+    @contextmanager
+    def timing(self, kind: str) -> Iterator[None]:
+        """Remember how long a block takes, if it is the longest of its kind. What it counts as is
+        left to others: a save is written beside the steps.
+        """
+        start = time.monotonic()
+        yield
+        self.took(kind, time.monotonic() - start)
+
+    def took(self, kind: str, spent_s: float) -> None:
+        """Remember seconds of one evaluation, save or export, if they are the most so far."""
+        self.longest[kind] = max(spent_s, self.longest.get(kind, 0.0))
+
+    def stepped_s(self) -> float:
+        """The seconds of all steps so far, in all attempts, with those that a kill undid."""
+        steps = self.seconds["steps"] + self.seconds["lost"]
+        return steps if self._stepping is None else steps + time.monotonic() - self._stepping
+
+    def used_s(self) -> float:
+        """The seconds of all attempts so far, without the time between them."""
+        others = self.seconds["startup"] + self.seconds["evaluation"] + self.seconds["saving"]
+        starting = 0.0 if self._stepping is not None else time.monotonic() - self._began
+        return self.stepped_s() + others + starting
 
     def now(self) -> dict[str, Any]:
         """The values for status.json: the share of time spent on steps, first_start, and the
@@ -87,4 +120,5 @@ class Goodput:
             "share": round(seconds["steps"] / wall, 4),
             "first_start": self.first_start,
             "seconds": rounded,
+            "longest": {kind: round(value, 3) for kind, value in sorted(self.longest.items())},
         }

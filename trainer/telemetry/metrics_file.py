@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import StorageError
 from trainer.files.atomic import refusals, replace_file
+from trainer.metrics.direction import is_of_validation
 from trainer.telemetry.chain import DOUBLED, damage, seal_line, seal_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ log = logging.getLogger(__name__)
 
 
 LONGEST = 1 << 20  # bytes of a line: with the norm of every gradient
-EVALUATED = "valid/"  # the prefix of the keys of an evaluation
 AT = "at"  # the key of the time when a line was written: UTC, ISO 8601
 
 
@@ -81,11 +81,11 @@ class MetricsFile:
         self._open()
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """{"step", "valid/..."} of every evaluation, the last one of each step."""
+        """{"step", "valid/...", "valid_NAME/..."} of every evaluation, the last of each step."""
         by_step: dict[int, dict[str, Any]] = {}
         for line in self._path.read_bytes().splitlines():
             entry = json.loads(line)
-            scores = {key: entry[key] for key in entry if key.startswith(EVALUATED)}
+            scores = {key: entry[key] for key in entry if is_of_validation(key)}
             if scores:
                 by_step.pop(entry["step"], None)
                 by_step[entry["step"]] = {"step": entry["step"], **scores}

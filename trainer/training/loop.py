@@ -22,8 +22,8 @@ from trainer.runtime.batch import (
 )
 from trainer.training import schedule
 from trainer.training.bad_steps import RolledBack, Trouble
-from trainer.training.session import Moved
-from trainer.training.validation import end_early, evaluate_and_keep_best, pay_evaluation
+from trainer.training.session import Due, Moved
+from trainer.training.validation import ended, evaluate_and_keep_best, settled
 
 if TYPE_CHECKING:
     from trainer.training.session import Progress, Session
@@ -38,6 +38,7 @@ class Step:
     units: int  # over all ranks
     stop: bool  # some rank was asked to stop
     diverged: bool  # some rank's previous step was not sound
+    is_last: bool  # rank 0 says that the time is used up
     # () bool: this rank's loss is finite, and so is the gradient unless the update was left out
     is_sound: Tensor
     trouble: Trouble | None = None  # why this update was left out, of a run that looks
@@ -57,11 +58,8 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
     unsound_before = torch.zeros((), dtype=torch.int64, device=distributed.device())
     previous: StepBatches | None = None
     with contextlib.closing(_windows(session, progress, until)) as source:
-        if progress.owes_evaluation and not pay_evaluation(session, progress):
-            return False
-        if session.has_waited(progress):  # an earlier attempt came so far
-            end_early(session, progress, is_saved=True)
-            return True
+        if (end := settled(session, progress)) is not None:
+            return end  # an earlier attempt came so far
         for window in source:
             due = session.cadence.due(window.step + 1, steps)
             factor = schedule.factor(session.cfg.schedule, window.step, steps)
@@ -74,6 +72,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                     unsound_before=unsound_before,
                     watch=session.log_gradients and due.log,
                     progress=progress,
+                    is_last=session.is_out_of_time(),
                 )
             _count(session, progress, step, window)
             if step.diverged:  # the verdict on a step comes with the counts of the next one
@@ -83,6 +82,8 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                 _treat(session, progress, step.trouble, window)
             else:
                 _count_skipped(session, progress, step, window)
+            if step.is_last and progress.step < steps:
+                due, progress.is_out_of_time = Due(log=True, evaluation=True, save=True), True
             saves = step.stop or due.save
             session.report(Moved(progress.step, is_stepping=not (due.evaluation or saves)))
             if due.log or due.evaluation or saves or progress.step == 1:
@@ -96,9 +97,8 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                 session.save(progress)
             if due.evaluation and not evaluate_and_keep_best(session, progress, is_saved=saves):
                 return False
-            if due.evaluation and session.has_waited(progress):
-                end_early(session, progress, is_saved=saves)
-                return True
+            if due.evaluation and (end := ended(session, progress, is_saved=saves)) is not None:
+                return end
             if step.stop and progress.step < steps:
                 return False
             session.after_step(session.engine, progress)
@@ -139,24 +139,26 @@ def train_step(
     unsound_before: Tensor,
     progress: Progress | None = None,
     watch: bool = False,
+    is_last: bool = False,
 ) -> Step:
     """Run one window through the task's losses and update once, unless the loss says not to.
 
     Every yielded loss is a sum, divided here by the units of all micro-batches on all ranks: the
     gradient is that of one mean, whatever the padding, the accumulation or the world size. The stop
-    flag and the previous loss's verdict ride in the same all-reduce, so that all ranks act on them
-    at the same step.
+    flag, the previous loss's verdict and rank 0's clock (is_last) ride in the same all-reduce, so
+    that all ranks act on them at the same step.
     """
     engine, number = session.engine, window.step + 1
-    own_counts = numbers_on_device([int(window.units), int(session.preemption.requested), 0])
+    own_flags = [session.preemption.requested, False, is_last and distributed.is_main()]
+    own_counts = numbers_on_device([int(window.units), *map(int, own_flags)])
     own_counts[2] = unsound_before
     counts = distributed.total(own_counts)
     host = HostCopy(counts)
     loss = torch.zeros((), dtype=torch.float64, device=distributed.device())
     if number in session.rolled_back:
-        units, stop, diverged = host.read()
+        units, stop, diverged, last = host.read()
         trouble = Trouble(session.rolled_back[number], math.nan, is_rolled_back=True)
-        return Step(loss, units, stop > 0, diverged > 0, torch.isfinite(loss), trouble)
+        return Step(loss, units, stop > 0, diverged > 0, last > 0, torch.isfinite(loss), trouble)
     with name_batch_when_out_of_memory(window.batches):
         for summed in session.task.losses(engine.model, OnDevice(window.batches)):
             mean = summed / counts[0]
@@ -179,7 +181,7 @@ def train_step(
     is_sound = torch.isfinite(loss)
     if not engine.step_was_skipped():
         is_sound = is_sound & engine.has_finite_gradient()
-    units, stop, diverged = host.read()
+    units, stop, diverged, last = host.read()
     leaves_out = trouble is not None and session.cfg.train.on_bad_step != "stop"
     if units == 0 and not (leaves_out or diverged):
         raise _no_label(number, window)
@@ -188,6 +190,7 @@ def train_step(
         units,
         stop=stop > 0,
         diverged=diverged > 0,
+        is_last=last > 0,
         is_sound=is_sound if trouble is None else torch.ones_like(is_sound),
         trouble=trouble,
     )

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.data.content import rows_of
 from trainer.data.order import evaluation_batches
 from trainer.errors import ConfigError
+from trainer.metrics.intervals import RowSums
 from trainer.metrics.mergeable import GatheredValues, Ratio, scores_by_dataset
 from trainer.protocol.abilities import GREEDY, Answers, Search, question_of
 from trainer.runtime import distributed, rng
@@ -78,6 +80,53 @@ def evaluate(
 
 
 @torch.no_grad()
+def evaluate_rows(
+    model: Scored,
+    task: Task,
+    store: TokenStore,
+    *,
+    batch: int,
+    num_rows: int,
+    stop: Callable[[], None] | None = None,
+) -> tuple[dict[str, float], dict[str, RowSums]]:
+    """Every metric of `task.scores` over the first `num_rows` of `store`, each once, on any ranks;
+    and, of those that are means, what each row adds to them.
+
+    Where a task has such metrics, each row is a batch of its own. batch: rows of the others.
+    """
+    own: list[tuple[int, dict[str, Ratio]]] = []
+
+    def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
+        collated = task.collate([store[row] for row in rows])
+        with name_batch_when_out_of_memory([collated]):
+            found = task.scores(model.model, to_device(collated))
+        means = {name: score for name, score in found.items() if isinstance(score, Ratio)}
+        own.append((rows[0], means))
+        return found
+
+    with _evaluation(model):
+        scores([0])  # on every rank: shows which metrics are means
+        names = sorted(own.pop()[1])
+        how: dict[str, Any] = {"batch": 1 if names else batch, "stop": stop}
+        numbers = _merge(scores, store.lengths[:num_rows], **how)
+    table = torch.zeros(len(own), 1 + 2 * len(names), dtype=torch.float64)
+    for place, (row, means) in enumerate(own):
+        parts = ((means[name].num, means[name].den) if name in means else (0, 0) for name in names)
+        table[place] = torch.tensor(
+            [row, *(float(part) for pair in parts for part in pair)], dtype=torch.float64
+        )
+    sums_NM = np.zeros((num_rows, 2 * len(names)))
+    for of_rank in distributed.gather_rows(table):
+        # a row that a rank repeated, so that all ranks make equally many calls, is the same again
+        sums_NM[of_rank[:, 0].long().numpy()] = of_rank[:, 1:].numpy()
+    columns = range(0, 2 * len(names), 2)
+    return numbers, {
+        name: RowSums(sums_NM[:, column], sums_NM[:, column + 1])
+        for name, column in zip(names, columns, strict=True)
+    }
+
+
+@torch.no_grad()
 def pool(model: Scored, task: Task, store: TokenStore, *, name: str, batch: int) -> Tensor | None:
     """The values of the pool `name` of `task.scores` over every row of `store` exactly once, on all
     ranks; None if the task has no such pool.
@@ -96,9 +145,9 @@ def pool(model: Scored, task: Task, store: TokenStore, *, name: str, batch: int)
     return None if merged is None else merged.values  # pyright: ignore[reportAttributeAccessIssue] (a Pool, see above)
 
 
-def first_questions(task: Task, count: int | Literal["all"]) -> list[Row]:
-    """The first `count` validation rows, as `question_of` gives them, to be answered at each
-    evaluation.
+def first_questions(task: Task, count: int | Literal["all"], split: str = "valid") -> list[Row]:
+    """The first `count` rows of a validation split, as `question_of` gives them, to be answered at
+    each evaluation.
 
     ConfigError when the task cannot answer by generation and some are wanted.
     """
@@ -110,7 +159,7 @@ def first_questions(task: Task, count: int | Literal["all"]) -> list[Row]:
             "by generation. "
             "Leave it out, or give the task a method `answers` (trainer/protocol/task.py)."
         )
-    rows = islice(task.rows("valid"), None if count == "all" else count)
+    rows = islice(rows_of(task, split)(), None if count == "all" else count)
     return [question_of(task, row) for row in rows]
 
 

@@ -16,10 +16,12 @@ from trainer.training.schedule import DEFAULT_EVERY, Plateau, log_interval
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
+    from trainer.metrics.own import OwnMetric
     from trainer.protocol.task import Row, Task
     from trainer.runtime.preemption import Preemption
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
+    from trainer.training.choice.budget import Budget
     from trainer.training.engine import Engine
 
 
@@ -75,13 +77,15 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     units: int = 0  # units trained on so far
-    best: float | None = None
+    best: float | None = None  # of the first metric of train.best
+    tie_breakers: list[float] = field(default_factory=list[float])  # of the others, then
     best_step: int = 0
     waited: int = 0  # evaluations since the best one
     # "min" in a run that began before best/ followed the metric: it was the default then
     best_is: Direction | None = None
     owes_evaluation: bool = False  # this step was saved before its evaluation was done
     plateau: Plateau = field(default_factory=Plateau)
+    is_out_of_time: bool = False  # this step is the last one that train.hours has room for
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
     bad: BadSteps = field(default_factory=BadSteps)
     links: list[str] = field(default_factory=list[str])  # of the chain, by rank (chain.py)
@@ -121,6 +125,14 @@ def no_check() -> None:
 
 
 @dataclass(frozen=True)
+class ValidSet:
+    """Rows that every evaluation scores."""
+
+    store: TokenStore
+    questions: Sequence[Row] = ()  # the first of them, answered by generation
+
+
+@dataclass(frozen=True)
 class Session:
     """Everything that one run of the loop needs."""
 
@@ -139,20 +151,35 @@ class Session:
     log_gradients: bool = False
     # the first validation rows, answered by generation at each evaluation
     questions: Sequence[Row] = ()
+    valid_sets: Mapping[str, ValidSet] = field(  # of data.valid_sets, by "valid_NAME"
+        default_factory=dict[str, ValidSet]
+    )
+    own_metrics: Sequence[OwnMetric] = ()  # of `metrics`, on rank 0
     rolled_back: Mapping[int, str] = field(
         default_factory=dict[int, str]
     )  # by rollbacks: step, why
     chain: StepChain = field(default_factory=StepChain)  # what proves the steps, from here on
     roll_back: Callable[[int, Trouble], None] | None = None  # leaves a window out; a collective
+    budget: Budget | None = None  # of train.hours
     after_step: Callable[[Engine, Progress], None] = do_nothing  # the last thing of every step
     # ConfigError when weights that the run began with are not finite; a collective
     refuse_unsound_base: Callable[[], None] = no_check
     report: Callable[[Moved], None] = ignore  # reports to the process that watches this rank
 
+    def all_valid_sets(self) -> dict[str, ValidSet]:
+        """What an evaluation scores by split: "valid", then those of data.valid_sets."""
+        return {"valid": ValidSet(self.valid, self.questions), **self.valid_sets}
+
     def has_waited(self, progress: Progress) -> bool:
         """Whether so many evaluations were no better that the run ends (train.patience)."""
         patience = self.cfg.train.patience
         return patience is not None and progress.waited >= patience
+
+    def is_out_of_time(self) -> bool:
+        """Whether the next step is the last one that train.hours has room for, by this rank's
+        clock. Called once a step.
+        """
+        return self.budget is not None and self.budget.is_spent()
 
     @property
     def is_judged(self) -> bool:

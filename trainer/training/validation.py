@@ -3,55 +3,31 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.errors import ConfigError, nearest
-from trainer.metrics.direction import Direction, direction_of
+from trainer.metrics import own
 from trainer.protocol.abilities import Answers
 from trainer.runtime import distributed
+from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Stopped
+from trainer.training.choice.best import (
+    best_text,
+    direction_of_best,
+    refuse_absent,
+    take_best,
+    tell_old_direction,
+)
 from trainer.training.scoring import answer, evaluate
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Train
-    from trainer.training.session import Progress, Session
-
-logger = logging.getLogger(__name__)
+    from trainer.protocol.task import Row
+    from trainer.training.session import Progress, Session, ValidSet
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
-
-
-def direction_of_best(train: Train, progress: Progress) -> Direction:
-    """Whether the lowest or the highest value of train.best makes best/: as the experiment states
-    it, as the run began, or as the metric's name says. ConfigError where nothing does.
-    """
-    direction = train.best_is or progress.best_is or direction_of(str(train.best))
-    if direction is None:
-        raise ConfigError(
-            f"train.best={train.best!r}: got no train.best_is, and the name does not say whether "
-            'lower or higher is better; want one of them. Set train.best_is to "min" or "max".'
-        )
-    return direction
-
-
-def _tell_old_direction(train: Train, progress: Progress) -> None:
-    """Warn where a run goes on to keep the lowest value of a metric that is better when higher."""
-    if train.best is None or train.best_is is not None or progress.best_is is None:
-        return
-    by_name = direction_of(train.best)
-    if by_name != progress.best_is:
-        logger.warning(
-            "best/: this run began when train.best_is was %r unless stated, and goes on so: best/ "
-            "holds the lowest %s%s. Use final/, or state train.best_is in a new experiment.",
-            progress.best_is,
-            train.best,
-            ", which is better when higher" if by_name == "max" else "",
-        )
 
 
 def refuse_unknown_best(session: Session, progress: Progress) -> None:
@@ -61,23 +37,34 @@ def refuse_unknown_best(session: Session, progress: Progress) -> None:
     The first rows are evaluated; all of them where that does not show the metric, for some metrics
     are named after what is in the rows. Nothing is logged, and random state stays.
     """
-    best, task, valid = session.cfg.train.best, session.task, session.valid
-    distributed.on_main(lambda: _tell_old_direction(session.cfg.train, progress))
-    if best in (None, "valid/loss"):
+    train = session.cfg.train
+    on_main(lambda: tell_old_direction(train, progress))
+    if set(train.best_metrics) <= {"valid/loss"}:
         return
-    batch = session.cfg.train.eval_batch or session.cfg.train.micro_batch
+    batch = train.eval_batch or train.micro_batch
     names: set[str] = set()
-    for count in (min(batch, len(valid)), len(valid)):
+    longest = max(len(rows.store) for rows in session.all_valid_sets().values())
+    for count in (min(batch, longest), longest):
         with session.meter.pause():
-            scores = evaluate(session.engine, task, valid, batch=batch, num_rows=count)
-            questions = session.questions[:count]
-            if questions and isinstance(task, Answers):
-                scores |= answer(session.engine, task, valid, questions, batch=batch)[0]
-        names |= {f"valid/{name}" for name in scores}
-        if best in names:
-            direction_of_best(session.cfg.train, progress)
+            for split, rows in session.all_valid_sets().items():
+                names |= {f"{split}/{name}" for name in _first_scores(session, rows, count, batch)}
+        if names.issuperset(train.best_metrics):
+            for metric in train.best_metrics:
+                direction_of_best(train, progress, metric)
             return
-    raise ConfigError(f"train.best={best!r}: no such metric. {nearest(str(best), sorted(names))}")
+    refuse_absent(train, dict.fromkeys(names))
+
+
+def _first_scores(session: Session, rows: ValidSet, count: int, batch: int) -> dict[str, float]:
+    """Every metric over the first `count` rows of a validation set, or all of them."""
+    task, store = session.task, rows.store
+    num_rows = min(count, len(store))
+    scores = evaluate(session.engine, task, store, batch=batch, num_rows=num_rows)
+    questions = rows.questions[:count]
+    if questions and isinstance(task, Answers):
+        of_answers, answers = answer(session.engine, task, store, questions, batch=batch)
+        scores |= of_answers | _own_scores(session, answers, questions)
+    return scores
 
 
 def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bool) -> bool:
@@ -89,8 +76,10 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     """
     try:
         with session.meter.pause():
-            scores = _scores(session, progress.step)
-            metrics = {f"valid/{name}": value for name, value in scores.items()}
+            metrics: dict[str, float] = {}
+            for split, rows in session.all_valid_sets().items():
+                scores = _scores(session, rows, progress.step if split == "valid" else None)
+                metrics |= {f"{split}/{name}": value for name, value in scores.items()}
             session.record.log(progress.step, **metrics)
             session.record.score(progress.step, **metrics)
             improved = _is_best(session, progress, metrics)
@@ -104,6 +93,31 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     return True
 
 
+def settled(session: Session, progress: Progress) -> bool | None:
+    """Do what an earlier attempt left to do: an evaluation that it owed, and the end of a run that
+    has waited long enough or has used up its time. What fit() returns then; None: it goes on. A
+    collective.
+    """
+    if progress.owes_evaluation and not pay_evaluation(session, progress):
+        return False
+    is_between = 0 < progress.step < session.cfg.train.steps
+    if session.budget is not None and is_between and on_main(session.is_out_of_time):
+        progress.is_out_of_time = True
+    return ended(session, progress, is_saved=True)
+
+
+def ended(session: Session, progress: Progress, *, is_saved: bool) -> bool | None:
+    """True when the run ends at this step before its last one, for want of a better evaluation or
+    of time; False when a signal ended the evaluation that it owed; None: it goes on. A collective.
+
+    is_saved: a checkpoint of this step is there already.
+    """
+    if session.has_waited(progress):
+        end_early(session, progress, is_saved=is_saved)
+        return True
+    return end_in_time(session, progress) if progress.is_out_of_time else None
+
+
 def end_early(session: Session, progress: Progress, *, is_saved: bool) -> None:
     """End a run that has waited long enough for a better evaluation. A collective.
 
@@ -112,25 +126,36 @@ def end_early(session: Session, progress: Progress, *, is_saved: bool) -> None:
     if not is_saved:
         session.save(progress)
     train = session.cfg.train
-    best = "any finite number"
-    if progress.best is not None:
-        best = f"{progress.best:.6g} at step {progress.best_step}"
     text = (
         f"step {progress.step} of {train.steps} is the last: train.patience={train.patience} "
-        f"evaluations in a row had no better {train.best} than {best}"
+        f"evaluations in a row had no better {' and '.join(train.best_metrics)} than "
+        f"{best_text(train, progress)}"
     )
     session.record.end_early(text)
+
+
+def end_in_time(session: Session, progress: Progress) -> bool:
+    """End a run whose time is used up (train.hours), at a step that was saved: evaluate it, if that
+    is not done. False when a signal ended the evaluation. A collective.
+    """
+    if on_main(lambda: session.record.logged_scores(progress.step) is None):
+        progress.owes_evaluation = True
+    if progress.owes_evaluation and not pay_evaluation(session, progress):
+        return False
+    assert session.budget is not None, "without it no time is used up"
+    session.record.end_early(session.budget.text(progress.step, session.cfg.train.steps))
+    return True
 
 
 def pay_evaluation(session: Session, progress: Progress) -> bool:
     """Do what evaluate_and_keep_best does, for a step that an earlier attempt saved but did not
     finish evaluating. Scores that the attempt has logged already are used.
     """
-    scores = distributed.on_main(lambda: session.record.logged_scores(progress.step))
+    scores = on_main(lambda: session.record.logged_scores(progress.step))
     if scores is None:
         return evaluate_and_keep_best(session, progress, is_saved=True)
-    if session.cfg.train.best is not None:
-        scores.setdefault(session.cfg.train.best, math.nan)  # what is not finite is not logged
+    for metric in session.cfg.train.best_metrics:
+        scores.setdefault(metric, math.nan)  # what is not finite is not logged
     with session.meter.pause():
         _is_best(session, progress, scores)
     progress.owes_evaluation = False
@@ -145,43 +170,28 @@ def _stop_if_asked(session: Session) -> None:
 
 def _is_best(session: Session, progress: Progress, metrics: Mapping[str, float]) -> bool:
     """True when these scores are the best so far, which then becomes best/. A collective."""
-    train = session.cfg.train
     if "valid/loss" in metrics:
         progress.plateau.update(metrics["valid/loss"], session.cfg.schedule)
-    if train.best is None:
-        return False
-    if train.best not in metrics:
-        raise ConfigError(
-            f"train.best={train.best!r}: no such metric. {nearest(train.best, sorted(metrics))}"
-        )
-    value = metrics[train.best]
-    progress.waited += 1
-    if not math.isfinite(value):  # an infinite one would never be surpassed
-        if distributed.is_main():
-            logger.warning(
-                "%s is %s at step %d: best/ stays as it is", train.best, value, progress.step
-            )
-        return False
-    is_least = direction_of_best(train, progress) == "min"
-    if progress.best is not None and (
-        value >= progress.best if is_least else value <= progress.best
-    ):
-        return False
-    progress.best, progress.best_step, progress.waited = value, progress.step, 0
-    session.export_best()
-    return True
+    is_best = take_best(session.cfg.train, progress, metrics)
+    if is_best:
+        session.export_best()
+    return is_best
 
 
-def _scores(session: Session, step: int) -> dict[str, float]:
-    """All metrics of the validation split; answers, if asked for, are also written down."""
-    engine, task, valid, train = session.engine, session.task, session.valid, session.cfg.train
+def _scores(session: Session, rows: ValidSet, step: int | None) -> dict[str, float]:
+    """All metrics of a validation set. step: under which the first answers, if asked for, are
+    written down; None: they are not.
+    """
+    engine, task, train = session.engine, session.task, session.cfg.train
     batch = train.eval_batch or train.micro_batch
     stop = functools.partial(_stop_if_asked, session)
-    scores = evaluate(engine, task, valid, batch=batch, stop=stop)
-    if session.questions:
-        assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
-        of_answers, answers = answer(engine, task, valid, session.questions, batch=batch, stop=stop)
-        pairs = zip(session.questions, answers[:SHOWN_ANSWERS], strict=False)
+    scores = evaluate(engine, task, rows.store, batch=batch, stop=stop)
+    if not rows.questions:
+        return scores
+    assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
+    of_answers, answers = answer(engine, task, rows.store, rows.questions, batch=batch, stop=stop)
+    pairs = zip(rows.questions, answers[:SHOWN_ANSWERS], strict=False)
+    if step is not None:
         session.record.answers(
             step,
             [
@@ -189,5 +199,14 @@ def _scores(session: Session, step: int) -> dict[str, float]:
                 for row, texts in pairs
             ],
         )
-        scores |= of_answers
-    return scores
+    return scores | of_answers | _own_scores(session, answers, rows.questions)
+
+
+def _own_scores(
+    session: Session, answers: Sequence[list[str]], questions: Sequence[Row]
+) -> dict[str, float]:
+    """The user's own metrics of these answers, computed on rank 0. A collective."""
+    if not session.cfg.own_metrics:
+        return {}
+    predictions = [texts[0] for texts in answers]
+    return on_main(lambda: own.scores(session.own_metrics, predictions, questions))

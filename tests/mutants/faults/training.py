@@ -637,8 +637,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/run_folder.py",
-        "content_of_rows(lambda: task.rows(split), encoding_id, split)[0] == recorded",
-        "content_of_rows(lambda: task.rows(split), encoding_id, split)[0]",
+        "content_of_rows(rows_of(task, split), encoding_id, split)[0] == recorded",
+        "content_of_rows(rows_of(task, split), encoding_id, split)[0]",
         why="a run goes on with other rows, where an earlier version named them otherwise",
         tests="tests/unit/test_cross_attention_rows.py",
     ),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from trainer.data.content import rows_of
 from trainer.data.order import (
     Lengths,
     Sharding,
@@ -63,7 +64,7 @@ class StoredRows:
     def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
         """The rows as text, in the order of `numbers`."""
         order = [int(number) for number in numbers]
-        numbered = enumerate(islice(self._task.rows(self._split), max(order) + 1))
+        numbered = enumerate(islice(rows_of(self._task, self._split)(), max(order) + 1))
         rows = {number: row for number, row in numbered if number in set(order)}
         return [rows[number] for number in order]
 
