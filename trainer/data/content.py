@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,11 @@ from trainer.config.identity import canonical_json
 from trainer.config.userfile import placed
 from trainer.data import left_out
 from trainer.data.formats.normal_form import row_hash
+from trainer.data.mixed.store import mixed_digest
+from trainer.data.mixed.task import named
 from trainer.errors import ConfigError, DataError
 from trainer.files.remembered import program, recall
+from trainer.protocol.abilities import Mixes
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
@@ -33,6 +36,8 @@ def content_of(task: Task, split: str, cache_dir: Path) -> Content:
 
     The rows of a task that says so (`rows_are_of_files`) are read only when a file has changed.
     """
+    if isinstance(task, Mixes):
+        return _mixed_content(task.sources(split), split, cache_dir)
 
     def rows() -> Iterable[Row]:
         return task.rows(split)
@@ -41,6 +46,23 @@ def content_of(task: Task, split: str, cache_dir: Path) -> Content:
         return content_of_rows(rows, task.encoding_id(), split)
     settings = _settings(task)
     return content_of_rows(rows, task.encoding_id(), split, settings=settings, cache_dir=cache_dir)
+
+
+def _mixed_content(sources: Mapping[str, Task], split: str, cache_dir: Path) -> Content:
+    digests: dict[str, str] = {}
+    num_rows = 0
+    for name, task in sources.items():
+        with named(name), left_out.gathering() as own:
+            digests[name], count = content_of(task, split, cache_dir)
+        gather_of_source(split, name, own)
+        num_rows += count
+    return mixed_digest(digests), num_rows
+
+
+def gather_of_source(split: str, name: str, gathered: left_out.Gathered) -> None:
+    """Gather the notes of one source of a split under a name of their own."""
+    for notes in gathered.values():
+        left_out.gather(f"{split}, {name}", notes)
 
 
 def _settings(task: Any) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
 from trainer.config.userfile import placed
+from trainer.data.mixed.store import sources_in
 from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
@@ -135,7 +136,8 @@ def start(
     )
 
     waits = not options.saves_behind
-    epochs = plan.sharding.epochs(len(run.stores["train"]), cfg.train.seed)
+    rows = run.stores["train"]
+    epochs = plan.sharding.epochs(len(rows), cfg.train.seed, sources_in(rows))
     saver = Saver(run, live, meter, lock, chain, saves, own_mirror, waits)
 
     def refuse_unsound_base() -> None:

@@ -111,7 +111,8 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
         if plan.cfg.schedule.shape == "reduce_on_plateau":  # evaluations change what is trained
             evaluated = [line["step"] for line in recorded.lines if "valid/loss" in line]
             eval_every = plan.cfg.train.eval_every or min(evaluated, default=NEVER)
-        epochs = plan.sharding.epochs(len(again.session.train), plan.cfg.train.seed)
+        rows = again.session.train
+        epochs = plan.sharding.epochs(len(rows), plan.cfg.train.seed, sources_in(rows))
         session = replace(
             again.session,
             cadence=replace(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.metrics.mergeable import Ratio
-    from trainer.protocol.task import Cut, Encoded, Row
+    from trainer.protocol.task import Cut, Encoded, Row, Task
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,15 @@ class Packs(Protocol):
     @property
     def is_packed(self) -> bool:
         """Whether this experiment packs its micro-batches."""
+        ...
+
+
+@runtime_checkable
+class Mixes(Protocol):
+    """The ability to read rows from several sources (data.mix)."""
+
+    def sources(self, split: str) -> Mapping[str, Task]:
+        """By the name of the source, the task that reads and encodes its rows of a split."""
         ...
 
 

@@ -119,7 +119,7 @@ def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
     if len(store) < train.global_batch:
         return {"by_length": None, "collated": None, "steps": 0, "micro_batch": micro_batch}
     sharding = Sharding(
-        train.global_batch, micro_batch, 1, 0, train.micro_tokens, train.bucket_steps
+        train.global_batch, micro_batch, 1, 0, train.micro_tokens, train.bucket_steps, mix=mix
     )
     steps = min(_MOST_STEPS, max(1, len(store) // train.global_batch))
     seed = train.seed if train.order == "shuffled" else None

@@ -84,6 +84,12 @@ class Data(OwnRows):
     )
 
     purposes: ClassVar[tuple[Purpose, ...]] = ("question",)
+    of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
+        "facts",
+        "template",
+        "training_data_subset",
+        "validation_data_subset",
+    }
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "jsonl")
 
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files"]
