@@ -4,7 +4,9 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -141,3 +143,18 @@ def _change_problems(
         for name in (name for name in change.weights if name not in names):
             yield f"{where}: {name!r} is no source of `mix`. {nearest(name, names)}"
         yield from _sum_problems(where, change.weights)
+
+
+_SUFFIX = re.compile(r"\.(?:jsonl|ndjson|json|csv|tsv|parquet)(?:\.gz)?(?:\[.*\])?$", re.IGNORECASE)
+
+
+def labels_of(names: Iterable[str]) -> dict[str, str]:
+    """By its name, what metrics call a source: "loss_general" of "data/general.jsonl". It is the
+    last part of the name without its ending, or where two sources would share it, the whole name.
+    """
+    short = {name: _SUFFIX.sub("", name.rstrip("/").rpartition("/")[2]) for name in names}
+    counts = Counter(short.values())
+    return {
+        name: label if label and counts[label] == 1 else name.replace("/", ":")
+        for name, label in short.items()
+    }

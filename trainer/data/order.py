@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.epochs import Epochs
+from trainer.data.mixed.by_source import source_of_labels
 from trainer.data.mixed.mixture import Mix, Mixture, mixture_of
 from trainer.data.mixed.store import sources_in
 from trainer.errors import ConfigError, DataError
@@ -141,7 +142,7 @@ class StepBatches:
     batches: list[Batch]
     rows: list[np.ndarray]  # the row numbers of each micro-batch
     units: Tensor  # () int64 on the CPU: units of all its batches
-    sources: Sequence[Tensor] = ()  # of a mix: the source of each row of each micro-batch, (rows,)
+    sources: Sequence[Tensor] = ()  # of a mix: the source of each label of each micro-batch, (N,)
 
 
 def bucketed_step_rows(
@@ -340,13 +341,15 @@ class _Collation:
             [self.task.units(batch).to("cpu", torch.int64) for batch in batches]
         ).sum()
         batches = [distributed.pin_batch(batch) for batch in batches]
+        return StepBatches(step, batches, rows, units, self._sources(batches, rows))
+
+    def _sources(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> list[Tensor]:
+        """The source of every label of each micro-batch; [] without a mix."""
+        if not self.sizes.sources:
+            return []
         ends = np.cumsum(self.sizes.sources)
-        sources = [
-            torch.from_numpy(np.searchsorted(ends, numbers, side="right"))
-            for numbers in rows
-            if len(ends)
-        ]
-        return StepBatches(step, batches, rows, units, sources)
+        numbers = (torch.from_numpy(np.searchsorted(ends, one, side="right")) for one in rows)
+        return [source_of_labels(*pair) for pair in zip(batches, numbers, strict=True)]
 
     def _row(self, step: int, number: int, epoch: int) -> dict[str, np.ndarray]:
         words = np.random.SeedSequence([self.seed, step, number]).generate_state(1, np.uint64)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from trainer.config.mix import labels_of
 from trainer.data import left_out
 from trainer.data.content import (
     Content,
@@ -198,7 +199,8 @@ def store_of(
             with named(name), left_out.gathering() as own:
                 stores[name] = store_of(source, split, cache_dir, num_proc=num_proc)
             gather_of_source(split, name, own)
-        return cast("TokenStore", MixedStore(stores, split))
+        labels = labels_of(task.cfg.data.mix)
+        return cast("TokenStore", MixedStore(stores, split, labels))
     return open_store(
         lambda: task.rows(split),
         task.encode,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
 from trainer.config.userfile import placed
+from trainer.data.mixed.by_source import SourceSums
 from trainer.data.mixed.store import sources_in
 from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
@@ -84,12 +85,13 @@ class Saver:
     saves: Beside
     mirror: Mirror | None
     waits: bool  # until a checkpoint is written, before the next step
+    sums: SourceSums
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint, beside the next steps unless `waits`. A collective."""
         with self.meter.pause("saving"):
             on_main(self.lock.check)
-            progress.links = self.chain.links()
+            progress.links, progress.by_source = self.chain.links(), self.sums.settle()
             plan, identity = self.prepared.plan, self.prepared.identity
             self.saves.start(snapshot(plan, self.live, progress, identity))
             if self.waits:
@@ -138,7 +140,8 @@ def start(
     waits = not options.saves_behind
     rows = run.stores["train"]
     epochs = plan.sharding.epochs(len(rows), cfg.train.seed, sources_in(rows))
-    saver = Saver(run, live, meter, lock, chain, saves, own_mirror, waits)
+    sums = SourceSums(plan.sharding.mix.labels if plan.sharding.mix else (), progress.by_source)
+    saver = Saver(run, live, meter, lock, chain, saves, own_mirror, waits, sums)
 
     def refuse_unsound_base() -> None:
         init_from = getattr(cfg, "init_from", None)
@@ -164,6 +167,7 @@ def start(
         log_gradients=options.wandb_log_gradients,
         questions=run.questions,
         chain=chain,
+        sums=sums,
         rolled_back=bad_steps.rolled_back(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),
         after_step=saver.mirror_step,

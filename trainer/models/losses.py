@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +27,34 @@ def token_cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, smoothing: floa
     smoothing: this share of each loss is the mean loss over all tokens of the vocabulary. Source:
     Szegedy et al. 2016, sec. 7, with a uniform distribution over all V.
     """
-    return F.cross_entropy(
+    kept = _kept.get()
+    loss = F.cross_entropy(
         logits_NV.float(),
         targets_N,
         ignore_index=IGNORED,
-        reduction="sum",
+        reduction="sum" if kept is None else "none",
         label_smoothing=smoothing,
     )
+    if kept is None:
+        return loss
+    kept.append(loss.detach())
+    return loss.sum()
+
+
+_kept: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def keeping_losses(keeps: bool = True) -> Iterator[list[Tensor]]:
+    """Inside, the losses of single targets are appended to the list that this yields, (N,) fp32 for
+    each call of token_cross_entropy. keeps: False changes nothing.
+    """
+    losses: list[Tensor] = []
+    token = _kept.set(losses if keeps else None)
+    try:
+        yield losses
+    finally:
+        _kept.reset(token)
 
 
 def scored_before(labels_BT: Tensor) -> Tensor:

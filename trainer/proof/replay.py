@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.config.auto import with_micro_batch, with_recomputation, with_steps
 from trainer.config.schema import steps_between
+from trainer.data.mixed.store import sources_in
 from trainer.errors import CheckpointError, ConfigError
 from trainer.files.held_lock import HeldLock
 from trainer.launch.choose import Chosen

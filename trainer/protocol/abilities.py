@@ -233,6 +233,8 @@ class Packs(Protocol):
 class Mixes(Protocol):
     """The ability to read rows from several sources (data.mix)."""
 
+    cfg: Any
+
     def sources(self, split: str) -> Mapping[str, Task]:
         """By the name of the source, the task that reads and encodes its rows of a split."""
         ...

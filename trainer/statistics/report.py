@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.data.mixed.mixture import Mix, mixture_of
+from trainer.data.mixed.store import sources_in
 from trainer.data.order import Sharding, padding_share, sizes_of, window_rows
 from trainer.data.token_store import TokenStore, store_of
 from trainer.statistics.counts import Counts, count_rows
@@ -118,6 +120,8 @@ def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
     micro_batch = train.micro_batch or train.global_batch
     if len(store) < train.global_batch:
         return {"by_length": None, "collated": None, "steps": 0, "micro_batch": micro_batch}
+    is_training = store.meta["split"] == "train"
+    mix = Mix.of(getattr(task.cfg, "data", None)) if is_training else None
     sharding = Sharding(
         train.global_batch, micro_batch, 1, 0, train.micro_tokens, train.bucket_steps, mix=mix
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.data.order import StepBatches, windows
 from trainer.errors import DataError, DivergedError
+from trainer.models.losses import keeping_losses
 from trainer.runtime import distributed
 from trainer.runtime.batch import (
     HostCopy,
@@ -157,11 +158,18 @@ def train_step(
         units, stop, diverged = host.read()
         trouble = Trouble(session.rolled_back[number], math.nan, is_rolled_back=True)
         return Step(loss, units, stop > 0, diverged > 0, torch.isfinite(loss), trouble)
-    with name_batch_when_out_of_memory(window.batches):
+    of_labels: list[Tensor] = []
+    with (
+        name_batch_when_out_of_memory(window.batches),
+        keeping_losses(bool(window.sources)) as kept,
+    ):
         for summed in session.task.losses(engine.model, OnDevice(window.batches)):
             mean = summed / counts[0]
+            of_labels += kept
             engine.backward(mean)
+            kept.clear()  # of losses that a backward pass computed again
             loss += mean.detach()
+    session.sums.add(of_labels, window.sources)
     trouble = None
     if session.is_judged:
         assert progress is not None, "a loss is judged by those before"
@@ -266,6 +274,7 @@ def _log(session: Session, progress: Progress, step: Step, loss: float, lr: floa
         scalars["grad_norm"] = session.engine.grad_norm()
     if progress.bad.steps:
         scalars["bad_steps"] = len(progress.bad.steps)
+    scalars |= {**session.sums.read(), **session.epochs_of_sources(progress.step)}
     scale = session.engine.loss_scale()
     if scale is not None:
         scalars |= {"loss_scale": scale[0], "skipped_steps": progress.skipped.total}

@@ -107,7 +107,9 @@ def with_rows(plan: RunPlan, num_rows: int, sources: Sequence[int] = ()) -> RunP
 
     sources: the rows of each source of a mix.
     """
-    train, source = plan.cfg.train, f"experiment {plan.id}"
+    train = plan.cfg.train
+    if train.epochs is None and plan.sharding.mix is None:
+        return plan
     all_epochs = plan.sharding.epochs(num_rows, train.seed, sources)
     steps = train.steps
     if train.epochs is not None:
@@ -122,33 +124,25 @@ def with_rows(plan: RunPlan, num_rows: int, sources: Sequence[int] = ()) -> RunP
         filled = round((steps - count) * train.global_batch)
         more = f"; {filled} rows of one more epoch fill the last" if filled else ""
         logger.info("%s%s", said, more)
-        source = f"{source}, with its {steps} steps"
+        own = {**plan.values, "train": {**plan.values["train"], "steps": steps}}
+        tasks.parse(own, source=f"experiment {plan.id}, with its {steps} steps")
     if isinstance(all_epochs, Mixture):
-        steps = _steps_of_mix(all_epochs, steps)
+        last = all_epochs.steps_of(steps)
+        if last < steps:
+            logger.info("the run has %d steps of %d: then a source has no rows", last, steps)
+        steps = last
         logger.info("%s", mixed_line(all_epochs, steps))
-    if steps == train.steps:
-        return plan
-    own = {**plan.values, "train": {**plan.values["train"], "steps": steps}}
-    if train.epochs is not None:
-        tasks.parse(own, source=source)
     return replace(plan, cfg=with_steps(plan.cfg, steps))
-
-
-def _steps_of_mix(mixture: Mixture, steps: int) -> int:
-    """The steps of a run over a mix, of `steps` that its dictionary says."""
-    if not mixture.mix.stops or mixture.last_step() >= steps:
-        return steps
-    last = mixture.last_step()
-    logger.info("the run has %d steps of %d: then a source has no rows left", last, steps)
-    return last
 
 
 def mixed_line(mixture: Mixture, steps: int) -> str:
     """The rows of each source, how many a run takes of them, and how often it reads them."""
-    taken, epochs = mixture.taken(steps), mixture.epochs_after(steps)
+    taken, epochs_of_sources = mixture.taken(steps), mixture.epochs_after(steps)
     parts = [
-        f"{name}: {count:,} of {sum(taken):,} rows, {epochs[name]:.2f} epochs of its {size:,}"
-        for name, count, size in zip(mixture.mix.names, taken, mixture.sizes, strict=True)
+        f"{name}: {count:,} of {sum(taken):,} rows, {epochs:.2f} epochs of its {size:,}"
+        for name, count, epochs, size in zip(
+            mixture.mix.names, taken, epochs_of_sources, mixture.sizes, strict=True
+        )
     ]
     return f"mix of {steps:,} steps: {'; '.join(parts)}"
 

@@ -9,17 +9,16 @@ rows 0, 1, 2, ...: epoch after epoch, each a permutation of its own.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.config.mix import exact, weights_of
+from trainer.config.mix import exact, labels_of, weights_of
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ class Mix:
     names: tuple[str, ...]
     # (first step, weights); () where weights follow from the rows of the sources
     phases: tuple[tuple[int, Weights], ...]
+    labels: tuple[str, ...] = ()  # of the sources, in metrics
     temperature: float = 1.0
     stops: bool = False  # the run ends where a source ends
 
@@ -54,7 +54,9 @@ class Mix:
             for change in mixing.changes:
                 ordered = {name: change.weights[name] for name in names}
                 phases.append((change.after, exact(ordered)))
-        return cls(names, tuple(phases), mixing.temperature or 1.0, mixing.ends == "stop")
+        labels = tuple(labels_of(names).values())
+        temperature, stops = mixing.temperature or 1.0, mixing.ends == "stop"
+        return cls(names, tuple(phases), labels, temperature, stops)
 
     def phases_of(self, sizes: Sequence[int]) -> tuple[tuple[int, Weights], ...]:
         """The same with weights, now that the rows of each source are counted."""
@@ -94,7 +96,7 @@ class Mixture:
     def __post_init__(self) -> None:
         small = [
             f"{name!r} has {size} rows, and a step takes up to {most} of it"
-            for name, size, most in zip(self.mix.names, self.sizes, self._most(), strict=True)
+            for name, size, most in zip(self.mix.names, self.sizes, self._most, strict=True)
             if size < most
         ]
         if small:
@@ -116,13 +118,32 @@ class Mixture:
     def taken(self, steps: int) -> tuple[int, ...]:
         """How many rows of each source the first `steps` steps take."""
         counts = [0] * len(self.sizes)
-        phases = self.mix.phases_of(self.sizes)
-        stops = [start for start, _ in phases[1:]] + [_NEVER]
-        for (start, weights), stop in zip(phases, stops, strict=True):
+        for start, stop, parts in self._phases:
             if start < steps:
-                of_phase = _shares(weights, (min(steps, stop) - start) * self.global_batch)
-                counts = [one + more for one, more in zip(counts, of_phase, strict=True)]
+                left = (min(steps, stop) - start) * self.global_batch
+                for source, (part, of) in enumerate(parts):
+                    share = left * part // of
+                    counts[source] += share
+                    left -= share
         return tuple(counts)
+
+    @cached_property
+    def _phases(self) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        """(first step, the step behind the last, parts) of every phase. A part (1, 3) of a source
+        is a third of the places that the sources before it leave: so the number of none falls where
+        the number of places rises.
+        """
+        phases = self.mix.phases_of(self.sizes)
+        stops = [*(start for start, _ in phases[1:]), _NEVER]
+        found: list[tuple[int, int, list[tuple[int, int]]]] = []
+        for (start, weights), stop in zip(phases, stops, strict=True):
+            rest, parts = Fraction(1), list[tuple[int, int]]()
+            for weight in weights:
+                part = weight / rest if rest else Fraction(0)
+                parts.append((part.numerator, part.denominator))
+                rest -= weight
+            found.append((start, stop, parts))
+        return found
 
     def rows(self, step: int) -> np.ndarray:
         """The (global_batch,) rows of a step (0-based), no row twice, source after source."""
@@ -179,30 +200,40 @@ class Mixture:
             first_row += size
         return epochs
 
-    def last_step(self) -> int:
-        """The steps before the first one that a source has no rows left for."""
-        return min(
-            self._first_step(source, size + 1) - 1 for source, size in enumerate(self.sizes)
-        )
+    def steps_of(self, steps: int) -> int:
+        """The steps of a run that wants `steps`: fewer if it ends where a source ends. DataError
+        where a source has no rows for a single step.
+        """
+        if not self.mix.stops:
+            return steps
+        lasts = [self._first_step(source, size + 1) - 1 for source, size in enumerate(self.sizes)]
+        if min(lasts) < 1:
+            raise DataError(
+                f'mixing.ends="stop": {self.mix.names[lasts.index(0)]!r} has fewer rows than one '
+                'step takes of it. Give it more, a smaller weight, or use ends="again".'
+            )
+        return min(steps, *lasts)
 
-    def epochs_after(self, steps: int) -> dict[str, float]:
-        """By source, how often it was read after so many steps."""
-        read = zip(self.mix.names, self.taken(steps), self.sizes, strict=True)
-        return {name: count / size for name, count, size in read}
+    def epochs_after(self, steps: int) -> list[float]:
+        """How often each source was read after so many steps."""
+        return [count / size for count, size in zip(self.taken(steps), self.sizes, strict=True)]
 
     def _first_step(self, source: int, count: int) -> int:
         """The fewest steps that take `count` rows of a source; _NEVER where none do."""
-        return bisect_left(range(_NEVER), count, key=lambda steps: self.taken(steps)[source])
+        most = 1
+        while most < _NEVER and self.taken(most)[source] < count:
+            most *= 2
+        return bisect_left(range(most), count, key=lambda steps: self.taken(steps)[source])
 
+    @cached_property
     def _most(self) -> list[int]:
         """The most rows of each source in a step."""
         most = [0] * len(self.sizes)
-        for _, weights in self.mix.phases_of(self.sizes):
-            left, rest = self.global_batch, Fraction(1)
-            for source, weight in enumerate(weights):
-                share = left * weight / rest if rest else Fraction(0)
-                most[source] = max(most[source], math.ceil(share))
-                left, rest = left - math.floor(share), rest - weight
+        for _, _, parts in self._phases:
+            left = self.global_batch
+            for source, (part, of) in enumerate(parts):
+                most[source] = max(most[source], -(-left * part // of))
+                left -= left * part // of
         return most
 
     def _order(self, source: int, epoch: int) -> np.ndarray:
@@ -214,7 +245,7 @@ class Mixture:
             return self._orders[source, epoch]
         size = self.sizes[source]
         begun = max(0, epoch - 1)
-        if size < 2 * self._most()[source]:  # the last rows of an epoch may have been moved as well
+        if size < 2 * self._most[source]:  # the last rows of an epoch may have been moved as well
             known = [one for of, one in self._orders if of == source and one < epoch]
             begun = max(known, default=0)
         order = self._orders.get((source, begun))
@@ -248,15 +279,3 @@ class Mixture:
         words = np.random.SeedSequence([self.seed, epoch, source])
         return np.argsort(np.random.PCG64(words).random_raw(size), kind="stable")
 
-
-def _shares(weights: Weights, count: int) -> list[int]:
-    """How many of the first `count` places are of each source. None of the numbers falls where
-    `count` rises: each source takes its part of what those before it leave.
-    """
-    shares: list[int] = []
-    left, rest = count, Fraction(1)
-    for weight in weights:
-        share = math.floor(left * weight / rest) if rest else 0
-        shares.append(share)
-        left, rest = left - share, rest - weight
-    return shares

@@ -22,9 +22,12 @@ class MixedStore:
     field that a row does not have is no field of that row.
     """
 
-    def __init__(self, stores: Mapping[str, TokenStore], split: str) -> None:
-        """stores: by the name of the source."""
+    def __init__(
+        self, stores: Mapping[str, TokenStore], split: str, labels: Mapping[str, str]
+    ) -> None:
+        """stores: by the name of the source. labels: of the sources, in metrics."""
         self.stores = dict(stores)
+        self.labels = [labels.get(name, name) for name in stores]
         self._list = list(self.stores.values())
         self._ends = np.cumsum([len(store) for store in self._list])
         self.lengths = np.concatenate([store.lengths for store in self._list])
@@ -125,15 +128,15 @@ def sources_in(store: object) -> tuple[int, ...]:
 
 
 def parts_of(store: object, num_rows: int) -> Iterator[tuple[str | None, range]]:
-    """(source, its rows) among the first `num_rows` of a store; (None, all of them) of a store
-    without sources.
+    """(label of a source, its rows) among the first `num_rows` of a store; (None, all of them) of a
+    store without sources.
     """
     if not isinstance(store, MixedStore):
         yield None, range(num_rows)
         return
     first = 0
-    for name, count in zip(store.stores, store.sources, strict=True):
+    for label, count in zip(store.labels, store.sources, strict=True):
         rows = range(first, min(first + count, num_rows))
         first += count
         if rows:
-            yield name, rows
+            yield label, rows

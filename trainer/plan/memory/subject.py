@@ -119,6 +119,9 @@ def subject_of(
             notes.append(f"nobody knows how many steps {epochs:g} epochs are: one step is planned")
         all_epochs = epochs_of(rows["train"], sharding, cfg.train.seed)
         cfg = with_steps(cfg, math.ceil(all_epochs.count(epochs)) if is_counted else 1)
+    if sharding.mix is not None and isinstance(rows["train"], StoredRows):
+        mixture: Any = epochs_of(rows["train"], sharding, cfg.train.seed)
+        cfg = with_steps(cfg, mixture.steps_of(cfg.train.steps))
     return Subject(
         values, cfg, ds, sharding, task, places, rows["train"], rows["valid"], answers, notes
     )
