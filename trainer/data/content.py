@@ -52,17 +52,10 @@ def _mixed_content(sources: Mapping[str, Task], split: str, cache_dir: Path) -> 
     digests: dict[str, str] = {}
     num_rows = 0
     for name, task in sources.items():
-        with named(name), left_out.gathering() as own:
+        with named(name), left_out.gathering_of_source(split, name):
             digests[name], count = content_of(task, split, cache_dir)
-        gather_of_source(split, name, own)
         num_rows += count
     return mixed_digest(digests), num_rows
-
-
-def gather_of_source(split: str, name: str, gathered: left_out.Gathered) -> None:
-    """Gather the notes of one source of a split under a name of their own."""
-    for notes in gathered.values():
-        left_out.gather(f"{split}, {name}", notes)
 
 
 def _settings(task: Any) -> str:

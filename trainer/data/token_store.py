@@ -20,13 +20,7 @@ import numpy as np
 
 from trainer.config.mix import labels_of
 from trainer.data import left_out
-from trainer.data.content import (
-    Content,
-    RowHasher,
-    content_of,
-    content_of_rows,
-    gather_of_source,
-)
+from trainer.data.content import Content, RowHasher, content_of, content_of_rows
 from trainer.data.control_tokens import ControlTokens, controls_of, reason
 from trainer.data.encoding import EncodeRows, encoded_rows, usable_processes
 from trainer.data.formats.normal_form import row_hash
@@ -196,9 +190,8 @@ def store_of(
     if isinstance(task, Mixes):
         stores: dict[str, TokenStore] = {}
         for name, source in task.sources(split).items():
-            with named(name), left_out.gathering() as own:
+            with named(name), left_out.gathering_of_source(split, name):
                 stores[name] = store_of(source, split, cache_dir, num_proc=num_proc)
-            gather_of_source(split, name, own)
         labels = labels_of(task.cfg.data.mix)
         return cast("TokenStore", MixedStore(stores, split, labels))
     return open_store(

@@ -31,6 +31,7 @@ from trainer.models.frozen.freezing import trainable_report
 from trainer.models.optimizers import state_shapes
 from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
+from trainer.protocol.abilities import Mixes
 from trainer.protocol.task import DRAW, EPOCH, Encoded, Places
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import Experiment
     from trainer.data.token_store import TokenStore
-    from trainer.protocol.task import Task
+    from trainer.protocol.task import Row, Task
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
 
@@ -269,7 +270,7 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
     rows: list[Encoded] = []
     controls = controls_of(task)
     try:
-        for number, row in enumerate(islice(task.rows(split), FIRST_ROWS), start=1):
+        for number, row in enumerate(_some_rows(task, split), start=1):
             rows.append(task.encode(row))
             rows[-1].row_hash = row_hash(row)
             for control in controls.in_row(row) if controls else ():
@@ -280,6 +281,16 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
     if not rows:
         problems.append(f"the {split} split has no rows. Give it at least one.")
     return rows
+
+
+def _some_rows(task: Task, split: str) -> Iterator[Row]:
+    """The first rows of a split; of a mix, as many of every source."""
+    if not isinstance(task, Mixes):
+        yield from islice(task.rows(split), FIRST_ROWS)
+        return
+    sources = len(task.sources(split))
+    for rows in task.rows_by_source(split):
+        yield from islice(rows, -(-FIRST_ROWS // sources))
 
 
 def _lost_labels(rows: Sequence[Encoded], split: str, *, most: float) -> str | None:

@@ -4,7 +4,7 @@ the ability.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -237,6 +237,12 @@ class Mixes(Protocol):
 
     def sources(self, split: str) -> Mapping[str, Task]:
         """By the name of the source, the task that reads and encodes its rows of a split."""
+        ...
+
+    def rows_by_source(self, split: str) -> Iterator[Iterator[Row]]:
+        """The raw rows of each source of a split, in the order of sources(); together they are
+        Task.rows.
+        """
         ...
 
 

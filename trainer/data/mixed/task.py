@@ -4,10 +4,11 @@ kind of task, for which the source's own block is the whole of `data`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,13 @@ from trainer.errors import DataError, UserError
 if TYPE_CHECKING:
     from trainer.protocol.task import Encoded, Places, Row, Task
 
-_SOURCE = "mixed_source"  # in a raw row: the name of its source
+
+class _SourceRow(dict[str, Any]):
+    """A raw row that knows the task of its source."""
+
+    def __init__(self, row: Row, task: Task) -> None:
+        super().__init__(row)
+        self.task = task
 
 
 class _MixedRows:
@@ -72,22 +79,17 @@ class _MixedRows:
         is_named = getattr(self.cfg.data.files, split, None) is not None
         return own if own and not is_named else {**own, split: self._unmixed}
 
-    def rows(self, split: str) -> Iterable[Row]:
-        return self._tagged_rows(split)
+    def rows(self, split: str) -> Iterator[Row]:
+        return chain.from_iterable(self.rows_by_source(split))
 
-    def _tagged_rows(self, split: str) -> Iterator[Row]:
-        for name, task in self.sources(split).items():
-            with named(name):
-                for row in task.rows(split):
-                    yield {**row, _SOURCE: name}
+    def rows_by_source(self, split: str) -> Iterator[Iterator[Row]]:
+        """The rows of each source of a split, in the order of sources()."""
+        return (_rows_of(name, task, split) for name, task in self.sources(split).items())
 
     def encode(self, row: Row) -> Encoded:
-        if _SOURCE not in row:  # a specimen
-            return super().encode(row)  # pyright: ignore
-        return self._task_of(row).encode(_untagged(row))
-
-    def _task_of(self, row: Row) -> Any:
-        return self._of_sources.get(row[_SOURCE], self._unmixed)
+        if isinstance(row, _SourceRow):
+            return row.task.encode(row)
+        return super().encode(row)  # pyright: ignore (of the task's class; a row of no source)
 
     def encoding_id(self) -> str:
         ids = {name: task.encoding_id() for name, task in self._of_sources.items()}
@@ -97,8 +99,10 @@ class _MixedRows:
         return ()
 
 
-def _untagged(row: Row) -> Row:
-    return {key: value for key, value in row.items() if key != _SOURCE}
+def _rows_of(name: str, task: Task, split: str) -> Iterator[Row]:
+    with named(name):
+        for row in task.rows(split):
+            yield _SourceRow(row, task)
 
 
 def _encode_rows(self: Any, rows: Sequence[Row]) -> list[Encoded]:
@@ -106,9 +110,10 @@ def _encode_rows(self: Any, rows: Sequence[Row]) -> list[Encoded]:
 
 
 def _uncut_fields(self: Any, row: Row) -> Any:
-    if _SOURCE not in row:
-        return super(type(self), self).uncut_fields(row)
-    return self._task_of(row).uncut_fields(_untagged(row))
+    if isinstance(row, _SourceRow):
+        task: Any = row.task
+        return task.uncut_fields(row)
+    return super(type(self), self).uncut_fields(row)
 
 
 # Methods of abilities that only some tasks have.
