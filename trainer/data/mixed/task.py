@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.identity import canonical_json
 from trainer.data.formats.subset import split_name
 from trainer.data.readers.folders import first_split_file
 from trainer.data.readers.row_files import SUFFIXES
@@ -91,12 +90,8 @@ class _MixedRows:
             return row.task.encode(row)
         return super().encode(row)  # pyright: ignore (of the task's class; a row of no source)
 
-    def encoding_id(self) -> str:
-        ids = {name: task.encoding_id() for name, task in self._of_sources.items()}
-        return canonical_json({"mix": ids})
-
     def earlier_encoding_ids(self) -> Sequence[str]:
-        return ()
+        return ()  # a mix is new
 
 
 def _rows_of(name: str, task: Task, split: str) -> Iterator[Row]:

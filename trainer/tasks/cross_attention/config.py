@@ -86,7 +86,6 @@ class Data(OwnRows):
     purposes: ClassVar[tuple[Purpose, ...]] = ("question",)
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
         "facts",
-        "template",
         "training_data_subset",
         "validation_data_subset",
     }
@@ -135,6 +134,15 @@ class Data(OwnRows):
 
     def layout(self) -> Layout | None:
         return QUESTIONS if self.source in ("files", "jsonl") else None
+
+    @model_validator(mode="after")
+    def _states_are_of_one_source(self) -> Data:
+        if self.mix and self.encode == "cached":
+            raise ValueError(
+                'encode="cached" with a mix: `prepare` writes the rows of one source beside their '
+                'states. Use encode="online"'
+            )
+        return self
 
 
 class Config(Experiment):
