@@ -128,8 +128,10 @@ class OwnRows(Strict):
             raise ValueError(
                 f"{unknown[0]!r} is no key of one source. {nearest(unknown[0], legal)}"
             )
-        if not block.keys() & {"files", "dataset", "source"}:
-            block |= self.place_of(name)
+        source = block.get("source", getattr(self, "source", None))
+        reads_files = self.model_copy(update={"source": source}).names_files()
+        if not block.keys() & {"files", "dataset"} and (reads_files or "source" not in block):
+            block = {**self.place_of(name), **block}
         left_out = {"mix", "mixing", "files", "dataset", "subset", "revision", "splits"}
         left_out |= self.of_source if "source" in block else set()
         left_out |= {"columns"} if "format" in block else set()

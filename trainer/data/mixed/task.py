@@ -126,14 +126,15 @@ def mixed(kind: type[Any]) -> type[Any]:
 
 
 def placed_part(data: Any, name: str, places: Places) -> tuple[Any, Places]:
-    """The block of a source, and where it reads: a folder with a file named after the training
-    split is a --data_path of its own.
+    """The block of a source, and where it reads. A folder is a --data_path of its own if it holds a
+    file named after the training split, or if its source or format has files with names of their
+    own.
     """
     part, folder = data.part(name), places.data_path
     if part.files.train != name or folder is None:
         return part, places
     below = folder / name
-    if not below.is_dir() or not _holds(below, "train"):
+    if not below.is_dir() or not (part.names() is None or _holds(below, "train")):
         return part, places
     own_files = part.files.model_copy(update={"train": None})
     return part.model_copy(update={"files": own_files}), replace(places, data_path=below)
@@ -147,7 +148,8 @@ def _has_rows(task: Any, split: str, places: Places) -> bool:
     data, folder = task.cfg.data, task.places.data_path
     if data.has_own_rows(split):
         return True
-    return folder is not None and folder != places.data_path and _holds(folder, split)
+    has_folder = folder is not None and folder != places.data_path
+    return has_folder and (data.names() is None or _holds(folder, split))
 
 
 @contextmanager
