@@ -375,6 +375,7 @@ DICTIONARY = wording(
     mix_missing="name them in `mix`, or leave it out",
     mix_change_sum="mixing.changes[{place}]: the weights sum to {total}, want 1",
     mix_change_unknown="'{name}' is no source of `mix`",
+    mix_of_offer="data.mix of an offer: the uploaded rows are its source 'train.jsonl'",
     mix_of_part="mix['{name}']: ...",
     list_mixed="list '{key}' mixes dictionaries and other values",
     key_unknown="{key}: no such key.",

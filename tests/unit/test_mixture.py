@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +19,11 @@ from tests.wording import refused
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.config.mix import labels_of
+from trainer.data.mixed.by_source import SourceSums, source_of_labels
 from trainer.data.mixed.mixture import Mix, Mixture
 from trainer.data.order import Sharding, Sizes, bucketed_step_rows, window_rows
-from trainer.errors import ConfigError, DataError
+from trainer.models.losses import IGNORED, keeping_losses, token_cross_entropy
+from trainer.models.packed.layout import pack_labelled, pack_targets
 
 SEEDS = st.one_of(st.none(), st.integers(0, 2**31))
 NAMES = ("a", "b", "c", "d")
@@ -236,5 +239,34 @@ def test_a_source_is_called_by_its_file_or_by_all_of_its_name() -> None:
     }
 
 
-def test_errors_of_a_mix_are_bad_input() -> None:
-    assert ConfigError.exit_code == DataError.exit_code == 2
+def test_losses_of_labels_are_told_by_source() -> None:
+    source_B = torch.tensor([1, 0, 1])
+    rows, flags = [[5, 6, 7], [5, 6], [5, 6, 7, 8]], [[0, 1, 1], [1, 1], [1, 0, 0, 1]]
+    packed = source_of_labels(pack_labelled(rows, flags), source_B)
+    assert packed.tolist() == [1, 1, 0, 1]  # no model predicts a first token
+    padded = source_of_labels(pack_targets(rows), source_B)
+    assert padded.tolist() == [1] * 3 + [0] * 2 + [1] * 4
+    of_rows = source_of_labels({"counts": torch.ones(3)}, source_B)
+    assert of_rows.tolist() == source_B.tolist()
+
+    sums = SourceSums(["a", "b"])
+    sums.add([torch.tensor([1.0, 2.0]), torch.tensor([6.0, 4.0])], [packed[:2], packed[2:]])
+    kept = SourceSums(["a", "b"], sums.settle())  # as a run that goes on from a checkpoint
+    assert kept.read() == {"loss_a": 6.0, "loss_b": 7 / 3}
+    assert kept.read() == {}
+
+
+def test_losses_are_kept_by_label_and_sum_up_to_the_loss() -> None:
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    targets = torch.tensor([0, 3, IGNORED, 6, 1])
+    plain = token_cross_entropy(logits, targets, smoothing=0.1)
+    (wanted,) = torch.autograd.grad(plain, logits)
+    with keeping_losses() as kept:
+        loss = token_cross_entropy(logits, targets, smoothing=0.1)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(gradient, wanted)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
+    assert kept[0].sum().item() == pytest.approx(plain.item(), rel=1e-6)
+    with keeping_losses(False) as kept:
+        token_cross_entropy(logits, targets)
+    assert kept == []
