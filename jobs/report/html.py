@@ -237,7 +237,7 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         f"<span>{name} <b>{number_text(points[-1].value)}</b></span>"
         for name, points in losses.items()
     ]
-    others = [name for name in curves.points if name.startswith("valid/") and name != "valid/loss"]
+    others = [name for name in curves.points if _has_spark(name)]
     scores = result.scores if result is not None else {}
     sparks = ""
     for name in others[:MOST_SPARKS]:
@@ -246,7 +246,7 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         if score is not None:
             best = f"best {number_text(score.best)} at step {score.best_step}"
         pairs = [[_short(b.step), _short(b.mean)] for b in thin(points, SPARK_POINTS)]
-        label = _text(name.partition("/")[2])
+        label = _text(name.removeprefix("valid/"))
         sparks += (
             f'<div title="{best}"><span><em title="{_text(name)}">{label}</em>'
             f"<b>{number_text(points[-1].value)}</b></span>"
@@ -258,6 +258,14 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         f'<div data-title="loss" data-lines="{_data(lines)}"><p class="readout soft small">'
         f'{"".join(last)}</p></div><div class="sparks">{sparks}</div>{rest}'
     )
+
+
+def _has_spark(name: str) -> bool:
+    """Whether a metric has a small chart: every score, and the training loss of each source of a
+    mix.
+    """
+    is_of_source = name.startswith("loss_") and name != "loss_scale"
+    return is_of_source or (name.startswith("valid/") and name != "valid/loss")
 
 
 def _data(value: object) -> str:

@@ -42,9 +42,7 @@ class Offer(Strict):
     job: Values = Field(default_factory=dict)  # where it runs: a job dictionary, as job_configs.py
     epochs: Positive = 3  # the value of "auto"
     evaluations: Positive = 4  # of a job, each with a checkpoint
-    held_out: Share = (
-        0.1  # of the rows, for validation when the request names no validation file
-    )
+    held_out: Share = 0.1  # of the rows, for validation when the request names no validation file
     max_steps: Positive = 1_000_000
     # one device of those it runs on, for the plan before a start: h200, 24GiB, or the file of
     # `lathe calibrate-device`

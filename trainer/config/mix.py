@@ -148,13 +148,18 @@ def _change_problems(
 _SUFFIX = re.compile(r"\.(?:jsonl|ndjson|json|csv|tsv|parquet)(?:\.gz)?(?:\[.*\])?$", re.IGNORECASE)
 
 
+_TAKEN = ("scale",)  # loss_scale is another metric
+
+
 def labels_of(names: Iterable[str]) -> dict[str, str]:
     """By its name, what metrics call a source: "loss_general" of "data/general.jsonl". It is the
     last part of the name without its ending, or where two sources would share it, the whole name.
     """
     short = {name: _SUFFIX.sub("", name.rstrip("/").rpartition("/")[2]) for name in names}
     counts = Counter(short.values())
-    return {
-        name: label if label and counts[label] == 1 else name.replace("/", ":")
-        for name, label in short.items()
-    }
+    labels: dict[str, str] = {}
+    for name, label in short.items():
+        is_free = label not in ("", *_TAKEN) and counts[label] == 1
+        # a metric of training has no stroke in its name
+        labels[name] = label if is_free else name.replace("/", ":")
+    return labels

@@ -246,7 +246,9 @@ def check_identity(
         ]
         if changed:
             is_shared = plan.values.get("data", {}).get("valid_share")
-            changed += _changed_sources(_read(path).get("splits", {}) if path.exists() else {}, facts)
+            changed += _changed_sources(
+                _read(path).get("splits", {}) if path.exists() else {}, facts
+            )
             raise ResumeError(
                 f"{plan.folder}: cannot resume, these changed since the run began: "
                 f"{'; '.join(changed)}.{_NEW_SHARES if is_shared else ''}\n"

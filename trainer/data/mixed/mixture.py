@@ -278,4 +278,3 @@ class Mixture:
             return np.arange(size)
         words = np.random.SeedSequence([self.seed, epoch, source])
         return np.argsort(np.random.PCG64(words).random_raw(size), kind="stable")
-

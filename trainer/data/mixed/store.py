@@ -129,9 +129,9 @@ def sources_in(store: object) -> tuple[int, ...]:
 
 def parts_of(store: object, num_rows: int) -> Iterator[tuple[str | None, range]]:
     """(label of a source, its rows) among the first `num_rows` of a store; (None, all of them) of a
-    store without sources.
+    store without sources, or of a split that none of them has.
     """
-    if not isinstance(store, MixedStore):
+    if not isinstance(store, MixedStore) or store.labels == [store.meta["split"]]:
         yield None, range(num_rows)
         return
     first = 0

@@ -53,7 +53,9 @@ class _MixedRows:
         for name in self.cfg.data.mix:
             with named(name):
                 data, places = placed_part(self.cfg.data, name, self.places)
-                found[name] = self.of_source(self.cfg.model_copy(update={"data": data}), places)
+                task: Any = self.of_source(self.cfg.model_copy(update={"data": data}), self.places)
+                task.places = places  # now: a tokenizer may lie below --data_path
+                found[name] = task
         return found
 
     @cached_property
