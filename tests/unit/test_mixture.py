@@ -234,8 +234,8 @@ def test_a_source_is_called_by_its_file_or_by_all_of_its_name() -> None:
         "c": "c",
     }
     assert labels_of(["x/a.jsonl", "y/a.jsonl"]) == {
-        "x/a.jsonl": "x:a.jsonl",
-        "y/a.jsonl": "y:a.jsonl",
+        "x/a.jsonl": ":x:a.jsonl",
+        "y/a.jsonl": ":y:a.jsonl",
     }
 
 

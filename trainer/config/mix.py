@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 WEIGHT = "weight"  # the key of a source's block that is not one of `data`
 _ROUNDING = 1e-6  # 0.333333 three times is taken for 1
+_SUFFIX = re.compile(r"\.(?:jsonl|ndjson|json|csv|tsv|parquet)(?:\.gz)?(?:\[.*\])?$", re.IGNORECASE)
+_TAKEN = ("", "scale")  # loss_scale is another metric
 Name = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(ge=0, le=1)]
 
@@ -145,12 +147,6 @@ def _change_problems(
         yield from _sum_problems(where, change.weights)
 
 
-_SUFFIX = re.compile(r"\.(?:jsonl|ndjson|json|csv|tsv|parquet)(?:\.gz)?(?:\[.*\])?$", re.IGNORECASE)
-
-
-_TAKEN = ("scale",)  # loss_scale is another metric
-
-
 def labels_of(names: Iterable[str]) -> dict[str, str]:
     """By its name, what metrics call a source: "loss_general" of "data/general.jsonl". It is the
     last part of the name without its ending, or where two sources would share it, the whole name.
@@ -159,7 +155,7 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
     counts = Counter(short.values())
     labels: dict[str, str] = {}
     for name, label in short.items():
-        is_free = label not in ("", *_TAKEN) and counts[label] == 1
+        is_free = label not in _TAKEN and counts[label] == 1
         # a metric of training has no stroke in its name
-        labels[name] = label if is_free else name.replace("/", ":")
+        labels[name] = label if is_free else f":{name}".replace("/", ":")
     return labels
