@@ -209,6 +209,13 @@ def test_thirds_are_taken_for_a_whole() -> None:
     assert sum(mix.phases[0][1]) == 1
 
 
+def test_the_order_of_the_dictionary_changes_neither_id_nor_rows() -> None:
+    one, other = values_of({"a": 0.7, "b": 0.3}), values_of({"b": 0.3, "a": 0.7})
+    assert exp_id(one) == exp_id(other)
+    cfgs: list[Any] = [tasks.parse(values) for values in (one, other)]
+    assert Mix.of(cfgs[0].data) == Mix.of(cfgs[1].data)
+
+
 def test_the_block_of_a_source_says_how_its_rows_are_read() -> None:
     mix = {"a.jsonl": 0.5, "chats": {"weight": 0.3, "source": "chat"}, "lookup": 0.2}
     cfg: Any = tasks.parse(values_of(mix, columns={"text": "body"}, max_tokens=77))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -72,9 +72,9 @@ def _weight(value: float | dict[str, Any] | None) -> Any:
     return value.get(WEIGHT) if isinstance(value, dict) else value
 
 
-def exact(weights: Mapping[str, float]) -> tuple[Fraction, ...]:
-    """Weights that sum to 1 exactly, in their order."""
-    parts = [Fraction(str(float(weight))) for weight in weights.values()]
+def exact(weights: Mapping[str, float], names: Sequence[str]) -> tuple[Fraction, ...]:
+    """The weights of these names, which sum to 1 exactly."""
+    parts = [Fraction(str(float(weights[name]))) for name in names]
     return tuple(part / sum(parts) for part in parts)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from trainer.config import mix
+from trainer.config import mix as mixes
 from trainer.config.block import Fraction, Strict
 from trainer.config.formats.layouts import Layout, Purpose
 from trainer.config.formats.table import FORMATS, FormatName, refusal
@@ -121,17 +121,19 @@ class OwnRows(Strict):
         """
         given = self.mix[name]
         block = dict(given) if isinstance(given, dict) else {}
-        block.pop(mix.WEIGHT, None)
+        block.pop(mixes.WEIGHT, None)
         unknown = [key for key in block if key not in self.of_source]
         if unknown:
-            legal = sorted({*self.of_source, mix.WEIGHT})
+            legal = sorted({*self.of_source, mixes.WEIGHT})
             raise ValueError(
                 f"{unknown[0]!r} is no key of one source. {nearest(unknown[0], legal)}"
             )
         source = block.get("source", getattr(self, "source", None))
         reads_files = self.model_copy(update={"source": source}).names_files()
-        if not block.keys() & {"files", "dataset"} and (reads_files or "source" not in block):
-            block = {**self.place_of(name), **block}
+        if "dataset" not in block and (reads_files or "source" not in block):
+            place = self.place_of(name)
+            files = {**place.get("files", {}), **block.get("files", {})}
+            block = {**place, **block, **({"files": files} if files else {})}
         left_out = {"mix", "mixing", "files", "dataset", "subset", "revision", "splits"}
         left_out |= self.of_source if "source" in block else set()
         left_out |= {"columns"} if "format" in block else set()
@@ -156,7 +158,7 @@ class OwnRows(Strict):
 
     @model_validator(mode="after")
     def _the_mix_is_whole(self) -> OwnRows:
-        problems = list(mix.problems(self))
+        problems = list(mixes.problems(self))
         for name in self.mix:
             try:
                 self.part(name)

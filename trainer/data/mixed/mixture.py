@@ -47,16 +47,15 @@ class Mix:
         if not getattr(data, "mix", None):
             return None
         assert data is not None
-        first, mixing, names = weights_of(data), data.mixing, tuple(data.mix)
+        # sorted, as for the id: it is the same whatever the order of the dictionary
+        first, mixing, names = weights_of(data), data.mixing, sorted(data.mix)
         phases: list[tuple[int, Weights]] = []
         if first is not None:
-            phases.append((0, exact(first)))
-            for change in mixing.changes:
-                ordered = {name: change.weights[name] for name in names}
-                phases.append((change.after, exact(ordered)))
+            phases.append((0, exact(first, names)))
+            phases += [(one.after, exact(one.weights, names)) for one in mixing.changes]
         labels = tuple(labels_of(names).values())
         temperature, stops = mixing.temperature or 1.0, mixing.ends == "stop"
-        return cls(names, tuple(phases), labels, temperature, stops)
+        return cls(tuple(names), tuple(phases), labels, temperature, stops)
 
     def phases_of(self, sizes: Sequence[int]) -> tuple[tuple[int, Weights], ...]:
         """The same with weights, now that the rows of each source are counted."""
@@ -79,7 +78,7 @@ def mixture_of(mix: Mix, sizes: tuple[int, ...], global_batch: int, seed: int | 
 @dataclass(frozen=True)
 class Mixture:
     """The rows of a run over several sources, in the place of Epochs. Row numbers count through all
-    sources, in the order of the dictionary.
+    sources, in the order of their names.
 
     An epoch of a mixture is as many rows as its sources have together. DataError where a step would
     take more rows of a source than it has.

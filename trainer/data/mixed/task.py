@@ -50,7 +50,7 @@ class _MixedRows:
     def _of_sources(self) -> dict[str, Task]:
         """By its name, the task of each source."""
         found: dict[str, Task] = {}
-        for name in self.cfg.data.mix:
+        for name in sorted(self.cfg.data.mix):  # as Mix has them
             with named(name):
                 data, places = placed_part(self.cfg.data, name, self.places)
                 task: Any = self.of_source(self.cfg.model_copy(update={"data": data}), self.places)
