@@ -256,4 +256,4 @@ def test_a_run_ends_where_its_source_does_and_a_source_that_has_grown_is_named(
     (folder / "grows.jsonl").write_text(rows + json.dumps({"text": "one more"}) + "\n")
     grown = command(folder, tmp_path / "runs", values)
     assert grown.returncode == 2
-    assert "'grows.jsonl' of train (had 8 rows, has 9)" in grown.stderr
+    assert "'grows.jsonl' of train (had 8 rows, has 9)" in " ".join(grown.stderr.split())

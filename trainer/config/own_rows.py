@@ -133,7 +133,9 @@ class OwnRows(Strict):
         if "dataset" not in block and (reads_files or "source" not in block):
             place = self.place_of(name)
             files = {**place.get("files", {}), **block.get("files", {})}
-            block = {**place, **block, **({"files": files} if files else {})}
+            block = {**place, **block}
+            if files:
+                block["files"] = files
         left_out = {"mix", "mixing", "files", "dataset", "subset", "revision", "splits"}
         left_out |= self.of_source if "source" in block else set()
         left_out |= {"columns"} if "format" in block else set()

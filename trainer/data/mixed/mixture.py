@@ -121,7 +121,7 @@ class Mixture:
             if start < steps:
                 left = (min(steps, stop) - start) * self.global_batch
                 for source, (part, of) in enumerate(parts):
-                    share = left * part // of
+                    share = (2 * left * part + of) // (2 * of)  # to the nearest row
                     counts[source] += share
                     left -= share
         return tuple(counts)
