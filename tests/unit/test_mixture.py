@@ -19,11 +19,12 @@ from tests.wording import refused
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.config.mix import labels_of
-from trainer.data.mixed.by_source import SourceSums, source_of_labels
+from trainer.data.mixed.by_source import source_of_labels
 from trainer.data.mixed.mixture import Mix, Mixture
 from trainer.data.order import Sharding, Sizes, bucketed_step_rows, window_rows
 from trainer.models.losses import IGNORED, keeping_losses, token_cross_entropy
 from trainer.models.packed.layout import pack_labelled, pack_targets
+from trainer.models.source_losses import SourceSums
 
 SEEDS = st.one_of(st.none(), st.integers(0, 2**31))
 NAMES = ("a", "b", "c", "d")
@@ -257,9 +258,14 @@ def test_losses_of_labels_are_told_by_source() -> None:
     assert of_rows.tolist() == source_B.tolist()
 
     sums = SourceSums(["a", "b"])
-    sums.add([torch.tensor([1.0, 2.0]), torch.tensor([6.0, 4.0])], [packed[:2], packed[2:]])
+    logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
+    targets = torch.tensor([0, 3, 6, 1])
+    a, b, c, d = (float(token_cross_entropy(logits[[i]], targets[[i]])) for i in range(4))
+    with sums.adding([packed[:2], packed[2:]]):
+        for half in (slice(0, 2), slice(2, 4)):
+            token_cross_entropy(logits[half], targets[half])
     kept = SourceSums(["a", "b"], sums.settle())  # as a run that goes on from a checkpoint
-    assert kept.read() == {"loss_a": 6.0, "loss_b": 7 / 3}
+    assert kept.read() == pytest.approx({"loss_a": c, "loss_b": (a + b + d) / 3})
     assert kept.read() == {}
 
 

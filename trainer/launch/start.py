@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
 from trainer.config.userfile import placed
-from trainer.data.mixed.by_source import SourceSums
 from trainer.data.mixed.store import sources_in
 from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
+from trainer.models.source_losses import SourceSums
 from trainer.models.weights import unsound
 from trainer.runtime import distributed, rng
 from trainer.runtime.beside import Beside

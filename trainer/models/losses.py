@@ -152,7 +152,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.waits:
             work = _Gradients(ctx.saved_tensors, ctx.needed)
-            work.run(ctx.scoring, gradient)
+            with keeping_losses(False):  # they were kept in forward
+                work.run(ctx.scoring, gradient)
             return None, None, *work.finished()
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "its gradients are given away by the first backward()"

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from trainer.data.order import StepBatches, windows
 from trainer.errors import DataError, DivergedError
-from trainer.models.losses import keeping_losses
 from trainer.runtime import distributed
 from trainer.runtime.batch import (
     HostCopy,
@@ -158,18 +157,11 @@ def train_step(
         units, stop, diverged = host.read()
         trouble = Trouble(session.rolled_back[number], math.nan, is_rolled_back=True)
         return Step(loss, units, stop > 0, diverged > 0, torch.isfinite(loss), trouble)
-    of_labels: list[Tensor] = []
-    with (
-        name_batch_when_out_of_memory(window.batches),
-        keeping_losses(bool(window.sources)) as kept,
-    ):
+    with name_batch_when_out_of_memory(window.batches), session.sums.adding(window.sources):
         for summed in session.task.losses(engine.model, OnDevice(window.batches)):
             mean = summed / counts[0]
-            of_labels += kept
             engine.backward(mean)
-            kept.clear()  # of losses that a backward pass computed again
             loss += mean.detach()
-    session.sums.add(of_labels, window.sources)
     trouble = None
     if session.is_judged:
         assert progress is not None, "a loss is judged by those before"

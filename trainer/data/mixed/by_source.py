@@ -1,19 +1,16 @@
-"""The training loss of each source of a mix, out of the losses of the labels of every step."""
+"""Which source of a mix every label of a batch is of."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from trainer.runtime import distributed
-
 if TYPE_CHECKING:
     from trainer.protocol.task import Batch
 
-# N labels of a micro-batch, B its rows, S sources
+# N labels of a micro-batch, B its rows
 
 
 def source_of_labels(batch: Batch, source_B: Tensor) -> Tensor:
@@ -31,56 +28,3 @@ def source_of_labels(batch: Batch, source_B: Tensor) -> Tensor:
         return source_B[scored_N // labels.shape[1]]
     ends_B = batch["starts"][1:].long()
     return source_B[torch.bucketize(scored_N, ends_B, right=True)]
-
-
-class SourceSums:
-    """Losses and labels of each source, summed up since they were last logged. Every rank has its
-    own part.
-    """
-
-    def __init__(self, labels: Sequence[str], sums: Sequence[Sequence[float]] = ()) -> None:
-        """labels: of the sources, () of a run without a mix. sums: (loss, labels) of each source on
-        all ranks, as settle() gave them to a checkpoint.
-        """
-        self.labels = list(labels)
-        self._sums_S2 = torch.zeros((len(labels), 2), dtype=torch.float64)
-        if len(sums) == len(labels) and distributed.is_main():
-            self._sums_S2 += torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)
-        self._sums_S2 = self._sums_S2.to(distributed.device())
-
-    def add(self, losses: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Add one window. losses: of its labels, in their order, one tensor or several; sources: of
-        the same labels. Nothing is added where the task's loss is not a sum over labels.
-        """
-        if not losses:
-            return
-        losses_N, source_N = torch.cat(list(losses)), torch.cat(list(sources))
-        if len(losses_N) != len(source_N):
-            return
-        source_N = source_N.to(losses_N.device, non_blocking=True)
-        # one sum after the other: index_add on a GPU adds in any order
-        for source in range(len(self.labels)):
-            is_of_source = source_N == source
-            self._sums_S2[source, 0] += (losses_N.double() * is_of_source).sum()
-            self._sums_S2[source, 1] += is_of_source.sum()
-
-    def settle(self) -> list[list[float]]:
-        """The sums over all ranks, for a checkpoint; from here on rank 0 holds them. A
-        collective.
-        """
-        if not self.labels:
-            return []
-        total = distributed.total(self._sums_S2)
-        self._sums_S2 = total if distributed.is_main() else torch.zeros_like(total)
-        return total.tolist()
-
-    def read(self) -> dict[str, float]:
-        """The mean loss of each source since the last call, by the name of its metric; none of a
-        source without a label. A collective.
-        """
-        if not self.labels:
-            return {}
-        sums = self.settle()
-        self._sums_S2 = torch.zeros_like(self._sums_S2)
-        pairs = zip(self.labels, sums, strict=True)
-        return {f"loss_{label}": loss / count for label, (loss, count) in pairs if count}
