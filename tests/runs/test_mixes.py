@@ -187,7 +187,7 @@ MIXES: dict[str, dict[str, Any]] = {
         "files": {"valid": "valid.jsonl"},
     },
     "cross_attention": {"mix": {"train.jsonl": 0.5, "valid.jsonl": 0.5}},
-    "fid": {"mix": {"train.jsonl": {"weight": 0.5, "format": "fid"}, "valid.jsonl": 0.5}},
+    "fid": {"mix": {"train.jsonl": 0.5, "valid.jsonl": 0.5}},
     "summariser": {"mix": {"train.jsonl": None, "valid.jsonl": {"prefix": "in short: "}}},
     "retriever": {
         "mix": {"queries/train.jsonl": 0.5, "queries/dev.jsonl": 0.5},
@@ -201,8 +201,6 @@ MIXES: dict[str, dict[str, Any]] = {
 def test_every_task_trains_on_a_mix(name: str, folder: Path, tmp_path: Path) -> None:
     values: dict[str, Any] = dict(experiment(name, folder, train={"steps": 3}))
     values["data"] = {**values["data"], **MIXES[name]}
-    if name == "fid":
-        values["data"]["mix"]["train.jsonl"] = 0.5
     run, _ = run_on_ranks(1, train, values, folder, tmp_path)[0]
     lines = lines_of(run)
     last = next(line for line in reversed(lines) if "loss" in line)

@@ -24,7 +24,7 @@ from trainer.data.mixed.mixture import Mix, Mixture
 from trainer.data.order import Sharding, Sizes, bucketed_step_rows, window_rows
 from trainer.models.losses import IGNORED, keeping_losses, token_cross_entropy
 from trainer.models.packed.layout import pack_labelled, pack_targets
-from trainer.models.source_losses import SourceSums
+from trainer.telemetry.source_losses import SourceSums
 
 SEEDS = st.one_of(st.none(), st.integers(0, 2**31))
 NAMES = ("a", "b", "c", "d")

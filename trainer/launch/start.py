@@ -19,7 +19,7 @@ from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
-from trainer.models.source_losses import SourceSums
+from trainer.telemetry.source_losses import SourceSums
 from trainer.models.weights import unsound
 from trainer.runtime import distributed, rng
 from trainer.runtime.beside import Beside

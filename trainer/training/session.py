@@ -12,7 +12,7 @@ from trainer.data.mixed.mixture import Mixture
 from trainer.data.mixed.store import sources_in
 from trainer.data.order import Sharding
 from trainer.metrics.direction import Direction
-from trainer.models.source_losses import SourceSums
+from trainer.telemetry.source_losses import SourceSums
 from trainer.telemetry.chain import StepChain
 from trainer.training.bad_steps import BadSteps, SkippedSteps, Trouble
 from trainer.training.schedule import DEFAULT_EVERY, Plateau, log_interval
