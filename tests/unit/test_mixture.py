@@ -54,19 +54,19 @@ def mixtures(draw: st.DrawFn) -> Mixture:
     return Mixture(mix, sizes, BATCH, draw(SEEDS))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(mixture=mixtures())
 def test_a_source_is_read_row_by_row_epoch_by_epoch_and_no_step_has_a_row_twice(
     mixture: Mixture,
 ) -> None:
     taken: Counter[tuple[int, int]] = Counter()
-    for step in range(60):
+    for step in range(45):
         rows = mixture.rows(step)
         assert len(set(rows.tolist())) == len(rows) == BATCH
         taken.update(zip(rows.tolist(), mixture.epochs_of(step, rows).tolist(), strict=True))
     assert set(taken.values()) == {1}
     first = 0
-    for size, count in zip(mixture.sizes, mixture.taken(60), strict=True):
+    for size, count in zip(mixture.sizes, mixture.taken(45), strict=True):
         of_source = {(row, epoch) for row, epoch in taken if first <= row < first + size}
         whole = {(first + row, epoch) for row in range(size) for epoch in range(count // size)}
         assert len(of_source) == count
@@ -74,7 +74,7 @@ def test_a_source_is_read_row_by_row_epoch_by_epoch_and_no_step_has_a_row_twice(
         first += size
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(mixture=mixtures(), steps=st.lists(st.integers(0, 200), min_size=2, max_size=6))
 def test_a_step_depends_on_no_earlier_one(mixture: Mixture, steps: list[int]) -> None:
     again = {step: mixture.rows(step).tolist() for step in sorted(steps)}
@@ -114,7 +114,7 @@ def test_a_temperature_makes_sources_more_alike() -> None:
     assert [float(weight) for weight in flatter] == pytest.approx([6 / 9, 2 / 9, 1 / 9], abs=0.002)
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(mixture=mixtures(), bucket=st.integers(2, 5))
 def test_buckets_change_no_epoch(mixture: Mixture, bucket: int) -> None:
     lengths = np.random.default_rng(1).integers(1, 9, sum(mixture.sizes))

@@ -57,7 +57,7 @@ class Mixing(Strict):
     """What the end of a source does. again: it starts its next epoch. stop: the run ends with the
     last step that all sources have rows for; schedules are of that many steps.
     """
-    changes: tuple[Change, ...] = ()
+    changes: list[Change] = []  # noqa: RUF012 (the block is frozen)
     """Weights that change on the way (a curriculum): [{"after": 1000, "weights": {...}}]."""
 
 
@@ -128,7 +128,7 @@ def _sum_problems(where: str, weights: Mapping[str, float]) -> Iterator[str]:
 
 
 def _change_problems(
-    names: list[str], changes: tuple[Change, ...], *, has_weights: bool
+    names: list[str], changes: Sequence[Change], *, has_weights: bool
 ) -> Iterator[str]:
     if changes and not has_weights:
         yield "mixing.changes: the mix has no weights that could change. Give every source one"

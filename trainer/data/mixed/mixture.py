@@ -172,8 +172,9 @@ class Mixture:
             if ends[source] > (epoch + 1) * size:
                 return range(step, step + 1)
             first = max(first, self._first_step(source, epoch * size))
-            # the step that takes the first row of the next epoch is the first that is left out
-            stop = min(stop, self._first_step(source, (epoch + 1) * size + 1) - 1)
+            end = self._first_step(source, (epoch + 1) * size)
+            is_within = self.taken(end)[source] > (epoch + 1) * size  # a step has rows of both
+            stop = min(stop, end - is_within)
         return range(first, max(stop, step + 1))
 
     def epoch(self, step: int) -> int:
