@@ -28,14 +28,14 @@ STEPS, SAVE_EVERY = 12, 3
 TRAIN = {"steps": STEPS, "global_batch": 6, "micro_batch": 1, "save_every": SAVE_EVERY}
 TRAIN |= {"eval_every": 6, "log_every": 4}  # a kill comes between a save and a line
 MIX: dict[str, Any] = {
-    "told.jsonl": {"weight": 0.5, "valid_share": 0.2},
+    "told.jsonl": {"weight": 0.5, "valid_share": 0.3},
     "asked": {
         "weight": 0.3,
         "files": {"train": "asked.csv"},
         "source": "files",
         "loss_on": "answer",
     },
-    "chats": {"weight": 0.2, "source": "chat", "valid_share": 0.2, "chat_template": "plain"},
+    "chats": {"weight": 0.2, "source": "chat", "valid_share": 0.4, "chat_template": "plain"},
 }
 
 
@@ -122,7 +122,7 @@ def test_a_killed_mix_goes_on_with_the_same_rows_and_the_same_bits_on_other_rank
     begun, _ = read_rows(1, values, folder, tmp_path / "killed", kill_at=7)
     went_on, again = read_rows(1, values, folder, tmp_path / "killed")
     assert {**begun, **went_on} == whole
-    assert min(went_on) == 6  # the last save was behind six steps
+    assert min(went_on) in (3, 6)  # of the newest state that was whole
     assert untimed(Path(str(again)) / "metrics.jsonl") == untimed(Path(run) / "metrics.jsonl")
     on_two, _ = read_rows(2, values, folder, tmp_path / "two")
     assert on_two == whole

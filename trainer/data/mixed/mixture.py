@@ -174,7 +174,7 @@ class Mixture:
             first = max(first, self._first_step(source, epoch * size))
             end = self._first_step(source, (epoch + 1) * size)
             is_within = self.taken(end)[source] > (epoch + 1) * size  # a step has rows of both
-            stop = min(stop, end - is_within)
+            stop = min(stop, end - 1 if is_within else end)
         return range(first, max(stop, step + 1))
 
     def epoch(self, step: int) -> int:
