@@ -123,7 +123,7 @@ def _without_dot(key: str) -> str:
     return f'Write {{"{outer}": {{"from": the column of the list, "{inner}": its name there}}}}.'
 
 
-# In `data`, the keys below these are names of files. haven refuses a dot in a key, and so gives such
+# In `data`, the keys below these are names of files. haven refuses a dot in a key and so gives such
 # a dictionary no id that this one could differ from.
 _NAMES_OF_FILES = ("mix", "mixing")
 

@@ -19,7 +19,6 @@ from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
-from trainer.telemetry.source_losses import SourceSums
 from trainer.models.weights import unsound
 from trainer.runtime import distributed, rng
 from trainer.runtime.beside import Beside
@@ -29,6 +28,7 @@ from trainer.survival import lifeline, mirror
 from trainer.survival.mirror import Mirror
 from trainer.telemetry.chain import StepChain
 from trainer.telemetry.meter import Meter
+from trainer.telemetry.source_losses import SourceSums
 from trainer.training import bad_steps, checkpoint, engine
 from trainer.training.engine import Engine
 from trainer.training.session import Cadence, Progress, Session

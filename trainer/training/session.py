@@ -12,8 +12,8 @@ from trainer.data.mixed.mixture import Mixture
 from trainer.data.mixed.store import sources_in
 from trainer.data.order import Sharding
 from trainer.metrics.direction import Direction
-from trainer.telemetry.source_losses import SourceSums
 from trainer.telemetry.chain import StepChain
+from trainer.telemetry.source_losses import SourceSums
 from trainer.training.bad_steps import BadSteps, SkippedSteps, Trouble
 from trainer.training.schedule import DEFAULT_EVERY, Plateau, log_interval
 

@@ -76,8 +76,8 @@ class Data(OwnRows):
             return self
         if self.order == "legacy":
             raise ValueError(
-                'order="legacy" shuffles all groups once, as published, and a mix draws them source '
-                "by source: leave one of the two out"
+                'order="legacy" shuffles all groups once, as published, and a mix draws them by '
+                "source: leave one of the two out"
             )
         mixed = [task for name in self.mix for task in self.part(name).train_tasks]
         lost = [task for task in self.train_tasks if task not in mixed]
