@@ -763,6 +763,7 @@ CHECKPOINTS = (
     | wording(
         ResumeError,
         run_of_others="{file} is of another experiment",
+        mix_grown="'{name}' of train (had {had} rows, has {has})",
         run_file_unfit="{file}: got ...; want",
         run_changed="changed since the run began: {key} (was {was}",
     )

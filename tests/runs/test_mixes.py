@@ -21,7 +21,7 @@ from tests.contract.runs import lines_of, train, untimed
 from tests.facts import LLAMA, experiment, facts, write_facts
 from tests.long import long_but
 from tests.ranks import run_on_ranks
-from tests.wording import says
+from tests.wording import Fault, fault, says
 from trainer import tasks
 
 STEPS, SAVE_EVERY = 12, 3
@@ -219,16 +219,17 @@ def command(folder: Path, savedir: Path, values: dict[str, Any], *flags: str) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("absent.jsonl", "mix_absent"), ("empty.jsonl", "mix_source")]
+    ("name", "wrong"),
+    [("absent.jsonl", fault("mix_absent")), ("empty.jsonl", fault("mix_source"))],
 )
 def test_a_source_that_is_not_there_is_refused_before_anything_is_written(
-    name: str, code: str, folder: Path, tmp_path: Path
+    name: str, wrong: Fault, folder: Path, tmp_path: Path
 ) -> None:
     values = values_of(folder)
     values["data"]["mix"] = {"told.jsonl": 0.5, name: 0.5}
     done = command(folder, tmp_path / "runs", values)
     assert done.returncode == 2
-    says(code, done.stderr, name=name)
+    says(wrong, done.stderr, name=name)
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("runs/*"))
 
@@ -254,4 +255,4 @@ def test_a_run_ends_where_its_source_does_and_a_source_that_has_grown_is_named(
     (folder / "grows.jsonl").write_text(rows + json.dumps({"text": "one more"}) + "\n")
     grown = command(folder, tmp_path / "runs", values)
     assert grown.returncode == 2
-    assert "'grows.jsonl' of train (had 8 rows, has 9)" in " ".join(grown.stderr.split())
+    says("mix_grown", " ".join(grown.stderr.split()), name="grows.jsonl", had=8, has=9)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.wording import refused
+from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.config.mix import labels_of
@@ -173,34 +173,30 @@ def values_of(mix: Any, **data: Any) -> dict[str, Any]:
     }
 
 
-WRONG: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("mix_sum", {"mix": {"a": 0.7, "b": 0.4}}, {"total": "1.1"}),
-    ("mix_some_weights", {"mix": {"a": 0.7, "b": None}}, {"name": "b"}),
-    ("mix_weight", {"mix": {"a": {"weight": "0.7"}}}, {"weight": "0.7"}),
-    ("mix_has_train", {"mix": {"a": 1.0}, "files": {"train": "c.jsonl"}}, {}),
-    ("mix_unknown_key", {"mix": {"a": {"weight": 1.0, "max_tokens": 3}}}, {"key": "max_tokens"}),
-    ("mix_temperature", {"mix": {"a": 1.0}, "mixing": {"temperature": 2.0}}, {}),
-    ("mix_missing", {"mix": {}, "mixing": {"ends": "stop"}}, {}),
+WRONG: list[tuple[Fault, dict[str, Any]]] = [
+    (fault("mix_sum", total="1.1"), {"mix": {"a": 0.7, "b": 0.4}}),
+    (fault("mix_some_weights", name="b"), {"mix": {"a": 0.7, "b": None}}),
+    (fault("mix_weight", weight="0.7"), {"mix": {"a": {"weight": "0.7"}}}),
+    (fault("mix_has_train"), {"mix": {"a": 1.0}, "files": {"train": "c.jsonl"}}),
+    (fault("mix_unknown_key", key="max_tokens"), {"mix": {"a": {"weight": 1.0, "max_tokens": 3}}}),
+    (fault("mix_temperature"), {"mix": {"a": 1.0}, "mixing": {"temperature": 2.0}}),
+    (fault("mix_missing"), {"mixing": {"ends": "stop"}}),
     (
-        "mix_change_sum",
+        fault("mix_change_sum", place=0, total="0.5"),
         {"mix": {"a": 1.0}, "mixing": {"changes": [{"after": 3, "weights": {"a": 0.5}}]}},
-        {"place": 0, "total": "0.5"},
     ),
     (
-        "mix_change_unknown",
+        fault("mix_change_unknown", name="b"),
         {"mix": {"a": 1.0}, "mixing": {"changes": [{"after": 3, "weights": {"a": 0, "b": 1}}]}},
-        {"name": "b"},
     ),
-    ("mix_of_part", {"mix": {"a": {"weight": 1.0, "columns": {"txt": "x"}}}}, {"name": "a"}),
+    (fault("mix_of_part", name="a"), {"mix": {"a": {"weight": 1.0, "columns": {"txt": "x"}}}}),
 ]
 
 
-@pytest.mark.parametrize(("code", "data", "facts"), WRONG, ids=[code for code, *_ in WRONG])
-def test_a_mix_that_makes_no_sense_is_refused(
-    code: str, data: dict[str, Any], facts: dict[str, Any]
-) -> None:
-    with refused(code, **facts):
-        tasks.parse(values_of(**data))
+@pytest.mark.parametrize(("wrong", "data"), WRONG)
+def test_a_mix_that_makes_no_sense_is_refused(wrong: Fault, data: dict[str, Any]) -> None:
+    with refused(wrong):
+        tasks.parse(values_of(**{"mix": {}, **data}))
 
 
 def test_thirds_are_taken_for_a_whole() -> None:

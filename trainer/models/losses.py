@@ -47,7 +47,7 @@ _kept: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
 @contextmanager
 def keeping_losses(keeps: bool = True) -> Iterator[list[Tensor]]:
     """Inside, the losses of single targets are appended to the list that this yields, (N,) fp32 for
-    each call of token_cross_entropy. keeps: False changes nothing.
+    each call of token_cross_entropy. keeps: with False none is.
     """
     losses: list[Tensor] = []
     token = _kept.set(losses if keeps else None)
