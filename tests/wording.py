@@ -149,6 +149,9 @@ SHARDS = wording(
 # Rows, tables and the files that hold them
 DATA_FILES = wording(
     DataError,
+    mix_too_small="'{name}' has {size} rows, and a step takes up to {most} of it",
+    mix_absent="'{name}': there is no {path}",
+    mix_source="data.mix['{name}']: ...",
     data_changed_since="{folder} is finished, and its {splits} rows are others than those that it was trained on...Start over with -r 1",
     strict_refuses="--strict: got what is left out of the data, or doubted, want nothing...{count} {why}: {places}\nMend",
     file_unreadable="cannot be read: {reason}. Put it there...--data_path",
@@ -363,6 +366,17 @@ DICTIONARY = wording(
     value_not_finite="{key} is {value}. Want a finite number",
     key_not_text="key {key} in {place} is an {kind}. Write it as text: {text!r}.",
     key_with_dot="key '{key}' holds a dot, which haven refuses. {fix}",
+    mix_sum="mix: the weights sum to {total}, want 1",
+    mix_some_weights="'{name}' without a weight, and others with one",
+    mix_weight="a weight is '{weight}', want a number from 0 to 1",
+    mix_has_train="are of one source: `mix` names what is trained on",
+    mix_unknown_key="'{key}' is no key of one source",
+    mix_temperature="mixing.temperature is of a mix without weights",
+    mix_missing="name them in `mix`, or leave it out",
+    mix_change_sum="mixing.changes[{place}]: the weights sum to {total}, want 1",
+    mix_change_unknown="'{name}' is no source of `mix`",
+    mix_of_offer="data.mix of an offer: the uploaded rows are its source 'train.jsonl'",
+    mix_of_part="mix['{name}']: ...",
     list_mixed="list '{key}' mixes dictionaries and other values",
     key_unknown="{key}: no such key.",
     both_set="{key}={value} and {other}={other_value} are both set; keep one",
@@ -761,6 +775,7 @@ CHECKPOINTS = (
     | wording(
         ResumeError,
         run_of_others="{file} is of another experiment",
+        mix_grown="'{name}' of train (had {had} rows, has {has})",
         run_file_unfit="{file}: got ...; want",
         run_changed="changed since the run began: {key} (was {was}",
     )

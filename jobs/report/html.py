@@ -24,9 +24,9 @@ from jobs.report.test_scores import TestResult, best_test
 from jobs.report.text import duration, number_text, visible
 from jobs.secret_keys import redact
 from trainer.config.differences import short_names, written
+from trainer.config.scores.direction import is_of_validation
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.files.survival_events import recovery_sentence
-from trainer.metrics.direction import is_of_validation
 
 if TYPE_CHECKING:
     from jobs.report.curves import Curves
@@ -252,7 +252,7 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         f"<span>{name} <b>{number_text(points[-1].value)}</b></span>"
         for name, points in losses.items()
     ]
-    others = [name for name in curves.points if is_of_validation(name) and name != "valid/loss"]
+    others = [name for name in curves.points if _has_spark(name)]
     scores = result.scores if result is not None else {}
     sparks = ""
     for name in others[:MOST_SPARKS]:
@@ -273,6 +273,14 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         f'<div data-title="loss" data-lines="{_data(lines)}"><p class="readout soft small">'
         f'{"".join(last)}</p></div><div class="sparks">{sparks}</div>{rest}'
     )
+
+
+def _has_spark(name: str) -> bool:
+    """Whether a metric has a small chart: every score, and the training loss of each source of a
+    mix.
+    """
+    is_of_source = name.startswith("loss_") and name != "loss_scale"
+    return is_of_source or (is_of_validation(name) and name != "valid/loss")
 
 
 def _data(value: object) -> str:

@@ -21,8 +21,8 @@ from jobs.record.row import experiment_of, starts_of
 from jobs.report.test_scores import TestResult, best_test, read_test
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
+from trainer.config.scores.direction import direction_of, is_of_validation
 from trainer.files.atomic import bounded_lines, open_file, read_json, read_small
-from trainer.metrics.direction import direction_of, is_of_validation
 
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
 ID_WIDTH, GAP = 8, 2

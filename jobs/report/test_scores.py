@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 
 from jobs.record.paths import RunFolder
 from jobs.report.text import number_text
+from trainer.config.scores.direction import direction_of
 from trainer.files.atomic import read_json
-from trainer.metrics.direction import direction_of
 
 PREFIX = "test/"
 

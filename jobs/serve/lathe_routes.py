@@ -252,7 +252,8 @@ def strange_texts(value: Any, roots: list[str], place: str = "") -> Iterator[str
     """The places in a request's dictionary that name code, or paths outside of the roots."""
     if isinstance(value, Mapping):
         for key, one in cast("Mapping[str, Any]", value).items():
-            if key in CODE_KEYS:
+            # the keys of data.mix are names of files
+            if key in CODE_KEYS or not is_below(key, roots):
                 yield f"{place}{key}"
             yield from strange_texts(one, roots, f"{place}{key}.")
     elif isinstance(value, list):

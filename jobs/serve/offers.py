@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -19,7 +20,8 @@ from jobs.config import JobConfig
 from jobs.serve.rows import KINDS
 from trainer import tasks
 from trainer.config import userfile
-from trainer.config.block import Fraction, Positive, Strict, validate
+from trainer.config.block import Fraction as Share
+from trainer.config.block import Positive, Strict, validate
 from trainer.data.formats.held_out import PLACES
 from trainer.devices import device_of
 from trainer.errors import ConfigError, DataError
@@ -28,6 +30,7 @@ Values = dict[str, Any]
 Auto = Literal["auto"]
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 MEBIBYTE = 1 << 20
+TRAIN, VALID = "train.jsonl", "valid.jsonl"  # the files of a job's rows
 # Read by its path: other packages may have a module of this name.
 BUILT_IN = Path(__file__).resolve().parents[2] / "service.py"
 
@@ -39,9 +42,7 @@ class Offer(Strict):
     job: Values = Field(default_factory=dict)  # where it runs: a job dictionary, as job_configs.py
     epochs: Positive = 3  # the value of "auto"
     evaluations: Positive = 4  # of a job, each with a checkpoint
-    held_out: Fraction = (
-        0.1  # of the rows, for validation when the request names no validation file
-    )
+    held_out: Share = 0.1  # of the rows, for validation when the request names no validation file
     # score the test split of each job at its end: data.files.test of the experiment, a whole path
     test: bool = False
     max_steps: Positive = 1_000_000
@@ -191,7 +192,8 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
             f"batch_size={batch} is more than the {request.num_rows} rows that are trained on. "
             f"Use at most {max(request.num_rows // world, 1) * world}."
         )
-    steps = max(1, math.ceil(epochs * request.num_rows / batch))
+    num_rows = _rows_of_epoch(values, request.num_rows)
+    steps = max(1, math.ceil(epochs * num_rows / batch))
     if steps > offer.max_steps:
         raise ConfigError(
             f"{epochs} epochs of {request.num_rows} rows, {batch} at a time, are {steps} steps; "
@@ -199,7 +201,9 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
         )
     pace = math.ceil(steps / offer.evaluations)
     train.pop("steps", None)  # which follow from the epochs
-    train |= {"epochs": epochs, "global_batch": batch, "seed": request.seed}
+    has_mix = bool(values["data"].get("mix"))  # of which the epochs are those of the uploaded rows
+    train |= {"steps": steps} if has_mix else {"epochs": epochs}
+    train |= {"global_batch": batch, "seed": request.seed}
     train |= {"eval_every": pace, "save_every": pace}
     if train.get("micro_batch") != "auto":
         # the largest one, at most the offer's, that divides a device's share of the batch
@@ -210,10 +214,30 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
     values["optim"] = {**values["optim"], "lr": values["optim"]["lr"] * factor}
     own_files, of_kind = values["data"].get("files"), KINDS[request.kind].data[values["task"]]
     values["data"] = {**values["data"], **of_kind}
-    if own_files and "files" in of_kind:  # the file of a test split is the offer's
+    if has_mix:
+        values["data"]["files"] = {**(own_files or {}), "valid": VALID}
+    elif own_files and "files" in of_kind:  # the file of a test split is the offer's
         values["data"]["files"] = {**own_files, **of_kind["files"]}
     values["label"] = request.label
     return FilledOffer(values, epochs, steps, batch, factor)
+
+
+def _rows_of_epoch(values: Values, num_rows: int) -> Fraction:
+    """The rows of a run in which each of the uploaded rows is trained on once: of a mix, the rows
+    of other sources as well. ConfigError for a mix that does not say how many.
+    """
+    mix, mixing = values["data"].get("mix"), values["data"].get("mixing", {})
+    if not mix:
+        return Fraction(num_rows)
+    source = mix.get(TRAIN)
+    weight = source.get("weight") if isinstance(source, dict) else source
+    if not weight or mixing.get("changes") or mixing.get("ends") == "stop":
+        raise ConfigError(
+            f"data.mix of an offer: the uploaded rows are its source {TRAIN!r}, with a weight "
+            "above 0 from the first step to the last: the epochs of a job are those of its rows. "
+            'Give it one, and leave mixing.changes and ends="stop" out.'
+        )
+    return num_rows / Fraction(str(weight))
 
 
 def held_out_per_mille(offer: Offer, places: Mapping[int, int]) -> int:

@@ -190,3 +190,14 @@ def _relative(values: Mapping[str, Any], keys: Collection[str]) -> Iterator[str]
             path = name.partition("#sha256=")[0]
             if os.path.exists(path) and (key != "deepspeed" or "/" in path or "." in path):
                 yield path
+    of_data = [key for key in keys if key.startswith("data.")]
+    for block in _blocks_of_mix(values):
+        yield from _relative({"data": block}, of_data)
+
+
+def _blocks_of_mix(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The blocks of the sources of data.mix."""
+    data = values.get("data")
+    mix = cast("dict[str, Any]", data).get("mix") if isinstance(data, dict) else None
+    sources = cast("dict[str, Any]", mix).values() if isinstance(mix, dict) else ()
+    return [cast("dict[str, Any]", one) for one in sources if isinstance(one, dict)]

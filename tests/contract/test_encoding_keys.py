@@ -74,6 +74,15 @@ for _key in (*_OF_A_DATA_SET, "files", "columns", "valid_share", "valid_sets"):
             "boolean": [],
         }
     }
+_MIX: dict[str, Any] = {"a.jsonl": 0.5, "b.jsonl": 0.5}
+_MIX_OF_TASKS: dict[str, Any] = {"choices": 0.5, "judged": 0.5}
+for _name in TASKS:
+    _mix = _MIX_OF_TASKS if _name == "vera" else _MIX
+    _files = {"files": {"train": None}} if _name == "retriever" else {}
+    OF_ONE_TASK[_name, "data.mix"] = {"data": _files}
+    for _key in ("ends", "changes"):
+        OF_ONE_TASK[_name, f"data.mixing.{_key}"] = {"data": {**_files, "mix": _mix}}
+    OF_ONE_TASK[_name, "data.mixing.temperature"] = {"data": {**_files, "mix": dict.fromkeys(_mix)}}
 # What a key's other value needs besides.
 AFTER: dict[tuple[str, str], dict[str, Any]] = {
     ("causal_lm", "data.source"): {"data": {"chat_template": "chatml"}},
@@ -87,6 +96,7 @@ VALUES: dict[str, list[Any]] = {
     "data.valid_sets": [{"hard": "hard.jsonl"}],
     "metrics": ["mine.py:style"],
     "train.best_is": ["min"],
+    "data.mix": [_MIX, _MIX_OF_TASKS],
     "data.rankings": [{"train": "other.trec"}],
     "data.corpus": ["corpus.tsv"],
     "data.chat_template": ["chatml", "plain"],
@@ -106,6 +116,11 @@ VALUES: dict[str, list[Any]] = {
 }
 # Keys that have one value alone: no format of other people has statements.
 FIXED = {("vera", "data.format")}
+# The items of a list are blocks, which are tried in no place of their own.
+FIXED |= {(name, f"data.mixing.changes.{key}") for name in TASKS for key in ("after", "weights")}
+# Changes of weights name the sources.
+for _mix in (_MIX, _MIX_OF_TASKS):
+    VALUES.setdefault("data.mixing.changes", []).append([{"after": 2, "weights": _mix}])
 ANYTHING = [True, False, 1, 2, 3, 7, 0.25, "other", {}, None]
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tests.wording import refused, says
 from trainer.config.mistakes import foreign_best, turned_best
 from trainer.config.schema import Schedule, Train
-from trainer.metrics.direction import direction_of
+from trainer.config.scores.direction import direction_of
 from trainer.training import validation
 from trainer.training.choice.best import (
     best_text,

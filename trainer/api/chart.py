@@ -10,7 +10,7 @@ from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from trainer.metrics.direction import is_of_validation
+from trainer.config.scores.direction import is_of_validation
 
 _WIDTH, _HEIGHT, _DOTS_PER_INCH = 4.6, 3.0, 100  # inches of one curve's axes
 _MOST_COLUMNS = 3

@@ -123,23 +123,32 @@ def _without_dot(key: str) -> str:
     return f'Write {{"{outer}": {{"from": the column of the list, "{inner}": its name there}}}}.'
 
 
-def _haven_hash(values: dict[str, Any]) -> str:
+# In `data`, the keys below these are names of files. haven refuses a dot in a key and so gives such
+# a dictionary no id that this one could differ from.
+_NAMES_OF_FILES = ("mix", "mixing")
+
+
+def _haven_hash(
+    values: dict[str, Any], *, is_data: bool = False, may_have_dots: bool = False
+) -> str:
     text = ""
     for key in sorted(values):
         value = values[key]
-        if "." in key:
+        if "." in key and not may_have_dots:
             raise ConfigError(
                 f"experiment dictionary: key {key!r} holds a dot, which haven refuses. "
                 f"{_without_dot(key)}"
             )
+        below = {"is_data": key == "data", "may_have_dots": may_have_dots}
+        below["may_have_dots"] |= is_data and key in _NAMES_OF_FILES
         if isinstance(value, dict):
-            value = _haven_hash(cast("dict[str, Any]", value))
+            value = _haven_hash(cast("dict[str, Any]", value), **below)
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             items = cast("list[Any]", value)
             if not all(isinstance(item, dict) for item in items):
                 raise ConfigError(
                     f"experiment dictionary: list {key!r} mixes dictionaries and other values."
                 )
-            value = "".join(_haven_hash(item) for item in items)
+            value = "".join(_haven_hash(item, **below) for item in items)
         text += f"{key}/{value}"
     return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()

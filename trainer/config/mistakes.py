@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from trainer.config.scores.direction import direction_of, is_of_validation
 from trainer.config.synonyms import Synonym
 from trainer.errors import nearest
-from trainer.metrics.direction import direction_of, is_of_validation
 
 if TYPE_CHECKING:
     from trainer.config.schema import Experiment

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
+from trainer.config import mix as mixes
 from trainer.config.block import Fraction, Strict
 from trainer.config.formats.layouts import Layout, Purpose
 from trainer.config.formats.table import FORMATS, FormatName, refusal
+from trainer.config.mix import MixedSource, Mixing
 from trainer.errors import nearest
 
 FROM = "from"  # in the place of a list of objects: the column that holds the list
@@ -41,10 +44,13 @@ class OwnRows(Strict):
     """Rows of your own: files below --data_path, or a data set of Hugging Face `datasets`."""
 
     not_encoded = frozenset(
-        {
-            *("files", "dataset", "subset", "revision", "splits", "columns", "valid_share"),
-            "valid_sets",
-        }
+        {"files", "dataset", "subset", "revision", "splits", "columns", "valid_share"}
+        | {"mix", "mixing", "valid_sets"}
+    )
+    # The keys that a source of `mix` may have of its own.
+    of_source: ClassVar[frozenset[str]] = frozenset(
+        {"source", "format", "files", "dataset", "subset", "revision", "splits", "columns"}
+        | {"valid_share"}
     )
     # What the task makes of rows in a format of other people; none, where it reads no such row.
     purposes: ClassVar[tuple[Purpose, ...]] = ()
@@ -80,6 +86,14 @@ class OwnRows(Strict):
     valid_share: Fraction = 0.0
     """The share of the training rows that is the validation split, where it has no file of its own.
     """
+    mix: dict[Name, MixedSource] = {}  # noqa: RUF012 (the block is frozen)
+    """Several sources to train on, each with its weight: {"a.jsonl": 0.7, "b.jsonl": 0.3}, or null
+    for its number of rows. A name is a file or a folder below --data_path, or a `source` without
+    files; a block in the place of a weight says more: {"weight": 0.3, "dataset": "org/name",
+    "format": "alpaca"} (docs/mixing.md).
+    """
+    mixing: Mixing = Mixing()
+    """How they are mixed."""
 
     valid_sets: dict[SetName, Name] = {}  # noqa: RUF012 (the block is frozen)
     """More validation sets by name: {"hard": "hard.jsonl[:500]"}, files as in `files`, or splits of
@@ -110,6 +124,67 @@ class OwnRows(Strict):
     def names_files(self) -> bool:
         """Whether the source reads files that `files` can name."""
         return self.layout() is not None
+
+    def part(self, name: str) -> Self:
+        """The block of one source of `mix`, as if it were the only one. ValueError for one that is
+        wrong.
+
+        A source has the keys of this block, but for where the rows are; one that names a `source`
+        of its own says itself how its rows are read.
+        """
+        given = self.mix[name]
+        block = dict(given) if isinstance(given, dict) else {}
+        block.pop(mixes.WEIGHT, None)
+        unknown = [key for key in block if key not in self.of_source]
+        if unknown:
+            legal = sorted({*self.of_source, mixes.WEIGHT})
+            raise ValueError(
+                f"{unknown[0]!r} is no key of one source. {nearest(unknown[0], legal)}"
+            )
+        source = block.get("source", getattr(self, "source", None))
+        reads_files = self.model_copy(update={"source": source}).names_files()
+        if "dataset" not in block and (reads_files or "source" not in block):
+            place = self.place_of(name)
+            files = {**place.get("files", {}), **block.get("files", {})}
+            block = {**place, **block}
+            if files:
+                block["files"] = files
+        left_out = {"mix", "mixing", "files", "dataset", "subset", "revision", "splits"}
+        left_out |= self.of_source if "source" in block else set()
+        left_out |= {"columns"} if "format" in block else set()
+        own = self.model_dump(mode="json", exclude_unset=True, exclude=left_out)
+        return type(self).model_validate_json(json.dumps({**own, **block}), strict=True)
+
+    def place_of(self, name: str) -> dict[str, Any]:
+        """The keys that the name of a source alone stands for."""
+        sources = get_args(type(self).model_fields["source"].annotation)
+        if name in sources and not self.model_copy(update={"source": name}).names_files():
+            return {"source": name}
+        return {"files": {"train": name}}
+
+    def has_own_rows(self, split: str) -> bool:
+        """Whether a source, as `part` gives it, has rows of "valid" or "test" beside those that
+        train.
+        """
+        if self.layout() is None and not self.names_files():
+            return True
+        is_named = getattr(self.files, split) is not None or self.dataset is not None
+        return is_named or (split == "valid" and self.valid_share > 0)
+
+    @model_validator(mode="after")
+    def _the_mix_is_whole(self) -> OwnRows:
+        problems = list(mixes.problems(self))
+        for name in self.mix:
+            try:
+                self.part(name)
+            except ValidationError as error:
+                reasons = [one["msg"].removeprefix("Value error, ") for one in error.errors()]
+                problems.append(f"mix[{name!r}]: {'; '.join(reasons)}")
+            except ValueError as error:
+                problems.append(f"mix[{name!r}]: {error}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
 
     @model_validator(mode="after")
     def _the_task_reads_the_format(self) -> OwnRows:

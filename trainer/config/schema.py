@@ -18,9 +18,9 @@ from pydantic import (
 )
 
 from trainer.config.block import Fraction, Positive, Strict
+from trainer.config.scores.direction import Direction
+from trainer.config.scores.stated import Best, BestIs, OwnMetrics
 from trainer.config.synonyms import SYNONYMS
-from trainer.metrics.direction import Direction
-from trainer.metrics.stated import Best, BestIs, OwnMetrics
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what torch takes
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,11 @@ from trainer.config.identity import canonical_json
 from trainer.config.userfile import placed
 from trainer.data import left_out
 from trainer.data.formats.normal_form import row_hash
+from trainer.data.mixed.store import mixed_digest
+from trainer.data.mixed.task import named
 from trainer.errors import ConfigError, DataError
 from trainer.files.remembered import program, recall
+from trainer.protocol.abilities import Mixes
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
@@ -35,15 +38,21 @@ def valid_splits(cfg: Any) -> list[str]:
     return [VALID, *(f"{VALID}_{name}" for name in sets)]
 
 
-def rows_of(task: Any, split: str) -> Callable[[], Iterable[Row]]:
-    """A function that reads the raw rows of "train", "valid", "test", or of "valid_NAME", a set in
-    data.valid_sets: these are what the same task reads as its validation split.
+def reader_of(task: Any, split: str) -> tuple[Any, str]:
+    """The task that reads "train", "valid", "test" or "valid_NAME", a set in data.valid_sets, and
+    what it calls that split: a set is the validation split of a task without a mix.
     """
-    if split in valid_splits(getattr(task, "cfg", None))[1:]:
-        data = task.cfg.data.of_set(split.removeprefix(f"{VALID}_"))
-        cfg = task.cfg.model_copy(update={"data": data})
-        task, split = type(task)(cfg, task.places), VALID
-    return lambda: task.rows(split)
+    if split not in valid_splits(getattr(task, "cfg", None))[1:]:
+        return task, split
+    plain: Any = task.unmixed if isinstance(task, Mixes) else task
+    data = plain.cfg.data.of_set(split.removeprefix(f"{VALID}_"))
+    return type(plain)(plain.cfg.model_copy(update={"data": data}), plain.places), VALID
+
+
+def rows_of(task: Any, split: str) -> Callable[[], Iterable[Row]]:
+    """A function that reads the raw rows of a split (reader_of)."""
+    reader, own_split = reader_of(task, split)
+    return lambda: reader.rows(own_split)
 
 
 def content_of(task: Task, split: str, cache_dir: Path) -> Content:
@@ -51,11 +60,24 @@ def content_of(task: Task, split: str, cache_dir: Path) -> Content:
 
     The rows of a task that says so (`rows_are_of_files`) are read only when a file has changed.
     """
+    reader, own_split = reader_of(task, split)
+    if isinstance(reader, Mixes):
+        return _mixed_content(reader.sources(own_split), own_split, cache_dir)
     rows = rows_of(task, split)
     if not getattr(task, "rows_are_of_files", False):
         return content_of_rows(rows, task.encoding_id(), split)
     settings = _settings(task)
     return content_of_rows(rows, task.encoding_id(), split, settings=settings, cache_dir=cache_dir)
+
+
+def _mixed_content(sources: Mapping[str, Task], split: str, cache_dir: Path) -> Content:
+    digests: dict[str, str] = {}
+    num_rows = 0
+    for name, task in sources.items():
+        with named(name), left_out.gathering_of_source(split, name):
+            digests[name], count = content_of(task, split, cache_dir)
+        num_rows += count
+    return mixed_digest(digests), num_rows
 
 
 def _settings(task: Any) -> str:

@@ -72,6 +72,11 @@ class Epochs:
         left = self.num_rows - self._start(step) % self.num_rows
         return frozenset(self.rows(step)[left:].tolist())
 
+    def epochs_of(self, step: int, rows: np.ndarray) -> np.ndarray:
+        """(N,) int64: the epoch of each row of a step, or of another step of its span."""
+        later = list(self.next_epoch_rows(step))
+        return self.epoch(step) + np.isin(rows, later).astype(np.int64)
+
     def _start(self, step: int) -> int:
         """The place of the first row of a step among the rows of all epochs."""
         if self.is_whole:

@@ -209,6 +209,20 @@ def gather(split: str, notes: Notes) -> None:
         log.warning("%s: %s", split, notes.line(with_places=True))
 
 
+def of_mix(split: str, source: str) -> str:
+    """The name under which the notes of one source of a split are gathered (data.mix)."""
+    return f"{split}, {source}"
+
+
+@contextmanager
+def gathering_of_source(split: str, source: str) -> Iterator[None]:
+    """Inside, the notes of a split are gathered under the name of one of its sources."""
+    with gathering() as own:
+        yield
+    for notes in own.values():
+        gather(of_mix(split, source), notes)
+
+
 def of_split(split: str) -> Notes:
     """The gathered notes of a split; none where it was not read, or nobody gathers."""
     return (_gathering.get() or {}).get(split, Notes())

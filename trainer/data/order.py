@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,9 @@ import torch
 from torch import Tensor
 
 from trainer.data.epochs import Epochs
+from trainer.data.mixed.by_source import source_of_labels
+from trainer.data.mixed.mixture import Mix, Mixture, mixture_of
+from trainer.data.mixed.store import sources_in
 from trainer.errors import ConfigError, DataError
 from trainer.protocol.abilities import Packs, Shapes
 from trainer.protocol.task import DRAW, EPOCH, Batch, Task
@@ -53,6 +56,7 @@ class Sharding:
     # the rows of this many steps are sorted by length before they are cut into steps
     bucket_steps: int = 1
     is_whole: bool = False  # every row of an epoch is trained on (train.epochs)
+    mix: Mix | None = None  # the rows have several sources (data.mix)
 
     def __post_init__(self) -> None:
         least = min(
@@ -73,8 +77,15 @@ class Sharding:
                 f"or {below + together}, or another micro_batch."
             )
 
-    def epochs(self, num_rows: int, seed: int | None) -> Epochs:
-        """The epochs of so many rows. DataError when they do not fill a step."""
+    def epochs(
+        self, num_rows: int, seed: int | None, sources: Sequence[int] = ()
+    ) -> Epochs | Mixture:
+        """The epochs of so many rows. DataError when they do not fill a step.
+
+        sources: the rows of each source of a mix; (): not known, so that they are taken for one.
+        """
+        if self.mix is not None and sources:
+            return mixture_of(self.mix, tuple(sources), self.global_batch, seed)
         return Epochs(num_rows, self.global_batch, seed, self.is_whole)
 
     @property
@@ -91,6 +102,7 @@ class Sizes:
     axes_NA: np.ndarray
     kinds_N: np.ndarray  # (rows,)
     is_packed: bool = False  # micro-batches are streams of real tokens without padding
+    sources: tuple[int, ...] = ()  # the rows of each source of a mix
 
     def __len__(self) -> int:
         return len(self.kinds_N)
@@ -106,13 +118,13 @@ Lengths = np.ndarray | Sizes  # (rows,): one axis, one kind
 
 def sizes_of(store: TokenStore, task: object) -> Sizes:
     """The sizes of a store's rows as its task pads or packs them."""
-    is_packed = isinstance(task, Packs) and task.is_packed
+    is_packed, sources = isinstance(task, Packs) and task.is_packed, sources_in(store)
     if not isinstance(task, Shapes):
-        return replace(_sizes(store.lengths), is_packed=is_packed)
+        return replace(_sizes(store.lengths), is_packed=is_packed, sources=sources)
     axes = np.stack([store.sizes(field) for field in task.padded_fields()], axis=1)
     kind = task.kind_field()
     kinds = np.zeros(len(store), np.int32) if kind is None else store.numbers(kind)
-    return Sizes(axes, kinds, is_packed)
+    return Sizes(axes, kinds, is_packed, sources)
 
 
 def _sizes(lengths: Lengths) -> Sizes:
@@ -130,10 +142,11 @@ class StepBatches:
     batches: list[Batch]
     rows: list[np.ndarray]  # the row numbers of each micro-batch
     units: Tensor  # () int64 on the CPU: units of all its batches
+    sources: Sequence[Tensor] = ()  # of a mix: the source of each label of each micro-batch, (N,)
 
 
 def bucketed_step_rows(
-    step: int, lengths: Lengths, *, epochs: Epochs, bucket_steps: int
+    step: int, lengths: Lengths, *, epochs: Epochs | Mixture, bucket_steps: int
 ) -> np.ndarray:
     """Like Epochs.rows, with less padding: the rows of `bucket_steps` steps (a bucket) are sorted
     by kind and length and cut into steps again, in an order drawn from (seed, epoch, bucket). An
@@ -182,7 +195,7 @@ def windows_of_ranks(
     rows = bucketed_step_rows(
         step,
         sizes,
-        epochs=sharding.epochs(len(sizes), seed),
+        epochs=sharding.epochs(len(sizes), seed, sizes.sources),
         bucket_steps=sharding.bucket_steps,
     )
     ranked, world = _longest_first(rows, sizes), sharding.world
@@ -268,9 +281,10 @@ def windows(
     the generator: close the generator when you leave early. Raises DataError at once when the store
     has fewer rows than a step.
     """
-    epochs = sharding.epochs(len(store), seed if is_shuffled else None)
+    sizes = sizes_of(store, task)
+    epochs = sharding.epochs(len(store), seed if is_shuffled else None, sizes.sources)
     return _ahead(
-        _Collation(store, task, sharding, seed, epochs, sizes_of(store, task)),
+        _Collation(store, task, sharding, seed, epochs, sizes),
         start_step,
         stop_step,
     )
@@ -312,24 +326,30 @@ class _Collation:
     task: Task
     sharding: Sharding
     seed: int  # of what is drawn for a row
-    epochs: Epochs
+    epochs: Epochs | Mixture
     sizes: Sizes
 
     def window(self, step: int) -> StepBatches:
         seed = self.epochs.seed
         rows = window_rows(step, lengths=self.sizes, sharding=self.sharding, seed=seed)
-        epoch, later = self.epochs.epoch(step), self.epochs.next_epoch_rows(step)
-        batches = [
-            self.task.collate(
-                [self._row(step, number, epoch + (number in later)) for number in numbers.tolist()]
-            )
-            for numbers in rows
-        ]
+        batches: list[Batch] = []
+        for numbers in rows:
+            epochs = self.epochs.epochs_of(step, numbers).tolist()
+            pairs = zip(numbers.tolist(), epochs, strict=True)
+            batches.append(self.task.collate([self._row(step, *pair) for pair in pairs]))
         units = torch.stack(
             [self.task.units(batch).to("cpu", torch.int64) for batch in batches]
         ).sum()
         batches = [distributed.pin_batch(batch) for batch in batches]
-        return StepBatches(step=step, batches=batches, rows=rows, units=units)
+        return StepBatches(step, batches, rows, units, self._sources(batches, rows))
+
+    def _sources(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> list[Tensor]:
+        """The source of every label of each micro-batch; [] without a mix."""
+        if not self.sizes.sources:
+            return []
+        ends = np.cumsum(self.sizes.sources)
+        numbers = (torch.from_numpy(np.searchsorted(ends, one, side="right")) for one in rows)
+        return [source_of_labels(*pair) for pair in zip(batches, numbers, strict=True)]
 
     def _row(self, step: int, number: int, epoch: int) -> dict[str, np.ndarray]:
         words = np.random.SeedSequence([self.seed, step, number]).generate_state(1, np.uint64)

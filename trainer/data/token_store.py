@@ -14,19 +14,29 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from trainer.config.mix import labels_of
 from trainer.data import left_out
-from trainer.data.content import Content, RowHasher, content_of, content_of_rows, rows_of
+from trainer.data.content import (
+    Content,
+    RowHasher,
+    content_of,
+    content_of_rows,
+    reader_of,
+    rows_of,
+)
 from trainer.data.control_tokens import ControlTokens, controls_of, reason
 from trainer.data.encoding import EncodeRows, encoded_rows, usable_processes
 from trainer.data.formats.normal_form import row_hash
+from trainer.data.mixed.store import MixedStore
+from trainer.data.mixed.task import named
 from trainer.errors import DataError
 from trainer.files.build_once import build_once
 from trainer.protocol import cut_counts
-from trainer.protocol.abilities import EncodesRows
+from trainer.protocol.abilities import EncodesRows, Mixes
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Encoded, Row, Task
@@ -181,8 +191,17 @@ def store_of(
 ) -> TokenStore:
     """The encoded rows of a task's split, from the cache or built (`open_store`).
 
-    content: the result of content_of() for these rows; None: it is called.
+    content: the result of content_of() for these rows; None: it is called. Each source of a mix has
+    a store of its own, under its own content.
     """
+    reader, _ = reader_of(task, split)
+    if isinstance(reader, Mixes):
+        stores: dict[str, TokenStore] = {}
+        for name, source in reader.sources(split).items():
+            with named(name), left_out.gathering_of_source(split, name):
+                stores[name] = store_of(source, split, cache_dir, num_proc=num_proc)
+        labels = labels_of(reader.cfg.data.mix)
+        return cast("TokenStore", MixedStore(stores, split, labels))
     return open_store(
         rows_of(task, split),
         task.encode,

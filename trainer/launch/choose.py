@@ -13,6 +13,7 @@ from trainer import tasks
 from trainer.config import auto
 from trainer.config.auto import AUTO, presets_of, with_frozen
 from trainer.data.content import Content, content_of
+from trainer.data.mixed.store import sources_in
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.launch import preflight, run_folder
 from trainer.launch.prepare import PreparedRun, is_in_memory, open_stores
@@ -64,7 +65,8 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
     preset = options.deepspeed or plan.cfg.deepspeed
     is_open = AUTO in (preset, plan.values["train"]["micro_batch"])
     is_auto = is_open or AUTO in (train.gradient_checkpointing, train.frozen)
-    if not is_auto and train.epochs is None:
+    # the sources of a mix are read before anything is written
+    if not is_auto and train.epochs is None and plan.sharding.mix is None:
         return Chosen(plan)
 
     def choices() -> dict[str, Any]:
@@ -79,6 +81,7 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
         chosen: dict[str, Any] = {
             "content": {name: list(of) for name, of in content.items()},
             "num_rows": len(stores["train"]),
+            "sources": sources_in(stores["train"]),
         }
         run = PreparedRun(_with_choices(plan, chosen), task, stores, options.places)
         if is_open:
@@ -100,7 +103,7 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
 
 
 def _with_choices(plan: RunPlan, chosen: Mapping[str, Any]) -> RunPlan:
-    plan = with_rows(plan, chosen["num_rows"])
+    plan = with_rows(plan, chosen["num_rows"], chosen["sources"])
     cfg, ds, sharding = plan.cfg, plan.ds, plan.sharding
     if "preset" in chosen:
         cfg = auto.with_micro_batch(cfg, chosen["rows"])

@@ -22,7 +22,7 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.mistakes import OPTIMIZER_ON_NVME, doubts_of, foreign_best, long_warmup
 from trainer.data import left_out
-from trainer.data.content import rows_of, valid_splits
+from trainer.data.content import reader_of, valid_splits
 from trainer.data.control_tokens import controls_of, reason
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError, LatheError
@@ -33,7 +33,7 @@ from trainer.models.frozen.freezing import trainable_report
 from trainer.models.optimizers import state_shapes
 from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
-from trainer.protocol.abilities import Answers
+from trainer.protocol.abilities import Answers, Mixes
 from trainer.protocol.task import DRAW, EPOCH, Encoded, Places
 from trainer.runtime.distributed import on_main
 from trainer.statistics.examples import Segment, texts
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import Experiment
     from trainer.data.token_store import TokenStore
-    from trainer.protocol.task import Task
+    from trainer.protocol.task import Row, Task
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
 
@@ -310,7 +310,7 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
     rows: list[Encoded] = []
     controls = controls_of(task)
     try:
-        for number, row in enumerate(islice(rows_of(task, split)(), FIRST_ROWS), start=1):
+        for number, row in enumerate(_some_rows(task, split), start=1):
             rows.append(task.encode(row))
             rows[-1].row_hash = row_hash(row)
             for control in controls.in_row(row) if controls else ():
@@ -321,6 +321,17 @@ def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
     if not rows:
         problems.append(f"the {split} split has no rows. Give it at least one.")
     return rows
+
+
+def _some_rows(task: Task, split: str) -> Iterator[Row]:
+    """The first rows of a split; of a mix, as many of every source."""
+    reader, own_split = reader_of(task, split)
+    if not isinstance(reader, Mixes):
+        yield from islice(reader.rows(own_split), FIRST_ROWS)
+        return
+    sources = len(reader.sources(own_split))
+    for rows in reader.rows_by_source(own_split):
+        yield from islice(rows, -(-FIRST_ROWS // sources))
 
 
 def _lost_labels(rows: Sequence[Encoded], split: str, *, most: float) -> str | None:

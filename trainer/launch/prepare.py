@@ -23,7 +23,7 @@ from trainer.plan.memory.planned_rows import StoredRows
 from trainer.plan.memory.subject import Subject
 from trainer.runtime import distributed, rng
 from trainer.runtime.distributed import on_main
-from trainer.statistics.opening import opening_line
+from trainer.statistics.opening import opening_lines
 from trainer.survival import mirror
 from trainer.training import checkpoint
 from trainer.training.run_plan import say_padding
@@ -134,7 +134,8 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     identity = check_identity(plan, task, stores, newest)
     say_padding(plan, sizes_of(stores["train"], task))
     for split in ("train", *valid_splits(cfg)):
-        logger.info("%s", opening_line(stores[split], left_out.of_split(split)))
+        for line in opening_lines(split, stores[split]):
+            logger.info("%s", line)
     on_main(lambda: _judge_rows(task, stores, plan, options))
     metrics = preflight.own_metrics(plan, options, task)
     own = asked.pop("valid"), asked, metrics

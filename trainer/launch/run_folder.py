@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -248,6 +248,9 @@ def check_identity(
         ]
         if changed:
             is_shared = plan.values.get("data", {}).get("valid_share")
+            changed += _changed_sources(
+                _read(path).get("splits", {}) if path.exists() else {}, facts
+            )
             raise ResumeError(
                 f"{plan.folder}: cannot resume, these changed since the run began: "
                 f"{'; '.join(changed)}.{_NEW_SHARES if is_shared else ''}\n"
@@ -259,6 +262,18 @@ def check_identity(
         return now
 
     return on_main(check)
+
+
+def _changed_sources(began: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Of a mix, the sources whose rows are others than those that the run began with, with how many
+    they were and are.
+    """
+    for split, facts in now.items():
+        before = began.get(split, {}).get("sources", {})
+        for name, source in facts.get("sources", {}).items():
+            was = before.get(name)
+            if was is not None and was["digest"] != source["digest"]:
+                yield f"{name!r} of {split} (had {was['rows']:,} rows, has {source['rows']:,})"
 
 
 def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
@@ -275,7 +290,8 @@ def tell_changed_data(plan: RunPlan, options: Options) -> None:
     of the Hub.
     """
     data = plan.values.get("data", {})
-    if data.get("dataset") or data.get("source") == "hub":
+    blocks = [data, *(one for one in data.get("mix", {}).values() if isinstance(one, dict))]
+    if any(block.get("dataset") or block.get("source") == "hub" for block in blocks):
         return
     changed: list[str] = []
     try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
 from trainer.config.userfile import placed
+from trainer.data.mixed.store import sources_in
 from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
@@ -27,6 +28,7 @@ from trainer.survival import lifeline, mirror
 from trainer.survival.mirror import Mirror
 from trainer.telemetry.chain import StepChain
 from trainer.telemetry.meter import Meter
+from trainer.telemetry.source_losses import SourceSums
 from trainer.training import bad_steps, checkpoint, engine
 from trainer.training.choice.budget import Budget
 from trainer.training.engine import Engine
@@ -86,12 +88,13 @@ class Saver:
     saves: Beside
     mirror: Mirror | None
     waits: bool  # until a checkpoint is written, before the next step
+    sums: SourceSums
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint, beside the next steps unless `waits`. A collective."""
         with self.meter.pause("saving"):
             on_main(self.lock.check)
-            progress.links = self.chain.links()
+            progress.links, progress.by_source = self.chain.links(), self.sums.settle()
             plan, identity = self.prepared.plan, self.prepared.identity
             write = snapshot(plan, self.live, progress, identity)
             self.saves.start(lambda: self._written(write))
@@ -144,8 +147,10 @@ def start(
     )
 
     waits = not options.saves_behind
-    epochs = plan.sharding.epochs(len(run.stores["train"]), cfg.train.seed)
-    saver = Saver(run, live, meter, record.goodput, lock, chain, saves, own_mirror, waits)
+    rows = run.stores["train"]
+    epochs = plan.sharding.epochs(len(rows), cfg.train.seed, sources_in(rows))
+    sums = SourceSums(plan.sharding.mix.labels if plan.sharding.mix else (), progress.by_source)
+    saver = Saver(run, live, meter, record.goodput, lock, chain, saves, own_mirror, waits, sums)
 
     session = Session(
         cfg=cfg,
@@ -165,6 +170,7 @@ def start(
         valid_sets=run.valid_sets(),
         own_metrics=run.own_metrics,
         chain=chain,
+        sums=sums,
         rolled_back=bad_steps.rolled_back(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),
         budget=Budget.of(cfg.train, record.goodput),

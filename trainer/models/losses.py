@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +27,34 @@ def token_cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, smoothing: floa
     smoothing: this share of each loss is the mean loss over all tokens of the vocabulary. Source:
     Szegedy et al. 2016, sec. 7, with a uniform distribution over all V.
     """
-    return F.cross_entropy(
+    kept = _kept.get()
+    loss = F.cross_entropy(
         logits_NV.float(),
         targets_N,
         ignore_index=IGNORED,
-        reduction="sum",
+        reduction="sum" if kept is None else "none",
         label_smoothing=smoothing,
     )
+    if kept is None:
+        return loss
+    kept.append(loss.detach())
+    return loss.sum()
+
+
+_kept: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def keeping_losses(keeps: bool = True) -> Iterator[list[Tensor]]:
+    """Inside, the losses of single targets are appended to the list that this yields, (N,) fp32 for
+    each call of token_cross_entropy. keeps: with False none is.
+    """
+    losses: list[Tensor] = []
+    token = _kept.set(losses if keeps else None)
+    try:
+        yield losses
+    finally:
+        _kept.reset(token)
 
 
 def scored_before(labels_BT: Tensor) -> Tensor:
@@ -129,7 +152,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.waits:
             work = _Gradients(ctx.saved_tensors, ctx.needed)
-            work.run(ctx.scoring, gradient)
+            with keeping_losses(False):  # they were kept in forward
+                work.run(ctx.scoring, gradient)
             return None, None, *work.finished()
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "its gradients are given away by the first backward()"

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.config.auto import with_micro_batch, with_recomputation, with_steps
 from trainer.config.schema import steps_between
+from trainer.data.mixed.store import sources_in
 from trainer.errors import CheckpointError, ConfigError
 from trainer.files.held_lock import HeldLock
 from trainer.launch.choose import Chosen
@@ -111,7 +112,8 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
         if plan.cfg.schedule.shape == "reduce_on_plateau":  # evaluations change what is trained
             evaluated = [line["step"] for line in recorded.lines if "valid/loss" in line]
             eval_every = plan.cfg.train.eval_every or min(evaluated, default=NEVER)
-        epochs = plan.sharding.epochs(len(again.session.train), plan.cfg.train.seed)
+        rows = again.session.train
+        epochs = plan.sharding.epochs(len(rows), plan.cfg.train.seed, sources_in(rows))
         session = replace(
             again.session,
             cadence=replace(

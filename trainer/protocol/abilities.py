@@ -4,7 +4,7 @@ the ability.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.metrics.mergeable import Ratio
-    from trainer.protocol.task import Cut, Encoded, Row
+    from trainer.protocol.task import Cut, Encoded, Row, Task
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,24 @@ class Packs(Protocol):
     @property
     def is_packed(self) -> bool:
         """Whether this experiment packs its micro-batches."""
+        ...
+
+
+@runtime_checkable
+class Mixes(Protocol):
+    """The ability to read rows from several sources (data.mix)."""
+
+    cfg: Any
+    unmixed: Task  # reads the split that no source has
+
+    def sources(self, split: str) -> Mapping[str, Task]:
+        """By the name of the source, the task that reads and encodes its rows of a split."""
+        ...
+
+    def rows_by_source(self, split: str) -> Iterator[Iterator[Row]]:
+        """The raw rows of each source of a split, in the order of sources(); together they are
+        Task.rows.
+        """
         ...
 
 

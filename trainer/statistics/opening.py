@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.left_out import FILE
+from trainer.data.left_out import FILE, of_mix, of_split
+from trainer.data.mixed.store import MixedStore
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trainer.data.left_out import Notes
     from trainer.data.token_store import TokenStore
 
@@ -28,6 +31,15 @@ def opening_line(store: TokenStore, notes: Notes | None = None) -> str:
     formats = [f"{called}, {count:,}" for called, count in notes.formats.items()]
     parts = [text, *formats, f"{notes.line()}: {FILE}" if notes else "", notes.keys.line()]
     return "; ".join(part for part in parts if part)
+
+
+def opening_lines(split: str, store: TokenStore | MixedStore) -> Iterator[str]:
+    """The line of a split, or one for each source of a mix."""
+    if not isinstance(store, MixedStore):
+        yield opening_line(store, of_split(split))
+        return
+    for name, of_source in store.stores.items():
+        yield f"{name}: {opening_line(of_source, of_split(of_mix(split, name)))}"
 
 
 def _rows_and_cuts(store: TokenStore) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.data.mixed.mixture import Mix, mixture_of
+from trainer.data.mixed.store import MixedStore
 from trainer.data.order import Sharding, padding_share, sizes_of, window_rows
 from trainer.data.token_store import TokenStore, store_of
 from trainer.statistics.counts import Counts, count_rows
@@ -65,6 +68,7 @@ def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dic
         "truncated_rows": store.summary()["truncated_rows"],
         "lost_labels": {"lost": lost, "of": of} if of else None,
         "padding": _padding(train, task, store),
+        **_sources(train, task, store),
         **counts.report(),
         "examples": examples(task, store, ids=counts.ids),
     }
@@ -82,6 +86,26 @@ def _fields(store: TokenStore, counts: Counts) -> dict[str, Any]:
         **fields,
         "length": {**_lengths(np.asarray(store.lengths)), "limit": None, "is_whole": False},
     }
+
+
+def _sources(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
+    """Of a mix: the rows of each source and, of those that train, how many a run takes of each and
+    how often it reads it. {} without a mix.
+    """
+    if not isinstance(store, MixedStore):
+        return {}
+    rows = dict(zip(store.stores, store.sources, strict=True))
+    sources: dict[str, dict[str, Any]] = {name: {"rows": count} for name, count in rows.items()}
+    mix = Mix.of(task.cfg.data)
+    if store.meta["split"] == "train" and mix is not None:
+        mixture = mixture_of(mix, store.sources, train.global_batch, train.seed)
+        steps = train.steps or math.ceil(mixture.count(train.epochs or 1))
+        steps = mixture.steps_of(steps)
+        taken, epochs = mixture.taken(steps), mixture.epochs_after(steps)
+        for place, of_source in enumerate(sources.values()):
+            share = taken[place] / sum(taken)
+            of_source |= {"taken": taken[place], "share": share, "epochs": epochs[place]}
+    return {"sources": sources}
 
 
 def _lengths(sizes: np.ndarray) -> dict[str, Any]:
@@ -118,8 +142,10 @@ def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
     micro_batch = train.micro_batch or train.global_batch
     if len(store) < train.global_batch:
         return {"by_length": None, "collated": None, "steps": 0, "micro_batch": micro_batch}
+    is_training = store.meta["split"] == "train"
+    mix = Mix.of(getattr(task.cfg, "data", None)) if is_training else None
     sharding = Sharding(
-        train.global_batch, micro_batch, 1, 0, train.micro_tokens, train.bucket_steps
+        train.global_batch, micro_batch, 1, 0, train.micro_tokens, train.bucket_steps, mix=mix
     )
     steps = min(_MOST_STEPS, max(1, len(store) // train.global_batch))
     seed = train.seed if train.order == "shuffled" else None

@@ -33,4 +33,7 @@ def config_of(name: Any, *, source: str = "TASK") -> type[Experiment]:
 
 def load(cfg: Experiment, places: Places) -> Task:
     """The Task that `cfg` asks for. Imports torch."""
-    return importlib.import_module(f"trainer.tasks.{cfg.task}.task").Task(cfg, places)
+    kind = importlib.import_module(f"trainer.tasks.{cfg.task}.task").Task
+    if getattr(getattr(cfg, "data", None), "mix", None):
+        kind = importlib.import_module("trainer.data.mixed.task").mixed(kind)
+    return kind(cfg, places)

@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.scores.direction import is_of_validation
 from trainer.errors import StorageError
 from trainer.files.atomic import refusals, replace_file
-from trainer.metrics.direction import is_of_validation
 from trainer.telemetry.chain import DOUBLED, damage, seal_line, seal_of
 
 if TYPE_CHECKING:

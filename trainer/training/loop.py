@@ -159,7 +159,7 @@ def train_step(
         units, stop, diverged, last = host.read()
         trouble = Trouble(session.rolled_back[number], math.nan, is_rolled_back=True)
         return Step(loss, units, stop > 0, diverged > 0, last > 0, torch.isfinite(loss), trouble)
-    with name_batch_when_out_of_memory(window.batches):
+    with name_batch_when_out_of_memory(window.batches), session.sums.adding(window.sources):
         for summed in session.task.losses(engine.model, OnDevice(window.batches)):
             mean = summed / counts[0]
             engine.backward(mean)
@@ -269,6 +269,7 @@ def _log(session: Session, progress: Progress, step: Step, loss: float, lr: floa
         scalars["grad_norm"] = session.engine.grad_norm()
     if progress.bad.steps:
         scalars["bad_steps"] = len(progress.bad.steps)
+    scalars |= {**session.sums.read(), **session.epochs_of_sources(progress.step)}
     scale = session.engine.loss_scale()
     if scale is not None:
         scalars |= {"loss_scale": scale[0], "skipped_steps": progress.skipped.total}

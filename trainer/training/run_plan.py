@@ -13,11 +13,15 @@ from trainer.config import deepspeed_config
 from trainer.config.auto import placeholder, with_micro_batch, with_steps
 from trainer.config.identity import exp_id
 from trainer.config.schema import Experiment
+from trainer.data.mixed.mixture import Mix, Mixture
+from trainer.data.mixed.task import refuse_missing
 from trainer.data.order import Sharding, Sizes, padding_share
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainer.training.options import Options
 
 logger = logging.getLogger(__name__)
@@ -66,6 +70,7 @@ def plan(
             )
         raise DataError(f"--data_path {data}: {problem}")
     cfg = tasks.parse(values, source=f"experiment {name}")
+    refuse_missing(getattr(cfg, "data", None), data)
     if cfg.train.micro_batch == 0:  # "auto": `run` chooses
         cfg = with_micro_batch(cfg, 1)
     if may_be_smaller and cfg.train.global_batch % world == 0:
@@ -81,6 +86,7 @@ def plan(
         micro_tokens=train.micro_tokens,
         bucket_steps=train.bucket_steps,
         is_whole=train.epochs is not None,
+        mix=Mix.of(getattr(cfg, "data", None)),
     )
     file = placeholder(options.deepspeed or cfg.deepspeed, cfg)
     ds = deepspeed_config.build(
@@ -94,26 +100,51 @@ def plan(
     return RunPlan(values, cfg, name, folder, ds, sharding, options.names.get(name, ""))
 
 
-def with_rows(plan: RunPlan, num_rows: int) -> RunPlan:
-    """The plan with the steps that its train.epochs are, now that the training rows are counted.
-    ConfigError when train.steps says another number, or a key does not go with it.
+def with_rows(plan: RunPlan, num_rows: int, sources: Sequence[int] = ()) -> RunPlan:
+    """The plan with its steps, now that the training rows are counted: those that train.epochs are,
+    and of a mix that ends with a source (mixing.ends) no more than it has rows for. ConfigError
+    when train.steps says another number than train.epochs, or a key does not go with it.
+
+    sources: the rows of each source of a mix.
     """
     train = plan.cfg.train
-    if train.epochs is None:
+    if train.epochs is None and plan.sharding.mix is None:
         return plan
-    count = plan.sharding.epochs(num_rows, train.seed).count(train.epochs)
-    steps = math.ceil(count)
-    said = (
-        f"{train.epochs:g} epochs of {num_rows:,} rows in steps of {train.global_batch} are "
-        f"{steps:,} steps"
-    )
-    if train.steps not in (0, steps):
-        raise ConfigError(f"train.steps={train.steps}, but {said}. Leave one of the two out.")
-    own = {**plan.values, "train": {**plan.values["train"], "steps": steps}}
-    tasks.parse(own, source=f"experiment {plan.id}, with its {steps} steps")
-    filled = round((steps - count) * train.global_batch)
-    logger.info("%s%s", said, f"; {filled} rows of one more epoch fill the last" if filled else "")
+    all_epochs = plan.sharding.epochs(num_rows, train.seed, sources)
+    steps = train.steps
+    if train.epochs is not None:
+        count = all_epochs.count(train.epochs)
+        steps = math.ceil(count)
+        said = (
+            f"{train.epochs:g} epochs of {num_rows:,} rows in steps of {train.global_batch} are "
+            f"{steps:,} steps"
+        )
+        if train.steps not in (0, steps):
+            raise ConfigError(f"train.steps={train.steps}, but {said}. Leave one of the two out.")
+        filled = round((steps - count) * train.global_batch)
+        more = f"; {filled} rows of one more epoch fill the last" if filled else ""
+        logger.info("%s%s", said, more)
+        own = {**plan.values, "train": {**plan.values["train"], "steps": steps}}
+        tasks.parse(own, source=f"experiment {plan.id}, with its {steps} steps")
+    if isinstance(all_epochs, Mixture):
+        last = all_epochs.steps_of(steps)
+        if last < steps:
+            logger.info("the run has %d steps of %d: then a source has no rows", last, steps)
+        steps = last
+        logger.info("%s", mixed_line(all_epochs, steps))
     return replace(plan, cfg=with_steps(plan.cfg, steps))
+
+
+def mixed_line(mixture: Mixture, steps: int) -> str:
+    """The rows of each source, how many a run takes of them, and how often it reads them."""
+    taken, epochs_of_sources = mixture.taken(steps), mixture.epochs_after(steps)
+    parts = [
+        f"{name}: {count:,} of {sum(taken):,} rows, {epochs:.2f} epochs of its {size:,}"
+        for name, count, epochs, size in zip(
+            mixture.mix.names, taken, epochs_of_sources, mixture.sizes, strict=True
+        )
+    ]
+    return f"mix of {steps:,} steps: {'; '.join(parts)}"
 
 
 def say_padding(plan: RunPlan, sizes: Sizes) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.content import rows_of
+from trainer.data.mixed.store import parts_of
 from trainer.data.order import evaluation_batches
 from trainer.errors import ConfigError
 from trainer.metrics.intervals import RowSums
@@ -76,7 +77,7 @@ def evaluate(
             return task.scores(model.model, to_device(collated))
 
     with _evaluation(model):
-        return _merge(scores, store.lengths[:num_rows], batch=batch, stop=stop)
+        return _merge(scores, store, num_rows, batch=batch, stop=stop)
 
 
 @torch.no_grad()
@@ -108,7 +109,7 @@ def evaluate_rows(
         scores([0])  # on every rank: shows which metrics are means
         names = sorted(own.pop()[1])
         how: dict[str, Any] = {"batch": 1 if names else batch, "stop": stop}
-        numbers = _merge(scores, store.lengths[:num_rows], **how)
+        numbers = _merge(scores, store, num_rows, **how)
     table = torch.zeros(len(own), 1 + 2 * len(names), dtype=torch.float64)
     for place, (row, means) in enumerate(own):
         parts = ((means[name].num, means[name].den) if name in means else (0, 0) for name in names)
@@ -191,7 +192,7 @@ def answer(
         return answered.scores
 
     with _evaluation(model):
-        found = _merge(scores, store.lengths[: len(questions)], batch=batch, stop=stop)
+        found = _merge(scores, store, len(questions), batch=batch, stop=stop)
     by_row = {row: texts for part in distributed.gather(list(own.items())) for row, texts in part}
     answers = [by_row[row] for row in range(len(questions))]
     return found | scores_by_dataset(questions, [best for best, *_ in answers]), answers
@@ -211,14 +212,36 @@ def _evaluation(model: Scored) -> Iterator[None]:
 
 def _merge(
     scores: Callable[[list[int]], Mapping[str, Ratio | GatheredValues]],
-    lengths: np.ndarray,
+    store: TokenStore,
+    num_rows: int | None,
     *,
     batch: int,
     stop: Callable[[], None] | None = None,
 ) -> dict[str, float]:
-    """`scores(rows)` over all rows and ranks as numbers, each row counted once."""
+    """`scores(rows)` over the first rows of a store and all ranks as numbers, each row counted
+    once. Of a mix, those of each source as well, "loss_general": its rows share no batch with
+    others.
+    """
+    lengths = store.lengths[:num_rows]
+    total: dict[str, Any] = {}
+    by_source: dict[str, float] = {}
+    for source, rows in parts_of(store, len(lengths)):
+        of_rows = slice(rows.start, rows.stop)
+
+        def of_part(places: list[int], first: int = rows.start) -> Mapping[str, Any]:
+            return scores([first + place for place in places])
+
+        found = _sum_scores(of_part, lengths[of_rows], batch=batch, stop=stop)
+        for name, score in found.items():
+            total[name] = total[name] + score if name in total else score
+        if source is not None:
+            by_source |= {f"{name}_{source}": one for name, one in _numbers(found).items()}
+    return _numbers(total) | by_source
+
+
+def _numbers(scores: Mapping[str, Ratio | GatheredValues]) -> dict[str, float]:
     numbers: dict[str, float] = {}
-    for name, score in _sum_scores(scores, lengths, batch=batch, stop=stop).items():
+    for name, score in scores.items():
         value = score.value()
         numbers |= value if isinstance(value, dict) else {name: value}
     return numbers

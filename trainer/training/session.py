@@ -8,9 +8,12 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import Experiment, Train, steps_between
+from trainer.config.scores.direction import Direction
+from trainer.data.mixed.mixture import Mixture
+from trainer.data.mixed.store import sources_in
 from trainer.data.order import Sharding
-from trainer.metrics.direction import Direction
 from trainer.telemetry.chain import StepChain
+from trainer.telemetry.source_losses import SourceSums
 from trainer.training.bad_steps import BadSteps, SkippedSteps, Trouble
 from trainer.training.schedule import DEFAULT_EVERY, Plateau, log_interval
 
@@ -81,6 +84,8 @@ class Progress:
     tie_breakers: list[float] = field(default_factory=list[float])  # of the others, then
     best_step: int = 0
     waited: int = 0  # evaluations since the best one
+    # of a mix, by source: the loss and its labels since the last line of the log, on all ranks
+    by_source: list[list[float]] = field(default_factory=list[list[float]])
     # "min" in a run that began before best/ followed the metric: it was the default then
     best_is: Direction | None = None
     owes_evaluation: bool = False  # this step was saved before its evaluation was done
@@ -165,6 +170,18 @@ class Session:
     # ConfigError when weights that the run began with are not finite; a collective
     refuse_unsound_base: Callable[[], None] = no_check
     report: Callable[[Moved], None] = ignore  # reports to the process that watches this rank
+    sums: SourceSums = field(default_factory=lambda: SourceSums(()))  # of each source of a mix
+
+    def epochs_of_sources(self, step: int) -> dict[str, float]:
+        """Of a mix, how often each source was read after `step` steps, by the name of its
+        metric.
+        """
+        rows, labels = self.train, self.sums.labels
+        epochs = self.sharding.epochs(len(rows), self.cfg.train.seed, sources_in(rows))
+        if not isinstance(epochs, Mixture):
+            return {}
+        pairs = zip(labels, epochs.epochs_after(step), strict=True)
+        return {f"epoch_{label}": count for label, count in pairs}
 
     def all_valid_sets(self) -> dict[str, ValidSet]:
         """What an evaluation scores by split: "valid", then those of data.valid_sets."""

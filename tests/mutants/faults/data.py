@@ -20,8 +20,58 @@ KINDS = "tests/unit/test_kinds_of_bases.py"
 USUAL = "tests/unit/test_usual_rows.py"
 FORMATS = "tests/unit/test_formats.py"
 SUBSET = "tests/unit/test_subset.py"
+MIXTURE, MIXES = "tests/unit/test_mixture.py", "tests/runs/test_mixes.py -m 'not long'"
 
 FAULTS = [
+    Fault(
+        "trainer/data/mixed/mixture.py",
+        "return np.concatenate([first[~is_there], first[is_there], drawn[reach:]])",
+        "return drawn",
+        why="a step trains on a row twice where a source begins again",
+        tests=MIXTURE,
+    ),
+    Fault(
+        "trainer/data/mixed/mixture.py",
+        "if start < steps:",
+        "if start <= 0:",
+        why="weights never change",
+        tests=MIXTURE,
+    ),
+    Fault(
+        "trainer/data/mixed/mixture.py",
+        "words = np.random.SeedSequence([self.seed, epoch, source])",
+        "words = np.random.SeedSequence([self.seed, 0, source])",
+        why="a source that begins again has the order of its first epoch",
+        tests=MIXTURE,
+    ),
+    Fault(
+        "trainer/data/mixed/mixture.py",
+        "if ends[source] > (epoch + 1) * size:",
+        "if False:",
+        why="sorting by length moves rows into another epoch of their source",
+        tests=MIXTURE,
+    ),
+    Fault(
+        "trainer/config/mix.py",
+        "if abs(total - 1) > _ROUNDING:",
+        "if abs(total - 1) > 0.5:",
+        why="weights that do not sum to 1 train in other proportions than they say",
+        tests=MIXTURE,
+    ),
+    Fault(
+        "trainer/data/mixed/by_source.py",
+        "return source_B[torch.bucketize(scored_N, ends_B, right=True)]",
+        "return source_B[torch.zeros_like(scored_N)]",
+        why="the loss of one source is told as that of another",
+        tests=MIXTURE,
+    ),
+    Fault(
+        "trainer/launch/choose.py",
+        "if not is_auto and train.epochs is None and plan.sharding.mix is None:",
+        "if not is_auto and train.epochs is None:",
+        why="a source without rows is found out after a run folder was made",
+        tests=MIXES,
+    ),
     Fault(
         "trainer/data/usual/rows.py",
         "if name is None and not own.columns:",

@@ -22,7 +22,7 @@ FAULTS = [
         tests=f"{FIT} -k no_better",
     ),
     Fault(
-        "trainer/metrics/direction.py",
+        "trainer/config/scores/direction.py",
         'return None if words & _WORDS_OF_MOST else "min"',
         'return "min"',
         why="the worst model is best/ where a rank is a part of another metric's name",

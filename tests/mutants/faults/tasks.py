@@ -507,7 +507,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/causal_lm/task.py",
-        'flags = [row["scored"] if has_labels',
+        'flags = [row["scored"] if "scored" in row',
         'flags = [row["scored"] if self.chat',
         "prompts are labels where answers alone ought to be",
         tests="tests/unit/test_causal_lm_task.py",

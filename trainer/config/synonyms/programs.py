@@ -45,7 +45,7 @@ SYNONYMS: dict[str, Synonym] = {
     ),
     "train_dir": to.FILE,
     "dataset_path": to.FILE,
-    "train_yaml": to.ONE_SET,
+    "train_yaml": to.SEVERAL_SETS,
     "dataset_proc_num": to.WORKERS,
     "data_cache_dir": to.CACHE,
     "dataset_cache_dir": to.CACHE,

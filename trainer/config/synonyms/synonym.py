@@ -107,7 +107,7 @@ REVISION = nothing(
     "A Hub model is taken as it is now, and its commit is kept with the run. Download a revision "
     "into a folder to pin it."
 )
-ONE_SET = nothing("A run reads one set; a folder of files that data.files.train names is one set.")
+SEVERAL_SETS = as_key("data.mix", advice='Names of files, folders and sets: {"a.jsonl": 0.7, ...}.')
 RUNS = as_flag("--savedir_base", advice="Each run has a folder of its own in it.")
 RUN_NAME = as_flag("--wandb_run_name", advice="The run folder is named by the id.")
 TRACKERS = as_flag("--trackers", "--wandb_project_name")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from trainer.data.content import rows_of
+from trainer.data.epochs import Epochs
+from trainer.data.mixed.mixture import Mixture
 from trainer.data.order import (
     Lengths,
     Sharding,
@@ -84,6 +86,12 @@ class Specimens:
 
     def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
         return [self._row for _ in numbers]
+
+
+def epochs_of(rows: RowsByNumber, sharding: Sharding, seed: int) -> Epochs | Mixture:
+    """The epochs of a plan's rows."""
+    sources = rows.sizes.sources if isinstance(rows.sizes, Sizes) else ()
+    return sharding.epochs(len(rows.lengths), seed, sources)
 
 
 def _plain(row: Mapping[str, Any], is_drawn: bool) -> dict[str, list[int]]:

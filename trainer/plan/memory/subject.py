@@ -19,7 +19,7 @@ from trainer.files import hub
 from trainer.models import base_source
 from trainer.plan.memory.deepspeed_terms import Zero
 from trainer.plan.memory.measure import MeasureRequest, with_value
-from trainer.plan.memory.planned_rows import RowsByNumber, Specimens, StoredRows
+from trainer.plan.memory.planned_rows import RowsByNumber, Specimens, StoredRows, epochs_of
 
 if TYPE_CHECKING:
     from trainer.data.order import Sharding
@@ -117,8 +117,11 @@ def subject_of(
         is_counted = isinstance(rows["train"], StoredRows)
         if not is_counted:
             notes.append(f"nobody knows how many steps {epochs:g} epochs are: one step is planned")
-        all_epochs = sharding.epochs(len(rows["train"].lengths), cfg.train.seed)
+        all_epochs = epochs_of(rows["train"], sharding, cfg.train.seed)
         cfg = with_steps(cfg, math.ceil(all_epochs.count(epochs)) if is_counted else 1)
+    if sharding.mix is not None and isinstance(rows["train"], StoredRows):
+        mixture: Any = epochs_of(rows["train"], sharding, cfg.train.seed)
+        cfg = with_steps(cfg, mixture.steps_of(cfg.train.steps))
     return Subject(
         values, cfg, ds, sharding, task, places, rows["train"], rows["valid"], answers, notes
     )

@@ -14,7 +14,13 @@ from trainer.config.schema import steps_between
 from trainer.data.order import window_rows
 from trainer.devices import data_sheet
 from trainer.plan.memory.measure import Measured, measure
-from trainer.plan.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests, request_of
+from trainer.plan.memory.planned_rows import (
+    SHORT_ANSWERS,
+    Specimens,
+    answer_requests,
+    epochs_of,
+    request_of,
+)
 from trainer.plan.time.step_time import (
     Cluster,
     MicroBatches,
@@ -142,7 +148,7 @@ def _around(
 ) -> RunTime:
     """Seconds of everything besides the steps: the start, evaluations and saves."""
     train = subject.cfg.train
-    epochs = subject.sharding.epochs(len(subject.train.lengths), train.seed)
+    epochs = epochs_of(subject.train, subject.sharding, train.seed)
     evaluations = -(-train.steps // steps_between(train.eval_every or _EVERY, epochs.steps))
     saves = -(-train.steps // steps_between(train.save_every or _EVERY, epochs.steps))
     notes: list[str] = []

@@ -19,6 +19,7 @@ class Data(OwnRows):
     encoded = frozenset({"source", "format", "max_tokens", "loss_on", "chat_template"})
     not_encoded = frozenset({"facts"})
     purposes: ClassVar[tuple[Purpose, ...]] = ("conversation", "completion", "text")
+    of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {"loss_on", "chat_template", "facts"}
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "jsonl", "chat")
 
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files", "chat"]

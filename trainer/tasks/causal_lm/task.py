@@ -286,8 +286,8 @@ class Task(TokenTask[Config]):
         """The rows as layout.pack_labelled packs them; for a base that reads no streams input_ids,
         attention_mask and labels (B, T), and scored (N,).
         """
-        has_labels = self._is_on_answers or self.chat is not None
-        flags = [row["scored"] if has_labels else [1] * len(row["ids"]) for row in rows]
+        # without "scored" every token is a label; the sources of a mix need not be alike
+        flags = [row["scored"] if "scored" in row else [1] * len(row["ids"]) for row in rows]
         if self.is_packed:
             return pack_labelled([row["ids"] for row in rows], flags)
         ids, mask = pad_right([row["ids"] for row in rows], self.pad)

@@ -84,6 +84,11 @@ class Data(OwnRows):
     )
 
     purposes: ClassVar[tuple[Purpose, ...]] = ("question",)
+    of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
+        "facts",
+        "training_data_subset",
+        "validation_data_subset",
+    }
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "jsonl")
 
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files"]
@@ -129,6 +134,15 @@ class Data(OwnRows):
 
     def layout(self) -> Layout | None:
         return QUESTIONS if self.source in ("files", "jsonl") else None
+
+    @model_validator(mode="after")
+    def _states_are_of_one_source(self) -> Data:
+        if self.mix and self.encode == "cached":
+            raise ValueError(
+                'encode="cached" with a mix: `prepare` writes the rows of one source beside their '
+                'states. Use encode="online"'
+            )
+        return self
 
 
 class Config(Experiment):

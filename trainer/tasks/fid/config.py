@@ -30,6 +30,7 @@ class Data(OwnRows):
     )
 
     purposes: ClassVar[tuple[Purpose, ...]] = ("question",)
+    of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {"rankings"}
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "ranked")
 
     source: Literal["fid", "files", "ranked", "nq", "stdlib_docs", "lookup"]

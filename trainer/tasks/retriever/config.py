@@ -43,6 +43,12 @@ class Data(OwnRows):
     )
 
     purposes: ClassVar[tuple[Purpose, ...]] = ("query",)
+    of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
+        "corpus",
+        "negatives",
+        "query_prefix",
+        "passage_prefix",
+    }
 
     source: Literal[
         "files", "tevatron", "pretokenised", "beir", "dpr", "fid", "nq", "stdlib_docs", "hub"

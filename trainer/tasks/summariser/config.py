@@ -23,6 +23,13 @@ class Data(OwnRows):
     )
 
     purposes: ClassVar[tuple[Purpose, ...]] = ("summary",)
+    of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
+        "document",
+        "summaries",
+        "id",
+        "prefix",
+        "facts",
+    }
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "datasets")
 
     source: Literal["files", "datasets", "stdlib_docs", "lookup"]

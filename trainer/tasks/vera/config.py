@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,7 @@ class Data(OwnRows):
     )
 
     purposes: ClassVar[tuple[Purpose, ...]] = ("statement",)
+    of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {"train_tasks"}
 
     source: Literal["groups", "files", "stdlib_docs", "lookup"]
     """groups: --data_path holds <task>/train.json and <task>/dev.json, as `python -m trainer
@@ -61,6 +62,32 @@ class Data(OwnRows):
 
     def names_files(self) -> bool:
         return self.source == "files"
+
+    def place_of(self, name: str) -> dict[str, Any]:
+        return super().place_of(name) if self.source == "files" else {"train_tasks": [name]}
+
+    def has_own_rows(self, split: str) -> bool:
+        """No source has: valid_tasks and test_tasks say what is evaluated, each by itself."""
+        return self.source == "files" and super().has_own_rows(split)
+
+    @model_validator(mode="after")
+    def _sources_of_a_mix_are_tasks(self) -> Data:
+        if not self.mix:
+            return self
+        if self.order == "legacy":
+            raise ValueError(
+                'order="legacy" shuffles all groups once, as published, and a mix draws them by '
+                "source: leave one of the two out"
+            )
+        mixed = [task for name in self.mix for task in self.part(name).train_tasks]
+        lost = [task for task in self.train_tasks if task not in mixed]
+        more = [task for task in mixed if task not in self.train_tasks]
+        if lost or more:
+            raise ValueError(
+                f"mix trains on {', '.join(dict.fromkeys(mixed))}, and train_tasks are "
+                f"{', '.join(self.train_tasks)}: name the same tasks in both"
+            )
+        return self
 
     @model_validator(mode="after")
     def _own_files_are_one_task(self) -> Data:

@@ -58,6 +58,10 @@ class Task(TokenTask[Config]):
             dict.fromkeys([*cfg.data.train_tasks, *cfg.data.valid_tasks, *cfg.data.test_tasks])
         )
 
+    def read_for(self, whole: Task) -> None:
+        """Encode rows as a source of `whole` (data.mix): its tasks have the same numbers there."""
+        self.tasks = whole.tasks
+
     @cached_property
     def is_packed(self) -> bool:
         return True

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from trainer.config.scores.direction import Direction, direction_of
 from trainer.errors import ConfigError, nearest
-from trainer.metrics.direction import Direction, direction_of
 from trainer.runtime import distributed
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 
-from trainer.metrics.direction import Direction
+from trainer.config.scores.direction import Direction
 
 
 def _best(value: Any) -> Any:

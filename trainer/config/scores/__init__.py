@@ -1,0 +1,1 @@
+"""Scores as a dictionary names them: which is better, and which decides."""

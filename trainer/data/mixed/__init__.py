@@ -1,0 +1,1 @@
+"""Several sources of rows in one run."""
