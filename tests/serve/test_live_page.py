@@ -217,11 +217,18 @@ def test_a_finished_run_is_asked_beside_its_base(
     answers = "return [...document.querySelectorAll('.answer')].map(one => one.innerText)"
     browser.run(ask, HOSTILE)
     shown = HOSTILE.replace("\u202e", "\\u202e")
-    browser.until(f"{answers}.length === 2")
+    is_over = "return !document.querySelector('[aria-busy]')"
+    browser.until(f"{is_over} && ({answers[7:]}).length === 2")
     assert browser.run(answers) == [f"{name} answers 1: {shown}" for name in ("final", "base")]
     browser.run(ask, "and then?")
     browser.until(f"{answers}.length === 4")
-    assert browser.run(answers)[3] == "base answers 3: and then?"
+    browser.until(f"return ({answers[7:]})[3] === 'base answers 3: and then?'")
+    browser.run(ask, "wait")
+    parts = ["final answers 5:", "base answers 5:"]  # what is there already is shown
+    shown_now = f"return ({answers[7:]}).filter(one => one.includes(' 5:')).join()"
+    browser.until(f"{shown_now} === args[0]", ",".join(parts))
+    (commands / "go").touch()
+    browser.until(f"{shown_now} === args[0]", ",".join(f"{part} wait" for part in parts))
     opened(browser, world, f"/run/{exp_id(experiment('hand-3', 3))}")
     browser.until("return !!document.getElementById('talk-message')")
     assert browser.run("return window.taken") is None

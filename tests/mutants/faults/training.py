@@ -543,6 +543,13 @@ FAULTS = [
         why="after a resume score_list.json holds evaluations that have not happened yet",
         tests=TELEMETRY,
     ),
+    Fault(
+        "trainer/telemetry/run_record.py",
+        "self.step = max(self.step, step)\n        if self._is_writer:\n            self.startup",
+        "if self._is_writer:\n            self.startup",
+        why="a run that a signal stops says the last step that was logged, 0 at times",
+        tests=TELEMETRY,
+    ),
     # A base that is a folder of weights
     Fault(
         "trainer/training/engine.py",

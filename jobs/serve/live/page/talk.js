@@ -1,13 +1,14 @@
 // Asking a finished run beside its base: a chat, an answer, vectors compared, or scores of statements.
 
-import { post } from "./api.js";
+import { post, postForPieces } from "./api.js";
 import { clean, h, number, table } from "./dom.js";
 
 const SIDES = [["final", "After the training"], ["base", "Its base, before"]];
 const MOST_TOKENS = 200;
 const linesOf = text => text.split("\n").map(line => line.trim()).filter(Boolean);
 
-// For each task: the fields of its form, and how one side is asked. ask: gives nodes; `past` is the chat so far.
+// For each task: the fields of its form, and how one side is asked. ask: gives nodes; `past` is the chat so far, and
+// `show` takes the nodes of an answer that is still growing.
 const READER = {
   fields: [["question", "Question", 2], ["contexts", "Passages, one a line", 4]],
   ask: async (head, { question, contexts }) => say(await post("/v1/completions", { ...head, prompt: question, contexts: linesOf(contexts), temperature: 0 })),
@@ -15,11 +16,15 @@ const READER = {
 const WAYS = {
   causal_lm: {
     fields: [["message", "Message", 2]],
-    ask: async (head, { message }, past) => {
+    ask: async (head, { message }, past, show) => {
       past.push({ role: "user", content: message });
-      const { choices } = await post("/v1/chat/completions", { ...head, messages: past, max_tokens: MOST_TOKENS, temperature: 0 });
-      past.push({ role: "assistant", content: choices[0].message.content });
-      return past.map(({ role, content }) => h("p", { class: role === "user" ? "soft" : "answer" }, clean(content) || "(an empty answer)"));
+      const answer = { role: "assistant", content: "" };
+      for await (const { choices } of postForPieces("/v1/chat/completions", { ...head, messages: past, max_tokens: MOST_TOKENS, temperature: 0 })) {
+        answer.content += choices[0].delta.content ?? "";
+        show(chat([...past, answer], "..."));
+      }
+      past.push(answer);
+      return chat(past, "(an empty answer)");
     },
   },
   cross_attention: READER,
@@ -43,6 +48,9 @@ const WAYS = {
 };
 
 export const canTalk = line => line.state === "succeeded" && line.task in WAYS;
+
+const chat = (messages, empty) =>
+  messages.map(({ role, content }) => h("p", { class: role === "user" ? "soft" : "answer" }, clean(content) || empty));
 
 const say = ({ choices }) => [h("p", { class: "answer" }, clean(choices[0].text) || "(an empty answer)")];
 
@@ -75,13 +83,16 @@ export class Talk {
     this.button.disabled = true;
     for (const place of this.places) place.replaceChildren(h("p", { class: "soft" }, "It is being asked. The first time its weights are read."));
     await Promise.all(SIDES.map(async ([weights], at) => {
-      const past = this.pasts[at], length = past.length;
+      const past = this.pasts[at], length = past.length, place = this.places[at];
+      const show = nodes => place.replaceChildren(...nodes);
+      place.setAttribute("aria-busy", "true"); // a growing answer is read out once, when it is whole
       try {
-        this.places[at].replaceChildren(...await this.way.ask({ model: this.id, weights }, texts, past));
+        show(await this.way.ask({ model: this.id, weights }, texts, past, show));
       } catch (error) {
         past.length = length; // the message had no answer
-        this.places[at].replaceChildren(h("p", { class: "why s-failed" }, h("span", {}, clean(error.message))));
+        show([h("p", { class: "why s-failed" }, h("span", {}, clean(error.message)))]);
       }
+      place.removeAttribute("aria-busy");
     }));
     this.button.disabled = false;
     if (this.inputs.message) this.inputs.message.value = "";
