@@ -59,7 +59,8 @@ class WhichRuns:
     exp_configs: Annotated[
         Path | None,
         typer.Option(
-            "--exp_configs", help="Python file with EXP_GROUPS, instead of the built-in one."
+            "--exp_configs",
+            help="File of groups (.py, .yaml or .json), instead of the built-in one.",
         ),
     ] = None
     steps: Annotated[

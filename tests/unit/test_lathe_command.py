@@ -84,6 +84,28 @@ def test_of_two_groups_one_is_named(tmp_path: Path) -> None:
     assert exp_id(OTHER) in done.output
 
 
+def test_of_several_experiments_one_is_named(tmp_path: Path) -> None:
+    done = lathe("plan", str(group_file(tmp_path, sweep=[ONE, OTHER])))
+    assert done.exit_code == 2
+    last = f"{exp_id(OTHER)}  sweep 2/2 lr=0.0001"
+    says("group_of_several", done.stderr, at="ConfigError", group="sweep", count=2, entries=last)
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        (["train", "one.json", "two.yaml"], "two.yaml"),
+        (["train", "-e", "mine", "one.json"], "one.json"),
+        (["plan", "one.txt"], "one.txt"),
+        (["train", "data"], "data"),
+    ],
+)
+def test_a_file_of_groups_is_the_first_word_alone(words: list[str], word: str) -> None:
+    done = lathe(*words)
+    assert done.exit_code == 2
+    says("file_not_first", done.stderr, at="ConfigError", command=words[0], word=word)
+
+
 def test_a_file_that_is_wrong_ends_with_2_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("EXP_GROUPS = {'a': 3}\n")
     done = lathe("train", str(tmp_path / "mine.py"))

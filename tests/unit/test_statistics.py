@@ -326,7 +326,8 @@ def test_the_command_writes_json_and_a_picture(folder: Path, tmp_path: Path) -> 
     from trainer.__main__ import app
 
     groups = tmp_path / "groups.py"
-    groups.write_text(f"EXP_GROUPS = {{'facts': [{experiment('summariser', folder)!r}]}}\n")
+    values = experiment("summariser", folder)
+    groups.write_text(f"print('read')\nEXP_GROUPS = {{'facts': [{values!r}]}}\n")
     told = ["stats", "-e", "facts", "--exp_configs", str(groups), "--data_path", str(folder)]
     told += [
         "--cache_dir",
@@ -340,8 +341,10 @@ def test_the_command_writes_json_and_a_picture(folder: Path, tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
     assert "data.source_tokens=64" in done.output
     assert "«in the" in done.output
-    plain = CliRunner().invoke(app, [*told, "--json"])
-    assert json.loads(plain.stdout)["splits"]["train"]["rows"] > 0
+    # with rows that are still to be encoded, of which it tells, too
+    plain = CliRunner().invoke(app, [*told, "--json", "--cache_dir", str(tmp_path / "other")])
+    statistics = json.loads(plain.stdout, parse_constant=pytest.fail)
+    assert statistics["splits"]["train"]["rows"] == 64
     assert re.search(
         r"source: [\d,]+ different tokens, \d+% of them once; most frequent: '", done.output
     )
