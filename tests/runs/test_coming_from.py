@@ -1,5 +1,6 @@
 """The commands of docs/coming-from/ and docs/recipes.md that begin with "$" run as they stand, on
-tiny models and rows: the page's names of models, numbers of steps and sizes of batches are replaced, and nothing else.
+tiny models and rows: the names of models, numbers of steps and sizes of batches are replaced, and
+nothing else.
 """
 
 from __future__ import annotations
