@@ -5,6 +5,7 @@ name and from any folder. Imports no torch until a command needs it.
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -59,7 +60,7 @@ class FileFirst(FlagsOnOff):
         """End the command for a file of groups that is not its first word, or a second one, and for
         a first word that is neither a file of groups nor an option.
         """
-        pairs = zip(args, args[1:], strict=False)
+        pairs = itertools.pairwise(args)
         later = [word for before, word in pairs if _is_file(word) and not before.startswith("-")]
         has_words = any(parameter.param_type_name == "argument" for parameter in self.params)
         is_other = not has_words and not args[0].startswith("-") and not _is_file(args[0])

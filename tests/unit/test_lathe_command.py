@@ -167,6 +167,8 @@ def test_ids_equal_those_of_the_same_dictionaries(write: Any, group: str, tmp_pa
     [
         ("a.yaml", "a:\n  b: 1\n  b: 2\n", fault("yaml_wrong", line=2, problem="b: stated twice")),
         ("a.yaml", "a: [1\nb: 2\n", fault("yaml_wrong", line=2)),
+        ("a.yaml", "a:\n\t- task: fid\n", fault("yaml_tab", line=2)),
+        ("a.json", "[" * 100_000, fault("groups_deep")),
         ("a.yaml", "a: !!python/object:os.system x\n", fault("yaml_wrong", line=1)),
         ("a.yaml", "a: !!timestamp 2024-05-01\n", fault("yaml_wrong", line=1)),
         ("a.yaml", "just a text\n", fault("groups_kind", kind="a str")),
@@ -182,6 +184,12 @@ def test_what_is_no_group_of_experiments_is_refused_by_its_line(
     with refused(why) as caught:
         read(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.yaml", "a: [{b: 1}]"), ("a.json", '{"a": [{"b": 1}]}')])
+def test_a_file_of_windows_begins_with_a_mark(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read(tmp_path / name) == {"a": [{"b": 1}]}
 
 
 def test_a_file_imports_its_neighbours_and_not_those_of_the_file_before(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def read(path: Path) -> dict[str, Any]:
     ConfigError with file and line for what is neither, and for a key that is stated twice.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows begins it with a mark
     except OSError as error:
         raise ConfigError(
             f"{path}: it cannot be read ({error.strerror}). Give the path of a file of groups."
