@@ -8,6 +8,7 @@ for it from here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -26,6 +27,35 @@ OPTIMIZER_ON_NVME = (
     "--survive: got an optimizer offloaded to NVMe, want it in memory, for ranks copy it "
     "there after every step. Offload to the CPU, or train without --survive."
 )
+# Keys of services by their form: Hugging Face, OpenAI and Anthropic, W&B since 2025, GitHub, AWS.
+_SECRET = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{30,}|sk-(?=[\w-]*\d)[\w-]{32,}|wandb_v1_[\w-]{20,}|gh[a-z]_[A-Za-z0-9]{30,}"
+    r"|AKIA[A-Z0-9]{16}\b)"
+)
+_SECRET_NAME = re.compile(r"(api_?key|auth_token|hf_token|secret|password|wandb_key)$", re.IGNORECASE)
+_NO_SECRETS = (
+    "A key of a service stands in no dictionary, for that is stored beside the run and shown. Set "
+    "WANDB_API_KEY, HF_TOKEN, ... in the environment."
+)
+
+
+def is_secret(text: str) -> bool:
+    """Whether a text holds what looks like the key of a service."""
+    return bool(_SECRET.search(text))
+
+
+def secrets(values: Any, above: str = "") -> Iterator[str]:
+    """A line for each value of a dictionary that looks like the key of a service. It does not tell
+    the value.
+    """
+    if isinstance(values, str) and is_secret(values):
+        yield f"{above}: got what looks like the key of a service. {_NO_SECRETS}"
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from secrets(value, f"{above}.{key}" if above else str(key))
+    elif isinstance(values, list | tuple):
+        for place, value in enumerate(values):
+            yield from secrets(value, f"{above}.{place}")
 
 
 def mistakes(schema: Block, error: ValidationError, synonyms: Synonyms) -> list[str]:
@@ -66,7 +96,9 @@ def other_place(path: str, legal: Collection[str], synonyms: Synonyms) -> str | 
     if same:
         return f"Did you mean {' or '.join(map(repr, same))}?"
     synonym = synonyms.get(name)
-    return synonym.sentence(legal) if synonym is not None else None
+    if synonym is not None:
+        return synonym.sentence(legal)
+    return _NO_SECRETS if _SECRET_NAME.search(name) else None
 
 
 def paths(schema: Block, above: str = "") -> Iterator[str]:
