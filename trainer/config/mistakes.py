@@ -32,7 +32,7 @@ _SECRET = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|sk-(?=[\w-]*\d)[\w-]{32,}|wandb_v1_[\w-]{20,}|gh[a-z]_[A-Za-z0-9]{30,}"
     r"|AKIA[A-Z0-9]{16}\b)"
 )
-_SECRET_NAME = re.compile(r"(api_?key|auth_token|hf_token|secret|password|wandb_key)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(api_?key|(auth|hf)_token|secret|password|wandb_key)$", re.IGNORECASE)
 _NO_SECRETS = (
     "A key of a service stands in no dictionary, for that is stored beside the run and shown. Set "
     "WANDB_API_KEY, HF_TOKEN, ... in the environment."
