@@ -108,6 +108,6 @@ for line in sys.stdin:
         while said == "wait" and not Path(__file__).with_name("go").exists():
             time.sleep(0.01)
         say(of=of, text=said)
-        say(of=of, finish="stop", prompt_tokens=1, tokens=1)
+        say(of=of, finish="stop", prompt_tokens=1, tokens=1, cut_tokens=1234)
     say(done=True)
 """

@@ -19,12 +19,14 @@ const WAYS = {
     ask: async (head, { message }, past, show) => {
       past.push({ role: "user", content: message });
       const answer = { role: "assistant", content: "" };
-      for await (const { choices } of postForPieces("/v1/chat/completions", { ...head, messages: past, max_tokens: MOST_TOKENS, temperature: 0 })) {
+      let cut = 0;
+      for await (const { choices, usage } of postForPieces("/v1/chat/completions", { ...head, messages: past, max_tokens: MOST_TOKENS, temperature: 0 })) {
         answer.content += choices[0].delta.content ?? "";
+        cut = usage?.cut_tokens ?? cut;
         show(chat([...past, answer], "..."));
       }
       past.push(answer);
-      return chat(past, "(an empty answer)");
+      return [...chat(past, "(an empty answer)"), ...unread(cut)];
     },
   },
   cross_attention: READER,
@@ -36,14 +38,18 @@ const WAYS = {
   retriever: {
     fields: [["query", "Query", 1], ["passages", "Passages, one a line", 4]],
     ask: async (head, { query, passages }) => {
-      const vectors = async (side, input) => (await post("/v1/embeddings", { ...head, side, input })).data.map(one => one.embedding);
-      const [[asked], found] = [await vectors("query", [query]), await vectors("passage", linesOf(passages))];
-      return ranked("passage", linesOf(passages), found.map(one => cosine(asked, one)));
+      const embed = (side, input) => post("/v1/embeddings", { ...head, side, input });
+      const asked = await embed("query", [query]), found = await embed("passage", linesOf(passages));
+      const cosines = found.data.map(one => cosine(asked.data[0].embedding, one.embedding));
+      return [...ranked("passage", linesOf(passages), cosines), ...unread((asked.usage.cut_tokens ?? 0) + (found.usage.cut_tokens ?? 0))];
     },
   },
   vera: {
     fields: [["statements", "Statements, one a line", 4]],
-    ask: async (head, { statements }) => ranked("statement", linesOf(statements), (await post("/lathe/v1/score", { ...head, statements: linesOf(statements) })).scores),
+    ask: async (head, { statements }) => {
+      const { scores, cut_tokens } = await post("/lathe/v1/score", { ...head, statements: linesOf(statements) });
+      return [...ranked("statement", linesOf(statements), scores), ...unread(cut_tokens)];
+    },
   },
 };
 
@@ -52,7 +58,10 @@ export const canTalk = line => line.state === "succeeded" && line.task in WAYS;
 const chat = (messages, empty) =>
   messages.map(({ role, content }) => h("p", { class: role === "user" ? "soft" : "answer" }, clean(content) || empty));
 
-const say = ({ choices }) => [h("p", { class: "answer" }, clean(choices[0].text) || "(an empty answer)")];
+const say = ({ choices, usage }) => [h("p", { class: "answer" }, clean(choices[0].text) || "(an empty answer)"), ...unread(usage.cut_tokens)];
+
+// What of a question the limits of the experiment cut off.
+const unread = cut => (cut ? [h("p", { class: "soft small" }, `${cut.toLocaleString("en")} tokens of it were not read: they are beyond the limits of its dictionary.`)] : []);
 
 function ranked(what, texts, scores) {
   const order = texts.map((text, at) => [text, scores[at]]).sort((a, b) => b[1] - a[1]);
