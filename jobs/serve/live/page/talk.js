@@ -4,7 +4,7 @@ import { post, postForPieces } from "./api.js";
 import { clean, h, number, table } from "./dom.js";
 
 const SIDES = [["final", "After the training"], ["base", "Its base, before"]];
-const MOST_TOKENS = 200;
+const MOST_TOKENS = 200, EMPTY = "(an empty answer)";
 const linesOf = text => text.split("\n").map(line => line.trim()).filter(Boolean);
 
 // For each task: the fields of its form, and how one side is asked. ask: gives nodes; `past` is the chat so far, and
@@ -26,7 +26,7 @@ const WAYS = {
         show(chat([...past, answer], "..."));
       }
       past.push(answer);
-      return [...chat(past, "(an empty answer)"), ...unread(cut)];
+      return [...chat(past, EMPTY), ...unread(cut)];
     },
   },
   cross_attention: READER,
@@ -58,7 +58,7 @@ export const canTalk = line => line.state === "succeeded" && line.task in WAYS;
 const chat = (messages, empty) =>
   messages.map(({ role, content }) => h("p", { class: role === "user" ? "soft" : "answer" }, clean(content) || empty));
 
-const say = ({ choices, usage }) => [h("p", { class: "answer" }, clean(choices[0].text) || "(an empty answer)"), ...unread(usage.cut_tokens)];
+const say = ({ choices, usage }) => [h("p", { class: "answer" }, clean(choices[0].text) || EMPTY), ...unread(usage.cut_tokens)];
 
 // What of a question the limits of the experiment cut off.
 const unread = cut => (cut ? [h("p", { class: "soft small" }, `${cut.toLocaleString("en")} tokens of it were not read: they are beyond the limits of its dictionary.`)] : []);
@@ -90,20 +90,22 @@ export class Talk {
   async ask() {
     const texts = Object.fromEntries(Object.entries(this.inputs).map(([name, input]) => [name, input.value]));
     this.button.disabled = true;
-    for (const place of this.places) place.replaceChildren(h("p", { class: "soft" }, "It is being asked. The first time its weights are read."));
+    this.places.forEach((place, at) => place.replaceChildren(...chat(this.pasts[at], EMPTY), h("p", { class: "soft" }, "It is being asked. The first time its weights are read.")));
+    let isAnswered = false;
     await Promise.all(SIDES.map(async ([weights], at) => {
       const past = this.pasts[at], length = past.length, place = this.places[at];
       const show = nodes => place.replaceChildren(...nodes);
       place.setAttribute("aria-busy", "true"); // a growing answer is read out once, when it is whole
       try {
         show(await this.way.ask({ model: this.id, weights }, texts, past, show));
+        isAnswered = true;
       } catch (error) {
         past.length = length; // the message had no answer
-        show([h("p", { class: "why s-failed" }, h("span", {}, clean(error.message)))]);
+        show([...chat(past, EMPTY), h("p", { class: "why s-failed" }, h("span", {}, clean(error.message)))]);
       }
       place.removeAttribute("aria-busy");
     }));
     this.button.disabled = false;
-    if (this.inputs.message) this.inputs.message.value = "";
+    if (this.inputs.message && isAnswered) this.inputs.message.value = "";
   }
 }
