@@ -125,7 +125,7 @@ def test_runs_are_laid_over_each_other_and_told_apart(browser: Browser, world: S
     browser.press("Compare 2 runs")
     browser.until("return document.querySelectorAll('td.mono').length > 0")
     assert browser.texts("td.mono") == ["label", "train.seed"]
-    assert browser.texts("h3.group")[0] == "Loss"
+    assert browser.texts(".chartbox figcaption .under")[0] == "Loss"
     lines = "return document.querySelector('.chartbox').querySelectorAll('polyline').length"
     browser.until(lines.replace(".querySelectorAll", "?.querySelectorAll") + " === 2")
     assert browser.texts(".chartbox .readout")[0].split() == ["hand-3", "3", "hand-4", "4"]
