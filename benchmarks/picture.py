@@ -37,7 +37,8 @@ RUN = vary(
 SHOT_AT = 180  # of the steps: the curves have a shape, and the run is still alive
 SIZE = {"width": 1200, "height": 764, "deviceScaleFactor": 1.5, "mobile": False}
 # The picture ends below the second row of curves.
-END = "document.querySelectorAll('.chartbox')[5].getBoundingClientRect().bottom + window.scrollY + 14"
+LAST = "document.querySelectorAll('.chartbox')[5].getBoundingClientRect()"
+END = f"{LAST}.bottom + window.scrollY + 14"
 POINTS = "document.querySelector('.chartbox polyline')?.points.length"  # of the first curve
 LEAVE_OUT = """
 for (const one of document.querySelectorAll('.facts span'))

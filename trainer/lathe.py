@@ -55,7 +55,6 @@ class FileFirst(FlagsOnOff):
             words += ["--exp_group", _only_group(Path(file))]
         return [*words, *rest]
 
-
     def _refuse_words(self, args: list[str]) -> None:
         """End the command for a file of groups that is not its first word, or a second one, and for
         a first word that is neither a file of groups nor an option.

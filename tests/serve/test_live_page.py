@@ -226,7 +226,9 @@ def test_a_finished_run_is_asked_beside_its_base(
     assert "1,234 tokens of it were not read" in browser.texts(".side")[1]
     browser.run(ask, "wait")
     parts = ["final answers 5:", "base answers 5:"]  # what is there already is shown
-    shown_now = f"return ({answers[7:]}).map(one => one.trim()).filter(one => one.includes(' 5:')).join()"
+    shown_now = (
+        f"return ({answers[7:]}).map(one => one.trim()).filter(one => one.includes(' 5:')).join()"
+    )
     browser.until(f"{shown_now} === args[0]", ",".join(parts))
     (commands / "go").touch()
     browser.until(f"{shown_now} === args[0]", ",".join(f"{part} wait" for part in parts))

@@ -42,7 +42,9 @@ def test_a_name_that_a_key_has_is_told_where_it_belongs(name: str) -> None:
     assert "0123456789abcdef" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["sk-learn-model-of-a-long-name-without-end", "hf_models/t5", "a" * 40])
+@pytest.mark.parametrize(
+    "value", ["sk-learn-model-of-a-long-name-without-end", "hf_models/t5", "a" * 40]
+)
 def test_a_name_that_only_begins_like_a_key_is_a_name(value: str) -> None:
     assert tasks.parse({**TINY, "base": value, "tokenizer": None}).task == "causal_lm"
 

@@ -186,7 +186,9 @@ def test_what_is_no_group_of_experiments_is_refused_by_its_line(
     assert str(tmp_path / name) in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.yaml", "a: [{b: 1}]"), ("a.json", '{"a": [{"b": 1}]}')])
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.yaml", "a: [{b: 1}]"), ("a.json", '{"a": [{"b": 1}]}')]
+)
 def test_a_file_of_windows_begins_with_a_mark(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8-sig")
     assert read(tmp_path / name) == {"a": [{"b": 1}]}
