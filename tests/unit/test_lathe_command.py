@@ -171,6 +171,7 @@ def test_ids_equal_those_of_the_same_dictionaries(write: Any, group: str, tmp_pa
         ("a.json", "[" * 100_000, fault("groups_deep")),
         ("a.yaml", "a: !!python/object:os.system x\n", fault("yaml_wrong", line=1)),
         ("a.yaml", "a: !!timestamp 2024-05-01\n", fault("yaml_wrong", line=1)),
+        ("a.yaml", "# nothing yet\n", fault("groups_kind", kind="nothing")),
         ("a.yaml", "just a text\n", fault("groups_kind", kind="a str")),
         ("a.json", '{"a": 1,\n "b": }', fault("json_wrong", line=2)),
         ("a.json", '{"a": 1, "a": 2}', fault("groups_twice", key="a")),
