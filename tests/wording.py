@@ -465,6 +465,8 @@ GROUPS = wording(
     ConfigError,
     python_file_fails="{file}:{line}: {error}",
     python_file_wanted="{flag} ...; want the path of a Python file (.py)",
+    value_near="{key}: Input should be ... Got {value!r}. Did you mean {near!r}?",
+    group_required="-e/--exp_group is required: ...`lathe train FILE` takes a file of your own",
     secret_in_dictionary="{place}: got what looks like the key of a service. A key of",
     secret_name="{name}: no such key. A key of a service stands in no dictionary",
     wandb_key_for_name="--wandb_{flag}_name: got what looks like a key, want a name",

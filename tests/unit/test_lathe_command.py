@@ -84,6 +84,10 @@ def test_of_two_groups_one_is_named(tmp_path: Path) -> None:
     assert exp_id(OTHER) in done.output
 
 
+def test_without_a_group_a_file_of_groups_is_proposed() -> None:
+    says("group_required", lathe("train").stderr, at="ConfigError")
+
+
 def test_of_several_experiments_one_is_named(tmp_path: Path) -> None:
     done = lathe("plan", str(group_file(tmp_path, sweep=[ONE, OTHER])))
     assert done.exit_code == 2

@@ -57,6 +57,9 @@ def secrets(values: Any, above: str = "") -> Iterator[str]:
         for place, value in enumerate(values):
             yield from secrets(value, f"{above}.{place}")
 
+# What torch and others call them.
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
 
 def mistakes(schema: Block, error: ValidationError, synonyms: Synonyms) -> list[str]:
     """A line for each mistake that `error` lists of a dictionary of `schema`."""
@@ -78,6 +81,12 @@ def _line(schema: Block, item: dict[str, Any], synonyms: Synonyms) -> str:
     if item["type"] == "missing":
         return f"{path}: required, but not given."
     got = "" if isinstance(item["input"], dict) else f" Got {item['input']!r}."
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        legal_values = re.findall("'([^']*)'", item["ctx"]["expected"])
+        name = item["input"].lower().removeprefix("torch.")
+        meant = _PRECISIONS.get(name, name)
+        close = nearest(meant, legal_values)
+        got += f" {close}" if close.startswith("Did") else ""
     return f"{path}: {item['msg']}.{got}"
 
 
