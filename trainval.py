@@ -59,7 +59,8 @@ class WhichRuns:
     exp_configs: Annotated[
         Path | None,
         typer.Option(
-            "--exp_configs", help="Python file with EXP_GROUPS, instead of the built-in one."
+            "--exp_configs",
+            help="File of groups (.py, .yaml or .json), instead of the built-in one.",
         ),
     ] = None
     steps: Annotated[
@@ -215,8 +216,8 @@ def _experiments(which: WhichRuns, savedir_base: Path) -> list[dict[str, Any]]:
         return [values]
     if group is None:
         raise ConfigError(
-            "-e/--exp_group is required: the name of a group in exp_configs.py. For example -e "
-            "crossattn_tiny"
+            "-e/--exp_group is required: the name of a group in exp_configs.py, such as -e "
+            "crossattn_tiny. `lathe train FILE` takes a file of your own: .py, .yaml or .json."
         )
     return experiments_of(group, which.exp_configs, steps)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/picture.py [--out docs/pictures]
 
-Trains a language model of a million parameters for two minutes, serves its run folder as
+Trains a language model of a million parameters for a minute, serves its run folder as
 `lathe-jobs serve` does, and takes two screenshots while it trains, with a headless Chromium
 (Debian: chromium chromium-driver). The name of this machine is left out.
 """
@@ -31,12 +31,14 @@ from trainer.config.identity import exp_id
 ROOT = Path(__file__).resolve().parent.parent
 RUN = vary(
     CAUSAL_LM_TINY,
-    train={"steps": 400, "log_every": 2, "eval_every": 20, "save_every": 100},
+    train={"steps": 240, "log_every": 2, "eval_every": 12, "save_every": 60},
     schedule={"warmup_steps": 20},
 )
-SHOT_AT = 300  # of the steps: the curves have a shape, and the run is still alive
-# It ends below the second row of curves.
+SHOT_AT = 180  # of the steps: the curves have a shape, and the run is still alive
 SIZE = {"width": 1200, "height": 764, "deviceScaleFactor": 1.5, "mobile": False}
+# The picture ends below the second row of curves.
+LAST = "document.querySelectorAll('.chartbox')[5].getBoundingClientRect()"
+END = f"{LAST}.bottom + window.scrollY + 14"
 POINTS = "document.querySelector('.chartbox polyline')?.points.length"  # of the first curve
 LEAVE_OUT = """
 for (const one of document.querySelectorAll('.facts span'))
@@ -70,6 +72,8 @@ def take(folder: Path, out: Path) -> None:
             browser.cdp("Emulation.setScrollbarsHidden", {"hidden": True})
             browser.open(f"{service.url}/live#/run/{exp_id(RUN)}")
             browser.until(f"return {POINTS} > {SHOT_AT} / 4")
+            height = round(browser.run(f"return {END}"))
+            browser.cdp("Emulation.setDeviceMetricsOverride", {**SIZE, "height": height})
             for scheme in ("light", "dark"):
                 browser.prefer(scheme)
                 shoot(browser, out / f"live_{scheme}.png")

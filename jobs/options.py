@@ -25,7 +25,7 @@ BackendName = Annotated[
     str, typer.Option("-j", "--job_scheduler", help="The backend that runs the jobs.")
 ]
 ExpConfigs = Annotated[
-    Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")
+    Path | None, typer.Option("--exp_configs", help="File of groups: .py, .yaml or .json.")
 ]
 JobConfigs = Annotated[
     Path | None, typer.Option("--job_configs", "--profile", help="Python file with JOB_CONFIGS.")

@@ -5,9 +5,10 @@ name and from any folder. Imports no torch until a command needs it.
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import typer
 from typer.main import get_command_name
@@ -42,7 +43,10 @@ class FileFirst(FlagsOnOff):
         return any(parameter.name == name for parameter in self.params)
 
     def _with_options(self, args: list[str]) -> list[str]:
-        if not args or not self._has("exp_configs") or not args[0].lower().endswith(FILES):
+        if not args or not self._has("exp_configs"):
+            return args
+        self._refuse_words(args)
+        if not _is_file(args[0]):
             return args
         file, *rest = args
         flags = {word.partition("=")[0] for word in rest if word.startswith("-")}
@@ -50,6 +54,27 @@ class FileFirst(FlagsOnOff):
         if self._has("exp_group") and not flags & {"-e", "--exp_group", "--exp_id", "-h", "--help"}:
             words += ["--exp_group", _only_group(Path(file))]
         return [*words, *rest]
+
+    def _refuse_words(self, args: list[str]) -> None:
+        """End the command for a file of groups that is not its first word, or a second one, and for
+        a first word that is neither a file of groups nor an option.
+        """
+        pairs = itertools.pairwise(args)
+        later = [word for before, word in pairs if _is_file(word) and not before.startswith("-")]
+        has_words = any(parameter.param_type_name == "argument" for parameter in self.params)
+        is_other = not has_words and not args[0].startswith("-") and not _is_file(args[0])
+        if later or is_other:
+            _refuse(
+                ConfigError(
+                    f"lathe {self.name}: got {(later or args)[0]!r}. One file of groups "
+                    f"({', '.join(FILES)}) may be given, as the first word: lathe {self.name} FILE "
+                    "-e GROUP"
+                )
+            )
+
+
+def _is_file(word: str) -> bool:
+    return word.lower().endswith(FILES) and not word.startswith("-")
 
 
 def _only_group(file: Path) -> str:
@@ -60,9 +85,13 @@ def _only_group(file: Path) -> str:
                 f"{file} has {len(names)} groups. Say which by -e: {', '.join(names)}."
             )
     except LatheError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-        sys.exit(error.exit_code)
+        _refuse(error)
     return names[0]
+
+
+def _refuse(error: LatheError) -> NoReturn:
+    typer.echo(f"{type(error).__name__}: {error}", err=True)
+    sys.exit(error.exit_code)
 
 
 def name_of(command: CommandInfo) -> str:

@@ -1,5 +1,6 @@
-"""The commands of docs/coming-from/ that begin with "$" run as they stand, on tiny models and rows:
-the page's names of models, numbers of steps and sizes of batches are replaced, and nothing else.
+"""The commands of docs/coming-from/ and docs/recipes.md that begin with "$" run as they stand, on
+tiny models and rows: the names of models, numbers of steps and sizes of batches are replaced, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -120,6 +121,12 @@ def of_conversations(place: Path) -> None:
     lines(place / "data" / "train.jsonl", rows)
 
 
+def of_recipes(place: Path) -> None:
+    of_conversations(place)
+    rows = [{"prompt": row["question"], "completion": row["answer"]} for row in facts(60, 63)]
+    lines(place / "questions.jsonl", rows)
+
+
 def of_axolotl(place: Path) -> None:
     rows = [
         {"instruction": f"{number}: {row['question']}", "input": "", "output": row["answer"]}
@@ -142,6 +149,7 @@ DATA: dict[str, Callable[[Path], None]] = {
     "axolotl": of_axolotl,
     "fid": of_fid,
     "openai": of_conversations,
+    "recipes": of_recipes,
     "sentence-transformers": of_sentence_transformers,
     "t5-trainer": of_t5_trainer,
     "tevatron": of_tevatron,
@@ -194,9 +202,9 @@ def newest_run(place: Path) -> str:
     return max(runs, key=lambda path: path.stat().st_mtime).parent.name
 
 
-@pytest.mark.parametrize("program", long_but(SHORT, PROGRAMS))
+@pytest.mark.parametrize("program", long_but(SHORT, [*PROGRAMS, "recipes"]))
 def test_the_commands_of_a_page_run(program: str, bases: Path, tmp_path: Path) -> None:
-    page = PAGES / f"{program}.md"
+    page = (PAGES.parent if program == "recipes" else PAGES) / f"{program}.md"
     for name, text in files_of(page).items():
         (tmp_path / name).write_text(replaced(text, bases))
     DATA[program](tmp_path)

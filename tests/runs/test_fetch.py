@@ -177,6 +177,7 @@ def test_every_set_is_listed_and_a_wrong_name_or_folder_is_told(tmp_path: Path) 
             ("scifct", "--out", tmp_path / "new"),
             "set 'scifct' does not exist. Did you mean 'scifact'?",
         ),
+        (("scifct",), "set 'scifct' does not exist."),
         (("nq",), "--out is missing: name the folder to write."),
         (("nq", "--out", tmp_path), "exists already, and nothing is overwritten."),
     ]:

@@ -92,9 +92,10 @@ def preview_of_commands(
     return subprocess.CompletedProcess(words, 0, json.dumps(told), "")
 
 
-# Answers with which weights it was asked, and the last message.
+# Answers with which weights it was asked, and the last message. The word "wait" comes when there is a file `go`.
 ANSWERS = """
-import json, sys
+import json, sys, time
+from pathlib import Path
 
 def say(**piece):
     print(json.dumps(piece), flush=True)
@@ -102,7 +103,11 @@ def say(**piece):
 say(ready=True)
 for line in sys.stdin:
     for of, one in enumerate(json.loads(line)["many"]):
-        say(of=of, text=f"{sys.argv[3]} answers {len(one['messages'])}: {one['messages'][-1]['content']}")
-        say(of=of, finish="stop", prompt_tokens=1, tokens=1)
+        said = one["messages"][-1]["content"]
+        say(of=of, text=f"{sys.argv[3]} answers {len(one['messages'])}: ")
+        while said == "wait" and not Path(__file__).with_name("go").exists():
+            time.sleep(0.01)
+        say(of=of, text=said)
+        say(of=of, finish="stop", prompt_tokens=1, tokens=1, cut_tokens=1234)
     say(done=True)
 """

@@ -125,7 +125,7 @@ def test_runs_are_laid_over_each_other_and_told_apart(browser: Browser, world: S
     browser.press("Compare 2 runs")
     browser.until("return document.querySelectorAll('td.mono').length > 0")
     assert browser.texts("td.mono") == ["label", "train.seed"]
-    assert browser.texts("h3.group")[0] == "Loss"
+    assert browser.texts(".chartbox figcaption .under")[0] == "Loss"
     lines = "return document.querySelector('.chartbox').querySelectorAll('polyline').length"
     browser.until(lines.replace(".querySelectorAll", "?.querySelectorAll") + " === 2")
     assert browser.texts(".chartbox .readout")[0].split() == ["hand-3", "3", "hand-4", "4"]
@@ -217,11 +217,21 @@ def test_a_finished_run_is_asked_beside_its_base(
     answers = "return [...document.querySelectorAll('.answer')].map(one => one.innerText)"
     browser.run(ask, HOSTILE)
     shown = HOSTILE.replace("\u202e", "\\u202e")
-    browser.until(f"{answers}.length === 2")
+    is_over = "return !document.querySelector('[aria-busy]')"
+    browser.until(f"{is_over} && ({answers[7:]}).length === 2")
     assert browser.run(answers) == [f"{name} answers 1: {shown}" for name in ("final", "base")]
     browser.run(ask, "and then?")
     browser.until(f"{answers}.length === 4")
-    assert browser.run(answers)[3] == "base answers 3: and then?"
+    browser.until(f"{is_over} && ({answers[7:]})[3] === 'base answers 3: and then?'")
+    assert "1,234 tokens of it were not read" in browser.texts(".side")[1]
+    browser.run(ask, "wait")
+    parts = ["final answers 5:", "base answers 5:"]  # what is there already is shown
+    shown_now = (
+        f"return ({answers[7:]}).map(one => one.trim()).filter(one => one.includes(' 5:')).join()"
+    )
+    browser.until(f"{shown_now} === args[0]", ",".join(parts))
+    (commands / "go").touch()
+    browser.until(f"{shown_now} === args[0]", ",".join(f"{part} wait" for part in parts))
     opened(browser, world, f"/run/{exp_id(experiment('hand-3', 3))}")
     browser.until("return !!document.getElementById('talk-message')")
     assert browser.run("return window.taken") is None

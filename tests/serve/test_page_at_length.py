@@ -148,7 +148,8 @@ def test_a_training_is_started_followed_and_asked_on_the_page(
         browser.until("return !!document.getElementById('talk-message')")
         browser.run("document.getElementById('talk-message').value = 'What is 3?'")
         browser.press("Ask both")
-        browser.until("return document.querySelectorAll('.answer').length === 2", within_s=300)
+        is_told = "document.querySelectorAll('.answer').length === 2 && !document.querySelector('[aria-busy]')"
+        browser.until(f"return {is_told}", within_s=300)
         tuned, base = browser.texts(".answer")
         assert tuned.startswith("It is")
         assert tuned != base

@@ -282,6 +282,15 @@ def test_a_misspelt_key_inside_a_union_gets_the_nearest_legal_one() -> None:
     says("key_unknown", text, key="tokenizer.vocabsize", nearest="vocab_size")
 
 
+@pytest.mark.parametrize(
+    ("value", "near"),
+    [("bfloat16", "bf16"), ("torch.bfloat16", "bf16"), ("float16", "fp16"), ("FP32", "fp32")],
+)
+def test_a_misspelt_value_gets_the_nearest_legal_one(value: str, near: str) -> None:
+    text = refusal(train={**EXPERIMENT["train"], "precision": value})
+    says("value_near", text, key="train.precision", value=value, near=near)
+
+
 def test_a_key_like_no_other_gets_the_legal_ones() -> None:
     legal = re.compile("chat_template, columns, dataset, facts, files, format, loss_on, .*")
     says("key_unknown", refusal(data={"source": "nq", "zzz": 1}), key="data.zzz", legal=legal)

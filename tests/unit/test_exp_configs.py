@@ -398,7 +398,21 @@ def test_a_file_named_from_the_working_folder_has_its_lines_too(
         read_groups(Path("mine.py"))
 
 
-@pytest.mark.parametrize("name", ["missing.py", "missing.yaml", "groups.toml"])
+def test_what_a_file_prints_does_not_get_among_the_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read_groups(written(tmp_path, "print('hello')\nEXP_GROUPS = {'a': [{}]}"))
+    assert capsys.readouterr() == ("", "hello\n")
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "missing.json", "folder.yaml"])
+def test_a_file_of_groups_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    with refused("group_file_unreadable", at=str(tmp_path / name)):
+        read_groups(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["missing.py", "groups.toml"])
 def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "groups.toml").write_text("")
     with refused("python_file_wanted", flag="--exp_configs"):

@@ -84,6 +84,32 @@ def test_of_two_groups_one_is_named(tmp_path: Path) -> None:
     assert exp_id(OTHER) in done.output
 
 
+def test_without_a_group_a_file_of_groups_is_proposed() -> None:
+    says("group_required", lathe("train").stderr, at="ConfigError")
+
+
+def test_of_several_experiments_one_is_named(tmp_path: Path) -> None:
+    done = lathe("plan", str(group_file(tmp_path, sweep=[ONE, OTHER])))
+    assert done.exit_code == 2
+    last = f"{exp_id(OTHER)}  sweep 2/2 lr=0.0001"
+    says("group_of_several", done.stderr, at="ConfigError", group="sweep", count=2, entries=last)
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        (["train", "one.json", "two.yaml"], "two.yaml"),
+        (["train", "-e", "mine", "one.json"], "one.json"),
+        (["plan", "one.txt"], "one.txt"),
+        (["train", "data"], "data"),
+    ],
+)
+def test_a_file_of_groups_is_the_first_word_alone(words: list[str], word: str) -> None:
+    done = lathe(*words)
+    assert done.exit_code == 2
+    says("file_not_first", done.stderr, at="ConfigError", command=words[0], word=word)
+
+
 def test_a_file_that_is_wrong_ends_with_2_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("EXP_GROUPS = {'a': 3}\n")
     done = lathe("train", str(tmp_path / "mine.py"))
@@ -145,8 +171,11 @@ def test_ids_equal_those_of_the_same_dictionaries(write: Any, group: str, tmp_pa
     [
         ("a.yaml", "a:\n  b: 1\n  b: 2\n", fault("yaml_wrong", line=2, problem="b: stated twice")),
         ("a.yaml", "a: [1\nb: 2\n", fault("yaml_wrong", line=2)),
+        ("a.yaml", "a:\n\t- task: fid\n", fault("yaml_tab", line=2)),
+        ("a.json", "[" * 100_000, fault("groups_deep")),
         ("a.yaml", "a: !!python/object:os.system x\n", fault("yaml_wrong", line=1)),
         ("a.yaml", "a: !!timestamp 2024-05-01\n", fault("yaml_wrong", line=1)),
+        ("a.yaml", "# nothing yet\n", fault("groups_kind", kind="nothing")),
         ("a.yaml", "just a text\n", fault("groups_kind", kind="a str")),
         ("a.json", '{"a": 1,\n "b": }', fault("json_wrong", line=2)),
         ("a.json", '{"a": 1, "a": 2}', fault("groups_twice", key="a")),
@@ -160,6 +189,14 @@ def test_what_is_no_group_of_experiments_is_refused_by_its_line(
     with refused(why) as caught:
         read(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.yaml", "a: [{b: 1}]"), ("a.json", '{"a": [{"b": 1}]}')]
+)
+def test_a_file_of_windows_begins_with_a_mark(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read(tmp_path / name) == {"a": [{"b": 1}]}
 
 
 def test_a_file_imports_its_neighbours_and_not_those_of_the_file_before(tmp_path: Path) -> None:

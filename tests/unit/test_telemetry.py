@@ -205,6 +205,17 @@ def test_resume_cuts_the_scores_too_and_a_repeated_evaluation_replaces_its_entry
     assert pickle.loads((tmp_path / "score_list.pkl").read_bytes()) == expected
 
 
+def test_status_says_the_step_that_is_done_though_an_earlier_one_was_logged(tmp_path: Path) -> None:
+    live = run(tmp_path)
+    live.log(10, loss=1.0)
+    live.move(13)
+    live.status("preempted")
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 13
+    live.resume(10)
+    live.status("running")
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 10
+
+
 def test_status_says_state_step_total_host_time_and_error(tmp_path: Path) -> None:
     live = run(tmp_path)
     live.status("running", step=4)

@@ -55,14 +55,14 @@ Entity = Annotated[
     str | None,
     typer.Option(
         "--wandb_entity_name",
-        help="wandb entity; together with a project, the run in wandb gets the scores.",
+        help="wandb entity, where it is not your default one.",
     ),
 ]
 Project = Annotated[
     str | None,
     typer.Option(
         "--wandb_project_name",
-        help="wandb project; together with an entity, the run in wandb gets the scores.",
+        help="wandb project; the run in wandb gets the scores.",
     ),
 ]
 BertscoreModel = Annotated[

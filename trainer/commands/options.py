@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from trainer.config.flags import CacheDir, DataPath, OnOff, has_no_value
+from trainer.config.groups import names
 from trainer.config.identity import exp_id as id_of
 from trainer.config.userfile import kind
 from trainer.errors import EXIT_OK, ConfigError, LatheError
@@ -43,7 +44,7 @@ SavedirBase = Annotated[
     Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")
 ]
 ExpConfigs = Annotated[
-    Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")
+    Path | None, typer.Option("--exp_configs", help="File of groups: .py, .yaml or .json.")
 ]
 
 
@@ -156,7 +157,8 @@ def experiment(
     if group is None:
         if exp_id is None:
             raise ConfigError(
-                "-e GROUP or --exp_id ID is required: the experiment whose model is evaluated."
+                "-e GROUP or --exp_id ID is required: which experiment is meant. A file of groups "
+                "as the first word of `lathe` does as well."
             )
         path = savedir_base / exp_id / "exp_dict.json"
         try:
@@ -171,11 +173,13 @@ def experiment(
                 "from a copy."
             )
         return values
-    of_group = {id_of(values): values for values in experiments_of(group, file, steps)}
+    experiments = experiments_of(group, file, steps)
+    of_group = {id_of(values): values for values in experiments}
     if exp_id is None and len(of_group) > 1:
+        lines = [f"  {one}  {name}" for one, name in names(group, experiments).items()]
         raise ConfigError(
-            f"-e {group} has {len(of_group)} experiments. Say which by --exp_id: "
-            f"{', '.join(of_group)}."
+            f"-e {group} has {len(of_group)} experiments. Say which by --exp_id:\n"
+            + "\n".join(lines)
         )
     if exp_id is not None and exp_id not in of_group:
         raise ConfigError(

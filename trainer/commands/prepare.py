@@ -146,16 +146,16 @@ def fetch(
             typer.echo(f"{each}: {public.about}. Licence: {public.licence}{groups}")
         typer.echo(f"tokenizers: {', '.join(catalogue.TOKENIZERS)}, of the built-in groups")
         return
+    public = None if name == "tokenizers" else fetching.set_of(name)
     if out is None:
         raise ConfigError("--out is missing: name the folder to write.")
-    if name == "tokenizers":
+    if public is None:
         hub.use_cache_where_unreachable()
         missing = fetching.fetch_tokenizers(out)
         if missing:
             names = "; ".join(f"{each} ({why})" for each, why in missing.items())
             raise LatheError(f"not had: {names}. Put such a folder at {out} by hand.")
         return
-    public = fetching.set_of(name)
     refuse_existing(out)
     if mirror is not None and Path(mirror).is_dir():
         mirror = Path(mirror).resolve().as_uri()

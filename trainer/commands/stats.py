@@ -42,7 +42,8 @@ def stats(
 
     if as_json:
         options.log_to_stderr()
-    require("matplotlib", "plots")
+    else:
+        require("matplotlib", "plots")
     values = which.values()
     cfg = tasks.parse(values)
     task = tasks.load(cfg, which.run_options().places)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainer.config.mistakes import mistakes
+from trainer.config.mistakes import mistakes, secrets
 from trainer.config.synonyms import Synonym
 from trainer.errors import ConfigError
 
@@ -88,6 +88,8 @@ def validate(schema: type[C], values: dict[str, Any], *, source: str = "experime
     """`values` as a frozen `schema`; ConfigError names every mistake at once, with the nearest
     legal key.
     """
+    if lines := list(secrets(values)):  # no other message may show them
+        raise ConfigError(f"{source}: {len(lines)} mistake(s)\n  " + "\n  ".join(lines))
     try:
         return schema.model_validate_json(json.dumps(schema.with_current_keys(values)), strict=True)
     except TypeError as error:

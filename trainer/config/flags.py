@@ -91,14 +91,14 @@ class RunFlags:
         str | None,
         typer.Option(
             "--wandb_entity_name",
-            help="wandb entity; together with a project it switches wandb on.",
+            help="wandb entity, where it is not your default one.",
         ),
     ] = None
     wandb_project_name: Annotated[
         str | None,
         typer.Option(
             "--wandb_project_name",
-            help="wandb project; together with an entity it switches wandb on.",
+            help="wandb project; it switches wandb on.",
         ),
     ] = None
     wandb_run_name: Annotated[

@@ -141,7 +141,7 @@ def read(path: Path) -> dict[str, list[Values]]:
     ConfigError, with file and line, for whatever goes wrong in that file, and with every mistake at
     once when its EXP_GROUPS is not a dictionary of forms and non-empty lists of dictionaries.
     """
-    if path.suffix.lower() in group_file.READERS and path.is_file():
+    if path.suffix.lower() in group_file.READERS:
         groups: Any = group_file.read(path)
     else:
         defined = userfile.execute(path, flag="--exp_configs", defines="EXP_GROUPS")

@@ -8,6 +8,7 @@ for it from here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -27,6 +28,39 @@ OPTIMIZER_ON_NVME = (
     "--survive: got an optimizer offloaded to NVMe, want it in memory, for ranks copy it "
     "there after every step. Offload to the CPU, or train without --survive."
 )
+# Keys of services by their form: Hugging Face, OpenAI and Anthropic, W&B since 2025, GitHub, AWS.
+_SECRET = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{30,}|sk-(?=[\w-]*\d)[\w-]{32,}|wandb_v1_[\w-]{20,}|gh[a-z]_[A-Za-z0-9]{30,}"
+    r"|AKIA[A-Z0-9]{16}\b)"
+)
+_SECRET_NAME = re.compile(r"(api_?key|(auth|hf)_token|secret|password|wandb_key)$", re.IGNORECASE)
+_NO_SECRETS = (
+    "A key of a service stands in no dictionary, for that is stored beside the run and shown. Set "
+    "WANDB_API_KEY, HF_TOKEN, ... in the environment."
+)
+
+
+def is_secret(text: str) -> bool:
+    """Whether a text holds what looks like the key of a service."""
+    return bool(_SECRET.search(text))
+
+
+def secrets(values: Any, above: str = "") -> Iterator[str]:
+    """A line for each value of a dictionary that looks like the key of a service. It does not tell
+    the value.
+    """
+    if isinstance(values, str) and is_secret(values):
+        yield f"{above}: got what looks like the key of a service. {_NO_SECRETS}"
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from secrets(value, f"{above}.{key}" if above else str(key))
+    elif isinstance(values, list | tuple):
+        for place, value in enumerate(values):
+            yield from secrets(value, f"{above}.{place}")
+
+
+# What torch and others call them.
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def mistakes(schema: Block, error: ValidationError, synonyms: Synonyms) -> list[str]:
@@ -49,6 +83,12 @@ def _line(schema: Block, item: dict[str, Any], synonyms: Synonyms) -> str:
     if item["type"] == "missing":
         return f"{path}: required, but not given."
     got = "" if isinstance(item["input"], dict) else f" Got {item['input']!r}."
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        legal_values = re.findall("'([^']*)'", item["ctx"]["expected"])
+        name = item["input"].lower().removeprefix("torch.")
+        meant = _PRECISIONS.get(name, name)
+        close = nearest(meant, legal_values)
+        got += f" {close}" if close.startswith("Did") else ""
     return f"{path}: {item['msg']}.{got}"
 
 
@@ -67,7 +107,9 @@ def other_place(path: str, legal: Collection[str], synonyms: Synonyms) -> str | 
     if same:
         return f"Did you mean {' or '.join(map(repr, same))}?"
     synonym = synonyms.get(name)
-    return synonym.sentence(legal) if synonym is not None else None
+    if synonym is not None:
+        return synonym.sentence(legal)
+    return _NO_SECRETS if _SECRET_NAME.search(name) else None
 
 
 def paths(schema: Block, above: str = "") -> Iterator[str]:

@@ -26,8 +26,9 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
     """The names that the Python file at `path` defines.
 
     The file may import its neighbours; the folder of this process stays what it is, for relative
-    paths on a command line start there. ConfigError when it is no .py file, naming `flag` and what
-    the file should define; and for whatever goes wrong in it, with its own line.
+    paths on a command line start there. What it prints goes to standard error, for standard output
+    may be read by a program. ConfigError when it is no .py file, naming `flag` and what the file
+    should define; and for whatever goes wrong in it, with its own line.
     """
     path = path.absolute()  # as its frames name it
     name = f"user_{path.stem}"
@@ -40,7 +41,7 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
     module = importlib.util.module_from_spec(spec)
     here = os.getcwd()
     try:
-        with _neighbours_of(path):
+        with _neighbours_of(path), contextlib.redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
     except (
         Exception,

@@ -121,7 +121,10 @@ class RunRecord:
             self.status("running")
 
     def move(self, step: int) -> None:
-        """Move the progress bar of a terminal to `step`; nothing is logged."""
+        """Say that `step` is done, to the progress bar of a terminal and to the next status.json;
+        nothing is logged.
+        """
+        self.step = max(self.step, step)
         if self._is_writer:
             self.startup.end()
             self._screen.move(step)
@@ -206,7 +209,7 @@ class RunRecord:
             self._wandb.log_model(folder, record)
 
     def status(self, state: State, *, step: int | None = None, error: str | None = None) -> None:
-        """Replace status.json: state, step (the last one logged, unless given), total, checkpoint
+        """Replace status.json: state, step (the last one done, unless given), total, checkpoint
         (the step that the run would go on from; None: the beginning), host, updated_at, error,
         process.
         """

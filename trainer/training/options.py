@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +11,15 @@ from typing import Any
 
 from trainer.config.flags import ENTITY_ALONE, RunFlags
 from trainer.config.identity import base_label, exp_id
+from trainer.config.mistakes import is_secret
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json
 from trainer.files.packages import require
 from trainer.protocol.task import Places
 from trainer.telemetry.trackers import tracker_names
 from trainer.telemetry.wandb_run import WandbSettings
+
+_WANDB_KEY = re.compile("[0-9a-f]{40}")  # W&B's keys until 2025
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,13 @@ class Options(RunFlags):
 
     def __post_init__(self) -> None:
         tracker_names(self.trackers)  # on every rank, before anything begins
+        names = {"entity": self.wandb_entity_name, "project": self.wandb_project_name}
+        for name, value in names.items():
+            if value and (_WANDB_KEY.fullmatch(value) or is_secret(value)):
+                raise ConfigError(
+                    f"--wandb_{name}_name: got what looks like a key, want a name. The key belongs "
+                    "into WANDB_API_KEY, or `wandb login` asks for it."
+                )
         if self.wandb_project_name is not None:
             require("wandb", "wandb")
 

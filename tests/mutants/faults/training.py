@@ -543,6 +543,27 @@ FAULTS = [
         why="after a resume score_list.json holds evaluations that have not happened yet",
         tests=TELEMETRY,
     ),
+    Fault(
+        "trainer/telemetry/run_record.py",
+        "self.step = max(self.step, step)\n        if self._is_writer:\n            self.startup",
+        "if self._is_writer:\n            self.startup",
+        why="a run that a signal stops says the last step that was logged, 0 at times",
+        tests=TELEMETRY,
+    ),
+    Fault(
+        "trainer/config/block.py",
+        "if lines := list(secrets(values)):",
+        "if lines := list(secrets({})):",
+        why="the key of a service in a dictionary is stored beside the run, or shown in a refusal",
+        tests="tests/unit/test_keys_of_services.py",
+    ),
+    Fault(
+        "trainer/config/userfile.py",
+        "contextlib.redirect_stdout(sys.stderr)",
+        "contextlib.nullcontext()",
+        why="what a file of groups prints gets among the JSON of `plan --json`",
+        tests="tests/unit/test_exp_configs.py -k prints",
+    ),
     # A base that is a folder of weights
     Fault(
         "trainer/training/engine.py",

@@ -23,7 +23,7 @@ def read(path: Path) -> dict[str, Any]:
     ConfigError with file and line for what is neither, and for a key that is stated twice.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows begins it with a mark
     except OSError as error:
         raise ConfigError(
             f"{path}: it cannot be read ({error.strerror}). Give the path of a file of groups."
@@ -36,8 +36,9 @@ def read(path: Path) -> dict[str, Any]:
     if isinstance(content, list):
         return {path.stem: content}
     if not isinstance(content, dict):
+        held = "nothing" if content is None else userfile.kind(content)
         raise ConfigError(
-            f"{path}: it holds {userfile.kind(content)}. Want a dictionary: group -> list of "
+            f"{path}: it holds {held}. Want a dictionary: group -> list of "
             "experiments; or one experiment, or a list of them."
         )
     groups = cast(dict[Any, Any], content)

@@ -32,5 +32,5 @@ def read(text: str, path: Path) -> Any:
             f"{path}:{error.lineno}: it is not JSON ({error.msg}, column {error.colno}). Correct "
             "the line."
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}. Correct the file.") from None

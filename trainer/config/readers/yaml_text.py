@@ -20,8 +20,10 @@ def read(text: str, path: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = 1 if mark is None else mark.line + 1
+        has_tab = repr("\t") in str(error.problem)
+        fix = "YAML indents by blanks: write them for the tab" if has_tab else "Correct the line"
         raise ConfigError(
-            f"{path}:{line}: it is not YAML that is read here ({error.problem}). Correct the line."
+            f"{path}:{line}: it is not YAML that is read here ({error.problem}). {fix}."
         ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(

@@ -28,13 +28,36 @@ export async function get(path) {
   return (await okAnswer(await fetch(path, { headers: headers() }))).json();
 }
 
-export async function post(path, body, more = {}) {
+async function posted(path, body, more) {
   const kind = body === undefined ? {} : { "content-type": "application/json" };
-  const answer = await fetch(path, {
+  return okAnswer(await fetch(path, {
     method: "POST", headers: headers({ ...kind, ...more }),
     body: body === undefined ? undefined : JSON.stringify(body),
-  });
-  return (await okAnswer(answer)).json();
+  }));
+}
+
+export const post = async (path, body, more = {}) => (await posted(path, body, more)).json();
+
+// The pieces of an answer as they are generated. Fails where the last one does not come.
+export async function* postForPieces(path, body) {
+  for await (const { data } of eventsOf(await posted(path, { ...body, stream: true }, {}))) {
+    if (data === "[DONE]") return;
+    yield JSON.parse(data);
+  }
+  throw new Error("The answer broke off before its end.");
+}
+
+// The server-sent events of an answer, each an object of its fields.
+async function* eventsOf(answer) {
+  let rest = "";
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) yield Object.fromEntries(part.split("\n").map(line => line.split(/: (.*)/s, 2)));
+  }
 }
 
 // Sends a file of rows. Returns the file as the API has it.
@@ -75,27 +98,13 @@ export class Stream {
       try {
         const answer = await okAnswer(await fetch(this.path(), { headers: headers(), signal: stopper.signal }));
         this.onLink("live");
-        await this.read(answer.body.pipeThrough(new TextDecoderStream()).getReader());
+        for await (const { event, data } of eventsOf(answer)) if (event) this.onEvent(event, JSON.parse(data));
       } catch (error) {
         if (stopper.signal.aborted) return;
         this.onLink(error instanceof Refused ? error : "lost");
         if (error instanceof Refused && error.status < 429) return;
       }
       await new Promise(resolve => setTimeout(resolve, 1500));
-    }
-  }
-
-  async read(reader) {
-    let rest = "";
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      const parts = (rest + value).split("\n\n");
-      rest = parts.pop();
-      for (const part of parts) {
-        const fields = Object.fromEntries(part.split("\n").map(line => line.split(/: (.*)/s, 2)));
-        if (fields.event) this.onEvent(fields.event, JSON.parse(fields.data));
-      }
     }
   }
 }

@@ -8,16 +8,17 @@ import { progress } from "./overview.js";
 import { canTalk, Talk } from "./talk.js";
 
 const LOG_EVERY_MS = 3000, LOG_LINES = 200, HIDDEN = ["tokens", "step"];
-// Charts stand in groups: the first whose rule a metric's name fits.
+// Charts stand in the order of their groups, each under the name of the first group whose rule the metric's name fits.
 const GROUPS = [["Loss", /^(valid\/)?loss$/], ["Validation", /^valid\//],
   ["Speed", /(_per_s|step_s)$|^(mfu|tflops|goodput)$/], ["Memory", /_gib$/], ["Optimizer", /^(lr|grad_norm|loss_scale|skipped_steps|bad_steps)$/], ["Other", /./]];
+const groupOf = name => GROUPS.find(([, rule]) => rule.test(name))[0];
 
 // The curves of some runs by metric, and the places from which the stream continues.
 export class Curves {
   constructor(ids, labelOf) {
     Object.assign(this, { ids, labelOf, runs: new Map(), charts: new Map(), isTime: false, isLog: false });
     const toggle = (name, text) => h("label", { class: "toggle" }, h("input", { type: "checkbox", onchange: event => { this[name] = event.target.checked; this.draw(); } }), ` ${text}`);
-    this.grid = h("div", {});
+    this.grid = h("div", { class: "cards" });
     this.node = h("section", { "aria-label": "Curves" }, h("h2", {}, "Curves"), h("div", { class: "tools" }, toggle("isTime", "over time"), toggle("isLog", "logarithmic")), this.grid);
   }
 
@@ -55,14 +56,15 @@ export class Curves {
     for (const name of visible.filter(name => !this.charts.has(name))) {
       const chart = new Chart(name);
       chart.node.classList.add("card");
+      chart.node.firstChild.prepend(h("span", { class: "soft small under" }, groupOf(name)));
       this.charts.set(name, chart);
     }
     const key = visible.join("\n");
     if (key !== this.shown) {
       this.shown = key;
-      const groups = Object.groupBy(visible, name => GROUPS.find(([, rule]) => rule.test(name))[0]);
-      this.grid.replaceChildren(...GROUPS.filter(([title]) => groups[title]).map(([title]) => h("div", {},
-        h("h3", { class: "group" }, title), h("div", { class: "cards" }, groups[title].map(name => this.charts.get(name).node)))));
+      const places = GROUPS.map(([title]) => title);
+      const sorted = visible.toSorted((a, b) => places.indexOf(groupOf(a)) - places.indexOf(groupOf(b)));
+      this.grid.replaceChildren(...sorted.map(name => this.charts.get(name).node));
       if (!visible.length) this.grid.replaceChildren(h("p", { class: "empty" }, "No metrics were written yet."));
     }
     for (const name of visible) this.charts.get(name).draw(this.linesOf(name, isOne), this);

@@ -1,13 +1,14 @@
 // Asking a finished run beside its base: a chat, an answer, vectors compared, or scores of statements.
 
-import { post } from "./api.js";
+import { post, postForPieces } from "./api.js";
 import { clean, h, number, table } from "./dom.js";
 
 const SIDES = [["final", "After the training"], ["base", "Its base, before"]];
-const MOST_TOKENS = 200;
+const MOST_TOKENS = 200, EMPTY = "(an empty answer)";
 const linesOf = text => text.split("\n").map(line => line.trim()).filter(Boolean);
 
-// For each task: the fields of its form, and how one side is asked. ask: gives nodes; `past` is the chat so far.
+// For each task: the fields of its form, and how one side is asked. ask: gives nodes; `past` is the chat so far, and
+// `show` takes the nodes of an answer that is still growing.
 const READER = {
   fields: [["question", "Question", 2], ["contexts", "Passages, one a line", 4]],
   ask: async (head, { question, contexts }) => say(await post("/v1/completions", { ...head, prompt: question, contexts: linesOf(contexts), temperature: 0 })),
@@ -15,11 +16,17 @@ const READER = {
 const WAYS = {
   causal_lm: {
     fields: [["message", "Message", 2]],
-    ask: async (head, { message }, past) => {
+    ask: async (head, { message }, past, show) => {
       past.push({ role: "user", content: message });
-      const { choices } = await post("/v1/chat/completions", { ...head, messages: past, max_tokens: MOST_TOKENS, temperature: 0 });
-      past.push({ role: "assistant", content: choices[0].message.content });
-      return past.map(({ role, content }) => h("p", { class: role === "user" ? "soft" : "answer" }, clean(content) || "(an empty answer)"));
+      const answer = { role: "assistant", content: "" };
+      let cut = 0;
+      for await (const { choices, usage } of postForPieces("/v1/chat/completions", { ...head, messages: past, max_tokens: MOST_TOKENS, temperature: 0 })) {
+        answer.content += choices[0].delta.content ?? "";
+        cut = usage?.cut_tokens ?? cut;
+        show(chat([...past, answer], "..."));
+      }
+      past.push(answer);
+      return [...chat(past, EMPTY), ...unread(cut)];
     },
   },
   cross_attention: READER,
@@ -31,20 +38,30 @@ const WAYS = {
   retriever: {
     fields: [["query", "Query", 1], ["passages", "Passages, one a line", 4]],
     ask: async (head, { query, passages }) => {
-      const vectors = async (side, input) => (await post("/v1/embeddings", { ...head, side, input })).data.map(one => one.embedding);
-      const [[asked], found] = [await vectors("query", [query]), await vectors("passage", linesOf(passages))];
-      return ranked("passage", linesOf(passages), found.map(one => cosine(asked, one)));
+      const embed = (side, input) => post("/v1/embeddings", { ...head, side, input });
+      const asked = await embed("query", [query]), found = await embed("passage", linesOf(passages));
+      const cosines = found.data.map(one => cosine(asked.data[0].embedding, one.embedding));
+      return [...ranked("passage", linesOf(passages), cosines), ...unread((asked.usage.cut_tokens ?? 0) + (found.usage.cut_tokens ?? 0))];
     },
   },
   vera: {
     fields: [["statements", "Statements, one a line", 4]],
-    ask: async (head, { statements }) => ranked("statement", linesOf(statements), (await post("/lathe/v1/score", { ...head, statements: linesOf(statements) })).scores),
+    ask: async (head, { statements }) => {
+      const { scores, cut_tokens } = await post("/lathe/v1/score", { ...head, statements: linesOf(statements) });
+      return [...ranked("statement", linesOf(statements), scores), ...unread(cut_tokens)];
+    },
   },
 };
 
 export const canTalk = line => line.state === "succeeded" && line.task in WAYS;
 
-const say = ({ choices }) => [h("p", { class: "answer" }, clean(choices[0].text) || "(an empty answer)")];
+const chat = (messages, empty) =>
+  messages.map(({ role, content }) => h("p", { class: role === "user" ? "soft" : "answer" }, clean(content) || empty));
+
+const say = ({ choices, usage }) => [h("p", { class: "answer" }, clean(choices[0].text) || EMPTY), ...unread(usage.cut_tokens)];
+
+// What of a question the limits of the experiment cut off.
+const unread = cut => (cut ? [h("p", { class: "soft small" }, `${cut.toLocaleString("en")} tokens of it were not read: they are beyond the limits of its dictionary.`)] : []);
 
 function ranked(what, texts, scores) {
   const order = texts.map((text, at) => [text, scores[at]]).sort((a, b) => b[1] - a[1]);
@@ -73,17 +90,22 @@ export class Talk {
   async ask() {
     const texts = Object.fromEntries(Object.entries(this.inputs).map(([name, input]) => [name, input.value]));
     this.button.disabled = true;
-    for (const place of this.places) place.replaceChildren(h("p", { class: "soft" }, "It is being asked. The first time its weights are read."));
+    this.places.forEach((place, at) => place.replaceChildren(...chat(this.pasts[at], EMPTY), h("p", { class: "soft" }, "It is being asked. The first time its weights are read.")));
+    let isAnswered = false;
     await Promise.all(SIDES.map(async ([weights], at) => {
-      const past = this.pasts[at], length = past.length;
+      const past = this.pasts[at], length = past.length, place = this.places[at];
+      const show = nodes => place.replaceChildren(...nodes);
+      place.setAttribute("aria-busy", "true"); // a growing answer is read out once, when it is whole
       try {
-        this.places[at].replaceChildren(...await this.way.ask({ model: this.id, weights }, texts, past));
+        show(await this.way.ask({ model: this.id, weights }, texts, past, show));
+        isAnswered = true;
       } catch (error) {
         past.length = length; // the message had no answer
-        this.places[at].replaceChildren(h("p", { class: "why s-failed" }, h("span", {}, clean(error.message))));
+        show([...chat(past, EMPTY), h("p", { class: "why s-failed" }, h("span", {}, clean(error.message)))]);
       }
+      place.removeAttribute("aria-busy");
     }));
     this.button.disabled = false;
-    if (this.inputs.message) this.inputs.message.value = "";
+    if (this.inputs.message && isAnswered) this.inputs.message.value = "";
   }
 }
