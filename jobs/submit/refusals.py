@@ -16,6 +16,7 @@ from trainer.config.flags import ENTITY_ALONE, unknown_tracker
 from trainer.config.mistakes import (
     OPTIMIZER_ON_NVME,
     foreign_best,
+    late_stop,
     long_warmup,
     no_base,
     odd_rate,
@@ -99,6 +100,9 @@ def of_experiment(
     `steps` a long warm-up is a warning, as it is here. shares_disk: as in `of_flags`.
     """
     problems = list(foreign_best(cfg))
+    until = int(flags.get("until", "0"))
+    if cfg.train.steps and until > cfg.train.steps:
+        problems.append(late_stop(until, cfg.train.steps))
     for doubt in odd_rate(cfg):
         if "strict" in flags:
             problems.append(f"--strict: {doubt}")

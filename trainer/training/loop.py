@@ -44,8 +44,8 @@ class Step:
 
 
 def fit(session: Session, progress: Progress, *, until: int | None = None) -> bool:
-    """Train from `progress` to the end, or to step `until`. True when that is reached, False when
-    preempted (a checkpoint is saved).
+    """Train from `progress` to the end, or to step `until` (else the session's own, which is also
+    saved). True when that is reached, False when preempted (a checkpoint is saved).
 
     Raises DivergedError when the loss or the gradient norm stops being finite and that stops the
     run, or when fp16's loss scale leaves out too many updates; earlier checkpoints stay. RolledBack
@@ -56,7 +56,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
     session.engine.train()
     unsound_before = torch.zeros((), dtype=torch.int64, device=distributed.device())
     previous: StepBatches | None = None
-    with contextlib.closing(_windows(session, progress, until)) as source:
+    with contextlib.closing(_windows(session, progress, until or session.until)) as source:
         if progress.owes_evaluation and not pay_evaluation(session, progress):
             return False
         if session.has_waited(progress):  # an earlier attempt came so far
@@ -83,7 +83,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                 _treat(session, progress, step.trouble, window)
             else:
                 _count_skipped(session, progress, step, window)
-            saves = step.stop or due.save
+            saves = step.stop or due.save or progress.step == session.until
             session.report(Moved(progress.step, is_stepping=not (due.evaluation or saves)))
             if due.log or due.evaluation or saves or progress.step == 1:
                 loss = _sound_loss(session, step, progress, window)

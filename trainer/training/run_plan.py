@@ -12,6 +12,7 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.auto import placeholder, with_micro_batch, with_steps
 from trainer.config.identity import exp_id
+from trainer.config.mistakes import late_stop
 from trainer.config.schema import Experiment
 from trainer.data.order import Sharding, Sizes, padding_share
 from trainer.errors import ConfigError, DataError
@@ -90,13 +91,16 @@ def plan(
         world=world,
         source=f"DeepSpeed file {file!r} with experiment {name}",
     )
+    if train.steps:  # else once the rows of its epochs are counted
+        _refuse_late_stop(options.until, train.steps)
     folder = options.savedir_base / name
     return RunPlan(values, cfg, name, folder, ds, sharding, options.names.get(name, ""))
 
 
-def with_rows(plan: RunPlan, num_rows: int) -> RunPlan:
+def with_rows(plan: RunPlan, num_rows: int, *, until: int | None = None) -> RunPlan:
     """The plan with the steps that its train.epochs are, now that the training rows are counted.
-    ConfigError when train.steps says another number, or a key does not go with it.
+    ConfigError when train.steps says another number, when a key does not go with it, or when
+    --until names a step beyond them.
     """
     train = plan.cfg.train
     if train.epochs is None:
@@ -112,8 +116,14 @@ def with_rows(plan: RunPlan, num_rows: int) -> RunPlan:
     own = {**plan.values, "train": {**plan.values["train"], "steps": steps}}
     tasks.parse(own, source=f"experiment {plan.id}, with its {steps} steps")
     filled = round((steps - count) * train.global_batch)
+    _refuse_late_stop(until, steps)
     logger.info("%s%s", said, f"; {filled} rows of one more epoch fill the last" if filled else "")
     return replace(plan, cfg=with_steps(plan.cfg, steps))
+
+
+def _refuse_late_stop(until: int | None, steps: int) -> None:
+    if until is not None and until > steps:
+        raise ConfigError(late_stop(until, steps))
 
 
 def say_padding(plan: RunPlan, sizes: Sizes) -> None:
@@ -129,6 +139,17 @@ def say_padding(plan: RunPlan, sizes: Sizes) -> None:
         100 * share,
         steps,
     )
+
+
+def rests(plan: RunPlan, until: int | None) -> bool:
+    """True when an earlier run of the same dictionary was stopped by --until at this step, or at a
+    later one.
+    """
+    if until is None:
+        return False
+    status = read_json(plan.folder / "status.json") or {}
+    step = status.get("step")
+    return status.get("state") == "paused" and type(step) is int and step >= until
 
 
 def is_finished(plan: RunPlan) -> bool:

@@ -137,6 +137,7 @@ class Session:
     save: Callable[[Progress], None]  # a checkpoint of the present state; a collective
     export_best: Callable[[], None]  # the present weights as best/; a collective
     log_gradients: bool = False
+    until: int | None = None  # the step at which --until stops the run
     # the first validation rows, answered by generation at each evaluation
     questions: Sequence[Row] = ()
     rolled_back: Mapping[int, str] = field(
@@ -153,6 +154,11 @@ class Session:
         """Whether so many evaluations were no better that the run ends (train.patience)."""
         patience = self.cfg.train.patience
         return patience is not None and progress.waited >= patience
+
+    def pauses(self, progress: Progress) -> bool:
+        """Whether --until stops the run at this step, before its last one."""
+        is_last = progress.step == self.cfg.train.steps or self.has_waited(progress)
+        return progress.step == self.until and not is_last
 
     @property
     def is_judged(self) -> bool:

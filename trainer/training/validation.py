@@ -104,6 +104,26 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     return True
 
 
+def evaluate_pause(session: Session, progress: Progress) -> bool:
+    """Evaluate the step at which --until stops the run, unless it has been evaluated already. False
+    when a signal ended the evaluation: the next start with that --until makes it.
+
+    It changes neither best/ nor train.patience nor the learning rate, so that the run goes on as if
+    it had never stopped. A collective.
+    """
+    if distributed.on_main(lambda: session.record.logged_scores(progress.step)) is not None:
+        return True
+    try:
+        with session.meter.pause():
+            scores = _scores(session, progress.step)
+            metrics = {f"valid/{name}": value for name, value in scores.items()}
+            session.record.log(progress.step, **metrics)
+            session.record.score(progress.step, **metrics)
+    except Stopped:
+        return False
+    return True
+
+
 def end_early(session: Session, progress: Progress, *, is_saved: bool) -> None:
     """End a run that has waited long enough for a better evaluation. A collective.
 
