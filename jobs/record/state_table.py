@@ -308,7 +308,8 @@ _TOO_OFTEN = "preempted {times} times, more than max_preemptions. --retry preemp
 _PREEMPTED = "preempted, {times} of at most {limit}"
 _RETRY = "{state} ({reason}); retry {times} of {limit}"
 _MEND = "{reason}. Mend it; then --retry failed if what is sent has changed, else `retry` by id"
-_LATER = "; not before {wait_s:.0f} s from now"
+LATER = "; not before "  # in the reason of what is sent again after a pause
+_LATER = LATER + "{wait_s:.0f} s from now"
 
 # fmt: off
 DECISIONS = (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -15,17 +14,16 @@ from rich.text import Text
 
 from jobs.errors import reason_of
 from jobs.record import events as record
-from jobs.record.metrics import last_metrics, numbers, numbers_in
+from jobs.record.metrics import SCORE, evaluations, last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import experiment_of, starts_of
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
-from trainer.files.atomic import bounded_lines, open_file, read_json, read_small
+from trainer.files.atomic import read_json
 from trainer.metrics.direction import direction_of
 
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
 ID_WIDTH, GAP = 8, 2
-PREFIX = "valid/"  # of a score's name
 SPEEDS = {"s a step": "step_s", "TFLOP/s": "tflops"}  # head of a column -> what it shows
 _RUN_HEADS = ("steps", "wall_s", *SPEEDS.values())
 WIDEST_CELL = 24  # letters of a hyper-parameter in the table
@@ -145,7 +143,7 @@ def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) 
     for values in evaluations(folder):
         step = int(values.get("step", 0))
         for name in values:
-            if name.startswith(PREFIX):
+            if name.startswith(SCORE):
                 series.setdefault(name, []).append((step, values[name]))
     scores: dict[str, Score] = {}
     for name, points in series.items():
@@ -157,24 +155,6 @@ def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) 
         is_least = None if direction is None else direction == "min"
         scores[name] = Score(best, best_step, points[-1][1], points[-1][0], is_least)
     return scores
-
-
-def evaluations(folder: RunFolder) -> Iterable[dict[str, float]]:
-    """Every evaluation in order, from score_list.json; when that is absent or malformed, from
-    metrics.jsonl.
-    """
-    try:
-        listed: Any = json.loads(read_small(folder.path / "score_list.json"))
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
-        listed = None
-    if isinstance(listed, list) and listed:
-        return [numbers(entry) for entry in cast("list[Any]", listed)]
-    try:
-        with open_file(folder.metrics) as file:
-            lines = (line for line in bounded_lines(file) if f'"{PREFIX}'.encode() in line)
-            return [numbers_in(line) for line in lines]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def as_table(results: Results, *, width: int = 120) -> Table:
