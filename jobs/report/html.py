@@ -18,6 +18,7 @@ from jobs.record.row import Row, Start, seconds_between
 from jobs.report.curves import read_curves, thin
 from jobs.report.logs import last_lines
 from jobs.report.page import page
+from jobs.report.parallel import searches
 from jobs.report.scores import best_value
 from jobs.report.table import summary
 from jobs.report.text import duration, number_text, visible
@@ -63,6 +64,7 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
         _states(rows),
         '<noscript><p class="empty">The charts need JavaScript.</p></noscript>',
         "</header><main>",
+        searches(base, list(dict.fromkeys(row.group for row in rows))),
         f"<h2>Results</h2>{_table(rows, scores, results)}",
         f"<h2>Experiments</h2>{omission_note}",
         '<p class="small"><label><input type="checkbox" id="logarithmic"> logarithmic axes</label>',
