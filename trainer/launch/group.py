@@ -46,7 +46,6 @@ def run_each(plans: Sequence[RunPlan], options: Options, preemption: Preemption)
             on_main(functools.partial(tell_changed_data, plan, options))
             continue
         if not options.resets(plan.id) and on_main(functools.partial(rests, plan, options.until)):
-            logger.info("%s: --until %s is reached", plan.folder, options.until)
             last = EXIT_PAUSED
             continue
         is_asked_to_stop = torch.tensor(int(preemption.requested))

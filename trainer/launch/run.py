@@ -40,11 +40,16 @@ EXIT_CODES: dict[End, int] = {
     "paused": EXIT_PAUSED,
     "preempted": EXIT_PREEMPTED,
 }
+SENTENCES: dict[End, str] = {
+    "succeeded": "finished",
+    "paused": "stopped by --until, to go on later",
+    "preempted": "stopped, to be run again",
+}
 
 
 def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     """Train one experiment to its end, from its newest good checkpoint. Returns the exit code: 0,
-    75 if preempted, or 10 if --until stopped it.
+    75 (preempted), or 10 (--until).
 
     Every rank calls it. Raises LatheError (and records it in status.json) when the run cannot go
     on, and PeerLost when another rank of a run with --survive is lost.
@@ -63,8 +68,7 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
         ):
             ended = _train_or_stop(chosen, options, record, preemption, lock)
             record.status(ended)
-            state = "finished" if ended == "succeeded" else "stopped, to be run again"
-            logger.info("%s: %s", state, plan.folder)
+            logger.info("%s: %s", SENTENCES[ended], plan.folder)
     return EXIT_CODES[ended]
 
 
@@ -107,11 +111,6 @@ def _train(plan: RunPlan, ready: ReadyRun, *, pushes: bool) -> End:
     try:
         ended = run_session(session, ready.progress, inside=ready.around_steps)
         ready.tell_costs()
-        if ended == "paused":
-            session.record.end_early(
-                f"step {ready.progress.step} of {session.cfg.train.steps} is where --until stops "
-                "it: it goes on with a later --until, or with none"
-            )
         if ended == "succeeded":
             ready.export("final")
             session.record.log_model(plan.folder / "final", export_record.NAME)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest
 from trainer.config.userfile import placed
-from trainer.errors import ConfigError
 from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
@@ -125,11 +124,7 @@ def start(
     doctor.before_first_use(run.zero_stage, options.cache_dir)
     record.startup.lap("checks")
     live, progress = _engine(run, record.startup.lap)
-    if options.until is not None and progress.step > options.until:
-        raise ConfigError(
-            f"--until {options.until}: the run is at step {progress.step} already. Give a later "
-            "step, or leave --until out."
-        )
+    progress.refuse_past(options.until)
     record.resume(progress.step, progress.bad.steps)
     record.use_data(run.identity, options.data_path)
     record.status("running", step=progress.step)

@@ -15,8 +15,7 @@ End = Literal["succeeded", "paused", "preempted"]  # as the state in status.json
 
 
 def run(session: Session, progress: Progress, *, inside: AbstractContextManager[None]) -> End:
-    """Train every step that is left: "succeeded" when all are done, "paused" when --until stopped
-    the run before, "preempted" when a signal came.
+    """Train every step that is left, or those up to --until ("paused").
 
     inside: what is enforced while steps run, such as a memory plan. The caller exports the weights
     and destroys the engine. A collective.

@@ -149,7 +149,10 @@ def rests(plan: RunPlan, until: int | None) -> bool:
         return False
     status = read_json(plan.folder / "status.json") or {}
     step = status.get("step")
-    return status.get("state") == "paused" and type(step) is int and step >= until
+    is_there = status.get("state") == "paused" and type(step) is int and step >= until
+    if is_there:
+        logger.info("%s: step %d is done, and --until is %d", plan.folder, step, until)
+    return is_there
 
 
 def is_finished(plan: RunPlan) -> bool:

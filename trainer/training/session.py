@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import Experiment, Train, steps_between
 from trainer.data.order import Sharding
+from trainer.errors import ConfigError
 from trainer.metrics.direction import Direction
 from trainer.telemetry.chain import StepChain
 from trainer.training.bad_steps import BadSteps, SkippedSteps, Trouble
@@ -85,6 +86,14 @@ class Progress:
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
     bad: BadSteps = field(default_factory=BadSteps)
     links: list[str] = field(default_factory=list[str])  # of the chain, by rank (chain.py)
+
+    def refuse_past(self, until: int | None) -> None:
+        """ConfigError when --until names a step before those that are done."""
+        if until is not None and self.step > until:
+            raise ConfigError(
+                f"--until {until}: the run is at step {self.step} already. Give a later step, or "
+                "leave --until out."
+            )
 
     def state(self) -> dict[str, Any]:
         own = {"plateau": self.plateau.state(), "skipped": self.skipped.state()}

@@ -89,11 +89,7 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     """
     try:
         with session.meter.pause():
-            scores = _scores(session, progress.step)
-            metrics = {f"valid/{name}": value for name, value in scores.items()}
-            session.record.log(progress.step, **metrics)
-            session.record.score(progress.step, **metrics)
-            improved = _is_best(session, progress, metrics)
+            improved = _is_best(session, progress, _scored(session, progress))
     except Stopped:
         if not is_saved:
             session.save(progress)
@@ -111,17 +107,26 @@ def evaluate_pause(session: Session, progress: Progress) -> bool:
     It changes neither best/ nor train.patience nor the learning rate, so that the run goes on as if
     it had never stopped. A collective.
     """
-    if distributed.on_main(lambda: session.record.logged_scores(progress.step)) is not None:
-        return True
-    try:
-        with session.meter.pause():
-            scores = _scores(session, progress.step)
-            metrics = {f"valid/{name}": value for name, value in scores.items()}
-            session.record.log(progress.step, **metrics)
-            session.record.score(progress.step, **metrics)
-    except Stopped:
-        return False
+    if distributed.on_main(lambda: session.record.logged_scores(progress.step)) is None:
+        try:
+            with session.meter.pause():
+                _scored(session, progress)
+        except Stopped:
+            return False
+    session.record.end_early(
+        f"step {progress.step} of {session.cfg.train.steps} is where --until stops it: it goes on "
+        "with a later --until, or with none"
+    )
     return True
+
+
+def _scored(session: Session, progress: Progress) -> dict[str, float]:
+    """The metrics of the present step, which are logged and recorded. A collective."""
+    scores = _scores(session, progress.step)
+    metrics = {f"valid/{name}": value for name, value in scores.items()}
+    session.record.log(progress.step, **metrics)
+    session.record.score(progress.step, **metrics)
+    return metrics
 
 
 def end_early(session: Session, progress: Progress, *, is_saved: bool) -> None:
