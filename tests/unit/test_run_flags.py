@@ -32,6 +32,7 @@ EVERY: dict[str, Any] = {  # a value of each flag that is not its default
     "force": True,
     "strict": True,
     "num_proc": 3,
+    "until": 4,
 }
 
 

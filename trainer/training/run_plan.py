@@ -91,8 +91,7 @@ def plan(
         world=world,
         source=f"DeepSpeed file {file!r} with experiment {name}",
     )
-    if train.steps:  # else once the rows of its epochs are counted
-        _refuse_late_stop(options.until, train.steps)
+    _refuse_late_stop(options.until, train.steps)
     folder = options.savedir_base / name
     return RunPlan(values, cfg, name, folder, ds, sharding, options.names.get(name, ""))
 
@@ -122,7 +121,10 @@ def with_rows(plan: RunPlan, num_rows: int, *, until: int | None = None) -> RunP
 
 
 def _refuse_late_stop(until: int | None, steps: int) -> None:
-    if until is not None and until > steps:
+    """ConfigError for a --until beyond the run. steps: 0 while the rows of its epochs are not
+    counted.
+    """
+    if until is not None and 0 < steps < until:
         raise ConfigError(late_stop(until, steps))
 
 
