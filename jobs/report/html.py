@@ -24,7 +24,7 @@ from jobs.report.table import summary
 from jobs.report.text import duration, number_text, visible
 from jobs.secret_keys import redact
 from trainer.config.differences import short_names, written
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED
 from trainer.files.survival_events import recovery_sentence
 
 if TYPE_CHECKING:
@@ -311,7 +311,8 @@ def _colour(start: Start, row: Row) -> str:
     if start.code is None:
         goes_on = row.state == "running" and start == row.starts[-1]
         return "s-running" if goes_on else "s-lost"
-    return {EXIT_OK: "s-succeeded", EXIT_PREEMPTED: "s-preempted"}.get(start.code, "s-failed")
+    known = {EXIT_OK: "s-succeeded", EXIT_PREEMPTED: "s-preempted", EXIT_PAUSED: "s-paused"}
+    return known.get(start.code, "s-failed")
 
 
 def _log(row: Row, folder: RunFolder) -> str:

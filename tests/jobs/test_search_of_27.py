@@ -61,11 +61,9 @@ def cpu_s(path: Path) -> float:
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_a_search_of_27_killed_nine_times_has_the_winner_of_undisturbed_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LATHE_QUEUE", str(tmp_path / "queue"))
     monkeypatch.setenv("LATHE_QUEUE_CPUS", "2")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     base, groups, jobs = tmp_path / "base", tmp_path / "groups.py", tmp_path / "jobs.py"
     groups.write_text(GROUPS)
     jobs.write_text(JOBS)
