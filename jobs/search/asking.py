@@ -7,10 +7,12 @@ asks what an undisturbed one would have asked.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.sweeps.axes import Axis, Choice
-from trainer.files.packages import require
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from jobs.search.record import Search
@@ -23,9 +25,11 @@ def ask(sweep: Sweep, search: Search, count: int) -> list[dict[str, Any]]:
     """The values of up to `count` more trials, which no earlier trial has. Fewer where Optuna keeps
     to what it has tried.
     """
-    require("optuna", "optuna")
-    import optuna
-
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError(
+            "optuna is not installed. It comes with the extra: pip install -e '.[optuna]'."
+        )
+    optuna: Any = importlib.import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     number = len(search.trials)
     sampler = optuna.samplers.TPESampler(
