@@ -31,7 +31,7 @@ from jobs.options import (
 )
 from jobs.record.paths import BaseFolder
 from jobs.search.drive import Driver, as_text
-from jobs.search.record import Search, SearchRecord
+from jobs.search.record import SearchRecord, SearchState
 from jobs.submit.prepare import job_config, make, training_flags, with_steps
 from jobs.submit.request import RESEND_S
 from trainer import tasks
@@ -128,7 +128,7 @@ def _sweep(group: str, file: Path | None, steps: int | None) -> Sweep:
     return sweep
 
 
-def _begun(group: str, sweep: Sweep) -> Search:
+def _begun(group: str, sweep: Sweep) -> SearchState:
     """What a search of this sweep begins with."""
     cfg = tasks.parse(sweep.specimen(), source=f"-e {group}: the first trial of its sweep")
     metric = cfg.train.best or "valid/loss"
@@ -138,7 +138,7 @@ def _begun(group: str, sweep: Sweep) -> Search:
             f"train.best={metric!r}: got no train.best_is, and the name does not say whether lower "
             'or higher is better; want one of them. Set train.best_is to "min" or "max".'
         )
-    return Search(
+    return SearchState(
         digest=digest({"parent": sweep.parent, **sweep.stated}),
         keys=tuple(sweep.axes),
         metric=metric,
@@ -147,7 +147,7 @@ def _begun(group: str, sweep: Sweep) -> Search:
     )
 
 
-def cost_lines(group: str, sweep: Sweep, begun: Search) -> Iterator[str]:
+def cost_lines(group: str, sweep: Sweep, begun: SearchState) -> Iterator[str]:
     """What a search costs, in optimizer steps, beside that of training every trial to its end."""
     search = sweep.search
     count = search.trials or len(sweep.trials())
@@ -182,7 +182,7 @@ def _held(record: SearchRecord) -> Iterator[None]:
         lock.release()
 
 
-def _show(search: Search, base: BaseFolder, *, as_json: bool) -> None:
+def _show(search: SearchState, base: BaseFolder, *, as_json: bool) -> None:
     """The best trial, and the others that were trained to their end."""
     ended = search.ranked(max(rung for one in search.trials for rung in one.scores))
     if as_json:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jobs.search.record import Search, Trial
+    from jobs.search.record import SearchState, Trial
 
 LEAST_TRIALS = 9  # three groups of three
 LEAST_OF_GROUP = 3  # trials for each value of a key, on average
@@ -22,7 +22,7 @@ MEASURE = (
 
 
 @dataclass(frozen=True)
-class Share:
+class KeyShare:
     """How much one key mattered: 0 (nothing) to 1 (it alone orders the trials). None: there were
     too few trials for the number of its values.
     """
@@ -40,11 +40,11 @@ class Mattering:
 
     rung: int | None
     trials: int
-    shares: tuple[Share, ...] = ()
+    shares: tuple[KeyShare, ...] = ()
     problem: str = ""
 
 
-def mattering(search: Search) -> Mattering:
+def mattering(search: SearchState) -> Mattering:
     """What mattered in a search, the strongest key first."""
     rung = search.first_rung
     trials = [] if rung is None else search.ranked(rung)
@@ -61,11 +61,11 @@ def mattering(search: Search) -> Mattering:
     return Mattering(rung, len(trials), tuple(shares))
 
 
-def _share(key: str, trials: Sequence[Trial], ranks: Sequence[float]) -> Share:
+def _share(key: str, trials: Sequence[Trial], ranks: Sequence[float]) -> KeyShare:
     labels = _labels([trial.values[key] for trial in trials])
     groups = len(set(labels))
     if groups < 2 or len(trials) < LEAST_OF_GROUP * groups:
-        return Share(key, None if groups > 1 else 0.0, groups)
+        return KeyShare(key, None if groups > 1 else 0.0, groups)
     mean = math.fsum(ranks) / len(ranks)
     whole = math.fsum((rank - mean) ** 2 for rank in ranks)
     between = 0.0
@@ -73,10 +73,10 @@ def _share(key: str, trials: Sequence[Trial], ranks: Sequence[float]) -> Share:
         own = [rank for rank, other in zip(ranks, labels, strict=True) if other == label]
         between += len(own) * (math.fsum(own) / len(own) - mean) ** 2
     if whole == 0:
-        return Share(key, 0.0, groups)
+        return KeyShare(key, 0.0, groups)
     # as adjusted R squared: groups drawn by chance explain (groups - 1) / (trials - 1)
     left = (1 - between / whole) * (len(ranks) - 1) / (len(ranks) - groups)
-    return Share(key, max(0.0, 1 - left), groups)
+    return KeyShare(key, max(0.0, 1 - left), groups)
 
 
 def _labels(values: Sequence[Any]) -> list[str]:

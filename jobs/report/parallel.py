@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.report.matter import MEASURE, mattering
 from jobs.report.text import number_text, visible
-from jobs.search.record import Search, SearchRecord, Trial
+from jobs.search.record import SearchRecord, SearchState, Trial
 from trainer.config.differences import short_names, written
 from trainer.errors import LatheError
 
@@ -49,7 +49,7 @@ def searches(base: BaseFolder, groups: Sequence[str]) -> str:
     return "".join(parts)
 
 
-def _section(group: str, search: Search) -> str:
+def _section(group: str, search: SearchState) -> str:
     ranked = _order(search)
     best = next((one for one in search.trials if one.number == search.best), None)
     scored = [one for one in ranked if one.scores]
@@ -67,7 +67,7 @@ def _section(group: str, search: Search) -> str:
     )
 
 
-def _order(search: Search) -> list[Trial]:
+def _order(search: SearchState) -> list[Trial]:
     """The trials, those first that came furthest, and among them the best."""
     sign = 1 if search.is_least_best else -1
 
@@ -87,7 +87,7 @@ def _reached(trial: Trial) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def _figure(search: Search, trials: Sequence[Trial]) -> str:
+def _figure(search: SearchState, trials: Sequence[Trial]) -> str:
     """Parallel coordinates as inline SVG: a line for each trial, which is a link to its card."""
     columns = list(_columns(search, trials))
     step = (WIDTH - LEFT - RIGHT) / max(len(columns) - 1, 1)
@@ -127,13 +127,13 @@ def _figure(search: Search, trials: Sequence[Trial]) -> str:
     )
 
 
-def _class(search: Search, trial: Trial) -> str:
+def _class(search: SearchState, trial: Trial) -> str:
     if trial.number == search.best:
         return "c2 of-best"
     return "c0" if _reached(trial) == search.steps else "of-rest"
 
 
-def _label(search: Search, trial: Trial) -> str:
+def _label(search: SearchState, trial: Trial) -> str:
     """A trial in words, for whoever hears it or points at it."""
     names = short_names(list(search.keys))
     values = ", ".join(
@@ -151,7 +151,7 @@ def _y(place: float) -> float:
     return HEIGHT - BOTTOM - place * (HEIGHT - TOP - BOTTOM)
 
 
-def _columns(search: Search, trials: Sequence[Trial]) -> Iterator[Column]:
+def _columns(search: SearchState, trials: Sequence[Trial]) -> Iterator[Column]:
     names = short_names(list(search.keys))
     for name, key in zip(names, search.keys, strict=True):
         yield _column(name, [trial.values[key] for trial in trials])
@@ -191,7 +191,7 @@ def _column(name: str, values: Sequence[Any]) -> Column:
 # --------------------------------------------------------------------------------------------------
 
 
-def _mattered(search: Search) -> str:
+def _mattered(search: SearchState) -> str:
     told = mattering(search)
     if told.problem:
         return f'<p class="small">{_text(told.problem[0].upper() + told.problem[1:])}.</p>'
@@ -209,7 +209,7 @@ def _mattered(search: Search) -> str:
     )
 
 
-def _table(search: Search, trials: Sequence[Trial]) -> str:
+def _table(search: SearchState, trials: Sequence[Trial]) -> str:
     """Every trial with its values and scores, for whoever does not see the figure."""
     rungs = sorted({rung for trial in search.trials for rung in trial.scores})
     heads = ["trial", *short_names(list(search.keys)), *(f"step {rung}" for rung in rungs)]

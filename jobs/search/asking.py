@@ -15,13 +15,13 @@ from trainer.config.sweeps.axes import Axis, Choice
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jobs.search.record import Search
+    from jobs.search.record import SearchState
     from trainer.config.sweeps.sweep import Sweep
 
 _MOST_REPEATS = 30  # of values that an earlier trial has, before Optuna is not asked again
 
 
-def ask(sweep: Sweep, search: Search, count: int) -> list[dict[str, Any]]:
+def ask(sweep: Sweep, search: SearchState, count: int) -> list[dict[str, Any]]:
     """The values of up to `count` more trials, which no earlier trial has. Fewer where Optuna keeps
     to what it has tried.
     """

@@ -19,7 +19,7 @@ from jobs.record.metrics import evaluations
 from jobs.record.state_table import LATER
 from jobs.record.status import survey
 from jobs.search import asking
-from jobs.search.record import Search, SearchRecord, Trial, asked
+from jobs.search.record import SearchRecord, SearchState, Trial, asked
 from jobs.submit.group import submit
 from trainer.config.differences import short_names, written
 from trainer.config.identity import exp_id
@@ -44,10 +44,10 @@ class Driver:
     sweep: Sweep
     request: Request  # of any trials: backend, job dictionary, flags and code
     record: SearchRecord
-    begun: Search  # what a new search would begin with, without trials
+    begun: SearchState  # what a new search would begin with, without trials
     poll_s: float | None = None  # None: as the backend wants it
 
-    def drive(self) -> Search:
+    def drive(self) -> SearchState:
         """Train the trials from rung to rung. Returns the search with its best trial."""
         search = self._begin()
         rungs = self.sweep.search.rungs_of(search.steps)
@@ -66,7 +66,7 @@ class Driver:
             search.best = ranked[0].number
         return search
 
-    def _begin(self) -> Search:
+    def _begin(self) -> SearchState:
         """The search as its record has it, or a new one."""
         search = self.record.read()
         if search is None:
@@ -92,7 +92,7 @@ class Driver:
             log.info("%s goes on: %d trials were asked for", self.group, len(search.trials))
         return search
 
-    def _first_rung(self, search: Search, rung: int, *, is_last: bool) -> None:
+    def _first_rung(self, search: SearchState, rung: int, *, is_last: bool) -> None:
         """Ask for every trial and train each to the first rung."""
         if self.sweep.search.how != "optuna":
             self._ask(search, self.sweep.trials()[len(search.trials) :])
@@ -109,7 +109,7 @@ class Driver:
                 return
             self._ask(search, values)
 
-    def _ask(self, search: Search, values: Sequence[dict[str, Any]]) -> None:
+    def _ask(self, search: SearchState, values: Sequence[dict[str, Any]]) -> None:
         """Write trials down, before anything of them is submitted."""
         start = len(search.trials)
         trials = [
@@ -120,7 +120,7 @@ class Driver:
             self.record.append(*asked(trials))
             search.trials += trials
 
-    def _promoted(self, search: Search, rung: int) -> list[Trial]:
+    def _promoted(self, search: SearchState, rung: int) -> list[Trial]:
         """The trials that go on beyond a rung: the best of those that came to it."""
         ranked = search.ranked(rung)
         came = sum(rung in trial.scores for trial in search.trials)
@@ -136,7 +136,9 @@ class Driver:
     # One rung
     # ----------------------------------------------------------------------------------------------
 
-    def _train(self, search: Search, trials: Sequence[Trial], rung: int, *, is_last: bool) -> None:
+    def _train(
+        self, search: SearchState, trials: Sequence[Trial], rung: int, *, is_last: bool
+    ) -> None:
         """Train these trials to a rung: each is submitted once, and its score written down when it
         has come there. A trial that fails has none.
         """
@@ -171,7 +173,7 @@ class Driver:
         has_paused = state == "paused" and type(step) is int
         return state == "succeeded" or (has_paused and until is not None and step >= until)
 
-    def _score(self, search: Search, trial: Trial, until: int | None) -> float | None:
+    def _score(self, search: SearchState, trial: Trial, until: int | None) -> float | None:
         """The score of the last evaluation up to a step; None without one."""
         scores = [
             entry[search.metric]
@@ -181,7 +183,7 @@ class Driver:
         return scores[-1] if scores else None
 
     def _tell(
-        self, search: Search, trial: Trial, rung: int, score: float | None, why: str = ""
+        self, search: SearchState, trial: Trial, rung: int, score: float | None, why: str = ""
     ) -> None:
         reason = {"reason": why or f"no {search.metric}"} if score is None else {}
         event = {"event": "told", "trial": trial.number, "rung": rung, "score": score, **reason}
@@ -191,7 +193,7 @@ class Driver:
         log.info("step %d: trial %d (%s): %s", rung, trial.number + 1, self.shown(trial), shown)
 
     def _judge(
-        self, search: Search, trial: Trial, rung: int, row: Row | None, result: ActionResult
+        self, search: SearchState, trial: Trial, rung: int, row: Row | None, result: ActionResult
     ) -> None:
         """Take a trial out that has ended and will not be run again. SomeFailed where nothing of it
         could be sent, for then a person must act.

@@ -44,7 +44,7 @@ class Trial:
 
 
 @dataclass
-class Search:
+class SearchState:
     """What the events of search.jsonl add up to."""
 
     digest: str = ""  # of the dictionary, its sweep and how it is searched
@@ -80,7 +80,7 @@ class SearchRecord:
         """The record of the search of a group, whatever letters its name has."""
         return cls(base / "_jobs" / "searches" / quote(group, safe="").replace(".", "%2E") / FILE)
 
-    def read(self) -> Search | None:
+    def read(self) -> SearchState | None:
         """The search; None where none was begun. LatheError where the file was altered."""
         try:
             content = read_small(self.path)
@@ -124,12 +124,12 @@ def _whole(content: bytes) -> Iterator[dict[str, Any]]:
                 yield cast("dict[str, Any]", event)
 
 
-def _fold(events: Iterator[dict[str, Any]]) -> Search | None:
-    search: Search | None = None
+def _fold(events: Iterator[dict[str, Any]]) -> SearchState | None:
+    search: SearchState | None = None
     for event in events:
         kind = event["event"]
         if search is None:
-            search = Search(
+            search = SearchState(
                 event["digest"],
                 tuple(event["keys"]),
                 event["metric"],

@@ -15,16 +15,16 @@ import pytest
 from jobs.record.paths import BaseFolder
 from jobs.report.matter import mattering
 from jobs.report.parallel import searches
-from jobs.search.record import Search, SearchRecord, Trial, asked
+from jobs.search.record import SearchRecord, SearchState, Trial, asked
 
 LRS, DECAYS, SEEDS = [1e-4, 3e-4, 1e-3], [0.0, 0.1, 0.2], [1, 2, 3]
 STEPS = 36
 
 
-def search_of(score: Any, *, count: int = 27) -> Search:
+def search_of(score: Any, *, count: int = 27) -> SearchState:
     """A search over three keys, whose score is a function of their values."""
     keys = ("optim.lr", "optim.weight_decay", "train.seed")
-    search = Search("digest", keys, "valid/loss", True, STEPS)
+    search = SearchState("digest", keys, "valid/loss", True, STEPS)
     for number, point in enumerate(list(itertools.product(LRS, DECAYS, SEEDS))[:count]):
         trial = Trial(number, dict(zip(keys, point, strict=True)), f"{number:032x}")
         trial.scores[4] = score(*point)
@@ -32,7 +32,7 @@ def search_of(score: Any, *, count: int = 27) -> Search:
     return search
 
 
-def by_key(search: Search) -> dict[str, float | None]:
+def by_key(search: SearchState) -> dict[str, float | None]:
     return {one.key: one.share for one in mattering(search).shares}
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from jobs.cli import app
 from jobs.record.paths import BaseFolder
-from jobs.search.record import Search, SearchRecord
+from jobs.search.record import SearchRecord, SearchState
 
 GROUPS = """
 from exp_configs import CAUSAL_LM_TINY, vary
@@ -78,7 +78,7 @@ class Place:
         path = self.base / "starts"
         return Counter(path.read_text().splitlines() if path.exists() else [])
 
-    def record(self, group: str) -> Search:
+    def record(self, group: str) -> SearchState:
         search = SearchRecord.of(self.base, group).read()
         assert search is not None
         return search
@@ -89,7 +89,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def told(search: Search) -> list[Any]:
+def told(search: SearchState) -> list[Any]:
     return [search.promoted, search.best, [(one.values, one.scores) for one in search.trials]]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from exp_configs import CAUSAL_LM_TINY, experiments_of, vary
 from jobs.commands.sweep import cost_lines
-from jobs.search.record import Search as Begun
+from jobs.search.record import SearchState as Begun
 from trainer.config import groups
 from trainer.config.sweeps.sweep import SweepGroup, group_of
 from trainer.errors import ConfigError

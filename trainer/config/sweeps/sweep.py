@@ -25,7 +25,7 @@ Values = dict[str, Any]
 _MOST_DRAWS = 100  # for one trial that differs from those before it
 
 
-class Search(Strict):
+class SearchRules(Strict):
     """The block `search` of a group: how trials are chosen, and how far each is trained."""
 
     how: Literal["grid", "random", "optuna"] = "grid"
@@ -78,7 +78,7 @@ class Sweep:
 
     parent: Values
     axes: Mapping[str, Axis]
-    search: Search
+    search: SearchRules
     stated: Values  # `sweep` and `search` as they were written
 
     def experiment(self, values: Mapping[str, Any]) -> Values:
@@ -149,7 +149,7 @@ def group_of(form: Values) -> SweepGroup:
     block: Any = form.get("search", {})
     if not isinstance(block, dict):
         raise ConfigError(f'search: got {kind(block)}, want a dictionary: {{"how": "random"}}.')
-    search = validate(Search, cast("Values", block), source="search")
+    search = validate(SearchRules, cast("Values", block), source="search")
     axes: dict[str, Axis] = {}
     mistakes: list[str] = []
     for key, one in cast("dict[Any, Any]", stated).items():
@@ -187,7 +187,7 @@ def _refuse_place(parent: Values, key: Any) -> None:
             )
 
 
-def _mistakes(search: Search, axes: Mapping[str, Axis], parent: Values) -> Iterable[str]:
+def _mistakes(search: SearchRules, axes: Mapping[str, Axis], parent: Values) -> Iterable[str]:
     """What does not fit together."""
     ranges = [key for key, one in axes.items() if isinstance(one, Range)]
     if search.how == "grid" and ranges:
