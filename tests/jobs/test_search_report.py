@@ -96,7 +96,7 @@ class Page(HTMLParser):
 def test_the_figure_is_a_list_of_links_the_best_first_that_a_screen_reader_can_read(
     tmp_path: Path,
 ) -> None:
-    search = search_of(lambda lr, decay, seed: 1 / lr + decay + seed)
+    search = search_of(lambda lr, decay, seed: 100 * (1e-3 - lr) + decay + 1.25 * seed)
     record = SearchRecord.of(tmp_path, "tuned")
     record.append(
         {
@@ -126,10 +126,12 @@ def test_the_figure_is_a_list_of_links_the_best_first_that_a_screen_reader_can_r
     assert len(labels) == 27
     assert labels[0] == (
         f"#x{18:032x}",
-        "trial 19, the best: lr 0.001, weight_decay 0.0, seed 1; valid/loss 1001 at step 4; "
-        "valid/loss 2.5 at step 36",
+        "trial 19, the best: lr 0.001, weight_decay 0.0, seed 1; valid/loss 1.250 at step 4; "
+        "valid/loss 2.500 at step 36",
     )
-    assert labels[1][1].endswith("; failed") or "trial 21" in labels[1][1]
+    assert labels[1][1].startswith("trial 22: "), "of those at step 4 the best"
+    failed = [words for _, words in labels if words.endswith("; failed")]
+    assert [words.partition(":")[0] for words in failed] == ["trial 20"]
     lines = re.findall(r'points="([^"]+)"', page)
     assert {len(line.split()) for line in lines} == {5}, "three keys, a score, the step"
     assert "<h3>What mattered</h3>" in page
