@@ -129,7 +129,7 @@ def test_the_figure_is_a_list_of_links_the_best_first_that_a_screen_reader_can_r
         "trial 19, the best: lr 0.001, weight_decay 0.0, seed 1; valid/loss 1.250 at step 4; "
         "valid/loss 2.500 at step 36",
     )
-    assert labels[1][1].startswith("trial 22: "), "of those at step 4 the best"
+    assert labels[1][1].startswith("trial 10: "), "of those at step 4 the best"
     failed = [words for _, words in labels if words.endswith("; failed")]
     assert [words.partition(":")[0] for words in failed] == ["trial 20"]
     lines = re.findall(r'points="([^"]+)"', page)
