@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from jobs.cli import app
 from jobs.record.paths import BaseFolder
 from jobs.search.record import SearchRecord, SearchState
+from tests.wording import Fault, fault, says
 
 GROUPS = """
 from exp_configs import CAUSAL_LM_TINY, vary
@@ -163,7 +164,7 @@ def test_another_sweep_under_the_same_name_is_refused_and_nothing_changes(place:
     place.groups.write_text(GROUPS.replace('"rungs": [4, 12]', '"rungs": [6, 12]'))
     done = place.sweep("tuned")
     assert done.exit_code == 2
-    assert "is of another sweep or search than the group states now" in done.output
+    says("search_changed", done.output)
     assert (record.path.read_bytes(), place.starts()) == (content, starts)
 
 
@@ -178,15 +179,16 @@ def test_a_search_says_what_it_costs_before_it_starts_and_a_dry_run_sends_nothin
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "mistake"),
     [
-        (["--steps", "10"], "got 12, a rung beyond the run, whose last step is 10"),
-        (["--", "--until", "4"], "the rungs of a search say where its trials stop"),
+        (["--steps", "10"], fault("rung_late", rung=12, steps=10)),
+        (["--", "--until", "4"], fault("until_of_search")),
     ],
 )
-def test_what_a_search_refuses(place: Place, words: list[str], message: str) -> None:
+def test_what_a_search_refuses(place: Place, words: list[str], mistake: Fault) -> None:
     done = place.sweep("tuned", *words)
-    assert (done.exit_code, message in done.output) == (2, True), done.output
+    assert done.exit_code == 2, done.output
+    says(mistake, done.output)
     assert not place.starts()
 
 
@@ -211,7 +213,7 @@ def test_a_rung_is_paused_and_a_later_until_or_none_goes_on(place: Place) -> Non
     assert "send" in submit("--", "--until", "5")
     assert "send" in submit()
     assert "skip" in submit()
-    assert "got a step beyond the run, whose last one is 36" in submit("--", "--until", "37")
+    says("until_late", submit("--", "--until", "37"), until=37, steps=36)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is not None, reason="optuna is installed")
