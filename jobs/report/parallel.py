@@ -122,7 +122,7 @@ def _figure(search: SearchState, trials: Sequence[Trial]) -> str:
     return (
         f'<figure class="chartbox parallel"><svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'role="group" aria-label="Trials in parallel coordinates">'
-        f'<g aria-hidden="true">{"".join(axes)}</g>{"".join(lines)}</svg>'
+        f'{"".join(lines)}<g aria-hidden="true">{"".join(axes)}</g></svg>'
         f'<figcaption class="soft small">{caption}</figcaption></figure>'
     )
 
