@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -167,19 +167,18 @@ def cost_lines(group: str, sweep: Sweep, begun: SearchState) -> Iterator[str]:
 
 
 @contextmanager
-def _held(record: SearchRecord) -> Iterator[None]:
+def _held(record: SearchRecord) -> Generator[None]:
     """Hold the lock of a search. Busy when another process drives it."""
     with refusals(record.path):
         record.path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(record.path.with_name(".search.lock"), timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise Busy(f"{record.path}: another process drives this search. Let it finish.") from None
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(record.path.with_name(".search.lock"), timeout=0))
+        except Timeout:
+            raise Busy(
+                f"{record.path}: another process drives this search. Let it finish."
+            ) from None
         yield
-    finally:
-        lock.release()
 
 
 def _show(search: SearchState, base: BaseFolder, *, as_json: bool) -> None:

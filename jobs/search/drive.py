@@ -169,9 +169,10 @@ class Driver:
     def _has_come(self, trial: Trial, until: int | None) -> bool:
         """Whether a run that does not run now has come to a step, or to its end (None)."""
         status = read_json(self.request.base.run(trial.exp_id).status) or {}
-        state, step = status.get("state"), status.get("step")
-        has_paused = state == "paused" and type(step) is int
-        return state == "succeeded" or (has_paused and until is not None and step >= until)
+        step: Any = status.get("step")
+        if status.get("state") == "paused" and until is not None:
+            return type(step) is int and step >= until
+        return status.get("state") == "succeeded"
 
     def _score(self, search: SearchState, trial: Trial, until: int | None) -> float | None:
         """The score of the last evaluation up to a step; None without one."""

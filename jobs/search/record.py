@@ -139,7 +139,7 @@ def _fold(events: Iterator[dict[str, Any]]) -> SearchState | None:
         elif kind == "asked":
             search.trials.append(Trial(event["trial"], dict(event["values"]), event["exp_id"]))
         elif kind == "told":
-            search.trials[event["trial"]].scores[int(event["rung"])] = event["score"]
+            search.trials[int(event["trial"])].scores[int(event["rung"])] = event["score"]
         elif kind == "promoted":
             search.promoted[int(event["rung"])] = list(event["trials"])
         elif kind == "ended":
