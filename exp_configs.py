@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer import tasks
 from trainer.config import groups
 from trainer.config.groups import Values, cartesian_exp_group, vary
+from trainer.config.sweeps.sweep import SweepGroup
 from trainer.recipes import lookup_groups
 from trainer.tasks.cross_attention import published as cross_attention
 from trainer.tasks.fid import published as fid
@@ -412,9 +414,15 @@ def experiments_of(group: str, path: Path | None, steps: int | None) -> list[Val
     """The dictionaries of one group, with `steps` written in where it is given; see
     groups.experiments_of_group.
     """
-    return groups.experiments_of_group(read_groups(path), group, steps)
+    known = read_groups(path)
+    experiments = groups.experiments_of_group(known, group, steps)
+    if isinstance(known[group], SweepGroup):  # one error instead of one for each trial
+        tasks.parse(experiments[0], source=f"-e {group}: the first trial of its sweep")
+    return experiments
 
 
 def read_groups(path: Path | None) -> dict[str, list[Values]]:
     """EXP_GROUPS of the Python file at `path`, or of this file when it is None."""
-    return EXP_GROUPS if path is None else groups.read(path)
+    return (
+        groups.expanded(EXP_GROUPS, source="exp_configs.py") if path is None else groups.read(path)
+    )

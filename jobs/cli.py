@@ -10,7 +10,7 @@ from __future__ import annotations
 import typer
 
 from jobs import backends
-from jobs.commands import change, look, send, serve
+from jobs.commands import change, look, send, serve, sweep
 from trainer.version import Version
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ RETRIES = (
 
 app.command("plan")(send.plan_command)
 app.command("submit", epilog=RETRIES)(send.submit_command)
+app.command("sweep")(sweep.sweep_command)
 app.command("status")(look.status_command)
 app.command("show")(look.show_command)
 app.command("logs")(look.logs_command)

@@ -18,7 +18,7 @@ JobState = Literal[
     "oom",
     "preempted",  # asks to be run again
     "cancelled",
-    "paused",  # its end was asked for so that it goes on later: the service's pause
+    "paused",  # it ended so that it goes on later: the service's pause, or --until
     "lost",  # the scheduler does not know it, and it left no outcome
 ]
 ACTIVE: tuple[JobState, ...] = ("submitting", "submitted", "queued", "running", "held")

@@ -1003,6 +1003,33 @@ SERVICE = (
     )
 )
 
+# Sweeps, searches, and runs that stop on the way
+SEARCHING = wording(
+    ConfigError,
+    sweep_kind="sweep: got {kind}, want a dictionary",
+    sweep_key="sweep: got the key {key!r}, want a dotted one",
+    sweep_no_block="{path} is {value} in the dictionary, want a block of keys",
+    sweep_not_alone="Want the sweep alone in its group",
+    axis_empty="sweep[{key!r}]: got an empty list, want at least one value",
+    axis_kind="sweep[{key!r}]: got {kind}, want a list of values",
+    axis_twice="sweep[{key!r}]: got {value} twice, want each value once",
+    axis_form="want exactly one of choice, ",
+    axis_bounds="want two numbers, the lower one first",
+    axis_not_positive="log_uniform got {bounds}, want numbers above 0",
+    axis_not_whole="integer got {bounds}, want whole numbers",
+    grid_of_range="sweep[{key!r}]: got a range, and a grid wants values",
+    trials_of_grid="search.trials: got {count} for a grid",
+    trials_missing="search.trials: got none, and",
+    trials_too_many="the sweep gave only {count} that differ",
+    rungs_order="search.rungs: got {rungs}, want steps in rising order",
+    rung_late="search.rungs: got {rung}, a rung beyond the run, whose last step is {steps}",
+    rungs_of_lengths="trials of several lengths cannot be compared",
+    rungs_of_epochs="they are steps, and this dictionary states epochs",
+    optuna_chooses="Optuna chooses its experiments one after the other",
+    until_late="--until {until}: got a step beyond the run, whose last one is {steps}",
+    until_of_search="the rungs of a search say where its trials stop",
+) | wording(ResumeError, search_changed="is of another sweep or search than the group states now")
+
 ROOMS: dict[str, dict[str, Wording]] = {
     "files": FILES,
     "odd text": ODD_TEXT,
@@ -1017,6 +1044,7 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "columns": COLUMNS,
     "api": API,
     "groups": GROUPS,
+    "searching": SEARCHING,
     "deepspeed": DEEPSPEED,
     "bases": BASES,
     "adapters": ADAPTERS,

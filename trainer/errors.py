@@ -21,7 +21,10 @@ _MAX_LISTED = 60  # legal names in one message
 
 EXIT_OK = 0
 EXIT_BAD_INPUT = 2
+EXIT_PAUSED = 10  # --until stopped the run at its step: it is saved, and not done
 EXIT_PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: run the same command again
+# The ranks of a run that ends with one of these have all come to the same point.
+IN_ORDER = (EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED)
 
 
 class LatheError(Exception):

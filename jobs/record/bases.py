@@ -62,7 +62,12 @@ def sentence(base: RunFolder) -> tuple[str, bool]:
     if state == "succeeded":
         return f"its base {name} has succeeded, but left no model in final/. `reset` it", True
     if state == "paused":
-        return f"its base {name} is {reason}", True
+        how = (
+            reason
+            if reason and reason.startswith("paused")
+            else f"paused: {reason or 'by --until'}"
+        )
+        return f"its base {name} is {how}", True
     return f"it waits until its base {name}, now {state}, has succeeded", False
 
 

@@ -246,7 +246,7 @@ def _paused_or_not(attempt: Sent) -> Sent:
     why = attempt.end_wanted_for
     if attempt.state == "cancelled" and why is not None:
         return replace(attempt, state="paused", reason=why)
-    if attempt.state == "paused" and why is None:
+    if attempt.state == "paused" and why is None and attempt.is_cancelled:
         return replace(attempt, state="cancelled", reason=None)
     return attempt
 

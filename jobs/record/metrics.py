@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.files.atomic import open_file, read_small
+from trainer.files.atomic import bounded_lines, open_file, read_small
 
 if TYPE_CHECKING:
     from jobs.record.paths import RunFolder
@@ -97,3 +98,21 @@ def numbers(values: Any) -> dict[str, float]:
         for name, value in items
         if type(value) in (int, float) and -LIMIT < value < LIMIT
     }
+
+
+def evaluations(folder: RunFolder) -> Iterable[dict[str, float]]:
+    """Every evaluation in order, from score_list.json; when that is absent or malformed, from
+    metrics.jsonl.
+    """
+    try:
+        listed: Any = json.loads(read_small(folder.path / "score_list.json"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        listed = None
+    if isinstance(listed, list) and listed:
+        return [numbers(entry) for entry in cast("list[Any]", listed)]
+    try:
+        with open_file(folder.metrics) as file:
+            lines = (line for line in bounded_lines(file) if b'"valid' in line)
+            return [numbers_in(line) for line in lines]
+    except (FileNotFoundError, NotADirectoryError):
+        return []

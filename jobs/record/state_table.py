@@ -20,11 +20,13 @@ from typing import Any, Literal, TypeVar
 
 from jobs.errors import EXIT_DUPLICATE
 from jobs.job_state import ACTIVE, ENDED, JobState
-from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
+from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED
 
 EXIT_FAILED = 1
 # the reason of a failure that happens again until a person changes something
 BAD_INPUT = "bad input: "
+# the reason of an end that was planned: what was sent next decides whether the job goes on
+UNTIL = "--until stopped it; a submission with a later --until, or with none, goes on"
 # the reason of a refusal that passes by itself: the scheduler had no room for one more job
 TURN = "waits for its turn: "
 
@@ -56,12 +58,13 @@ def _fits(pattern: Any, value: Any) -> bool:
 # How one start of a job ended: the wrapper decides this on the node.
 # --------------------------------------------------------------------------------------------------
 
-End = Literal["succeeded", "preempted", "bad input", "timeout", "oom", "failed"]
+End = Literal["succeeded", "preempted", "paused", "bad input", "timeout", "oom", "failed"]
 
 # `code` and `kind` of exit.json
 EXIT_FILES: dict[End, tuple[int, str]] = {
     "succeeded": (EXIT_OK, "succeeded"),
     "preempted": (EXIT_PREEMPTED, "preempted"),
+    "paused": (EXIT_PAUSED, "paused"),
     "bad input": (EXIT_BAD_INPUT, "failed"),
     "timeout": (EXIT_FAILED, "timeout"),
     "oom": (EXIT_FAILED, "oom"),
@@ -71,7 +74,7 @@ EXIT_FILES: dict[End, tuple[int, str]] = {
 
 def end_of(code: int | None, kind: str | None = None) -> End:
     """How a start ended, by `code` and `kind` of its exit.json."""
-    for end in ("succeeded", "preempted", "bad input"):
+    for end in ("succeeded", "preempted", "paused", "bad input"):
         if code == EXIT_FILES[end][0]:
             return end
     return "timeout" if kind == "timeout" else "oom" if kind == "oom" else "failed"
@@ -120,6 +123,7 @@ ENDS = (
         reason="the kernel killed a process of this job: out of memory",
     ),
     EndRule("preempted", code=EXIT_PREEMPTED, reason="stopped by {stop}", has_own_reason=True),
+    EndRule("paused", code=EXIT_PAUSED, reason=UNTIL, has_own_reason=True),
     EndRule("bad input", code=EXIT_BAD_INPUT, reason="bad input: see the log"),
     # a launcher that is stopped ends with any code
     EndRule(
@@ -206,6 +210,7 @@ VERDICTS = (
     StateRule("as wished", exit=ANY_END, is_cancelled=True, reason_of="exit"),
     StateRule("as observed", exit="preempted", scheduler=("cancelled", "timeout")),
     StateRule("preempted", exit="preempted", reason_of="exit"),
+    StateRule("paused", exit="paused", reason_of="exit"),
     StateRule("failed", exit="bad input", reason=BAD_INPUT, reason_of="exit"),
     StateRule("as observed", exit=ANY_END, scheduler=("oom", "timeout")),
     StateRule("timeout", exit="timeout", reason_of="exit"),
@@ -303,7 +308,8 @@ _TOO_OFTEN = "preempted {times} times, more than max_preemptions. --retry preemp
 _PREEMPTED = "preempted, {times} of at most {limit}"
 _RETRY = "{state} ({reason}); retry {times} of {limit}"
 _MEND = "{reason}. Mend it; then --retry failed if what is sent has changed, else `retry` by id"
-_LATER = "; not before {wait_s:.0f} s from now"
+LATER = "; not before "  # in the reason of what is sent again after a pause
+_LATER = LATER + "{wait_s:.0f} s from now"
 
 # fmt: off
 DECISIONS = (

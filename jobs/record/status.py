@@ -69,7 +69,7 @@ class _Case:
         last = self.job.last
         if last is None or last.id is None or self.is_final:
             return None
-        return None if self.end in ("succeeded", "bad input") else (last.backend, last.id)
+        return None if self.end in ("succeeded", "paused", "bad input") else (last.backend, last.id)
 
 
 @dataclass(frozen=True)

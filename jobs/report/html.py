@@ -18,6 +18,7 @@ from jobs.record.row import Row, Start, seconds_between
 from jobs.report.curves import read_curves, thin
 from jobs.report.logs import last_lines
 from jobs.report.page import page
+from jobs.report.parallel import searches
 from jobs.report.scores import best_value
 from jobs.report.table import summary
 from jobs.report.test_scores import TestResult, best_test
@@ -25,7 +26,7 @@ from jobs.report.text import duration, number_text, visible
 from jobs.secret_keys import redact
 from trainer.config.differences import short_names, written
 from trainer.config.scores.direction import is_of_validation
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED
 from trainer.files.survival_events import recovery_sentence
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
         _states(rows),
         '<noscript><p class="empty">The charts need JavaScript.</p></noscript>',
         "</header><main>",
+        searches(base, list(dict.fromkeys(row.group for row in rows))),
         f"<h2>Results</h2>{_table(rows, scores, results)}",
         f"<h2>Experiments</h2>{omission_note}",
         '<p class="small"><label><input type="checkbox" id="logarithmic"> logarithmic axes</label>',
@@ -332,7 +334,8 @@ def _colour(start: Start, row: Row) -> str:
     if start.code is None:
         goes_on = row.state == "running" and start == row.starts[-1]
         return "s-running" if goes_on else "s-lost"
-    return {EXIT_OK: "s-succeeded", EXIT_PREEMPTED: "s-preempted"}.get(start.code, "s-failed")
+    known = {EXIT_OK: "s-succeeded", EXIT_PREEMPTED: "s-preempted", EXIT_PAUSED: "s-paused"}
+    return known.get(start.code, "s-failed")
 
 
 def _log(row: Row, folder: RunFolder) -> str:

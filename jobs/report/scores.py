@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,18 +14,17 @@ from rich.text import Text
 
 from jobs.errors import reason_of
 from jobs.record import events as record
-from jobs.record.metrics import last_metrics, numbers, numbers_in
+from jobs.record.metrics import evaluations, last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import experiment_of, starts_of
 from jobs.report.test_scores import TestResult, best_test, read_test
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
 from trainer.config.scores.direction import direction_of, is_of_validation
-from trainer.files.atomic import bounded_lines, open_file, read_json, read_small
+from trainer.files.atomic import read_json
 
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
 ID_WIDTH, GAP = 8, 2
-PREFIX = "valid/"  # of a score's name
 SPEEDS = {"s a step": "step_s", "TFLOP/s": "tflops"}  # head of a column -> what it shows
 _RUN_HEADS = ("steps", "wall_s", *SPEEDS.values())
 MOST_BESIDE_TESTS = 3  # hyper-parameters in the table of the test split
@@ -181,24 +179,6 @@ def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) 
     return scores
 
 
-def evaluations(folder: RunFolder) -> Iterable[dict[str, float]]:
-    """Every evaluation in order, from score_list.json; when that is absent or malformed, from
-    metrics.jsonl.
-    """
-    try:
-        listed: Any = json.loads(read_small(folder.path / "score_list.json"))
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
-        listed = None
-    if isinstance(listed, list) and listed:
-        return [numbers(entry) for entry in cast("list[Any]", listed)]
-    try:
-        with open_file(folder.metrics) as file:
-            lines = (line for line in bounded_lines(file) if f'"{PREFIX}'.encode() in line)
-            return [numbers_in(line) for line in lines]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def as_table(results: Results, *, width: int = 120) -> Table:
     """The results for a terminal: the best value of each metric, with the last one in brackets when
     it differs.
@@ -233,7 +213,7 @@ def as_table(results: Results, *, width: int = 120) -> Table:
     widths = [_width(head, cells) + GAP for head, cells in scores]
     room, num_scores = width - ID_WIDTH - GAP - sum(widths), len(scores)
     for place in reversed(range(len(results.metrics))):
-        if room < 0 and not results.metrics[place].startswith(PREFIX):
+        if room < 0 and not results.metrics[place].startswith("valid/"):  # scores of sets go first
             room += widths[place]
             del scores[place]
     num_hidden_scores = num_scores - len(scores)

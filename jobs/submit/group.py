@@ -29,6 +29,7 @@ from jobs.submit.request import (
     AttemptDraft,
     Request,
     check_dictionary,
+    until_of,
 )
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
 from trainer.errors import ConfigError, LatheError, ResumeError, StorageError
@@ -202,8 +203,9 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
                 kind = str(exit_file.get("kind", "lost"))
                 text = f"{kind}: {exit_file['reason']}" if exit_file.get("reason") else kind
                 end = end_of(exit_file.get("code"))
-                state: JobState = end if end in ("succeeded", "preempted") else "failed"
-                return ActionResult(name, "send", text, state, is_bad=end != "succeeded")
+                state: JobState = end if end in ("succeeded", "preempted", "paused") else "failed"
+                is_bad = end not in ("succeeded", "paused")
+                return ActionResult(name, "send", text, state, is_bad=is_bad)
             return _result(name, "send", outcome)
     except Unreachable as error:
         return ActionResult(name, "settle", str(error), "submitting", is_bad=True)
@@ -284,6 +286,9 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
         raise kind(row.reason or row.folder)
     folder = request.base.run(name)
     status = read_json(folder.status) or {}
+    retry = set(request.retry)
+    if row is not None and row.state == "paused" and _goes_further(request, folder, row):
+        retry.add("paused")
     is_other = False  # whether other flags, another code or another job dictionary are sent now
     if request.retry and row is not None:
         last = read_json(folder.attempt(row.attempt).spec) or {}
@@ -293,7 +298,7 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
     limits = Limits(
         request.job.max_retries,
         request.job.max_preemptions,
-        request.retry,
+        retry,
         with_bad_input=is_other,
     )
     return decide(
@@ -307,6 +312,13 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
             else why_it_waits(folder, request.by_id[name])
         ),
     )
+
+
+def _goes_further(request: Request, folder: RunFolder, row: Row) -> bool:
+    """Whether a run that --until stopped is now asked to go on: beyond that step, or to its end."""
+    before = until_of((read_json(folder.attempt(row.attempt).spec) or {}).get("program", ()))
+    after = until_of(request.flags)
+    return before is not None and (after is None or after > before)
 
 
 def _state(row: Row | None) -> JobState:

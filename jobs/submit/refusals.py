@@ -17,6 +17,7 @@ from trainer.config.mistakes import (
     OPTIMIZER_ON_NVME,
     doubts_of,
     foreign_best,
+    late_stop,
     long_warmup,
     no_base,
 )
@@ -100,6 +101,9 @@ def of_experiment(
     `steps` a long warm-up is a warning, as it is here. shares_disk: as in `of_flags`.
     """
     problems = [*foreign_best(cfg), *own.problems(cfg.own_metrics, folder.path)]
+    until = int(flags.get("until", "0"))
+    if cfg.train.steps and until > cfg.train.steps:
+        problems.append(late_stop(until, cfg.train.steps))
     for doubt in doubts_of(cfg):
         if "strict" in flags:
             problems.append(f"--strict: {doubt}")

@@ -195,6 +195,12 @@ class ActionResult:
     is_transient: bool = False  # it failed, and may succeed later although nobody changes anything
 
 
+def until_of(words: Sequence[str]) -> int | None:
+    """The step of --until among the words of a job's program; None without any."""
+    texts = [word.partition("=")[2] for word in words if word.startswith("--until=")]
+    return int(texts[-1]) if texts and texts[-1].isdigit() else None
+
+
 def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
     """Return when the folder is free or holds this very dictionary; else ResumeError.
 

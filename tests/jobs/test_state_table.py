@@ -98,6 +98,8 @@ preempted  active   *     no        *     *              . E Q R H S E E E E Q E
 preempted  active   *     yes       *     *              . W Q R H S W W W W Q W W Q W W W Q W W
 preempted  ended    *     no        *     *              E E Q R H S E E E E Q E E Q C C T Q E E
 preempted  ended    *     yes       *     *              W W Q R H S W W W W Q W W Q W W W Q W W
+paused     *        *     no        *     *              U U U U U U U U U U U U U U U U U U U U
+paused     *        *     yes       *     *              W W W W W W W W W W W W W W W W W W W W
 bad_input  *        *     no        *     *              F F F F F F F F F F F F F F F F F F F F
 bad_input  *        *     yes       *     *              W W W W W W W W W W W W W W W W W W W W
 timeout    *        *     no        *     *              T T T T T T T T T T T T T T T T T T O O
@@ -155,7 +157,9 @@ def standings() -> list[Situation]:
 
 
 def symptoms() -> list[Symptoms]:
-    return [Symptoms(*each) for each in itertools.product((0, 1, 2, 75, 76, -9), *[BOOLEANS] * 4)]
+    return [
+        Symptoms(*each) for each in itertools.product((0, 1, 2, 10, 75, 76, -9), *[BOOLEANS] * 4)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -229,6 +233,8 @@ EXPECTED_ENDS = """
 1  no_outcome failed    preempted oom       timeout
 2  outcome    bad_input bad_input oom       timeout
 2  no_outcome bad_input bad_input oom       timeout
+10 outcome    paused    paused    oom       timeout
+10 no_outcome paused    paused    oom       timeout
 75 outcome    preempted preempted oom       timeout
 75 no_outcome preempted preempted oom       timeout
 """

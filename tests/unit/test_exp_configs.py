@@ -288,7 +288,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_without_a_file_the_groups_are_our_own() -> None:
-    assert read_groups(None) is exp_configs.EXP_GROUPS
+    assert read_groups(None) == exp_configs.EXP_GROUPS
 
 
 def test_a_file_may_vary_our_groups(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.commands_of_pages import commands_of, files_of, parsed, python_of
 from tests.forked import ROOT
 from trainer import tasks
 from trainer.config import groups
+from trainer.config.sweeps.sweep import group_of
 
 RECIPES = ROOT / "docs" / "recipes.md"
 COMING_FROM = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
@@ -86,8 +87,9 @@ def test_the_python_of_the_recipes_runs_and_gives_experiments(
     for block in python_of(RECIPES):
         exec(block, names)
     assert capsys.readouterr().out == "0.5\n"  # the recipe with a metric of its own
+    swept = names.pop("SWEEP")
     values = [value for value in names.values() if isinstance(value, dict) and "task" in value]
-    values += [*names["SWEEP"], *names["SEEDS"]]
+    values += [*group_of(swept), *names["SEEDS"]]
     assert len(values) > 20
     for experiment in values:
         tasks.parse(experiment)

@@ -33,6 +33,7 @@ EVERY: dict[str, Any] = {  # a value of each flag that is not its default
     "strict": True,
     "num_proc": 3,
     "test": True,
+    "until": 4,
 }
 
 

@@ -76,8 +76,8 @@ class Run:
 
     @property
     def status(self) -> dict[str, Any]:
-        """What status.json says now: "state" (running, succeeded, failed, preempted), "step" and
-        "total" in optimizer steps, "error", ...; empty for an exported model.
+        """What status.json says now: "state" (running, succeeded, failed, preempted, paused),
+        "step" and "total" in optimizer steps, "error", ...; empty for an exported model.
         """
         return read_json(self.folder / _STATUS) or {}
 

@@ -20,7 +20,7 @@ from trainer import errors
 from trainer.api.arguments import dictionary, refuse_below_one, run_flags
 from trainer.api.process_state import as_found
 from trainer.api.run import Run, load
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
+from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED, ConfigError, LatheError
 from trainer.files.survive import LAUNCHED
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def fine_tune(
     flags: other flags of `lathe train` (docs/commands.md) by their names, such as log_every=10 or
         strict=True.
 
-    Called again, it goes on with a run that was stopped, and trains a finished one no further. What
-    belongs to the whole process is afterwards as it was: environment, signal handlers, loggers,
-    random state, torch's defaults.
+    Called again, it goes on with a run that was stopped (by until=STEP, too), and trains a finished
+    one no further. What belongs to the whole process is afterwards as it was: environment, signal
+    handlers, loggers, random state, torch's defaults.
 
     Raises ConfigError for a wrong dictionary or argument, DataError for wrong data, ResumeError
     where the folder holds another run, DoesNotFitError for too little memory, StorageError,
@@ -176,7 +176,7 @@ def _train_under_torchrun(run_plan: RunPlan, options: Options) -> int | None:
     code = said.get("code", code)
     if code == EXIT_PREEMPTED:
         return preemption.number
-    if code != EXIT_OK:
+    if code not in (EXIT_OK, EXIT_PAUSED):
         raise _error(said.get("error") or f"torchrun ended with code {code}; see what it printed.")
     return None
 

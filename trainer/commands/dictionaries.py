@@ -16,6 +16,7 @@ import typer
 from trainer.commands.options import ExpConfigs, guard, id_of
 from trainer.config import reference
 from trainer.config.mistakes import other_place
+from trainer.config.sweeps.sweep import SweepGroup
 from trainer.config.synonyms import SYNONYMS
 from trainer.errors import ConfigError, nearest
 from trainer.files.atomic import refusals
@@ -94,6 +95,8 @@ def groups(
 
 def summary(experiments: Experiments) -> str:
     """One line: how many experiments of which tasks, and their steps."""
+    if isinstance(experiments, SweepGroup) and not experiments:
+        return f"sweep of {experiments.sweep.search.trials} trials, which Optuna chooses"
     tasks = Counter(str(values.get("task")) for values in experiments)
     counts = ", ".join(f"{count} {task}" for task, count in tasks.items())
     steps = [values.get("train", {}).get("steps") for values in experiments]

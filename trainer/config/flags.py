@@ -79,6 +79,16 @@ class RunFlags:
             " every 1000 steps.",
         ),
     ] = None
+    until: Annotated[
+        int | None,
+        typer.Option(
+            "--until",
+            min=1,
+            metavar="STEP",
+            help="Stop when this step is done: the run is saved there, evaluated, and goes on with "
+            "a later --until, or with none. Exit code 10; never changes the id.",
+        ),
+    ] = None
     deepspeed: Annotated[
         str | None,
         typer.Option(

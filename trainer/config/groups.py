@@ -14,6 +14,8 @@ from trainer.config import userfile
 from trainer.config.differences import names_by_difference
 from trainer.config.identity import exp_id
 from trainer.config.readers import group_file
+from trainer.config.sweeps import sweep
+from trainer.config.sweeps.sweep import SweepGroup
 from trainer.errors import ConfigError, nearest
 
 Values = dict[str, Any]
@@ -83,6 +85,11 @@ def experiments_of_group(
         raise ConfigError(
             f"-e {group}: this is the id of an experiment, and a group's name is wanted. {advice}."
         )
+    if isinstance(groups[group], SweepGroup) and not groups[group]:
+        raise ConfigError(
+            f"-e {group}: Optuna chooses its experiments one after the other, so there is no list "
+            f"of them. Start it by `lathe sweep -e {group}`."
+        )
     experiments = with_steps(groups[group], steps)
     ids = [exp_id(values) for values in experiments]
     if len(set(ids)) < len(ids):
@@ -137,27 +144,33 @@ def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
 def read(path: Path) -> dict[str, list[Values]]:
     """EXP_GROUPS of the Python file at `path`, which is executed; or what a YAML or JSON file says.
 
-    A group given as a dictionary is a form: cartesian_exp_group makes its experiments. Raises
-    ConfigError, with file and line, for whatever goes wrong in that file, and with every mistake at
-    once when its EXP_GROUPS is not a dictionary of forms and non-empty lists of dictionaries.
+    A group given as a dictionary is a form: cartesian_exp_group makes its experiments, or those of
+    its `sweep` are made (sweeps/sweep.py). Raises ConfigError, with file and line, for whatever
+    goes wrong in that file, and with every mistake at once when its EXP_GROUPS is not a dictionary
+    of forms and non-empty lists of dictionaries.
     """
     if path.suffix.lower() in group_file.READERS:
         groups: Any = group_file.read(path)
     else:
         defined = userfile.execute(path, flag="--exp_configs", defines="EXP_GROUPS")
         groups = defined.get("EXP_GROUPS")
+    return expanded(groups, source=str(path))
+
+
+def expanded(groups: Any, *, source: str) -> dict[str, list[Values]]:
+    """Groups as a file states them, with the experiments that forms and sweeps stand for.
+    ConfigError names every mistake.
+    """
     if not isinstance(groups, dict) or not groups:
         raise ConfigError(
-            f"{path}: EXP_GROUPS is {userfile.kind(groups)}. Want a dictionary: group -> list of "
+            f"{source}: EXP_GROUPS is {userfile.kind(groups)}. Want a dictionary: group -> list of "
             "experiments."
         )
     read: dict[Any, Any] = {}
     mistakes: list[str] = []
     for group, form in cast(dict[Any, Any], groups).items():
         try:
-            read[group] = (
-                cartesian_exp_group(cast(Values, form)) if isinstance(form, dict) else form
-            )
+            read[group] = _experiments(form)
         except ConfigError as error:
             mistakes.append(f"  EXP_GROUPS[{group!r}] {error}")
         else:
@@ -166,8 +179,22 @@ def read(path: Path) -> dict[str, list[Values]]:
                 for problem in _group_mistakes(group, read[group])
             ]
     if mistakes:
-        raise ConfigError(f"{path}: {len(mistakes)} mistake(s)\n" + "\n".join(mistakes))
+        raise ConfigError(f"{source}: {len(mistakes)} mistake(s)\n" + "\n".join(mistakes))
     return cast(dict[str, list[Values]], read)
+
+
+def _experiments(form: Any) -> Any:
+    """The experiments of a group, of which a dictionary is a sweep or a form of haven's."""
+    if isinstance(form, dict):
+        return sweep.group_of(form) if "sweep" in form else cartesian_exp_group(cast(Values, form))
+    members = cast("list[Any]", form) if isinstance(form, list) else []
+    swept = [one for one in members if isinstance(one, dict) and "sweep" in one]
+    if swept and len(members) > 1:
+        raise ConfigError(
+            "holds a dictionary with `sweep` and others beside it. Want the sweep alone in its "
+            "group."
+        )
+    return sweep.group_of(cast(Values, swept[0])) if swept else form
 
 
 def _group_mistakes(group: Any, experiments: Any) -> list[str]:
@@ -179,7 +206,7 @@ def _group_mistakes(group: Any, experiments: Any) -> list[str]:
             "lists are axes."
         ]
     # haven's cartesian_exp_group returns one for a hyper-parameter without values
-    if not experiments:
+    if not experiments and not isinstance(experiments, SweepGroup):
         return [
             "is an empty list. Want at least one experiment: does a hyper-parameter of the "
             "product have no values?"

@@ -146,6 +146,14 @@ def no_base(source: str) -> str:
     )
 
 
+def late_stop(until: int, steps: int) -> str:
+    """The problem of a --until beyond the last step of a run."""
+    return (
+        f"--until {until}: got a step beyond the run, whose last one is {steps}. Give a step up to "
+        f"{steps}, or leave --until out."
+    )
+
+
 def long_warmup(cfg: Experiment) -> Iterator[str]:
     """The problem of a warm-up that is longer than the run."""
     steps, warmup = cfg.train.steps, cfg.schedule.warmup_of(cfg.train.steps)

@@ -18,7 +18,7 @@ import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from trainer import tasks
-from trainer.errors import EXIT_OK
+from trainer.errors import EXIT_OK, EXIT_PAUSED
 from trainer.launch.ending import end
 from trainer.launch.group import run_each
 from trainer.runtime import device_defaults, distributed
@@ -97,7 +97,7 @@ def _as_rank(
         distributed.init()
         line.tell("joined")
         code = run_each(plans, here, preemption)
-        if code == EXIT_OK:
+        if code in (EXIT_OK, EXIT_PAUSED):
             distributed.barrier()  # a rank that passes it knows that all ranks are done
         return code
     except Exception as error:

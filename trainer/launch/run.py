@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from trainer.data import left_out
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, DataError, StorageError
+from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED, DataError, StorageError
 from trainer.evaluation.test_split import is_tested, run_test
 from trainer.exports import record as export_record
 from trainer.files.atomic import read_json
@@ -27,6 +27,7 @@ from trainer.runtime.preemption import Preemption, Stopped
 from trainer.telemetry.metrics_file import MetricsFile
 from trainer.telemetry.run_record import METRICS, STATUS
 from trainer.training.bad_steps import RolledBack
+from trainer.training.run import End
 from trainer.training.run import run as run_session
 
 if TYPE_CHECKING:
@@ -40,10 +41,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+EXIT_CODES: dict[End, int] = {
+    "succeeded": EXIT_OK,
+    "paused": EXIT_PAUSED,
+    "preempted": EXIT_PREEMPTED,
+}
+SENTENCES: dict[End, str] = {
+    "succeeded": "finished",
+    "paused": "stopped by --until, to go on later",
+    "preempted": "stopped, to be run again",
+}
+
 
 def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     """Train one experiment to its end, from its newest good checkpoint. Returns the exit code: 0,
-    or 75 if preempted.
+    75 (preempted), or 10 (--until).
 
     Every rank calls it. Raises LatheError (and records it in status.json) when the run cannot go
     on, and PeerLost when another rank of a run with --survive is lost.
@@ -61,13 +73,13 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
             claim_folder(chosen.plan, options) as lock,
             open_record(chosen.plan, options) as record,
         ):
-            is_done = _train_or_stop(chosen, options, record, preemption, lock)
-            if is_done and options.test:
-                is_done = _test(chosen.plan, options, record, preemption)
-            record.status("succeeded" if is_done else "preempted")
-            state = "finished" if is_done else "stopped, to be run again"
-            logger.info("%s: %s", state, plan.folder)
-    return EXIT_OK if is_done else EXIT_PREEMPTED
+            ended = _train_or_stop(chosen, options, record, preemption, lock)
+            is_tested_now = ended == "succeeded" and options.test
+            if is_tested_now and not _test(chosen.plan, options, record, preemption):
+                ended = "preempted"
+            record.status(ended)
+            logger.info("%s: %s", SENTENCES[ended], plan.folder)
+    return EXIT_CODES[ended]
 
 
 def _test(plan: RunPlan, options: Options, record: RunRecord, preemption: Preemption) -> bool:
@@ -113,8 +125,8 @@ def _refused_row(folder: Path, notes: left_out.Gathered) -> Iterator[None]:
 
 def _train_or_stop(
     chosen: Chosen, options: Options, record: RunRecord, preemption: Preemption, lock: HeldLock
-) -> bool:
-    """True when all steps are done, False when a signal came: before the first step, or later."""
+) -> End:
+    """How the run ended; "preempted" also when a signal came before the first step."""
     while True:
         is_kept = is_in_memory(chosen.plan, options)
         try:
@@ -126,28 +138,28 @@ def _train_or_stop(
         except Stopped:
             # do not wait for the other ranks: each has its own signal, or fails
             distributed.leave_alone()
-            return False
+            return "preempted"
         with contextlib.suppress(RolledBack):  # then the run is prepared again, as for a resume
             return _train(chosen.plan, ready, pushes=options.push_to_hub)
         chosen = Chosen(chosen.plan)  # reads the rows again, to notice changes
 
 
-def _train(plan: RunPlan, ready: ReadyRun, *, pushes: bool) -> bool:
-    """Train the remaining steps, and export. False when a signal came before the last step."""
+def _train(plan: RunPlan, ready: ReadyRun, *, pushes: bool) -> End:
+    """Train the remaining steps, and export once all are done."""
     session = ready.session
     try:
-        is_done = run_session(session, ready.progress, inside=ready.around_steps)
+        ended = run_session(session, ready.progress, inside=ready.around_steps)
         ready.tell_costs()
-        if is_done:
+        if ended == "succeeded":
             ready.export("final")
             session.record.log_model(plan.folder / "final", export_record.NAME)
             if pushes:
                 on_main(lambda: push(plan))
         with session.meter.pause("saving"):
             ready.saves.wait()
-        if is_done:
+        if ended == "succeeded":
             on_main(ready.tidy)
-        return is_done
+        return ended
     except BaseException as error:
         ready.saves.leave(error)
         raise

@@ -136,6 +136,7 @@ def start(
     doctor.before_first_use(run.zero_stage, options.cache_dir)
     record.startup.lap("checks")
     live, progress = _engine(run, record.startup.lap)
+    progress.refuse_past(options.until)
     record.resume(progress.step, progress.bad.steps)
     record.use_data(run.identity, options.data_path)
     record.status("running", step=progress.step)
@@ -166,6 +167,7 @@ def start(
         save=saver.save,
         export_best=lambda: saver.export("best"),
         log_gradients=options.wandb_log_gradients,
+        until=options.until,
         questions=run.questions,
         valid_sets=run.valid_sets(),
         own_metrics=run.own_metrics,

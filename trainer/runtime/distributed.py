@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
 )
 
 from trainer import errors
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
+from trainer.errors import EXIT_OK, IN_ORDER, ConfigError, LatheError, StorageError
 from trainer.files.atomic import refusals
 
 T = TypeVar("T")
@@ -354,13 +354,13 @@ def leaves_alone() -> bool:
 def shutdown(exit_code: int = EXIT_OK) -> NoReturn:
     """End this process at once with `exit_code`; every rank calls it.
 
-    The ranks of a run that ended in order (done, or preempted and saved) wait for each other. A
+    The ranks of a run that ended in order (done, or stopped and saved) wait for each other. A
     rank that failed does not wait: its peers may never come, and they notice its closed sockets
     sooner. The interpreter's own exit is not used, because gloo's threads then abort finished ranks
     in up to half of the runs (torch 2.13: "terminate called without an active exception", exit code
     -6).
     """
-    if exit_code in (EXIT_OK, EXIT_PREEMPTED) and has_group() and not _leaves_alone:
+    if exit_code in IN_ORDER and has_group() and not _leaves_alone:
         try:
             barrier()
             dist.destroy_process_group()

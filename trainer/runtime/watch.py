@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError, RankLostError
+from trainer.errors import IN_ORDER, LatheError, RankLostError
 from trainer.runtime import distributed, process
 from trainer.runtime.peers import Line, Message, Patience, Peer
 
@@ -328,7 +328,7 @@ def record_by(record: Callable[[LatheError], None] | None) -> None:
 def leave(code: int, text: str = "") -> None:
     """Tell the other ranks that this rank leaves, with its exit code and the reason."""
     if _current is not None:
-        is_orderly = code in (EXIT_OK, EXIT_PREEMPTED) and not distributed.leaves_alone()
+        is_orderly = code in IN_ORDER and not distributed.leaves_alone()
         _current.leave(text or f"exit code {code}", is_orderly=is_orderly)
 
 

@@ -31,7 +31,7 @@ from trainer.telemetry.metrics_file import MetricsFile
 from trainer.telemetry.startup import Startup
 from trainer.telemetry.wandb_run import ANSWERS, WandbRun, WandbSettings
 
-State = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled"]
+State = Literal["queued", "running", "succeeded", "failed", "preempted", "paused", "cancelled"]
 METRICS, SCORES, HAVEN_SCORES, STATUS = (
     "metrics.jsonl",
     "score_list.json",
@@ -309,9 +309,8 @@ class RunRecord:
 
         Calling it twice is fine.
         """
-        exit_code = {"preempted": EXIT_PREEMPTED, "failed": 1, "cancelled": 1}.get(
-            self._state, EXIT_OK
-        )
+        goes_on = dict.fromkeys(("preempted", "paused"), EXIT_PREEMPTED)
+        exit_code = {**goes_on, "failed": 1, "cancelled": 1}.get(self._state, EXIT_OK)
         for sink in self._sinks:
             sink.close(exit_code)
         self._sinks = []

@@ -45,8 +45,8 @@ class Step:
 
 
 def fit(session: Session, progress: Progress, *, until: int | None = None) -> bool:
-    """Train from `progress` to the end, or to step `until`. True when that is reached, False when
-    preempted (a checkpoint is saved).
+    """Train from `progress` to the end, or to step `until` (else the session's own, which is also
+    saved). True when that is reached, False when preempted (a checkpoint is saved).
 
     Raises DivergedError when the loss or the gradient norm stops being finite and that stops the
     run, or when fp16's loss scale leaves out too many updates; earlier checkpoints stay. RolledBack
@@ -57,7 +57,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
     session.engine.train()
     unsound_before = torch.zeros((), dtype=torch.int64, device=distributed.device())
     previous: StepBatches | None = None
-    with contextlib.closing(_windows(session, progress, until)) as source:
+    with contextlib.closing(_windows(session, progress, until or session.until)) as source:
         if (end := settled(session, progress)) is not None:
             return end  # an earlier attempt came so far
         for window in source:
@@ -84,7 +84,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
                 _count_skipped(session, progress, step, window)
             if step.is_last and progress.step < steps:
                 due, progress.is_out_of_time = Due(log=True, evaluation=True, save=True), True
-            saves = step.stop or due.save
+            saves = step.stop or due.save or progress.step == session.until
             session.report(Moved(progress.step, is_stepping=not (due.evaluation or saves)))
             if due.log or due.evaluation or saves or progress.step == 1:
                 loss = _sound_loss(session, step, progress, window)

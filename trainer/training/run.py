@@ -1,19 +1,21 @@
-"""A session from its next step to its last one."""
+"""A session from its next step to its last one, or to the one at which --until stops it."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from trainer.training.loop import fit
-from trainer.training.validation import refuse_unknown_best
+from trainer.training.validation import evaluate_pause, refuse_unknown_best
 
 if TYPE_CHECKING:
     from trainer.training.session import Progress, Session
 
+End = Literal["succeeded", "paused", "preempted"]  # as the state in status.json
 
-def run(session: Session, progress: Progress, *, inside: AbstractContextManager[None]) -> bool:
-    """Train every step that is left. True when all are done, False when a signal came before.
+
+def run(session: Session, progress: Progress, *, inside: AbstractContextManager[None]) -> End:
+    """Train every step that is left, or those up to --until ("paused").
 
     inside: what is enforced while steps run, such as a memory plan. The caller exports the weights
     and destroys the engine. A collective.
@@ -21,4 +23,8 @@ def run(session: Session, progress: Progress, *, inside: AbstractContextManager[
     with inside:
         refuse_unknown_best(session, progress)
         session.record.goodput.begin_steps()
-        return fit(session, progress)
+        if not fit(session, progress):
+            return "preempted"
+        if not session.pauses(progress):
+            return "succeeded"
+        return "paused" if evaluate_pause(session, progress) else "preempted"

@@ -12,6 +12,7 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.auto import placeholder, with_micro_batch, with_steps
 from trainer.config.identity import exp_id
+from trainer.config.mistakes import late_stop
 from trainer.config.schema import Experiment
 from trainer.data.mixed.mixture import Mix, Mixture
 from trainer.data.mixed.task import refuse_missing
@@ -96,14 +97,18 @@ def plan(
         world=world,
         source=f"DeepSpeed file {file!r} with experiment {name}",
     )
+    _refuse_late_stop(options.until, train.steps)
     folder = options.savedir_base / name
     return RunPlan(values, cfg, name, folder, ds, sharding, options.names.get(name, ""))
 
 
-def with_rows(plan: RunPlan, num_rows: int, sources: Sequence[int] = ()) -> RunPlan:
+def with_rows(
+    plan: RunPlan, num_rows: int, sources: Sequence[int] = (), *, until: int | None = None
+) -> RunPlan:
     """The plan with its steps, now that the training rows are counted: those that train.epochs are,
     and of a mix that ends with a source (mixing.ends) no more than it has rows for. ConfigError
-    when train.steps says another number than train.epochs, or a key does not go with it.
+    when train.steps says another number than train.epochs, when a key does not go with it, or when
+    --until names a step beyond them.
 
     sources: the rows of each source of a mix.
     """
@@ -132,6 +137,7 @@ def with_rows(plan: RunPlan, num_rows: int, sources: Sequence[int] = ()) -> RunP
             logger.info("the run has %d steps of %d: then a source has no rows", last, steps)
         steps = last
         logger.info("%s", mixed_line(all_epochs, steps))
+    _refuse_late_stop(until, steps)
     return replace(plan, cfg=with_steps(plan.cfg, steps))
 
 
@@ -147,6 +153,14 @@ def mixed_line(mixture: Mixture, steps: int) -> str:
     return f"mix of {steps:,} steps: {'; '.join(parts)}"
 
 
+def _refuse_late_stop(until: int | None, steps: int) -> None:
+    """ConfigError for a --until beyond the run. steps: 0 while the rows of its epochs are not
+    counted.
+    """
+    if until is not None and 0 < steps < until:
+        raise ConfigError(late_stop(until, steps))
+
+
 def say_padding(plan: RunPlan, sizes: Sizes) -> None:
     """Log which part of the first steps is padding."""
     if sizes.is_packed:
@@ -160,6 +174,20 @@ def say_padding(plan: RunPlan, sizes: Sizes) -> None:
         100 * share,
         steps,
     )
+
+
+def rests(plan: RunPlan, until: int | None) -> bool:
+    """True when an earlier run of the same dictionary was stopped by --until at this step, or at a
+    later one.
+    """
+    if until is None:
+        return False
+    status = read_json(plan.folder / "status.json") or {}
+    step = status.get("step")
+    is_there = status.get("state") == "paused" and type(step) is int and step >= until
+    if is_there:
+        logger.info("%s: step %d is done, and --until is %d", plan.folder, step, until)
+    return is_there
 
 
 def is_finished(plan: RunPlan) -> bool:

@@ -12,6 +12,7 @@ from trainer.config.scores.direction import Direction
 from trainer.data.mixed.mixture import Mixture
 from trainer.data.mixed.store import sources_in
 from trainer.data.order import Sharding
+from trainer.errors import ConfigError
 from trainer.telemetry.chain import StepChain
 from trainer.telemetry.source_losses import SourceSums
 from trainer.training.bad_steps import BadSteps, SkippedSteps, Trouble
@@ -95,6 +96,14 @@ class Progress:
     bad: BadSteps = field(default_factory=BadSteps)
     links: list[str] = field(default_factory=list[str])  # of the chain, by rank (chain.py)
 
+    def refuse_past(self, until: int | None) -> None:
+        """ConfigError when --until names a step before those that are done."""
+        if until is not None and self.step > until:
+            raise ConfigError(
+                f"--until {until}: the run is at step {self.step} already. Give a later step, or "
+                "leave --until out."
+            )
+
     def state(self) -> dict[str, Any]:
         own = {"plateau": self.plateau.state(), "skipped": self.skipped.state()}
         return {**self.__dict__, **own, "bad": self.bad.state()}
@@ -154,6 +163,7 @@ class Session:
     save: Callable[[Progress], None]  # a checkpoint of the present state; a collective
     export_best: Callable[[], None]  # the present weights as best/; a collective
     log_gradients: bool = False
+    until: int | None = None  # the step at which --until stops the run
     # the first validation rows, answered by generation at each evaluation
     questions: Sequence[Row] = ()
     valid_sets: Mapping[str, ValidSet] = field(  # of data.valid_sets, by "valid_NAME"
@@ -197,6 +207,12 @@ class Session:
         clock. Called once a step.
         """
         return self.budget is not None and self.budget.is_spent()
+
+    def pauses(self, progress: Progress) -> bool:
+        """Whether --until stops the run at this step, before its last one."""
+        is_early = self.has_waited(progress) or progress.is_out_of_time
+        is_last = progress.step == self.cfg.train.steps or is_early
+        return progress.step == self.until and not is_last
 
     @property
     def is_judged(self) -> bool:

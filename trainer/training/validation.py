@@ -76,13 +76,7 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     """
     try:
         with session.meter.pause():
-            metrics: dict[str, float] = {}
-            for split, rows in session.all_valid_sets().items():
-                scores = _scores(session, rows, progress.step if split == "valid" else None)
-                metrics |= {f"{split}/{name}": value for name, value in scores.items()}
-            session.record.log(progress.step, **metrics)
-            session.record.score(progress.step, **metrics)
-            improved = _is_best(session, progress, metrics)
+            improved = _is_best(session, progress, _scored(session, progress))
     except Stopped:
         if not is_saved:
             session.save(progress)
@@ -116,6 +110,39 @@ def ended(session: Session, progress: Progress, *, is_saved: bool) -> bool | Non
         end_early(session, progress, is_saved=is_saved)
         return True
     return end_in_time(session, progress) if progress.is_out_of_time else None
+
+
+def evaluate_pause(session: Session, progress: Progress) -> bool:
+    """Evaluate the step at which --until stops the run, unless it has been evaluated already. False
+    when a signal ended the evaluation: the next start with that --until makes it.
+
+    It changes neither best/ nor train.patience nor the learning rate, so that the run goes on as if
+    it had never stopped. A collective.
+    """
+    if distributed.on_main(lambda: session.record.logged_scores(progress.step)) is None:
+        try:
+            with session.meter.pause():
+                _scored(session, progress)
+        except Stopped:
+            return False
+    session.record.end_early(
+        f"step {progress.step} of {session.cfg.train.steps} is where --until stops it: it goes on "
+        "with a later --until, or with none"
+    )
+    return True
+
+
+def _scored(session: Session, progress: Progress) -> dict[str, float]:
+    """The metrics of the present step on every validation set, which are logged and recorded. A
+    collective.
+    """
+    metrics: dict[str, float] = {}
+    for split, rows in session.all_valid_sets().items():
+        scores = _scores(session, rows, progress.step if split == "valid" else None)
+        metrics |= {f"{split}/{name}": value for name, value in scores.items()}
+    session.record.log(progress.step, **metrics)
+    session.record.score(progress.step, **metrics)
+    return metrics
 
 
 def end_early(session: Session, progress: Progress, *, is_saved: bool) -> None:

@@ -338,8 +338,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/run.py",
-        "return EXIT_OK if is_done else EXIT_PREEMPTED",
-        "return EXIT_OK",
+        "    return EXIT_CODES[ended]",
+        "    return EXIT_OK",
         why="a preempted run counts as done and is never run again",
         tests="tests/runs/test_commands.py -k exits_75",
     ),

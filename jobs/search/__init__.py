@@ -1,0 +1,1 @@
+"""Searches: which trials of a sweep are trained, and how far."""

@@ -1,0 +1,1 @@
+"""Groups whose experiments come of one dictionary and ranges of its keys."""
