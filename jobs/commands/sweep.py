@@ -37,10 +37,10 @@ from jobs.submit.request import RESEND_S
 from trainer import tasks
 from trainer.config import groups
 from trainer.config.identity import digest
+from trainer.config.scores.direction import direction_of
 from trainer.config.sweeps.sweep import Sweep, SweepGroup, late_rungs
 from trainer.errors import ConfigError, nearest
 from trainer.files.atomic import refusals
-from trainer.metrics.direction import direction_of
 
 
 @report_errors
