@@ -46,6 +46,10 @@ class Record(Strict):
     """Of the base, as its own card says; None: unknown."""
     files: dict[str, str]
     """sha256 of each file of weights and of code."""
+    average: dict[str, Any] | None = None
+    """What the weights are an average of: {"ema": 0.999} of the steps before, by train.ema, or
+    {"of": [...]}, what `lathe average` read. None: they are those of one step.
+    """
 
 
 def of_run(folder: Path, *, values: dict[str, Any], task: Task, run_folder: Path) -> Record:
@@ -66,6 +70,7 @@ def of_run(folder: Path, *, values: dict[str, Any], task: Task, run_folder: Path
         scores=dict(sorted(scores.items())),
         licence=_licence(values["base"]),
         files=digests(folder),
+        average=None if task.cfg.train.ema is None else {"ema": task.cfg.train.ema},
     )
 
 
@@ -77,7 +82,10 @@ def digests(folder: Path) -> dict[str, str]:
 
 def write(folder: Path, record: Record) -> None:
     """Write lathe.json."""
-    (folder / NAME).write_text(json.dumps(record.model_dump(), indent=2) + "\n")
+    content = record.model_dump()
+    if record.average is None:  # earlier versions know no such key
+        del content["average"]
+    (folder / NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read(folder: Path) -> Record | None:

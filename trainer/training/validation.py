@@ -89,7 +89,8 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     """
     try:
         with session.meter.pause():
-            scores = _scores(session, progress.step)
+            with session.engine.averaged():
+                scores = _scores(session, progress.step)
             metrics = {f"valid/{name}": value for name, value in scores.items()}
             session.record.log(progress.step, **metrics)
             session.record.score(progress.step, **metrics)
