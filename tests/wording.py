@@ -510,6 +510,8 @@ DEEPSPEED = wording(
     stage_of_gradient_dtype="grad_accum_dtype={dtype!r} needs stage 1 or more",
     hpz_of_ranks="{key} does not divide {world} ranks",
     deepspeed_optimizer_twice="{key}={value!r}. Delete the block",
+    terms_without_vocabulary="train.{key}: the loss of task '{task}' is over no vocabulary",
+    average_on_nvme="train.ema={value}: the weights that it averages are on NVMe",
     stage_of_adafactor="optim.name='adafactor' needs ZeRO stage 0, got stage={stage}:",
     stage_of_compile="train.compile=true needs ZeRO stage 0, 1 or 2, got stage={stage}:",
     stage_of_base_bits="train.base_bits={bits} needs ZeRO stage 0, 1 or 2, got stage={stage}:",
