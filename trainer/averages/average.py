@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def average_folders(folders: Sequence[Path], out: Path, *, weights: Sequence[flo
     """Write the average of exported folders to `out`, laid out as the first of them.
 
     folders: best/ or final/ of runs, or runs, of which best/ comes before final/. weights: of each;
-    None: equal ones. ConfigError, by name, for what differs: tasks, bases, tensors and their shapes.
+    None: equal ones. ConfigError names what differs: tasks, bases, tensors and their shapes.
     """
     sources = Sources.of(folders)
     shares = _shares(weights, len(sources.folders), "folder")
