@@ -4,6 +4,7 @@ two; exchanged in the model, and saved and restored on another number of ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.facts import LLAMA, experiment, write_facts
 from tests.numerics.test_engine import OPTIM, WEIGHTS, ds_for, train
 from tests.numerics.tiny_network import STEPS, data, network
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_all_close
 from tests.wording import refused
+from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.schema import Train
+from trainer.plan.memory.deepspeed_terms import Zero, host
+from trainer.plan.memory.measure import MeasureRequest, measure
+from trainer.protocol.task import DRAW, EPOCH, Places
 
 DECAY = 0.8
 EVERY = [
@@ -164,6 +170,23 @@ def test_the_average_of_a_whole_training_is_that_of_plain_torch() -> None:
     wanted = {name: dict(averaged.module.named_parameters())[name].detach() for name in named}
     (found,) = run_on_ranks(1, _trained, 2, "fp32")
     assert_all_close(found["average"], wanted, **WEIGHTS)
+
+
+@pytest.mark.parametrize(("ema", "states"), [(None, 2), (0.999, 3)])
+def test_an_average_is_planned_as_one_more_state(
+    ema: float | None, states: int, tmp_path: Path
+) -> None:
+    folder = write_facts(tmp_path)
+    values = experiment("causal_lm", folder, base=LLAMA, train={"ema": ema})
+    places = Places(folder, folder / "cache", folder / "runs")
+    task = tasks.load(tasks.parse(values), places)
+    row = task.encode(task.specimen())
+    row = {field: list(ids) for field, ids in row.items()} | {DRAW: [5], EPOCH: [0]}
+    (step,) = measure([MeasureRequest(values, "train", [row])], places)
+    assert step.states == states * step.trainable
+    zero = Zero(stage=2, world=2, width=2, accumulates=False, offloads_optimizer=True)
+    kept = host(step, zero) - host(replace(step, states=2 * step.trainable), zero)
+    assert kept == 4 * (states - 2) * step.trainable // 2
 
 
 # Through a checkpoint
