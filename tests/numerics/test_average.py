@@ -82,7 +82,8 @@ def _trained(stage: int, precision: str, persisted: int = 0) -> dict[str, Any]:
     """
     live = make(stage, precision, persisted=persisted)
     live.keep_average(DECAY)
-    before = masters_of(live) if precision == "bf16" else live.weights(lambda k: True)
+    # not masters_of(): before its first step the optimizer's state would be made by one more
+    before = {name: weight.float() for name, weight in live.weights(lambda k: True).items()}
     seen, losses = [before], []
     for step in range(STEPS):
         losses += train(live, range(step, step + 1))[0]
@@ -147,7 +148,8 @@ def test_weights_that_stage_3_leaves_whole_are_exchanged_too(precision: str) -> 
         net = network().to(found["held"]["3.weight"].dtype)
         net.load_state_dict(found["shown"], strict=False)
         x = data()[0][0].to(net[0].weight.dtype)
-        assert torch.allclose(net.eval()(x).detach().float(), averaged, atol=1e-2)
+        near = {"fp32": 1e-5, "bf16": 1e-2}[precision]
+        assert torch.allclose(net.eval()(x).detach().float(), averaged, atol=near)
         assert found["losses"] == found["plain"]
 
 
@@ -172,6 +174,7 @@ def test_the_average_of_a_whole_training_is_that_of_plain_torch() -> None:
     assert_all_close(found["average"], wanted, **WEIGHTS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ema", "states"), [(None, 2), (0.999, 3)])
 def test_an_average_is_planned_as_one_more_state(
     ema: float | None, states: int, tmp_path: Path

@@ -57,7 +57,7 @@ def slow_noise(draw: int, place: int, length: int, width: int) -> list[float]:
     state = draw + (place + 1) * 0x9E3779B97F4A7C15 & LONG
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & LONG
     key = ((state ^ state >> 27) * 0x94D049BB133111EB & LONG) >> 32
-    columns = [mixed(column * 0x9E3779B8 & WORD) for column in range(1, width + 1)]
+    columns = [mixed(column * 0x9E3779B9 & WORD) for column in range(1, width + 1)]
     most = ALPHA / math.sqrt(length * width)
     return [((mixed(key + word & WORD) >> 8) / 2**23 - 1) * most for word in columns]
 

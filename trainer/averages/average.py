@@ -54,9 +54,9 @@ def average_steps(
     masters = [checkpoint.read_tensors(folder, "optimizer") for folder in steps.values()]
     averages: dict[str, Tensor] = {}
     for name in saved[0]:
-        exact = f"{name}|{MASTER}"
-        sources = masters if exact in masters[0] else saved
-        parts = [source[exact if source is not saved else name] for source in sources]
+        master = f"{name}|{MASTER}"
+        is_exact = master in masters[0]
+        parts = [one[master] for one in masters] if is_exact else [one[name] for one in saved]
         averages[name] = mean(parts, shares).to(saved[0][name].dtype)
     task = tasks.load(cfg, places)
     with _written(out) as temporary:

@@ -123,12 +123,12 @@ class OptimizerState:
 
     def masters(self) -> Iterator[tuple[str, int, Tensor]]:
         """(parameter, start, values): the fp32 weights that this rank updates in place, as elements
-        start, start + 1, ... of the flat parameter; below ZeRO-1 all of them.
+        start, start + 1, ... of the flat parameter; below ZeRO-1 every parameter as it is.
         """
         zero = self._engine.optimizer
         for name, parameter in self._parameters.items():
             if self._stage == 0:
-                yield name, 0, self._unsharded_master(parameter).detach().view(-1)
+                yield name, 0, self._unsharded_master(parameter).detach()
             elif self._stage == 3:
                 # not safe_get_local_fp32_param: of an offloaded optimizer it gives a copy
                 group, offset, size = zero.grad_position[zero.get_param_id(parameter)]

@@ -25,8 +25,8 @@ class Part:
     """The elements of one parameter that this rank averages."""
 
     start: int  # the first of them in the flattened parameter
-    weights: Tensor  # (count,) fp32, which the optimizer updates in place
-    average: Tensor  # (count,) fp32
+    weights: Tensor  # fp32, which the optimizer updates in place: (count,), at stage 0 whole
+    average: Tensor  # fp32, of the same shape
 
 
 class Average:
@@ -65,7 +65,7 @@ class Average:
         places = {name: k for k, name in enumerate(self._parameters)}
         for name, part in self._parts.items():
             if self._stage > 0 or places[name] % world == rank:
-                yield name, part.start, part.average
+                yield name, part.start, part.average.reshape(-1)
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint takes from this rank, where it is. Named as SavedTensors reads them."""
@@ -91,8 +91,8 @@ class Average:
                 f"{extra[:3]}"
             )
         for name, part in self._parts.items():
-            count = part.average.numel()
-            part.average.copy_(part_of(averages, name, part.start, count))
+            values = part_of(averages, name, part.start, part.average.numel())
+            part.average.copy_(values.reshape(part.average.shape))
 
     # In the model
     # ----------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Average:
                 part.weights.copy_(part.average)
                 part.average.copy_(weights)
             else:
-                parameter.copy_(values_of(part).view(parameter.shape))
+                parameter.copy_(values_of(part))
 
     def _shape(self, name: str) -> torch.Size:
         parameter: Any = self._parameters[name]
