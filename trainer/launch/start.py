@@ -95,7 +95,9 @@ class Saver:
                 self.saves.wait()
 
     def export(self, name: str) -> None:
-        """Write the present weights into the folder of this name. A collective."""
+        """Write the present weights, or their average, into the folder of this name. A
+        collective.
+        """
         on_main(self.lock.check)
         with self.live.averaged():
             run_folder.export(self.prepared.plan, self.prepared.task, self.live, name)

@@ -319,10 +319,11 @@ class Engine:
         masters = [p for group in self.optimizer.inner().param_groups for p in group["params"]]
         if self.stage == 0 and dtype_of(self._parameters) == torch.float32:
             masters = []  # the weights themselves
+        averages = [] if self.average is None else self.average.tensors()
         held = {
             "weights": parameters,
             "gradients": [p.grad for p in parameters if p.grad is not None],
-            "optimizer": [*states, *masters],
+            "optimizer": [*states, *masters, *averages],
         }
         return {
             name: sum(tensor.nbytes for tensor in tensors if tensor.device == distributed.device())

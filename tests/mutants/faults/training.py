@@ -62,8 +62,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/average/ema.py",
-        "torch._foreach_lerp_(averages, weights, 1 - self._decay)",
-        "torch._foreach_lerp_(averages, weights, self._decay)",
+        "torch._foreach_lerp_(self.tensors(), weights, 1 - self._decay)",
+        "torch._foreach_lerp_(self.tensors(), weights, self._decay)",
         why="the average forgets all but the last step",
         tests=f"{AVERAGE} -k torchs",
     ),

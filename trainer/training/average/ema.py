@@ -50,9 +50,13 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights of a step into the average."""
-        averages = [part.average for part in self._parts.values()]
         weights = [part.weights for part in self._parts.values()]
-        torch._foreach_lerp_(averages, weights, 1 - self._decay)
+        if weights:  # of a tiny model, some rank may update nothing
+            torch._foreach_lerp_(self.tensors(), weights, 1 - self._decay)
+
+    def tensors(self) -> list[Tensor]:
+        """What this rank holds in memory."""
+        return [part.average for part in self._parts.values()]
 
     # Saved and restored
     # ----------------------------------------------------------------------------------------------
