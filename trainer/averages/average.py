@@ -162,9 +162,9 @@ def _shares(weights: Sequence[float] | None, count: int, what: str) -> list[floa
             f"--weights: got {list(weights)}, want numbers above 0. Leave others out."
         )
     if abs(sum(weights) - 1) > SLACK:
-        halves = ",".join(f"{one / sum(weights):.6g}" for one in weights)
+        proportions = ",".join(f"{one / sum(weights):.6g}" for one in weights)
         raise ConfigError(
-            f"--weights: got a sum of {sum(weights):.6g}, want 1. In these proportions: {halves}."
+            f"--weights: got a sum of {sum(weights):.6g}, want 1. In these proportions: {proportions}."
         )
     return list(weights)
 

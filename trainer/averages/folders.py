@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.errors import ConfigError
@@ -87,14 +87,20 @@ def _export_in(folder: Path) -> Path:
 
 
 def tensors_of_folder(folder: Path) -> dict[tuple[str, str], StoredTensor]:
-    """By (file, name) every tensor in a folder; the shards of a file count as one file."""
+    """By (file, name) every tensor in a folder; the shards of a file count as one file.
+
+    ConfigError for a file that cannot be read.
+    """
     tensors: dict[tuple[str, str], StoredTensor] = {}
     for path in sorted(folder.rglob("*.safetensors")):
         place = _SHARD.sub("", path.relative_to(folder).as_posix())
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                shape = tuple(file.get_slice(name).get_shape())
-                tensors[place, name] = StoredTensor(path, name, shape)
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    shape = tuple(file.get_slice(name).get_shape())
+                    tensors[place, name] = StoredTensor(path, name, shape)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path}: {error}. Export the model again.") from None
     return tensors
 
 
