@@ -164,7 +164,8 @@ def _shares(weights: Sequence[float] | None, count: int, what: str) -> list[floa
     if abs(sum(weights) - 1) > SLACK:
         proportions = ",".join(f"{one / sum(weights):.6g}" for one in weights)
         raise ConfigError(
-            f"--weights: got a sum of {sum(weights):.6g}, want 1. In these proportions: {proportions}."
+            f"--weights: got a sum of {sum(weights):.6g}, want 1. In these proportions: "
+            f"{proportions}."
         )
     return list(weights)
 
