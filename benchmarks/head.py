@@ -134,7 +134,7 @@ def fid(size: Size) -> tuple[nn.Module, dict[str, Any]]:
 def summariser(size: Size) -> tuple[nn.Module, dict[str, Any]]:
     batch = pack_rows(_ids(size, 0)[:, :16].tolist(), bucketed=True)
     targets = pack_targets(_ids(size, 0).tolist())
-    return Summariser(_t5(size), label_smoothing=0.0), batch | targets
+    return Summariser(_t5(size)), batch | targets
 
 
 TASKS: dict[str, Callable[[Size], tuple[nn.Module, dict[str, Any]]]] = {

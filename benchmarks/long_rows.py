@@ -52,7 +52,7 @@ class LongRow:
         with torch.device(device):
             base = T5ForConditionalGeneration(config)
         fuse(base)  # as a run does
-        model = Summariser(base, label_smoothing=0.0, recompute_every=self.every)
+        model = Summariser(base, recompute_every=self.every)
         return model.bfloat16().train()
 
     def rows(self) -> dict[str, Tensor]:

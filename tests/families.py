@@ -204,7 +204,7 @@ def _summariser_with_stock(stock: Any) -> Pair:
 
 
 def _summed(stock: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    return Summariser(stock, label_smoothing=0.0).eval()(**batch)["loss"]
+    return Summariser(stock).eval()(**batch)["loss"]
 
 
 def streams_for_summariser(stock: Any) -> dict[str, Tensor]:

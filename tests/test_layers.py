@@ -6,7 +6,7 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 8  lathe.py, api/ and demo/, which are also above jobs/
 7  trainval.py, trainer/__main__.py, commands/
 6  proof/, recipes/
-5  launch/, survival/, evaluation/
+5  launch/, survival/, evaluation/, averages/
 4  training/, plan/, retrieval/, statistics/, exports/
 3  tasks/<name>/
 2  models/, data/, telemetry/, tasks/{token_task,generated}.py
@@ -64,6 +64,7 @@ FLOORS = {
     "trainer.retrieval": 4,
     "trainer.statistics": 4,
     "trainer.training": 4,
+    "trainer.averages": 5,
     "trainer.evaluation": 5,
     "trainer.launch": 5,
     "trainer.survival": 5,

@@ -41,6 +41,7 @@ def _about(version: Version = False) -> None:
 app.command("import")(models.import_)
 app.command()(models.export)
 app.command()(models.merge)
+app.command()(models.average)
 app.command()(evaluate.evaluate)
 app.command()(prepare.fetch)
 app.command()(predict.predict)

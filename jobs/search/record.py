@@ -78,7 +78,13 @@ class SearchRecord:
     @classmethod
     def of(cls, base: Path, group: str) -> SearchRecord:
         """The record of the search of a group, whatever letters its name has."""
-        return cls(base / "_jobs" / "searches" / quote(group, safe="").replace(".", "%2E") / FILE)
+        return cls(
+            base
+            / "_jobs"
+            / "searches"
+            / quote(group, safe="", errors="surrogatepass").replace(".", "%2E")
+            / FILE
+        )
 
     def read(self) -> SearchState | None:
         """The search; None where none was begun. LatheError where the file was altered."""

@@ -17,7 +17,7 @@ from trainer.config import deepspeed_config
 from trainer.config.schema import Lora, Optim, Train
 from trainer.models import adapters, head, losses
 from trainer.models.head import OutputLayer
-from trainer.models.losses import IGNORED
+from trainer.models.losses import IGNORED, Terms
 from trainer.models.packed.layout import pack_labelled
 from trainer.runtime import distributed
 from trainer.training.engine import Engine
@@ -56,7 +56,7 @@ def _step(kind: str, dtype: torch.dtype, *, positions: int = POSITIONS) -> dict[
         model_type="any", final_logit_softcapping=2.0 if kind == "capped" else None
     )
     model = SimpleNamespace(config=config, get_output_embeddings=lambda: layer)
-    loss = OutputLayer(model).loss(hidden, targets, smoothing=0.1)
+    loss = OutputLayer(model).loss(hidden, targets, Terms(smoothing=0.1, z_loss=0.01))
     (loss * 0.37).backward()
     weights = {
         name: weight.grad for name, weight in layer.named_parameters() if weight.grad is not None

@@ -48,7 +48,12 @@ from memory_plan import (
 
 WIDTH, LAYERS, MICRO_BATCHES, STEPS, BUCKET = 256, 8, 2, 2, 100_000
 ENGINE_TOLERANCE = 0.005  # the worst, stage 0 in fp32, is 0.0011 low
-ENGINES = [(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
+ENGINES = [
+    (stage, precision, averages)
+    for stage in (0, 1, 2, 3)
+    for precision in ("fp32", "bf16")
+    for averages in (False, True)
+]
 
 
 # Steps
@@ -121,8 +126,8 @@ class Peak:
     zero: Zero
 
 
-def peak_of_an_engine(stage: int, precision: str) -> Peak:
-    """By the record of the CPU's allocator."""
+def peak_of_an_engine(stage: int, precision: str, averages: bool) -> Peak:
+    """By the record of the CPU's allocator. averages: train.ema is stated."""
     train = Train(steps=4, global_batch=MICRO_BATCHES, micro_batch=1, precision=precision)  # pyright: ignore
     preset = deepspeed_config.read(f"zero{stage}")
     if stage == 3:  # its buckets are allocated in full and would outweigh this model
@@ -137,6 +142,8 @@ def peak_of_an_engine(stage: int, precision: str) -> Peak:
     batch = torch.ones(1, WIDTH, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
     with recorded() as profiler:
         engine = Engine(Sum(), deepspeed_config.for_engine(ds), optim)
+        if averages:
+            engine.keep_average(0.9)
         for step in range(STEPS):
             for _ in range(MICRO_BATCHES):
                 gc.collect()  # cycles of DeepSpeed hold gradients until Python happens to look
@@ -152,24 +159,24 @@ def peak_of_an_engine(stage: int, precision: str) -> Peak:
     return Peak(peak, Zero.of(ds, accumulates=True, is_adafactor=False))
 
 
-def _every_peak() -> dict[tuple[int, str], Peak]:
+def _every_peak() -> dict[tuple[int, str, bool], Peak]:
     join_lone_group()
     # what was imported is in no cycle that an engine leaves, and need not be looked at again
     gc.freeze()
-    return {(stage, precision): peak_of_an_engine(stage, precision) for stage, precision in ENGINES}
+    return {case: peak_of_an_engine(*case) for case in ENGINES}
 
 
 @pytest.fixture(scope="module")
-def peaks() -> dict[tuple[int, str], Peak]:
+def peaks() -> dict[tuple[int, str, bool], Peak]:
     """Of every engine, from one process of its own."""
     return run_on_ranks(1, _every_peak)[0]
 
 
-@pytest.mark.parametrize(("stage", "precision"), ENGINES)
+@pytest.mark.parametrize(("stage", "precision", "averages"), ENGINES)
 def test_the_terms_of_deepspeed_are_those_of_a_real_engine(
-    stage: int, precision: str, peaks: dict[tuple[int, str], Peak]
+    stage: int, precision: str, averages: bool, peaks: dict[tuple[int, str, bool], Peak]
 ) -> None:
-    real = peaks[stage, precision]
+    real = peaks[stage, precision, averages]
     layer, width = WIDTH * WIDTH, real.zero.width
     numbers = LAYERS * (layer + WIDTH)
     step = Measured(
@@ -178,7 +185,7 @@ def test_the_terms_of_deepspeed_are_those_of_a_real_engine(
         trainable=numbers,
         frozen=0,
         largest=layer,
-        states=2 * numbers,
+        states=(3 if averages else 2) * numbers,
         moments=[Moment(width * numbers, width * layer, 0)],
         scratch=0,
         shapes={},

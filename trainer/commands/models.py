@@ -1,4 +1,4 @@
-"""Imports published models, and exports and merges trained ones."""
+"""Imports published models, and exports, merges and averages trained ones."""
 
 from __future__ import annotations
 
@@ -114,6 +114,52 @@ def merge(
     from trainer.protocol.task import Places
 
     merge(folder, out, Places(data_path, cache_dir, savedir_base))
+
+
+@options.guard
+def average(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FOLDER...",
+            help="The folder of a run, with --last; or best/ or final/ of several runs, or runs.",
+        ),
+    ],
+    out: Out,
+    last: Annotated[
+        int | None, typer.Option("--last", min=1, help="So many of the run's last saved steps.")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", help="One for each, such as 0.7,0.3; they sum up to 1."),
+    ] = None,
+    savedir_base: options.SavedirBase = Path("results"),
+    data_path: DataPath = None,
+    cache_dir: CacheDir = Path("tmp-cache"),
+) -> None:
+    """Average the last saved steps of a run, or several trained models, and write the model."""
+    try:
+        shares = None if weights is None else [float(word) for word in weights.split(",")]
+    except ValueError:
+        raise ConfigError(f"--weights {weights}: want numbers, such as 0.7,0.3.") from None
+    if last is None and len(folders) == 1:
+        raise ConfigError(
+            f"average {folders[0]}: one model has no average. Give --last N, which averages the N "
+            "last saved steps of a run, or several folders."
+        )
+    if last is not None and len(folders) > 1:
+        raise ConfigError(
+            f"--last {last}: got {len(folders)} folders, want the folder of one run. Leave --last "
+            "out to average the models of several."
+        )
+    from trainer.averages.average import average_folders, average_steps
+    from trainer.protocol.task import Places
+
+    if last is None:
+        average_folders(folders, out, weights=shares)
+    else:
+        places = Places(data_path, cache_dir, savedir_base)
+        average_steps(folders[0], last, out, places, weights=shares)
 
 
 def _interchange(task: str, function: str, options: dict[str, Any]) -> Callable[..., None]:

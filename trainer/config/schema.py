@@ -5,7 +5,7 @@ from __future__ import annotations
 import fractions
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -280,6 +280,23 @@ class Train(Strict):
     """A loss so many robust deviations above the median of the window is a spike; None: none is."""
     spike_window: Annotated[int, Field(ge=8)] = 100
     """Losses of good steps that a spike is told by; before there are so many, none is."""
+    label_smoothing: Fraction = 0.0
+    """In training, this share of a token's loss is the mean loss over the vocabulary, as torch's
+    cross_entropy defines it. The validation loss has none.
+    """
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """In training, so often the square of log Z is added to a token's loss; Z is the sum of the
+    exponentials of its logits (PaLM: 1e-4). The validation loss has none.
+    """
+    neftune_alpha: Annotated[float, Field(gt=0)] | None = None
+    """NEFTune: in training, noise between -s and s on the embeddings of what is read; s = alpha /
+    sqrt(tokens of the row x width). None: no noise.
+    """
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Evaluations, best/ and final/ take an exponential moving average of the weights, in which the
+    past keeps this share at every step; 0.999 looks back a thousand steps. None: the weights
+    themselves.
+    """
 
     @property
     def recompute_every(self) -> int | None:
@@ -466,6 +483,8 @@ class Experiment(Strict):
     synonyms = SYNONYMS
     encoded = frozenset({"task", "base", "tokenizer"})  # the base may bring the tokenizer
     not_encoded = frozenset({"label", "train", "optim", "schedule", "lora", "deepspeed", "metrics"})
+    # Whether the loss is over the tokens of a vocabulary, so that it may be smoothed.
+    scores_vocabulary: ClassVar[bool] = False
 
     task: str
     """What is trained: the name of a folder in trainer/tasks/."""
@@ -501,6 +520,18 @@ class Experiment(Strict):
             raise ValueError(
                 f"train.base_bits={self.train.base_bits}: the weights of the base train, and need "
                 'all their bits. Freeze it by "lora": {}, or leave base_bits out'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vocabulary_is_scored(self) -> Experiment:
+        keys = ("label_smoothing", "z_loss", "neftune_alpha")
+        usual = Train.model_fields
+        foreign = [key for key in keys if getattr(self.train, key) != usual[key].default]
+        if foreign and not self.scores_vocabulary:
+            raise ValueError(
+                f"train.{', train.'.join(foreign)}: the loss of task {self.task!r} is over no "
+                f"vocabulary. Leave {'it' if len(foreign) == 1 else 'them'} out"
             )
         return self
 

@@ -71,6 +71,7 @@ def text(folder: Path, record: Record) -> str:
         "was written by it, from what the run recorded. What it does not say is unknown to it.",
         "## How to load it\n\n" + "\n\n".join([*programs, _TRIED, _OWN_PROGRAM]),
         "## Limits\n\n" + "\n".join(f"- {limit}" for limit in [*use.limits, _NOT_MEASURED]),
+        *([] if record.average is None else [f"## Average\n\n{_average(record.average)}"]),
         f"## Base\n\n{origin}{frozen} Its licence: {licence}.",
         "## Data\n\n" + _data(record),
         "## Scores\n\n" + _scores(record),
@@ -87,6 +88,8 @@ def _base_name(record: Record) -> str | None:
 
 
 def _data(record: Record) -> str:
+    if not record.data and record.average is not None:
+        return "That of the runs that the average is of, which differ."
     if not record.data:
         return "Unknown: the run recorded none."
     rows = [
@@ -100,12 +103,35 @@ def _data(record: Record) -> str:
     )
 
 
+def _average(average: dict[str, Any]) -> str:
+    """What the weights are a mean of."""
+    if "ema" in average:
+        return (
+            "These weights are no single step's: they are an exponential moving average over the "
+            f"steps of the run, in which the past kept a share of {average['ema']} at every step "
+            "(`train.ema`). The scores are theirs."
+        )
+    parts = [
+        f"step {one['step']}" if "step" in one else f"a model of run `{one['exp_id']}`"
+        for one in average["of"]
+    ]
+    rows = [[part, f"{one['weight']:.6g}"] for part, one in zip(parts, average["of"], strict=True)]
+    return (
+        "These weights are a mean that `lathe average` took, in fp32, of\n\n"
+        + _table(["of", "share"], rows)
+        + "\n\nAdapters, if these are some, were averaged matrix by matrix. The dictionary is that "
+        "of the first."
+    )
+
+
 def _tokens(facts: dict[str, Any]) -> str:
     counts = facts.get("tokens")
     return "unknown" if not isinstance(counts, dict) else f"{sum(counts.values()):,}"
 
 
 def _scores(record: Record) -> str:
+    if not record.scores and record.average is not None and "of" in record.average:
+        return "None: the average was not evaluated when it was made."
     if not record.scores:
         return "None: the run had no evaluation before this export."
     step = int(record.scores["step"])

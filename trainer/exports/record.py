@@ -48,6 +48,10 @@ class Record(Strict):
     """Of the base, as its own card says; None: unknown."""
     files: dict[str, str]
     """sha256 of each file of weights and of code."""
+    average: dict[str, Any] | None = None
+    """What the weights are an average of: {"ema": 0.999} of the steps before, by train.ema, or
+    {"of": [...]}, what `lathe average` read. None: they are those of one step.
+    """
 
 
 def of_run(folder: Path, *, values: dict[str, Any], task: Task, run_folder: Path) -> Record:
@@ -69,6 +73,7 @@ def of_run(folder: Path, *, values: dict[str, Any], task: Task, run_folder: Path
         scores=dict(sorted(scores.items())),
         licence=_licence(values["base"]),
         files=digests(folder),
+        average=None if task.cfg.train.ema is None else {"ema": task.cfg.train.ema},
     )
 
 
@@ -83,6 +88,8 @@ def write(folder: Path, record: Record) -> None:
     values = record.model_dump()
     if not record.metrics:
         del values["metrics"]
+    if record.average is None:  # earlier versions know no such key
+        del values["average"]
     (folder / NAME).write_text(json.dumps(values, indent=2) + "\n")
 
 

@@ -106,9 +106,11 @@ class Saver:
             write()
 
     def export(self, name: str) -> None:
-        """Write the present weights into the folder of this name. A collective."""
+        """Write the present weights, or their average, into the folder of this name. A
+        collective.
+        """
         on_main(self.lock.check)
-        with self.goodput.timing("export"):
+        with self.goodput.timing("export"), self.live.averaged():
             run_folder.export(self.prepared.plan, self.prepared.task, self.live, name)
 
     def mirror_step(self, live: Engine, progress: Progress) -> None:
@@ -209,6 +211,8 @@ def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progr
     if newest is not None:
         engine.load_weights(model, newest.weights(engine.shapes(model)))
     live = Engine(model, ds, plan.cfg.optim)
+    if plan.cfg.train.ema is not None:
+        live.keep_average(plan.cfg.train.ema)
     if plan.cfg.train.frozen == "replicate":
         keep_frozen_whole(model)
     lap("engine")
@@ -227,6 +231,8 @@ def restore(live: Engine, saved: SavedState, *, seed: int) -> Progress:
     """
     state = saved.state()
     live.optimizer.restore(saved.optimizer(live.optimizer.shapes()), state["engine"])
+    if live.average is not None:
+        live.average.restore(saved.average(engine.shapes(live.model.module)))
     if saved.world == distributed.world():
         rng.restore(saved.random_state(distributed.rank()))
     else:
@@ -246,7 +252,9 @@ def snapshot(
     parameter, divided by the world size).
     """
     weights, optimizer = live.own_tensors()
-    live.state_copy.of({**weights, **optimizer})
+    average = {} if live.average is None else live.average.own_tensors()
+    averages = {f"{name}|average": tensor for name, tensor in average.items()}
+    live.state_copy.of({**weights, **optimizer, **averages})
     rest: dict[str, Any] = {
         "step": progress.step,
         "rng": rng.capture(),
@@ -268,6 +276,9 @@ def snapshot(
             plan.folder / "checkpoints",
             weights={name: tensors[name] for name in weights},
             optimizer={name: tensors[name] for name in optimizer},
+            average=None
+            if live.average is None
+            else {name: tensors[f"{name}|average"] for name in average},
             **rest,
         )
 

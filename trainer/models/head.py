@@ -18,8 +18,10 @@ from trainer.errors import ConfigError
 from trainer.files import safetensors_file
 from trainer.models.families import family_of
 from trainer.models.losses import (
+    PLAIN,
     Scorer,
     Scoring,
+    Terms,
     chunked_cross_entropy,
     positions_of_chunk,
     token_cross_entropy,
@@ -76,18 +78,18 @@ class OutputLayer:
         """(..., D) decoder states -> (..., V) logits."""
         return self._finish(self._layer(self._apply_scale(hidden)))
 
-    def loss(self, hidden_ND: Tensor, targets_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    def loss(self, hidden_ND: Tensor, targets_N: Tensor, terms: Terms = PLAIN) -> Tensor:
         """() fp32: losses.token_cross_entropy of the logits, in chunks where there are many.
 
         Under ZeRO-3 a call of a layer gathers it, and every rank must make the same calls: each
         layer is called once, however many positions there are.
         """
         chunk = positions_of_chunk(_plain(self._layer).out_features)
-        scoring = Scoring(targets_N, chunk, self._finish, smoothing)
+        scoring = Scoring(targets_N, chunk, self._finish, terms)
         if _has_adapters(self._layer):
             return _loss_with_adapters(self._layer, self._apply_scale(hidden_ND), scoring)
         if len(targets_N) <= chunk or not isinstance(self._layer, nn.Linear):
-            return token_cross_entropy(self(hidden_ND), targets_N, smoothing=smoothing)
+            return token_cross_entropy(self(hidden_ND), targets_N, **vars(terms))
         return _loss(self._layer, self._apply_scale(hidden_ND), scoring)
 
     def _apply_scale(self, hidden: Tensor) -> Tensor:

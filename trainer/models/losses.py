@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Train
 
 # B batch, T tokens, D width, N labelled positions, V vocabulary, R rank of adapters
 
@@ -20,21 +23,45 @@ IGNORED = -100  # the label of a position that is not scored
 CHUNK_BYTES, CHUNK_POSITIONS = 32 * 2**20, 256
 
 
-def token_cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
+@dataclass(frozen=True)
+class Terms:
+    """What a training loss over a vocabulary is besides the cross-entropy."""
+
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @classmethod
+    def of(cls, train: Train) -> Terms:
+        """As the experiment states them."""
+        return cls(train.label_smoothing, train.z_loss)
+
+
+PLAIN = Terms()  # of every evaluation
+
+
+def token_cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, *, smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
     """() fp32: the SUM of cross-entropies, in nats, over the targets that are not IGNORED; 0 when
     there is none.
 
     smoothing: this share of each loss is the mean loss over all tokens of the vocabulary. Source:
-    Szegedy et al. 2016, sec. 7, with a uniform distribution over all V.
+    Szegedy et al. 2016, sec. 7, with a uniform distribution over all V. z_loss: so often the square
+    of log Z is added, where Z is the sum of the exponentials of a target's logits. Source: PaLM
+    (Chowdhery et al. 2022, sec. 5), where it is 1e-4.
     """
     kept = _kept.get()
+    logits_NV = logits_NV.float()
     loss = F.cross_entropy(
-        logits_NV.float(),
+        logits_NV,
         targets_N,
         ignore_index=IGNORED,
         reduction="sum" if kept is None else "none",
         label_smoothing=smoothing,
     )
+    if z_loss:
+        squares_N = logits_NV.logsumexp(-1).square().masked_fill(targets_N == IGNORED, 0.0)
+        loss = loss + z_loss * (squares_N.sum() if kept is None else squares_N)
     if kept is None:
         return loss
     kept.append(loss.detach())
@@ -104,7 +131,7 @@ class Scoring:
     targets_N: Tensor
     chunk: int  # positions
     finish: Callable[[Tensor], Tensor]  # what a family does to its logits, element by element
-    smoothing: float = 0.0
+    terms: Terms = PLAIN
 
 
 @dataclass(frozen=True)
@@ -213,7 +240,7 @@ class _Gradients:
         leaf_CV = self._logits(rows).requires_grad_(has_gradient)
         with torch.set_grad_enabled(has_gradient):
             loss = token_cross_entropy(
-                scoring.finish(leaf_CV), scoring.targets_N[rows], smoothing=scoring.smoothing
+                scoring.finish(leaf_CV), scoring.targets_N[rows], **vars(scoring.terms)
             )
         if has_gradient:
             (gradient_CV,) = torch.autograd.grad(loss, leaf_CV, factor)

@@ -213,6 +213,14 @@ def total(tensor: Tensor) -> Tensor:
     return wire.to(tensor.device)
 
 
+def add_up(words: Tensor) -> None:
+    """Replace int32 `words` by their sum over all ranks, in place."""
+    if world() > 1:
+        wire = words.to(_wire_device())
+        dist.all_reduce(wire)
+        words.copy_(wire)
+
+
 def gather(value: Any) -> list[Any]:
     """`value` of every rank, by rank, on all ranks. For small JSON values (tuples become lists)."""
     text = json.dumps(value)

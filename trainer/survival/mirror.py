@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from trainer.training.session import Progress
 
 BYTES = 12  # for each trained parameter: an fp32 master and two moments
+AVERAGE = "average"  # of a run with train.ema: an average beside them
 _HEAD, _WHOLE, _ALIGNED = struct.Struct("<qqq"), struct.Struct("<q"), 64
 
 
@@ -58,6 +59,9 @@ class Mirror:
             return  # the optimizer has no state before its first step
         cpu = time.thread_time()
         pieces = {f"{name}|{key}": (at, part) for name, key, at, part in live.optimizer.pieces()}
+        if live.average is not None:
+            averages = live.average.pieces()
+            pieces |= {f"{name}|{AVERAGE}": (at, part) for name, at, part in averages}
         random = {f"rng|{name}": (0, state) for name, state in rng.capture().items()}
         table, end = _table({**pieces, **random})
         header = {
@@ -170,6 +174,10 @@ class MirroredState:
         """Full optimizer tensors of these names."""
         return Whole(self, {name: (name, shape) for name, shape in shapes.items()})
 
+    def average(self, shapes: Mapping[str, torch.Size]) -> Whole:
+        """Full averages of the weights, by name."""
+        return Whole(self, {name: (f"{name}|{AVERAGE}", shape) for name, shape in shapes.items()})
+
     def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """(start, values) of every piece of a flat tensor."""
         for rows, memory in zip(self._rows, self.maps, strict=True):
@@ -211,12 +219,13 @@ def of_this_rank(
     import psutil
 
     held = sum(os.stat(file).st_size for files in memory for file in files)
-    size = 2 * BYTES * sum(shape.numel() for shape in shapes(live.model.module).values())
+    each = BYTES if live.average is None else BYTES + 4
+    size = 2 * each * sum(shape.numel() for shape in shapes(live.model.module).values())
     free = psutil.virtual_memory().available + held
     if size > free:
         raise DoesNotFitError(
             f"--survive: got {size_of(free)} of free host memory, want {size_of(size)} for what "
-            f"ranks go on from: {BYTES} bytes a trained parameter, twice. Use a machine with more, "
+            f"ranks go on from: {each} bytes a trained parameter, twice. Use a machine with more, "
             "train fewer parameters, or train without --survive."
         )
     mirror = Mirror(memory[distributed.rank()], run, every)

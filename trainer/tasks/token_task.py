@@ -26,6 +26,7 @@ from trainer.models import adapters, base_model, base_source, recomputation
 from trainer.models.decoder import streams
 from trainer.models.frozen.quantized import Bits
 from trainer.models.head import HEAD_FILE, load_head, write_head
+from trainer.models.inputs.neftune import noise_fields
 from trainer.models.losses import IGNORED
 from trainer.models.weights import absent, generation_file, model_folder
 from trainer.protocol.task import Batch, Places, Text
@@ -286,6 +287,12 @@ class TokenTask(ABC, Generic[C]):
             written = labels[labels != IGNORED]
             texts["labels"] = Text(written, in_loss=torch.ones_like(written, dtype=torch.bool))
         return texts
+
+    def noise(
+        self, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], width: int | None = None
+    ) -> Batch:
+        """neftune.noise_fields of the texts that a batch's rows are read from."""
+        return noise_fields(rows, lengths, self.cfg.train.neftune_alpha, width=width)
 
     @abstractmethod
     def limits(self) -> dict[str, int]: ...

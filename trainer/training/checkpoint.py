@@ -6,6 +6,7 @@ folder, gets checksums, is committed by one rename, and is verified before use.
                            optimizer-<rank>-of-<world>.safetensors
                            rng-<rank>-of-<world>.safetensors         the random state of that rank
                            alone
+                           average-<rank>-of-<world>.safetensors     of the weights (train.ema)
                            state.json  manifest.json                 the manifest (sizes, sha256) is
                                        written last
 
@@ -79,6 +80,10 @@ class SavedState(Protocol):
         """Full optimizer tensors by name."""
         ...
 
+    def average(self, shapes: Mapping[str, torch.Size]) -> Mapping[str, Tensor]:
+        """Full averages of the weights by name, of a run with train.ema."""
+        ...
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -105,6 +110,9 @@ class Checkpoint:
     def optimizer(self, shapes: Mapping[str, torch.Size]) -> Mapping[str, Tensor]:
         return read_tensors(self.folder, "optimizer")
 
+    def average(self, shapes: Mapping[str, torch.Size]) -> Mapping[str, Tensor]:
+        return read_tensors(self.folder, "average")
+
 
 # ---------------------------------------------------------------- writing
 
@@ -119,6 +127,7 @@ def save(
     state: Mapping[str, Any],
     keep_last: int,
     keep: Collection[int] = (),
+    average: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write and commit step-<step> under `root`, then prune; returns its folder. A collective:
     every rank calls it.
@@ -130,6 +139,8 @@ def save(
     start = time.monotonic()
     temporary = _temporary(root, step)
     shards = {"weights": weights, "optimizer": optimizer, "rng": rng}
+    if average is not None:
+        shards["average"] = average
     try:
         needed = sum(_everywhere(step, lambda: bytes_needed(*shards.values())))
         _everywhere(step, lambda: _prepare(root, step, needed) if distributed.is_main() else None)

@@ -36,6 +36,8 @@ from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.beside import StateCopy  # noqa: E402
 from trainer.runtime.host_memory import returned_at_once  # noqa: E402
+from trainer.runtime.preemption import Stopped  # noqa: E402
+from trainer.training.average.ema import Average  # noqa: E402
 from trainer.training.optimizer_state import (  # noqa: E402
     OptimizerState,
     build_optimizer,
@@ -165,6 +167,7 @@ class Engine:
         self._own_clip = self.stage == 0 and dtype_of(self._parameters) == torch.float32
         self._norm: Tensor | float | None = None
         self._is_skipped = False
+        self.average: Average | None = None  # of the weights: keep_average()
         self.state_copy = StateCopy()  # step() waits for it before weights and moments change
         # True: fp32 at stage 0, too, leaves out an update that is not finite, as DeepSpeed does in
         # all other cases. To know it, the host waits for the device.
@@ -186,6 +189,30 @@ class Engine:
         self._check_that_deepspeed_agrees(ds)
         if distributed.is_gpu():
             self._wait_less(offload=ds["zero_optimization"].get("offload_optimizer") or {})
+
+    def keep_average(self, decay: float) -> Average:
+        """Average the weights over all steps from here on, beginning with the present ones."""
+        masters = self.optimizer.masters()
+        how: Any = {"stage": self.stage, "zero": self.model.optimizer}
+        self.average = Average(decay, self._parameters, masters, **how)
+        return self.average
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model has its averaged weights, in a run that keeps an average. No step may
+        be taken there. A collective.
+        """
+        if self.average is None:
+            yield
+            return
+        self.state_copy.wait()  # of weights that are now replaced
+        self.average.show()
+        try:
+            yield
+        except Stopped:  # on all ranks; after an error a run ends, and other ranks may not come
+            self.average.hide()
+            raise
+        self.average.hide()
 
     def train(self) -> None:
         self.model.train()
@@ -225,6 +252,8 @@ class Engine:
         self.state_copy.wait()
         with self._watch_gradients(watch if self.stage > 0 else None), mended.NumbersMadeThere():
             self.model.step()
+        if self.average is not None and not self.step_was_skipped():
+            self.average.update()
 
     def leave_out(self) -> None:
         """Drop the gradient of this window: nothing is updated, and step_was_skipped() says so.
@@ -290,10 +319,11 @@ class Engine:
         masters = [p for group in self.optimizer.inner().param_groups for p in group["params"]]
         if self.stage == 0 and dtype_of(self._parameters) == torch.float32:
             masters = []  # the weights themselves
+        averages = [] if self.average is None else self.average.tensors()
         held = {
             "weights": parameters,
             "gradients": [p.grad for p in parameters if p.grad is not None],
-            "optimizer": [*states, *masters],
+            "optimizer": [*states, *masters, *averages],
         }
         return {
             name: sum(tensor.nbytes for tensor in tensors if tensor.device == distributed.device())

@@ -121,6 +121,25 @@ class OptimizerState:
                     part = held.get_hp_fragment(None if key == MASTER else key)
                     yield name, key, held.lp_fragment_address.start, part
 
+    def masters(self) -> Iterator[tuple[str, int, Tensor]]:
+        """(parameter, start, values): the fp32 weights that this rank updates in place, as elements
+        start, start + 1, ... of the flat parameter; below ZeRO-1 every parameter as it is.
+        """
+        zero = self._engine.optimizer
+        for name, parameter in self._parameters.items():
+            if self._stage == 0:
+                yield name, 0, self._unsharded_master(parameter).detach()
+            elif self._stage == 3:
+                # not safe_get_local_fp32_param: of an offloaded optimizer it gives a copy
+                group, offset, size = zero.grad_position[zero.get_param_id(parameter)]
+                start = distributed.rank() * size
+                count = max(min(shape_of(parameter).numel() - start, size), 0)
+                flat = zero.fp32_partitioned_groups_flat[group].detach()
+                yield name, start, flat.narrow(0, offset, count)
+            elif parameter._hp_mapping is not None:  # pyright: ignore[reportAttributeAccessIssue]
+                held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+                yield name, held.lp_fragment_address.start, held.get_hp_fragment().detach()
+
     def own_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint takes from this rank, where it is: views, to be copied before the next
         step. Named as SavedTensors reads them.

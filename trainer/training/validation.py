@@ -137,9 +137,10 @@ def _scored(session: Session, progress: Progress) -> dict[str, float]:
     collective.
     """
     metrics: dict[str, float] = {}
-    for split, rows in session.all_valid_sets().items():
-        scores = _scores(session, rows, progress.step if split == "valid" else None)
-        metrics |= {f"{split}/{name}": value for name, value in scores.items()}
+    with session.engine.averaged():
+        for split, rows in session.all_valid_sets().items():
+            scores = _scores(session, rows, progress.step if split == "valid" else None)
+            metrics |= {f"{split}/{name}": value for name, value in scores.items()}
     session.record.log(progress.step, **metrics)
     session.record.score(progress.step, **metrics)
     return metrics

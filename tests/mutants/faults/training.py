@@ -26,7 +26,96 @@ TIMING = "tests/unit/test_timing.py"
 RECOMPUTED = "tests/numerics/test_recomputation.py"
 REAL_MEMORY = "tests/numerics/test_memory_plan.py -k 'terms_of_deepspeed and (0 or 2)'"
 
+TERMS = "tests/numerics/test_loss_terms.py"
+AVERAGE = "tests/numerics/test_average.py"
+AVERAGES = "tests/runs/test_averages.py"
+
 FAULTS = [
+    # Terms of a loss, and averages of weights
+    Fault(
+        "trainer/models/losses.py",
+        "squares_N.masked_fill(targets_N == IGNORED, 0.0).sum()",
+        "squares_N.sum()",
+        why="z-loss counts prompts and pads",
+        tests=f"{TERMS} -k definition",
+    ),
+    Fault(
+        "trainer/models/inputs/neftune.py",
+        "alpha / np.sqrt(np.maximum(counts, 1)))[row]",
+        "alpha / np.sqrt(np.maximum(counts.sum(keepdims=True) + 0 * counts, 1)))[row]",
+        why="the noise of a packed row is scaled by the length of the whole stream",
+        tests=f"{TERMS} -k 'beside or uniform'",
+    ),
+    Fault(
+        "trainer/models/inputs/neftune.py",
+        "if alpha is None or DRAW not in rows[0]:",
+        "if alpha is None:",
+        why="evaluations have noise, or fail",
+        tests=f"{TERMS} -k beside",
+    ),
+    Fault(
+        "trainer/models/inputs/neftune.py",
+        "        handle.remove()\n        noise",
+        "        noise",
+        why="a decoder that shares its embedding with the encoder gets the encoder's noise",
+        tests=f"{TERMS} -k summariser",
+    ),
+    Fault(
+        "trainer/training/average/ema.py",
+        "torch._foreach_lerp_(self.tensors(), weights, 1 - self._decay)",
+        "torch._foreach_lerp_(self.tensors(), weights, self._decay)",
+        why="the average forgets all but the last step",
+        tests=f"{AVERAGE} -k torchs",
+    ),
+    Fault(
+        "trainer/training/average/ema.py",
+        "whole[0].all_gather(whole)",
+        "pass",
+        why="at ZeRO-3 small weights are evaluated without the average",
+        tests=f"{AVERAGE} -k leaves_whole",
+    ),
+    Fault(
+        "trainer/training/engine.py",
+        "if self.average is not None and not self.step_was_skipped():",
+        "if self.average is not None:",
+        why="an update that was left out is averaged once more",
+        tests=f"{AVERAGE} -k left_out",
+    ),
+    Fault(
+        "trainer/launch/start.py",
+        "        with self.live.averaged():\n            run_folder",
+        "        if True:\n            run_folder",
+        why="best/ and final/ hold the weights of one step, and say that they are an average",
+        tests=f"{AVERAGES} -k evaluates_and_exports",
+    ),
+    Fault(
+        "trainer/launch/start.py",
+        "live.average.restore(saved.average(",
+        "(saved.average(",
+        why="a resumed run begins its average anew",
+        tests=f"{AVERAGES} -k killed",
+    ),
+    Fault(
+        "trainer/averages/average.py",
+        "total.add_(tensor.float(), alpha=share)",
+        "total.add_(tensor.float(), alpha=1 / len(shares))",
+        why="`lathe average` ignores --weights",
+        tests=f"{AVERAGES} -k 'by_their_weights or weigh_differently'",
+    ),
+    Fault(
+        "trainer/averages/average.py",
+        "kept = list(whole)[-train.keep_last :]",
+        "kept = list(whole)",
+        why="the best checkpoint, however old, is averaged with the last ones",
+        tests=f"{AVERAGES} -k not_kept",
+    ),
+    Fault(
+        "trainer/plan/memory/fake_step.py",
+        "if cfg.train.ema is not None else 0",
+        "if False else 0",
+        why="the plan forgets the average of the weights",
+        tests="tests/numerics/test_average.py -k planned",
+    ),
     # Blocks computed again
     Fault(
         "trainer/models/recomputation.py",

@@ -45,6 +45,13 @@ def refusals(config: Config, train: Train, optim: Optim, world: int) -> Iterator
             f"{name} does not divide {world} ranks: it is the number of those that share a node, "
             "whose weights are then gathered within it. Write that number, or use zero3."
         )
+    if train.ema is not None and any(
+        (config["zero_optimization"].get(key) or {}).get("device") == "nvme" for key in OFFLOADS
+    ):
+        yield (
+            f"train.ema={train.ema}: the weights that it averages are on NVMe between two steps. "
+            'Offload to "cpu" (--deepspeed zero3_offload), or leave ema out.'
+        )
     yield from _whole_weights(config, optim)
     dtype = config.get("data_types", {}).get("grad_accum_dtype")
     if stage == 0 and dtype not in (None, train.precision):

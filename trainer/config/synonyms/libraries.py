@@ -75,7 +75,7 @@ SYNONYMS: dict[str, Synonym] = {
     ),
     "metric_for_best_model": as_key("train.best"),
     "greater_is_better": as_key("train.best_is", advice='It is "min" or "max".'),
-    "label_smoothing_factor": as_key("label_smoothing"),
+    "label_smoothing_factor": as_key("train.label_smoothing"),
     "group_by_length": as_key("train.bucket_steps"),
     "data_seed": as_key("train.seed"),
     "full_determinism": nothing("The same dictionary on as many devices draws the same numbers."),
@@ -100,7 +100,7 @@ SYNONYMS: dict[str, Synonym] = {
     "do_predict": _INSTEAD_OF_DO,
     "fsdp": to.SHARDING,
     "fsdp_config": to.SHARDING,
-    "neftune_noise_alpha": nothing("No noise is added to embeddings."),
+    "neftune_noise_alpha": as_key("train.neftune_alpha"),
     "use_liger_kernel": nothing(
         "The loss is fused with the output layer already; no key is needed."
     ),

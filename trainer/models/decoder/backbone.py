@@ -16,6 +16,7 @@ from trainer.errors import ConfigError
 from trainer.models.decoder.rotation import rotation
 from trainer.models.families import DECODERS, check_family, family_of
 from trainer.models.head import OutputLayer
+from trainer.models.losses import PLAIN, Terms
 from trainer.models.packed.stock import Rows, attending
 
 # B batch, T tokens, S tokens seen so far (T + cached), D width, V vocabulary
@@ -74,8 +75,8 @@ class Backbone(Protocol):
         """(..., D) output of the last block -> (..., V) logits."""
         ...
 
-    def loss(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        """(N, D) output of the last block -> () fp32, the sum of cross-entropies."""
+    def loss(self, hidden_ND: Tensor, targets_N: Tensor, terms: Terms = PLAIN) -> Tensor:
+        """(N, D) output of the last block -> () fp32, the sum of cross-entropies, with `terms`."""
         ...
 
 
@@ -142,8 +143,8 @@ class GPTBigCodeBackbone:
     def head(self, hidden_BTD: Tensor) -> Tensor:
         return self._output(self.final_norm(hidden_BTD))
 
-    def loss(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        return self._output.loss(self.final_norm(hidden_ND), targets_N)
+    def loss(self, hidden_ND: Tensor, targets_N: Tensor, terms: Terms = PLAIN) -> Tensor:
+        return self._output.loss(self.final_norm(hidden_ND), targets_N, terms)
 
 
 class RotaryBackbone:
@@ -237,8 +238,8 @@ class RotaryBackbone:
     def head(self, hidden_BTD: Tensor) -> Tensor:
         return self._output(self.final_norm(hidden_BTD))
 
-    def loss(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        return self._output.loss(self.final_norm(hidden_ND), targets_N)
+    def loss(self, hidden_ND: Tensor, targets_N: Tensor, terms: Terms = PLAIN) -> Tensor:
+        return self._output.loss(self.final_norm(hidden_ND), targets_N, terms)
 
 
 def _body_of(base: Any) -> Any:

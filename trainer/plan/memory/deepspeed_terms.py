@@ -180,9 +180,10 @@ def host(step: Measured, zero: Zero) -> int:
     weights = zero.width * (P + F) // w if zero.offloads_weights else 0
     if not zero.offloads_optimizer:
         return weights
-    # fp32 weights, AdamW's two states and the gradients. At stages 1 and 2 also the weights that
-    # go back to the device and one gradient on its way here; at stage 3 the sums of the gradients.
-    optimizer = (4 + 8 + 4) * P
+    # fp32 weights, the gradients, AdamW's two states and an average. At stages 1 and 2 also the
+    # weights that go back to the device and one gradient on its way here; at stage 3 the sums of
+    # the gradients.
+    optimizer = (4 + 4) * P + 4 * step.states
     if zero.stage == 3:
         return weights + (optimizer + _sum_width(zero) * P) // w
     return weights + (optimizer + zero.width * P) // w + zero.width * step.largest

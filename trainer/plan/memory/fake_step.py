@@ -136,7 +136,8 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
                 shape.numel()
                 for w in weights
                 for shape in state_shapes(cfg.optim, w.shape).values()
-            ),
+            )
+            + (sum(w.numel() for w in weights) if cfg.train.ema is not None else 0),
             moments=moments,
             reading=reading,
             scratch=device.scratch,

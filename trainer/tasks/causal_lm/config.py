@@ -103,6 +103,8 @@ class Data(OwnRows):
 class Config(Experiment):
     """A language-modelling experiment; without `lora` every weight of the base trains."""
 
+    scores_vocabulary = True
+
     task: Literal["causal_lm"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     """A language model on texts."""
     data: Data

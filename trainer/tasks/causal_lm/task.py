@@ -16,7 +16,8 @@ from trainer.data.readers import fields, questions
 from trainer.errors import ConfigError
 from trainer.models.decoder.streams import Read
 from trainer.models.head import OutputLayer
-from trainer.models.losses import IGNORED, scored_before
+from trainer.models.inputs.neftune import noisy
+from trainer.models.losses import IGNORED, PLAIN, Terms, scored_before
 from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack_labelled
 from trainer.protocol.abilities import Uncut
@@ -35,12 +36,12 @@ class CausalLM(nn.Module):
     The head runs on labelled positions only.
     """
 
-    def __init__(self, base: Any, read: Read | None = None) -> None:
+    def __init__(self, base: Any, read: Read | None = None, terms: Terms = PLAIN) -> None:
         """read: the function with which the body reads streams (streams.reader_of); None: rows are
-        padded.
+        padded. terms: of the loss in training mode.
         """
         super().__init__()
-        self.base, self._read = base, read
+        self.base, self._read, self.terms = base, read, terms
 
     def forward(self, labels: Tensor, scored: Tensor, **batch: Tensor) -> dict[str, Tensor]:
         """{"loss": () fp32, the sum over labelled tokens}.
@@ -48,9 +49,11 @@ class CausalLM(nn.Module):
         batch: rows as layout.pack_labelled packs them, or (B, T) input_ids, attention_mask and
         labels with scored = losses.scored_before(labels).
         """
-        hidden_MD = self._states(**batch).index_select(0, scored)
+        with noisy(self.base.get_input_embeddings(), batch):
+            hidden_MD = self._states(**batch).index_select(0, scored)
         targets_N = labels.flatten().index_select(0, scored + 1)
-        return {"loss": OutputLayer(self.base).loss(hidden_MD, targets_N)}
+        terms = self.terms if self.training else PLAIN
+        return {"loss": OutputLayer(self.base).loss(hidden_MD, targets_N, terms)}
 
     def _states(self, **batch: Tensor) -> Tensor:
         """Last hidden states: (M, D) of a stream, (B * T, D) of padded rows."""
@@ -87,7 +90,8 @@ class Task(TokenTask[Config]):
                 f"data.max_tokens={self.cfg.data.max_tokens} is longer than the model's "
                 f"{positions} positions. Use at most {positions}."
             )
-        return CausalLM(base, self.reader(getattr(base, base.base_model_prefix)))
+        read = self.reader(getattr(base, base.base_model_prefix))
+        return CausalLM(base, read, Terms.of(self.cfg.train))
 
     def generation(self) -> dict[str, Any]:
         return {"eos_token_id": self.exported_ends, "pad_token_id": self.pad}
@@ -288,8 +292,10 @@ class Task(TokenTask[Config]):
         """
         # without "scored" every token is a label; the sources of a mix need not be alike
         flags = [row["scored"] if "scored" in row else [1] * len(row["ids"]) for row in rows]
+        lengths = [len(row["ids"]) for row in rows]
         if self.is_packed:
-            return pack_labelled([row["ids"] for row in rows], flags)
+            packed = pack_labelled([row["ids"] for row in rows], flags)
+            return {**packed, **self.noise(rows, lengths)}
         ids, mask = pad_right([row["ids"] for row in rows], self.pad)
         is_label, _ = pad_right(flags, 0)
         labels = ids.masked_fill(is_label == 0, IGNORED)
@@ -298,6 +304,7 @@ class Task(TokenTask[Config]):
             "attention_mask": mask,
             "labels": labels,
             "scored": scored_before(labels),
+            **self.noise(rows, lengths, width=ids.shape[1]),
         }
 
     def units(self, batch: Batch) -> Tensor:

@@ -149,6 +149,7 @@ class Config(Experiment):
     """A cross-attention experiment."""
 
     not_encoded = frozenset({"layers", "init_from"})
+    scores_vocabulary = True
 
     task: Literal["cross_attention"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     """A frozen decoder that reads contexts through inserted layers."""

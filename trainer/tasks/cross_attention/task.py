@@ -19,7 +19,7 @@ from trainer.data.padding import pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio, answer_scores
 from trainer.models import adapters, base_model, base_source
-from trainer.models.losses import IGNORED, scored_before
+from trainer.models.losses import IGNORED, Terms, scored_before
 from trainer.models.packed.stock import REPLACED
 from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, scored_answers
 from trainer.protocol.task import DRAW, Batch, Encoded, Places, Row
@@ -96,6 +96,7 @@ class Task(TokenTask[Config]):
         model = CrossAttentionModel(base, self.cfg.layers, seed=self.cfg.train.seed)
         model.check_lengths(self.cfg.data.decoder_tokens, self.cfg.data.context_tokens)
         model.recompute_every = self.cfg.train.recompute_every
+        model.terms = Terms.of(self.cfg.train)
         return model
 
     def fingerprint(self) -> str:
@@ -209,20 +210,20 @@ class Task(TokenTask[Config]):
         encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L).
         """
         fields = ["context", *([_OTHER] if _OTHER in rows[0] else [])]
+        decoders = [self._decoder(row) for row in rows]
+        lengths = [len(ids) for ids in decoders]
         if self.is_packed and can_be_streams(rows, fields):
-            decoders = [self._decoder(row) for row in rows]
             is_answer = self.cfg.data.loss_on == "answer"
             batch = decoder_stream(
                 decoders, [int(row["answer_start"][0]) if is_answer else 0 for row in rows]
             )
-            lengths = [len(ids) for ids in decoders]
             for field in fields:
                 chunks = [unflat(row, field) for row in rows]
                 prefix = f"{field}_" if field == _OTHER else ""
                 stream = context_stream(chunks, lengths, cache=self._states)
                 batch |= {f"{prefix}{name}": tensor for name, tensor in stream.items()}
-            return batch
-        ids, mask = pad_right([self._decoder(row) for row in rows], self.prompts.pad)
+            return batch | self.noise(rows, lengths)
+        ids, mask = pad_right(decoders, self.prompts.pad)
         labels = ids.masked_fill(mask == 0, IGNORED)
         if self.cfg.data.loss_on == "answer":
             for index, row in enumerate(rows):
@@ -233,6 +234,7 @@ class Task(TokenTask[Config]):
             "labels": labels,
             "scored_flat": scored_before(labels),
             **self.prompts.contexts(rows, "context"),
+            **self.noise(rows, lengths, width=ids.shape[1]),
         }
         if _OTHER not in rows[0]:
             return batch

@@ -120,6 +120,7 @@ class Config(Experiment):
     """A Fusion-in-Decoder experiment; without `lora` every weight of the base trains."""
 
     not_encoded = frozenset({"reader"})
+    scores_vocabulary = True
 
     task: Literal["fid"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     """Fusion-in-Decoder."""

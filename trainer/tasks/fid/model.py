@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from trainer.models import base_model
 from trainer.models.head import OutputLayer
+from trainer.models.inputs.neftune import noisy
+from trainer.models.losses import PLAIN, Terms
 from trainer.models.packed import absorbed, t5_decoder, t5_encoder
 from trainer.models.packed.attention import flex
 from trainer.models.packed.stream_attention import RowStarts
@@ -47,15 +49,19 @@ class Generation:
 class FiD(nn.Module):
     """A T5 whose forward reads a packed batch (fused_layout.pack)."""
 
-    def __init__(self, t5: Any, reader: Reader, *, recompute_every: int | None = None) -> None:
+    def __init__(
+        self, t5: Any, reader: Reader, *, recompute_every: int | None = None, terms: Terms = PLAIN
+    ) -> None:
         """t5: a T5ForConditionalGeneration; fido.switch removes cross-attention weights from it as
         reader.cross_attention_every and reader.cross_attention_multi_query say.
 
-        recompute_every: k computes every k-th encoder block again in the backward pass.
+        recompute_every: k computes every k-th encoder block again in the backward pass. terms: of
+        the loss in training mode.
         """
         super().__init__()
         fido.switch(t5, reader)
         self.t5, self.reader, self.recompute_every = t5, reader, recompute_every
+        self.terms = terms
         if reader.dropout is not None:
             base_model.set_dropout(t5, reader.dropout)
         if reader.compat_cross_bias:
@@ -79,8 +85,7 @@ class FiD(nn.Module):
         if generation is not None:
             return self._generate(fused_BSD, batch["fused_mask"], generation)
         hidden_BTD = self.decode(fused_BSD, batch["fused_mask"], batch["labels"])
-        loss = OutputLayer(self.t5).loss(hidden_BTD.flatten(0, 1), batch["labels"].flatten())
-        return {"loss": loss}
+        return {"loss": self._scored(hidden_BTD.flatten(0, 1), batch["labels"].flatten())}
 
     def _loss(self, states_MD: Tensor, batch: Batch) -> Tensor:
         """() fp32, the summed loss; the decoder attends to the tokens of its question, not to
@@ -97,7 +102,11 @@ class FiD(nn.Module):
             few=self._few(states_MD, batch),
         )
         targets_N = labels_BT.flatten().index_select(0, scored_N)
-        return OutputLayer(self.t5).loss(hidden_ND, targets_N)
+        return self._scored(hidden_ND, targets_N)
+
+    def _scored(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        terms = self.terms if self.training else PLAIN
+        return OutputLayer(self.t5).loss(hidden_ND, targets_N, terms)
 
     def _few(self, states_MD: Tensor, batch: Batch) -> absorbed.FewQueries | None:
         """The decoder's input for absorbed attention, which projects no keys of the encoder states.
@@ -119,7 +128,8 @@ class FiD(nn.Module):
         is_flex = self.reader.attention == "flex"
         attend_by = flex(batch["passage"], batch["position"]) if is_flex else None
         how: Any = {"attend_by": attend_by, "recompute_every": self.recompute_every}
-        return t5_encoder.encode(self.t5.encoder, batch, **how)
+        with noisy(self.t5.encoder.embed_tokens, batch):
+            return t5_encoder.encode(self.t5.encoder, batch, **how)
 
     def fuse(self, states_MD: Tensor, batch: Batch) -> Tensor:
         """(M, D) states of all tokens -> (B, S, D), one row for each question, so that the decoder

@@ -25,6 +25,7 @@ from trainer.metrics.mergeable import answer_scores
 from trainer.models import adapters, base_model, base_source
 from trainer.models.families import T5, check_family
 from trainer.models.frozen.quantized import Bits
+from trainer.models.losses import Terms
 from trainer.models.packed.layout import pack_targets
 from trainer.models.weights import weight_files
 from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, scored_answers
@@ -92,7 +93,8 @@ class Task(TokenTask[Config]):
                 "base.config.decoder_start_token_id: missing. A T5 starts answers with its pad, "
                 "id 0."
             )
-        return FiD(base, self.cfg.reader, recompute_every=self.cfg.train.recompute_every)
+        terms, every = Terms.of(self.cfg.train), self.cfg.train.recompute_every
+        return FiD(base, self.cfg.reader, recompute_every=every, terms=terms)
 
     def load_export(self, folder: Path) -> nn.Module:
         base = base_source.resolve(self.cfg.base, self.places)
@@ -267,13 +269,16 @@ class Task(TokenTask[Config]):
         (layout.pack_targets).
         """
         data, reader = self.cfg.data, self.cfg.reader
+        prompts = [self._prompts_of(row) for row in rows]
         batch = pack(
-            [self._prompts_of(row) for row in rows],
+            prompts,
             bucketed=reader.attention == "bucketed",
             cross_width=data.passage_tokens if reader.compat_cross_bias else None,
         )
         targets = [drawn_target(row, is_random=data.sample_targets) for row in rows]
-        return batch | pack_targets(targets)
+        # a row is what its passages are together, as the decoder reads them
+        noise = self.noise(rows, [sum(map(len, passages)) for passages in prompts])
+        return batch | pack_targets(targets) | noise
 
     # Answers
     # ----------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
-from trainer.config.block import Fraction, Positive, Strict
+from trainer.config.block import Positive, Strict
 from trainer.config.formats.layouts import SUMMARIES, Layout, Purpose
 from trainer.config.own_rows import OwnRows, Splits
 from trainer.config.schema import Experiment
@@ -132,18 +132,28 @@ class Config(Experiment):
     writes texts.
     """
 
-    not_encoded = frozenset({"label_smoothing", "generation", "rouge"})
+    not_encoded = frozenset({"generation", "rouge"})
+    scores_vocabulary = True
 
     task: Literal["summariser"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     """A sequence-to-sequence summariser."""
     data: Data
     """Rows, and how they become tokens."""
-    label_smoothing: Fraction = 0.0
-    """In training; the validation loss has none."""
     generation: Generation = Generation()
     """How summaries are generated in evaluation."""
     rouge: Rouge = Rouge()
     """How ROUGE is counted."""
+
+    @classmethod
+    def with_current_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Until 2026-11-27 label_smoothing stood beside `train`, and was of this task alone."""
+        train = values.get("train")
+        if "label_smoothing" not in values or not isinstance(train, dict):
+            return values
+        current, settings = {**values}, cast("dict[str, Any]", train)
+        if "label_smoothing" not in settings:
+            current["train"] = {**settings, "label_smoothing": current.pop("label_smoothing")}
+        return current
 
     @model_validator(mode="after")
     def _fits_in_fp16(self) -> Config:

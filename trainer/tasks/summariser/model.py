@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from trainer.models.head import OutputLayer
-from trainer.models.losses import IGNORED
+from trainer.models.inputs.neftune import noisy, without_noise
+from trainer.models.losses import IGNORED, PLAIN, Terms
 from trainer.models.packed import t5_decoder, t5_encoder
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.stream_attention import RowStarts
@@ -26,11 +27,13 @@ class Summariser(nn.Module):
     """Any seq2seq model of the T5 families. For a loss, its head reads labelled positions only."""
 
     def __init__(
-        self, base: Any, *, label_smoothing: float, recompute_every: int | None = None
+        self, base: Any, *, terms: Terms = PLAIN, recompute_every: int | None = None
     ) -> None:
-        """recompute_every: k computes every k-th block of a stream again in the backward pass."""
+        """terms: of the loss in training mode. recompute_every: k computes every k-th block of a
+        stream again in the backward pass.
+        """
         super().__init__()
-        self.base, self.label_smoothing = base, label_smoothing
+        self.base, self.terms = base, terms
         self.recompute_every = recompute_every
 
     def forward(
@@ -42,7 +45,7 @@ class Summariser(nn.Module):
         generation: Any = None,
         **source: Tensor,
     ) -> dict[str, Tensor]:
-        """{"loss": () fp32, the sum over labelled tokens}, smoothed in training mode only.
+        """{"loss": () fp32, the sum over labelled tokens}.
 
         source: documents as layout.pack packs them, or (B, S) input_ids and attention_mask. labels,
         scored, target_starts: summaries as layout.pack_targets packs them; scored=None computes it
@@ -54,24 +57,30 @@ class Summariser(nn.Module):
         assert labels is not None, "a loss needs summaries"
         if scored is None:
             scored = (labels.flatten() != IGNORED).nonzero()[:, 0]
-        if target_starts is not None and "tokens" in source:
-            hidden_ND = self._decode(source, labels, scored, target_starts)
-        else:
-            written = self.base.prepare_decoder_input_ids_from_labels(labels)
-            if hasattr(self.base, "model"):  # a T5Gemma, which has its body in one module
-                decoded = self.base.model(**source, decoder_input_ids=written, use_cache=False)
-            else:
-                decoded = self.base.decoder(
-                    input_ids=written,
-                    encoder_hidden_states=self.base.encoder(**source).last_hidden_state,
-                    encoder_attention_mask=source["attention_mask"],
-                    use_cache=False,
-                )
-            # pads are dropped first, for the logits of all pads would be most of the cost
-            hidden_ND = decoded.last_hidden_state.flatten(0, 1).index_select(0, scored)
-        smoothing = self.label_smoothing if self.training else 0.0
+        with noisy(self.base.get_encoder().get_input_embeddings(), source):
+            hidden_ND = self._states(without_noise(source), labels, scored, target_starts)
+        terms = self.terms if self.training else PLAIN
         targets_N = labels.flatten().index_select(0, scored)
-        return {"loss": OutputLayer(self.base).loss(hidden_ND, targets_N, smoothing=smoothing)}
+        return {"loss": OutputLayer(self.base).loss(hidden_ND, targets_N, terms)}
+
+    def _states(
+        self, source: Mapping[str, Tensor], labels: Tensor, scored: Tensor, starts: Tensor | None
+    ) -> Tensor:
+        """(N, D) states of the decoder at labelled positions, under teacher forcing."""
+        if starts is not None and "tokens" in source:
+            return self._decode(source, labels, scored, starts)
+        written = self.base.prepare_decoder_input_ids_from_labels(labels)
+        if hasattr(self.base, "model"):  # a T5Gemma, which has its body in one module
+            decoded = self.base.model(**source, decoder_input_ids=written, use_cache=False)
+        else:
+            decoded = self.base.decoder(
+                input_ids=written,
+                encoder_hidden_states=self.base.encoder(**source).last_hidden_state,
+                encoder_attention_mask=source["attention_mask"],
+                use_cache=False,
+            )
+        # pads are dropped first, for the logits of all pads would be most of the cost
+        return decoded.last_hidden_state.flatten(0, 1).index_select(0, scored)
 
     def _encode(self, source: Mapping[str, Tensor]) -> Tensor:
         """(M, D) states of the tokens of all documents."""

@@ -20,7 +20,7 @@ from trainer.files import packages
 from trainer.metrics.mergeable import Ratio
 from trainer.models import base_model, base_source
 from trainer.models.families import SUMMARISERS, family_of, start_of
-from trainer.models.losses import IGNORED
+from trainer.models.losses import IGNORED, Terms
 from trainer.models.packed.layout import pack, pack_targets
 from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, scored_answers
 from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Places, Row
@@ -79,11 +79,8 @@ class Task(TokenTask[Config]):
                 module.requires_grad_(False)
         if not self.is_packed:
             self.recompute(base)
-        how = {
-            "label_smoothing": self.cfg.label_smoothing,
-            "recompute_every": self.cfg.train.recompute_every,
-        }
-        return Summariser(base, **how)
+        terms = Terms.of(self.cfg.train)
+        return Summariser(base, terms=terms, recompute_every=self.cfg.train.recompute_every)
 
     def fingerprint(self) -> str:
         if not self._has_frozen_weights:
@@ -187,16 +184,20 @@ class Task(TokenTask[Config]):
         and T rounded up to multiples of 8.
         """
         sources, targets = [row["source"] for row in rows], [self._target(row) for row in rows]
+        lengths = [len(source) for source in sources]
         if self.is_packed:
-            return pack(sources, bucketed=True) | pack_targets(targets)
+            packed = pack(sources, bucketed=True) | pack_targets(targets)
+            return packed | self.noise(rows, lengths)
         ids, mask = pad_right(sources, self.pad)
+        ids, mask = _align(ids, self.pad), _align(mask, 0)
         ids_of_targets, is_target = pad_right(targets, self.pad)
         labels = _align(ids_of_targets.masked_fill(is_target == 0, IGNORED), IGNORED)
         return {
-            "input_ids": _align(ids, self.pad),
-            "attention_mask": _align(mask, 0),
+            "input_ids": ids,
+            "attention_mask": mask,
             "labels": labels,
             "scored": (labels.flatten() != IGNORED).nonzero()[:, 0],
+            **self.noise(rows, lengths, width=ids.shape[1]),
         }
 
     def _target(self, row: Mapping[str, Any]) -> Sequence[int]:

@@ -20,7 +20,8 @@ from trainer.models import adapters, recomputation
 from trainer.models.decoder.backbone import backbone_of
 from trainer.models.decoder.rotation import Rotation, rotation
 from trainer.models.frozen.freezing import freeze_except
-from trainer.models.losses import next_token_loss
+from trainer.models.inputs.neftune import noisy, without_noise
+from trainer.models.losses import PLAIN, next_token_loss
 from trainer.models.packed.stock import Rows
 from trainer.tasks.cross_attention.decoder.attention import (
     KeysValues,
@@ -105,6 +106,7 @@ class CrossAttentionModel(nn.Module):
         adapted = (i for i, block in enumerate(blocks) if adapters.layers_of(block))
         self.num_blocks_below = min(next(adapted, len(blocks)), self.indices[0] + layers.after)
         self.recompute_every: int | None = None  # of the blocks above, and their added layers
+        self.terms = PLAIN  # of the loss in training mode
         freeze_except(
             self,
             lambda name: name.startswith("cross_attn_layers.") or adapters.is_adapter(name),
@@ -277,14 +279,15 @@ class CrossAttentionModel(nn.Module):
         assert input_ids is not None
         assert attention_mask is not None, "the decoder's tokens are given with their mask"
         self.check_lengths(attention_mask.shape[1], 0)
-        inputs = ContextInputs(**context)
+        inputs = ContextInputs(**without_noise(context))
         fresh = DynamicCache(config=self.backbone.config) if use_cache else None
         cache = fresh if inputs.past is None else inputs.past.cache
         projected = self._project(inputs).repeat_rows(len(input_ids))
         if position_ids is None:
             position_ids = positions(attention_mask)[:, -input_ids.shape[1] :]
         with torch.no_grad():  # below the first added layer nothing needs a gradient
-            embedded_BTD = self.backbone.embed(input_ids, position_ids)
+            with noisy(self.base.get_input_embeddings(), context):
+                embedded_BTD = self.backbone.embed(input_ids, position_ids)
             this = _Pass(
                 surroundings=self.backbone.surroundings(
                     embedded_BTD, attention_mask, position_ids, cache
@@ -296,7 +299,7 @@ class CrossAttentionModel(nn.Module):
             )
         hidden_BTD = self._decode(embedded_BTD, this, is_cached=cache is not None)
         if labels is not None:
-            loss = next_token_loss(hidden_BTD, labels, self.backbone.loss, scored_N=scored_flat)
+            loss = next_token_loss(hidden_BTD, labels, self._scored, scored_N=scored_flat)
             return Output(loss=loss, logits=None)
         logits = self.backbone.head(hidden_BTD[:, -1:] if last_logits_only else hidden_BTD)
         return Output(
@@ -327,7 +330,8 @@ class CrossAttentionModel(nn.Module):
         context = self.context(states_1KD, positions_BL=batch["keys_position"][None])
         positions_1M = batch["position"][None]
         with torch.no_grad():
-            embedded_1MD = self.backbone.embed(batch["tokens"][None], positions_1M)
+            with noisy(self.base.get_input_embeddings(), batch):
+                embedded_1MD = self.backbone.embed(batch["tokens"][None], positions_1M)
             rows, pairs = Rows.of(batch), Pairs.of(batch)
             draws = self._draw(context, key_masks) or {}
             visible: dict[int, Seen] = {
@@ -343,7 +347,10 @@ class CrossAttentionModel(nn.Module):
         hidden_1MD = self._decode(embedded_1MD, this, is_cached=False)
         scored_N = batch["scored"]
         targets_N = batch["labels"].index_select(0, scored_N + 1)
-        return self.backbone.loss(hidden_1MD[0].index_select(0, scored_N), targets_N)
+        return self._scored(hidden_1MD[0].index_select(0, scored_N), targets_N)
+
+    def _scored(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        return self.backbone.loss(hidden_ND, targets_N, self.terms if self.training else PLAIN)
 
     @torch.no_grad()
     def _encode_packed(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -1,0 +1,1 @@
+"""What is done to that which a model reads."""

@@ -1,0 +1,1 @@
+"""The average of a run's weights over its steps."""
