@@ -15,7 +15,7 @@ import logging
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.files.saved_tensors import piece_name  # noqa: E402
+from trainer.models.optimizers.rates import param_groups, shape_of  # noqa: E402
 from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.beside import StateCopy  # noqa: E402
@@ -41,10 +42,10 @@ from trainer.training.optimizer_state import (  # noqa: E402
     build_optimizer,
     dtype_of,
     local_part,
-    shape_of,
 )
 
 if TYPE_CHECKING:
+    from trainer.config.optimizer.freeze import Freeze
     from trainer.config.schema import Optim
 
 logger = logging.getLogger(__name__)
@@ -130,9 +131,18 @@ class Engine:
     `engine.model(**batch)` runs it; backward() accumulates; step() applies one update.
     """
 
-    def __init__(self, model: nn.Module, ds: Mapping[str, Any], optim: Optim) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ds: Mapping[str, Any],
+        optim: Optim,
+        *,
+        plus: float = 1.0,
+        freeze: Sequence[Freeze] = (),
+    ) -> None:
         """`ds` is the dictionary of deepspeed_config.for_engine; `optim` the experiment's optimizer
-        block.
+        block; plus: lora.plus; freeze: train.freeze, of which weights that never train are frozen
+        already (rates.freeze_whole).
 
         Source of the accumulation scheme: managed_gradient_accumulation=false, one step() per
         window.
@@ -144,8 +154,10 @@ class Engine:
             raise ConfigError(
                 "the model has no trainable parameter: nothing to do. Unfreeze or insert layers."
             )
+        groups = param_groups(model, optim, plus=plus, freeze=freeze)
+        numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         # made before stdout is redirected: building it may compile a kernel, and says so
-        optimizer = build_optimizer(self._parameters.values(), ds, optim)
+        optimizer = build_optimizer(groups, ds, optim)
         # a rank that loads for long must not abort the others' first exchange
         distributed.wait_for_all()
         # bf16 at stage 1 prints 15 lines of memory, whatever the log level
@@ -160,7 +172,11 @@ class Engine:
         distributed.give_every_group_the_timeout()
         self.model: Any = engine
         self.optimizer = OptimizerState(
-            engine, stage=self.stage, parameters=self._parameters, optim=optim
+            engine,
+            stage=self.stage,
+            parameters=self._parameters,
+            optim=optim,
+            group_numbers=numbers,
         )
         self._own_clip = self.stage == 0 and dtype_of(self._parameters) == torch.float32
         self._norm: Tensor | float | None = None
@@ -208,7 +224,7 @@ class Engine:
         """
         self._is_skipped = False
         for group in self.model.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["share"]
         if self.stage == 0 and self._world > 1:
             self.model.buffered_allreduce_fallback()
         if watch is not None and self.stage == 0:
