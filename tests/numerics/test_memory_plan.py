@@ -149,7 +149,7 @@ def peak_of_an_engine(stage: int, precision: str) -> Peak:
     engine.destroy()
     start = min(event.start_time_ns for event in events_of(profiler) if event.name == "STEP 1")
     peak = max(live for at, live in live_bytes(profiler, {}) if at >= start)
-    return Peak(peak, Zero.of(ds, accumulates=True, is_adafactor=False))
+    return Peak(peak, Zero.of(ds, accumulates=True))
 
 
 def _every_peak() -> dict[tuple[int, str], Peak]:

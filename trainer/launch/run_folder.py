@@ -312,7 +312,7 @@ def _beginning(path: Path, newest: SavedState | None) -> dict[str, Any] | None:
 
 def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
     """Write the trained weights to <run>/<name>/ in the task's layout, completely or not at all."""
-    weights = live.weights(lambda k: distributed.is_main())
+    weights = live.weights(lambda k: distributed.is_main(), with_frozen=True)
 
     def write() -> None:
         target, temporary = plan.folder / name, plan.folder / f".{name}.tmp"

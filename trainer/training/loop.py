@@ -157,6 +157,7 @@ def train_step(
         units, stop, diverged = host.read()
         trouble = Trouble(session.rolled_back[number], math.nan, is_rolled_back=True)
         return Step(loss, units, stop > 0, diverged > 0, torch.isfinite(loss), trouble)
+    engine.begin(number)
     with name_batch_when_out_of_memory(window.batches):
         for summed in session.task.losses(engine.model, OnDevice(window.batches)):
             mean = summed / counts[0]

@@ -46,6 +46,15 @@ def refusals(config: Config, train: Train, optim: Optim, world: int) -> Iterator
             "whose weights are then gathered within it. Write that number, or use zero3."
         )
     yield from _whole_weights(config, optim)
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    if optim.name != "adamw" and offload.get("device", "none") != "none":
+        # deepspeed 0.19.8 has such a kernel for Adam, Adagrad and Lion; its Lion keeps the moments
+        # of a step that was left out, and its Muon is clipped after it is orthogonal
+        yield (
+            f"zero_optimization.offload_optimizer: optim.name={optim.name!r} is stepped on the "
+            "device alone, for only AdamW has a kernel for the host here. Use --deepspeed zero2 or "
+            "zero3, or optim.name='adamw'."
+        )
     dtype = config.get("data_types", {}).get("grad_accum_dtype")
     if stage == 0 and dtype not in (None, train.precision):
         yield (

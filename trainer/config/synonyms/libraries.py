@@ -45,7 +45,7 @@ SYNONYMS: dict[str, Synonym] = {
     "adam_beta1": to.BETAS,
     "adam_beta2": to.BETAS,
     "adam_epsilon": as_key("optim.eps"),
-    "adafactor": as_key("optim.name", advice='It is "adamw" or "adafactor".'),
+    "adafactor": as_key("optim.name", advice='It is "adafactor".'),
     "optim_args": as_key("optim", advice="Each argument is a key of this block."),
     "lr_scheduler_type": to.SHAPE,
     "lr_scheduler_kwargs": as_key("schedule", advice="Each argument is a key of this block."),
@@ -298,7 +298,9 @@ SYNONYMS: dict[str, Synonym] = {
     "max_epochs": to.EPOCHS,
     "num_steps": as_key("train.steps"),
     "max_iters": as_key("train.steps"),
-    "optimizer": as_key("optim", advice="Its `name` is adamw or adafactor."),
+    "optimizer": as_key(
+        "optim", advice="Its `name` is adamw, adamw8bit, adafactor, sgd, lion or muon."
+    ),
     "scheduler": to.SHAPE,
     "lr_scheduler": to.SHAPE,
     "warmup": as_key("schedule.warmup_steps", "schedule.warmup_ratio"),

@@ -25,8 +25,6 @@ BETA2_DECAY, CLIP_RMS, SMALLEST_WEIGHT = -0.8, 1.0, 1e-3
 SMALLEST_SQUARE = 1e-16
 
 
-
-
 def build(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
     """The optimizer of parameter groups (rates.param_groups).
 

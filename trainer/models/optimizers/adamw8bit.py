@@ -96,9 +96,7 @@ class AdamW8bit(BesideAdamW):
             return
         codes_NB = torch.nn.functional.pad(codes, (0, padding)).view(-1, BLOCK)
         numbers = (values[codes_NB[~is_one_N].long()] * scales_NB[~is_one_N]).nan_to_num()
-        again, of_again = self._functional.quantize_blockwise(
-            numbers, code=values, blocksize=BLOCK
-        )
+        again, of_again = self._functional.quantize_blockwise(numbers, code=values, blocksize=BLOCK)
         codes_NB[~is_one_N] = again.view(-1, BLOCK)
         codes.copy_(codes_NB.view(-1)[: len(codes)])
         absmax[~is_one_N] = of_again.absmax

@@ -51,9 +51,7 @@ class Muon(BesideAdamW):
         # rank has none of it; and which matrices are cut.
         self._pieces: dict[Tensor, list[tuple[Piece | None, torch.Size, bool]]] = {}
 
-    def lay_out(
-        self, flats: Mapping[Tensor, Sequence[tuple[Piece | None, torch.Size]]]
-    ) -> None:
+    def lay_out(self, flats: Mapping[Tensor, Sequence[tuple[Piece | None, torch.Size]]]) -> None:
         """Tell which matrices lie where in ZeRO's flat vectors. A collective."""
         for flat, pieces in flats.items():
             own = [p is not None and p.count < shape.numel() for p, shape in pieces]
@@ -116,4 +114,4 @@ def _whole(update: Tensor, piece: Piece | None, shape: torch.Size) -> Tensor:
     part = _part(update, piece)
     if piece is not None and part is not None:
         whole[piece.start : piece.start + piece.count] = part
-    return distributed.total(whole).to(update.dtype)  # one rank gives each number
+    return distributed.joined(whole)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OWN = "own"  # the rule of the optimizer that the dictionary names
 ADAMW = "adamw"  # the rule of what Muon and 8-bit AdamW leave to AdamW
+FROZEN_BY_NAME = "is_frozen_by_name"  # an attribute of weights that train.freeze never lets train
 # Modules whose matrices are no hidden layers: Muon leaves them to AdamW (Jordan et al. 2024).
 _HEADS = {"head", "lm_head", "score", "classifier"}
 # bitsandbytes keeps moments of smaller weights in 32 bits (0.50: min_8bit_size).
@@ -59,7 +60,9 @@ def refuse_idle_patterns(key: str, patterns: Sequence[Any], names: Iterable[str]
         if any(fnmatch.fnmatchcase(name, one.match) for name in names):
             continue
         bare = one.match.strip("*").strip(".")
-        parts = {".".join(name.split(".")[k:]): name for name in names for k in range(name.count("."))}
+        parts = {
+            ".".join(name.split(".")[k:]): name for name in names for k in range(name.count("."))
+        }
         close = difflib.get_close_matches(bare, parts, n=_SHOWN, cutoff=0.5)
         close = list(dict.fromkeys(parts[part] for part in close)) or names[:_SHOWN]
         problems.append(
@@ -79,6 +82,7 @@ def freeze_whole(model: nn.Module, freeze: Sequence[Freeze]) -> list[str]:
     frozen = [name for name in named if (one := first_match(name, freeze)) and one.is_whole]
     for name in frozen:
         named[name].requires_grad_(False)
+        setattr(named[name], FROZEN_BY_NAME, True)
     return frozen
 
 
@@ -165,7 +169,9 @@ def _heights(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, i
     Source: BEiT's layer-wise decay (Bao et al. 2022), whose head has the full rate.
     """
     modules = dict(model.named_modules())
-    tables = {id(p) for m in modules.values() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    tables = {
+        id(p) for m in modules.values() if isinstance(m, nn.Embedding) for p in m.parameters()
+    }
     found: dict[str, int] = {}
     outside: list[str] = []
     for name in named:
