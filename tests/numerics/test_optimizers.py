@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.long import long_but
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_all_close
 from trainer.config import deepspeed_config
@@ -237,3 +236,187 @@ def test_steps_are_those_of_plain_torch_at_every_stage(name: str, world: int) ->
     for stage, found in run_on_ranks(world, _at_every_stage, name, "fp32")[0].items():
         weights = {key: found[key] for key in wanted}
         assert_all_close(weights, wanted, of=f"stage {stage}", **WEIGHTS)
+
+
+def _in_bf16(name: str) -> dict[int, dict[str, Tensor]]:
+    return {stage: found for stage, found in _at_every_stage(name, "bf16").items()}
+
+
+@pytest.mark.parametrize("name", ["momentum", "muon"])
+def test_bf16_keeps_fp32_masters_near_fp32_at_every_stage(name: str) -> None:
+    wanted, _ = reference(EVERY[name])
+    for stage, found in run_on_ranks(2, _in_bf16, name)[0].items():
+        masters = {key: found[f"{key}|master"] for key in wanted}
+        assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+        assert all(found[key].dtype == torch.bfloat16 for key in wanted)
+        how = {**BF16_WEIGHTS, "dtype": torch.bfloat16}
+        assert_all_close(masters, wanted, of=f"stage {stage}", **how)
+
+
+# Saved, and resumed
+# --------------------------------------------------------------------------------------------------
+
+HALF = STEPS // 2
+# A group of two matrices that stands still at first, and one that does so later.
+FREEZE = (
+    Freeze(match="blocks.0.*.weight", until=2),
+    Freeze(match="embed.*", since=2, until=4),
+)
+Saved = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float | int]]
+
+
+def _saved(name: str, precision: str, stages: list[int]) -> dict[int, tuple[Saved, Any]]:
+    """What is saved after half of the steps, and what an undisturbed run ends with."""
+    found = {}
+    for stage in stages:
+        live = make(stage, EVERY[name], precision=precision, freeze=FREEZE)
+        train(live, range(HALF))
+        saved = (
+            live.weights(lambda k: True),
+            live.optimizer.tensors(lambda k: True),
+            live.optimizer.scalars(),
+        )
+        train(live, range(HALF, STEPS))
+        found[stage] = saved, everything(live)
+        live.destroy()
+    return found
+
+
+def _resumed(name: str, precision: str, saved: dict[int, Saved]) -> dict[int, Any]:
+    """What a run ends with that goes on from what was saved."""
+    found = {}
+    for stage, (weights, state, scalars) in saved.items():
+        live = make(stage, EVERY[name], precision=precision, freeze=FREEZE, weights=weights)
+        live.optimizer.restore(state, scalars)
+        restored = everything(live)
+        train(live, range(HALF, STEPS))
+        found[stage] = restored, everything(live)
+        live.destroy()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(EVERY))
+def test_a_restored_state_continues_bit_for_bit_at_every_stage(name: str, precision: str) -> None:
+    ran = run_on_ranks(2, _saved, name, precision, list(STAGES))[0]
+    again = run_on_ranks(2, _resumed, name, precision, {s: one for s, (one, _) in ran.items()})[0]
+    for stage, (_, straight) in ran.items():
+        resumed = again[stage][1]
+        assert straight.keys() == resumed.keys()
+        for key, tensor in straight.items():
+            assert torch.equal(tensor, resumed[key]), (stage, key)
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "adamw"])
+def test_a_state_of_two_ranks_is_read_whole_by_one_and_by_three(name: str) -> None:
+    ran = run_on_ranks(2, _saved, name, "bf16", list(STAGES))[0]
+    for world in (1, 3):
+        saved = {stage: one for stage, (one, _) in ran.items()}
+        for stage, (restored, _) in run_on_ranks(world, _restored, name, saved)[0].items():
+            weights, state, _ = saved[stage]
+            for key, tensor in (weights | state).items():
+                assert torch.equal(tensor, restored[key]), (world, stage, key)
+
+
+def _restored(name: str, saved: dict[int, Saved]) -> dict[int, Any]:
+    found = {}
+    for stage, (weights, state, scalars) in saved.items():
+        live = make(stage, EVERY[name], precision="bf16", freeze=FREEZE, weights=weights)
+        live.optimizer.restore(state, scalars)
+        found[stage] = everything(live), live.optimizer.scalars()
+        live.destroy()
+    return found
+
+
+# Weights that stand still
+# --------------------------------------------------------------------------------------------------
+
+
+def _with_freeze(name: str) -> dict[int, Any]:
+    found = {}
+    for stage in STAGES:
+        live = make(stage, EVERY[name], freeze=FREEZE)
+        states = []
+        norms = []
+        for step in range(STEPS):
+            norms += train(live, range(step, step + 1))
+            states.append(everything(live))
+        found[stage] = states, norms, live.optimizer.scalars()
+        live.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_what_stands_still_gets_no_update_at_all_at_any_stage(name: str, world: int) -> None:
+    def stands(key: str, step: int) -> bool:
+        is_first = key.startswith("blocks.0") and key.endswith("weight") and step <= 2
+        return is_first or (key == "embed.weight" and 2 < step <= 4)
+
+    wanted, wanted_norms = reference(EVERY[name], stands=stands)
+    for stage, (states, norms, scalars) in run_on_ranks(world, _with_freeze, name)[0].items():
+        started = net().state_dict()
+        for key in ("blocks.0.0.weight", "blocks.0.2.weight"):
+            assert torch.equal(states[1][key], started[key])
+            assert not any(states[1][k].any() for k in states[1] if k.startswith(f"{key}|"))
+            assert not torch.equal(states[2][key], started[key])
+        for key in (key for key in states[1] if key.startswith("embed")):
+            assert torch.equal(states[1][key], states[3][key]), (stage, key)
+        weights = {key: states[-1][key] for key in wanted}
+        assert_all_close(weights, wanted, of=f"stage {stage}", **WEIGHTS)
+        for got, want in zip(norms, wanted_norms, strict=True):
+            assert got == pytest.approx(want, rel=1e-4)
+        assert scalars["optimizer_step"] == STEPS
+        counts = [count for key, count in scalars.items() if key.startswith("optimizer_step.")]
+        assert set(counts) == ({4} if name == "adamw" else set(counts))
+
+
+# Groups of rates
+# --------------------------------------------------------------------------------------------------
+
+GROUPED = Optim(
+    betas=(0.9, 0.95),
+    layer_decay=0.5,
+    groups=(  # pyright: ignore
+        {"match": "head.*", "lr": 0.05, "weight_decay": 0.3},
+        {"match": "blocks.1.*.bias", "lr": 0.0},
+    ),
+    **BASE,
+)
+
+
+def _grouped() -> dict[int, dict[str, Tensor]]:
+    found = {}
+    for stage in STAGES:
+        live = make(stage, GROUPED)
+        train(live, range(STEPS), _falling)
+        found[stage] = everything(live)
+        live.destroy()
+    return found
+
+
+def _falling(step: int) -> float:
+    return 1.0 - step / STEPS
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_groups_and_layer_decay_are_those_of_plain_torch_at_every_stage(world: int) -> None:
+    def share(name: str) -> float:
+        if name.startswith("head"):
+            return 0.05 / LR
+        if name.startswith("blocks.1") and name.endswith("bias"):
+            return 0.0
+        if name.startswith("blocks"):
+            return 0.5 ** (BLOCKS - int(name.split(".")[1]))
+        return 0.5 ** (BLOCKS + 1) if name.startswith("embed") else 1.0
+
+    def decay(name: str, usual: float) -> float:
+        return 0.3 if name.startswith("head") else usual
+
+    wanted, _ = reference(GROUPED, share=share, decay=decay, factor=_falling)
+    for stage, found in run_on_ranks(world, _grouped)[0].items():
+        weights = {key: found[key] for key in wanted}
+        assert_all_close(weights, wanted, of=f"stage {stage}", **WEIGHTS)
+        for key, started in net().state_dict().items():
+            if key.startswith("blocks.1") and key.endswith("bias"):
+                assert torch.equal(found[key], started)

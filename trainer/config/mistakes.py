@@ -114,10 +114,11 @@ def long_warmup(cfg: Experiment) -> Iterator[str]:
         )
 
 
-# A step of Lion moves every weight by lr, one of Muon a matrix as much as AdamW would; one of SGD by
-# lr times the gradient, whose norm is clipped. An AdamW step moves every weight by about lr (Kingma & Ba 2015, sec. 2.1), an Adafactor step by lr
-# times the weight's size (Shazeer & Stern 2018, sec. 8). Weights of language models start at about
-# 0.02 (Radford et al. 2019, their code), whose neighbours in fp32 are 2e-9 away.
+# A step of Lion moves every weight by lr, one of AdamW by about lr (Kingma & Ba 2015, sec. 2.1),
+# and Muon is scaled to that; an Adafactor step by lr times the weight's size (Shazeer & Stern 2018,
+# sec. 8); one of SGD by lr times the gradient, which in a large model is far below 1. Weights of
+# language models start at about 0.02 (Radford et al. 2019, their code), whose neighbours in fp32
+# are 2e-9 away.
 _HIGHEST_RATE = {
     "adamw": 0.1,
     "adamw8bit": 0.1,

@@ -133,24 +133,3 @@ def forget_old_orders(engine: Any) -> None:
         invalidate()
 
     coordinator._invalidate_trace = forgetting
-
-
-def leave_out_what_stands(optimizer: torch.optim.Optimizer) -> None:
-    """Make steps leave out groups of parameters with "stands": weights, moments and counts of steps
-    stay, for torch's optimizers and DeepSpeed's pass over what has no gradient.
-    """
-    kept: list[tuple[Tensor, Tensor | None]] = []
-
-    def hide(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for weight in group["params"] if group["stands"] else ():
-                kept.append((weight, weight.grad))
-                weight.grad = None
-
-    def show(*_: Any) -> None:
-        while kept:
-            weight, gradient = kept.pop()
-            weight.grad = gradient
-
-    optimizer.register_step_pre_hook(hide)
-    optimizer.register_step_post_hook(show)

@@ -33,11 +33,12 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.files.saved_tensors import piece_name  # noqa: E402
 from trainer.models.optimizers.rates import (  # noqa: E402
-    FROZEN_BY_NAME,
+    frozen_by_name,
     param_groups,
     places,
     shape_of,
 )
+from trainer.models.optimizers.standstill import Standstill  # noqa: E402
 from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.beside import StateCopy  # noqa: E402
@@ -159,7 +160,9 @@ class Engine:
             raise ConfigError(
                 "the model has no trainable parameter: nothing to do. Unfreeze or insert layers."
             )
-        groups = param_groups(model, optim, plus=plus, freeze=freeze)
+        where = places(model, optim, plus=plus, freeze=freeze)
+        self._standstill = Standstill(self._parameters, where)
+        groups = param_groups(model, where, optim)
         numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         # made before stdout is redirected: building it may compile a kernel, and says so
         optimizer = build_optimizer(groups, ds, optim)
@@ -176,16 +179,7 @@ class Engine:
             )
         distributed.give_every_group_the_timeout()
         self.model: Any = engine
-        self._frozen = {
-            name
-            for name, parameter in model.named_parameters()
-            if not parameter.requires_grad and getattr(parameter, FROZEN_BY_NAME, False)
-        }
-        self._thawing = [
-            (self._parameters[name], place.freeze)
-            for name, place in places(model, optim, plus=plus, freeze=freeze).items()
-            if place.freeze is not None
-        ]
+        self._frozen = frozen_by_name(model)
         self.optimizer = OptimizerState(
             engine,
             stage=self.stage,
@@ -213,28 +207,17 @@ class Engine:
             # deepspeed 0.19.8, DynamicLossScaler.update_scale: raises a bare Exception there. The
             # loop counts skips.
             scaler.raise_error_at_min_scale = False
-        if self._thawing:
-            # moments of weights that stand still are saved, too
-            self.optimizer.make_empty()
-            mended.leave_out_what_stands(self.optimizer.inner())
+        if self._standstill:
+            self.optimizer.make_empty()  # moments of what stands still are saved, too
+            self._standstill.attach(self.optimizer.inner())
         mended.forget_old_orders(engine)
         self._check_that_deepspeed_agrees(ds)
         if distributed.is_gpu():
             self._wait_less(offload=ds["zero_optimization"].get("offload_optimizer") or {})
 
     def begin(self, step: int) -> None:
-        """Let those weights stand still that train.freeze names for this step; the first is 1.
-
-        They get no gradient: none is computed, and none counts in the norm that clips. The
-        optimizer leaves them out: it neither decays them nor changes or counts their moments.
-        """
-        if not self._thawing:
-            return
-        for group in self.model.optimizer.param_groups:
-            freeze = group["freeze"]
-            group["stands"] = freeze is not None and freeze.holds(step)
-        for parameter, freeze in self._thawing:
-            parameter.requires_grad_(not freeze.holds(step))
+        """Let those weights stand still that train.freeze names for this step; the first is 1."""
+        self._standstill.begin(step, self.model.optimizer)
 
     def train(self) -> None:
         self.model.train()
@@ -395,10 +378,7 @@ class Engine:
         by one. with_frozen: also those that would train but for train.freeze.
         """
         kept: dict[str, Tensor] = {}
-        every = self._parameters
-        if with_frozen and self._frozen:
-            named = self.model.module.named_parameters()
-            every = {n: p for n, p in named if n in self._frozen or n in self._parameters}
+        every = {**self._parameters, **(self._frozen if with_frozen else {})}
         for k, (name, parameter) in enumerate(every.items()):
             with deepspeed.zero.GatheredParameters([parameter]):
                 if keep(k):

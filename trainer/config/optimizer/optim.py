@@ -64,7 +64,7 @@ class Optim(Strict):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moments. AdamW, adamw8bit and what Muon leaves to AdamW."""
     momentum: Fraction | None = None
-    """Decay of the sum of gradients. None: 0 for SGD, which then remembers nothing; 0.95 for Muon."""
+    """Decay of the sum of gradients. None: 0 for SGD, which then remembers nothing; Muon: 0.95."""
     nesterov: bool | None = None
     """Whether a step looks ahead by its momentum. None: false for SGD, true for Muon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

@@ -42,7 +42,7 @@ class Piece:
 
 
 class Muon(BesideAdamW):
-    """Muon for matrices, AdamW for the other weights. The state of a matrix is `momentum_buffer`."""
+    """Muon for matrices, AdamW for the other weights. A matrix has a `momentum_buffer`."""
 
     def __init__(self, groups: list[dict[str, Any]], optim: Optim) -> None:
         super().__init__(groups, optim)

@@ -86,6 +86,15 @@ def freeze_whole(model: nn.Module, freeze: Sequence[Freeze]) -> list[str]:
     return frozen
 
 
+def frozen_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that freeze_whole froze, by name."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if getattr(parameter, FROZEN_BY_NAME, False)
+    }
+
+
 def rules(model: nn.Module, optim: Optim) -> dict[str, str]:
     """The rule of every weight that trains, by name."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -135,15 +144,15 @@ def places(
 
 
 def param_groups(
-    model: nn.Module, optim: Optim, *, plus: float = 1.0, freeze: Sequence[Freeze] = ()
+    model: nn.Module, places: Mapping[str, Place], optim: Optim
 ) -> list[dict[str, Any]]:
-    """The groups of parameters: those that decay by `decay` first, then in the model's order.
+    """The groups of parameters: those that `optim.decay` names first, then in the model's order.
 
     "share": of the step's rate; "freeze": when they stand still, or None.
     """
     fewest_axes = 2 if optim.decay == "matrices" else 0
     named = dict(model.named_parameters())
-    every = list(places(model, optim, plus=plus, freeze=freeze).items())
+    every = list(places.items())
     every.sort(key=lambda item: len(shape_of(named[item[0]])) < fewest_axes)  # a stable sort
     groups: dict[tuple[bool, Place], dict[str, Any]] = {}
     for name, place in every:
