@@ -239,7 +239,7 @@ def test_steps_are_those_of_plain_torch_at_every_stage(name: str, world: int) ->
 
 
 def _in_bf16(name: str) -> dict[int, dict[str, Tensor]]:
-    return {stage: found for stage, found in _at_every_stage(name, "bf16").items()}
+    return _at_every_stage(name, "bf16")
 
 
 @pytest.mark.parametrize("name", ["momentum", "muon"])
@@ -369,6 +369,21 @@ def test_what_stands_still_gets_no_update_at_all_at_any_stage(name: str, world: 
         assert scalars["optimizer_step"] == STEPS
         counts = [count for key, count in scalars.items() if key.startswith("optimizer_step.")]
         assert set(counts) == ({4} if name == "adamw" else set(counts))
+
+
+def _empty() -> dict[int, dict[str, Tensor]]:
+    found = {}
+    for stage in STAGES:
+        live = make(stage, EVERY["momentum"], freeze=FREEZE)
+        found[stage] = live.optimizer.tensors(lambda k: True)
+        live.destroy()
+    return found
+
+
+def test_before_the_first_step_nothing_is_remembered_of_what_stands_still_for_sgd() -> None:
+    for found in run_on_ranks(1, _empty)[0].values():
+        assert len(found) == len(net().state_dict())
+        assert not any(tensor.any() for tensor in found.values())
 
 
 # Groups of rates

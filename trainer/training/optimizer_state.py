@@ -120,14 +120,12 @@ class OptimizerState:
                 if self._stage == 0:
                     if k % world == rank:
                         yield name, key, 0, self._get(parameter, key)
-                elif self._stage == 3:
-                    size = parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
-                    start = rank * size
-                    count = max(min(shape_of(parameter).numel() - start, size), 0)
-                    yield name, key, start, self._local(parameter, key)[:count]
-                elif parameter._hp_mapping is not None:  # pyright: ignore[reportAttributeAccessIssue]
-                    held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
-                    yield name, key, held.lp_fragment_address.start, self._local(parameter, key)
+                else:
+                    start = self._start(parameter)
+                    count = self._flat_part(parameter)[2]  # at stage 3 with padding
+                    count = min(count, shape_of(parameter).numel() - start)
+                    if count > 0:
+                        yield name, key, start, self._local(parameter, key)[:count]
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint takes from this rank, where it is: views, to be copied before the next

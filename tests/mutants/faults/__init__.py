@@ -11,6 +11,7 @@ from tests.mutants.faults import (
     exports,
     jobs,
     loop,
+    optimizers,
     reliability,
     serve,
     tasks,
@@ -21,6 +22,7 @@ from tests.mutants.faults import (
 FAULTS = [
     *loop.FAULTS,
     *training.FAULTS,
+    *optimizers.FAULTS,
     *tasks.FAULTS,
     *jobs.FAULTS,
     *data.FAULTS,
