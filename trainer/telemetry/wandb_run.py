@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from netrc import NetrcParseError, netrc
 from pathlib import Path
@@ -136,7 +136,11 @@ class WandbRun:
         except Exception as error:
             # any: wandb documents no error tree for a lost service or network
             log.warning("wandb: %s: %s. Training goes on without it.", type(error).__name__, error)
-            self._run = None
+            broken, self._run = self._run, None
+            with suppress(
+                Exception
+            ):  # of wandb 0.31: else each later line costs an error of its own
+                broken._restore()
 
 
 def tell_wandb(
