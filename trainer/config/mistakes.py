@@ -39,7 +39,7 @@ def _line(schema: Block, item: dict[str, Any], synonyms: Synonyms) -> str:
     if item["type"] == "extra_forbidden":
         blocks: list[Block] = [schema]  # that may stand where the key does
         for part in location[:-1]:
-            if not _is_union_tag(part):
+            if not _is_union_tag(part) and not isinstance(part, int):
                 fields = [one.model_fields[part] for one in blocks if part in one.model_fields]
                 blocks = [block for field in fields for block in blocks_in(field.annotation)]
         legal = {name for block in blocks for name in block.model_fields}
