@@ -28,7 +28,7 @@ from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
 from trainer.models import base_model, base_source, recomputation
 from trainer.models.frozen.freezing import trainable_report
-from trainer.models.optimizers import state_nbytes
+from trainer.models.optimizers import saved_nbytes
 from trainer.models.optimizers.rates import freeze_whole, places, rules
 from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
@@ -263,7 +263,7 @@ def checkpoint_nbytes(model: nn.Module, plan: RunPlan) -> int:
             nbytes += weight.numel() * base_model.DTYPES[cfg.train.precision].itemsize
     named = dict(model.named_parameters())
     for name, rule in rules(model, cfg.optim).items():
-        nbytes += state_nbytes(cfg.optim, named[name].shape, rule=rule)
+        nbytes += saved_nbytes(cfg.optim, named[name].shape, rule=rule)
     return nbytes
 
 

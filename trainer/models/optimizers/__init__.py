@@ -71,6 +71,12 @@ def state_shapes(optim: Optim, shape: torch.Size, *, rule: str) -> dict[str, tor
     }
 
 
+def saved_nbytes(optim: Optim, shape: torch.Size, *, rule: str) -> int:
+    """Bytes of what a checkpoint holds of what the optimizer remembers of a weight."""
+    saved = state_shapes(optim, shape, rule=rule)
+    return sum(one.numel() * (1 if key.startswith("code") else 4) for key, one in saved.items())
+
+
 def state_nbytes(optim: Optim, shape: torch.Size, *, rule: str) -> int:
     """Bytes of what the optimizer remembers of a weight on the device, masters not counted."""
     if optim.name == "adamw8bit" and rule != ADAMW:
