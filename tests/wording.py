@@ -521,6 +521,7 @@ DEEPSPEED = wording(
     pattern_idle='{key}: match="{pattern}" names none of the ...{near}',
     no_blocks_to_decay="optim.layer_decay: the model has no stack of blocks",
     freeze_of_no_step="no step would be left out",
+    freeze_on_host="train.freeze: a since above 0 needs the optimizer on the device",
     freeze_too_late="it would never stand still",
     environment_missing="{names} is not. Start with torchrun",
 )

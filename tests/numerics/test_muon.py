@@ -8,9 +8,7 @@ from torch import nn
 
 from tests.numerics.test_optimizers import Net, ds_for, net
 from tests.ranks import run_on_ranks
-from tests.wording import refused
-from trainer.config import deepspeed_config
-from trainer.config.schema import Optim, Train
+from trainer.config.schema import Optim
 from trainer.models.optimizers import muon, rates
 
 OPTIM = Optim(name="muon", lr=0.02)
@@ -43,21 +41,6 @@ def test_embeddings_heads_and_vectors_are_left_to_adamw() -> None:
     for name, rule in found.items():
         is_hidden = name.startswith("blocks") and name.endswith("weight")
         assert rule == (rates.OWN if is_hidden else rates.ADAMW), name
-
-
-def test_offload_is_refused() -> None:
-    train = Train(steps=1, global_batch=2, micro_batch=2)
-    for name in ("muon", "lion", "sgd", "adamw8bit"):
-        optim = Optim.model_validate({"name": name, "lr": 0.1})
-        with refused("optimizer_on_host", name=name):
-            deepspeed_config.build(
-                deepspeed_config.read("zero2_offload"),
-                train=train,
-                optim=optim,
-                world=1,
-                source="test",
-                hidden_size=8,
-            )
 
 
 def _norms_of_deepspeed() -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from tests.wording import refused
+from trainer.config import deepspeed_config
 from trainer.config.block import validate
 from trainer.config.optimizer.freeze import Freeze
 from trainer.config.schema import Lora, Optim, Train
@@ -149,3 +150,23 @@ def test_bytes_of_the_state_of_a_matrix(keys: dict[str, Any], nbytes: int) -> No
         s == weight.weight.shape
         for s in state_shapes(block, weight.weight.shape, rule=rule).values()
     )
+
+
+def offloaded(block: Optim, **keys: Any) -> dict[str, Any]:
+    train = validate(Train, {"steps": 9, "global_batch": 2, "micro_batch": 2, **keys})
+    preset = deepspeed_config.read("zero2_offload")
+    return deepspeed_config.build(
+        preset, train=train, optim=block, world=1, source="test", hidden_size=8
+    )
+
+
+@pytest.mark.parametrize("name", ["muon", "lion", "sgd", "adamw8bit"])
+def test_only_adamw_is_stepped_on_the_host(name: str) -> None:
+    with refused("optimizer_on_host", name=name):
+        offloaded(optim(name=name))
+
+
+def test_what_stands_still_later_is_refused_beside_an_offloaded_optimizer() -> None:
+    with refused("freeze_on_host"):
+        offloaded(optim(), freeze=[{"match": "*", "since": 2}])
+    assert offloaded(optim(), freeze=[{"match": "*", "until": 2}])

@@ -257,6 +257,7 @@ class Engine:
         self.state_copy.wait()
         with self._watch_gradients(watch if self.stage > 0 else None), mended.NumbersMadeThere():
             self.model.step()
+        self._standstill.end()
 
     def leave_out(self) -> None:
         """Drop the gradient of this window: nothing is updated, and step_was_skipped() says so.
@@ -267,6 +268,7 @@ class Engine:
         self.state_copy.wait()
         with mended.every_gradient_refused(self.model.optimizer):
             self.model.step()
+        self._standstill.end()
         self._is_skipped = True
 
     def grad_norm(self) -> float:

@@ -40,7 +40,10 @@ class Standstill:
         optimizer.register_step_post_hook(self._show)
 
     def begin(self, step: int, optimizer: Any) -> None:
-        """Let stand still what does so in this step; the first is 1. optimizer: DeepSpeed's."""
+        """Let stand still what does so in this step, until end(); the first step is 1.
+
+        optimizer: DeepSpeed's.
+        """
         if not self:
             return
         for group in optimizer.param_groups:
@@ -48,6 +51,11 @@ class Standstill:
             group["stands"] = freeze is not None and freeze.holds(step)
         for weight, freeze in self._weights:
             weight.requires_grad_(not freeze.holds(step))
+
+    def end(self) -> None:
+        """After the step: DeepSpeed shows no state of a weight that needs no gradient."""
+        for weight, _ in self._weights:
+            weight.requires_grad_(True)
 
     def _hide(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
