@@ -51,9 +51,9 @@ def refusals(config: Config, train: Train, optim: Optim, world: int) -> Iterator
         # deepspeed 0.19.8, norm_for_param_grads: never forgets what a weight without a gradient
         # once had
         yield (
-            "train.freeze: a since above 0 needs the optimizer on the device: DeepSpeed would count "
-            "the last gradient of what stands still in the norm that clips. Use --deepspeed zero2 "
-            "or zero3, or leave since out."
+            "train.freeze: a since above 0 needs the optimizer on the device: DeepSpeed would "
+            "count the last gradient of what stands still in the norm that clips. Use --deepspeed "
+            "zero2 or zero3, or leave since out."
         )
     if optim.name != "adamw" and offload.get("device", "none") != "none":
         # deepspeed 0.19.8 has such a kernel for Adam, Adagrad and Lion; its Lion keeps the moments
