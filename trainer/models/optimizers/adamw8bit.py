@@ -87,19 +87,21 @@ class AdamW8bit(BesideAdamW):
         state = self.state[tensor]
         codes, absmax = state[f"code{number}"].reshape(-1), state[f"absmax{number}"]
         values = self._maps_on(tensor.device)[number - 1]
+        # what is padding must not weigh in its block: it stands for 0, as in a run from the start
+        codes[scales.isnan()] = values.abs().argmin().to(torch.uint8)
         padding = len(absmax) * BLOCK - len(scales)
         scales_NB = torch.nn.functional.pad(scales, (0, padding), value=torch.nan).view(-1, BLOCK)
         highest_N = scales_NB.nan_to_num(-torch.inf).amax(1)
-        is_one_N = highest_N == scales_NB.nan_to_num(torch.inf).amin(1)
+        several_N = scales_NB.nan_to_num(torch.inf).amin(1) < highest_N
         absmax.copy_(highest_N.clamp(min=0.0))
-        if bool((is_one_N | scales_NB.isnan().all(1)).all()):
+        if not bool(several_N.any()):
             return
         codes_NB = torch.nn.functional.pad(codes, (0, padding)).view(-1, BLOCK)
-        numbers = (values[codes_NB[~is_one_N].long()] * scales_NB[~is_one_N]).nan_to_num()
+        numbers = (values[codes_NB[several_N].long()] * scales_NB[several_N]).nan_to_num()
         again, of_again = self._functional.quantize_blockwise(numbers, code=values, blocksize=BLOCK)
-        codes_NB[~is_one_N] = again.view(-1, BLOCK)
+        codes_NB[several_N] = again.view(-1, BLOCK)
         codes.copy_(codes_NB.view(-1)[: len(codes)])
-        absmax[~is_one_N] = of_again.absmax
+        absmax[several_N] = of_again.absmax
 
     def _empty(self, weight: Tensor) -> dict[str, Any]:
         # absmax 0: each code stands for 0

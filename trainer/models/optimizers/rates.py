@@ -60,9 +60,7 @@ def refuse_idle_patterns(key: str, patterns: Sequence[Any], names: Iterable[str]
         if any(fnmatch.fnmatchcase(name, one.match) for name in names):
             continue
         bare = one.match.strip("*").strip(".")
-        parts = {
-            ".".join(name.split(".")[k:]): name for name in names for k in range(name.count("."))
-        }
+        parts = {part: name for name in names for part in _ends_of(name)}
         close = difflib.get_close_matches(bare, parts, n=_SHOWN, cutoff=0.5)
         close = list(dict.fromkeys(parts[part] for part in close)) or names[:_SHOWN]
         problems.append(
@@ -71,6 +69,13 @@ def refuse_idle_patterns(key: str, patterns: Sequence[Any], names: Iterable[str]
         )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _ends_of(name: str) -> list[str]:
+    """The beginnings and the ends of a dotted name: of "a.b.c" a, a.b, a.b.c, b.c, c."""
+    parts = name.split(".")
+    begins = [".".join(parts[: k + 1]) for k in range(len(parts))]
+    return begins + [".".join(parts[k:]) for k in range(1, len(parts))]
 
 
 def freeze_whole(model: nn.Module, freeze: Sequence[Freeze]) -> list[str]:
