@@ -94,4 +94,4 @@ def _share_of_a_clipped_step() -> float:
 
 
 def test_our_clipping_leaves_an_orthogonal_step_as_large_as_it_is() -> None:
-    assert run_on_ranks(1, _share_of_a_clipped_step)[0] == pytest.approx(1.0, rel=0.01)
+    assert run_on_ranks(1, _share_of_a_clipped_step)[0] == pytest.approx(1.0, rel=0.02)

@@ -101,7 +101,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _rate(lr: float, shape: torch.Size) -> float:
-    return lr * RMS_OF_ADAMW * math.sqrt(max(shape))
+    return lr * (RMS_OF_ADAMW * math.sqrt(max(shape)))
 
 
 def _part(update: Tensor, piece: Piece | None) -> Tensor | None:
