@@ -522,6 +522,7 @@ DEEPSPEED = wording(
     no_blocks_to_decay="optim.layer_decay: the model has no stack of blocks",
     freeze_of_no_step="no step would be left out",
     freeze_on_host="train.freeze: a since above 0 needs the optimizer on the device",
+    freeze_of_everything="train.freeze: nothing would train in step {step}",
     freeze_too_late="it would never stand still",
     environment_missing="{names} is not. Start with torchrun",
 )

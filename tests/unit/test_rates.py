@@ -13,6 +13,7 @@ from trainer.config.block import validate
 from trainer.config.optimizer.freeze import Freeze
 from trainer.config.schema import Lora, Optim, Train
 from trainer.models.optimizers import rates, state_nbytes, state_shapes
+from trainer.models.optimizers.standstill import Standstill
 
 
 class Tower(nn.Module):
@@ -89,6 +90,17 @@ def test_what_never_trains_is_frozen_and_what_thaws_is_not() -> None:
     assert model.head.weight.requires_grad
     assert list(rates.frozen_by_name(model)) == ["embed.weight"]
     assert "embed.weight" not in found(model, optim())
+
+
+def test_a_step_in_which_nothing_trains_is_refused() -> None:
+    model, block = Tower(), optim()
+    named = dict(model.named_parameters())
+    freeze = (Freeze(match="head.*", since=2), Freeze(match="*", until=4))
+    with refused("freeze_of_everything", step=3):
+        Standstill(named, found(model, block, freeze=freeze))
+    later = (Freeze(match="head.*", since=4), Freeze(match="*", until=4))
+    assert Standstill(named, found(model, block, freeze=later))
+    assert not Standstill(named, found(model, block))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import ConfigError
+
 if TYPE_CHECKING:
     from trainer.models.optimizers.rates import Place
 
@@ -21,9 +23,18 @@ class Standstill:
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], places: Mapping[str, Place]) -> None:
+        """ConfigError when all weights stand still in a step."""
         self._weights = [
             (named[name], place.freeze) for name, place in places.items() if place.freeze
         ]
+        freezes = [freeze for _, freeze in self._weights]
+        changes = {1, *(one.since + 1 for one in freezes)}
+        idle = [step for step in sorted(changes) if all(one.holds(step) for one in freezes)]
+        if idle and len(freezes) == len(named):
+            raise ConfigError(
+                f"train.freeze: nothing would train in step {idle[0]}. Let an entry name fewer "
+                "weights, or begin later."
+            )
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
 
     def __bool__(self) -> bool:
