@@ -563,6 +563,16 @@ DEEPSPEED = wording(
     stage_of_compile="train.compile=true needs ZeRO stage 0, 1 or 2, got stage={stage}:",
     stage_of_base_bits="train.base_bits={bits} needs ZeRO stage 0, 1 or 2, got stage={stage}:",
     adafactor_keys="no betas and no eps",
+    optimizer_keys="leave out what only others read",
+    optimizer_on_host="optim.name={name!r} is stepped on the device alone",
+    nesterov_alone="nesterov=true without momentum",
+    rate_group_idle="changes nothing: give it lr or weight_decay",
+    pattern_idle='{key}: match="{pattern}" names none of the ...{near}',
+    no_blocks_to_decay="optim.layer_decay: the model has no stack of blocks",
+    freeze_of_no_step="no step would be left out",
+    freeze_on_host="train.freeze: a since above 0 needs the optimizer on the device",
+    freeze_of_everything="train.freeze: nothing would train in step {step}",
+    freeze_too_late="it would never stand still",
     environment_missing="{names} is not. Start with torchrun",
 )
 

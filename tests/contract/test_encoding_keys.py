@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 
@@ -40,6 +40,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "train.bad_steps_among": {"train": {"on_bad_step": "skip"}},
     "train.spike_window": {"train": {"spike_z": 10.0, "steps": 200}},
     "train.spike_z": {"train": {"steps": 200}},
+    "optim.momentum": {"optim": {"name": "sgd"}},
+    "optim.nesterov": {"optim": {"name": "sgd", "momentum": 0.9}},
     "schedule.warmup_ratio": {"schedule": {"warmup_steps": None}},
     "schedule.power": {"schedule": {"shape": "polynomial"}},
     "schedule.decay_ratio": {"schedule": {"shape": "wsd"}},
@@ -109,6 +111,8 @@ VALUES: dict[str, list[Any]] = {
     "data.summaries": [["context"]],
     "data.source": ["chat", "lookup", "fid", "datasets"],
     "optim.betas": [[0.8, 0.9]],
+    "optim.groups": [[{"match": "*", "lr": 0.5}]],
+    "train.freeze": [[{"match": "*", "until": 1}]],
     "lora.targets": [["q"]],
     "tokenizer": [{"vocab_size": 320}],
     "train.base_bits": [8],
@@ -130,7 +134,8 @@ def leaves(block: Any, above: str = "", of_block: str | None = None) -> Iterator
         path, inner = f"{above}{name}", blocks_in(field.annotation)
         kind = of_block or block.list_of(name)
         assert kind or inner, f"{block.__name__}.{name} stands in neither list (docs/add-a-key.md)"
-        if kind == "encoded" or not inner:
+        is_list = get_origin(field.annotation) is tuple  # of blocks, which change as a whole
+        if kind == "encoded" or not inner or is_list:
             yield path, str(kind)
             continue
         for each in inner:

@@ -140,7 +140,7 @@ def _every_predicted(cases: list[tuple[dict[str, Any], int]], folder: Path) -> l
     for values, stage in cases:
         request = MeasureRequest(values, "train", rows_of(loaded(values, folder)))
         step = fake_step._measure(request, places)
-        zero = Zero.of(built(values, stage), accumulates=False, is_adafactor=False)
+        zero = Zero.of(built(values, stage), accumulates=False)
         found.append(training(step, zero, cublas=0).total)
     return found
 

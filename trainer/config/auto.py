@@ -40,14 +40,19 @@ def placeholder(name: str, cfg: Experiment) -> str:
     """The DeepSpeed file that stands for "auto" until the plan has chosen."""
     if name != AUTO:
         return name
-    return "zero0" if cfg.optim.name == "adafactor" else PRESETS[0]
+    return presets_of(cfg)[0]
 
 
 def presets_of(cfg: Experiment) -> tuple[str, ...]:
     """The files that "auto" chooses among."""
+    if cfg.optim.name == "adafactor":
+        return ("zero0",)
+    fitting = PRESETS
     if cfg.train.base_bits is not None:
-        return tuple(name for name in PRESETS if name.startswith("zero2"))
-    return ("zero0",) if cfg.optim.name == "adafactor" else PRESETS
+        fitting = tuple(name for name in PRESETS if name.startswith("zero2"))
+    if cfg.optim.name != "adamw":  # no other is stepped on the host
+        fitting = tuple(name for name in fitting if not name.endswith("offload"))
+    return fitting
 
 
 def rebuilt(cfg: Experiment, preset: str, *, world: int) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _line(schema: Block, item: dict[str, Any], synonyms: Synonyms) -> str:
     if item["type"] == "extra_forbidden":
         blocks: list[Block] = [schema]  # that may stand where the key does
         for part in location[:-1]:
-            if not _is_union_tag(part):
+            if not _is_union_tag(part) and not isinstance(part, int):
                 fields = [one.model_fields[part] for one in blocks if part in one.model_fields]
                 blocks = [block for field in fields for block in blocks_in(field.annotation)]
         legal = {name for block in blocks for name in block.model_fields}
@@ -165,10 +165,19 @@ def long_warmup(cfg: Experiment) -> Iterator[str]:
         )
 
 
-# An AdamW step moves every weight by about lr (Kingma & Ba 2015, sec. 2.1), an Adafactor step by lr
-# times the weight's size (Shazeer & Stern 2018, sec. 8). Weights of language models start at about
-# 0.02 (Radford et al. 2019, their code), whose neighbours in fp32 are 2e-9 away.
-_HIGHEST_RATE = {"adamw": 0.1, "adafactor": 1.0}
+# A step of Lion moves every weight by lr, one of AdamW by about lr (Kingma & Ba 2015, sec. 2.1),
+# and Muon is scaled to that; an Adafactor step by lr times the weight's size (Shazeer & Stern 2018,
+# sec. 8); one of SGD by lr times the gradient, which in a large model is far below 1. Weights of
+# language models start at about 0.02 (Radford et al. 2019, their code), whose neighbours in fp32
+# are 2e-9 away.
+_HIGHEST_RATE = {
+    "adamw": 0.1,
+    "adamw8bit": 0.1,
+    "adafactor": 1.0,
+    "lion": 0.1,
+    "muon": 0.1,
+    "sgd": 100.0,
+}
 _LOWEST_RATE = 1e-9
 
 

@@ -59,7 +59,7 @@ def _keys_of(block: Node, blocks: Mapping[str, Node], above: str) -> Iterator[Ke
         default = node.get("default", _REQUIRED)
         if name in required:
             default = _REQUIRED
-        is_whole_block = len(inner) == 1 and default not in (_REQUIRED, None)
+        is_whole_block = len(inner) == 1 and default not in (_REQUIRED, None, [])
         yield Key(
             path,
             _kind(node, blocks),
@@ -71,9 +71,11 @@ def _keys_of(block: Node, blocks: Mapping[str, Node], above: str) -> Iterator[Ke
 
 
 def _blocks_in(node: Node, blocks: Mapping[str, Node]) -> Iterator[Node]:
-    """The blocks that may stand as this value."""
+    """The blocks that may stand as this value, or in this list."""
     if "$ref" in node:
         yield blocks[node["$ref"].rpartition("/")[2]]
+    if "items" in node:
+        yield from _blocks_in(node["items"], blocks)
     for choice in (*node.get("anyOf", ()), *node.get("oneOf", ())):
         yield from _blocks_in(choice, blocks)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fractions
-import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,114 +17,14 @@ from pydantic import (
 )
 
 from trainer.config.block import Fraction, Positive, Strict
+from trainer.config.optimizer.freeze import Freeze
+from trainer.config.optimizer.optim import Optim
+from trainer.config.optimizer.schedule import Schedule
 from trainer.config.scores.direction import Direction
 from trainer.config.scores.stated import Best, BestIs, OwnMetrics
 from trainer.config.synonyms import SYNONYMS
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what torch takes
-
-
-class Optim(Strict):
-    """AdamW, or Adafactor: second moments as a row and a column, steps in proportion to the size of
-    a weight.
-    """
-
-    name: Literal["adamw", "adafactor"] = "adamw"
-    """Which optimizer."""
-    lr: Annotated[float, Field(gt=0)]
-    """Learning rate at its highest. Adafactor: of a step relative to its weights, at most
-    1/sqrt(step).
-    """
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay of the first and second moments. AdamW only."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moments. AdamW only."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW: decoupled (Loshchilov & Hutter 2019), times the rate of the step."""
-    decay: Literal["matrices", "all"] = "matrices"
-    """What weight decay applies to. matrices: never biases, norms or other 1-D parameters."""
-    clip: Annotated[float, Field(ge=0)] = 1.0
-    """Largest norm of the whole gradient; 0.0 switches clipping off."""
-
-    @model_validator(mode="after")
-    def _moments_are_adamws(self) -> Optim:
-        foreign = sorted({"betas", "eps"} & self.model_fields_set)
-        if self.name == "adafactor" and foreign:
-            raise ValueError(
-                f'name="adafactor" has no {" and no ".join(foreign)}: leave out what only AdamW '
-                "reads"
-            )
-        return self
-
-
-# The keys of a schedule that only some shapes read.
-_OF_SHAPE = {
-    "min_lr_ratio": ("linear", "cosine", "polynomial", "wsd"),
-    "cycles": ("cosine",),
-    "power": ("polynomial",),
-    "decay_ratio": ("wsd",),
-    "decay": ("wsd",),
-}
-
-
-class Schedule(Strict):
-    """Learning rate over the run: warm-up from 0, then a shape. `reduce_on_plateau` follows
-    `valid/loss`.
-    """
-
-    shape: Literal[
-        "constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd", "reduce_on_plateau"
-    ] = "linear"
-    """What follows the warm-up. linear, cosine, polynomial and wsd (warm-up, stable, decay) end at
-    `min_lr_ratio` with the last step; inverse_sqrt falls with the root of the step.
-    """
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Steps over which the rate rises from 0; None: none, or `warmup_ratio` of them."""
-    warmup_ratio: Fraction | None = None
-    """The same as a share of train.steps, rounded up."""
-    min_lr_ratio: Fraction = 0.0
-    """The lowest rate after the warm-up, as a share of the highest."""
-    cycles: Positive = 1
-    """cosine: so many falls from the highest rate, each followed by a restart."""
-    power: Annotated[float, Field(gt=0)] = 1.0
-    """polynomial: the exponent of the share of steps that is left."""
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """wsd: the last part of the run, in which the rate falls; before, it is constant."""
-    decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """wsd: how it falls."""
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """reduce_on_plateau: the rate is multiplied by it."""
-    patience: Annotated[int, Field(ge=0)] = 10
-    """reduce_on_plateau: evaluations without improvement before that."""
-
-    def warmup_of(self, total: int) -> int:
-        """Steps of warm-up in a run of `total`; a ratio is rounded up, as the Hugging Face Trainer
-        does.
-        """
-        if self.warmup_ratio is not None:
-            return math.ceil(self.warmup_ratio * total)
-        return self.warmup_steps or 0
-
-    @model_validator(mode="after")
-    def _keys_are_of_the_shape(self) -> Schedule:
-        foreign = [
-            key
-            for key, shapes in _OF_SHAPE.items()
-            if key in self.model_fields_set and self.shape not in shapes
-        ]
-        if foreign:
-            known = "; ".join(f"{key} of {', '.join(_OF_SHAPE[key])}" for key in foreign)
-            raise ValueError(f'shape="{self.shape}" does not read {", ".join(foreign)} ({known})')
-        return self
-
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Schedule:
-        if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} are both "
-                "set; keep one"
-            )
-        return self
 
 
 def _rows_or_auto(value: Any) -> Any:
@@ -233,6 +132,8 @@ class Train(Strict):
     """Frozen weights at ZeRO-3. shard: divided among ranks, gathered for every micro-batch.
     replicate: gathered once, and kept whole. auto: whole where the memory plan says that they fit.
     """
+    freeze: tuple[Freeze, ...] = ()
+    """Weights that stand still, by name, in all steps or in some of them."""
     seed: Seed = 42
     """Of weights that are drawn, dropout and the order of rows."""
     order: Literal["shuffled", "as_given"] = "shuffled"
@@ -358,6 +259,16 @@ class Train(Strict):
         return self
 
     @model_validator(mode="after")
+    def _what_is_frozen_is_so_in_some_step(self) -> Train:
+        late = [one for one in self.freeze if 0 < self.steps <= one.since]
+        if late:
+            raise ValueError(
+                f'freeze: "{late[0].match}" has since={late[0].since} with steps={self.steps}: it '
+                "would never stand still. Give a since below steps"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_an_end(self) -> Train:
         if not self.steps and self.epochs is None:
             raise ValueError("steps is missing: give it, or epochs")
@@ -471,6 +382,10 @@ class Lora(Strict):
     """Scaled by alpha / sqrt(r) instead of alpha / r (Kalajdzievski 2023)."""
     dora: bool = False
     """The norm of every row of a weight trains by itself (Liu et al. 2024)."""
+    plus: Annotated[float, Field(gt=0)] = 1.0
+    """The rate of an adapter's second matrix (B), as a multiple of that of its first, which is
+    optim.lr (LoRA+, Hayou et al. 2024: 16). 1.0: both have one rate.
+    """
     export: Literal["adapter", "merged"] = "adapter"
     """What best/ and final/ hold. adapter: peft's files, which name their base. merged: the whole
     base with the adapters added to its weights, which any program reads that reads the base.

@@ -30,7 +30,8 @@ from trainer.files.atomic import size_of
 from trainer.metrics.own import OwnMetric, load, try_out
 from trainer.models import base_model, base_source, recomputation
 from trainer.models.frozen.freezing import trainable_report
-from trainer.models.optimizers import state_shapes
+from trainer.models.optimizers import saved_nbytes
+from trainer.models.optimizers.rates import freeze_whole, places, rules
 from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
 from trainer.protocol.abilities import Answers, Mixes
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 FIRST_ROWS = 64  # how many rows of each split a dry run encodes
 SHOWN_ROWS = 2
 TRIED_ROWS = 8  # on which a user's own metrics are tried
-_FP32_NBYTES = 4
 
 log = logging.getLogger(__name__)
 
@@ -273,6 +273,7 @@ def _of_model(plan: RunPlan, places: Places, task: Task) -> tuple[str, list[str]
     """
     try:
         model = task.skeleton()
+        _check_patterns(model, plan.cfg)
         recomputation.check(plan.cfg.train.recompute_every, recomputation.num_blocks(model))
         source = base_source.resolve(plan.cfg.base, places)
         if isinstance(source, str):
@@ -287,15 +288,23 @@ def _of_model(plan: RunPlan, places: Places, task: Task) -> tuple[str, list[str]
     return str(trainable_report(model)), [problem] if free < needed else []
 
 
+def _check_patterns(model: nn.Module, cfg: Experiment) -> None:
+    """Freeze what never trains. ConfigError for names of weights that name none."""
+    freeze = cfg.train.freeze
+    freeze_whole(model, freeze)
+    places(model, cfg.optim, plus=1.0, freeze=freeze)
+
+
 def checkpoint_nbytes(model: nn.Module, plan: RunPlan) -> int:
     """The least bytes of a checkpoint: trained weights and the optimizer's state."""
     cfg = plan.cfg
     nbytes = 0
     for weight in model.parameters():
         if weight.requires_grad:
-            remembered = state_shapes(cfg.optim, weight.shape).values()
             nbytes += weight.numel() * base_model.DTYPES[cfg.train.precision].itemsize
-            nbytes += sum(shape.numel() for shape in remembered) * _FP32_NBYTES
+    named = dict(model.named_parameters())
+    for name, rule in rules(model, cfg.optim).items():
+        nbytes += saved_nbytes(cfg.optim, named[name].shape, rule=rule)
     return nbytes
 
 

@@ -131,7 +131,7 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
     lap("rows")
     newest = newest_state(plan, options)
-    identity = check_identity(plan, task, stores, newest)
+    identity = check_identity(plan, task, stores, newest, places=options.places)
     say_padding(plan, sizes_of(stores["train"], task))
     for split in ("train", *valid_splits(cfg)):
         for line in opening_lines(split, stores[split]):

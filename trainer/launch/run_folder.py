@@ -22,6 +22,7 @@ from trainer.exports import card, record
 from trainer.files.atomic import refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.metrics import own
+from trainer.models import base_source
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.survival import groups, lifeline
@@ -31,7 +32,7 @@ from trainer.telemetry.trackers import tracked_runs, tracker_names
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
-    from trainer.protocol.task import Task
+    from trainer.protocol.task import Places, Task
     from trainer.telemetry.console_file import ConsoleFile
     from trainer.telemetry.run_record import Sink
     from trainer.training.checkpoint import SavedState
@@ -223,7 +224,12 @@ def _check_dictionary(plan: RunPlan) -> None:
 
 
 def check_identity(
-    plan: RunPlan, task: Task, stores: dict[str, TokenStore], newest: SavedState | None
+    plan: RunPlan,
+    task: Task,
+    stores: dict[str, TokenStore],
+    newest: SavedState | None,
+    *,
+    places: Places,
 ) -> dict[str, str]:
     """Check that data and base model are those that the run began with. Returns their digests. A
     collective.
@@ -233,8 +239,11 @@ def check_identity(
     facts = {split: store.summary() for split, store in stores.items()}
 
     def check() -> dict[str, str]:
+        base = task.fingerprint()
+        if not base and any(one.is_whole for one in plan.cfg.train.freeze):
+            base = base_source.fingerprint(plan.cfg.base, places)
         now = {
-            "base": task.fingerprint(),
+            "base": base,
             **{split: store.digest for split, store in stores.items()},
         }
         path = plan.folder / "data.json"
@@ -332,7 +341,7 @@ def _beginning(path: Path, newest: SavedState | None) -> dict[str, Any] | None:
 
 def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
     """Write the trained weights to <run>/<name>/ in the task's layout, completely or not at all."""
-    weights = live.weights(lambda k: distributed.is_main())
+    weights = live.weights(lambda k: distributed.is_main(), with_frozen=True)
 
     def write() -> None:
         target, temporary = plan.folder / name, plan.folder / f".{name}.tmp"

@@ -19,6 +19,7 @@ from trainer.launch import doctor, late, memory, run_folder
 from trainer.models import base_model, base_source
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
+from trainer.models.optimizers.rates import freeze_whole
 from trainer.models.weights import unsound
 from trainer.runtime import distributed, rng
 from trainer.runtime.beside import Beside
@@ -203,6 +204,7 @@ def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progr
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = run.task.model()
+        freeze_whole(model, plan.cfg.train.freeze)
     if plan.cfg.train.compile:
         logger.info("%d blocks are compiled", compile_blocks(model))
     lap("model")
@@ -210,7 +212,8 @@ def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progr
     logger.info("%s", trainable_report(model))
     if newest is not None:
         engine.load_weights(model, newest.weights(engine.shapes(model)))
-    live = Engine(model, ds, plan.cfg.optim)
+    plus = plan.cfg.lora.plus if plan.cfg.lora is not None else 1.0
+    live = Engine(model, ds, plan.cfg.optim, plus=plus, freeze=plan.cfg.train.freeze)
     if plan.cfg.train.ema is not None:
         live.keep_average(plan.cfg.train.ema)
     if plan.cfg.train.frozen == "replicate":

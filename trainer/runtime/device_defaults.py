@@ -50,13 +50,20 @@ class DeviceDefaults:
         masters = {"bf16": ", masters in fp32", "fp16": ", masters in fp32, scaled loss"}
         products = " by TF32 (LATHE_TF32=0: exact)" if self.allows_tf32 else ""
         streams = "Triton's kernels" if self.has_triton else "grids, for Triton is not installed"
-        is_fused = {"adamw": "torch's fused AdamW", "adafactor": "torch's Adafactor"}
+        kernels = {
+            "adamw": "torch's fused AdamW",
+            "adafactor": "torch's Adafactor",
+            "sgd": "torch's fused SGD",
+            "lion": "Lion",
+            "muon": "Muon, beside torch's fused AdamW",
+            "adamw8bit": "bitsandbytes' AdamW in 8 bits, beside torch's fused AdamW",
+        }
         blocks = "compiled once for all lengths" if self.compiles else "not compiled"
         return [
             f"numbers: {self.precision}{masters.get(self.precision, products)}",
             "attention: torch's flash or memory-efficient kernel, not cuDNN's, which plans anew "
             f"for each shape; long rows of a T5: {streams}",
-            f"optimizer: {is_fused[self.optimizer]}; blocks are {blocks}",
+            f"optimizer: {kernels[self.optimizer]}; blocks are {blocks}",
             f"copies: pinned, on a stream of their own; allocator: {self.allocator}",
         ]
 

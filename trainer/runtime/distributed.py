@@ -221,6 +221,13 @@ def add_up(words: Tensor) -> None:
         words.copy_(wire)
 
 
+def joined(tensor: Tensor) -> Tensor:
+    """`tensor`, whose elements are each given by one rank and 0 on all others, filled in place."""
+    if world() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
 def gather(value: Any) -> list[Any]:
     """`value` of every rank, by rank, on all ranks. For small JSON values (tuples become lists)."""
     text = json.dumps(value)

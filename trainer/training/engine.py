@@ -15,7 +15,7 @@ import logging
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,13 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.files.saved_tensors import piece_name  # noqa: E402
+from trainer.models.optimizers.rates import (  # noqa: E402
+    frozen_by_name,
+    param_groups,
+    places,
+    shape_of,
+)
+from trainer.models.optimizers.standstill import Standstill  # noqa: E402
 from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.beside import StateCopy  # noqa: E402
@@ -43,10 +50,10 @@ from trainer.training.optimizer_state import (  # noqa: E402
     build_optimizer,
     dtype_of,
     local_part,
-    shape_of,
 )
 
 if TYPE_CHECKING:
+    from trainer.config.optimizer.freeze import Freeze
     from trainer.config.schema import Optim
 
 logger = logging.getLogger(__name__)
@@ -132,9 +139,18 @@ class Engine:
     `engine.model(**batch)` runs it; backward() accumulates; step() applies one update.
     """
 
-    def __init__(self, model: nn.Module, ds: Mapping[str, Any], optim: Optim) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ds: Mapping[str, Any],
+        optim: Optim,
+        *,
+        plus: float = 1.0,
+        freeze: Sequence[Freeze] = (),
+    ) -> None:
         """`ds` is the dictionary of deepspeed_config.for_engine; `optim` the experiment's optimizer
-        block.
+        block; plus: lora.plus; freeze: train.freeze, of which weights that never train are frozen
+        already (rates.freeze_whole).
 
         Source of the accumulation scheme: managed_gradient_accumulation=false, one step() per
         window.
@@ -146,8 +162,12 @@ class Engine:
             raise ConfigError(
                 "the model has no trainable parameter: nothing to do. Unfreeze or insert layers."
             )
+        where = places(model, optim, plus=plus, freeze=freeze)
+        self._standstill = Standstill(self._parameters, where)
+        groups = param_groups(model, where, optim)
+        numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         # made before stdout is redirected: building it may compile a kernel, and says so
-        optimizer = build_optimizer(self._parameters.values(), ds, optim)
+        optimizer = build_optimizer(groups, ds, optim)
         # a rank that loads for long must not abort the others' first exchange
         distributed.wait_for_all()
         # bf16 at stage 1 prints 15 lines of memory, whatever the log level
@@ -161,8 +181,13 @@ class Engine:
             )
         distributed.give_every_group_the_timeout()
         self.model: Any = engine
+        self._frozen = frozen_by_name(model)
         self.optimizer = OptimizerState(
-            engine, stage=self.stage, parameters=self._parameters, optim=optim
+            engine,
+            stage=self.stage,
+            parameters=self._parameters,
+            optim=optim,
+            group_numbers=numbers,
         )
         self._own_clip = self.stage == 0 and dtype_of(self._parameters) == torch.float32
         self._norm: Tensor | float | None = None
@@ -185,6 +210,9 @@ class Engine:
             # deepspeed 0.19.8, DynamicLossScaler.update_scale: raises a bare Exception there. The
             # loop counts skips.
             scaler.raise_error_at_min_scale = False
+        if self._standstill:
+            self.optimizer.make_empty()  # moments of what stands still are saved, too
+            self._standstill.attach(self.optimizer.inner())
         mended.forget_old_orders(engine)
         self._check_that_deepspeed_agrees(ds)
         if distributed.is_gpu():
@@ -214,6 +242,10 @@ class Engine:
             raise
         self.average.hide()
 
+    def begin(self, step: int) -> None:
+        """Let those weights stand still that train.freeze names for this step; the first is 1."""
+        self._standstill.begin(step, self.model.optimizer)
+
     def train(self) -> None:
         self.model.train()
 
@@ -235,7 +267,7 @@ class Engine:
         """
         self._is_skipped = False
         for group in self.model.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["share"]
         if self.stage == 0 and self._world > 1:
             self.model.buffered_allreduce_fallback()
         if watch is not None and self.stage == 0:
@@ -252,6 +284,7 @@ class Engine:
         self.state_copy.wait()
         with self._watch_gradients(watch if self.stage > 0 else None), mended.NumbersMadeThere():
             self.model.step()
+        self._standstill.end()
         if self.average is not None and not self.step_was_skipped():
             self.average.update()
 
@@ -264,6 +297,7 @@ class Engine:
         self.state_copy.wait()
         with mended.every_gradient_refused(self.model.optimizer):
             self.model.step()
+        self._standstill.end()
         self._is_skipped = True
 
     def grad_norm(self) -> float:
@@ -366,15 +400,18 @@ class Engine:
     # Saving and restoring
     # ---------------------------------------------------------------------------------------
 
-    def weights(self, keep: Callable[[int], bool]) -> dict[str, Tensor]:
+    def weights(
+        self, keep: Callable[[int], bool], *, with_frozen: bool = False
+    ) -> dict[str, Tensor]:
         """Full trainable weights (CPU, training dtype) of the parameters k with keep(k). A
         collective: all ranks call.
 
         keep: says which parameters this rank holds on to; the others are gathered and dropped one
-        by one.
+        by one. with_frozen: also those that would train but for train.freeze.
         """
         kept: dict[str, Tensor] = {}
-        for k, (name, parameter) in enumerate(self._parameters.items()):
+        every = {**self._parameters, **(self._frozen if with_frozen else {})}
+        for k, (name, parameter) in enumerate(every.items()):
             with deepspeed.zero.GatheredParameters([parameter]):
                 if keep(k):
                     kept[name] = parameter.detach().to("cpu", copy=True).contiguous()

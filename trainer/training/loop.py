@@ -159,6 +159,7 @@ def train_step(
         units, stop, diverged, last = host.read()
         trouble = Trouble(session.rolled_back[number], math.nan, is_rolled_back=True)
         return Step(loss, units, stop > 0, diverged > 0, last > 0, torch.isfinite(loss), trouble)
+    engine.begin(number)
     with name_batch_when_out_of_memory(window.batches), session.sums.adding(window.sources):
         for summed in session.task.losses(engine.model, OnDevice(window.batches)):
             mean = summed / counts[0]

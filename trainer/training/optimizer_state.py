@@ -25,29 +25,26 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.files.compilation import compiling
 from trainer.files.saved_tensors import part_of, piece_name
 from trainer.models import optimizers
+from trainer.models.optimizers.adamw8bit import AdamW8bit
+from trainer.models.optimizers.muon import Muon, Piece
+from trainer.models.optimizers.rates import ADAMW, shape_of
 from trainer.runtime import distributed
 
 if TYPE_CHECKING:
     from trainer.config.schema import Optim
 
 MASTER = "master"
+STEP = "optimizer_step"
+SCALE = "scale"  # of 8-bit moments: one for a block, saved for each of its elements
 
 
-def build_optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer with decay where `optim` says so, at lr 0.
+def build_optimizer(
+    groups: list[dict[str, Any]], ds: Mapping[str, Any], optim: Optim
+) -> torch.optim.Optimizer:
+    """The optimizer of parameter groups (rates.param_groups), at lr 0.
 
     DeepSpeed's own AdamW where its state is offloaded; ConfigError when that cannot be compiled.
     """
-    parameters = list(parameters)
-    fewest_axes = 2 if optim.decay == "matrices" else 0
-    groups = [
-        {
-            "params": [p for p in parameters if len(shape_of(p)) >= fewest_axes],
-            "weight_decay": optim.weight_decay,
-        },
-        {"params": [p for p in parameters if len(shape_of(p)) < fewest_axes], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
     offload = ds["zero_optimization"].get("offload_optimizer") or {}
     if offload.get("device", "none") != "none":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -73,20 +70,32 @@ class OptimizerState:
     """
 
     def __init__(
-        self, engine: Any, *, stage: int, parameters: Mapping[str, nn.Parameter], optim: Optim
+        self,
+        engine: Any,
+        *,
+        stage: int,
+        parameters: Mapping[str, nn.Parameter],
+        optim: Optim,
+        group_numbers: Mapping[int, int],
     ) -> None:
-        """engine: DeepSpeed's; parameters: every trainable one by name."""
+        """engine: DeepSpeed's; parameters: every trainable one by name; group_numbers: the group of
+        each, by its id().
+        """
         self._engine, self._stage = engine, stage
         self._parameters, self._optim = parameters, optim
+        self._group_numbers = group_numbers
+        inner = self.inner()
+        if isinstance(inner, Muon) and stage > 0:
+            inner.lay_out(self._matrices())
 
     def tensors(self, keep: Callable[[int], bool]) -> dict[str, Tensor]:
-        """Full optimizer tensors (CPU, fp32), named <parameter>|exp_avg, |exp_avg_sq and, below
-        fp32, |master.
+        """Full optimizer tensors (CPU; fp32, codes uint8), named <parameter>|exp_avg, |exp_avg_sq
+        and, below fp32, |master.
 
-        Of Adafactor |row_var and |col_var, or |variance.
+        Of other optimizers what optimizers.state_shapes names.
         """
         if self._stage > 0 and not self.inner().state:
-            self._make_empty_state()  # before the first step: DeepSpeed creates the moments lazily
+            self.make_empty()  # before the first step: DeepSpeed creates the moments lazily
         self._link_states()
         kept: dict[str, Tensor] = {}
         for k, (name, parameter) in enumerate(self._parameters.items()):
@@ -111,15 +120,12 @@ class OptimizerState:
                 if self._stage == 0:
                     if k % world == rank:
                         yield name, key, 0, self._get(parameter, key)
-                elif self._stage == 3:
-                    size = parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
-                    start = rank * size
-                    count = max(min(shape_of(parameter).numel() - start, size), 0)
-                    yield name, key, start, _local(parameter, key)[:count]
-                elif parameter._hp_mapping is not None:  # pyright: ignore[reportAttributeAccessIssue]
-                    held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
-                    part = held.get_hp_fragment(None if key == MASTER else key)
-                    yield name, key, held.lp_fragment_address.start, part
+                else:
+                    start = self._start(parameter)
+                    count = self._flat_part(parameter)[2]  # at stage 3 with padding
+                    count = min(count, shape_of(parameter).numel() - start)
+                    if count > 0:
+                        yield name, key, start, self._local(parameter, key)[:count]
 
     def masters(self) -> Iterator[tuple[str, int, Tensor]]:
         """(parameter, start, values): the fp32 weights that this rank updates in place, as elements
@@ -145,7 +151,7 @@ class OptimizerState:
         step. Named as SavedTensors reads them.
         """
         if self._stage > 0 and not self.inner().state:
-            self._make_empty_state()  # before the first step: DeepSpeed creates the moments lazily
+            self.make_empty()  # before the first step: DeepSpeed creates the moments lazily
         found: dict[str, Tensor] = {}
         for name, key, start, part in self.pieces():
             shapes = self._state_shapes(self._parameters[name])
@@ -167,12 +173,18 @@ class OptimizerState:
         }
 
     def scalars(self) -> dict[str, float | int]:
-        """What else an exact resume needs: the count of optimizer steps and, in fp16, the loss
-        scaler's counters.
+        """What else an exact resume needs: the count of optimizer steps, that of each group of
+        parameters with another count and, in fp16, the loss scaler's counters.
         """
-        inner = self.inner()
-        steps = [int(state["step"]) for state in inner.state.values() if "step" in state]
-        found: dict[str, float | int] = {"optimizer_step": max(steps, default=0)}
+        steps = [
+            max((int(state["step"]) for state in states if "step" in state), default=None)
+            for states in self._states_of_groups()
+        ]
+        most = max((count for count in steps if count is not None), default=0)
+        found: dict[str, float | int] = {STEP: most}
+        for number, count in enumerate(steps):
+            if count is not None and count != most:  # it stood still for a while (train.freeze)
+                found[f"{STEP}.{number}"] = count
         for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
             if self._engine.fp16_enabled() and hasattr(self._engine.optimizer.loss_scaler, key):
                 found[f"scaler.{key}"] = getattr(self._engine.optimizer.loss_scaler, key)
@@ -189,15 +201,17 @@ class OptimizerState:
             raise CheckpointError(
                 f"optimizer state does not fit: missing {missing[:3]}, unexpected {extra[:3]}"
             )
-        self._make_empty_state()
+        self.make_empty()
         self._link_states()
         for name, parameter in self._parameters.items():
             for key in self._state_shapes(parameter):
-                self._set(parameter, key, tensors, f"{name}|{key}")
-        for state in self.inner().state.values():
-            old = state["step"]
-            count = int(scalars["optimizer_step"])
-            state["step"] = torch.full_like(old, count) if torch.is_tensor(old) else count
+                if not key.startswith(SCALE):
+                    self._set(parameter, key, tensors, f"{name}|{key}")
+        self._set_scales(tensors)
+        for number, states in enumerate(self._states_of_groups()):
+            count = int(scalars.get(f"{STEP}.{number}", scalars[STEP]))
+            for state in states:
+                _count(state, count)
         for key, value in scalars.items():
             if key.startswith("scaler."):
                 setattr(self._engine.optimizer.loss_scaler, key.removeprefix("scaler."), value)
@@ -206,7 +220,8 @@ class OptimizerState:
         """Everything that a checkpoint holds of a parameter besides its weights."""
         shape = shape_of(parameter)
         master = {} if dtype_of(self._parameters) == torch.float32 else {MASTER: shape}
-        return master | optimizers.state_shapes(self._optim, shape)
+        rule = self.inner().param_groups[self._group_numbers[id(parameter)]]["rule"]
+        return master | optimizers.state_shapes(self._optim, shape, rule=rule)
 
     def inner(self) -> torch.optim.Optimizer:
         """The optimizer inside DeepSpeed's wrapper; at stage 0 in fp32 there is no wrapper."""
@@ -227,13 +242,74 @@ class OptimizerState:
                     return high[index]
         raise AssertionError("every trainable parameter is in exactly one group")
 
+    def _flat_part(self, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
+        """(flat vector, start, count): where a rank keeps its part of a weight, from stage 1 on. At
+        stage 3 the part has padding; below, a rank may have none.
+        """
+        if self._stage == 3:
+            zero = self._engine.optimizer
+            index, start, count = zero.grad_position[zero.get_param_id(parameter)]
+            return zero.fp32_partitioned_groups_flat[index], start, count
+        held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+        (flat,) = self.inner().param_groups[self._group_numbers[id(parameter)]]["params"]
+        at = held.hp_fragment_address if held is not None else None
+        return flat, at.start if at else 0, at.numel if at else 0
+
+    def _start(self, parameter: nn.Parameter) -> int:
+        """The first element of a weight that this rank keeps, if it keeps any, from stage 1 on."""
+        if self._stage == 3:
+            return distributed.rank() * parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
+        held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+        return held.lp_fragment_address.start if held is not None else 0
+
+    def _matrices(self) -> dict[Tensor, list[tuple[Piece | None, torch.Size]]]:
+        """The matrices that Muon steps, and this rank's pieces of them, by flat vector."""
+        found: dict[Tensor, list[tuple[Piece | None, torch.Size]]] = {}
+        for parameter in self._parameters.values():
+            if self.inner().param_groups[self._group_numbers[id(parameter)]]["rule"] == ADAMW:
+                continue
+            flat, at, count = self._flat_part(parameter)
+            shape, start = shape_of(parameter), self._start(parameter)
+            count = min(count, shape.numel() - start)  # without padding
+            piece = Piece(start, at, count) if count > 0 else None
+            found.setdefault(flat, []).append((piece, shape))
+        return found
+
+    def _local(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """This rank's part of a tensor, from stage 1 on."""
+        if key.startswith(SCALE):
+            inner = self.inner()
+            assert isinstance(inner, AdamW8bit), "no other optimizer has scales"
+            flat, start, count = self._flat_part(parameter)
+            return inner.scales(flat, key, start=start, count=count)
+        if self._stage < 3:
+            held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+            return held.get_hp_fragment(None if key == MASTER else key)
+        value = (
+            safe_get_local_fp32_param(parameter)
+            if key == MASTER
+            else safe_get_local_optimizer_state(parameter, key)
+        )
+        assert value is not None, "ZeRO-3 maps every trainable parameter"
+        return value
+
     def _get(self, parameter: nn.Parameter, key: str) -> Tensor:
         if self._stage == 0:
             master = self._unsharded_master(parameter)
             if key == MASTER:
                 return master
-            state = self.inner().state.get(master)
-            return state[key] if state else master.new_zeros(self._state_shapes(parameter)[key])
+            inner = self.inner()
+            state = inner.state.get(master)
+            if not state:
+                is_code = key.startswith("code")
+                dtype = torch.uint8 if is_code else torch.float32
+                return master.new_zeros(self._state_shapes(parameter)[key], dtype=dtype)
+            if key.startswith(SCALE):
+                assert isinstance(inner, AdamW8bit)
+                return inner.scales(master, key, start=0, count=master.numel())
+            return state[key]
+        if key.startswith((SCALE, "code")):
+            return self._gathered(parameter, key)
         value = (
             safe_get_full_fp32_param(parameter)
             if key == MASTER
@@ -241,6 +317,16 @@ class OptimizerState:
         )
         assert value is not None, "stages 1-3 map every trainable parameter"
         return value
+
+    def _gathered(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """A full tensor of 8-bit moments, which DeepSpeed's own functions take for fp32."""
+        shape, start = shape_of(parameter), self._start(parameter)
+        whole = torch.zeros(shape.numel(), device=distributed.device())
+        if self._flat_part(parameter)[2]:
+            part = self._local(parameter, key)[: max(shape.numel() - start, 0)]
+            whole[start : start + part.numel()] = part.float()
+        dtype = torch.uint8 if key.startswith("code") else torch.float32
+        return distributed.total(whole).to(dtype)
 
     def _set(
         self, parameter: nn.Parameter, key: str, tensors: Mapping[str, Tensor], name: str
@@ -263,29 +349,71 @@ class OptimizerState:
                 target = held.get_hp_fragment(None if key == MASTER else key)
                 target.data.copy_(part_of(tensors, name, at.start, at.numel))
 
-    @torch.no_grad()
-    def _make_empty_state(self) -> None:
-        """Let the optimizer create its moments.
+    def _set_scales(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back the scales of 8-bit moments, whose codes are there already."""
+        inner = self.inner()
+        if not isinstance(inner, AdamW8bit):
+            return
+        for number in (1, 2):
+            key = f"{SCALE}{number}"
+            found: dict[Tensor, Tensor] = {}
+            for name, parameter in self._parameters.items():
+                if key not in self._state_shapes(parameter):
+                    continue
+                place = f"{name}|{key}"
+                if self._stage == 0:
+                    flat = self._unsharded_master(parameter)
+                    at, start, count = 0, 0, flat.numel()
+                else:
+                    (flat, at, count), start = self._flat_part(parameter), self._start(parameter)
+                if flat not in found:
+                    found[flat] = torch.full((flat.numel(),), torch.nan, device=flat.device)
+                if count:
+                    part = part_of(tensors, place, start, count)
+                    found[flat][at : at + part.numel()] = part.to(flat.device)
+            for flat, scales in found.items():
+                inner.put(flat, number, scales)
 
-        One step at learning rate 0 with zero gradients changes no weight.
+    @torch.no_grad()
+    def make_empty(self) -> None:
+        """Let the optimizer create its moments, as before the first step.
+
+        One step at learning rate 0 with zero gradients changes no weight. Without the decay, which
+        SGD would take for a gradient.
         """
         inner = self.inner()
+        decays = [group["weight_decay"] for group in inner.param_groups]
         for group in inner.param_groups:
-            group["lr"] = 0.0
+            group["lr"] = group["weight_decay"] = 0.0
         if self._stage == 3:
             zero = self._engine.optimizer
             for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
                 gradient, flat.grad = flat.grad, torch.zeros_like(flat)
                 zero._optimizer_step(index)  # steps `inner` over this one sub-group
                 flat.grad = gradient
-            return
-        owned = [parameter for group in inner.param_groups for parameter in group["params"]]
-        before = [parameter.grad for parameter in owned]
-        for parameter in owned:
-            parameter.grad = torch.zeros_like(parameter)
-        inner.step()
-        for parameter, gradient in zip(owned, before, strict=True):
-            parameter.grad = gradient
+        else:
+            owned = [parameter for group in inner.param_groups for parameter in group["params"]]
+            before = [parameter.grad for parameter in owned]
+            for parameter in owned:
+                parameter.grad = torch.zeros_like(parameter)
+            inner.step()
+            for parameter, gradient in zip(owned, before, strict=True):
+                parameter.grad = gradient
+        for group, decay in zip(inner.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        for state in inner.state.values():
+            _count(state, 0)
+
+    def _states_of_groups(self) -> list[list[dict[str, Any]]]:
+        """The states of the tensors of every group of parameters, as far as there are any."""
+        inner = self.inner()
+        owned = [list(group["params"]) for group in inner.param_groups]
+        if self._stage == 3:
+            zero = self._engine.optimizer
+            owned = [[] for _ in owned]
+            for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+                owned[zero.sub_group_to_group_id[index]].append(flat)
+        return [[inner.state[one] for one in some if one in inner.state] for some in owned]
 
     def _link_states(self) -> None:
         """Tie every parameter to its slice of the moments.
@@ -305,19 +433,11 @@ def dtype_of(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
     return next(iter(parameters.values())).dtype
 
 
-def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """The full shape of a parameter, also while it is partitioned (ZeRO-3)."""
-    return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape  # pyright: ignore
-
-
-def _local(parameter: nn.Parameter, key: str) -> Tensor:
-    value = (
-        safe_get_local_fp32_param(parameter)
-        if key == MASTER
-        else safe_get_local_optimizer_state(parameter, key)
-    )
-    assert value is not None, "ZeRO-3 maps every trainable parameter"
-    return value
+def _count(state: dict[str, Any], steps: int) -> None:
+    """Set the count of steps in the state of a tensor, if it has one."""
+    if "step" in state:
+        old = state["step"]
+        state["step"] = torch.full_like(old, steps) if torch.is_tensor(old) else steps
 
 
 def local_part(parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str) -> Tensor:

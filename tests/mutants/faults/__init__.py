@@ -11,6 +11,7 @@ from tests.mutants.faults import (
     exports,
     jobs,
     loop,
+    optimizers,
     reliability,
     search,
     serve,
@@ -22,6 +23,7 @@ from tests.mutants.faults import (
 FAULTS = [
     *loop.FAULTS,
     *training.FAULTS,
+    *optimizers.FAULTS,
     *tasks.FAULTS,
     *jobs.FAULTS,
     *data.FAULTS,

@@ -169,9 +169,9 @@ FAULTS = [
         tests=ENGINE,
     ),
     Fault(
-        "trainer/training/optimizer_state.py",
-        '"weight_decay": 0.0}',
-        '"weight_decay": optim.weight_decay}',
+        "trainer/models/optimizers/rates.py",
+        'decays = optim.decay == "all" or len(shape_of(parameter)) >= 2',
+        "decays = True",
         why="biases and norms decay, too",
         tests=ENGINE,
     ),
@@ -181,20 +181,6 @@ FAULTS = [
         "self._norm = nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])",
         why="gradients are measured and not clipped",
         tests=ENGINE,
-    ),
-    Fault(
-        "trainer/training/optimizer_state.py",
-        'count = int(scalars["optimizer_step"])',
-        "count = 0",
-        why="a resumed run corrects the bias of its moments as if it had just begun",
-        tests=ENGINE,
-    ),
-    Fault(
-        "trainer/models/optimizers.py",
-        "beta2_decay=BETA2_DECAY",
-        "beta2_decay=-0.5",
-        why="Adafactor forgets squares at another speed than published",
-        tests="tests/numerics/test_adafactor.py",
     ),
     # GradCache
     Fault(

@@ -53,6 +53,23 @@ def refusals(config: Config, train: Train, optim: Optim, world: int) -> Iterator
             'Offload to "cpu" (--deepspeed zero3_offload), or leave ema out.'
         )
     yield from _whole_weights(config, optim)
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none" and any(one.since for one in train.freeze):
+        # deepspeed 0.19.8, norm_for_param_grads: never forgets what a weight without a gradient
+        # once had
+        yield (
+            "train.freeze: a since above 0 needs the optimizer on the device: DeepSpeed would "
+            "count the last gradient of what stands still in the norm that clips. Use --deepspeed "
+            "zero2 or zero3, or leave since out."
+        )
+    if optim.name != "adamw" and offload.get("device", "none") != "none":
+        # deepspeed 0.19.8 has such a kernel for Adam, Adagrad and Lion; its Lion keeps the moments
+        # of a step that was left out, and its Muon is clipped after it is orthogonal
+        yield (
+            f"zero_optimization.offload_optimizer: optim.name={optim.name!r} is stepped on the "
+            "device alone, for only AdamW has a kernel for the host here. Use --deepspeed zero2 or "
+            "zero3, or optim.name='adamw'."
+        )
     dtype = config.get("data_types", {}).get("grad_accum_dtype")
     if stage == 0 and dtype not in (None, train.precision):
         yield (

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.plan.memory.measure import Measured
 
 _REDUCED_AT_ONCE = 500_000_000  # numbers: engine.allreduce_no_retain's bucket, which no key changes
+_LION_AT_ONCE = 2**22  # numbers: models/optimizers/lion.py
 # fp32 tensors that torch's Adafactor makes of one weight: squares, their estimate, the update
 _ADAFACTOR_COPIES = 3
 
@@ -50,7 +51,7 @@ class Zero:
     world: int
     width: int  # bytes of a weight: e
     accumulates: bool  # more than one micro-batch a step
-    is_adafactor: bool = False
+    optimizer: str = "adamw"
     is_bf16: bool = True
     offloads_optimizer: bool = False
     offloads_weights: bool = False
@@ -69,7 +70,7 @@ class Zero:
         ds: dict[str, Any],
         *,
         accumulates: bool,
-        is_adafactor: bool,
+        optimizer: str = "adamw",
         keeps_frozen: bool = False,
     ) -> Zero:
         """From a complete dictionary (deepspeed_config.build)."""
@@ -84,7 +85,7 @@ class Zero:
             world=world,
             width=4 if precision == "fp32" else 2,
             accumulates=accumulates,
-            is_adafactor=is_adafactor,
+            optimizer=optimizer,
             is_bf16=precision == "bf16",
             offloads_optimizer=deepspeed_config.offload_device(ds, "offload_optimizer") != "none",
             offloads_weights=deepspeed_config.offload_device(ds, "offload_param") != "none",
@@ -316,8 +317,7 @@ def _at_step(step: Measured, zero: Zero) -> Breakdown:
     if zero.offloads_optimizer:
         copies = 4 * step.largest
     elif zero.stage == 0:
-        own = _ADAFACTOR_COPIES * 4 * step.largest if zero.is_adafactor else 0
-        copies = own + (4 * P if e < 4 else 0)  # fp32 copies of all gradients
+        copies = 4 * P if e < 4 else 0  # fp32 copies of all gradients
     elif zero.stage == 1 and zero.is_bf16:
         # Small groups are flattened in fp32 and cast to the dtype that is sent. A group of more
         # elements than a bucket is one tensor, which is neither flattened nor split.
@@ -326,4 +326,24 @@ def _at_step(step: Measured, zero: Zero) -> Breakdown:
         copies = 4 * min(P // w, zero.sub_group)
     else:
         copies = 4 * P // w if e == 4 or zero.stage == 1 else 8 * step.largest
+    copies += _copies_of_optimizer(step, zero)
     return Breakdown(gradients=gradients, workspace=copies)
+
+
+def _copies_of_optimizer(step: Measured, zero: Zero) -> int:
+    """Bytes of what the optimizer itself makes for a step, and frees. Of AdamW and SGD nothing:
+    torch's fused kernels change each number where it lies.
+    """
+    own = step.largest if zero.stage == 0 else step.trainable // zero.world
+    if zero.stage == 3:
+        own = min(own, zero.sub_group)
+    if zero.optimizer == "adafactor":
+        return _ADAFACTOR_COPIES * 4 * own
+    if zero.optimizer == "lion":
+        return 4 * min(own, _LION_AT_ONCE)
+    if zero.optimizer == "muon":
+        # Its steps in fp32, before they are orthogonal, of all that is stepped at once. Of one
+        # matrix: two copies in bf16, two products, and the whole of it where ranks cut it.
+        cut = 4 * step.largest if zero.stage > 0 and zero.world > 1 else 0
+        return 4 * own + 8 * step.largest + cut
+    return 0

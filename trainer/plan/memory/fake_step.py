@@ -100,7 +100,8 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     from trainer import tasks
     from trainer.models import recomputation
     from trainer.models.base_model import DTYPES
-    from trainer.models.optimizers import state_shapes
+    from trainer.models.optimizers import state_nbytes
+    from trainer.models.optimizers.rates import freeze_whole, rules
     from trainer.plan.memory.fake_device import equal_chunks_once, fake_device, rows_in_groups
     from trainer.plan.memory.tracker import forwards_in
 
@@ -108,9 +109,15 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     cfg = tasks.parse(request.experiment)
     task = tasks.load(cfg, places)
     model = task.skeleton().to(DTYPES[cfg.train.precision])
+    freeze_whole(model, cfg.train.freeze)
     blocks = recomputation.num_blocks(model)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    named = dict(model.named_parameters())
+    state = sum(
+        state_nbytes(cfg.optim, named[name].shape, rule=rule)
+        for name, rule in rules(model, cfg.optim).items()
+    )
     sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
+    trainable = sum(size for size, is_trained in sizes if is_trained)
     rows = [
         {field: np.asarray(ids, dtype=np.int64) for field, ids in row.items()}
         for row in request.rows
@@ -129,15 +136,10 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
         return Measured(
             weights=tracker.live["weights"],
             buffers=tracker.live["buffers"],
-            trainable=sum(size for size, is_trained in sizes if is_trained),
+            trainable=trainable,
             frozen=sum(size for size, is_trained in sizes if not is_trained),
             largest=max((size for size, is_trained in sizes if is_trained), default=0),
-            states=sum(
-                shape.numel()
-                for w in weights
-                for shape in state_shapes(cfg.optim, w.shape).values()
-            )
-            + (sum(w.numel() for w in weights) if cfg.train.ema is not None else 0),
+            states=-(-state // 4) + (trainable if cfg.train.ema is not None else 0),
             moments=moments,
             reading=reading,
             scratch=device.scratch,

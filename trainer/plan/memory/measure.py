@@ -81,7 +81,7 @@ class Measured:
     trainable: int  # numbers, not bytes
     frozen: int
     largest: int  # numbers of the largest trainable weight
-    states: int  # numbers in the optimizer's states, and in the average of the weights (train.ema)
+    states: int  # numbers of 4 bytes in the optimizer's states, and in the average of the weights
     moments: list[Moment]
     scratch: int  # of attention kernels
     shapes: dict[str, list[int]]  # of the batch

@@ -54,7 +54,7 @@ class Subject:
         return Zero.of(
             ds,
             accumulates=accumulates,
-            is_adafactor=self.cfg.optim.name == "adafactor",
+            optimizer=self.cfg.optim.name,
             keeps_frozen=self.cfg.train.frozen == "replicate",
         )
 

@@ -1,0 +1,1 @@
+"""The blocks that say how weights move: optimizer, learning rate, what stands still."""
