@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from trainer.config.block import Fraction, Positive, Strict
+from trainer.config.origin.continues import Continues
 from trainer.config.synonyms import SYNONYMS
 from trainer.metrics.direction import Direction
 
@@ -431,7 +432,9 @@ class Experiment(Strict):
 
     synonyms = SYNONYMS
     encoded = frozenset({"task", "base", "tokenizer"})  # the base may bring the tokenizer
-    not_encoded = frozenset({"label", "train", "optim", "schedule", "lora", "deepspeed"})
+    not_encoded = frozenset(
+        {"label", "train", "optim", "schedule", "lora", "continues", "deepspeed"}
+    )
 
     task: str
     """What is trained: the name of a folder in trainer/tasks/."""
@@ -451,6 +454,10 @@ class Experiment(Strict):
     """The learning rate over the run."""
     lora: Lora | None = None
     """Low-rank adapters; None: the weights train that the task says."""
+    continues: Continues | None = None
+    """The run that this one goes on with, as `lathe train --continue ID --steps N` writes it:
+    docs/experiments.md. None: it begins anew.
+    """
     deepspeed: str = "zero2"
     """ZeRO and the rest: ds_configs/<name>.json, or a path. The flag --deepspeed overrides it and
     never changes the id.

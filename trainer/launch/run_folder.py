@@ -19,6 +19,7 @@ from trainer.data import left_out
 from trainer.data.content import content_of, content_of_rows
 from trainer.errors import ConfigError, DataError, LatheError, ResumeError, StorageError
 from trainer.exports import card, record
+from trainer.launch.origin.going_on import refuse_other_rows
 from trainer.files.atomic import refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
@@ -237,6 +238,8 @@ def check_identity(
         }
         path = plan.folder / "data.json"
         began = _beginning(path, newest)
+        if began is None and plan.cfg.continues is not None and newest is not None:
+            refuse_other_rows(plan.cfg.continues, now, newest)
         changed = [
             f"{key} (was {began.get(key)!r}, is {now[key]!r})"
             for key in now

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.block import validate
+from trainer.config.origin.continues import refuse_other
 from trainer.config.schema import Experiment
 from trainer.errors import ConfigError, nearest
 
@@ -21,7 +22,11 @@ def names() -> list[str]:
 
 def parse(values: dict[str, Any], *, source: str = "experiment") -> Experiment:
     """The frozen Config of `values["task"]`; ConfigError names every mistake. Imports no torch."""
-    return validate(config_of(values.get("task"), source=source), values, source=source)
+    cfg = validate(config_of(values.get("task"), source=source), values, source=source)
+    if cfg.continues is not None:
+        before = parse(cfg.continues.experiment, source=f"{source}, continues.experiment")
+        refuse_other(cfg, before)
+    return cfg
 
 
 def config_of(name: Any, *, source: str = "TASK") -> type[Experiment]:
