@@ -22,7 +22,7 @@ from tests.tolerance import assert_close
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
-from trainer.config.schema import Lora
+from trainer.config.lora import Lora
 from trainer.models import adapters, base_model
 from trainer.protocol.task import Places
 from trainer.tasks.cross_attention import interchange

@@ -31,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_facts(tmp_path_factory.mktemp("facts"), train=13, valid=4)
 
 
-def values_of(folder: Path, *, schedule: dict[str, Any] = CONSTANT, **changes: Any) -> dict[str, Any]:
+def values_of(
+    folder: Path, *, schedule: dict[str, Any] = CONSTANT, **changes: Any
+) -> dict[str, Any]:
     values = with_dropout(experiment("causal_lm", folder, base=LLAMA))
     return {**values, "train": {**values["train"], **TRAIN, **changes}, "schedule": schedule}
 
@@ -45,7 +47,9 @@ def contents(folder: Path) -> dict[str, str]:
 def weights_of(run: Path, step: int) -> dict[str, str]:
     found = contents(run / "checkpoints" / f"step-{step}")
     names = ("weights-", "optimizer-", "rng-")
-    return {Path(path).name: sha for path, sha in found.items() if Path(path).name.startswith(names)}
+    return {
+        Path(path).name: sha for path, sha in found.items() if Path(path).name.startswith(names)
+    }
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -115,7 +119,8 @@ def test_it_is_a_new_experiment_whose_dictionary_says_where_it_comes_from(
         Path, run_on_ranks(1, trained_twice, folder, tmp_path, values_of(folder))[0]
     )
     values = json.loads((more / "exp_dict.json").read_text())
-    assert exp_id(values) == more.name and base_id(values) == before.name
+    assert exp_id(values) == more.name
+    assert base_id(values) == before.name
     manifest = (before / "checkpoints" / f"step-{FIRST}" / "manifest.json").read_bytes()
     assert values["continues"] == {
         "experiment": json.loads((before / "exp_dict.json").read_text()),
@@ -125,7 +130,8 @@ def test_it_is_a_new_experiment_whose_dictionary_says_where_it_comes_from(
     assert base_id(json.loads((last / "exp_dict.json").read_text())) == more.name
     steps = {line["step"] for line in untimed(last / "metrics.jsonl") if "loss" in line}
     assert steps == {ALL + 1, ALL + 2}
-    assert (more / "best").is_dir() and (more / "final").is_dir()
+    assert (more / "best").is_dir()
+    assert (more / "final").is_dir()
 
 
 def test_it_refuses_another_experiment_by_its_keys(folder: Path) -> None:
@@ -136,7 +142,8 @@ def test_it_refuses_another_experiment_by_its_keys(folder: Path) -> None:
     other = {**more["train"], "steps": ALL, "seed": 7}
     with refused("goes_on_with_other", id=exp_id(before)) as error:
         tasks.parse({**more, "train": other, "data": {**more["data"], "max_tokens": 17}})
-    assert "train.seed (was" in str(error.value) and "data.max_tokens (was" in str(error.value)
+    assert "train.seed (was" in str(error.value)
+    assert "data.max_tokens (was" in str(error.value)
     assert "train.steps" not in str(error.value)
     with refused("nothing_left_to_train", step=FIRST):
         tasks.parse({**more, "train": {**more["train"], "steps": FIRST}})
@@ -161,7 +168,8 @@ def test_it_refuses_other_rows_and_names_the_split(folder: Path, tmp_path: Path)
     shutil.copytree(folder / "tokenizer", other / "tokenizer", dirs_exist_ok=True)
     said = run_on_ranks(1, on_other_rows, folder, other, tmp_path / "runs", values_of(folder))[0]
     assert said.startswith("ResumeError: continues: run ")
-    assert "train (was '" in said and "valid (was" not in said
+    assert "train (was '" in said
+    assert "valid (was" not in said
 
 
 def command(folder: Path, savedir: Path, *flags: str) -> Any:
@@ -204,7 +212,9 @@ def test_the_command_goes_on_and_says_whether_the_bits_are_those_of_one_run(
     assert f"Its bits are those of one run of {ALL} steps" in " ".join(done.stdout.split())
     done = command(folder, runs, "--continue", two, "--steps", str(ALL), "--from", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "It is not what one run of 8 steps would be: at step 2 the" in " ".join(done.stdout.split())
+    assert "It is not what one run of 8 steps would be: at step 2 the" in " ".join(
+        done.stdout.split()
+    )
 
     torn = runs / one / "checkpoints" / "step-2" / "manifest.json"
     again = continued(runs, one, at="2", steps=ALL)

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from trainer.config.block import Fraction, Positive, Strict
+from trainer.config.lora import Lora
 from trainer.config.origin.continues import Continues
 from trainer.config.synonyms import SYNONYMS
 from trainer.metrics.direction import Direction
@@ -389,44 +390,6 @@ Tokenizer = Annotated[
 ]
 
 
-def _list_or_all(value: Any) -> Any:
-    is_list = isinstance(value, list) and value and all(isinstance(one, str) for one in value)  # pyright: ignore
-    if value is None or value == "all-linear" or is_list:
-        return value  # pyright: ignore[reportUnknownVariableType] (checked)
-    raise ValueError('Input should be a list of names, such as ["q", "v"], or "all-linear"')
-
-
-_NAMES = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_LIST_OR_ALL = {"anyOf": [_NAMES, {"const": "all-linear"}, {"type": "null"}]}
-Targets = Annotated[
-    list[str] | str | None, BeforeValidator(_list_or_all), WithJsonSchema(_LIST_OR_ALL)
-]
-
-
-class Lora(Strict):
-    """Low-rank adapters (peft) in a base that is frozen; a task's new layers train beside them."""
-
-    r: Positive = 16
-    """Rank: rows of the narrow matrix of every adapter."""
-    alpha: Positive = 64
-    """Adapters are scaled by alpha / r."""
-    dropout: Fraction = 0.1
-    """Of what goes into an adapter, in training."""
-    targets: Targets = None
-    """Names of linear layers, or the ends of their names. None: all seven projections of Llama and
-    its kin; of other families what peft takes for them (q and v of a T5), else all of them.
-    all-linear: all but the output layer.
-    """
-    rslora: bool = False
-    """Scaled by alpha / sqrt(r) instead of alpha / r (Kalajdzievski 2023)."""
-    dora: bool = False
-    """The norm of every row of a weight trains by itself (Liu et al. 2024)."""
-    export: Literal["adapter", "merged"] = "adapter"
-    """What best/ and final/ hold. adapter: peft's files, which name their base. merged: the whole
-    base with the adapters added to its weights, which any program reads that reads the base.
-    """
-
-
 class Experiment(Strict):
     """What every experiment states. A task's own Config derives from it and adds its blocks."""
 
@@ -469,6 +432,12 @@ class Experiment(Strict):
             raise ValueError(
                 f"train.base_bits={self.train.base_bits}: the weights of the base train, and need "
                 'all their bits. Freeze it by "lora": {}, or leave base_bits out'
+            )
+        moved = self.lora and self.lora.weights_of_base
+        if self.train.base_bits is not None and moved:
+            raise ValueError(
+                f"train.base_bits={self.train.base_bits} with lora.{moved}, which changes weights "
+                "of the base: they need all their bits. Leave one of the two out"
             )
         return self
 

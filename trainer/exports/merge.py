@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer import tasks
 from trainer.errors import ConfigError
 from trainer.exports import card, record
 from trainer.files.atomic import refusals
+from trainer.models import adapters
 from trainer.protocol.task import Places
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Experiment
 
 _EXPORTS = ("best", "final")
 
@@ -47,7 +52,7 @@ def merge(folder: Path, out: Path, places: Places) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with refusals(out):
-            tasks.load(tasks.parse(values), places).export(weights, temporary)
+            tasks.load(_merging(tasks.parse(values)), places).export(weights, temporary)
             files = record.digests(temporary)
             own = made.model_copy(update={"experiment": values, "files": files})
             record.write(temporary, own)
@@ -55,3 +60,10 @@ def merge(folder: Path, out: Path, places: Places) -> None:
             os.replace(temporary, out)
     finally:  # on a full disk these files take the room
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _merging(cfg: Experiment) -> Experiment:
+    """The experiment with adapters of the kind that its export holds."""
+    if cfg.lora is None or not adapters.changes_base(cfg.lora):
+        return cfg
+    return cfg.model_copy(update={"lora": adapters.beside_the_whole_base_as(cfg.lora)})

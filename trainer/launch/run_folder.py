@@ -19,9 +19,9 @@ from trainer.data import left_out
 from trainer.data.content import content_of, content_of_rows
 from trainer.errors import ConfigError, DataError, LatheError, ResumeError, StorageError
 from trainer.exports import card, record
-from trainer.launch.origin.going_on import refuse_other_rows
 from trainer.files.atomic import refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
+from trainer.launch.origin.going_on import refuse_other_rows
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.survival import groups, lifeline

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.identity import canonical_json
-from trainer.config.schema import Base, Experiment, Lora
+from trainer.config.lora import Lora
+from trainer.config.schema import Base, Experiment
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
@@ -157,7 +158,7 @@ class TokenTask(ABC, Generic[C]):
         if lora is None:
             return self.operate(base)
         model = self.operate(adapters.adapted(base, lora, seed=self.cfg.train.seed))
-        adapters.freeze_rest(model.get_submodule(self.base_name))
+        adapters.freeze_rest(model.get_submodule(self.base_name), lora)
         return model
 
     @cached_property
@@ -210,10 +211,14 @@ class TokenTask(ABC, Generic[C]):
 
     def whole(self, weights: Mapping[str, Tensor], bases: Sequence[str]) -> Mapping[str, Tensor]:
         """The weights that an export holds, by name: where adapters are merged, those of the
-        modules `bases` instead of their adapters.
+        modules `bases` instead of their adapters; where adapters took a part out of the base, those
+        that belong beside the whole of it.
         """
-        if self.cfg.lora is None or self.cfg.exports_adapters:
+        lora = self.cfg.lora
+        if lora is None or (self.cfg.exports_adapters and not adapters.changes_base(lora)):
             return weights
+        if self.cfg.exports_adapters:
+            return adapters.beside_the_whole_base(self.model(), weights, lora)
         model = self.full_precision_model().to(base_model.DTYPES[self.cfg.train.precision])
         return adapters.merged_weights(model, weights, bases=bases)
 
@@ -227,12 +232,15 @@ class TokenTask(ABC, Generic[C]):
 
     def export_adapters(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the adapters of one base, by their names in it."""
-        assert self.cfg.lora is not None
+        lora = self.cfg.lora
+        assert lora is not None
+        if adapters.changes_base(lora):  # as `whole` has made them
+            lora = adapters.beside_the_whole_base_as(lora)
         source = base_source.resolve(self.cfg.base, self.places)
         adapters.write(
             folder,
             weights,
-            self.cfg.lora,
+            lora,
             kind=self.kind,
             base=source if isinstance(source, str) else None,
             fingerprint=self.fingerprint(),

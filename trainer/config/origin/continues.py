@@ -86,8 +86,8 @@ def continued(
     step = _step_of(savedir_base / name, at)
     if steps is not None and steps <= step:
         raise ConfigError(
-            f"--continue {name} --steps {steps}: step {step} is done there, and --steps counts from "
-            f"the beginning of that run. For {steps} more steps: --steps {step + steps}."
+            f"--continue {name} --steps {steps}: step {step} is done there, and --steps counts "
+            f"from the beginning of that run. For {steps} more steps: --steps {step + steps}."
         )
     if epochs is not None and epochs <= train["epochs"] and at == "final":
         raise ConfigError(
@@ -110,9 +110,7 @@ def _dictionary(savedir_base: Path, name: str) -> Values:
     except (OSError, ValueError) as error:
         values, problem = None, f"{path} is not JSON ({error})"
     if values is None:
-        raise ConfigError(
-            f"--continue {name}: {problem}. Give the id of a run in {savedir_base}."
-        )
+        raise ConfigError(f"--continue {name}: {problem}. Give the id of a run in {savedir_base}.")
     if exp_id(values) != name:
         raise ConfigError(
             f"--continue {name}: the dictionary in that folder has id {exp_id(values)}. Give the "

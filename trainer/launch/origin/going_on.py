@@ -55,8 +55,8 @@ def saved_state(plan: RunPlan, savedir_base: Path) -> SavedState | None:
     wrong = [line for lines in distributed.gather(own) for line in lines]
     if wrong:
         raise CheckpointError(
-            f"continues: {folder} is damaged: {'; '.join(dict.fromkeys(wrong))}. Go on from another "
-            "saved step of that run (--from)."
+            f"continues: {folder} is damaged: {'; '.join(dict.fromkeys(wrong))}. Go on from "
+            "another saved step of that run (--from)."
         )
     on_main(lambda: logger.info("%s", told(plan.cfg, _before(continues, savedir_base))))
     return _SavedStep(folder)
@@ -90,14 +90,18 @@ def told(cfg: Experiment, before: Experiment) -> str:
     start = f"it goes on with run {continues.id} at step {continues.step}"
     step = _first_other_rate(before, cfg, continues.step)
     if step is not None:
-        rates = [one.optim.lr * factor(one.schedule, step, one.train.steps) for one in (before, cfg)]
+        rates = [
+            one.optim.lr * factor(one.schedule, step, one.train.steps) for one in (before, cfg)
+        ]
         return (
             f"{start}. It is not what one run of {cfg.train.steps} steps would be: at step "
             f"{step + 1} the learning rate was {rates[0]:.3g}, and would have been {rates[1]:.3g} "
             f'({before.schedule.shape}, then {cfg.schedule.shape}). With "constant", '
             '"inverse_sqrt" and the stable part of "wsd" it is the same'
         )
-    theirs, ours = (flatten(one.model_dump(mode="json", include={"optim"})) for one in (before, cfg))
+    theirs, ours = (
+        flatten(one.model_dump(mode="json", include={"optim"})) for one in (before, cfg)
+    )
     others = [key for key in differing([theirs, ours]) if key != "optim.lr"]
     if others:
         return f"{start}, with another {', '.join(others)} from there on"

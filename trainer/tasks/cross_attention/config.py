@@ -156,4 +156,9 @@ class Config(Experiment):
                 'lora.export="merged": contexts are encoded by the base without its adapters, so '
                 'that prepared states stay right, and a merged base is both. Use "adapter"'
             )
+        if self.lora is not None and self.lora.weights_of_base:
+            raise ValueError(
+                f"lora.{self.lora.weights_of_base}: contexts are encoded by the base as it is, so "
+                "that prepared states stay right, and this changes its weights. Leave it out"
+            )
         return self

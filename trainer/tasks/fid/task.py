@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from trainer.config.identity import canonical_json
-from trainer.config.schema import Base, Lora
+from trainer.config.lora import Lora
+from trainer.config.schema import Base
 from trainer.data import vocabulary
 from trainer.data.content import content_of_rows
 from trainer.data.padding import flat, unflat

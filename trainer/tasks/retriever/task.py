@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import Base, Lora, RandomBase
+from trainer.config.lora import Lora
+from trainer.config.schema import Base, RandomBase
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import adapters, base_model, base_source
