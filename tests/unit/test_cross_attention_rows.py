@@ -229,10 +229,10 @@ def test_a_run_that_an_earlier_version_began_goes_on_and_one_of_other_rows_does_
     path = planned.folder / "data.json"
     path.write_text(json.dumps({"identity": began}))
     assert not {*began.values()} & {stores["train"].digest, stores["valid"].digest}
-    assert check_identity(planned, task, stores, None) == now
+    assert check_identity(planned, task, stores, None, task.places) == now
     assert json.loads(path.read_text())["identity"] == now
     written = json.dumps({"identity": {**began, "train": "0" * 64}})
     path.write_text(written)
     with refused("run_changed", key="train", was=re.compile("'0000")):
-        check_identity(planned, task, stores, None)
+        check_identity(planned, task, stores, None, task.places)
     assert path.read_text() == written

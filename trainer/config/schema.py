@@ -353,6 +353,10 @@ class ExperimentBase(Strict):
     """
     adapted: Adapted | None = None
     """Makes an encoder-decoder of it, which both halves begin with. None: the model as it is."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """Of its weights, as behind "#sha256=" of a folder; of adapters, of adapter_model.safetensors.
+    None: a run says which it began with in its data.json, and is resumed with those alone.
+    """
 
 
 def _kind_of_base(value: Any) -> str:
@@ -396,7 +400,7 @@ class Experiment(Strict):
     synonyms = SYNONYMS
     encoded = frozenset({"task", "base", "tokenizer"})  # the base may bring the tokenizer
     not_encoded = frozenset(
-        {"label", "train", "optim", "schedule", "lora", "continues", "deepspeed"}
+        {"label", "train", "optim", "schedule", "lora", "continues", "init_from", "deepspeed"}
     )
 
     task: str
@@ -417,6 +421,10 @@ class Experiment(Strict):
     """The learning rate over the run."""
     lora: Lora | None = None
     """Low-rank adapters; None: the weights train that the task says."""
+    init_from: str | None = None
+    """A folder of a whole model, of any task: the weights whose names and shapes fit the base are
+    taken over it. None: the base as it is.
+    """
     continues: Continues | None = None
     """The run that this one goes on with, as `lathe train --continue ID --steps N` writes it:
     docs/experiments.md. None: it begins anew.
@@ -440,6 +448,20 @@ class Experiment(Strict):
                 "of the base: they need all their bits. Leave one of the two out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _what_is_taken_over_trains(self) -> Experiment:
+        if self.init_from is not None and self.lora is not None and not self.inserts_layers:
+            raise ValueError(
+                f"init_from={self.init_from!r} with lora: adapters would belong to a base that no "
+                'folder holds. Make that folder the base: "base": the folder'
+            )
+        return self
+
+    @property
+    def inserts_layers(self) -> bool:
+        """Whether init_from names layers that are inserted into the base, not its weights."""
+        return False
 
     @property
     def freezes_base(self) -> bool:

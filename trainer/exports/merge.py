@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trainer import tasks
 from trainer.errors import ConfigError
 from trainer.exports import card, record
 from trainer.files.atomic import refusals
-from trainer.models import adapters
 from trainer.protocol.task import Places
-
-if TYPE_CHECKING:
-    from trainer.config.schema import Experiment
+from trainer.tasks.merged_base import write_whole
 
 _EXPORTS = ("best", "final")
 
@@ -39,20 +34,11 @@ def merge(folder: Path, out: Path, places: Places) -> None:
             f"{folder} has no {record.NAME}, which says what was trained. Give best/ or final/ of "
             "a run."
         )
-    cfg = tasks.parse(made.experiment, source=str(folder / record.NAME))
-    if cfg.lora is None or not cfg.exports_adapters:
-        raise ConfigError(f"{folder} holds a whole model and no adapters: nothing is to be merged.")
-    weights = {
-        name: parameter.detach()
-        for name, parameter in tasks.load(cfg, places).load_export(folder).named_parameters()
-        if parameter.requires_grad
-    }
-    values = {**made.experiment, "lora": {**made.experiment["lora"], "export": "merged"}}
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with refusals(out):
-            tasks.load(_merging(tasks.parse(values)), places).export(weights, temporary)
+            values = write_whole(made.experiment, folder, temporary, places)
             files = record.digests(temporary)
             own = made.model_copy(update={"experiment": values, "files": files})
             record.write(temporary, own)
@@ -60,10 +46,3 @@ def merge(folder: Path, out: Path, places: Places) -> None:
             os.replace(temporary, out)
     finally:  # on a full disk these files take the room
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _merging(cfg: Experiment) -> Experiment:
-    """The experiment with adapters of the kind that its export holds."""
-    if cfg.lora is None or not adapters.changes_base(cfg.lora):
-        return cfg
-    return cfg.model_copy(update={"lora": adapters.beside_the_whole_base_as(cfg.lora)})

@@ -112,7 +112,7 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
     lap("rows")
     newest = newest_state(plan, options)
-    identity = check_identity(plan, task, stores, newest)
+    identity = check_identity(plan, task, stores, newest, options.places)
     say_padding(plan, sizes_of(stores["train"], task))
     for split in ("train", "valid"):
         logger.info("%s", opening_line(stores[split], left_out.of_split(split)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.block import validate
 from trainer.config.origin.continues import refuse_other
-from trainer.config.schema import Experiment
+from trainer.config.schema import Experiment, RandomBase
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -37,5 +37,9 @@ def config_of(name: Any, *, source: str = "TASK") -> type[Experiment]:
 
 
 def load(cfg: Experiment, places: Places) -> Task:
-    """The Task that `cfg` asks for. Imports torch."""
+    """The Task that `cfg` asks for. A base that is another run's adapters is merged first. Imports
+    torch.
+    """
+    if not isinstance(cfg.base, RandomBase):
+        importlib.import_module("trainer.tasks.merged_base").make(cfg, places)
     return importlib.import_module(f"trainer.tasks.{cfg.task}.task").Task(cfg, places)

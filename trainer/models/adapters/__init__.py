@@ -2,6 +2,7 @@
 
 from trainer.models.adapters.files import (
     ADAPTER,
+    WEIGHTS,
     are_in,
     check_base,
     load,
@@ -27,6 +28,7 @@ from trainer.models.adapters.names import is_adapter
 
 __all__ = [
     "ADAPTER",
+    "WEIGHTS",
     "adapted",
     "are_in",
     "beside_the_whole_base",

@@ -18,7 +18,7 @@ from trainer.models.adapters.names import in_file, is_adapter, layer_of
 from trainer.models.adapters.targets import fits, whole_names
 from trainer.models.frozen.freezing import load_into
 
-ADAPTER, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "adapter_base.json"  # what the adapters were trained on
 # Keys of adapter_config.json that change what adapters compute, and no name or shape of a tensor.
 _FOREIGN = ("use_qalora", "layer_replication", "lora_bias", "trainable_token_indices")
@@ -78,7 +78,7 @@ def write(
     content |= {key: value for key, value in more.items() if value}
     (folder / ADAPTER).write_text(json.dumps(content, indent=2) + "\n")
     tensors = {in_file(name): values for name, values in weights.items()}
-    safetensors_file.write_tensors(folder, _WEIGHTS, tensors)
+    safetensors_file.write_tensors(folder, WEIGHTS, tensors)
     about = _TrainedOn(base_fingerprint=fingerprint)
     (folder / _BASE).write_text(json.dumps(about.model_dump(), indent=2) + "\n")
 
@@ -166,10 +166,10 @@ def load(base: nn.Module, folder: Path) -> None:
     """Fill the adapters of an adapted base, and what trains whole beside them, from a folder;
     ConfigError when they do not fit.
     """
-    path = folder / _WEIGHTS
+    path = folder / WEIGHTS
     if not path.is_file():
         raise ConfigError(
-            f"{folder} holds no {_WEIGHTS}. Give a best/ or final/ folder of a run with lora."
+            f"{folder} holds no {WEIGHTS}. Give a best/ or final/ folder of a run with lora."
         )
     holder, how = nn.Module(), read(folder)
     whole: set[str] = set() if how is None else whole_names(base, how)

@@ -146,6 +146,10 @@ class Config(Experiment):
     """A folder with added layers to start from: a published checkpoint or our own final/."""
 
     @property
+    def inserts_layers(self) -> bool:
+        return True
+
+    @property
     def freezes_base(self) -> bool:
         return True
 
