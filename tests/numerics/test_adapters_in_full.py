@@ -261,6 +261,7 @@ def test_a_run_with_everything_is_the_same_at_every_stage_and_after_a_kill(
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
+        ({"init": "pissa", "r": 4096}, fault("lora_rank_beyond", r=4096)),
         ({"layers": [1, 9]}, fault("lora_layers_absent", absent="9")),
         ({"patterns": [{"match": "c_atn"}]}, fault("lora_pattern_unfit", match="c_atn")),
         ({"modules_to_save": ["lm_heat"]}, fault("lora_module_absent", module="lm_heat")),

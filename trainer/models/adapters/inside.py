@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import ConfigError
 from trainer.files.packages import extra
 from trainer.models.adapters.names import is_adapter
-from trainer.models.adapters.targets import excluded, targets_of, whole_names
+from trainer.models.adapters.targets import (
+    Targets,
+    adapted_names,
+    excluded,
+    targets_of,
+    whole_names,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,6 +59,8 @@ def adapted(base: PreTrainedModel, how: Lora, *, seed: int) -> PreTrainedModel:
         torch.device("meta") if is_meta else contextlib.nullcontext(),
     ):
         torch.manual_seed(seed)
+        if changes_base(how):
+            _refuse_large_ranks(base, targets, how)
         # not get_peft_model: it wraps the base, and keeps adapters in fp32 beside a bf16 base,
         # while the engine holds every weight in one dtype
         return peft.inject_adapter_in_model(config, base)
@@ -127,6 +136,18 @@ def merged_weights(
 
 # Adapters that begin as a part of the base (PiSSA)
 # --------------------------------------------------------------------------------------------------
+
+
+def _refuse_large_ranks(base: Any, targets: Targets, how: Lora) -> None:
+    """ConfigError when a layer has fewer singular values than its adapters have ranks."""
+    for name in adapted_names(base, targets.names):
+        layer, r = base.get_submodule(name), targets.ranks.get(name, how.r)
+        shape = getattr(layer.weight, "ds_shape", layer.weight.shape)
+        if r > min(shape):
+            raise ConfigError(
+                f'lora.init="{how.init}": rank {r} of {name} is beyond the {min(shape)} singular '
+                "values of its weight. Give a smaller r, or another init."
+            )
 
 
 def changes_base(how: Lora | None) -> bool:

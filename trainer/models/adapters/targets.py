@@ -38,7 +38,9 @@ def targets_of(base: Any, how: Lora, peft: Any) -> Targets:
     targets: list[str] | str = _targets(base, how.targets, peft)
     if how.layers is None and not how.patterns:
         return Targets(targets, {}, {})
-    names = [name for name in _adapted(base, targets) if not _is_inside(name, how.modules_to_save)]
+    names = [
+        name for name in adapted_names(base, targets) if not _is_inside(name, how.modules_to_save)
+    ]
     if how.layers is not None:
         blocks = sorted({number for name in names if (number := _block(name)) is not None})
         absent = sorted(set(how.layers) - set(blocks))
@@ -87,7 +89,7 @@ def _block(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _adapted(base: Any, targets: list[str] | str) -> list[str]:
+def adapted_names(base: Any, targets: list[str] | str) -> list[str]:
     """The whole names of the linear layers that targets name."""
     output = base.get_output_embeddings()
     linear = [name for name, module in base.named_modules() if is_linear(module)]
