@@ -381,6 +381,8 @@ DICTIONARY = wording(
     init_from_no_weights="it is no folder with weights. Give best/ or final/",
     init_from_adapters="with lora: adapters would belong to a base that no folder holds",
     lora_rank_beyond="lora.init=...: rank {r} of {layer} is beyond",
+    lora_token_absent="lora.tokens: got {token}, but the base has embeddings for",
+    lora_token_twice="stand(s) there twice; once is enough",
     lora_layers_absent="lora.layers=...: there is no block {absent}. The blocks of",
     lora_pattern_unfit="lora.patterns[{place}].match='{match}': no layer with adapters has such a name",
     lora_module_absent="lora.modules_to_save: '{module}' does not exist in",

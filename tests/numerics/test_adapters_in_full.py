@@ -68,6 +68,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fast pissa": ({"init": "pissa_niter_16"}, {"init_lora_weights": "pissa_niter_16"}),
     "all biases": ({"bias": "all"}, {"bias": "all"}),
     "biases of layers": ({"bias": "lora_only"}, {"bias": "lora_only"}),
+    "tokens": ({"tokens": [9, 5, 300]}, {"trainable_token_indices": {"wte": [9, 5, 300]}}),
     "modules": ({"modules_to_save": ["wpe", "h.2.mlp"]}, {"modules_to_save": ["wpe", "h.2.mlp"]}),
 }
 EVERYTHING: dict[str, Any] = {
@@ -79,10 +80,11 @@ EVERYTHING: dict[str, Any] = {
     "patterns": [{"match": "c_attn", "r": 2}],
     "bias": "all",
     "modules_to_save": ["ln_f", "wpe"],
+    "tokens": [7, 11],
     "init": "pissa",
 }
 every_kind = pytest.mark.parametrize(
-    "kind", long_but(("layers", "patterns", "pissa", "modules"), KINDS)
+    "kind", long_but(("layers", "patterns", "pissa", "modules", "tokens"), KINDS)
 )
 
 
@@ -117,7 +119,9 @@ def plain_of(task: Any, kind: str) -> plain_peft.Plain:
 def as_peft_names_them(trained: dict[str, Tensor]) -> dict[str, Tensor]:
     """Trained tensors of ours under the names of plain_peft."""
     return {
-        f"base_model.model.{name.removeprefix('base.')}".replace(".default", ""): tensor
+        f"base_model.model.{name.removeprefix('base.')}".replace(".default", "").replace(
+            ".token_rows", ".token_adapter.trainable_tokens_delta"
+        ): tensor
         for name, tensor in trained.items()
     }
 
@@ -262,6 +266,7 @@ def test_a_run_with_everything_is_the_same_at_every_stage_and_after_a_kill(
     ("lora", "said"),
     [
         ({"init": "pissa", "r": 4096}, fault("lora_rank_beyond", r=4096)),
+        ({"tokens": [5, 70000]}, fault("lora_token_absent", token=70000)),
         ({"layers": [1, 9]}, fault("lora_layers_absent", absent="9")),
         ({"patterns": [{"match": "c_atn"}]}, fault("lora_pattern_unfit", match="c_atn")),
         ({"modules_to_save": ["lm_heat"]}, fault("lora_module_absent", module="lm_heat")),
@@ -288,6 +293,8 @@ def test_biases_that_a_base_does_not_have_are_refused(folder: Path) -> None:
     [
         ("cross_attention", {"lora": {"init": "pissa"}}, "lora_changes_encoder"),
         ("cross_attention", {"lora": {"bias": "all"}}, "lora_changes_encoder"),
+        ("cross_attention", {"lora": {"tokens": [1]}}, "lora_changes_encoder"),
+        ("causal_lm", {"lora": {"tokens": [3, 3]}}, "lora_token_twice"),
         ("causal_lm", {"lora": {"init": "pissa", "dora": True}}, "lora_pissa_dora"),
         ("causal_lm", {"lora": {"init": "pissa"}, "train": {"base_bits": 8}}, "lora_moved_bits"),
     ],

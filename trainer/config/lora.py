@@ -62,6 +62,10 @@ class Lora(Strict):
     """Names of the base's modules, or the ends of their names, that train whole and get no
     adapters, such as ["lm_head"].
     """
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list[int])
+    """Ids of tokens whose rows of the embedding train, such as those of new control tokens; also in
+    an output layer that shares its matrix.
+    """
     init: Literal["default", "gaussian", "pissa", "pissa_niter_16"] = "default"
     """What adapters begin with. default: A uniform, B 0. gaussian: A normal, B 0. pissa: the
     largest singular values of the base's weights, which are taken out of them (Meng et al. 2024);
@@ -85,6 +89,15 @@ class Lora(Strict):
             f"modules_to_save={self.modules_to_save}": bool(self.modules_to_save),
         }
         return next((text for text, is_set in changes.items() if is_set), None)
+
+    @model_validator(mode="after")
+    def _no_token_twice(self) -> Lora:
+        twice = sorted({token for token in self.tokens if self.tokens.count(token) > 1})
+        if twice:
+            raise ValueError(
+                f"tokens: {', '.join(map(str, twice))} stand(s) there twice; once is enough"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_part_of_the_base_has_no_norms(self) -> Lora:

@@ -27,7 +27,6 @@ MINING = "tests/unit/test_negatives.py"
 
 GOING_ON = "tests/runs/test_going_on.py -m 'not long'"
 IN_FULL = "tests/numerics/test_adapters_in_full.py -m 'not long'"
-EDGES = "tests/numerics/test_adapters_edges.py"
 
 FAULTS = [
     Fault(

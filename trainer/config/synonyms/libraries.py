@@ -284,6 +284,7 @@ SYNONYMS: dict[str, Synonym] = {
     "rank_pattern": to.PATTERNS,
     "alpha_pattern": to.PATTERNS,
     "lora_bias": as_key("lora.bias"),
+    "trainable_token_indices": as_key("lora.tokens"),
     "lora_task_type": as_key("task"),
     "use_bnb_nested_quant": to.BITS,
     "bnb_4bit_quant_storage": to.BITS,

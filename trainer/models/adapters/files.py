@@ -14,14 +14,14 @@ from trainer.config.block import Strict, validate
 from trainer.config.lora import Lora
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
-from trainer.models.adapters.names import in_file, is_adapter, layer_of
+from trainer.models.adapters.names import ROWS, in_file, is_adapter, layer_of
 from trainer.models.adapters.targets import fits, whole_names
 from trainer.models.frozen.freezing import load_into
 
 ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "adapter_base.json"  # what the adapters were trained on
 # Keys of adapter_config.json that change what adapters compute, and no name or shape of a tensor.
-_FOREIGN = ("use_qalora", "layer_replication", "lora_bias", "trainable_token_indices")
+_FOREIGN = ("use_qalora", "layer_replication", "lora_bias")
 _MOVED = re.compile(r"pissa|olora|corda|loftq")  # these begin by changing the base's weights
 _TASK_TYPES = {
     "causal_lm": "CAUSAL_LM",
@@ -74,6 +74,9 @@ def write(
         "rank_pattern": {f"^{name}": r for name, r in ranks.items() if r != how.r},
         "alpha_pattern": {f"^{name}": one for name, one in alphas.items() if one != how.alpha},
         "modules_to_save": how.modules_to_save,
+        "trainable_token_indices": {
+            name.removesuffix(f".{ROWS}"): how.tokens for name in weights if name.endswith(ROWS)
+        },
     }
     content |= {key: value for key, value in more.items() if value}
     (folder / ADAPTER).write_text(json.dumps(content, indent=2) + "\n")
@@ -110,6 +113,7 @@ def read(folder: Path) -> Lora | None:
         values["patterns"] = _patterns(
             content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}
         )
+        values["tokens"] = _tokens(content.get("trainable_token_indices") or [])
         layers = content.get("layers_to_transform")
         if layers is not None:
             values["layers"] = [layers] if isinstance(layers, int) else layers
@@ -138,6 +142,15 @@ def _patterns(ranks: dict[str, int], alphas: dict[str, int]) -> list[dict[str, A
                 raise ValueError(f"{pattern!r} is a regular expression, want the name of a layer")
             found.setdefault(name, {"match": name})[key] = value
     return list(found.values())
+
+
+def _tokens(of_layers: dict[str, list[int]] | list[int]) -> list[int]:
+    """The tokens whose rows train. ValueError when those of several embeddings do."""
+    if isinstance(of_layers, list):
+        return of_layers
+    if len(of_layers) > 1:
+        raise ValueError(f"trainable_token_indices of {', '.join(of_layers)}, want one embedding")
+    return next(iter(of_layers.values()))
 
 
 def check_base(folder: Path, fingerprint: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.files.packages import extra
+from trainer.models.adapters import tokens
 from trainer.models.adapters.names import is_adapter
 from trainer.models.adapters.targets import (
     Targets,
@@ -63,7 +64,9 @@ def adapted(base: PreTrainedModel, how: Lora, *, seed: int) -> PreTrainedModel:
             _refuse_large_ranks(base, targets, how)
         # not get_peft_model: it wraps the base, and keeps adapters in fp32 beside a bf16 base,
         # while the engine holds every weight in one dtype
-        return peft.inject_adapter_in_model(config, base)
+        adapted_base = peft.inject_adapter_in_model(config, base)
+        tokens.put_in(adapted_base, how)
+        return adapted_base
 
 
 def layers_of(model: nn.Module) -> list[Any]:
@@ -102,6 +105,7 @@ def merge(base: nn.Module) -> None:
         dtype = layer.get_base_layer().weight.dtype
         layer.float().merge()
         layer.to(dtype)
+    tokens.take_out(base, merges=True)
     remove(base)
 
 
@@ -110,6 +114,7 @@ def remove(base: nn.Module) -> None:
     for name, module in list(base.named_modules()):
         if hasattr(module, "lora_A"):
             base.set_submodule(name, module.get_base_layer())  # pyright: ignore[reportCallIssue]
+    tokens.take_out(base, merges=False)
 
 
 def merged_weights(

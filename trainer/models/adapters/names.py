@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+ROWS = "token_rows"  # the parameter of an embedding's rows that train
 PREFIX = "base_model.model."  # of every name in peft's files
 _MARK = re.compile(r"\.lora_(A|B|magnitude_vector)\.default(\.weight)?$")
 
@@ -23,10 +24,12 @@ def in_file(name: str) -> str:
     "default".
 
     peft 0.21, _get_adapter_state_dict: DoRA's magnitude is a module, but stands there as a tensor.
-    What trains beside adapters keeps its name.
+    Rows of an embedding have the name of their module there, and what trains whole keeps its own.
     """
     part = _MARK.search(name)
     if part is None:
-        return f"{PREFIX}{name}"
+        place = name.removesuffix(f".{ROWS}")
+        more = "" if place == name else ".token_adapter.trainable_tokens_delta"
+        return f"{PREFIX}{place}{more}"
     last = "" if part[1] == "magnitude_vector" else ".weight"
     return f"{PREFIX}{name[: part.start()]}.lora_{part[1]}{last}"

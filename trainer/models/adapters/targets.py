@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainer.errors import ConfigError, nearest
-from trainer.models.adapters.names import is_adapter
+from trainer.models.adapters.names import ROWS, is_adapter
 
 if TYPE_CHECKING:
     from trainer.config.lora import Lora
@@ -174,17 +174,21 @@ def _problem(base: nn.Module, target: str, linear: set[str]) -> str | None:
 
 
 def whole_names(base: nn.Module, how: Lora) -> set[str]:
-    """The parameters of an adapted base that train whole: biases, and those of modules_to_save."""
-    parameters = [name for name, _ in base.named_parameters() if not is_adapter(name)]
+    """The parameters of an adapted base that train whole: biases, those of modules_to_save, and
+    rows of its embedding.
+    """
+    names = [name for name, _ in base.named_parameters() if not is_adapter(name)]
+    rows = {name for name in names if name.endswith(f".{ROWS}")}
+    parameters = [name for name in names if name not in rows]
     ends = {"none": (), "all": ("bias",), "lora_only": ("base_layer.bias",)}[how.bias]
-    names = {name for name in parameters if any(_ends(name, end) for end in ends)}
-    if how.bias != "none" and not names:
+    whole = {name for name in parameters if any(_ends(name, end) for end in ends)}
+    if how.bias != "none" and not whole:
         raise ConfigError(
             f'lora.bias="{how.bias}": {_of(base)} has no such bias. Leave bias out, or use another.'
         )
     for module in how.modules_to_save:
-        names |= _of_module(base, module, parameters)
-    return names
+        whole |= _of_module(base, module, parameters)
+    return whole | rows
 
 
 def _of(base: Any) -> str:

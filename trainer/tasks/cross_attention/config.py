@@ -160,9 +160,10 @@ class Config(Experiment):
                 'lora.export="merged": contexts are encoded by the base without its adapters, so '
                 'that prepared states stay right, and a merged base is both. Use "adapter"'
             )
-        if self.lora is not None and self.lora.weights_of_base:
+        changed = self.lora and (self.lora.weights_of_base or (self.lora.tokens and "tokens"))
+        if changed:
             raise ValueError(
-                f"lora.{self.lora.weights_of_base}: contexts are encoded by the base as it is, so "
+                f"lora.{changed}: contexts are encoded by the base as it is, so "
                 "that prepared states stay right, and this changes its weights. Leave it out"
             )
         return self
