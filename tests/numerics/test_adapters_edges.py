@@ -295,7 +295,6 @@ def test_adapters_are_a_base_once_they_are_merged_into_their_own(
     again = loaded_at({**then, "lora": {"r": 2}}, places)
     trained = {n: p for n, p in again.model().named_parameters() if p.requires_grad}
     assert all(map(adapters.is_adapter, trained))
-    assert again.fingerprint() == base_source.fingerprint(again.cfg.base, places)
 
 
 def loaded_at(values: dict[str, Any], places: Places) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from tests import forked
 from tests.contract.runs import lines_of, train, untimed
-from tests.facts import LLAMA, experiment, with_dropout, write_facts
+from tests.facts import experiment, with_dropout, write_facts
 from tests.ranks import run_on_ranks
 from tests.wording import refused, says
 from trainer import tasks
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def values_of(
     folder: Path, *, schedule: dict[str, Any] = CONSTANT, **changes: Any
 ) -> dict[str, Any]:
-    values = with_dropout(experiment("causal_lm", folder, base=LLAMA))
+    values = with_dropout(experiment("causal_lm", folder))
     return {**values, "train": {**values["train"], **TRAIN, **changes}, "schedule": schedule}
 
 
@@ -155,7 +155,6 @@ def test_it_refuses_another_experiment_by_its_keys(folder: Path) -> None:
 def on_other_rows(folder: Path, other: Path, savedir: Path, first: dict[str, Any]) -> str:
     before, _ = train(first, folder, savedir)
     values = continued(savedir, before.name, steps=ALL)
-    (before / "best").rename(before / "kept")
     try:
         train(values, other, savedir)
     except Exception as error:
@@ -164,8 +163,9 @@ def on_other_rows(folder: Path, other: Path, savedir: Path, first: dict[str, Any
 
 
 def test_it_refuses_other_rows_and_names_the_split(folder: Path, tmp_path: Path) -> None:
-    other = write_facts(tmp_path / "other", train=14, valid=4)
-    shutil.copytree(folder / "tokenizer", other / "tokenizer", dirs_exist_ok=True)
+    other = shutil.copytree(folder, tmp_path / "other")
+    rows = (other / "train.jsonl").read_text().splitlines(keepends=True)
+    (other / "train.jsonl").write_text("".join(rows[:-1] + rows[:1]))
     said = run_on_ranks(1, on_other_rows, folder, other, tmp_path / "runs", values_of(folder))[0]
     assert said.startswith("ResumeError: continues: run ")
     assert "train (was '" in said

@@ -200,23 +200,24 @@ def _of_module(base: nn.Module, wanted: str, parameters: list[str]) -> set[str]:
     share them.
     """
     places = [name for name, _ in base.named_modules() if name and _ends(name, wanted)]
-    own = {name for name in parameters for place in places if name.startswith(f"{place}.")}
+    everywhere = dict(base.named_parameters(remove_duplicate=False))
+    inside = tuple(f"{place}." for place in places)
+    own = [name for name in everywhere if name.startswith(inside) and not is_adapter(name)]
     if not own:
         leaves = sorted({name.split(".")[-2] for name in parameters if "." in name})
         what = "has no weights of its own" if places else "does not exist"
         raise ConfigError(
             f"lora.modules_to_save: {wanted!r} {what} in {_of(base)}. {nearest(wanted, leaves)}"
         )
-    everywhere = dict(base.named_parameters(remove_duplicate=False))
     moving = {id(everywhere[name]) for name in own}
     shared = [
         name
         for name, parameter in everywhere.items()
-        if id(parameter) in moving and not any(name.startswith(f"{place}.") for place in places)
+        if id(parameter) in moving and not name.startswith(inside)
     ]
     if shared:
         raise ConfigError(
             f"lora.modules_to_save: {wanted!r} shares its weights with {shared[0]!r}, which would "
             "train too, while peft would take them apart. Leave it out, or train without lora."
         )
-    return own
+    return set(parameters) & set(own)
