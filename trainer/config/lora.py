@@ -52,17 +52,17 @@ class Lora(Strict):
     """The numbers of the blocks whose layers get adapters, from 0; None: all. They count in both
     halves of an encoder-decoder.
     """
-    patterns: list[LayerPattern] = Field(default_factory=list[LayerPattern])
-    """Layers of another rank or scale: [{"match": "*.mlp.*", "r": 4}]. The first one counts that
-    fits.
+    patterns: list[LayerPattern] = Field([])
+    """Layers of another rank or scale: [{"match": "*.mlp.*", "r": 4, "alpha": 8}], by their names or
+    the ends of their names. The first one counts that fits; without r or alpha, the block's own.
     """
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases of the base train besides. lora_only: of layers with adapters."""
-    modules_to_save: list[str] = Field(default_factory=list[str])
+    modules_to_save: list[str] = Field([])
     """Names of the base's modules, or the ends of their names, that train whole and get no
     adapters, such as ["lm_head"].
     """
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list[int])
+    tokens: list[Annotated[int, Field(ge=0)]] = Field([])
     """Ids of tokens whose rows of the embedding train, such as those of new control tokens; also in
     an output layer that shares its matrix.
     """
