@@ -53,8 +53,8 @@ class Lora(Strict):
     halves of an encoder-decoder.
     """
     patterns: list[LayerPattern] = Field([])
-    """Layers of another rank or scale: [{"match": "*.mlp.*", "r": 4, "alpha": 8}], by their names or
-    the ends of their names. The first one counts that fits; without r or alpha, the block's own.
+    """Layers of another rank or scale: [{"match": "*.mlp.*", "r": 4, "alpha": 8}], by their names
+    or the ends of their names. The first one counts that fits; without r or alpha, lora's own.
     """
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases of the base train besides. lora_only: of layers with adapters."""
