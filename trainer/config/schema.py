@@ -422,8 +422,8 @@ class Experiment(Strict):
     lora: Lora | None = None
     """Low-rank adapters; None: the weights train that the task says."""
     init_from: str | None = None
-    """A folder of a whole model, of any task: the weights whose names and shapes fit the base are
-    taken over it. None: the base as it is.
+    """A folder of a whole model, of any task: the weights whose names and shapes fit are taken over
+    those of the base; in cross_attention a folder of added layers. None: the base as it is.
     """
     continues: Continues | None = None
     """The run that this one goes on with, as `lathe train --continue ID --steps N` writes it:
