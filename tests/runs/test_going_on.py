@@ -19,6 +19,7 @@ from trainer import tasks
 from trainer.config.identity import base_id, exp_id
 from trainer.config.origin.continues import continued
 from trainer.errors import ConfigError
+from trainer.launch.origin import going_on
 
 FIRST, ALL = 4, 8
 TRAIN: dict[str, Any] = {"steps": FIRST, "global_batch": 6, "micro_batch": 1, "log_every": 1}
@@ -224,6 +225,28 @@ def test_the_command_goes_on_and_says_whether_the_bits_are_those_of_one_run(
     assert wrong.returncode == ConfigError.exit_code
     says("continues_changed", wrong.stderr)
     assert not (runs / exp_id(again)).exists()
+
+
+def test_it_is_told_by_the_rates_of_all_runs_before(folder: Path, tmp_path: Path) -> None:
+    linear = values_of(folder, schedule={"shape": "linear"})
+    more = continuing(values_of(folder, steps=ALL, schedule={"shape": "linear"}), linear, 2)
+    again = continuing(values_of(folder, steps=ALL + 4), more, 6)
+    for values, said in (
+        (again, "at step 1 the learning rate was 0.01, and would have been 0"),
+        (continuing(values_of(folder, steps=ALL), values_of(folder), 2), "Its bits are those of"),
+        (
+            continuing(
+                {**values_of(folder, steps=ALL), "optim": {"lr": 0.01}}, values_of(folder), 2
+            ),
+            "with another optim.weight_decay than before",
+        ),
+    ):
+        cfg = tasks.parse(values)
+        assert said in going_on.told(cfg, going_on.history(cfg, tmp_path))
+
+
+def continuing(values: dict[str, Any], before: dict[str, Any], step: int) -> dict[str, Any]:
+    return {**values, "continues": {"experiment": before, "step": step}}
 
 
 def test_a_run_in_epochs_goes_on_in_epochs(folder: Path, tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/origin/going_on.py",
-        "        if one != other:",
-        "        if False:",
+        "            if one != other:",
+        "            if False:",
         why="a run with other learning rates is called one long run",
         tests=GOING_ON,
     ),

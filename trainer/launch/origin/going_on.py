@@ -5,7 +5,7 @@ run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ def saved_state(plan: RunPlan, savedir_base: Path) -> SavedState | None:
             f"continues: {folder} is damaged: {'; '.join(dict.fromkeys(wrong))}. Go on from "
             "another saved step of that run (--from)."
         )
-    on_main(lambda: logger.info("%s", told(plan.cfg, _before(continues, savedir_base))))
+    on_main(lambda: logger.info("%s", told(plan.cfg, history(plan.cfg, savedir_base))))
     return _SavedStep(folder)
 
 
@@ -74,51 +74,55 @@ class _SavedStep(checkpoint.Checkpoint):
         return {**state, "progress": {**state["progress"], **fresh}}
 
 
-def _before(continues: Continues, savedir_base: Path) -> Experiment:
-    """The experiment of the run before, with the steps that its epochs were."""
-    before = tasks.parse(continues.experiment)
-    resolved = read_json(savedir_base / continues.id / "resolved.json") or {}
-    return before if before.train.steps else with_steps(before, resolved["train"]["steps"])
+@dataclass(frozen=True)
+class Part:
+    """Steps that are done (from 0), and the experiment that did them."""
+
+    steps: range
+    cfg: Experiment
 
 
-def told(cfg: Experiment, before: Experiment) -> str:
-    """What is said of a run that goes on: from where, and whether its bits are those of one long
-    run. before: the experiment of the run before.
-    """
+def history(cfg: Experiment, savedir_base: Path) -> list[Part]:
+    """The steps that are done when a run goes on, by the runs that did them, the first one first."""
+    parts: list[Part] = []
     continues = cfg.continues
-    assert continues is not None, "the caller has looked"
-    start = f"it goes on with run {continues.id} at step {continues.step}"
-    step = _first_other_rate(before, cfg, continues.step)
-    if step is not None:
-        rates = [
-            one.optim.lr * factor(one.schedule, step, one.train.steps) for one in (before, cfg)
-        ]
-        return (
-            f"{start}. It is not what one run of {cfg.train.steps} steps would be: at step "
-            f"{step + 1} the learning rate was {rates[0]:.3g}, and would have been {rates[1]:.3g} "
-            f'({before.schedule.shape}, then {cfg.schedule.shape}). With "constant", '
-            '"inverse_sqrt" and the stable part of "wsd" it is the same'
-        )
-    theirs, ours = (
-        flatten(one.model_dump(mode="json", include={"optim"})) for one in (before, cfg)
-    )
-    others = [key for key in differing([theirs, ours]) if key != "optim.lr"]
+    while continues is not None:
+        before = tasks.parse(continues.experiment)
+        if not before.train.steps:  # they followed from its epochs
+            resolved = read_json(savedir_base / continues.id / "resolved.json") or {}
+            before = with_steps(before, resolved["train"]["steps"])
+        start = 0 if before.continues is None else before.continues.step
+        parts.insert(0, Part(range(start, continues.step), before))
+        continues = before.continues
+    return parts
+
+
+def told(cfg: Experiment, done: Sequence[Part]) -> str:
+    """What is said of a run that goes on: from where, and whether its bits are those of one long
+    run. done: its history.
+    """
+    assert cfg.continues is not None, "the caller has looked"
+    start = f"it goes on with run {cfg.continues.id} at step {cfg.continues.step}"
+    for part in done:
+        for step in part.steps:
+            one, other = _rate(part.cfg, step), _rate(cfg, step)
+            if one != other:
+                shapes = f"{part.cfg.schedule.shape}, then {cfg.schedule.shape}"
+                return (
+                    f"{start}. It is not what one run of {cfg.train.steps} steps would be: at step "
+                    f"{step + 1} the learning rate was {one:.3g}, and would have been {other:.3g} "
+                    f'({shapes}). With "constant", "inverse_sqrt" and the stable part of "wsd" it '
+                    "is the same"
+                )
+    blocks = [flatten(one.optim.model_dump(mode="json")) for one in (*(p.cfg for p in done), cfg)]
+    others = [key for key in differing(blocks) if key != "lr"]
     if others:
-        return f"{start}, with another {', '.join(others)} from there on"
+        return f"{start}, with another optim.{', optim.'.join(others)} than before"
     return f"{start}. Its bits are those of one run of {cfg.train.steps} steps"
 
 
-def _first_other_rate(before: Experiment, cfg: Experiment, done: int) -> int | None:
-    """The first of the steps that are done (from 0) whose learning rate differs from that of one
-    long run; None when none does.
-    """
-    for step in range(done):
-        one, other = (
-            each.optim.lr * factor(each.schedule, step, each.train.steps) for each in (before, cfg)
-        )
-        if one != other:
-            return step
-    return None
+def _rate(cfg: Experiment, step: int) -> float:
+    return cfg.optim.lr * factor(cfg.schedule, step, cfg.train.steps)
 
 
 def refuse_other_rows(continues: Continues, now: Mapping[str, str], newest: SavedState) -> None:
