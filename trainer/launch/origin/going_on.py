@@ -83,7 +83,7 @@ class Part:
 
 
 def history(cfg: Experiment, savedir_base: Path) -> list[Part]:
-    """The steps that are done when a run goes on, by the runs that did them, the first one first."""
+    """The steps that are done when a run goes on, by the runs that did them, in order."""
     parts: list[Part] = []
     continues = cfg.continues
     while continues is not None:
