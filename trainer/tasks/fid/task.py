@@ -62,8 +62,15 @@ class Task(TokenTask[Config]):
     # Model
     # ----------------------------------------------------------------------------------------------
 
-    def loaded(self, base: Base, lora: Lora | None, *, bits: Bits | None = None) -> nn.Module:
-        model: Any = super().loaded(base, lora, bits=bits)
+    def loaded(
+        self,
+        base: Base,
+        lora: Lora | None,
+        *,
+        bits: Bits | None = None,
+        init_from: str | None = None,
+    ) -> nn.Module:
+        model: Any = super().loaded(base, lora, bits=bits, init_from=init_from)
         if self.cfg.reader.compat_cross_bias:
             add_cross_bias(model.t5, base_source.resolve(base, self.places))
         return model
