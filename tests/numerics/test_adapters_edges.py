@@ -311,13 +311,15 @@ def test_a_run_of_another_digest_is_refused_as_a_base(folder: Path, tmp_path: Pa
         with_record(first, final, folder)
         right = sha256_of(final / file)
         base: Any = {"experiment": first, "sha256": right}
-        before = base_source.begun_with(tasks.parse({**first, "base": base}).base, places)
+        unnamed = tasks.parse({**experiment("fid", folder), "base": {"experiment": first}}).base
+        before = base_source.begun_with(unnamed, places)
         loaded_at({**experiment("fid", folder), "base": base}, places)
         with refused("base_digest", got=right):
             loaded_at({**experiment("fid", folder), "base": base | {"sha256": "0" * 64}}, places)
         tensors = load_file(final / file)
         save_file({name: tensor + 1 for name, tensor in tensors.items()}, final / file)
-        after = base_source.begun_with(tasks.parse({**first, "base": base}).base, places)
+        after = base_source.begun_with(unnamed, places)
+        assert before is not None
         assert before != after, "what a run began with is told by its digest"
 
 
