@@ -246,7 +246,6 @@ SYNONYMS: dict[str, Synonym] = {
     "target_modules": to.TARGETS,
     "use_rslora": as_key("lora.rslora"),
     "use_dora": as_key("lora.dora"),
-    "modules_to_save": to.SAVED,
     "load_in_4bit": to.BITS,
     "load_in_8bit": to.BITS,
     "quantization_config": to.BITS,

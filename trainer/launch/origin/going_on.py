@@ -75,16 +75,16 @@ class _SavedStep(checkpoint.Checkpoint):
 
 
 @dataclass(frozen=True)
-class Part:
+class DoneSteps:
     """Steps that are done (from 0), and the experiment that did them."""
 
     steps: range
     cfg: Experiment
 
 
-def history(cfg: Experiment, savedir_base: Path) -> list[Part]:
+def history(cfg: Experiment, savedir_base: Path) -> list[DoneSteps]:
     """The steps that are done when a run goes on, by the runs that did them, in order."""
-    parts: list[Part] = []
+    parts: list[DoneSteps] = []
     continues = cfg.continues
     while continues is not None:
         before = tasks.parse(continues.experiment)
@@ -92,12 +92,12 @@ def history(cfg: Experiment, savedir_base: Path) -> list[Part]:
             resolved = read_json(savedir_base / continues.id / "resolved.json") or {}
             before = with_steps(before, resolved["train"]["steps"])
         start = 0 if before.continues is None else before.continues.step
-        parts.insert(0, Part(range(start, continues.step), before))
+        parts.insert(0, DoneSteps(range(start, continues.step), before))
         continues = before.continues
     return parts
 
 
-def told(cfg: Experiment, done: Sequence[Part]) -> str:
+def told(cfg: Experiment, done: Sequence[DoneSteps]) -> str:
     """What is said of a run that goes on: from where, and whether its bits are those of one long
     run. done: its history.
     """
