@@ -16,7 +16,9 @@ import typer
 
 from trainer.commands.options import FlagsOnOff, spread
 from trainer.config.flags import RunFlags
+from trainer.config.identity import base_id
 from trainer.config.identity import exp_id as id_of
+from trainer.config.origin.continues import continued
 from trainer.config.userfile import kind
 from trainer.errors import EXIT_OK, ConfigError
 from trainer.files.survive import Survival, parse
@@ -70,6 +72,29 @@ class WhichRuns:
             min=1,
             help="Train for this many optimizer steps; the schedule depends on it, so the "
             "id changes.",
+        ),
+    ] = None
+    continue_id: Annotated[
+        str | None,
+        typer.Option(
+            "--continue",
+            metavar="ID",
+            help="Go on with this finished run, to --steps or --epochs in all: weights, optimizer, "
+            "random state and place in the data. It is a new experiment with an id of its own.",
+        ),
+    ] = None
+    continue_from: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="STEP",
+            help="With --continue: final, best, or a saved step of that run.",
+        ),
+    ] = "final"
+    epochs: Annotated[
+        float | None,
+        typer.Option(
+            "--epochs", min=0, help="With --continue of a run that counts epochs: how many in all."
         ),
     ] = None
 
@@ -154,17 +179,17 @@ def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
             **vars(flags),
             "savedir_base": which.savedir_base,
             "reset": resets,
-            "is_shortened": which.steps is not None,
+            "is_shortened": which.steps is not None and which.continue_id is None,
             **_names(which),
         }
         return begin(experiments, options, launch.survive, is_dry=launch.dry_run)
     from jobs.commands.of_trainval import submit_group
 
     return submit_group(
-        which.exp_group,
+        which.exp_group or (which.continue_id and f"continue-{which.continue_id[:8]}"),
         experiments,
         flags,
-        steps=which.steps,
+        steps=which.steps if which.continue_id is None else None,
         base=which.savedir_base,
         resets=resets,
         backend=launch.job_scheduler,
@@ -191,6 +216,16 @@ def _experiments(which: WhichRuns, savedir_base: Path) -> list[dict[str, Any]]:
     from exp_configs import experiments_of
 
     group, exp_id, steps = which.exp_group, which.exp_id, which.steps
+    if which.continue_id is not None:
+        if group is not None or exp_id is not None:
+            raise ConfigError(
+                f"--continue {which.continue_id} with {'-e' if group else '--exp_id'}: want one of "
+                "them. --continue takes the dictionary of that run."
+            )
+        how: dict[str, Any] = {"at": which.continue_from, "steps": steps, "epochs": which.epochs}
+        return [continued(savedir_base, which.continue_id, **how)]
+    if which.epochs is not None or which.continue_from != "final":
+        raise ConfigError("--epochs and --from go with --continue ID. Leave them out, or give it.")
     if exp_id is not None and group is not None:
         by_id = {
             id_of(values): values for values in experiments_of(group, which.exp_configs, steps)
@@ -308,9 +343,7 @@ def _dry_run(
     earlier: set[str] = set()  # whose weights a later experiment of the group may start from
     for values in experiments:
         run_plan = plan(values, run_options, world=world, rank=0)
-        base = values.get("base")
-        needs = base.get("experiment") if isinstance(base, dict) else None
-        is_awaited = needs is not None and id_of(needs) in earlier
+        is_awaited = base_id(values) in earlier
         findings = look(run_plan, run_options, is_awaited=is_awaited)
         typer.echo(show(run_plan, findings))
         refused += [f"{run_plan.id}: {problem}" for problem in findings.problems]

@@ -58,6 +58,7 @@ FLOORS = {
     "trainer.models": 2,
     "trainer.telemetry": 2,
     "trainer.tasks.generated": 2,
+    "trainer.tasks.merged_base": 3,
     "trainer.tasks.token_task": 2,
     "trainer.exports": 4,
     "trainer.plan": 4,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jobs.errors import reason_of
 from jobs.job_state import ENDED_BADLY, STATES
@@ -18,6 +18,7 @@ from jobs.record import events as record
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.state_table import end_of
 from trainer.config.identity import base_id
+from trainer.config.origin.continues import MANIFEST
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json
 
@@ -26,8 +27,22 @@ if TYPE_CHECKING:
 
 
 def has_model(folder: Path) -> bool:
-    """Whether the run in `folder` has left the model that others begin with."""
-    return os.path.isfile(folder / "final" / "config.json")  # False where it cannot be read
+    """Whether the run in `folder` has left the model that others begin with, whole or as adapters.
+    False where it cannot be read.
+    """
+    names = ("config.json", "adapter_config.json")
+    return any(os.path.isfile(folder / "final" / name) for name in names)
+
+
+def has_needed(folder: Path, values: Mapping[str, Any]) -> bool:
+    """Whether the run in `folder` has left what an experiment begins with: the saved step that it
+    goes on from, or a model.
+    """
+    continues = values.get("continues")
+    if isinstance(continues, dict):
+        step = cast("dict[str, Any]", continues).get("step")
+        return os.path.isfile(folder / "checkpoints" / f"step-{step}" / MANIFEST)
+    return has_model(folder)
 
 
 def base_of(folder: RunFolder, values: Mapping[str, Any]) -> RunFolder | None:
@@ -44,7 +59,7 @@ def why_it_waits(folder: RunFolder, values: Mapping[str, Any]) -> str | None:
         base = base_of(folder, values)
     except ConfigError:
         return None
-    return None if base is None or has_model(base.path) else sentence(base)[0]
+    return None if base is None or has_needed(base.path, values) else sentence(base)[0]
 
 
 def sentence(base: RunFolder) -> tuple[str, bool]:

@@ -160,7 +160,7 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
         "fine_tuned_model": ticket.tuned_model(organization) if has_succeeded else None,
         "finished_at": None if now_.finished_at is None else int(seconds(now_.finished_at)),
         "hyperparameters": numbers_used,
-        "model": ticket.model,
+        "model": ticket.begins_with or ticket.model,
         "organization_id": organization,
         "result_files": [f"file-{ticket.digits}"] if has_succeeded else [],
         "seed": ticket.seed,

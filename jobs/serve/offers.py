@@ -25,6 +25,7 @@ from trainer.config.block import Positive, Strict, validate
 from trainer.data.formats.held_out import PLACES
 from trainer.devices import device_of
 from trainer.errors import ConfigError, DataError
+from trainer.files.atomic import read_json
 
 Values = dict[str, Any]
 Auto = Literal["auto"]
@@ -238,6 +239,21 @@ def _rows_of_epoch(values: Values, num_rows: int) -> Fraction:
             'Give it one, and leave mixing.changes and ends="stop" out.'
         )
     return num_rows / Fraction(str(weight))
+
+
+def after(offer: Offer, before: Values, final: Path) -> Offer:
+    """The offer whose base is the model that an earlier job trained, by the digest of its weights.
+
+    before: the experiment of that job. final: the folder of its model.
+    """
+    base: Values = {"experiment": before}
+    files = (read_json(final / "lathe.json") or {}).get("files", {})
+    for name in ("adapter_model.safetensors", "model.safetensors"):
+        if name in files:
+            base["sha256"] = files[name]
+            break
+    values = {**copy.deepcopy(offer.experiment), "base": base}
+    return offer.model_copy(update={"experiment": values})
 
 
 def held_out_per_mille(offer: Offer, places: Mapping[int, int]) -> int:

@@ -19,7 +19,7 @@ from jobs.serve import uploads
 from jobs.serve.index import Page, PageRequest, may_lag
 from jobs.serve.job_view import FINAL, checkpoints, results_csv, seconds
 from jobs.serve.limits.quotas import room_for_job
-from jobs.serve.offers import TuningRequest, fill, held_out_per_mille, kinds_of
+from jobs.serve.offers import Offer, TuningRequest, after, fill, held_out_per_mille, kinds_of
 from jobs.serve.requests import (
     CreateJob,
     PlainJSON,
@@ -250,11 +250,7 @@ def _job_now(keeper: Keeper, job_id: str) -> dict[str, Any] | None:
 
 def new_ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Ticket:
     """The ticket of a request. It is not written. Refusal for what cannot become a job."""
-    offer = keeper.config.models.get(body.model)
-    if offer is None:
-        names = ", ".join(sorted(keeper.config.models))
-        text = f"model: got {quote(body.model)}, want one of {names}."
-        raise Refusal(404, text, param="model", code="model_not_found")
+    offer, name = _offer_of(keeper, client, body.model)
     training = _training_file(keeper, client, body.training_file, "training_file")
     if body.validation_file is not None:
         _training_file(keeper, client, body.validation_file, "validation_file")
@@ -287,7 +283,8 @@ def new_ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> 
         id=job_id,
         created_at=now(),
         owner=client.name,
-        model=body.model,
+        model=name,
+        begins_with=None if name == body.model else body.model,
         exp_id=exp_id(filled.experiment),
         experiment=filled.experiment,
         request_digest=body.digest(),
@@ -303,6 +300,26 @@ def new_ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> 
         suffix=body.suffix,
         metadata=body.metadata,
     )
+
+
+def _offer_of(keeper: Keeper, client: Client, model: str) -> tuple[Offer, str]:
+    """The offer that a request names, and what it is called there: by its name, or by that of a
+    model which an earlier job of this client made of it, and with which the new one begins.
+    """
+    offer = keeper.config.models.get(model)
+    if offer is not None:
+        return offer, model
+    job = keeper.index.job_of_model(model)
+    if job is not None and client.may_change(job["lathe"]["owner"]):
+        folder = keeper.folder.ticket(job["id"])
+        ticket = None if folder is None else folder.read()
+        offer = None if ticket is None else keeper.config.models.get(ticket.model)
+        if ticket is not None and offer is not None:
+            final = keeper.folder.base.run(ticket.exp_id).path / "final"
+            return after(offer, ticket.experiment, final), ticket.model
+    names = ", ".join(sorted(keeper.config.models))
+    text = f"model: got {quote(model)}, want one of {names}, or a model that you have tuned."
+    raise Refusal(404, text, param="model", code="model_not_found")
 
 
 def _training_file(keeper: Keeper, client: Client, file_id: str, param: str) -> Upload:

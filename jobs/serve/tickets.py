@@ -65,7 +65,8 @@ class Ticket(Strict):
     id: str
     created_at: Time
     owner: str  # the name of the token that sent the request
-    model: str
+    model: str  # the offer
+    begins_with: str | None = None  # the tuned model that was named instead of the offer
     exp_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     experiment: dict[str, Any]
     request_digest: str  # sha256 of the request, to tell a repeat from another one

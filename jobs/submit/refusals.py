@@ -142,8 +142,8 @@ def _absent_folders(cfg: Experiment, data_path: str | None) -> Iterator[str]:
     init_from = getattr(cfg, "init_from", None)
     if init_from and not os.path.isdir(init_from):
         yield (
-            f"init_from={init_from!r}: there is no such folder here. Give a folder with added "
-            "layers, such as a final/ folder."
+            f"init_from={init_from!r}: there is no such folder here. Give a folder of "
+            "weights, such as a final/ folder."
         )
 
 

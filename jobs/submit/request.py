@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.errors import Unreachable
 from jobs.protocol import Backend, JobSpec, Rendered, token_of
 from jobs.record import events as record
-from jobs.record.bases import base_of, has_model
+from jobs.record.bases import base_of, has_needed
 from jobs.record.paths import is_there
 from jobs.submit import launch_line, refusals
 from trainer import tasks
@@ -143,12 +143,13 @@ class Request:
         mistakes: list[str] = []
         for name, values in self.by_id.items():
             base = base_of(self.base.run(name), values)
-            if base is None or base.path.name in self.by_id or has_model(base.path):
+            if base is None or base.path.name in self.by_id or has_needed(base.path, values):
                 continue
             if not is_there(base.record) and not is_there(base.status):
-                task = values["base"]["experiment"].get("task")
+                task = values.get("continues", values["base"])["experiment"].get("task")
+                what = "the run that it goes on with" if "continues" in values else "its base"
                 mistakes.append(
-                    f"experiment {name}: its base, experiment {base.path.name} (task {task}), was "
+                    f"experiment {name}: {what}, experiment {base.path.name} (task {task}), was "
                     f"never run in {self.base.path}. Submit that one's group first, or put both in "
                     "one group."
                 )

@@ -114,6 +114,12 @@ VALUES: dict[str, list[Any]] = {
     "optim.groups": [[{"match": "*", "lr": 0.5}]],
     "train.freeze": [[{"match": "*", "until": 1}]],
     "lora.targets": [["q"]],
+    "lora.layers": [[0]],
+    "lora.patterns": [[]],
+    "lora.modules_to_save": [[]],
+    "lora.tokens": [[]],
+    "continues.experiment": [{"label": "other"}],
+    "continues.manifest": ["0" * 64],
     "tokenizer": [{"vocab_size": 320}],
     "train.base_bits": [8],
     "train.spike_window": [20],
@@ -132,6 +138,7 @@ def leaves(block: Any, above: str = "", of_block: str | None = None) -> Iterator
     """(dotted key, its list) of every key of a dictionary. of_block: the list of a whole block."""
     for name, field in block.model_fields.items():
         path, inner = f"{above}{name}", blocks_in(field.annotation)
+        inner = [] if get_origin(field.annotation) is list else inner
         kind = of_block or block.list_of(name)
         assert kind or inner, f"{block.__name__}.{name} stands in neither list (docs/add-a-key.md)"
         is_list = get_origin(field.annotation) is tuple  # of blocks, which change as a whole
@@ -188,6 +195,8 @@ def variants(name: str, folder: Path, path: str) -> Iterator[tuple[Task, Task]]:
     parts = path.split(".")
     above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     before: dict[str, Any] = dict(experiment(name, folder))
+    if path.startswith("continues."):
+        before["continues"] = {"experiment": dict(before), "step": 2}
     for each in above:
         before = merged(before, TOGETHER.get(each, {}))
         before = merged(before, OF_ONE_TASK.get((name, each), {}))

@@ -22,8 +22,10 @@ from tests.tolerance import assert_close
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
-from trainer.config.schema import Lora
-from trainer.models import adapters, base_model
+from trainer.config.lora import Lora
+from trainer.exports import record
+from trainer.files.atomic import sha256_of
+from trainer.models import adapters, base_model, base_source
 from trainer.protocol.task import Places
 from trainer.tasks.cross_attention import interchange
 from trainer.tasks.cross_attention.decoder import export
@@ -260,27 +262,98 @@ def final_of(values: dict[str, Any], savedir: Path, folder: Path) -> Path:
     return final
 
 
-def test_adapters_are_no_base_but_a_merged_experiment_is(folder: Path, tmp_path: Path) -> None:
+def with_record(values: dict[str, Any], final: Path, folder: Path) -> None:
+    """Write lathe.json beside what final_of has written, as a run does."""
+    task = loaded(values, folder)
+    record.write(final, record.of_run(final, values=values, task=task, run_folder=final.parent))
+
+
+def test_adapters_are_a_base_once_they_are_merged_into_their_own(
+    folder: Path, tmp_path: Path
+) -> None:
     places = Places(folder, tmp_path / "cache", tmp_path)
-    for how, is_whole in (("adapter", False), ("merged", True)):
-        first = experiment("fid", folder, lora={"export": how})
-        final_of(first, tmp_path, folder)
-        then = {**experiment("fid", folder), "base": {"experiment": first}}
-        if is_whole:
-            task: Any = tasks.load(tasks.parse(then), places)
-            assert all(p.requires_grad for p in task.model().parameters())
-        else:
-            with refused(
-                "adapters_as_base",
-                because=re.compile(".*named as a base"),
-                fix=re.compile(".*merged"),
-            ):
-                tasks.load(tasks.parse(then), places)
+    adapted: Any = experiment("fid", folder, lora={"export": "adapter"})
+    final = final_of(adapted, tmp_path, folder)
+    then: Any = {**experiment("fid", folder), "base": {"experiment": adapted}}
+    with refused("adapters_without_record", folder=final):
+        tasks.load(tasks.parse(then), places)
+    with_record(adapted, final, folder)
+    merged = final_of(vary(adapted, lora={"export": "merged"}), tmp_path, folder)
+    want = load_file(merged / "model.safetensors")
+    torch.manual_seed(3)
+    drawn = torch.get_rng_state()
+    for base in ({"experiment": adapted}, str(final)):
+        task: Any = tasks.load(tasks.parse({**then, "base": base}), places)
+        assert torch.equal(torch.get_rng_state(), drawn), "random state stays"
+        source = Path(base_source.resolve(task.cfg.base, places))
+        got = load_file(source / "model.safetensors")
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert all(p.requires_grad for p in task.model().parameters())
+    assert len(list((tmp_path / "cache" / "merged").glob("*/config.json"))) == 1
+
+    again = loaded_at({**then, "lora": {"r": 2}}, places)
+    trained = {n: p for n, p in again.model().named_parameters() if p.requires_grad}
+    assert all(map(adapters.is_adapter, trained))
+
+
+def loaded_at(values: dict[str, Any], places: Places) -> Any:
+    return tasks.load(tasks.parse(values), places)
+
+
+def test_a_run_of_another_digest_is_refused_as_a_base(folder: Path, tmp_path: Path) -> None:
+    places = Places(folder, tmp_path / "cache", tmp_path)
+    for first, file in (
+        (experiment("fid", folder), "model.safetensors"),
+        (experiment("fid", folder, lora={}), adapters.WEIGHTS),
+    ):
+        final = final_of(first, tmp_path, folder)
+        with_record(first, final, folder)
+        right = sha256_of(final / file)
+        base: Any = {"experiment": first, "sha256": right}
+        unnamed = tasks.parse({**experiment("fid", folder), "base": {"experiment": first}}).base
+        before = base_source.begun_with(unnamed, places)
+        loaded_at({**experiment("fid", folder), "base": base}, places)
+        with refused("base_digest", got=right):
+            loaded_at({**experiment("fid", folder), "base": base | {"sha256": "0" * 64}}, places)
+        tensors = load_file(final / file)
+        save_file({name: tensor + 1 for name, tensor in tensors.items()}, final / file)
+        after = base_source.begun_with(unnamed, places)
+        assert before is not None
+        assert before != after, "what a run began with is told by its digest"
+
+
+def test_a_retriever_takes_the_encoder_that_a_reader_trained(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader: Any = experiment("fid", folder)
+    final = final_of(reader, tmp_path, folder)
+    trained = load_file(final / "model.safetensors")
+    values: Any = {**experiment("retriever", folder), "base": reader["base"] | {"seed": 9}}
+    values["encoder"] = {"pooling": "mean"}
+    caplog.set_level("INFO")
+    model = loaded({**values, "init_from": str(final)}, folder).model()
+    of_encoder = {n: t for n, t in trained.items() if n.startswith(("encoder.", "shared."))}
+    own = dict(model.query_model.named_parameters())
+    for name, tensor in own.items():
+        assert torch.equal(tensor, of_encoder[name]), name
+    assert "init_from: not taken of it: decoder.block.*" in caplog.text
+    assert "are taken: " in caplog.text
+    plain = dict(loaded(values, folder).model().query_model.named_parameters())
+    assert not torch.equal(plain["shared.weight"], own["shared.weight"])
+
+    bert: Any = experiment("retriever", folder)
+    with refused("init_from_unfit", folder=str(final)):
+        loaded({**bert, "init_from": str(final)}, folder).model()
+    with refused("init_from_no_weights"):
+        loaded({**bert, "init_from": str(tmp_path / "none")}, folder).model()
+    with refused("init_from_adapters"):
+        tasks.parse({**values, "init_from": str(final), "lora": {}})
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("alpha_pattern", {"q_proj": 32}), ("use_qalora", True), ("init_lora_weights", "pissa")],
+    [("lora_bias", True), ("use_qalora", True), ("init_lora_weights", "pissa")],
 )
 def test_adapters_whose_scale_or_base_is_another_are_refused(
     key: str, value: Any, tmp_path: Path
@@ -291,6 +364,18 @@ def test_adapters_whose_scale_or_base_is_another_are_refused(
     found = adapters.read(tmp_path)
     assert found is not None
     assert (found.r, found.alpha) == (8, 16)
+    more = {"rank_pattern": {"^a.q_proj": 2}, "alpha_pattern": {"a.q_proj": 3}, "bias": "all"}
+    more |= {"layers_to_transform": 4, "modules_to_save": ["lm_head"]}
+    path.write_text(json.dumps({**said, **more}))
+    found = adapters.read(tmp_path)
+    assert found is not None
+    assert [one.model_dump() for one in found.patterns] == [
+        {"match": "a.q_proj", "r": 2, "alpha": 3}
+    ]
+    assert (found.layers, found.bias, found.modules_to_save) == ([4], "all", ["lm_head"])
+    path.write_text(json.dumps({**said, "rank_pattern": {r"h\\.[01]": 2}}))
+    with refused("adapters_of_expressions"):
+        adapters.read(tmp_path)
     path.write_text(json.dumps({**said, key: value}))
     with refused("adapters_of_another_kind", at="adapter_config.json", says=f"{key}={value!r}"):
         adapters.read(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,37 @@ def test_models_are_the_offered_ones_and_those_that_were_tuned(world: Any) -> No
     assert caught.value.code == "model_not_found"
     with pytest.raises(openai.PermissionDeniedError):
         client.models.delete("tiny-chat")
+
+
+def test_a_job_may_begin_with_the_model_of_an_earlier_one(world: Any) -> None:
+    running, _, client, job = world
+    first = client.fine_tuning.jobs.retrieve(job.id)
+    lathe_json = running.base / first.lathe["exp_id"] / "final" / "lathe.json"
+    lathe_json.write_text(json.dumps({"files": {"model.safetensors": "a" * 64}}))
+    more = client.fine_tuning.jobs.create(
+        model=first.fine_tuned_model, training_file=uploaded(client), suffix="second"
+    )
+    assert more.model == first.fine_tuned_model
+    done = until_status(client, more.id, "succeeded")
+    digits = more.id.removeprefix("ftjob-")[:12]
+    assert done["fine_tuned_model"] == f"ft:tiny-chat:lathe:second:{digits}"
+    values = json.loads((running.base / done["lathe"]["exp_id"] / "exp_dict.json").read_text())
+    before = json.loads((running.base / first.lathe["exp_id"] / "exp_dict.json").read_text())
+    assert values["base"] == {"experiment": before, "sha256": "a" * 64}
+
+
+def test_a_job_begins_with_no_model_of_another_token(
+    tmp_path: Path, stub: Stub, queue: Path, token_file: tuple[Path, dict[str, str]]
+) -> None:
+    path, tokens = token_file
+    with serving(tmp_path / "base", python=stub.python, tokens=path) as running:
+        anna, ben = (running.client(tokens[name]) for name in ("anna", "ben"))
+        job = anna.fine_tuning.jobs.create(model="tiny-chat", training_file=uploaded(anna))
+        name = until_status(anna, job.id, "succeeded")["fine_tuned_model"]
+        with pytest.raises(openai.NotFoundError) as caught:
+            ben.fine_tuning.jobs.create(model=name, training_file=uploaded(ben))
+        assert caught.value.code == "model_not_found"
+        assert anna.fine_tuning.jobs.create(model=name, training_file=uploaded(anna)).id
 
 
 def test_a_deleted_model_is_moved_aside_and_its_job_stays(world: Any) -> None:

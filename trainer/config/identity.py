@@ -51,10 +51,15 @@ def exp_id(values: dict[str, Any]) -> str:
 
 
 def base_id(values: Mapping[str, Any]) -> str | None:
-    """The id of the experiment whose model this one begins with; None when its base is another."""
-    base = values.get("base")
-    before = cast("dict[str, Any]", base).get("experiment") if isinstance(base, dict) else None
-    return exp_id(cast("dict[str, Any]", before)) if isinstance(before, dict) else None
+    """The id of the experiment that must have been trained before this one: the run that it goes on
+    with, else the one whose model it begins with; None when it needs neither.
+    """
+    for key in ("continues", "base"):  # what goes on needs no more than the run before had
+        block = values.get(key)
+        before = cast("dict[str, Any]", block).get("experiment") if isinstance(block, dict) else 0
+        if isinstance(before, dict):
+            return exp_id(cast("dict[str, Any]", before))
+    return None
 
 
 def base_label(values: Mapping[str, Any]) -> str:

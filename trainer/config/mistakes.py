@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -74,7 +74,7 @@ def _line(schema: Block, item: dict[str, Any], synonyms: Synonyms) -> str:
     if item["type"] == "extra_forbidden":
         blocks: list[Block] = [schema]  # that may stand where the key does
         for part in location[:-1]:
-            if not _is_union_tag(part) and not isinstance(part, int):
+            if not _is_union_tag(part) and not isinstance(part, int):  # a place in a list
                 fields = [one.model_fields[part] for one in blocks if part in one.model_fields]
                 blocks = [block for field in fields for block in blocks_in(field.annotation)]
         legal = {name for block in blocks for name in block.model_fields}
@@ -114,11 +114,11 @@ def other_place(path: str, legal: Collection[str], synonyms: Synonyms) -> str | 
 
 def paths(schema: Block, above: str = "") -> Iterator[str]:
     """Every dotted key of a schema, but not the keys of a block in whose place a text may stand
-    (`base`, `tokenizer`): these are kinds of one value.
+    (`base`, `tokenizer`): these are kinds of one value. Nor those of blocks in a list.
     """
     for name, field in schema.model_fields.items():
         yield f"{above}{name}"
-        if str not in _types_in(field.annotation):
+        if str not in _types_in(field.annotation) and get_origin(field.annotation) is not list:
             for block in blocks_in(field.annotation):
                 yield from paths(block, f"{above}{name}.")
 

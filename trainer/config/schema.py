@@ -17,9 +17,11 @@ from pydantic import (
 )
 
 from trainer.config.block import Fraction, Positive, Strict
+from trainer.config.lora import Lora
 from trainer.config.optimizer.freeze import Freeze
 from trainer.config.optimizer.optim import Optim
 from trainer.config.optimizer.schedule import Schedule
+from trainer.config.origin.continues import Continues
 from trainer.config.scores.direction import Direction
 from trainer.config.scores.stated import Best, BestIs, OwnMetrics
 from trainer.config.synonyms import SYNONYMS
@@ -313,6 +315,10 @@ class ExperimentBase(Strict):
     """
     adapted: Adapted | None = None
     """Makes an encoder-decoder of it, which both halves begin with. None: the model as it is."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """Of its weights, as behind "#sha256=" of a folder; of adapters, of adapter_model.safetensors.
+    None: a run says which it began with in its data.json, and is resumed with those alone.
+    """
 
 
 def _kind_of_base(value: Any) -> str:
@@ -350,54 +356,15 @@ Tokenizer = Annotated[
 ]
 
 
-def _list_or_all(value: Any) -> Any:
-    is_list = isinstance(value, list) and value and all(isinstance(one, str) for one in value)  # pyright: ignore
-    if value is None or value == "all-linear" or is_list:
-        return value  # pyright: ignore[reportUnknownVariableType] (checked)
-    raise ValueError('Input should be a list of names, such as ["q", "v"], or "all-linear"')
-
-
-_NAMES = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_LIST_OR_ALL = {"anyOf": [_NAMES, {"const": "all-linear"}, {"type": "null"}]}
-Targets = Annotated[
-    list[str] | str | None, BeforeValidator(_list_or_all), WithJsonSchema(_LIST_OR_ALL)
-]
-
-
-class Lora(Strict):
-    """Low-rank adapters (peft) in a base that is frozen; a task's new layers train beside them."""
-
-    r: Positive = 16
-    """Rank: rows of the narrow matrix of every adapter."""
-    alpha: Positive = 64
-    """Adapters are scaled by alpha / r."""
-    dropout: Fraction = 0.1
-    """Of what goes into an adapter, in training."""
-    targets: Targets = None
-    """Names of linear layers, or the ends of their names. None: all seven projections of Llama and
-    its kin; of other families what peft takes for them (q and v of a T5), else all of them.
-    all-linear: all but the output layer.
-    """
-    rslora: bool = False
-    """Scaled by alpha / sqrt(r) instead of alpha / r (Kalajdzievski 2023)."""
-    dora: bool = False
-    """The norm of every row of a weight trains by itself (Liu et al. 2024)."""
-    plus: Annotated[float, Field(gt=0)] = 1.0
-    """The rate of an adapter's second matrix (B), as a multiple of that of its first, which is
-    optim.lr (LoRA+, Hayou et al. 2024: 16). 1.0: both have one rate.
-    """
-    export: Literal["adapter", "merged"] = "adapter"
-    """What best/ and final/ hold. adapter: peft's files, which name their base. merged: the whole
-    base with the adapters added to its weights, which any program reads that reads the base.
-    """
-
-
 class Experiment(Strict):
     """What every experiment states. A task's own Config derives from it and adds its blocks."""
 
     synonyms = SYNONYMS
     encoded = frozenset({"task", "base", "tokenizer"})  # the base may bring the tokenizer
-    not_encoded = frozenset({"label", "train", "optim", "schedule", "lora", "deepspeed", "metrics"})
+    not_encoded = frozenset(
+        {"label", "train", "optim", "schedule", "lora", "continues", "init_from", "deepspeed"}
+        | {"metrics"}
+    )
     # Whether the loss is over the tokens of a vocabulary, so that it may be smoothed.
     scores_vocabulary: ClassVar[bool] = False
 
@@ -419,6 +386,14 @@ class Experiment(Strict):
     """The learning rate over the run."""
     lora: Lora | None = None
     """Low-rank adapters; None: the weights train that the task says."""
+    init_from: str | None = None
+    """A folder of a whole model, of any task: the weights whose names and shapes fit are taken over
+    those of the base; in cross_attention a folder of added layers. None: the base as it is.
+    """
+    continues: Continues | None = None
+    """The run that this one goes on with, as `lathe train --continue ID --steps N` writes it:
+    docs/experiments.md. None: it begins anew.
+    """
     metrics: OwnMetrics = None
     """Metrics of your own, a function in a Python file, "mine.py:style", or a list of them: of
     (predictions, references, rows) of the rows that train.answers says, it gives numbers by name,
@@ -436,6 +411,12 @@ class Experiment(Strict):
                 f"train.base_bits={self.train.base_bits}: the weights of the base train, and need "
                 'all their bits. Freeze it by "lora": {}, or leave base_bits out'
             )
+        moved = self.lora and self.lora.weights_of_base
+        if self.train.base_bits is not None and moved:
+            raise ValueError(
+                f"train.base_bits={self.train.base_bits} with lora.{moved}, which changes weights "
+                "of the base: they need all their bits. Leave one of the two out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -449,6 +430,20 @@ class Experiment(Strict):
                 f"vocabulary. Leave {'it' if len(foreign) == 1 else 'them'} out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _what_is_taken_over_trains(self) -> Experiment:
+        if self.init_from is not None and self.lora is not None and not self.inserts_layers:
+            raise ValueError(
+                f"init_from={self.init_from!r} with lora: adapters would belong to a base that no "
+                'folder holds. Make that folder the base: "base": the folder'
+            )
+        return self
+
+    @property
+    def inserts_layers(self) -> bool:
+        """Whether init_from names layers that are inserted into the base, not its weights."""
+        return False
 
     @property
     def own_metrics(self) -> list[str]:

@@ -6,11 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
-from trainer import tasks
 from trainer.errors import ConfigError
 from trainer.exports import card, record
 from trainer.files.atomic import refusals
 from trainer.protocol.task import Places
+from trainer.tasks.merged_base import write_whole
 
 _EXPORTS = ("best", "final")
 
@@ -34,20 +34,11 @@ def merge(folder: Path, out: Path, places: Places) -> None:
             f"{folder} has no {record.NAME}, which says what was trained. Give best/ or final/ of "
             "a run."
         )
-    cfg = tasks.parse(made.experiment, source=str(folder / record.NAME))
-    if cfg.lora is None or not cfg.exports_adapters:
-        raise ConfigError(f"{folder} holds a whole model and no adapters: nothing is to be merged.")
-    weights = {
-        name: parameter.detach()
-        for name, parameter in tasks.load(cfg, places).load_export(folder).named_parameters()
-        if parameter.requires_grad
-    }
-    values = {**made.experiment, "lora": {**made.experiment["lora"], "export": "merged"}}
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with refusals(out):
-            tasks.load(tasks.parse(values), places).export(weights, temporary)
+            values = write_whole(made.experiment, folder, temporary, places)
             files = record.digests(temporary)
             own = made.model_copy(update={"experiment": values, "files": files})
             record.write(temporary, own)

@@ -16,6 +16,7 @@ from trainer.data.content import Content, content_of
 from trainer.data.mixed.store import sources_in
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.launch import preflight, run_folder
+from trainer.launch.origin import going_on
 from trainer.launch.prepare import PreparedRun, is_in_memory, open_stores
 from trainer.plan.memory.advice import (
     RECOMPUTED,
@@ -53,7 +54,8 @@ class Chosen:
 
 
 def choose(plan: RunPlan, options: Options) -> Chosen:
-    """Count the steps that train.epochs are. Choose the DeepSpeed file, the micro-batch, the
+    """Look whether the saved step is there that the run goes on with, if it goes on with one. Count
+    the steps that train.epochs are. Choose the DeepSpeed file, the micro-batch, the
     recomputed blocks and the place of frozen weights, each if the experiment says "auto". Rank 0
     loads the task and the rows once for all choices. A collective.
 
@@ -61,6 +63,7 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
     """
     if options.device is not None:
         target_of(options.device, world=None)  # refuses an unknown device at once
+    on_main(lambda: going_on.refuse_absent(plan, options))
     train = plan.cfg.train
     preset = options.deepspeed or plan.cfg.deepspeed
     is_open = AUTO in (preset, plan.values["train"]["micro_batch"])

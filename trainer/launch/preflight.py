@@ -27,6 +27,7 @@ from trainer.data.control_tokens import controls_of, reason
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
+from trainer.launch.origin import going_on
 from trainer.metrics.own import OwnMetric, load, try_out
 from trainer.models import base_model, base_source, recomputation
 from trainer.models.frozen.freezing import trainable_report
@@ -72,11 +73,15 @@ class Findings:
 def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findings:
     """Check everything that needs no training. Reads the first rows and headers of weights.
 
-    is_awaited: the base is trained by an earlier experiment of the same group.
+    is_awaited: what the run begins with is trained by an earlier experiment of the same group.
     """
     found = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
     (found.warnings if options.is_shortened else found.problems).extend(_of_schedule(plan))
     (found.problems if options.strict else found.warnings).extend(doubts_of(plan.cfg))
+    try:
+        going_on.refuse_absent(plan, options)
+    except LatheError as error:
+        (found.warnings if is_awaited else found.problems).append(str(error))
     try:
         task = tasks.load(plan.cfg, options.places)
         found.parameters, problems = _of_model(plan, options.places, task)

@@ -16,6 +16,7 @@ from trainer.data.order import sizes_of
 from trainer.data.token_store import TokenStore, store_of
 from trainer.evaluation.run import TEST
 from trainer.launch import preflight
+from trainer.launch.origin import going_on
 from trainer.launch.run_folder import check_hub, check_identity
 from trainer.plan.memory.advice import RECOMPUTED
 from trainer.plan.memory.measure import with_value
@@ -155,12 +156,16 @@ def is_in_memory(plan: RunPlan, options: Options) -> bool:
 
 
 def newest_state(plan: RunPlan, options: Options) -> SavedState | None:
-    """The state that ranks keep in memory, else the newest good checkpoint. A collective."""
+    """The state that ranks keep in memory, else the newest good checkpoint, else the saved step of
+    the run that this one goes on with. A collective.
+    """
     in_memory = mirror.newest(options.memory, plan.id)
     if in_memory is not None:
         return in_memory
     folder = checkpoint.resume_point(plan.checkpoints)
-    return None if folder is None else checkpoint.Checkpoint(folder)
+    if folder is not None:
+        return checkpoint.Checkpoint(folder)
+    return going_on.saved_state(plan, options.savedir_base)
 
 
 def open_stores(

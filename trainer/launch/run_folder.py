@@ -21,6 +21,7 @@ from trainer.errors import ConfigError, DataError, LatheError, ResumeError, Stor
 from trainer.exports import card, record
 from trainer.files.atomic import refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
+from trainer.launch.origin.going_on import refuse_other_rows
 from trainer.metrics import own
 from trainer.models import base_source
 from trainer.runtime import distributed
@@ -50,6 +51,7 @@ WRITTEN_AGAIN = (
     "data.json",
     "memory_plan.json",
 )
+_OF_RUN = "weights of the run before"  # the key of their digest in data.json
 _NEW_SHARES = (
     " The rule of data.valid_share is another one than before 2026-11-26 (CHANGELOG.md): a run "
     "that began before starts over."
@@ -246,13 +248,19 @@ def check_identity(
             "base": base,
             **{split: store.digest for split, store in stores.items()},
         }
+        of_run = base_source.begun_with(plan.cfg.base, places)
+        if of_run is not None:
+            now[_OF_RUN] = of_run
         path = plan.folder / "data.json"
         began = _beginning(path, newest)
+        if began is None and plan.cfg.continues is not None and newest is not None:
+            refuse_other_rows(plan.cfg.continues, now, newest)
         changed = [
             f"{key} (was {began.get(key)!r}, is {now[key]!r})"
             for key in now
             if began
             and began.get(key) != now[key]
+            and not (key == _OF_RUN and key not in began)  # of a run of an earlier version
             and not (key in stores and _is_of_earlier_version(task, key, began.get(key)))
         ]
         if changed:
@@ -306,7 +314,7 @@ def tell_changed_data(plan: RunPlan, options: Options) -> None:
     try:
         began = _beginning(plan.folder / "data.json", None) or {}
         task = tasks.load(plan.cfg, options.places)
-        for split in set(began) - {"base"}:
+        for split in set(began) - {"base", _OF_RUN}:
             with left_out.gathering():
                 digest_now = content_of(task, split, options.cache_dir)[0]
             is_same = digest_now == began[split]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,14 +40,18 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
     """A Hub id, the path of a folder, or the random base itself.
 
     An experiment becomes the path of its final/ or best/ folder, or with `adapted` of the folder
-    that is made from it; "package:NAME/FOLDER" becomes the path of that folder. A name may end with
+    that is made from it; adapters become the path of the model that merged_base.py has made of them
+    and their own base; "package:NAME/FOLDER" becomes the path of that folder. A name may end with
     "#sha256=" and the digest of its weights. ConfigError when the weights have another digest, or
     when a name is neither a folder nor a Hub id.
     """
     if isinstance(base, ExperimentBase):
         run_folder = places.savedir_base / exp_id(base.experiment)
         folder = run_folder / base.model
-        adapters.refuse(folder, because="but is named as a base")
+        _check_digest(base, folder, places)
+        if adapters.are_in(folder):
+            whole = _whole(folder, places)
+            return _as_adapted(whole, base, places)
         if not (run_folder / "final" / "config.json").is_file():
             raise ConfigError(
                 f"base: experiment {run_folder.name} (task {base.experiment.get('task')}), which "
@@ -58,19 +63,95 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
                 f'base.model="best": {folder} holds no model, for no evaluation of that run had '
                 'the metric of train.best. Use "final".'
             )
-        if base.adapted is None:
-            return str(folder)
-        with without_partitioning():
-            return adapted_source(str(folder), base.adapted, places.cache_dir)
+        return _as_adapted(str(folder), base, places)
     if isinstance(base, RandomBase):
         return base
     source = folder_or_id(base, places.cache_dir)
     if source and Path(source).is_dir():
-        return source
+        return _whole(Path(source), places) if adapters.are_in(Path(source)) else source
     if may_be_hub_id(source):
         hub.use_cache_where_unreachable()
         return source
     raise ConfigError(no_base(source))
+
+
+def _as_adapted(folder: str, base: ExperimentBase, places: Places) -> str:
+    """The folder itself, or what base.adapted makes of it."""
+    if base.adapted is None:
+        return folder
+    with without_partitioning():
+        return adapted_source(folder, base.adapted, places.cache_dir)
+
+
+def _check_digest(base: ExperimentBase, folder: Path, places: Places) -> None:
+    """ConfigError when the weights of another run are others than the experiment names."""
+    if base.sha256 is None:
+        return
+    if adapters.are_in(folder):
+        got = cached_sha256(folder / adapters.WEIGHTS, places.cache_dir / "fingerprints")
+        if got != base.sha256:
+            raise ConfigError(
+                f"base: {folder / adapters.WEIGHTS} has the sha256 {got}, but base.sha256 is "
+                f"{base.sha256}: that run was trained anew since. Put the folder back, or state "
+                "its digest."
+            )
+        return
+    weight_files.check_digest(
+        str(folder), base.sha256, lambda path: cached_sha256(path, places.cache_dir)
+    )
+
+
+# Adapters as a base
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdaptersOfBase:
+    """Adapters that an experiment names as its base."""
+
+    folder: Path
+    whole: Path  # of the cache: the model with the adapters merged into their own base
+
+
+def adapters_of(base: Base, places: Places) -> AdaptersOfBase | None:
+    """The adapters that are named as a base; None when it is anything else."""
+    if isinstance(base, RandomBase):
+        return None
+    if isinstance(base, ExperimentBase):
+        folder = places.savedir_base / exp_id(base.experiment) / base.model
+    else:
+        name = base.partition(_DIGEST)[0]
+        folder = packages.folder_of(name) if packages.is_packaged(name) else Path(placed(name))
+    if not adapters.are_in(folder):
+        return None
+    digest = _digest_of(folder, places)
+    return AdaptersOfBase(folder, places.cache_dir / "merged" / digest)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder of the cache holds a merged model."""
+    return (folder / "config.json").is_file()
+
+
+def _whole(folder: Path, places: Places) -> str:
+    whole = places.cache_dir / "merged" / _digest_of(folder, places)
+    if not is_whole(whole):
+        adapters.refuse(folder, because="but is named as a base, and was not merged into its own")
+    return str(whole)
+
+
+def begun_with(base: Base, places: Places) -> str | None:
+    """A digest of the weights that another run has left and this one begins with; None when it
+    begins with something else.
+    """
+    found = adapters_of(base, places)
+    if found is not None:
+        return f"files:{_digest_of(found.folder, places)}"
+    source = resolve(base, places)
+    is_of_run = isinstance(base, ExperimentBase) or (
+        isinstance(source, str) and (Path(source) / "lathe.json").is_file()
+    )
+    return f"files:{_digest_of(Path(str(source)), places)}" if is_of_run else None
 
 
 def folder_or_id(name: str, cache_dir: Path) -> str:
@@ -155,14 +236,19 @@ def fingerprint(base: Base, places: Places) -> str:
         return "random:" + hashlib.sha256(canonical_json(source.model_dump()).encode()).hexdigest()
     folder = Path(source)
     if folder.is_dir():
-        files = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
-        total = hashlib.sha256()
-        for path in sorted(files):
-            digest = cached_sha256(path, places.cache_dir / "fingerprints")
-            total.update(f"{path.name}:{digest};".encode())
-        return "files:" + total.hexdigest()
+        return f"files:{_digest_of(folder, places)}"
     commit = getattr(config_of(base, places), "_commit_hash", None)
     return f"hub:{source}@{commit}"
+
+
+def _digest_of(folder: Path, places: Places) -> str:
+    """A digest of the files of a folder that say what its model is."""
+    files = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
+    total = hashlib.sha256()
+    for path in sorted(files):
+        digest = cached_sha256(path, places.cache_dir / "fingerprints")
+        total.update(f"{path.name}:{digest};".encode())
+    return total.hexdigest()
 
 
 def random_config(base: RandomBase) -> PretrainedConfig:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.block import validate
-from trainer.config.schema import Experiment
+from trainer.config.origin.continues import refuse_other
+from trainer.config.schema import Experiment, RandomBase
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ def names() -> list[str]:
 
 def parse(values: dict[str, Any], *, source: str = "experiment") -> Experiment:
     """The frozen Config of `values["task"]`; ConfigError names every mistake. Imports no torch."""
-    return validate(config_of(values.get("task"), source=source), values, source=source)
+    cfg = validate(config_of(values.get("task"), source=source), values, source=source)
+    if cfg.continues is not None:
+        before = parse(cfg.continues.experiment, source=f"{source}, continues.experiment")
+        refuse_other(cfg, before)
+    return cfg
 
 
 def config_of(name: Any, *, source: str = "TASK") -> type[Experiment]:
@@ -32,7 +37,11 @@ def config_of(name: Any, *, source: str = "TASK") -> type[Experiment]:
 
 
 def load(cfg: Experiment, places: Places) -> Task:
-    """The Task that `cfg` asks for. Imports torch."""
+    """The Task that `cfg` asks for. A base that is another run's adapters is merged first. Imports
+    torch.
+    """
+    if not isinstance(cfg.base, RandomBase):
+        importlib.import_module("trainer.tasks.merged_base").make(cfg, places)
     kind = importlib.import_module(f"trainer.tasks.{cfg.task}.task").Task
     if getattr(getattr(cfg, "data", None), "mix", None):
         kind = importlib.import_module("trainer.data.mixed.task").mixed(kind)

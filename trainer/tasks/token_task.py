@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.identity import canonical_json
-from trainer.config.schema import Base, Experiment, Lora
+from trainer.config.lora import Lora
+from trainer.config.schema import Base, Experiment
+from trainer.config.userfile import placed
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
@@ -28,7 +30,7 @@ from trainer.models.frozen.quantized import Bits
 from trainer.models.head import HEAD_FILE, load_head, write_head
 from trainer.models.inputs.neftune import noise_fields
 from trainer.models.losses import IGNORED
-from trainer.models.weights import absent, generation_file, model_folder
+from trainer.models.weights import absent, generation_file, model_folder, taken
 from trainer.protocol.task import Batch, Places, Text
 
 log = logging.getLogger(__name__)
@@ -93,9 +95,17 @@ class TokenTask(ABC, Generic[C]):
 
     def model(self) -> nn.Module:
         self._tell_unused_settings()
-        model = self.loaded(self.cfg.base, self.cfg.lora, bits=self.cfg.train.base_bits)
+        model = self.loaded(
+            self.cfg.base, self.cfg.lora, bits=self.cfg.train.base_bits, init_from=self.init_from
+        )
         absent.refuse(model, is_trained=True)
         return model
+
+    @property
+    def init_from(self) -> str | None:
+        """The folder whose weights are taken over the base's."""
+        name = self.cfg.init_from
+        return None if name is None or self.cfg.inserts_layers else placed(name)
 
     def _tell_unused_settings(self) -> None:
         """Log what the base's generation_config.json says and nothing here obeys."""
@@ -138,12 +148,23 @@ class TokenTask(ABC, Generic[C]):
             )
         return model
 
-    def loaded(self, base: Base, lora: Lora | None, *, bits: Bits | None = None) -> nn.Module:
+    def loaded(
+        self,
+        base: Base,
+        lora: Lora | None,
+        *,
+        bits: Bits | None = None,
+        init_from: str | None = None,
+    ) -> nn.Module:
         """The task's module with the weights of a base, and of the head beside it, if any; with new
-        adapters, if any. bits: of the base's linear layers.
+        adapters, if any. bits: of the base's linear layers. init_from: a folder of which the
+        weights that fit are taken instead.
         """
         how: Any = {"precision": self.cfg.train.precision, "kind": self.kind, "bits": bits}
-        model = self.operated(base_model.load(base, self.places, **how), lora)
+        read = base_model.load(base, self.places, **how)
+        if init_from is not None:
+            taken.take(read, init_from)
+        model = self.operated(read, lora)
         source, head = base_source.resolve(base, self.places), _head_of(model)
         if head is not None and isinstance(source, str):
             log.info(
@@ -158,7 +179,7 @@ class TokenTask(ABC, Generic[C]):
         if lora is None:
             return self.operate(base)
         model = self.operate(adapters.adapted(base, lora, seed=self.cfg.train.seed))
-        adapters.freeze_rest(model.get_submodule(self.base_name))
+        adapters.freeze_rest(model.get_submodule(self.base_name), lora)
         return model
 
     @cached_property
@@ -211,10 +232,14 @@ class TokenTask(ABC, Generic[C]):
 
     def whole(self, weights: Mapping[str, Tensor], bases: Sequence[str]) -> Mapping[str, Tensor]:
         """The weights that an export holds, by name: where adapters are merged, those of the
-        modules `bases` instead of their adapters.
+        modules `bases` instead of their adapters; where adapters took a part out of the base, those
+        that belong beside the whole of it.
         """
-        if self.cfg.lora is None or self.cfg.exports_adapters:
+        lora = self.cfg.lora
+        if lora is None or (self.cfg.exports_adapters and not adapters.changes_base(lora)):
             return weights
+        if self.cfg.exports_adapters:
+            return adapters.beside_the_whole_base(self.model(), weights, lora)
         model = self.full_precision_model().to(base_model.DTYPES[self.cfg.train.precision])
         return adapters.merged_weights(model, weights, bases=bases)
 
@@ -228,12 +253,15 @@ class TokenTask(ABC, Generic[C]):
 
     def export_adapters(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the adapters of one base, by their names in it."""
-        assert self.cfg.lora is not None
+        lora = self.cfg.lora
+        assert lora is not None
+        if adapters.changes_base(lora):  # as `whole` has made them
+            lora = adapters.beside_the_whole_base_as(lora)
         source = base_source.resolve(self.cfg.base, self.places)
         adapters.write(
             folder,
             weights,
-            self.cfg.lora,
+            lora,
             kind=self.kind,
             base=source if isinstance(source, str) else None,
             fingerprint=self.fingerprint(),

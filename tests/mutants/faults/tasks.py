@@ -25,7 +25,73 @@ SUMMARISER = "tests/unit/test_summariser_task.py"
 RANKING = "tests/unit/test_rankings.py"
 MINING = "tests/unit/test_negatives.py"
 
+GOING_ON = "tests/runs/test_going_on.py -m 'not long'"
+IN_FULL = "tests/numerics/test_adapters_in_full.py -m 'not long'"
+
 FAULTS = [
+    Fault(
+        "trainer/config/origin/continues.py",
+        '    for key in ("global_batch", "bucket_steps", "precision", "base_bits", "seed", "order")',
+        '    for key in ("bucket_steps", "precision", "base_bits", "order")',
+        why="a run goes on with other batches than those of the run before",
+        tests=GOING_ON,
+    ),
+    Fault(
+        "trainer/config/origin/continues.py",
+        "    if continues.manifest not in (None, got):",
+        "    if False:",
+        why="a run goes on with another state than its dictionary names",
+        tests=GOING_ON,
+    ),
+    Fault(
+        "trainer/launch/origin/going_on.py",
+        "            if one != other:",
+        "            if False:",
+        why="a run with other learning rates is called one long run",
+        tests=GOING_ON,
+    ),
+    Fault(
+        "trainer/launch/run_folder.py",
+        "        if began is None and plan.cfg.continues is not None and newest is not None:",
+        "        if False:",
+        why="a run goes on on other rows",
+        tests=GOING_ON,
+    ),
+    Fault(
+        "trainer/models/adapters/inside.py",
+        "            found[name] = torch.cat([values, -first], dim=1) * factor",
+        "            found[name] = torch.cat([values, first], dim=1) * factor",
+        why="exported PiSSA adapters are another model",
+        tests=IN_FULL,
+    ),
+    Fault(
+        "trainer/models/adapters/inside.py",
+        "        parameter.requires_grad_(is_adapter(name) or name in whole)",
+        "        parameter.requires_grad_(is_adapter(name))",
+        why="biases and modules_to_save do not train",
+        tests=IN_FULL,
+    ),
+    Fault(
+        "trainer/models/adapters/targets.py",
+        "        names = [name for name in names if _block(name) in how.layers]",
+        "        names = [name for name in names if _block(name) not in how.layers]",
+        why="adapters go into the other blocks",
+        tests=IN_FULL,
+    ),
+    Fault(
+        "trainer/tasks/merged_base.py",
+        "        rng.restore(state)",
+        "        pass",
+        why="a run draws other numbers when its base was merged before",
+        tests=EDGES,
+    ),
+    Fault(
+        "trainer/models/weights/taken.py",
+        "    if not taken:",
+        "    if False:",
+        why="init_from of another kind of model changes nothing and says nothing",
+        tests=EDGES,
+    ),
     # Retriever
     Fault(
         "trainer/tasks/retriever/loss/losses.py",
@@ -549,21 +615,21 @@ FAULTS = [
     ),
     # Adapters
     Fault(
-        "trainer/models/adapters.py",
+        "trainer/models/adapters/inside.py",
         "layer._disable_adapters = True",
         "layer._disable_adapters = False",
         why="prepared states of contexts differ from those that the model makes itself",
         tests=f"{EDGES} -k contexts",
     ),
     Fault(
-        "trainer/models/adapters.py",
+        "trainer/models/adapters/files.py",
         '"use_rslora": how.rslora,',
         '"use_rslora": False,',
         why="peft scales an exported adapter otherwise than it was trained",
         tests=f"{ADAPTERS} -k 'exported and rslora and causal_lm'",
     ),
     Fault(
-        "trainer/models/adapters.py",
+        "trainer/models/adapters/inside.py",
         "layer.float().merge()",
         "layer.float()",
         why="a merged export is the base that nothing was learnt in",
@@ -578,7 +644,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/token_task.py",
-        "adapters.freeze_rest(model.get_submodule(self.base_name))",
+        "adapters.freeze_rest(model.get_submodule(self.base_name), lora)",
         "pass",
         why="weights of the base train beside its adapters and are missing in the export",
         tests=f"{EDGES} -k compatible",

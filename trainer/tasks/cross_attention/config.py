@@ -161,6 +161,10 @@ class Config(Experiment):
     """A folder with added layers to start from: a published checkpoint or our own final/."""
 
     @property
+    def inserts_layers(self) -> bool:
+        return True
+
+    @property
     def freezes_base(self) -> bool:
         return True
 
@@ -170,5 +174,11 @@ class Config(Experiment):
             raise ValueError(
                 'lora.export="merged": contexts are encoded by the base without its adapters, so '
                 'that prepared states stay right, and a merged base is both. Use "adapter"'
+            )
+        changed = self.lora and (self.lora.weights_of_base or (self.lora.tokens and "tokens"))
+        if changed:
+            raise ValueError(
+                f"lora.{changed}: contexts are encoded by the base as it is, so "
+                "that prepared states stay right, and this changes its weights. Leave it out"
             )
         return self

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from trainer.config.identity import canonical_json
-from trainer.config.schema import Base, Lora
+from trainer.config.lora import Lora
+from trainer.config.schema import Base
 from trainer.data import vocabulary
 from trainer.data.content import content_of_rows
 from trainer.data.padding import flat, unflat
@@ -62,8 +63,15 @@ class Task(TokenTask[Config]):
     # Model
     # ----------------------------------------------------------------------------------------------
 
-    def loaded(self, base: Base, lora: Lora | None, *, bits: Bits | None = None) -> nn.Module:
-        model: Any = super().loaded(base, lora, bits=bits)
+    def loaded(
+        self,
+        base: Base,
+        lora: Lora | None,
+        *,
+        bits: Bits | None = None,
+        init_from: str | None = None,
+    ) -> nn.Module:
+        model: Any = super().loaded(base, lora, bits=bits, init_from=init_from)
         if self.cfg.reader.compat_cross_bias:
             add_cross_bias(model.t5, base_source.resolve(base, self.places))
         return model

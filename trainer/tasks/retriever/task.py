@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import Base, Lora, RandomBase
+from trainer.config.lora import Lora
+from trainer.config.schema import Base, RandomBase
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import adapters, base_model, base_source
-from trainer.models.weights import absent
+from trainer.models.weights import absent, taken
 from trainer.protocol.abilities import Side, Uncut
 from trainer.protocol.task import Batch, Encoded, Places, Row, Text
 from trainer.runtime import distributed
@@ -72,7 +73,7 @@ class Task(TokenTask[Config]):
     # ----------------------------------------------------------------------------------------------
 
     def model(self) -> nn.Module:
-        model = self._both(self.cfg.base, self.cfg.encoder, self.cfg.lora)
+        model = self._both(self.cfg.base, self.cfg.encoder, self.cfg.lora, init_from=self.init_from)
         absent.refuse(model, is_trained=True)
         source = base_source.resolve(self.cfg.base, self.places)
         if isinstance(source, RandomBase):
@@ -115,13 +116,19 @@ class Task(TokenTask[Config]):
         with torch.device("meta"):
             return self._retriever(side, self.cfg.encoder)
 
-    def _both(self, base: Base, how: Encoder, lora: Lora | None) -> Retriever:
-        """A retriever of one or two loaded encoders, with new adapters if `lora` is given."""
+    def _both(
+        self, base: Base, how: Encoder, lora: Lora | None, *, init_from: str | None = None
+    ) -> Retriever:
+        """A retriever of one or two loaded encoders, with new adapters if `lora` is given, and with
+        the weights of the folder `init_from` that fit.
+        """
         loaded: Any = {"precision": self.cfg.train.precision, "kind": "encoder"}
         loaded["bits"] = None if lora is None else self.cfg.train.base_bits
 
         def side(name: str) -> Any:
             encoder = base_model.load(self._side(base, name), self.places, **loaded)
+            if init_from is not None:
+                taken.take(encoder, init_from)
             return self.operated(encoder, lora)
 
         return self._retriever(side, how)

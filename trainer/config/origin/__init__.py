@@ -1,0 +1,1 @@
+"""Where the weights of an experiment come from, when that is another run. Imports no torch."""

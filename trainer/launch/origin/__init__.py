@@ -1,0 +1,1 @@
+"""What a run takes over from another run."""

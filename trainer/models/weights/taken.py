@@ -1,0 +1,101 @@
+"""Weights that a base takes over from a folder of another task, by their names."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+from trainer.models.weights import weight_files
+from trainer.runtime import distributed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SHOWN = 12  # kinds of names that are listed before "and n more"
+log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def take(base: PreTrainedModel, folder: str) -> None:
+    """Copy into a base every weight of a folder that has a name and the shape of one of its own,
+    and log which were taken and which were not. The base may be partitioned (ZeRO-3).
+
+    A name fits with or without the name of the body in front, as transformers names a body alone
+    and inside a model. ConfigError when the folder holds no weights, or none that fits.
+    """
+    if not Path(folder).is_dir() or not weight_files.of(folder):
+        raise ConfigError(
+            f"init_from={folder!r}: it is no folder with weights. Give best/ or final/ of a run, "
+            "or another folder of a whole model."
+        )
+    ours = dict(base.named_parameters())
+    by_name = {one: name for name in ours for one in _names(name, base.base_model_prefix)}
+    taken: list[str] = []
+    unused: list[str] = []
+    for name, values in _tensors(folder):
+        own = by_name.get(name)
+        if own is None or _shape_of(ours[own]) != values.shape:
+            size = "" if own is None else f" of shape {tuple(values.shape)}"
+            unused.append(f"{name}{size}")
+            continue
+        _fill(ours[own], values)
+        taken.append(own)
+    left = sorted(set(ours) - set(taken))
+    if not taken:
+        raise ConfigError(
+            f"init_from={folder!r}: none of its {len(unused)} weights fits this base: it has "
+            f"{_listed(unused)}, and want {_listed(left)}. Give a folder of the same kind of "
+            "model, or leave init_from out."
+        )
+    if distributed.is_main():
+        log.info("init_from %s: %d weights are taken: %s", folder, len(taken), _listed(taken))
+        log.info("init_from: not taken of it: %s", _listed(unused))
+        log.info("init_from: as the base has them: %s", _listed(left))
+
+
+def _names(name: str, body: str) -> Iterator[str]:
+    yield name
+    if body:
+        yield f"{body}.{name}"
+        yield name.removeprefix(f"{body}.")
+
+
+def _tensors(folder: str) -> Iterator[tuple[str, Tensor]]:
+    for path in weight_files.of(folder):
+        if path.suffix != ".safetensors":
+            yield from weight_files.read_pickle(path).items()
+            continue
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in sorted(file.keys()):
+                yield name, file.get_tensor(name)
+
+
+def _shape_of(parameter: nn.Parameter) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _fill(parameter: nn.Parameter, values: Tensor) -> None:
+    held = getattr(parameter, "ds_tensor", None)
+    if held is None:
+        parameter.copy_(values)
+        return
+    start = distributed.rank() * held.numel()  # each rank keeps an equal piece, the last one padded
+    piece = values.flatten()[start : start + held.numel()]
+    held[: piece.numel()].copy_(piece)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names with * for numbers, and how many each stands for."""
+    kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    shown = [f"{name} ({count})" if count > 1 else name for name, count in kinds.items()]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return f"{', '.join(shown[:_SHOWN])}{more}" if shown else "nothing"
