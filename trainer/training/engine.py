@@ -133,6 +133,25 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 parameter.copy_(weights[name])
 
 
+def _initialized(
+    model: nn.Module, optimizer: Any, parameters: Mapping[str, nn.Parameter], ds: Mapping[str, Any]
+) -> Any:
+    """DeepSpeed's engine around a model and the optimizer of its trained parameters."""
+    # a rank that loads for long must not abort the others' first exchange
+    distributed.wait_for_all()
+    # bf16 at stage 1 prints 15 lines of memory, whatever the log level
+    with redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=list(parameters.values()),  # pyright: ignore[reportArgumentType]
+            config=dict(ds),
+            dist_init_required=False,
+        )
+    distributed.give_every_group_the_timeout()
+    return engine
+
+
 class Engine:
     """A model under ZeRO.
 
@@ -168,18 +187,7 @@ class Engine:
         numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         # made before stdout is redirected: building it may compile a kernel, and says so
         optimizer = build_optimizer(groups, ds, optim)
-        # a rank that loads for long must not abort the others' first exchange
-        distributed.wait_for_all()
-        # bf16 at stage 1 prints 15 lines of memory, whatever the log level
-        with redirect_stdout(io.StringIO()):
-            engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=optimizer,
-                model_parameters=list(self._parameters.values()),  # pyright: ignore[reportArgumentType]
-                config=dict(ds),
-                dist_init_required=False,
-            )
-        distributed.give_every_group_the_timeout()
+        engine: Any = _initialized(model, optimizer, self._parameters, ds)
         self.model: Any = engine
         self._frozen = frozen_by_name(model)
         self.optimizer = OptimizerState(

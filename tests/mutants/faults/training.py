@@ -34,8 +34,8 @@ FAULTS = [
     # Terms of a loss, and averages of weights
     Fault(
         "trainer/models/losses.py",
-        "squares_N.masked_fill(targets_N == IGNORED, 0.0).sum()",
-        "squares_N.sum()",
+        ".square().masked_fill(targets_N == IGNORED, 0.0)",
+        ".square()",
         why="z-loss counts prompts and pads",
         tests=f"{TERMS} -k definition",
     ),
@@ -83,8 +83,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/start.py",
-        "        with self.live.averaged():\n            run_folder",
-        "        if True:\n            run_folder",
+        'self.goodput.timing("export"), self.live.averaged()',
+        'self.goodput.timing("export")',
         why="best/ and final/ hold the weights of one step, and say that they are an average",
         tests=f"{AVERAGES} -k evaluates_and_exports",
     ),
@@ -491,7 +491,7 @@ FAULTS = [
         tests=SCHEDULE,
     ),
     Fault(
-        "trainer/config/schema.py",
+        "trainer/config/optimizer/schedule.py",
         "math.ceil(self.warmup_ratio * total)",
         "math.floor(self.warmup_ratio * total)",
         why="warm-up is shorter than in the runs that are to be reproduced",

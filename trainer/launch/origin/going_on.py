@@ -70,7 +70,8 @@ class _SavedStep(checkpoint.Checkpoint):
 
     def state(self) -> dict[str, Any]:
         state = super().state()
-        fresh = {"best": None, "best_step": 0, "best_is": None, "waited": 0}
+        fresh = {"best": None, "tie_breakers": [], "best_step": 0, "best_is": None, "waited": 0}
+        fresh |= {"is_out_of_time": False, "by_source": []}
         return {**state, "progress": {**state["progress"], **fresh}}
 
 
