@@ -70,7 +70,6 @@ def first_then_more(
     ("at", "world", "stage"),
     [
         ("final", 1, 0),
-        ("2", 2, 2),
         *(
             pytest.param(at, world, stage, marks=pytest.mark.long)
             for at in ("final", "2", "best")
