@@ -376,7 +376,7 @@ DICTIONARY = wording(
     no_end="steps is missing: give it, or epochs",
     adapters_without_record="{folder} holds adapters without a lathe.json",
     adapters_of_expressions="is a regular expression, want the name of a layer",
-    base_digest="the sha256 {got}, but",
+    base_digest="has the sha256 {got}, but base.sha256 is",
     init_from_unfit="init_from={folder!r}: none of its {count} weights fits this base",
     init_from_no_weights="it is no folder with weights. Give best/ or final/",
     init_from_adapters="with lora: adapters would belong to a base that no folder holds",
