@@ -303,9 +303,9 @@ def loaded_at(values: dict[str, Any], places: Places) -> Any:
 
 def test_a_run_of_another_digest_is_refused_as_a_base(folder: Path, tmp_path: Path) -> None:
     places = Places(folder, tmp_path / "cache", tmp_path)
-    for first, file in (
-        (experiment("fid", folder), "model.safetensors"),
-        (experiment("fid", folder, lora={}), adapters.WEIGHTS),
+    for first, file, said in (
+        (experiment("fid", folder), "model.safetensors", fault("digest_of_file_differs")),
+        (experiment("fid", folder, lora={}), adapters.WEIGHTS, fault("base_digest")),
     ):
         final = final_of(first, tmp_path, folder)
         with_record(first, final, folder)
@@ -314,8 +314,9 @@ def test_a_run_of_another_digest_is_refused_as_a_base(folder: Path, tmp_path: Pa
         unnamed = tasks.parse({**experiment("fid", folder), "base": {"experiment": first}}).base
         before = base_source.begun_with(unnamed, places)
         loaded_at({**experiment("fid", folder), "base": base}, places)
-        with refused("base_digest", got=right):
+        with refused(said) as error:
             loaded_at({**experiment("fid", folder), "base": base | {"sha256": "0" * 64}}, places)
+        assert right in str(error.value)
         tensors = load_file(final / file)
         save_file({name: tensor + 1 for name, tensor in tensors.items()}, final / file)
         after = base_source.begun_with(unnamed, places)
