@@ -46,7 +46,12 @@ def _layer(kind: str, dtype: torch.dtype) -> Any:
     return layer.to(dtype)
 
 
-def _step(kind: str, dtype: torch.dtype, *, positions: int = POSITIONS) -> dict[str, Tensor]:
+SMOOTHED = Terms(smoothing=0.1)
+
+
+def _step(
+    kind: str, dtype: torch.dtype, *, positions: int = POSITIONS, terms: Terms = SMOOTHED
+) -> dict[str, Tensor]:
     """The loss of a layer with equal weights at every call, and its gradients by name."""
     torch.manual_seed(5)
     layer = _layer(kind, dtype)
@@ -57,7 +62,7 @@ def _step(kind: str, dtype: torch.dtype, *, positions: int = POSITIONS) -> dict[
         model_type="any", final_logit_softcapping=2.0 if kind == "capped" else None
     )
     model = SimpleNamespace(config=config, get_output_embeddings=lambda: layer)
-    loss = OutputLayer(model).loss(hidden, targets, Terms(smoothing=0.1, z_loss=0.01))
+    loss = OutputLayer(model).loss(hidden, targets, terms)
     (loss * 0.37).backward()
     weights = {
         name: weight.grad for name, weight in layer.named_parameters() if weight.grad is not None
@@ -81,6 +86,24 @@ def test_a_loss_in_chunks_is_that_of_all_logits_at_once(
     del got["loss"], want["loss"]
     assert_all_close(got, want, what="gradients", depth=VOCABULARY, margin=0.6, cancels=0.03)
     assert ("weight" in got) == (kind in ("plain", "capped"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_z_loss_in_chunks_is_that_of_all_logits_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terms = Terms(smoothing=0.1, z_loss=0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr(head, "_has_adapters", lambda layer: False)
+        want = _step(kind, torch.float32, terms=terms)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(losses, "CHUNK_POSITIONS", CHUNK)
+    got = _step(kind, torch.float32, terms=terms)
+    assert float(got["loss"]) == pytest.approx(float(want["loss"]), rel=1e-6)
+    assert float(got.pop("loss") - _step(kind, torch.float32)["loss"]) > 1.0, "it is in the loss"
+    del want["loss"]
+    # log Z is a sum over the vocabulary of its own
+    assert_all_close(got, want, what="gradients", depth=2 * VOCABULARY, margin=0.6, cancels=0.03)
 
 
 @pytest.mark.usefixtures("chunks_of_7")

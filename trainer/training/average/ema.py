@@ -3,7 +3,7 @@
 After every update, average = decay x average + (1 - decay) x weights, in fp32. It begins as the
 weights of step 0. Each rank averages the fp32 weights that it updates: all of them at ZeRO-0, its
 part of them from stage 1 on. The arithmetic is that of one element at a time, so the average has
-the same bits however the weights are divided. Source: torch 2.13, optim/swa_utils.py.
+the same bits however the weights are divided. Source: torch.optim.swa_utils of torch 2.13.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.runtime import distributed
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnPart:
     """The elements of one parameter that this rank averages."""
 
     start: int  # the first of them in the flattened parameter
@@ -45,7 +45,7 @@ class Average:
         what this rank updates. zero: DeepSpeed's optimizer.
         """
         self._decay, self._parameters, self._stage, self._zero = decay, parameters, stage, zero
-        self._parts = {name: Part(start, own, own.clone()) for name, start, own in masters}
+        self._parts = {name: OwnPart(start, own, own.clone()) for name, start, own in masters}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -111,7 +111,7 @@ class Average:
         """Give the model its weights back, to the last bit. A collective."""
         self._place(lambda part: part.weights)
 
-    def _place(self, values_of: Callable[[Part], Tensor]) -> None:
+    def _place(self, values_of: Callable[[OwnPart], Tensor]) -> None:
         if self._stage == 3:
             self._zero._partition_all_parameters()  # as DeepSpeed's step() begins
             for name, part in self._parts.items():
