@@ -81,7 +81,7 @@ DRAWN = {"how": "random", "trials": 3}
 MISTAKES = [
     ({}, {}, fault("sweep_kind", kind="an empty dict")),
     ([1], {}, fault("sweep_kind", kind="a list")),
-    ({"optim.lr": []}, {}, fault("axis_empty", key="optim.lr")),
+    ({"optim.lr": []}, {}, fault("swept_empty", key="optim.lr")),
     ({"optim.lr": 1e-4}, {}, fault("axis_kind", key="optim.lr", kind="a float")),
     ({"optim.lr": [1e-4, 1e-4]}, {}, fault("axis_twice", value="0.0001")),
     ({"optim.lr": {"chioce": [1]}}, {}, fault("axis_form", nearest="choice")),
