@@ -79,7 +79,8 @@ def test_a_key_is_told_with_what_it_may_be_its_default_and_its_meaning() -> None
     assert said.exit_code == 0
     assert said.stdout == (
         "optim.clip: number at least 0; default 1.0\n"
-        "    Largest norm of the whole gradient; 0.0 switches clipping off.\n"
+        "    Largest norm of the whole gradient; 0.0 switches clipping off. Muon: of the gradient, before\n"
+        "    anything is made orthogonal.\n"
     )
     block = command("fid", "schedule").stdout
     assert block.startswith("schedule: block; default {}\n")

@@ -104,7 +104,9 @@ def other_place(path: str, legal: Collection[str], synonyms: Synonyms) -> str | 
     """
     name = path.rpartition(".")[2]
     same = [key for key in legal if key.rpartition(".")[2] == name and key != path]
-    if same:
+    if same:  # optim.lr is meant before optim.groups.lr, which is a key in a list of exceptions
+        least_deep = min(key.count(".") for key in same)
+        same = [key for key in same if key.count(".") == least_deep]
         return f"Did you mean {' or '.join(map(repr, same))}?"
     synonym = synonyms.get(name)
     if synonym is not None:
