@@ -164,7 +164,8 @@ function fileInput(id, take) {
 }
 
 function example({ tokens, texts }) {
-  const parts = Object.entries(texts).map(([name, segments]) => h("p", {}, h("span", { class: "soft small under" }, clean(name)),
+  const pairs = Object.entries(texts); // a single text needs no name
+  const parts = pairs.map(([name, segments]) => h("p", {}, pairs.length > 1 ? h("span", { class: "soft small under" }, clean(name)) : null,
     segments.map(one => (one.in_loss ? h("mark", {}, clean(one.text)) : h("span", {}, clean(one.text))))));
   return h("figure", { class: "example" }, h("figcaption", { class: "soft small" }, `${tokens} tokens`), parts);
 }

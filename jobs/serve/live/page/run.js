@@ -3,7 +3,7 @@
 import { buttons } from "./actions.js";
 import { get } from "./api.js";
 import { Chart, thin } from "./chart.js";
-import { ago, bytes, clean, day, duration, h, number, panel, table } from "./dom.js";
+import { ago, bytes, clean, day, h, number, panel, table } from "./dom.js";
 import { progress } from "./overview.js";
 import { canTalk, Talk } from "./talk.js";
 
@@ -126,7 +126,7 @@ export class Run {
     this.title.replaceChildren(clean(line.label), h("span", { class: `pill dot s-${line.state}` }, h("span", {}, line.job?.is_paused ? "paused" : line.state)));
     const rate = Object.entries(line.metrics).filter(([name]) => name.endsWith("_per_s"));
     const words = [line.isWaiting && line.state === "pending" ? "waits: its files are checked, then it is sent" : null, line.group ? `group ${line.group}` : "started by hand", line.task, line.job ? `job ${line.job.id}` : null, line.differs, `id ${line.id}`,
-      line.host, line.backend ? `${line.backend} ${line.backend_id ?? ""}` : null, line.eta_s ? `${duration(line.eta_s)} left` : null,
+      line.host, line.backend ? `${line.backend} ${line.backend_id ?? ""}` : null, 
       ...rate.map(([name, value]) => `${number(value)} ${name.replace("_per_s", "/s")}`),
       line.metrics.mfu ? `MFU ${(100 * line.metrics.mfu).toFixed(1)} %` : null, line.metrics.step_s ? `${number(line.metrics.step_s)} s a step` : null,
       line.metrics.peak_gib ? `peak ${number(line.metrics.peak_gib)} GiB` : null,
