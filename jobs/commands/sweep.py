@@ -131,8 +131,8 @@ def _sweep(group: str, file: Path | None, steps: int | None) -> Sweep:
 def _begun(group: str, sweep: Sweep) -> SearchState:
     """What a search of this sweep begins with."""
     cfg = tasks.parse(sweep.specimen(), source=f"-e {group}: the first trial of its sweep")
-    metric = cfg.train.best or "valid/loss"
-    direction = cfg.train.best_is or direction_of(metric)
+    metric = next(iter(cfg.train.best_metrics), "valid/loss")
+    direction = cfg.train.stated_direction(metric) or direction_of(metric)
     if direction is None:
         raise ConfigError(
             f"train.best={metric!r}: got no train.best_is, and the name does not say whether lower "

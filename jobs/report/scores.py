@@ -151,12 +151,10 @@ def _directions(experiment: Mapping[str, Any]) -> dict[str, Literal["min", "max"
         return {}
     train = cast("dict[str, Any]", train)
     best, best_is = train.get("best"), train.get("best_is")
-    stated: Any = (
-        {best: best_is} if isinstance(best, str) and not isinstance(best_is, dict) else best_is
-    )
-    if not isinstance(stated, dict):
-        return {}
-    stated = cast("dict[str, Any]", stated)
+    if isinstance(best_is, dict):
+        stated = cast("dict[str, Any]", best_is)
+    else:
+        stated = {best: best_is} if isinstance(best, str) else dict[str, Any]()
     return {name: one for name, one in stated.items() if one in ("min", "max")}
 
 

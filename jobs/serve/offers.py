@@ -230,8 +230,8 @@ def _rows_of_epoch(values: Values, num_rows: int) -> Fraction:
     mix, mixing = values["data"].get("mix"), values["data"].get("mixing", {})
     if not mix:
         return Fraction(num_rows)
-    source = mix.get(TRAIN)
-    weight = source.get("weight") if isinstance(source, dict) else source
+    source: Any = mix.get(TRAIN)
+    weight: Any = cast("Values", source).get("weight") if isinstance(source, dict) else source
     if not weight or mixing.get("changes") or mixing.get("ends") == "stop":
         raise ConfigError(
             f"data.mix of an offer: the uploaded rows are its source {TRAIN!r}, with a weight "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
@@ -14,6 +14,9 @@ from trainer.config.formats.layouts import Layout, Purpose
 from trainer.config.formats.table import FORMATS, FormatName, refusal
 from trainer.config.mix import MixedSource, Mixing
 from trainer.errors import nearest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of typing from Python 3.11 on
 
 FROM = "from"  # in the place of a list of objects: the column that holds the list
 

@@ -40,12 +40,12 @@ def make(cfg: Experiment, places: Places) -> None:
         )
     log.info("base: the adapters in %s are merged into their base, once", folder)
     state = rng.capture()
+
+    def build(out: Path) -> None:
+        write_whole(record["experiment"], folder, out, places)
+
     try:
-        build_once(
-            found.whole,
-            lambda out: write_whole(record["experiment"], folder, out, places),
-            is_whole=base_source.is_whole,
-        )
+        build_once(found.whole, build, is_whole=base_source.is_whole)
     finally:
         rng.restore(state)
 

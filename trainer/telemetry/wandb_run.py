@@ -136,7 +136,8 @@ class WandbRun:
         except Exception as error:
             # any: wandb documents no error tree for a lost service or network
             log.warning("wandb: %s: %s. Training goes on without it.", type(error).__name__, error)
-            broken, self._run = self._run, None
+            broken: Any = self._run
+            self._run = None
             with suppress(
                 Exception
             ):  # of wandb 0.31: else each later line costs an error of its own

@@ -45,15 +45,16 @@ def refusals(config: Config, train: Train, optim: Optim, world: int) -> Iterator
             f"{name} does not divide {world} ranks: it is the number of those that share a node, "
             "whose weights are then gathered within it. Write that number, or use zero3."
         )
-    if train.ema is not None and any(
-        (config["zero_optimization"].get(key) or {}).get("device") == "nvme" for key in OFFLOADS
-    ):
+    offloads: list[dict[str, Any]] = [
+        config["zero_optimization"].get(key) or {} for key in OFFLOADS
+    ]
+    if train.ema is not None and any(one.get("device") == "nvme" for one in offloads):
         yield (
             f"train.ema={train.ema}: the weights that it averages are on NVMe between two steps. "
             'Offload to "cpu" (--deepspeed zero3_offload), or leave ema out.'
         )
     yield from _whole_weights(config, optim)
-    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    offload: dict[str, Any] = config["zero_optimization"].get("offload_optimizer") or {}
     if offload.get("device", "none") != "none" and any(one.since for one in train.freeze):
         # deepspeed 0.19.8, norm_for_param_grads: never forgets what a weight without a gradient
         # once had

@@ -110,7 +110,8 @@ def _uncut_fields(self: Any, row: Row) -> Any:
     if isinstance(row, _SourceRow):
         task: Any = row.task
         return task.uncut_fields(row)
-    return super(type(self), self).uncut_fields(row)
+    of_kind: Any = super(type(self), self)
+    return of_kind.uncut_fields(row)
 
 
 # Methods of abilities that only some tasks have.
@@ -150,8 +151,9 @@ def _has_rows(task: Any, split: str, places: Places) -> bool:
     data, folder = task.cfg.data, task.places.data_path
     if data.has_own_rows(split):
         return True
-    has_folder = folder is not None and folder != places.data_path
-    return has_folder and (data.names() is None or _holds(folder, split))
+    if folder is None or folder == places.data_path:
+        return False
+    return data.names() is None or _holds(folder, split)
 
 
 @contextmanager

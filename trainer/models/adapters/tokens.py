@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class RowsOfEmbedding(nn.Module):
     """An embedding whose rows for some tokens are those of a parameter."""
 
+    places: Tensor  # (V,): of a token, its row of the parameter; -1 of all others
+
     def __init__(self, base_layer: Any, tokens_N: Tensor, token_rows: nn.Parameter) -> None:
         super().__init__()
         self.base_layer, self.token_rows = base_layer, token_rows

@@ -65,7 +65,7 @@ def noise_fields(
     return {name: torch.from_numpy(values) for name, values in fields.items()}
 
 
-def without_noise(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def without_noise(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch without what noise_fields added, for models that take no tensor they do not
     know.
     """

@@ -52,7 +52,7 @@ class Average:
         """Take the weights of a step into the average."""
         weights = [part.weights for part in self._parts.values()]
         if weights:  # of a tiny model, some rank may update nothing
-            torch._foreach_lerp_(self.tensors(), weights, 1 - self._decay)
+            torch._foreach_lerp_(self.tensors(), weights, 1 - self._decay)  # pyright: ignore[reportPrivateImportUsage]
 
     def tensors(self) -> list[Tensor]:
         """What this rank holds in memory."""
