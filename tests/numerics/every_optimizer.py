@@ -182,9 +182,13 @@ def reference(
     decay: Callable[[str, float], float] = lambda _, decay: decay,
     stands: Callable[[str, int], bool] = lambda *_: False,
     factor: Callable[[int], float] = lambda _: 1.0,
+    begins_in: torch.dtype = torch.float32,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """The weights after the same steps on whole batches in torch, and the norms of gradients."""
-    model, (ids, targets) = net(), data()
+    """The weights after the same steps on whole batches in torch, and the norms of gradients.
+
+    begins_in: the dtype that the weights are rounded to before they train in fp32.
+    """
+    model, (ids, targets) = net().to(begins_in).float(), data()
     named = dict(model.named_parameters())
     names = {p: name for name, p in named.items()}
     groups = [

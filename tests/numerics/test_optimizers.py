@@ -4,7 +4,7 @@ save and restore, and its groups of rates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from tests.numerics.every_optimizer import (
     train,
 )
 from tests.ranks import run_on_ranks
-from tests.tolerance import assert_all_close
+from tests.tolerance import assert_all_close, note
 from trainer.config.optimizer.freeze import Freeze
 from trainer.config.optimizer.optim import RateGroup
 from trainer.config.schema import Optim
@@ -36,8 +36,9 @@ from trainer.config.schema import Optim
 # As tests/tolerance.py means them: sums of every layer there and back, at every step.
 DEPTH = STEPS * 2 * (BLOCKS + 2) * WIDTH
 WEIGHTS = {"depth": DEPTH, "margin": 0.4, "cancels": 1.0}
-# A number of bf16's rounding decides a singular value near none (Muon).
-BF16_WEIGHTS = {"depth": DEPTH, "margin": 0.6, "cancels": 1.0, "dtype": torch.bfloat16}
+# How far masters beside weights in bf16 end from fp32, as a share of how far they moved, in the mean:
+# twice the largest measured.
+OF_MOVES_IN_BF16 = {"sgd": 0.06, "momentum": 0.06, "lion": 0.07, "muon": 0.34, "adamw": 0.022}
 
 
 # Every optimizer
@@ -77,17 +78,24 @@ def test_steps_are_those_of_plain_torch(name: str, world: int, stages: tuple[int
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in EVERY if name != "lion"])
-def test_bf16_keeps_fp32_masters_near_fp32_at_every_stage(name: str) -> None:
-    """Not of Lion, each of whose steps is the sign of a number that bf16 has rounded."""
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", list(EVERY))
+def test_bf16_keeps_fp32_masters_near_fp32_at_every_stage(name: str, world: int) -> None:
     with orthogonal_in_fp32():
-        wanted, _ = reference(EVERY[name])
-    for stage, found in run_on_ranks(2, _ends, name, "bf16", STAGES)[0].items():
+        wanted, _ = reference(EVERY[name], begins_in=torch.bfloat16)
+    started = net().bfloat16().state_dict()
+    moved = _mean_distance(wanted, started)
+    for stage, found in run_on_ranks(world, _ends, name, "bf16", STAGES)[0].items():
         masters = {key: found[f"{key}|master"] for key in wanted}
         assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
         assert all(found[key].dtype == torch.bfloat16 for key in wanted)
-        what = f"{name}, stage {stage}, bf16"
-        assert_all_close(masters, wanted, what=what, **BF16_WEIGHTS)
+        share = _mean_distance(masters, wanted) / moved
+        note(f"{name}, stage {stage}, bf16", f"{world} ranks", share, OF_MOVES_IN_BF16[name])
+        assert share < OF_MOVES_IN_BF16[name], stage
+
+
+def _mean_distance(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
+    return float(torch.cat([(one[key] - two[key]).abs().flatten() for key in one]).mean())
 
 
 # Saved, and resumed
