@@ -48,8 +48,11 @@ def _results(
     timeout_s: float,
 ) -> list[Any]:
     queue: Any = SERVED.Queue()
+    # As bytes: of each tensor torch would send a file descriptor, and the kernel takes 253 at most.
+    # From more, the server ends.
+    sent = _as_bytes(args)
     children = [
-        SERVED.Process(target=_child, args=(rank, world, store, queue, function, args))
+        SERVED.Process(target=_child, args=(rank, world, store, queue, function, sent))
         for rank in range(world)
     ]
     for child in children:
@@ -60,7 +63,7 @@ def _results(
             rank, good, value = _next(queue, children, results, timeout_s)
             if not good:
                 raise AssertionError(f"rank {rank} failed:\n{value}")
-            results[rank] = torch.load(io.BytesIO(value), weights_only=False)
+            results[rank] = _of_bytes(value)
     finally:
         for child in children:
             child.join(timeout=10 if len(results) == world else 0.1)
@@ -68,6 +71,16 @@ def _results(
                 child.kill()
                 child.join()
     return [results[rank] for rank in range(world)]
+
+
+def _as_bytes(value: Any) -> bytes:
+    written = io.BytesIO()
+    torch.save(value, written)
+    return written.getvalue()
+
+
+def _of_bytes(written: bytes) -> Any:
+    return torch.load(io.BytesIO(written), weights_only=False)
 
 
 def _next(
@@ -97,7 +110,7 @@ def _child(
     store: str | None,
     queue: Any,
     function: Callable[..., Any],
-    args: tuple[Any, ...],
+    sent: bytes,
 ) -> None:
     import torch.distributed as dist
 
@@ -112,12 +125,11 @@ def _child(
                 world_size=world,
                 timeout=timedelta(seconds=600),
             )
-        value = function(*args)
+        value = function(*_of_bytes(sent))
         if store is not None:
             dist.barrier()
-        written = io.BytesIO()  # tensors as bytes: shared memory would die with this process
-        torch.save(value, written)
-        queue.put((rank, True, written.getvalue()))
+        # as bytes: shared memory would die with this process
+        queue.put((rank, True, _as_bytes(value)))
     except BaseException:
         queue.put((rank, False, traceback.format_exc()))
     queue.close()

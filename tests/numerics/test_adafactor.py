@@ -19,6 +19,7 @@ from trainer.config import deepspeed_config
 from trainer.config.block import validate
 from trainer.config.schema import Optim, Train
 from trainer.models import optimizers
+from trainer.models.optimizers.rates import OWN
 
 OPTIM = Optim(name="adafactor", lr=0.02, weight_decay=0.1, clip=0.5)
 
@@ -180,7 +181,9 @@ def test_a_step_is_the_papers_however_small_the_gradients(scale: float) -> None:
     weight = nn.Parameter(torch.randn(3, 4, generator=generator))
     weight.grad = torch.randn(3, 4, generator=generator) * scale
     wanted = torch.tensor(paper_step(weight.tolist(), weight.grad.tolist(), lr=0.01))
-    optimizer = optimizers.build([{"params": [weight], "weight_decay": 0.0}], OPTIM)
+    optimizer = optimizers.build(
+        [{"params": [weight], "weight_decay": 0.0, "rule": OWN, "share": 1.0}], OPTIM
+    )
     optimizer.param_groups[0]["lr"] = 0.01
     optimizer.step()
     assert_close(weight, wanted, **PAPERS_STEP)
@@ -189,7 +192,9 @@ def test_a_step_is_the_papers_however_small_the_gradients(scale: float) -> None:
 def test_a_row_without_a_gradient_stays_where_it_is() -> None:
     weight = nn.Parameter(torch.ones(3, 4))
     weight.grad = torch.tensor([[0.0] * 4, [1e-4] * 4, [0.0] * 4])
-    optimizer = optimizers.build([{"params": [weight], "weight_decay": 0.0}], OPTIM)
+    optimizer = optimizers.build(
+        [{"params": [weight], "weight_decay": 0.0, "rule": OWN, "share": 1.0}], OPTIM
+    )
     optimizer.param_groups[0]["lr"] = 0.01
     optimizer.step()
     assert torch.equal(weight[0], torch.ones(4))
@@ -201,10 +206,12 @@ def test_a_row_without_a_gradient_stays_where_it_is() -> None:
 def test_state_shapes_are_those_of_the_optimizer(optim: Optim, shape: tuple[int, ...]) -> None:
     weight = nn.Parameter(torch.ones(shape))
     weight.grad = torch.ones(shape)
-    optimizer = optimizers.build([{"params": [weight], "weight_decay": 0.0}], optim)
+    optimizer = optimizers.build(
+        [{"params": [weight], "weight_decay": 0.0, "rule": OWN, "share": 1.0}], optim
+    )
     optimizer.step()
     found = {key: value.shape for key, value in optimizer.state[weight].items() if key != "step"}
-    assert found == optimizers.state_shapes(optim, weight.shape)
+    assert found == optimizers.state_shapes(optim, weight.shape, rule=OWN)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,26 +1,31 @@
-"""AdamW with moments of 8 bits under the engine: against bitsandbytes' own optimizer, its state
-through save and restore, and what its blocks depend on.
+"""AdamW with moments of 8 bits under the engine: against bitsandbytes' own optimizer and 32 bits,
+its state through save and restore, and what its blocks depend on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.numerics.test_optimizers import STAGES, ds_for
+from tests.long import cases_long_but
+from tests.numerics.every_optimizer import STAGES, ds_for
 from tests.ranks import run_on_ranks
+from tests.tolerance import note
 from trainer.config.schema import Optim
 
 OPTIM = Optim(name="adamw8bit", lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, clip=0.5)
 STEPS, HALF, ROWS, WIDTH = 6, 3, 4, 300  # two matrices of 4,800 numbers, in 19 blocks
 MATRICES = ("0.weight", "2.weight")
-# Measured here, weights of 0.25 that moved by 0.05: 6.0e-4 between 8 bits and 32, and 3.4e-4 between
-# blocks of other numbers.
-EIGHT_BITS = 3e-3
+# How far weights may be from those of 32 bits, as a share of how far bitsandbytes' own optimizer is
+# (0.0042 at most, 0.00024 in the mean; weights moved by 0.06). Measured on one rank and two, at
+# every stage: 0.71 to 1.006 of the most, 0.998 to 1.013 of the mean.
+OF_BITSANDBYTES = 1.25
+# Twice what was measured between a run that goes on on two ranks and one that does on one: 0.0014.
+OTHER_BLOCKS = 3e-3
 
 
 def net() -> nn.Module:
@@ -61,7 +66,7 @@ def saved(live: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, fl
     )
 
 
-def _runs(stages: list[int]) -> dict[int, Any]:
+def _runs(stages: Sequence[int]) -> dict[int, Any]:
     found = {}
     for stage in stages:
         live = make(stage)
@@ -85,19 +90,24 @@ def _goes_on(of_stages: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
-def by_bitsandbytes() -> dict[str, Tensor]:
+def alone(bits: int) -> dict[str, Tensor]:
+    """The weights after the same steps with moments of 8 bits by bitsandbytes, or 32 by torch."""
     from bitsandbytes.optim import AdamW8bit
 
     model = net()
     named = dict(model.named_parameters())
     how = {"lr": OPTIM.lr, "betas": OPTIM.betas, "eps": OPTIM.eps}
-    matrices = AdamW8bit([named[n] for n in MATRICES], weight_decay=0.1, min_8bit_size=0, **how)
+    matrices = [named[name] for name in MATRICES]
+    if bits == 8:
+        of_matrices = AdamW8bit(matrices, weight_decay=0.1, min_8bit_size=0, **how)
+    else:
+        of_matrices = torch.optim.AdamW(matrices, weight_decay=0.1, fused=True, **how)
     biases = [p for n, p in named.items() if n not in MATRICES]
     others = torch.optim.AdamW(biases, weight_decay=0.0, fused=True, **how)
     for x in rows():
         ((model(x) - 1.0).square().sum() / ROWS).backward()
         nn.utils.clip_grad_norm_(list(named.values()), 0.5)
-        matrices.step()
+        of_matrices.step()
         others.step()
         model.zero_grad()
     return {name: p.detach() for name, p in named.items()}
@@ -112,12 +122,14 @@ def moments(state: Mapping[str, Tensor], name: str, number: int) -> Tensor:
     return values[codes.long()] * state[f"{name}|scale{number}"].reshape(codes.shape)
 
 
-def off(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
-    return max(float((one[name] - two[name]).abs().max()) for name in one)
+def apart(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> tuple[float, float]:
+    """The largest and the mean distance of two sets of weights."""
+    distances = torch.cat([(one[name] - two[name]).detach().abs().flatten() for name in one])
+    return float(distances.max()), float(distances.mean())
 
 
 def test_a_step_is_that_of_bitsandbytes_where_weights_are_whole() -> None:
-    wanted = by_bitsandbytes()
+    wanted = alone(8)
     weights, state, _ = run_on_ranks(1, _runs, [0])[0][0][1]
     for name, tensor in wanted.items():
         assert torch.equal(weights[name], tensor), name
@@ -126,24 +138,35 @@ def test_a_step_is_that_of_bitsandbytes_where_weights_are_whole() -> None:
         assert not any(key.startswith(f"{name}|exp") for key in state)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_8_bits_stay_near_32_and_go_on_bit_for_bit_at_every_stage(world: int) -> None:
-    wanted = by_bitsandbytes()
-    ran = run_on_ranks(world, _runs, list(STAGES))[0]
+@pytest.mark.parametrize(
+    ("world", "stages"), cases_long_but([(1, (1,))], [(1, (1,)), (1, STAGES), (2, STAGES)])
+)
+def test_8_bits_are_as_near_to_32_as_bitsandbytes_and_go_on_bit_for_bit(
+    world: int, stages: tuple[int, ...]
+) -> None:
+    of_32 = alone(32)
+    largest, mean = apart(alone(8), of_32)
+    ran = run_on_ranks(world, _runs, stages)[0]
     again = run_on_ranks(world, _goes_on, {stage: one[0] for stage, one in ran.items()})[0]
     for stage, (_, (weights, state, scalars)) in ran.items():
-        assert off(weights, wanted) < EIGHT_BITS, stage
+        own_largest, own_mean = apart(weights, of_32)
+        what = f"adamw8bit, stage {stage}, fp32"
+        note(what, f"largest, {world} ranks", own_largest, OF_BITSANDBYTES * largest)
+        note(f"{what}, mean", f"{world} ranks", own_mean, OF_BITSANDBYTES * mean)
+        assert own_largest < OF_BITSANDBYTES * largest, stage
+        assert own_mean < OF_BITSANDBYTES * mean, stage
         resumed_weights, resumed_state, resumed_scalars = again[stage][1]
         assert scalars == resumed_scalars
         for key, tensor in (weights | state).items():
             assert torch.equal(tensor, (resumed_weights | resumed_state)[key]), (stage, key)
 
 
+@pytest.mark.long
 def test_on_other_ranks_moments_are_rounded_again_within_their_blocks() -> None:
     """Blocks begin where a rank's flat vector does: those that still hold the same numbers keep
     their bits, and the others differ by what 8 bits can tell.
     """
-    ran = run_on_ranks(2, _runs, list(STAGES))[0]
+    ran = run_on_ranks(2, _runs, STAGES)[0]
     again = run_on_ranks(1, _goes_on, {stage: one[0] for stage, one in ran.items()})[0]
     for stage, (before, after) in ran.items():
         restored, end = again[stage]
@@ -152,10 +175,14 @@ def test_on_other_ranks_moments_are_rounded_again_within_their_blocks() -> None:
                 one, two = moments(before[1], name, number), moments(restored[1], name, number)
                 distance = float((one - two).abs().max() / one.abs().max())
                 assert distance == 0 if stage == 0 else distance < 0.02, (stage, name, number)
-        assert off(after[0], end[0]) < EIGHT_BITS, stage
+        largest, _ = apart(after[0], end[0])
+        note(f"adamw8bit on other ranks, stage {stage}", "", largest, OTHER_BLOCKS)
+        assert largest < OTHER_BLOCKS, stage
 
 
-def test_a_large_step_of_8_bits_is_seen() -> None:
-    """What EIGHT_BITS allows is far below what the steps do."""
-    moved = off(by_bitsandbytes(), dict(net().named_parameters()))
-    assert moved > 10 * EIGHT_BITS
+def test_what_8_bits_may_lose_is_far_below_what_the_steps_do() -> None:
+    of_32 = alone(32)
+    largest, mean = apart(alone(8), of_32)
+    moved_most, moved = apart(of_32, dict(net().named_parameters()))
+    assert moved_most > 10 * OF_BITSANDBYTES * largest
+    assert moved > 50 * OF_BITSANDBYTES * mean

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.numerics.test_optimizers import Net, ds_for, net
+from tests.numerics.every_optimizer import Net, ds_for, net
 from tests.ranks import run_on_ranks
 from trainer.config.schema import Optim
 from trainer.models.optimizers import muon, rates
@@ -27,6 +27,22 @@ def test_a_step_of_a_whole_matrix_is_torchs_bit_for_bit(shape: tuple[int, int]) 
         own.step()
         other.step()
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (24, 80), (96, 40), (1, 7), (33, 1)])
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_a_matrix_becomes_orthogonal_with_the_bits_of_torchs_own_function(
+    shape: tuple[int, int], scale: float
+) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2)) * scale
+    before = matrix.clone()
+    theirs = torch.optim._muon._zeropower_via_newtonschulz(  # pyright: ignore
+        matrix.clone(), muon.COEFFICIENTS, muon.NUM_STEPS, muon.EPS
+    )
+    ours = muon.orthogonal(matrix)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, theirs)
+    assert torch.equal(matrix, before)
 
 
 def test_singular_values_of_a_step_are_near_one() -> None:

@@ -1,15 +1,19 @@
-"""Changes to DeepSpeed's optimizers (0.19.8) for which it has no option."""
+"""Changes to DeepSpeed's engine and optimizers (0.19.8) for which it has no option, and a check of
+what it will do.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from trainer.errors import ConfigError
 
 
 @contextmanager
@@ -98,6 +102,66 @@ def unscale_and_clip(optimizer: Any, gradients: list[Tensor], norm: Tensor | Non
         return
     for gradient in gradients:
         gradient.data.mul_(1.0 / scale)
+
+
+def wait_less(optimizer: Any, *, stage: int, is_offloaded: bool) -> None:
+    """Leave out waits for the GPU that DeepSpeed's optimizer makes without need: the host runs
+    ahead of the GPU.
+    """
+    if stage == 0 and hasattr(optimizer, "fp32_groups"):
+        # FP16_UnfusedOptimizer, which is bf16's, too: three waits for every weight
+        optimizer.step = functools.partial(step_of_whole_weights, optimizer)
+    elif stage in (1, 2) and hasattr(optimizer, "unscale_and_clip_grads"):
+        # DeepSpeed's function asks for each group whether the norm is finite; step() has just asked
+        # that
+        optimizer.unscale_and_clip_grads = functools.partial(unscale_and_clip, optimizer)
+    stream = getattr(optimizer, "reduce_and_partition_stream", None)
+    if stream is not None and not is_offloaded:
+        # stage 3 waits on the host for every micro-batch's reduction. What follows reads the sums
+        # on the device; only an offloaded optimizer reads them on the host.
+        stream.synchronize = lambda: torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextmanager
+def before_its_step(engine: Any, show: Callable[[], None]) -> Iterator[None]:
+    """Inside, engine.step() calls `show` between reducing the gradients and taking the step.
+
+    deepspeed 0.19.8 keeps gradients nowhere before step() and nowhere after it
+    (managed_gradient_accumulation=false).
+    """
+    take_step = engine._take_model_step
+
+    def show_then_step(*args: Any) -> None:
+        show()
+        take_step(*args)
+
+    engine._take_model_step = show_then_step
+    try:
+        yield
+    finally:
+        engine._take_model_step = take_step
+
+
+def check_agreement(engine: Any, ds: Mapping[str, Any]) -> None:
+    """ConfigError when the engine will not do what `ds` says: DeepSpeed drops what it does not
+    understand without a word.
+    """
+    pairs = {
+        "zero_optimization.stage": (
+            engine.zero_optimization_stage(),
+            ds["zero_optimization"]["stage"],
+        ),
+        "gradient_clipping": (engine.gradient_clipping(), ds["gradient_clipping"]),
+        "bf16.enabled": (engine.bfloat16_enabled(), ds["bf16"]["enabled"]),
+        "fp16.enabled": (engine.fp16_enabled(), ds["fp16"]["enabled"]),
+    }
+    wrong = [
+        f"{key}: DeepSpeed runs {got!r}, asked for {want!r}"
+        for key, (got, want) in pairs.items()
+        if got != want
+    ]
+    if wrong:
+        raise ConfigError("DeepSpeed does not do what it was told: " + "; ".join(wrong))
 
 
 def keep_frozen_whole(model: nn.Module) -> None:

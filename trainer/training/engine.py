@@ -9,14 +9,13 @@ and any world size.
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,9 +221,11 @@ class Engine:
             self.optimizer.make_empty()  # moments of what stands still are saved, too
             self._standstill.attach(self.optimizer.inner())
         mended.forget_old_orders(engine)
-        self._check_that_deepspeed_agrees(ds)
+        mended.check_agreement(engine, ds)
         if distributed.is_gpu():
-            self._wait_less(offload=ds["zero_optimization"].get("offload_optimizer") or {})
+            offload = ds["zero_optimization"].get("offload_optimizer") or {}
+            is_offloaded = offload.get("device", "none") != "none"
+            mended.wait_less(engine.optimizer, stage=self.stage, is_offloaded=is_offloaded)
 
     def keep_average(self, decay: float) -> Average:
         """Average the weights over all steps from here on, beginning with the present ones."""
@@ -290,7 +291,11 @@ class Engine:
             if self.leaves_out_unsound and not torch.isfinite(self._norm):
                 return self.leave_out()
         self.state_copy.wait()
-        with self._watch_gradients(watch if self.stage > 0 else None), mended.NumbersMadeThere():
+        with ExitStack() as stack:
+            stack.enter_context(mended.NumbersMadeThere())
+            if watch is not None and self.stage > 0:
+                shown = mended.before_its_step(self.model, lambda: watch(self._gradients()))
+                stack.enter_context(shown)
             self.model.step()
         self._standstill.end()
         if self.average is not None and not self.step_was_skipped():
@@ -379,28 +384,6 @@ class Engine:
             if gradient is not None:
                 yield name, gradient.detach().float() / scale
 
-    @contextmanager
-    def _watch_gradients(self, watch: Watch | None) -> Iterator[None]:
-        """Inside, DeepSpeed shows its gradients to `watch` between reducing them and stepping.
-
-        deepspeed 0.19.8 keeps them nowhere before step() and nowhere after it
-        (managed_gradient_accumulation=false).
-        """
-        if watch is None:
-            yield
-            return
-        take_step = self.model._take_model_step
-
-        def show_then_step(*args: Any) -> None:
-            watch(self._gradients())
-            take_step(*args)
-
-        self.model._take_model_step = show_then_step
-        try:
-            yield
-        finally:
-            self.model._take_model_step = take_step
-
     def destroy(self) -> None:
         """Release hooks, buffers and the process groups that the engine made."""
         self.model.destroy()
@@ -447,39 +430,3 @@ class Engine:
             elif k % world == rank:
                 weights[name] = parameter.detach()
         return weights, self.optimizer.own_tensors()
-
-    # The host runs ahead of a GPU
-    # ---------------------------------------------------------------------------------------
-
-    def _wait_less(self, offload: Mapping[str, Any]) -> None:
-        """Leave out waits for the device that DeepSpeed 0.19.8 makes without need."""
-        optimizer: Any = self.model.optimizer
-        if self.stage == 0 and hasattr(optimizer, "fp32_groups"):
-            # FP16_UnfusedOptimizer, which is bf16's, too: three waits for every weight
-            optimizer.step = functools.partial(mended.step_of_whole_weights, optimizer)
-        elif self.stage in (1, 2) and hasattr(optimizer, "unscale_and_clip_grads"):
-            # DeepSpeed's function asks for each group whether the norm is finite; step() has just
-            # asked that
-            optimizer.unscale_and_clip_grads = functools.partial(mended.unscale_and_clip, optimizer)
-        stream = getattr(optimizer, "reduce_and_partition_stream", None)
-        if stream is not None and offload.get("device", "none") == "none":
-            # stage 3 waits on the host for every micro-batch's reduction. What follows reads the
-            # sums on the device; only an offloaded optimizer reads them on the host.
-            stream.synchronize = lambda: torch.cuda.current_stream().wait_stream(stream)
-
-    def _check_that_deepspeed_agrees(self, ds: Mapping[str, Any]) -> None:
-        """DeepSpeed drops what it does not understand without a word, so ask it what it will do."""
-        engine = self.model
-        pairs = {
-            "zero_optimization.stage": (engine.zero_optimization_stage(), self.stage),
-            "gradient_clipping": (engine.gradient_clipping(), ds["gradient_clipping"]),
-            "bf16.enabled": (engine.bfloat16_enabled(), ds["bf16"]["enabled"]),
-            "fp16.enabled": (engine.fp16_enabled(), ds["fp16"]["enabled"]),
-        }
-        wrong = [
-            f"{key}: DeepSpeed runs {got!r}, asked for {want!r}"
-            for key, (got, want) in pairs.items()
-            if got != want
-        ]
-        if wrong:
-            raise ConfigError("DeepSpeed does not do what it was told: " + "; ".join(wrong))

@@ -205,8 +205,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/engine.py",
-        "        self.state_copy.wait()\n        with self._watch_gradients",
-        "        with self._watch_gradients",
+        "        self.state_copy.wait()\n        with ExitStack()",
+        "        with ExitStack()",
         why="an update runs into the copy of the state before it: a checkpoint of two steps",
         tests="tests/numerics/test_engine.py -k pieces",
     ),
