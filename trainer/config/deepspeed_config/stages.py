@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.config.deepspeed_config.check import Config
 from trainer.config.schema import Optim, Train
