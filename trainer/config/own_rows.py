@@ -40,10 +40,12 @@ class OwnRows(Strict):
     """Rows of your own: files below --data_path, or a data set of Hugging Face `datasets`."""
 
     not_encoded = frozenset(
-        {"files", "dataset", "subset", "revision", "splits", "columns", "valid_share"}
+        {"files", "dataset", "subset", "revision", "splits", "columns", "valid_share", "stream"}
     )
     # What the task makes of rows in a format of other people; none, where it reads no such row.
     purposes: ClassVar[tuple[Purpose, ...]] = ()
+    # Keys that need every row before the first step, where they are set.
+    unstreamed: ClassVar[tuple[str, ...]] = ()
     # The sources whose rows may have such a format.
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files",)
 
@@ -75,6 +77,10 @@ class OwnRows(Strict):
     """
     valid_share: Fraction = 0.0
     """The share of the training rows that is the validation split, where it has no file of its own.
+    """
+    stream: bool = False
+    """Encode the training rows while they are trained on, for millions of rows: the first step
+    waits for its own rows only (docs/own-data.md). Order and losses stay the same.
     """
 
     def layout(self) -> Layout | None:
@@ -127,6 +133,29 @@ class OwnRows(Strict):
                 else f"format={self.format!r} has files with names and columns of their own"
             )
             raise ValueError(f"{what}: leave out {' and '.join(own_keys)}")
+        return self
+
+    @model_validator(mode="after")
+    def _a_stream_can_be_read(self) -> OwnRows:
+        if not self.stream:
+            return self
+        if self.names() is None:
+            raise ValueError(
+                f"stream=True wants rows that stand one by one in files of yours, "
+                f"{self.reads!r} has none: leave stream out"
+            )
+        if self.valid_share:
+            raise ValueError(
+                f"stream=True with valid_share={self.valid_share}, which has to read every row "
+                "before the first step: give the validation split a file of its own, or leave "
+                "stream out"
+            )
+        whole = [name for name in self.unstreamed if getattr(self, name)]
+        if whole:
+            raise ValueError(
+                f"stream=True with {' and '.join(whole)}, for which every row has to be read "
+                "before the first step: leave one of the two out"
+            )
         return self
 
     @model_validator(mode="after")

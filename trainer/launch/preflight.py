@@ -174,8 +174,7 @@ def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: floa
         refuse_lost_labels(store, most=most_lost)
     train, valid = stores["train"], stores["valid"]
     count = min(len(train), FIRST_ROWS)
-    if not _units(task, [train[row] for row in range(count)]):
-        raise DataError(_no_label(count))
+    refuse_unlabelled(task, [train[row] for row in range(count)])
     overlap = left_out.Notes()
     for row, trained_as in shared_rows(train, valid):
         overlap.add(
@@ -184,6 +183,12 @@ def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: floa
             )
         )
     left_out.gather("valid in train", overlap)
+
+
+def refuse_unlabelled(task: Task, rows: Sequence[Mapping[str, Any]]) -> None:
+    """DataError when none of these rows has anything that the loss is over."""
+    if not _units(task, rows):
+        raise DataError(_no_label(len(rows)))
 
 
 def has_begun(plan: RunPlan) -> bool:

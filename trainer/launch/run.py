@@ -114,4 +114,5 @@ def _train(plan: RunPlan, ready: ReadyRun, *, pushes: bool) -> bool:
         ready.saves.leave(error)
         raise
     finally:
+        session.train.close()
         session.engine.destroy()

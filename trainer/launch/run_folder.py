@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,10 @@ from trainer.config.identity import digest
 from trainer.config.userfile import kind
 from trainer.data import left_out
 from trainer.data.content import content_of, content_of_rows
+from trainer.data.stream.store import is_streamed
 from trainer.errors import ConfigError, DataError, LatheError, ResumeError, StorageError
 from trainer.exports import card, record
-from trainer.files.atomic import refusals, refuse_link_out, write_json
+from trainer.files.atomic import read_json, refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
@@ -238,7 +239,7 @@ def check_identity(
         path = plan.folder / "data.json"
         began = _beginning(path, newest)
         changed = [
-            f"{key} (was {began.get(key)!r}, is {now[key]!r})"
+            f"{key} (was {began.get(key)!r}, is {now[key]!r}{_grown(path, key, facts)})"
             for key in now
             if began
             and began.get(key) != now[key]
@@ -258,20 +259,33 @@ def check_identity(
 
 
 def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
-    """Whether an earlier version of Lathe gave the present rows of the split this digest."""
+    """Whether an earlier version of Lathe gave the present rows of the split this digest; earlier
+    versions had no streams.
+    """
+    if split == "train" and is_streamed(task):
+        return False
     return any(
         content_of_rows(lambda: task.rows(split), encoding_id, split)[0] == recorded
         for encoding_id in task.earlier_encoding_ids()
     )
 
 
+def _grown(path: Path, split: str, facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many rows a split had when the run began, and has now; "" where they are as many, or
+    nobody knows.
+    """
+    then = ((read_json(path) or {}).get("splits") or {}).get(split, {}).get("rows")
+    now = facts.get(split, {}).get("rows")
+    return "" if None in (then, now) or then == now else f": {then:,} rows then, {now:,} now"
+
+
 def tell_changed_data(plan: RunPlan, options: Options) -> None:
     """Warn of a finished run whose data files hold other rows than those that it was trained on;
-    DataError under --strict. Nothing is said where they cannot be read any more, or are a data set
-    of the Hub.
+    DataError under --strict. Nothing is said where they cannot be read any more, are a data set
+    of the Hub, or were streamed.
     """
     data = plan.values.get("data", {})
-    if data.get("dataset") or data.get("source") == "hub":
+    if data.get("dataset") or data.get("source") == "hub" or data.get("stream"):
         return
     changed: list[str] = []
     try:

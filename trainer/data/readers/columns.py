@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import FROM
+from trainer.data.formats import picked
 from trainer.data.formats.lists import as_list, is_nan, structure
 from trainer.data.left_out import doubt, watched
 from trainer.data.readers.jsonl import preview
@@ -32,7 +33,7 @@ def in_our_names(
     out of a text too (see lists.py). ConfigError for a column that none of the first rows has.
     """
     rows = iter(rows)
-    if columns:
+    if columns and picked.current() is None:
         first = list(itertools.islice(rows, _LOOKED_AT))
         _check_columns(first, columns)
         rows = itertools.chain(first, rows)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainer.config.formats.table import FORMATS, FormatName
+from trainer.data.formats import picked
 from trainer.data.left_out import count_format
 from trainer.data.readers import fields
 from trainer.data.readers.columns import columns_in, in_our_names
@@ -78,7 +79,8 @@ def in_our_form(
     """
     name = own.format
     if name is None and not own.columns:
-        first, rows = _peeked(iter(rows))
+        one = picked.current()
+        first, rows = _peeked(iter(rows)) if one is None else (one.first, rows)
         name = format_of(first, own, layout, is_labelled=around.is_labelled)
     purpose = layout.purpose
     if name is None or purpose is None:

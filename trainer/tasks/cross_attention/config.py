@@ -83,6 +83,7 @@ class Data(OwnRows):
         }
     )
 
+    unstreamed: ClassVar[tuple[str, ...]] = ("include_context_ids",)
     purposes: ClassVar[tuple[Purpose, ...]] = ("question",)
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "jsonl")
 
