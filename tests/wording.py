@@ -114,7 +114,23 @@ FILES = (
     )
     | wording(
         LatheError,
+        stream_worker_killed="a process that encodes rows ended with {code}",
         worker_killed="one of {count} processes that encode rows was killed...{fix}.",
+    )
+)
+
+# Rows that are encoded while they are trained on
+STREAMS = (
+    wording(
+        ConfigError,
+        stream_of_hub_id="data.dataset='{dataset}' is no folder here...Fetch it",
+        stream_of_no_files="the training rows of this task ({task}...not read one by one from files",
+        stream_reads_together="{place} reads otherwise by itself",
+    )
+    | wording(
+        DataError,
+        stream_changed="{path} changed while its rows are read",
+        stream_lost_labels="that were met so far...more than train.max_lost_labels={most}",
     )
 )
 
@@ -968,6 +984,7 @@ SERVICE = (
 
 ROOMS: dict[str, dict[str, Wording]] = {
     "files": FILES,
+    "streams": STREAMS,
     "odd text": ODD_TEXT,
     "shards": SHARDS,
     "data files": DATA_FILES,

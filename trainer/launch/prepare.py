@@ -159,11 +159,11 @@ def judge_stream(
 def begin_stream(
     train: StreamStore, plan: RunPlan, newest: SavedState | None, *, num_proc: int | None
 ) -> None:
-    """Start to encode the rows that the next steps need."""
+    """Start to encode the rows that the next steps need, from the bucket of the next step on."""
     step = 0 if newest is None else newest.state()["progress"]["step"]
     seed = plan.cfg.train.seed if plan.cfg.train.order == "shuffled" else None
     epochs = plan.sharding.epochs(len(train), seed)
-    bucket = min(plan.sharding.bucket_steps - 1, step - epochs.span(step).start)
+    bucket = (step - epochs.span(step).start) % plan.sharding.bucket_steps
     processes = num_proc or processes_beside(distributed.local_world())
     train.begin(
         seed=seed, epoch=epochs.epoch(step), place=epochs.place(step - bucket), processes=processes

@@ -1,7 +1,7 @@
 """Reads single rows of a training split through the readers that read whole splits.
 
-Inside reading() the reader of a person's own rows gives one raw row, which was picked from its
-place in the files, instead of all. What a reader learns from the first rows of a split (their
+Inside reading() the reader of a person's own rows gives a few raw rows, which were picked from their
+places in the files, instead of all. What a reader learns from the first rows of a split (their
 format) it learns from `Picked.first`.
 """
 
@@ -20,10 +20,10 @@ Placed = tuple[str, dict[str, Any]]  # the place of a row, for messages, and the
 
 @dataclass(frozen=True)
 class Picked:
-    """One raw row of a split."""
+    """Raw rows of a split that follow one another."""
 
-    number: int  # among the rows of the split, from 0
-    row: Placed
+    number: int  # of the first one among the rows of the split, from 0
+    rows: Sequence[Placed]
     first: Sequence[Placed]  # the first rows of the split
     what: str  # the file or data set, for messages
 
@@ -42,7 +42,7 @@ _ANY = Sought(Path())
 
 
 def current() -> Picked | None:
-    """The row that is to be read instead of a split; None: the whole split is."""
+    """The rows that are to be read instead of a split; None: the whole split is."""
     picked = _picked.get()
     return picked if isinstance(picked, Picked) else None
 
@@ -55,7 +55,7 @@ def tell(source: Path | tuple[str, str]) -> None:
 
 @contextmanager
 def reading(picked: Picked) -> Iterator[None]:
-    """Inside, the training split consists of one row."""
+    """Inside, the training split consists of these rows."""
     token = _picked.set(picked)
     try:
         yield
@@ -74,6 +74,6 @@ def seeking() -> Iterator[None]:
 
 
 def enumerated(items: Iterable[T]) -> Iterator[tuple[int, T]]:
-    """`enumerate` of the rows of a split, which counts on where a single row is read."""
+    """`enumerate` of the rows of a split, which counts on where only some are read."""
     picked = current()
     return enumerate(items, start=0 if picked is None else picked.number)

@@ -49,9 +49,9 @@ def own_rows(
     split_names(split)
     is_shared = bool(own.valid_share) and split in ("train", "valid")
     of_split = "train" if is_shared else split
-    one = picked.current() if split == "train" else None
-    if one is not None:
-        what, rows = one.what, iter([one.row])
+    some = picked.current() if split == "train" else None
+    if some is not None:
+        what, rows = some.what, iter(some.rows)
     elif own.dataset is not None:
         name = getattr(own.splits, of_split) or _OF_DATASETS[of_split]
         picked.tell((own.dataset, name))

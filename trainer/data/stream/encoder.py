@@ -6,6 +6,7 @@ processes of several ranks, and of other runs on the same rows, share the work.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import itertools
@@ -13,8 +14,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ _CLAIMS = "claims"
 _AT_ONCE = 64  # rows that are encoded by one call
 _MOST_UNUSABLE = 1000  # rows without anything to learn, one after the other
 _NICENESS = 5  # training goes first where cores are few
+_TORN_S = 3600.0
 _POLL_S = 0.2  # how soon a process sees that another one's chunk is there
 
 
@@ -77,9 +78,9 @@ class ChunkEncoder:
         """ConfigError when the first rows, read one by one, are others than in the whole split: the
         task looks at several rows together, or changes their order.
         """
-        whole = iter(self.task.rows("train"))
+        whole = iter(self.rows_of(0, self.index.first))
         for number, placed in enumerate(self.index.first):
-            alone = self.rows_of(number, placed)
+            alone = self.rows_of(number, [placed])
             if not alone:  # the rows behind it are numbered otherwise
                 return
             if alone != list(itertools.islice(whole, len(alone))):
@@ -88,12 +89,11 @@ class ChunkEncoder:
                     "rows, so the task needs all of them first. Leave stream out."
                 )
 
-    def rows_of(self, number: int, placed: Placed) -> list[Row]:
-        """What the task makes of a raw row: one row; of a text that is too long several, of a row
-        that it leaves out none.
+    def rows_of(self, number: int, placed: Sequence[Placed]) -> list[Row]:
+        """What the task makes of raw rows, of which the first has this number: one row each; of a
+        text that is too long several, of a row that it leaves out none.
         """
-        one = Picked(number, placed, self.index.first, self.index.what)
-        with picked.reading(one):
+        with picked.reading(Picked(number, placed, self.index.first, self.index.what)):
             return list(self.task.rows("train"))
 
     def _row(self, number: int, placed: Placed) -> tuple[int, list[Row]]:
@@ -101,7 +101,7 @@ class ChunkEncoder:
         for step in range(min(_MOST_UNUSABLE, len(self.index))):
             other = (number + step) % len(self.index)
             at = placed if step == 0 else self.index.rows([other])[0]
-            rows = self.rows_of(other, at)
+            rows = self.rows_of(other, [at])
             if rows:
                 if step:
                     left_out.note(placed[0], REPLACED)
@@ -197,6 +197,14 @@ def forget_failure(folder: Path) -> None:
     (folder / _FAILED).unlink(missing_ok=True)
 
 
+def tidy(folder: Path) -> None:
+    """Remove the files that killed processes were writing; nobody writes one for an hour."""
+    for torn in folder.glob("*/.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # another rank tidies as well
+            if time.time() - torn.stat().st_mtime > _TORN_S:
+                torn.unlink()
+
+
 def _work(encoder: ChunkEncoder, start: int, parent: int) -> None:
     """Make every chunk that nobody else makes, from `start` on, then those before it."""
     begin_process(parent)
@@ -232,7 +240,7 @@ def _is_made(encoder: ChunkEncoder, chunk: int, claims: int) -> bool:
         return True
 
 
-@contextmanager
+@contextlib.contextmanager
 def _claim(claims: int, chunk: int) -> Iterator[bool]:
     try:
         fcntl.lockf(claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, chunk)

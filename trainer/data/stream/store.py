@@ -21,7 +21,13 @@ import numpy as np
 from trainer.config.identity import canonical_json
 from trainer.data import left_out
 from trainer.data.stream.chunk import LENGTHS, Chunk
-from trainer.data.stream.encoder import ChunkEncoder, Encoder, forget_failure, raise_failure
+from trainer.data.stream.encoder import (
+    ChunkEncoder,
+    Encoder,
+    forget_failure,
+    raise_failure,
+    tidy,
+)
 from trainer.data.stream.layout import Layout
 from trainer.data.stream.row_index import RowIndex
 from trainer.data.token_store import TokenStore
@@ -90,6 +96,7 @@ class StreamStore(TokenStore):
                 break
         self.folder = self.layout.folder
         forget_failure(self.folder)
+        tidy(self.folder)
         self.start_chunk = place // self.layout.chunk_rows
         encoder = ChunkEncoder(self._task, self._index, self.layout)
         self._began, self._chunks_before = time.monotonic(), len(self.layout.finished())

@@ -79,8 +79,8 @@ def in_our_form(
     """
     name = own.format
     if name is None and not own.columns:
-        one = picked.current()
-        first, rows = _peeked(iter(rows)) if one is None else (one.first, rows)
+        some = picked.current()
+        first, rows = _peeked(iter(rows)) if some is None else (some.first, rows)
         name = format_of(first, own, layout, is_labelled=around.is_labelled)
     purpose = layout.purpose
     if name is None or purpose is None:
