@@ -24,7 +24,7 @@ from typing import Any
 
 from tests.facts import LLAMA, write_facts
 
-WORDS = "the key of Ada lies in a red tower near garden and Bruno keeps lamp attic years empty".split()
+WORDS = ["the", "key", "of", "Ada", "lies", "in", "a", "red", "tower", "near", "garden", "empty"]
 _POLL_S = 0.05
 
 
@@ -86,7 +86,9 @@ class Run:
         self._argv += ["-e", "one", "-sb", str(savedir), "--data_path", str(folder)]
         self._argv += ["--cache_dir", str(savedir.with_suffix(".cache"))]
 
-    def start(self, *, kill_at: int | None = None, kill_after_s: float | None = None) -> dict[str, Any]:
+    def start(
+        self, *, kill_at: int | None = None, kill_after_s: float | None = None
+    ) -> dict[str, Any]:
         """Run to its end, or kill it when its step `kill_at` is logged, or after so many seconds.
 
         Seconds to the first step, all seconds, CPU seconds and the largest sum of memory (RSS, and
@@ -110,7 +112,11 @@ class Run:
         after = os.times()
         cpu_s = sum(after[2:4]) - sum(before[2:4])
         found = {"first_step_s": first_s, "wall_s": time.monotonic() - began, "cpu_s": cpu_s}
-        return found | {"peak_rss_mib": peak[0], "peak_pss_mib": peak[1], "code": process.returncode}
+        return found | {
+            "peak_rss_mib": peak[0],
+            "peak_pss_mib": peak[1],
+            "code": process.returncode,
+        }
 
     def lines(self) -> list[dict[str, Any]]:
         found = [*self._savedir.glob("*/metrics.jsonl")]

@@ -121,7 +121,8 @@ FILES = (
 
 # Rows that are encoded while they are trained on
 STREAMS = (
-    wording(
+    wording(ResumeError, stream_grew="{then} rows then, {now} now")
+    | wording(
         ConfigError,
         stream_of_hub_id="data.dataset='{dataset}' is no folder here...Fetch it",
         stream_of_no_files="the training rows of this task ({task}...not read one by one from files",

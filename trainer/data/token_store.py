@@ -382,7 +382,7 @@ class _Writer:
 
 
 def as_ids(values: Any, field: str, index: int) -> np.ndarray:
-    """The ids of a row's field, (tokens,). DataError for what is no flat list of 32-bit integers."""
+    """The ids of a row's field, (tokens,). DataError for what is no list of 32-bit integers."""
     try:
         ids = np.asarray(values, dtype=np.int64 if len(values) == 0 else None)
     except (TypeError, ValueError):

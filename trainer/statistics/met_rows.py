@@ -91,9 +91,9 @@ class MetRows:
         """Write the file, and tell in one line what was met."""
         self.write()
         facts = self.facts
-        cuts = [cut_line(name, counts) for name, counts in facts.cuts.items() if counts["texts_cut"]]
+        cuts = [
+            cut_line(name, counts) for name, counts in facts.cuts.items() if counts["texts_cut"]
+        ]
         lines = (*cuts, facts.notes.line(), self._overlap.line(), facts.notes.keys.line())
         parts = [f"train: {facts.rows:,} of {self.num_rows:,} rows met", *filter(None, lines)]
         log.info("%s", "; ".join(parts))
-
-

@@ -1,8 +1,8 @@
 """Reads single rows of a training split through the readers that read whole splits.
 
-Inside reading() the reader of a person's own rows gives a few raw rows, which were picked from their
-places in the files, instead of all. What a reader learns from the first rows of a split (their
-format) it learns from `Picked.first`.
+Inside reading() the reader of a person's own rows gives a few raw rows, which were picked from
+their places in the files, instead of all. What a reader learns from the first rows of a split
+(their format) it learns from `Picked.first`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A file of encoded rows that follow one another in the order of an epoch.
 
-A header in JSON, then its arrays: for every field the int64 offsets of its rows and the int32 ids of
-all rows; the length and the hash of every row. It is whole or not there.
+A header in JSON, then its arrays: for every field the int64 offsets of its rows and the int32 ids
+of all rows; the length and the hash of every row. It is whole or not there.
 """
 
 from __future__ import annotations

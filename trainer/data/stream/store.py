@@ -65,7 +65,7 @@ class StreamStore(TokenStore):
 
     def __init__(self, task: Task, index: RowIndex, cache_dir: Path) -> None:  # pyright: ignore[reportMissingSuperCall]
         self._task, self._index, self._cache = task, index, cache_dir
-        data = {key: value for key, value in task.cfg.data.model_dump(mode="json").items()}
+        data = task.cfg.data.model_dump(mode="json")
         said = canonical_json([_FORMAT, index.digest, task.encoding_id(), data])
         self.meta: dict[str, Any] = {
             "split": "train",
@@ -83,8 +83,8 @@ class StreamStore(TokenStore):
     # ----------------------------------------------------------------------------------------------
 
     def begin(self, *, seed: int | None, epoch: int, place: int, processes: int) -> None:
-        """Encode the rows from `place` of `epoch` on, in other processes. seed: None keeps the order
-        of the data.
+        """Encode the rows from `place` of `epoch` on, in other processes. seed: None keeps the
+        order of the data.
 
         Chunks in the order of an earlier epoch are used if at least half of them are there.
         """
@@ -262,5 +262,3 @@ class _Column:
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
         return self._store.of_rows(np.asarray(rows), self._read)
-
-
