@@ -290,6 +290,19 @@ def test_a_bad_row_stops_the_run_with_its_own_message_whenever_it_comes(tmp_path
         mended.close()
 
 
+def test_a_bad_row_that_a_process_has_found_stops_the_run_soon(tmp_path: Path) -> None:
+    task: Any = Letters(write(tmp_path, [*texts(200), "bad row"]))
+    store = streamed(task, seed=None, processes=1)
+    assert plain(store[0])["one"] == [1]
+    began = time.monotonic()
+    while not (store.folder / "failed.json").exists() and time.monotonic() - began < 60:
+        time.sleep(0.01)
+    assert store.layout.path(5).exists()
+    with pytest.raises(DataError, match="bad row"):
+        store[5 * 16]
+    store.close()
+
+
 def judged(task: Any, folder: Path, *, most: float = 0.5, is_strict: bool = False) -> StreamStore:
     write(folder, ["valid", texts(60)[20]], "valid.jsonl")
     valid = store_of(task, "valid", task.places.cache_dir, num_proc=1)

@@ -117,12 +117,11 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     stores = open_stores(task, options, content)
     newest = newest_state(plan, options)
     identity = check_identity(plan, task, stores, newest)
-    if isinstance(stores["train"], StreamStore):
-        begin_stream(stores["train"], plan, newest, num_proc=options.num_proc)
+    begin_stream(stores["train"], plan, newest, num_proc=options.num_proc)
     distributed.wait_for_all()
     distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
     lap("rows")
-    if not isinstance(stores["train"], StreamStore):
+    if not is_streamed(task):
         say_padding(plan, sizes_of(stores["train"], task))
     for split in ("train", "valid"):
         logger.info("%s", opening_line(stores[split], left_out.of_split(split)))
@@ -131,11 +130,9 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
 
 
 def _judge_rows(task: Task, stores: dict[str, TokenStore], plan: RunPlan, options: Options) -> None:
-    most = plan.cfg.train.max_lost_labels
     if isinstance(stores["train"], StreamStore):
-        judge_stream(task, stores["train"], stores["valid"], plan, options)
-        return
-    preflight.refuse_rows(task, stores, most_lost=most)
+        return judge_stream(task, stores["train"], stores["valid"], plan, options)
+    preflight.refuse_rows(task, stores, most_lost=plan.cfg.train.max_lost_labels)
     notes = shared_test_rows(task, stores["train"], options.cache_dir)
     left_out.gather("test in train", notes)
     left_out.settle(plan.folder, strict=options.strict)
@@ -157,9 +154,13 @@ def judge_stream(
 
 
 def begin_stream(
-    train: StreamStore, plan: RunPlan, newest: SavedState | None, *, num_proc: int | None
+    train: TokenStore, plan: RunPlan, newest: SavedState | None, *, num_proc: int | None
 ) -> None:
-    """Start to encode the rows that the next steps need, from the bucket of the next step on."""
+    """Start to encode the rows of a stream, from the bucket of the next step on. The rows of any
+    other store are there.
+    """
+    if not isinstance(train, StreamStore):
+        return
     step = 0 if newest is None else newest.state()["progress"]["step"]
     seed = plan.cfg.train.seed if plan.cfg.train.order == "shuffled" else None
     epochs = plan.sharding.epochs(len(train), seed)

@@ -26,6 +26,8 @@ class Picked:
     rows: Sequence[Placed]
     first: Sequence[Placed]  # the first rows of the split
     what: str  # the file or data set, for messages
+    # what readers have learnt from the first rows, by their own keys: the same for every row
+    learnt: dict[str, Any]
 
 
 class Sought(Exception):

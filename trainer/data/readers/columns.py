@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _LOOKED_AT = 100  # a column must occur in so many first rows; JSON lines may leave columns out
 
+_CHECKED = "columns"  # that the first rows of a split have them
+
 Placed = Iterator[tuple[str, "Row"]]
 
 
@@ -33,10 +35,14 @@ def in_our_names(
     out of a text too (see lists.py). ConfigError for a column that none of the first rows has.
     """
     rows = iter(rows)
-    if columns and picked.current() is None:
+    some = picked.current()
+    if columns and some is None:
         first = list(itertools.islice(rows, _LOOKED_AT))
         _check_columns(first, columns)
         rows = itertools.chain(first, rows)
+    elif some is not None and columns and _CHECKED not in some.learnt:
+        _check_columns(list(some.first), columns)
+        some.learnt[_CHECKED] = True
     names = {name for group in layout.groups for name in group}
     replaced = {other for name in columns for other in layout.alternatives(name)}
     sources = {

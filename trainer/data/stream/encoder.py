@@ -24,7 +24,7 @@ from trainer.data import left_out
 from trainer.data.control_tokens import ControlTokens, controls_of
 from trainer.data.encoding import EncodeRows, begin_process
 from trainer.data.formats import picked
-from trainer.data.formats.picked import Picked, Placed
+from trainer.data.formats.picked import Placed
 from trainer.data.stream.chunk import EncodedRow, write_chunk
 from trainer.data.stream.layout import Layout
 from trainer.data.stream.row_index import RowIndex
@@ -93,7 +93,7 @@ class ChunkEncoder:
         """What the task makes of raw rows, of which the first has this number: one row each; of a
         text that is too long several, of a row that it leaves out none.
         """
-        with picked.reading(Picked(number, placed, self.index.first, self.index.what)):
+        with picked.reading(self.index.picked(number, placed)):
             return list(self.task.rows("train"))
 
     def _row(self, number: int, placed: Placed) -> tuple[int, list[Row]]:

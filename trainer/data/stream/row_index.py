@@ -19,7 +19,7 @@ import numpy as np
 from trainer.config.identity import canonical_json
 from trainer.config.userfile import placed
 from trainer.data.formats import picked
-from trainer.data.formats.picked import Placed, Sought
+from trainer.data.formats.picked import Picked, Placed, Sought
 from trainer.data.formats.subset import split_name
 from trainer.data.readers.row_files import files_in
 from trainer.data.stream.files import RowFile, Stamp, index_file
@@ -54,10 +54,15 @@ class RowIndex:
             raise DataError(f"{what} has no row in {part}. Name rows that it has.")
         shas = [facts["sha256"] for facts in self.meta["files"]]
         self.digest = hashlib.sha256(canonical_json([shas, part]).encode()).hexdigest()
+        self._learnt: dict[str, Any] = {}
         self.first = self.rows(range(min(_FIRST, len(self))))
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def picked(self, number: int, rows: Sequence[Placed]) -> Picked:
+        """Rows that follow one another, of which the first has this number, for readers."""
+        return Picked(number, rows, self.first, self.what, self._learnt)
 
     def rows(self, numbers: Sequence[int]) -> list[Placed]:
         """(place, row) of each number, in their order. DataError names the place of a bad row."""
