@@ -65,7 +65,7 @@ for _key in _OF_A_DATA_SET:
     OF_ONE_TASK["summariser", f"data.{_key}"] = {
         "data": {"source": "datasets", "dataset": "someones/rows"}
     }
-for _key in (*_OF_A_DATA_SET, "files", "columns", "valid_share"):
+for _key in (*_OF_A_DATA_SET, "files", "columns", "valid_share", "stream"):
     OF_ONE_TASK["vera", f"data.{_key}"] = {
         "data": {
             "source": "files",

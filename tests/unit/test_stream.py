@@ -384,7 +384,7 @@ class Made(Letters):
 def test_a_task_that_needs_all_rows_first_is_refused(tmp_path: Path) -> None:
     task: Any = Sorted(write(tmp_path, texts(50)))
     store = StreamStore(task, open_index(task, tmp_path / "cache"), tmp_path / "cache")
-    with refused("stream_reads_together", place=f"{tmp_path / 'train.jsonl'}, line 1"):
+    with refused("stream_reads_together", place=f"{tmp_path / 'train.jsonl'}, line 2"):
         store.check_reader()
     fine: Any = Letters(tmp_path)
     StreamStore(fine, open_index(fine, tmp_path / "cache"), tmp_path / "cache").check_reader()

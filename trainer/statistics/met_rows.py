@@ -44,7 +44,10 @@ class MetRows:
 
     def __post_init__(self) -> None:
         hashes = self.valid.raw_hashes()
-        self._valid = np.zeros(0, np.uint64) if hashes is None else np.asarray(hashes)
+        valid = np.zeros(0, np.uint64) if hashes is None else np.asarray(hashes)
+        self._order = np.argsort(valid, kind="stable")
+        self._valid = valid[self._order]
+        self._seen = np.zeros(len(valid), bool)
 
     def meet(self, chunk: Chunk) -> None:
         """Add the rows of a chunk. What is left out of them or doubted for a new reason is told at
@@ -53,10 +56,10 @@ class MetRows:
         """
         facts = chunk.facts
         self.facts.add(facts)
-        shared = np.flatnonzero(np.isin(self._valid, chunk.array(HASHES)))
-        for row in shared.tolist():
+        shared = self._shared(chunk.array(HASHES))
+        for row in shared:
             self._overlap.add(left_out.Note(f"row {row + 1}", left_out.IN_TRAIN))
-        if facts.notes or len(shared):
+        if facts.notes or shared:
             self._is_written = False
             self._tell()
         lost, of = self.facts.lost_labels
@@ -67,6 +70,17 @@ class MetRows:
                 f"than train.max_lost_labels={self.most_lost}. Raise the limit, or "
                 "train.max_lost_labels."
             )
+
+    def _shared(self, hashes: np.ndarray) -> list[int]:
+        """The validation rows that have one of these hashes and were not met before."""
+        first, last = (np.searchsorted(self._valid, hashes, side) for side in ("left", "right"))
+        found: list[int] = []
+        for place in np.flatnonzero(first < last):
+            same = slice(int(first[place]), int(last[place]))
+            if not self._seen[same].all():
+                found += self._order[same].tolist()
+                self._seen[same] = True
+        return found
 
     def _tell(self) -> None:
         of_split = {"train": self.facts.notes, OVERLAP: self._overlap}
