@@ -32,9 +32,11 @@ from trainer.data.stream.lines import line_of
 from trainer.data.stream.row_index import open_index
 from trainer.data.stream.store import StreamStore
 from trainer.data.token_store import TokenStore, store_of
-from trainer.errors import ConfigError, DataError
+from trainer.errors import DataError
 from trainer.protocol.task import Encoded, Row
 from trainer.statistics.met_rows import MetRows
+from trainer.tasks.fid.config import Data as FidData
+from trainer.tasks.retriever.config import Data as RetrieverData
 
 SEED, BATCH = 7, 4
 
@@ -418,4 +420,7 @@ def test_keys_that_need_every_row_are_refused_beside_stream() -> None:
         Data(stream=True, valid_share=0.1)
     with pytest.raises(ValueError, match="rows that stand one by one"):
         OwnRows(stream=True)
-    assert ConfigError.exit_code == 2
+    with pytest.raises(ValueError, match="'ranked' has none such"):
+        FidData(source="ranked", contexts=2, stream=True)
+    with pytest.raises(ValueError, match="corpus, for which every row"):
+        RetrieverData(source="files", corpus="corpus.tsv", stream=True)

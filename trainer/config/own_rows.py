@@ -46,6 +46,8 @@ class OwnRows(Strict):
     purposes: ClassVar[tuple[Purpose, ...]] = ()
     # Keys that need every row before the first step, where they are set.
     unstreamed: ClassVar[tuple[str, ...]] = ()
+    # Sources that join the rows of several files.
+    unstreamed_sources: ClassVar[tuple[str, ...]] = ()
     # The sources whose rows may have such a format.
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files",)
 
@@ -139,10 +141,10 @@ class OwnRows(Strict):
     def _a_stream_can_be_read(self) -> OwnRows:
         if not self.stream:
             return self
-        if self.names() is None:
+        if self.names() is None or self.reads in self.unstreamed_sources:
             raise ValueError(
                 f"stream=True wants rows that stand one by one in files of yours, "
-                f"{self.reads!r} has none: leave stream out"
+                f"{self.reads!r} has none such: leave stream out"
             )
         if self.valid_share:
             raise ValueError(

@@ -29,6 +29,7 @@ class Data(OwnRows):
         }
     )
 
+    unstreamed_sources: ClassVar[tuple[str, ...]] = ("ranked",)
     purposes: ClassVar[tuple[Purpose, ...]] = ("question",)
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "ranked")
 
