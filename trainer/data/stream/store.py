@@ -100,6 +100,7 @@ class StreamStore(TokenStore):
         self.start_chunk = place // self.layout.chunk_rows
         encoder = ChunkEncoder(self._task, self._index, self.layout)
         self._began, self._chunks_before = time.monotonic(), len(self.layout.finished())
+        self.layout.places(np.zeros(1, np.int64))  # made once, before other processes share it
         self._encoder = Encoder(encoder, start=self.start_chunk, processes=processes)
 
     def check_reader(self) -> None:
