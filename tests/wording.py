@@ -126,6 +126,9 @@ STREAMS = (
         ConfigError,
         stream_of_hub_id="data.dataset='{dataset}' is no folder here...Fetch it",
         stream_of_no_files="the training rows of this task ({task}...not read one by one from files",
+        stream_with_share="stream=True with valid_share={share}, which has to read every row",
+        stream_of_no_rows="stand one by one in files of yours, {source} has none such",
+        stream_with_keys="stream=True with {keys}, for which every row has to be read",
         stream_reads_together="{place} reads otherwise by itself",
     )
     | wording(

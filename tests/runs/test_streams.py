@@ -123,7 +123,7 @@ def test_a_source_that_grew_is_refused_with_both_numbers_and_a_bad_row_by_its_pl
         file.write(json.dumps({"text": 5}) + "\n")
     bad = command(folder, tmp_path / "bad", values)
     assert bad.returncode == 2
-    assert "train.jsonl, line 14: 'text' is 5" in " ".join(bad.stderr.split())
+    says("text_blank", bad.stderr, at="train.jsonl, line 14", key="text", value=5)
     left = (tmp_path / "bad" / exp_id(values) / "left_out.jsonl").read_text().splitlines()
     assert {"line": 14, "is_refused": True}.items() <= json.loads(left[-1]).items()
 

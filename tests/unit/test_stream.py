@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests.wording import refused
+from trainer.config.block import validate
 from trainer.config.formats.layouts import TEXTS, Layout
 from trainer.config.own_rows import OwnRows, Splits
 from trainer.data import left_out
@@ -300,9 +301,10 @@ def test_a_bad_row_that_a_process_has_found_stops_the_run_soon(tmp_path: Path) -
     while not (store.folder / "failed.json").exists() and time.monotonic() - began < 60:
         time.sleep(0.01)
     assert store.layout.path(5).exists()
-    with pytest.raises(DataError, match="bad row"):
+    with pytest.raises(DataError) as error:
         store[5 * 16]
     store.close()
+    assert str(error.value) == "bad row cannot be encoded. Mend it."
 
 
 def judged(task: Any, folder: Path, *, most: float = 0.5, is_strict: bool = False) -> StreamStore:
@@ -348,7 +350,7 @@ def test_limits_that_cut_too_much_and_strict_stop_the_run(tmp_path: Path) -> Non
     store.close()
     task = Letters(write(tmp_path / "strict", ["drop", *texts(20)]))
     store = judged(task, tmp_path / "strict", is_strict=True)
-    with pytest.raises(DataError, match="--strict"):
+    with refused("strict_refuses", count=1):
         every_row(store)
     store.close()
 
@@ -416,11 +418,11 @@ def test_blank_lines_are_counted_in_the_numbers_of_lines() -> None:
 
 
 def test_keys_that_need_every_row_are_refused_beside_stream() -> None:
-    with pytest.raises(ValueError, match="valid_share"):
-        Data(stream=True, valid_share=0.1)
-    with pytest.raises(ValueError, match="rows that stand one by one"):
-        OwnRows(stream=True)
-    with pytest.raises(ValueError, match="'ranked' has none such"):
-        FidData(source="ranked", contexts=2, stream=True)
-    with pytest.raises(ValueError, match="corpus, for which every row"):
-        RetrieverData(source="files", corpus="corpus.tsv", stream=True)
+    with refused("stream_with_share", share=0.1):
+        validate(Data, {"stream": True, "valid_share": 0.1})
+    with refused("stream_of_no_rows", source=None):
+        validate(OwnRows, {"stream": True})
+    with refused("stream_of_no_rows", source="'ranked'"):
+        validate(FidData, {"source": "ranked", "contexts": 2, "stream": True})
+    with refused("stream_with_keys", keys="corpus"):
+        validate(RetrieverData, {"source": "files", "corpus": "corpus.tsv", "stream": True})

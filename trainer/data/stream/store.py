@@ -237,7 +237,7 @@ class StreamStore(TokenStore):
         return {"rows": len(self), "is_streamed": True}
 
     def lost_labels(self) -> tuple[int, int]:
-        return 0, 0  # judged chunk by chunk (judge.py)
+        return 0, 0  # judged chunk by chunk (statistics/met_rows.py)
 
     def row_hashes(self, fields: Sequence[str]) -> np.ndarray:
         raise NotImplementedError("the rows are encoded while they are trained on")
