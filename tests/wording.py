@@ -114,7 +114,27 @@ FILES = (
     )
     | wording(
         LatheError,
+        stream_worker_killed="a process that encodes rows ended with {code}",
         worker_killed="one of {count} processes that encode rows was killed...{fix}.",
+    )
+)
+
+# Rows that are encoded while they are trained on
+STREAMS = (
+    wording(ResumeError, stream_grew="{then} rows then, {now} now")
+    | wording(
+        ConfigError,
+        stream_of_hub_id="data.dataset='{dataset}' is no folder here...Fetch it",
+        stream_of_no_files="the training rows of this task ({task}...not read one by one from files",
+        stream_with_share="stream=True with valid_share={share}, which has to read every row",
+        stream_of_no_rows="stand one by one in files of yours, {source} has none such",
+        stream_with_keys="stream=True with {keys}, for which every row has to be read",
+        stream_reads_together="{place} reads otherwise by itself",
+    )
+    | wording(
+        DataError,
+        stream_changed="{path} changed while its rows are read",
+        stream_lost_labels="that were met so far...more than train.max_lost_labels={most}",
     )
 )
 
@@ -1083,6 +1103,7 @@ SEARCHING = wording(
 
 ROOMS: dict[str, dict[str, Wording]] = {
     "files": FILES,
+    "streams": STREAMS,
     "odd text": ODD_TEXT,
     "shards": SHARDS,
     "data files": DATA_FILES,

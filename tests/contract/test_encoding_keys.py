@@ -67,7 +67,7 @@ for _key in _OF_A_DATA_SET:
     OF_ONE_TASK["summariser", f"data.{_key}"] = {
         "data": {"source": "datasets", "dataset": "someones/rows"}
     }
-for _key in (*_OF_A_DATA_SET, "files", "columns", "valid_share", "valid_sets"):
+for _key in (*_OF_A_DATA_SET, "files", "columns", "valid_share", "valid_sets", "stream"):
     OF_ONE_TASK["vera", f"data.{_key}"] = {
         "data": {
             "source": "files",

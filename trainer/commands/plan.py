@@ -14,11 +14,13 @@ import typer
 
 from trainer.commands import options
 from trainer.config.flags import Strict
-from trainer.errors import ConfigError, DoesNotFitError
+from trainer.errors import ConfigError, DataError, DoesNotFitError
 
 if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
     from trainer.plan.memory.subject import Subject
     from trainer.plan.time.target import Target
+    from trainer.protocol.task import Task
     from trainer.training.options import Options
 
 DeviceName = Annotated[
@@ -162,17 +164,24 @@ def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_j
 
 def subject_for(values: dict[str, Any], run_options: Options, world: int) -> Subject:
     """The subject of a plan, with the rows that a run would read."""
+    from trainer.data.stream.store import is_streamed
     from trainer.data.token_store import store_of
     from trainer.plan.memory.subject import subject_of
     from trainer.training import run_plan
 
     checked = run_plan.plan(values, run_options, world=world, rank=0)
+
+    def store(task: Task, split: str) -> TokenStore:
+        if is_streamed(task):
+            raise DataError("data.stream encodes rows only while they are trained on")
+        return store_of(task, split, run_options.cache_dir)
+
     return subject_of(
         values,
         ds=checked.ds,
         sharding=checked.sharding,
         places=run_options.places,
-        store_of=lambda task, split: store_of(task, split, run_options.cache_dir),
+        store_of=store,
         answers=bool(checked.cfg.train.answers or run_options.extra_evals),
     )
 

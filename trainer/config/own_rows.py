@@ -47,7 +47,7 @@ class OwnRows(Strict):
     """Rows of your own: files below --data_path, or a data set of Hugging Face `datasets`."""
 
     not_encoded = frozenset(
-        {"files", "dataset", "subset", "revision", "splits", "columns", "valid_share"}
+        {"files", "dataset", "subset", "revision", "splits", "columns", "valid_share", "stream"}
         | {"mix", "mixing", "valid_sets"}
     )
     # The keys that a source of `mix` may have of its own.
@@ -57,6 +57,10 @@ class OwnRows(Strict):
     )
     # What the task makes of rows in a format of other people; none, where it reads no such row.
     purposes: ClassVar[tuple[Purpose, ...]] = ()
+    # Keys that need every row before the first step, where they are set.
+    unstreamed: ClassVar[tuple[str, ...]] = ()
+    # Sources that join the rows of several files.
+    unstreamed_sources: ClassVar[tuple[str, ...]] = ()
     # The sources whose rows may have such a format.
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files",)
 
@@ -97,6 +101,10 @@ class OwnRows(Strict):
     """
     mixing: Mixing = Mixing()
     """How they are mixed."""
+    stream: bool = False
+    """Encode the training rows while they are trained on, for millions of rows: the first step
+    waits for its own rows only (docs/own-data.md). Order and losses stay the same.
+    """
 
     valid_sets: dict[SetName, Name] = {}  # noqa: RUF012 (the block is frozen)
     """More validation sets by name: {"hard": "hard.jsonl[:500]"}, files as in `files`, or splits of
@@ -223,6 +231,34 @@ class OwnRows(Strict):
                 else f"format={self.format!r} has files with names and columns of their own"
             )
             raise ValueError(f"{what}: leave out {' and '.join(own_keys)}")
+        return self
+
+    @model_validator(mode="after")
+    def _a_stream_can_be_read(self) -> OwnRows:
+        if not self.stream:
+            return self
+        if self.mix:
+            raise ValueError(
+                "stream=True with mix, whose sources are encoded and counted before the first "
+                "step: leave one of the two out"
+            )
+        if self.names() is None or self.reads in self.unstreamed_sources:
+            raise ValueError(
+                f"stream=True wants rows that stand one by one in files of yours, "
+                f"{self.reads!r} has none such: leave stream out"
+            )
+        if self.valid_share:
+            raise ValueError(
+                f"stream=True with valid_share={self.valid_share}, which has to read every row "
+                "before the first step: give the validation split a file of its own, or leave "
+                "stream out"
+            )
+        whole = [name for name in self.unstreamed if getattr(self, name)]
+        if whole:
+            raise ValueError(
+                f"stream=True with {' and '.join(whole)}, for which every row has to be read "
+                "before the first step: leave one of the two out"
+            )
         return self
 
     @model_validator(mode="after")

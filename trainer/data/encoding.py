@@ -43,6 +43,14 @@ def usable_processes(num_rows: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
+def processes_beside(ranks: int) -> int:
+    """The default number of processes of a rank that encode while `ranks` ranks of this machine
+    train: the cores beside those of the ranks, divided by them.
+    """
+    cores = len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else 2
+    return max(1, cores // ranks - 1)
+
+
 def encoded_rows(
     rows: Iterable[Row], encode: EncodeRows, *, num_proc: int, at_once: int = 1
 ) -> Iterator[Encoded]:
@@ -66,7 +74,7 @@ def encoded_rows(
     pool = ProcessPoolExecutor(
         num_proc,
         mp_context=multiprocessing.get_context("fork"),
-        initializer=_begin,
+        initializer=begin_process,
         initargs=(os.getpid(),),
     )
     try:
@@ -86,7 +94,7 @@ def encoded_rows(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin(parent: int) -> None:
+def begin_process(parent: int) -> None:
     """Set up a new process: it ends with its parent, ignores signals of the terminal, which the
     parent handles, and uses one thread.
     """

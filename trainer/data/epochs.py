@@ -67,6 +67,10 @@ class Epochs:
         """The epoch (0-based) of the first row of a step."""
         return self._start(step) // self.num_rows
 
+    def place(self, step: int) -> int:
+        """How many rows of its epoch stand before a step."""
+        return self._start(step) % self.num_rows
+
     def next_epoch_rows(self, step: int) -> frozenset[int]:
         """The rows of a step that are the first ones of the next epoch."""
         left = self.num_rows - self._start(step) % self.num_rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -94,6 +95,22 @@ class Notes:
         keys = ReadKeys(self.keys.held | notes.keys.held, self.keys.read | notes.keys.read)
         formats = self.formats | notes.formats
         return Notes(self.counts | notes.counts, first + notes.first, keys, formats)
+
+    def merge(self, notes: Notes) -> None:
+        """Add the notes of other rows of the same split."""
+        named = Counter(one.why for one in self.first)
+        for one in notes.first:
+            if named[one.why] < NAMED:
+                self.first.append(one)
+                named[one.why] += 1
+        for mine, other in (
+            (self.counts, notes.counts),
+            (self.keys.held, notes.keys.held),
+            (self.formats, notes.formats),
+        ):
+            for name, count in other.items():
+                mine[name] = mine.get(name, 0) + count
+        self.keys.read |= notes.keys.read
 
     def record(self) -> dict[str, Any]:
         """The notes as plain JSON, for of()."""
@@ -221,6 +238,11 @@ def gathering_of_source(split: str, source: str) -> Iterator[None]:
         yield
     for notes in own.values():
         gather(of_mix(split, source), notes)
+
+
+def gathered() -> Gathered:
+    """What is gathered, by split."""
+    return _gathering.get() or {}
 
 
 def of_split(split: str) -> Notes:

@@ -120,11 +120,10 @@ def sizes_of(store: TokenStore, task: object) -> Sizes:
     """The sizes of a store's rows as its task pads or packs them."""
     is_packed, sources = isinstance(task, Packs) and task.is_packed, sources_in(store)
     if not isinstance(task, Shapes):
-        return replace(_sizes(store.lengths), is_packed=is_packed, sources=sources)
-    axes = np.stack([store.sizes(field) for field in task.padded_fields()], axis=1)
+        return Sizes(store.axes(), np.zeros(len(store), np.int32), is_packed, sources)
     kind = task.kind_field()
     kinds = np.zeros(len(store), np.int32) if kind is None else store.numbers(kind)
-    return Sizes(axes, kinds, is_packed, sources)
+    return Sizes(store.axes(task.padded_fields()), kinds, is_packed, sources)
 
 
 def _sizes(lengths: Lengths) -> Sizes:

@@ -101,6 +101,9 @@ class TokenStore:
             row[field] = ids[start:stop].copy()
         return row
 
+    def close(self) -> None:
+        """Nothing to end: every row is there."""
+
     def summary(self) -> dict[str, Any]:
         """rows, tokens by field, percentiles of the length and the number of truncated rows.
 
@@ -169,6 +172,12 @@ class TokenStore:
         """
         record = self.meta.get("notes")
         return left_out.Notes() if record is None else left_out.Notes.of(record)
+
+    def axes(self, fields: Sequence[str] = ()) -> np.ndarray:
+        """(rows, axes) int64: the sizes of each row in these fields; without any, its length."""
+        if not fields:
+            return np.asarray(self.lengths, dtype=np.int64)[:, None]
+        return np.stack([self.sizes(field) for field in fields], axis=1)
 
     def sizes(self, field: str) -> np.ndarray:
         """(rows,) int64: the number of ids of each row in `field`."""
@@ -244,7 +253,7 @@ def open_store(
     """
     digest, num_rows = content or content_of_rows(rows, encoding_id, split)
     many = encode_rows or (lambda chunk: [encode(row) for row in chunk])
-    encode_chunk = functools.partial(_encode, many, controls)
+    encode_chunk = functools.partial(encode_noting, many, controls)
 
     def build(temporary: Path) -> None:
         processes = num_proc or usable_processes(num_rows)
@@ -269,9 +278,10 @@ def open_store(
     return store
 
 
-def _encode(
+def encode_noting(
     encode: EncodeRows, controls: ControlTokens | None, rows: Sequence[Row]
 ) -> list[Encoded]:
+    """The encoded rows, each with its hash and the control tokens in its texts."""
     encoded = encode(rows)
     for one, row in zip(encoded, rows, strict=True):
         one.row_hash = row_hash(row)
@@ -336,7 +346,7 @@ class _Writer:
         """Append one row; DataError when its fields are not those of the first row, or not lists of
         32-bit integers.
         """
-        tokens = {field: _as_ids(values, field, index) for field, values in encoded.items()}
+        tokens = {field: as_ids(values, field, index) for field, values in encoded.items()}
         if index == 0:
             self._open(tokens)
         if tokens.keys() != self._ids.keys():
@@ -390,7 +400,8 @@ class _Writer:
             self._offsets[field].append([0])
 
 
-def _as_ids(values: Any, field: str, index: int) -> np.ndarray:
+def as_ids(values: Any, field: str, index: int) -> np.ndarray:
+    """The ids of a row's field, (tokens,). DataError for what is no list of 32-bit integers."""
     try:
         ids = np.asarray(values, dtype=np.int64 if len(values) == 0 else None)
     except (TypeError, ValueError):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.data.stream.store import StreamStore
 from trainer.errors import DoesNotFitError
 from trainer.files.atomic import read_json, write_json
 from trainer.launch import late
@@ -22,6 +23,7 @@ from trainer.plan.memory import plan_text
 from trainer.plan.memory.advice import advise
 from trainer.plan.memory.measure import MeasuringError, measuring
 from trainer.plan.memory.plan import MemoryPlan, make
+from trainer.plan.memory.planned_rows import Specimens
 from trainer.plan.time.target import target_of
 from trainer.protocol.task import DRAW, EPOCH
 from trainer.runtime import distributed, rng
@@ -101,7 +103,7 @@ def enforce_plan(memory: dict[str, Any] | None, engine: Engine, run: PreparedRun
     plan = MemoryPlan.of(memory) if memory is not None else None
     try:
         if plan is not None:
-            rehearse(engine, run, plan.heaviest, plan.heaviest_evaluated)
+            rehearse(engine, run, plan.heaviest, plan.heaviest_evaluated, is_planned=True)
         elif run.plan.cfg.train.compile:
             # always compile for the same rows, also in a resumed run: equal kernels give equal bits
             first = list(range(run.plan.sharding.micro_batch))
@@ -114,24 +116,29 @@ def enforce_plan(memory: dict[str, Any] | None, engine: Engine, run: PreparedRun
 
 
 def rehearse(
-    engine: Engine, run: PreparedRun, trained_rows: Sequence[int], evaluated_rows: Sequence[int]
+    engine: Engine,
+    run: PreparedRun,
+    trained_rows: Sequence[int],
+    evaluated_rows: Sequence[int],
+    *,
+    is_planned: bool = False,
 ) -> None:
     """Run a micro-batch and an evaluation batch of these rows before step 1, so that a failure or a
-    compilation happens now.
+    compilation happens now. is_planned: the rows are those of the memory plan.
 
     The run is not changed: the optimizer does not step, the weights keep no gradient, and random
     state is restored. Every rank calls it, because a forward may be a collective.
     """
     state = rng.capture()
     engine.train()
-    task, train, valid = run.task, run.stores["train"], run.stores["valid"]
+    task, valid = run.task, run.stores["valid"]
     rows = [
         {
-            **train[row % len(train)],
+            **of_row,
             DRAW: np.zeros(1, dtype=np.int64),
             EPOCH: np.zeros(1, dtype=np.int64),
         }
-        for row in trained_rows
+        for of_row in _rehearsed(run, trained_rows, is_planned=is_planned)
     ]
     module = engine.model.module
     weights = list(trainable(module).values())
@@ -148,6 +155,21 @@ def rehearse(
         task.scores(engine.model, to_device(evaluated))
     engine.train()
     rng.restore(state)
+
+
+def _rehearsed(
+    run: PreparedRun, numbers: Sequence[int], *, is_planned: bool
+) -> list[dict[str, np.ndarray]]:
+    """The training rows of these numbers. A stream has not encoded them yet: they are encoded by
+    themselves, and those of a plan are rows that fill every limit.
+    """
+    train = run.stores["train"]
+    if not isinstance(train, StreamStore):
+        return [train[number % len(train)] for number in numbers]
+    if not is_planned:
+        return [train.alone(number % len(train)) for number in numbers]
+    rows = Specimens(run.task).encoded_rows(numbers, is_drawn=False)
+    return [{name: np.asarray(ids, np.int32) for name, ids in row.items()} for row in rows]
 
 
 @contextmanager

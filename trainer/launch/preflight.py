@@ -188,8 +188,7 @@ def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: floa
         refuse_lost_labels(store, most=most_lost)
     train = stores["train"]
     count = min(len(train), FIRST_ROWS)
-    if not _units(task, [train[row] for row in range(count)]):
-        raise DataError(_no_label(count))
+    refuse_unlabelled(task, [train[row] for row in range(count)])
     for split, valid in stores.items():
         if split == "train":
             continue
@@ -230,6 +229,12 @@ def own_metrics(plan: RunPlan, options: Options, task: Task) -> list[OwnMetric]:
     rows = first_questions(task, TRIED_ROWS)
     on_main(lambda: metrics.extend(try_out(load(plan.cfg.own_metrics, plan.folder), rows)))
     return metrics
+
+
+def refuse_unlabelled(task: Task, rows: Sequence[Mapping[str, Any]]) -> None:
+    """DataError when none of these rows has anything that the loss is over."""
+    if not _units(task, rows):
+        raise DataError(_no_label(len(rows)))
 
 
 def has_begun(plan: RunPlan) -> bool:

@@ -12,7 +12,10 @@ from trainer import tasks
 from trainer.config.identity import digest
 from trainer.data import left_out
 from trainer.data.content import Content, content_of, shared_test_rows, valid_splits
+from trainer.data.encoding import processes_beside
 from trainer.data.order import sizes_of
+from trainer.data.stream.row_index import open_index
+from trainer.data.stream.store import StreamStore, is_streamed
 from trainer.data.token_store import TokenStore, store_of
 from trainer.evaluation.run import TEST
 from trainer.launch import preflight
@@ -20,10 +23,12 @@ from trainer.launch.origin import going_on
 from trainer.launch.run_folder import check_hub, check_identity
 from trainer.plan.memory.advice import RECOMPUTED
 from trainer.plan.memory.measure import with_value
-from trainer.plan.memory.planned_rows import StoredRows
+from trainer.plan.memory.planned_rows import Specimens, StoredRows
 from trainer.plan.memory.subject import Subject
 from trainer.runtime import distributed, rng
 from trainer.runtime.distributed import on_main
+from trainer.statistics.ledger import refuse_lost_labels
+from trainer.statistics.met_rows import MetRows
 from trainer.statistics.opening import opening_lines
 from trainer.survival import mirror
 from trainer.training import checkpoint
@@ -66,6 +71,9 @@ class PreparedRun:
     def subject(self) -> Subject:
         """This run as the planners of memory and time need it."""
         plan = self.plan
+        train = self.stores["train"]  # of a stream, each row may fill its limits
+        is_known = not isinstance(train, StreamStore)
+        rows = StoredRows(train, self.task, "train") if is_known else Specimens(self.task)
         return Subject(
             with_value(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing),
             plan.cfg,
@@ -73,7 +81,7 @@ class PreparedRun:
             plan.sharding,
             self.task,
             self.places,
-            StoredRows(self.stores["train"], self.task, "train"),
+            rows,
             self.longest_valid(),
             bool(self.questions),
         )
@@ -128,12 +136,14 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
         return str(name), int(count)
 
     stores = open_stores(task, options, content)
+    newest = newest_state(plan, options)
+    identity = check_identity(plan, task, stores, newest)
+    begin_stream(stores["train"], plan, newest, num_proc=options.num_proc)
     distributed.wait_for_all()
     distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
     lap("rows")
-    newest = newest_state(plan, options)
-    identity = check_identity(plan, task, stores, newest, places=options.places)
-    say_padding(plan, sizes_of(stores["train"], task))
+    if not is_streamed(task):
+        say_padding(plan, sizes_of(stores["train"], task))
     for split in ("train", *valid_splits(cfg)):
         for line in opening_lines(split, stores[split]):
             logger.info("%s", line)
@@ -144,10 +154,45 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
 
 
 def _judge_rows(task: Task, stores: dict[str, TokenStore], plan: RunPlan, options: Options) -> None:
+    if isinstance(stores["train"], StreamStore):
+        return judge_stream(task, stores["train"], stores["valid"], plan, options)
     preflight.refuse_rows(task, stores, most_lost=plan.cfg.train.max_lost_labels)
     notes = shared_test_rows(task, stores["train"], options.cache_dir)
     left_out.gather("test in train", notes)
     left_out.settle(plan.folder, strict=options.strict)
+
+
+def judge_stream(
+    task: Task, train: StreamStore, valid: TokenStore, plan: RunPlan, options: Options
+) -> None:
+    """Look at the rows that are encoded first, and have the others looked at when training meets
+    them.
+    """
+    most = plan.cfg.train.max_lost_labels
+    refuse_lost_labels(valid, most=most)
+    train.check_reader()
+    preflight.refuse_unlabelled(task, train.first_rows(preflight.FIRST_ROWS))
+    left_out.settle(plan.folder, strict=options.strict)
+    notes = left_out.gathered()
+    train.judge(MetRows(plan.folder, valid, notes, most, options.strict, len(train)))
+
+
+def begin_stream(
+    train: TokenStore, plan: RunPlan, newest: SavedState | None, *, num_proc: int | None
+) -> None:
+    """Start to encode the rows of a stream, from the bucket of the next step on. The rows of any
+    other store are there.
+    """
+    if not isinstance(train, StreamStore):
+        return
+    step = 0 if newest is None else newest.state()["progress"]["step"]
+    seed = plan.cfg.train.seed if plan.cfg.train.order == "shuffled" else None
+    epochs = plan.sharding.epochs(len(train), seed)
+    bucket = (step - epochs.span(step).start) % plan.sharding.bucket_steps
+    processes = num_proc or processes_beside(distributed.local_world())
+    train.begin(
+        seed=seed, epoch=epochs.epoch(step), place=epochs.place(step - bucket), processes=processes
+    )
 
 
 def is_in_memory(plan: RunPlan, options: Options) -> bool:
@@ -172,13 +217,18 @@ def open_stores(
     task: Task, options: Options, content: Callable[[str], Content]
 ) -> dict[str, TokenStore]:
     """Open the token store of each split, and encode its rows first if they are not encoded yet.
-    The smaller split comes first, so that its errors come before the other one is read.
+    The smaller split comes first, so that its errors come before the other one is read. With
+    data.stream the training rows are only counted.
 
     content: gives (digest of the rows, number of rows) of a split.
     """
     stores: dict[str, TokenStore] = {}
     # with --test that split is read now, so that its errors do not come behind the last step
     for split in (*valid_splits(task.cfg), *([TEST] if options.test else []), "train"):
+        if split == "train" and is_streamed(task):
+            index = open_index(task, options.cache_dir)
+            stores[split] = StreamStore(task, index, options.cache_dir)
+            continue
         how: dict[str, Any] = {"num_proc": options.num_proc, "content": content(split)}
         stores[split] = store_of(task, split, options.cache_dir, **how)
     stores.pop(TEST, None)

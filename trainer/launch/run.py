@@ -164,4 +164,5 @@ def _train(plan: RunPlan, ready: ReadyRun, *, pushes: bool) -> End:
         ready.saves.leave(error)
         raise
     finally:
+        session.train.close()
         session.engine.destroy()

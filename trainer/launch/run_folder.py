@@ -17,9 +17,10 @@ from trainer.config.identity import digest
 from trainer.config.userfile import kind
 from trainer.data import left_out
 from trainer.data.content import content_of, content_of_rows, rows_of
+from trainer.data.stream.store import is_streamed
 from trainer.errors import ConfigError, DataError, LatheError, ResumeError, StorageError
 from trainer.exports import card, record
-from trainer.files.atomic import refusals, refuse_link_out, write_json
+from trainer.files.atomic import read_json, refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.launch.origin.going_on import refuse_other_rows
 from trainer.metrics import own
@@ -256,7 +257,7 @@ def check_identity(
         if began is None and plan.cfg.continues is not None and newest is not None:
             refuse_other_rows(plan.cfg.continues, now, newest)
         changed = [
-            f"{key} (was {began.get(key)!r}, is {now[key]!r})"
+            f"{key} (was {began.get(key)!r}, is {now[key]!r}{_grown(path, key, facts)})"
             for key in now
             if began
             and began.get(key) != now[key]
@@ -294,21 +295,35 @@ def _changed_sources(began: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
 
 
 def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
-    """Whether an earlier version of Lathe gave the present rows of the split this digest."""
+    """Whether an earlier version of Lathe gave the present rows of the split this digest; earlier
+    versions had no streams.
+    """
+    if split == "train" and is_streamed(task):
+        return False
     return any(
         content_of_rows(rows_of(task, split), encoding_id, split)[0] == recorded
         for encoding_id in task.earlier_encoding_ids()
     )
 
 
+def _grown(path: Path, split: str, facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many rows a split had when the run began, and has now; "" where they are as many, or
+    nobody knows.
+    """
+    then = ((read_json(path) or {}).get("splits") or {}).get(split, {}).get("rows")
+    now = facts.get(split, {}).get("rows")
+    return "" if None in (then, now) or then == now else f": {then:,} rows then, {now:,} now"
+
+
 def tell_changed_data(plan: RunPlan, options: Options) -> None:
     """Warn of a finished run whose data files hold other rows than those that it was trained on;
-    DataError under --strict. Nothing is said where they cannot be read any more, or are a data set
-    of the Hub.
+    DataError under --strict. Nothing is said where they cannot be read any more, are a data set
+    of the Hub, or were streamed.
     """
     data = plan.values.get("data", {})
     blocks = [data, *(one for one in data.get("mix", {}).values() if isinstance(one, dict))]
-    if any(block.get("dataset") or block.get("source") == "hub" for block in blocks):
+    is_of_hub = any(block.get("dataset") or block.get("source") == "hub" for block in blocks)
+    if is_of_hub or data.get("stream"):
         return
     changed: list[str] = []
     try:

@@ -132,6 +132,7 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
             with again.around_steps:
                 fit(session, again.progress, until=stop)
         finally:
+            session.train.close()
             session.engine.destroy()
     finally:
         record.close()

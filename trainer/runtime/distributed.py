@@ -61,6 +61,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_world() -> int:
+    """How many ranks this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def device() -> torch.device:
     """The device of this process: its CUDA device, or the CPU where there is none."""
     return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")

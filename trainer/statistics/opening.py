@@ -43,7 +43,13 @@ def opening_lines(split: str, store: TokenStore | MixedStore) -> Iterator[str]:
 
 
 def _rows_and_cuts(store: TokenStore) -> str:
-    fields: dict[str, int] = store.summary()["tokens"]
+    facts = store.summary()
+    if facts.get("is_streamed"):
+        return (
+            f"{store.meta['split']}: {len(store):,} rows, encoded while they are trained on "
+            "(data.stream): what limits cut and what is left out is told when training meets it"
+        )
+    fields: dict[str, int] = facts["tokens"]
     tokens = sum(
         count
         for field, count in fields.items()

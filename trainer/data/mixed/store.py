@@ -103,6 +103,12 @@ class MixedStore:
         """The notes of each store are gathered when it is opened, under its own name."""
         return Notes()
 
+    def axes(self, fields: Sequence[str] = ()) -> np.ndarray:
+        """(rows, axes) int64: the sizes of each row in these fields; without any, its length."""
+        if not fields:
+            return np.asarray(self.lengths, dtype=np.int64)[:, None]
+        return np.stack([self.sizes(field) for field in fields], axis=1)
+
     def sizes(self, field: str) -> np.ndarray:
         """(rows,) int64: the number of ids of each row in `field`, 0 where a row has no such
         field.

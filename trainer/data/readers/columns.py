@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import FROM
+from trainer.data.formats import picked
 from trainer.data.formats.lists import as_list, is_nan, structure
 from trainer.data.left_out import doubt, watched
 from trainer.data.readers.jsonl import preview
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 _LOOKED_AT = 100  # a column must occur in so many first rows; JSON lines may leave columns out
+
+_CHECKED = "columns"  # that the first rows of a split have them
 
 Placed = Iterator[tuple[str, "Row"]]
 
@@ -32,10 +35,14 @@ def in_our_names(
     out of a text too (see lists.py). ConfigError for a column that none of the first rows has.
     """
     rows = iter(rows)
-    if columns:
+    some = picked.current()
+    if columns and some is None:
         first = list(itertools.islice(rows, _LOOKED_AT))
         _check_columns(first, columns)
         rows = itertools.chain(first, rows)
+    elif some is not None and columns and _CHECKED not in some.learnt:
+        _check_columns(list(some.first), columns)
+        some.learnt[_CHECKED] = True
     names = {name for group in layout.groups for name in group}
     replaced = {other for name in columns for other in layout.alternatives(name)}
     sources = {

@@ -89,15 +89,26 @@ def numbered_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
     for line, text in lines(path):
         if not text.strip():
             continue
-        try:
-            row = json_value(text)
-        except BadJson as error:
-            advice = "; write one object a line" if isinstance(error, MalformedJson) else ""
-            raise bad_line(path, line, f"{error}{advice}") from None
-        yield line, _object(row, f"{path}, line {line}")
+        yield line, _object_of_line(path, line, text)
         is_empty = False
     if is_empty:
         raise DataError(f"{path} is empty. Put one JSON object on every line.")
+
+
+def row_of_line(path: Path, line: int, content: bytes) -> Row:
+    """The object of a line that is read by itself, perhaps with blank lines behind it."""
+    if len(content) > MAX_LINE:
+        raise bad_line(path, line, f"longer than {MAX_LINE:,} bytes; write one row a line")
+    return _object_of_line(path, line, _decode(content, path, line))
+
+
+def _object_of_line(path: Path, line: int, text: str) -> Row:
+    try:
+        row = json_value(text)
+    except BadJson as error:
+        advice = "; write one object a line" if isinstance(error, MalformedJson) else ""
+        raise bad_line(path, line, f"{error}{advice}") from None
+    return _object(row, f"{path}, line {line}")
 
 
 @of_subset
@@ -166,6 +177,11 @@ def _object(value: Any, place: str) -> Row:
             f"{place}: a JSON {type(value).__name__}, want an object like {{...}}.", place=place
         )
     return value
+
+
+def is_of_lines(path: Path) -> bool:
+    """Whether a file of JSON holds an object a line: neither a list, nor one object."""
+    return not _beginning(path).startswith(b"[") and _one_object(path) is None
 
 
 def begins_as_json(path: Path) -> bool:

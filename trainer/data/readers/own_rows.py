@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.formats.layouts import Layout
 from trainer.config.own_rows import OwnRows
+from trainer.data.formats import picked
 from trainer.data.formats.held_out import PLACES, place_of_row
 from trainer.data.readers import row_files
 from trainer.data.readers.data_sets import data_set, row_of_arrow
@@ -48,8 +49,12 @@ def own_rows(
     split_names(split)
     is_shared = bool(own.valid_share) and split in ("train", "valid")
     of_split = "train" if is_shared else split
-    if own.dataset is not None:
+    some = picked.current() if split == "train" else None
+    if some is not None:
+        what, rows = some.what, iter(some.rows)
+    elif own.dataset is not None:
         name = getattr(own.splits, of_split) or _OF_DATASETS[of_split]
+        picked.tell((own.dataset, name))
         raw_rows = data_set(
             own.dataset,
             name,
@@ -65,6 +70,7 @@ def own_rows(
         )
     else:
         path = _file(own, of_split, folder, suffixes, first)
+        picked.tell(path)
         what, rows = path.name, row_files.placed_rows(path)
     rows = in_our_form(rows, own, layout, what=what, around=Around(folder))
     yield from _share(rows, own.valid_share, split, layout) if is_shared else rows

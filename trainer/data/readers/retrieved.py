@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.config.formats.layouts import QUESTIONS
 from trainer.config.own_rows import OwnRows, Splits
 from trainer.data import lookup, stdlib_docs
+from trainer.data.formats import picked
 from trainer.data.left_out import note
 from trainer.data.readers import fields
 from trainer.data.readers.folders import split_file
@@ -82,9 +83,10 @@ def rows(
         else:
             rows = (
                 {**_question(raw, place, index=index, split=split), "ctxs": _passages(raw, place)}
-                for index, (place, raw) in enumerate(questions)
+                for index, (place, raw) in picked.enumerated(questions)
             )
-    for number, row in enumerate(rows, start=1):
+    for index, row in picked.enumerated(rows):
+        number = index + 1
         if not row["answers"] and "target" not in row:
             note(f"row {number}, question {row['id']!r}", UNANSWERED, field="answers")
         have_scores = {"score" in one for one in row["ctxs"]}

@@ -269,6 +269,19 @@ def _named_twice(path: Path, name: str) -> DataError:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    number = 0
+    for batch in arrow_batches(path, _ROWS_AT_ONCE):
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{path}, row {number}", row_of_arrow(row)
+    if not number:
+        raise DataError(f"{path} holds no row. Write at least one.")
+
+
+def arrow_batches(path: Path, num_rows: int) -> Iterator[Any]:
+    """The record batches of a Parquet file, each of at most `num_rows` rows. DataError for what is
+    no Parquet file; ConfigError without pyarrow.
+    """
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -276,23 +289,17 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
         raise ConfigError(
             f"{path}: reading Parquet needs pyarrow, which is not here. {_INSTALL}"
         ) from None
-    number = 0
     try:
         with _seekable(path) as content, ParquetFile(content) as file:
             names: list[str] = file.schema_arrow.names
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise _named_twice(path, twice)
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row_of_arrow(row)
+            yield from file.iter_batches(batch_size=num_rows)
     except FileNotFoundError as error:
         raise _unreadable(path, error) from error
     except (ArrowException, OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: {str(error).splitlines()[0]}. Is it a Parquet file?") from None
-    if not number:
-        raise DataError(f"{path} holds no row. Write at least one.")
 
 
 def _seekable(path: Path) -> IO[Any]:

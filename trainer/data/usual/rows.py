@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainer.config.formats.table import FORMATS, FormatName
+from trainer.data.formats import picked
 from trainer.data.left_out import count_format
 from trainer.data.readers import fields
 from trainer.data.readers.columns import columns_in, in_our_names
@@ -78,8 +79,7 @@ def in_our_form(
     """
     name = own.format
     if name is None and not own.columns:
-        first, rows = _peeked(iter(rows))
-        name = format_of(first, own, layout, is_labelled=around.is_labelled)
+        name, rows = _told_by_first(iter(rows), own, layout, around)
     purpose = layout.purpose
     if name is None or purpose is None:
         yield from in_our_names(rows, own.columns, layout)
@@ -90,6 +90,23 @@ def in_our_form(
     if not is_ours:
         placed = _whole(placed, name, around)
     yield from counted(READERS[name, purpose](placed, around), what, name)
+
+
+def _told_by_first(
+    rows: Iterator[tuple[str, Row]], own: OwnRows, layout: Layout, around: Around
+) -> tuple[FormatName | None, Iterator[tuple[str, Row]]]:
+    """The format that the first rows of a split show, and all rows. Where only some rows are read,
+    the split's first ones tell it, once.
+    """
+    some = picked.current()
+    if some is None:
+        first, rows = _peeked(rows)
+        return format_of(first, own, layout, is_labelled=around.is_labelled), rows
+    key = f"format of {layout.purpose}"
+    if key not in some.learnt:
+        first = some.first[:_LOOKED_AT]
+        some.learnt[key] = format_of(first, own, layout, is_labelled=around.is_labelled)
+    return some.learnt[key], rows
 
 
 def unlabelled(

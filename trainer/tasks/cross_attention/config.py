@@ -83,6 +83,7 @@ class Data(OwnRows):
         }
     )
 
+    unstreamed: ClassVar[tuple[str, ...]] = ("include_context_ids",)
     purposes: ClassVar[tuple[Purpose, ...]] = ("question",)
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
         "facts",

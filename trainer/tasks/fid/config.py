@@ -29,6 +29,7 @@ class Data(OwnRows):
         }
     )
 
+    unstreamed_sources: ClassVar[tuple[str, ...]] = ("ranked",)
     purposes: ClassVar[tuple[Purpose, ...]] = ("question",)
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {"rankings"}
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "ranked")

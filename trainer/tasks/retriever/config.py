@@ -42,6 +42,7 @@ class Data(OwnRows):
         }
     )
 
+    unstreamed: ClassVar[tuple[str, ...]] = ("corpus",)
     purposes: ClassVar[tuple[Purpose, ...]] = ("query",)
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
         "corpus",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.config.lora import Lora
 from trainer.config.schema import Base, RandomBase
+from trainer.data.formats import picked
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import adapters, base_model, base_source
@@ -198,7 +199,7 @@ class Task(TokenTask[Config]):
         if self.cfg.data.source != "stdlib_docs":
             of_split = rows.without_own_positives(of_split)
         usable = selection.trainable(of_split, self.cfg.data.passages if split == "train" else 1)
-        return ({**row, "item": item} for item, row in enumerate(usable))
+        return ({**row, "item": item} for item, row in picked.enumerated(usable))
 
     def encode(self, row: Row) -> Encoded:
         """Ids of the query and of all its passages, positives first; the identity of each passage,

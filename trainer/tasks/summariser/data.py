@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.formats.layouts import SUMMARIES
 from trainer.data import lookup, stdlib_docs
+from trainer.data.formats import picked
 from trainer.data.formats.lists import as_list, structure
 from trainer.data.formats.normal_form import is_blank
 from trainer.data.left_out import note
@@ -55,7 +56,8 @@ def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
     groups = ((data.document,), *SUMMARIES.groups, *own)
     layout = replace(SUMMARIES, groups=groups, lists=frozenset(data.summaries))
     how: dict[str, Any] = {"layout": layout, "cache_dir": places.cache_dir}
-    for number, (place, raw) in enumerate(own_rows(data, split, places.data_path, **how), start=1):
+    for index, (place, raw) in picked.enumerated(own_rows(data, split, places.data_path, **how)):
+        number = index + 1
         line = place.rpartition(" ")[2]
         row = _row(raw, data, place=place, number=line if line.isdecimal() else str(number))
         if not row["summaries"]:

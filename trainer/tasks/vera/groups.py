@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.config.formats.layouts import STATEMENTS
 from trainer.data import lookup, stdlib_docs
+from trainer.data.formats import picked
 from trainer.data.formats.json_text import json_value
 from trainer.data.formats.lists import as_list
 from trainer.data.formats.normal_form import is_blank
@@ -114,7 +115,9 @@ def _of_task(
     if split == "valid" and data.valid_limit is not None and len(groups) > data.valid_limit:
         log.info("%s: %d of its %d validation groups are used", task, data.valid_limit, len(groups))
         groups = random.Random(SEED).sample(groups, data.valid_limit)
-    return [{"task": task, "number": number, **group} for number, group in enumerate(groups)]
+    return [
+        {"task": task, "number": number, **group} for number, group in picked.enumerated(groups)
+    ]
 
 
 def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:

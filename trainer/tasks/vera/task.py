@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.data.formats import picked
 from trainer.errors import ConfigError
 from trainer.files import packages
 from trainer.metrics.mergeable import GatheredValues, Ratio
@@ -108,7 +109,7 @@ class Task(TokenTask[Config]):
     def rows(self, split: str) -> Iterable[Row]:
         cache_dir = self.places.cache_dir
         of_split = groups.rows(self.cfg.data, split, self.places.data_path, cache_dir=cache_dir)
-        if split not in self._logged:
+        if split not in self._logged and picked.current() is None:
             self._logged.add(split)
             log.info(
                 "%s: %s",

@@ -1,0 +1,1 @@
+"""Training rows that are encoded while they are trained on (data.stream)."""
