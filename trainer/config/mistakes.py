@@ -57,6 +57,7 @@ def secrets(values: Any, above: str = "") -> Iterator[str]:
         for place, value in enumerate(values):
             yield from secrets(value, f"{above}.{place}")
 
+
 # What torch and others call them.
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
