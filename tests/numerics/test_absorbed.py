@@ -26,7 +26,7 @@ from tests.numerics.test_fid_model import labels as labels_of
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_same_step
 from trainer.config import deepspeed_config
-from trainer.config.lora import Lora
+from trainer.config.optimizer.lora import Lora
 from trainer.config.schema import Optim, Train
 from trainer.models import adapters
 from trainer.models.packed import absorbed, t5_decoder

@@ -22,7 +22,7 @@ from tests.tolerance import assert_close
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
-from trainer.config.lora import Lora
+from trainer.config.optimizer.lora import Lora
 from trainer.exports import record
 from trainer.files.atomic import sha256_of
 from trainer.models import adapters, base_model, base_source

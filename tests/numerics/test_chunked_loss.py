@@ -14,7 +14,7 @@ from tests.families import base, streaming
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_all_close, assert_close
 from trainer.config import deepspeed_config
-from trainer.config.lora import Lora
+from trainer.config.optimizer.lora import Lora
 from trainer.config.schema import Optim, Train
 from trainer.models import adapters, head, losses
 from trainer.models.head import OutputLayer

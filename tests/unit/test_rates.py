@@ -35,7 +35,7 @@ def optim(**keys: Any) -> Optim:
     return validate(Optim, {"lr": 0.1, **keys})
 
 
-def found(model: nn.Module, block: Optim, **keys: Any) -> dict[str, rates.Place]:
+def found(model: nn.Module, block: Optim, **keys: Any) -> dict[str, rates.TrainedAs]:
     return rates.places(model, block, **{"plus": 1.0, "freeze": (), **keys})
 
 

@@ -28,7 +28,7 @@ from trainer.data.epochs import Epochs
 from trainer.data.order import Sharding, Sizes, sizes_of, window_rows
 from trainer.data.readers.questions import text_rows
 from trainer.data.stream import layout as stream_layout
-from trainer.data.stream.chunk import Chunk, Facts
+from trainer.data.stream.chunk import Chunk, ChunkFacts
 from trainer.data.stream.lines import line_of
 from trainer.data.stream.row_index import open_index
 from trainer.data.stream.store import StreamStore
@@ -401,7 +401,7 @@ def test_facts_of_chunks_add_up(tmp_path: Path) -> None:
     store = streamed(task)
     try:
         store[0], store[39], store[20]
-        total = Facts()
+        total = ChunkFacts()
         for number in range(store.layout.num_chunks):
             store._chunk(number)
             total.add(Chunk(store.layout.path(number)).facts)

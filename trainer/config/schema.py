@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from trainer.config.block import Fraction, Positive, Strict
-from trainer.config.lora import Lora
+from trainer.config.optimizer.lora import Lora
 from trainer.config.optimizer.freeze import Freeze
 from trainer.config.optimizer.optim import Optim
 from trainer.config.optimizer.schedule import Schedule

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.data import left_out
-from trainer.data.stream.chunk import HASHES, Chunk, Facts
+from trainer.data.stream.chunk import HASHES, Chunk, ChunkFacts
 from trainer.errors import DataError
 from trainer.statistics.opening import cut_line
 
@@ -36,7 +36,7 @@ class MetRows:
     most_lost: float  # train.max_lost_labels
     is_strict: bool
     num_rows: int
-    facts: Facts = field(default_factory=Facts)
+    facts: ChunkFacts = field(default_factory=ChunkFacts)
     _overlap: left_out.Notes = field(default_factory=left_out.Notes)
     _reasons: set[str] = field(default_factory=set[str])
     _written_at: float = -_WRITE_EVERY_S

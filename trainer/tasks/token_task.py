@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.identity import canonical_json
-from trainer.config.lora import Lora
+from trainer.config.optimizer.lora import Lora
 from trainer.config.schema import Base, Experiment
 from trainer.config.userfile import placed
 from trainer.data import vocabulary

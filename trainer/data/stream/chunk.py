@@ -31,7 +31,7 @@ _OF_OFFSETS, _OF_IDS = "offsets.", "ids."
 
 
 @dataclass
-class Facts:
+class ChunkFacts:
     """What is added up over rows."""
 
     rows: int = 0
@@ -47,13 +47,13 @@ class Facts:
         return {**self.__dict__, "notes": self.notes.record(), "keys": keys}
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Facts:
+    def of(cls, values: Mapping[str, Any]) -> ChunkFacts:
         notes, keys = left_out.Notes.of(values["notes"]), values["keys"]
         notes.keys = left_out.ReadKeys(dict(keys["held"]), set(keys["read"]))
         own = {name: value for name, value in values.items() if name != "keys"}
         return cls(**{**own, "notes": notes})
 
-    def add(self, other: Facts) -> None:
+    def add(self, other: ChunkFacts) -> None:
         """Add the facts of other rows."""
         self.rows += other.rows
         self.truncated_rows += other.truncated_rows
@@ -89,7 +89,7 @@ def write_chunk(
     """Write the rows, and what was noted when they were read. DataError for an encoding that is not
     lists of ids; StorageError when the disk refuses.
     """
-    facts = Facts(rows=len(rows), notes=notes)
+    facts = ChunkFacts(rows=len(rows), notes=notes)
     fields = list(rows[0].encoded)
     ids: dict[str, list[np.ndarray]] = {name: [] for name in fields}
     for row in rows:
@@ -147,8 +147,8 @@ class Chunk:
         self.fields = [name[len(_OF_IDS) :] for name in self._places if name.startswith(_OF_IDS)]
 
     @property
-    def facts(self) -> Facts:
-        return Facts.of(self._facts)
+    def facts(self) -> ChunkFacts:
+        return ChunkFacts.of(self._facts)
 
     def array(self, name: str) -> np.ndarray:
         """LENGTHS or HASHES, (rows,)."""

@@ -26,7 +26,7 @@ from trainer.data.encoding import EncodeRows, begin_process
 from trainer.data.formats import picked
 from trainer.data.formats.picked import Placed
 from trainer.data.stream.chunk import EncodedRow, write_chunk
-from trainer.data.stream.layout import Layout
+from trainer.data.stream.layout import ChunkLayout
 from trainer.data.stream.row_index import RowIndex
 from trainer.data.token_store import encode_noting
 from trainer.errors import ConfigError, DataError, LatheError
@@ -53,7 +53,7 @@ class ChunkEncoder:
 
     task: Task
     index: RowIndex
-    layout: Layout
+    layout: ChunkLayout
 
     def make(self, chunk: int) -> None:
         """Write a chunk. DataError names a row that cannot be encoded."""
@@ -139,7 +139,7 @@ def _joined(number: int, pieces: list[Encoded], length: Any) -> EncodedRow:
     return EncodedRow(number, first, labels if labels[1] else (lost, length(first) + lost))
 
 
-class Encoder:
+class EncoderPool:
     """The processes of this rank that encode the chunks which are missing."""
 
     def __init__(self, encoder: ChunkEncoder, *, start: int, processes: int) -> None:

@@ -17,7 +17,7 @@ _PER_FOLDER = 1000
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChunkLayout:
     """The chunks of `num_rows` rows in the order of one epoch."""
 
     folder: Path

@@ -23,12 +23,12 @@ from trainer.data import left_out
 from trainer.data.stream.chunk import LENGTHS, Chunk
 from trainer.data.stream.encoder import (
     ChunkEncoder,
-    Encoder,
+    EncoderPool,
     forget_failure,
     raise_failure,
     tidy,
 )
-from trainer.data.stream.layout import Layout
+from trainer.data.stream.layout import ChunkLayout
 from trainer.data.stream.row_index import RowIndex
 from trainer.data.token_store import TokenStore
 
@@ -73,7 +73,7 @@ class StreamStore(TokenStore):
             "digest": hashlib.sha256(said.encode()).hexdigest(),
         }
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
-        self._encoder: Encoder | None = None
+        self._encoder: EncoderPool | None = None
         self._judge: Judge | None = None
         self._met: set[int] = set()
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class StreamStore(TokenStore):
         encoder = ChunkEncoder(self._task, self._index, self.layout)
         self._began, self._chunks_before = time.monotonic(), len(self.layout.finished())
         self.layout.places(np.zeros(1, np.int64))  # made once, before other processes share it
-        self._encoder = Encoder(encoder, start=self.start_chunk, processes=processes)
+        self._encoder = EncoderPool(encoder, start=self.start_chunk, processes=processes)
 
     def check_reader(self) -> None:
         """ConfigError when the task cannot read a row by itself."""
@@ -118,9 +118,9 @@ class StreamStore(TokenStore):
         count = min(count, len(chunk.array(LENGTHS)))
         return [chunk.row(place) for place in range(count)]
 
-    def _layout(self, seed: int | None, epoch: int) -> Layout:
+    def _layout(self, seed: int | None, epoch: int) -> ChunkLayout:
         name = f"{self.digest[:32]}-{'as-given' if seed is None else seed}-{epoch}-v{_FORMAT}"
-        return Layout(self._cache / "streams" / name, len(self), seed, epoch)
+        return ChunkLayout(self._cache / "streams" / name, len(self), seed, epoch)
 
     def judge(self, judge: Judge) -> None:
         """Have `judge` told of every chunk, in the order in which training needs them. Those

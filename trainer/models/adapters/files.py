@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.config.block import Strict, validate
-from trainer.config.lora import Lora
+from trainer.config.optimizer.lora import Lora
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
 from trainer.models.adapters.names import ROWS, in_file, is_adapter, layer_of

@@ -29,7 +29,7 @@ from trainer.models.adapters.targets import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trainer.config.lora import Lora
+    from trainer.config.optimizer.lora import Lora
 
 
 def adapted(base: PreTrainedModel, how: Lora, *, seed: int) -> PreTrainedModel:

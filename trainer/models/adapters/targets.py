@@ -14,7 +14,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.models.adapters.names import ROWS, is_adapter
 
 if TYPE_CHECKING:
-    from trainer.config.lora import Lora
+    from trainer.config.optimizer.lora import Lora
 
 # The linear layers in a block of a Llama-like decoder; a base that has all of them gets adapters
 # there.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.config.lora import Lora
+    from trainer.config.optimizer.lora import Lora
 
 # N tokens whose rows train, V vocabulary, D width
 

@@ -34,7 +34,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainedAs:
     """How one weight trains."""
 
     share: float  # of optim.lr
@@ -123,7 +123,7 @@ def rules(model: nn.Module, optim: Optim) -> dict[str, str]:
 
 def places(
     model: nn.Module, optim: Optim, *, plus: float, freeze: Sequence[Freeze]
-) -> dict[str, Place]:
+) -> dict[str, TrainedAs]:
     """How every weight of `model` that trains does so, by name.
 
     plus: lora.plus. ConfigError for an entry of optim.groups that names no weight.
@@ -132,7 +132,7 @@ def places(
     refuse_idle_patterns("optim.groups", optim.groups, named)
     heights = _heights(model, named) if optim.layer_decay < 1 else {}
     own_rules = rules(model, optim)
-    found: dict[str, Place] = {}
+    found: dict[str, TrainedAs] = {}
     for name, parameter in named.items():
         share = optim.layer_decay ** heights.get(name, 0)
         if any(part in _SECOND_OF_ADAPTER for part in name.split(".")):
@@ -144,12 +144,12 @@ def places(
             share = group.lr / optim.lr
         if group is not None and group.weight_decay is not None:
             weight_decay = group.weight_decay
-        found[name] = Place(share, weight_decay, own_rules[name], first_match(name, freeze))
+        found[name] = TrainedAs(share, weight_decay, own_rules[name], first_match(name, freeze))
     return found
 
 
 def param_groups(
-    model: nn.Module, places: Mapping[str, Place], optim: Optim
+    model: nn.Module, places: Mapping[str, TrainedAs], optim: Optim
 ) -> list[dict[str, Any]]:
     """The groups of parameters: those that `optim.decay` names first, then in the model's order.
 
@@ -159,7 +159,7 @@ def param_groups(
     named = dict(model.named_parameters())
     every = list(places.items())
     every.sort(key=lambda item: len(shape_of(named[item[0]])) < fewest_axes)  # a stable sort
-    groups: dict[tuple[bool, Place], dict[str, Any]] = {}
+    groups: dict[tuple[bool, TrainedAs], dict[str, Any]] = {}
     for name, place in every:
         is_vector = len(shape_of(named[name])) < fewest_axes
         group = groups.setdefault(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.models.optimizers.rates import Place
+    from trainer.models.optimizers.rates import TrainedAs
 
 
 class Standstill:
@@ -22,7 +22,7 @@ class Standstill:
     their count of steps stay as they are; below fp32 its master stays, too.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], places: Mapping[str, Place]) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], places: Mapping[str, TrainedAs]) -> None:
         """ConfigError when all weights stand still in a step."""
         self._weights = [
             (named[name], place.freeze) for name, place in places.items() if place.freeze

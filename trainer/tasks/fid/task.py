@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from trainer.config.identity import canonical_json
-from trainer.config.lora import Lora
+from trainer.config.optimizer.lora import Lora
 from trainer.config.schema import Base
 from trainer.data import vocabulary
 from trainer.data.content import content_of_rows

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.config.lora import Lora
+from trainer.config.optimizer.lora import Lora
 from trainer.config.schema import Base, RandomBase
 from trainer.data.formats import picked
 from trainer.errors import ConfigError
