@@ -17,8 +17,8 @@ from pydantic import (
 )
 
 from trainer.config.block import Fraction, Positive, Strict
-from trainer.config.optimizer.lora import Lora
 from trainer.config.optimizer.freeze import Freeze
+from trainer.config.optimizer.lora import Lora
 from trainer.config.optimizer.optim import Optim
 from trainer.config.optimizer.schedule import Schedule
 from trainer.config.origin.continues import Continues
