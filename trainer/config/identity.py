@@ -20,7 +20,7 @@ _OF_HALF = (
 )
 
 
-def canonical_json(values: dict[str, Any]) -> str:
+def canonical_json(values: Any) -> str:
     """`values` as sorted, compact JSON: the text of which its sha256 digest is taken."""
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 

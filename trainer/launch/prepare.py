@@ -13,6 +13,7 @@ from trainer.config.identity import digest
 from trainer.data import left_out
 from trainer.data.content import Content, content_of, shared_test_rows, valid_splits
 from trainer.data.encoding import processes_beside
+from trainer.data.epochs import Epochs
 from trainer.data.order import sizes_of
 from trainer.data.stream.row_index import open_index
 from trainer.data.stream.store import StreamStore, is_streamed
@@ -137,7 +138,7 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
 
     stores = open_stores(task, options, content)
     newest = newest_state(plan, options)
-    identity = check_identity(plan, task, stores, newest)
+    identity = check_identity(plan, task, stores, newest, places=options.places)
     begin_stream(stores["train"], plan, newest, num_proc=options.num_proc)
     distributed.wait_for_all()
     distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
@@ -188,6 +189,7 @@ def begin_stream(
     step = 0 if newest is None else newest.state()["progress"]["step"]
     seed = plan.cfg.train.seed if plan.cfg.train.order == "shuffled" else None
     epochs = plan.sharding.epochs(len(train), seed)
+    assert isinstance(epochs, Epochs), "a mix is not streamed"
     bucket = (step - epochs.span(step).start) % plan.sharding.bucket_steps
     processes = num_proc or processes_beside(distributed.local_world())
     train.begin(
