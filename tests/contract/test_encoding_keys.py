@@ -128,6 +128,9 @@ VALUES: dict[str, list[Any]] = {
 FIXED = {("vera", "data.format")}
 # The items of a list are blocks, which are tried in no place of their own.
 FIXED |= {(name, f"data.mixing.changes.{key}") for name in TASKS for key in ("after", "weights")}
+# Terms of a loss over a vocabulary, which these two do not have.
+_TERMS = ("label_smoothing", "z_loss", "neftune_alpha")
+FIXED |= {(name, f"train.{key}") for name in ("retriever", "vera") for key in _TERMS}
 # Changes of weights name the sources.
 for _mix in (_MIX, _MIX_OF_TASKS):
     VALUES.setdefault("data.mixing.changes", []).append([{"after": 2, "weights": _mix}])
