@@ -147,6 +147,9 @@ class Clock:
     used up.
     """
 
+    def axes(self) -> np.ndarray:
+        return self.lengths[:, None]
+
     def __init__(self, case: Case, outcome: Outcome, *, is_resumed: bool) -> None:
         self.case, self.outcome, self.is_resumed = case, outcome, is_resumed
 
