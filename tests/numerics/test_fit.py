@@ -141,14 +141,14 @@ class Rows(list[dict[str, np.ndarray]]):
         super().__init__({"ids": np.array([n])} for n in range(count))
         self.lengths = np.ones(count, dtype=np.int64)
 
+    def axes(self) -> np.ndarray:
+        return self.lengths[:, None]
+
 
 class Clock:
     """What the loop reads of a Budget. The clock of rank 1 says one step too early that time is
     used up.
     """
-
-    def axes(self) -> np.ndarray:
-        return self.lengths[:, None]
 
     def __init__(self, case: Case, outcome: Outcome, *, is_resumed: bool) -> None:
         self.case, self.outcome, self.is_resumed = case, outcome, is_resumed
