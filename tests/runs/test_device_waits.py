@@ -130,8 +130,8 @@ def test_what_saves_a_wait_changes_no_number(
     to_device = [line for line in lines if line.get("copy") == "to device" and line["step"] == 1]
     assert to_device
     assert not [line for line in to_device if line["waits"]], "a batch is copied from pinned memory"
-    # the counts of a step, three numbers, go with what is computed
-    assert {line["nbytes"] for line in to_device if line["stream"] == 0} == {24}
+    # the counts of a step, four numbers, go with what is computed
+    assert {line["nbytes"] for line in to_device if line["stream"] == 0} == {32}
 
 
 def test_two_micro_batches_of_a_window_are_on_the_device_and_the_second_comes_early(

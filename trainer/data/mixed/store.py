@@ -103,6 +103,11 @@ class MixedStore:
         """The notes of each store are gathered when it is opened, under its own name."""
         return Notes()
 
+    def close(self) -> None:
+        """Close the store of every source."""
+        for store in self._list:
+            store.close()
+
     def axes(self, fields: Sequence[str] = ()) -> np.ndarray:
         """(rows, axes) int64: the sizes of each row in these fields; without any, its length."""
         if not fields:
