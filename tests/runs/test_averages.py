@@ -20,7 +20,7 @@ from tests.contract.runs import train, untimed
 from tests.contract.test_task_contract import _die_then_resume
 from tests.facts import LLAMA, experiment, write_facts
 from tests.ranks import run_on_ranks
-from tests.wording import says
+from tests.wording import Fault, fault, says
 from trainer.__main__ import app
 from trainer.exports import record
 from trainer.training import checkpoint
@@ -247,22 +247,22 @@ def test_what_does_not_belong_together_is_named(runs: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("words", "wanted"),
     [
-        (["--weights", "0.5,0.6"], "average_sum"),
-        (["--weights", "0.5"], "average_count"),
-        (["--weights", "1.5,-0.5"], "average_negative"),
-        (["--weights", "a,b"], "average_words"),
-        (["--last", "2"], "average_last_of_many"),
+        (["--weights", "0.5,0.6"], fault("average_sum")),
+        (["--weights", "0.5"], fault("average_count")),
+        (["--weights", "1.5,-0.5"], fault("average_negative")),
+        (["--weights", "a,b"], fault("average_words")),
+        (["--last", "2"], fault("average_last_of_many")),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(
-    words: list[str], code: str, runs: dict[str, Any], tmp_path: Path
+    words: list[str], wanted: Fault, runs: dict[str, Any], tmp_path: Path
 ) -> None:
     final = runs["ema"][0] / "final"
     done = average(final, final, *words, "--out", tmp_path / "mean")
     assert done.exit_code == 2
-    says(code, done.stderr)
+    says(wanted, done.stderr)
     assert not list(tmp_path.iterdir())
 
 
@@ -271,7 +271,7 @@ def test_a_folder_that_exists_is_not_overwritten(runs: dict[str, Any], tmp_path:
     (tmp_path / "mine").write_text("kept")
     done = average(run, "--last", "2", "--out", tmp_path / "mine")
     assert done.exit_code == 2
-    says("average_exists", done.stderr, out=tmp_path / "mine")
+    says("merge_exists", done.stderr, out=tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == "kept"
     done = average(run, "--out", tmp_path / "mean")
     assert done.exit_code == 2

@@ -259,7 +259,7 @@ def test_a_base_is_a_name_or_random_weights_or_another_experiment(base: Any) -> 
     assert tasks.parse({**EXPERIMENT, "base": base}).model_dump(mode="json")["base"] == (
         {**base, "seed": 0}
         if "config" in base
-        else {**base, "adapted": None, "model": "final"}
+        else {**base, "adapted": None, "model": "final", "sha256": None}
         if "experiment" in base
         else base
     )

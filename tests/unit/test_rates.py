@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.wording import refused
+from tests.wording import Fault, fault, refused
 from trainer.config import deepspeed_config
 from trainer.config.block import validate
 from trainer.config.optimizer.freeze import Freeze
@@ -112,18 +112,20 @@ def test_steps_in_which_weights_stand_still(since: int, until: int | None, held:
 
 
 @pytest.mark.parametrize(
-    ("code", "keys"),
+    ("wanted", "keys"),
     [
-        ("optimizer_keys", {"name": "sgd", "betas": [0.9, 0.99]}),
-        ("optimizer_keys", {"name": "lion", "momentum": 0.9}),
-        ("optimizer_keys", {"name": "adamw", "nesterov": True}),
-        ("optimizer_keys", {"name": "adafactor", "eps": 1e-8}),
-        ("nesterov_alone", {"name": "sgd", "nesterov": True}),
-        ("rate_group_idle", {"groups": [{"match": "*"}]}),
+        (fault("optimizer_keys"), {"name": "sgd", "betas": [0.9, 0.99]}),
+        (fault("optimizer_keys"), {"name": "lion", "momentum": 0.9}),
+        (fault("optimizer_keys"), {"name": "adamw", "nesterov": True}),
+        (fault("optimizer_keys"), {"name": "adafactor", "eps": 1e-8}),
+        (fault("nesterov_alone"), {"name": "sgd", "nesterov": True}),
+        (fault("rate_group_idle"), {"groups": [{"match": "*"}]}),
     ],
 )
-def test_keys_that_an_optimizer_does_not_read_are_refused(code: str, keys: dict[str, Any]) -> None:
-    with refused(code):
+def test_keys_that_an_optimizer_does_not_read_are_refused(
+    wanted: Fault, keys: dict[str, Any]
+) -> None:
+    with refused(wanted):
         optim(**keys)
 
 

@@ -108,7 +108,8 @@ def test_the_newest_step_that_all_ranks_kept_whole_is_gone_back_to(tmp_path: Pat
 def test_what_does_not_fit_into_host_memory_is_refused_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    live: Any = SimpleNamespace(model=SimpleNamespace(module=torch.nn.Linear(1000, 1000)))
+    module = torch.nn.Linear(1000, 1000)
+    live: Any = SimpleNamespace(model=SimpleNamespace(module=module), average=None)
     memory = [["/dev/null"] * 2]
     room = SimpleNamespace(available=2 * 12 * 1_001_000)
     monkeypatch.setattr("psutil.virtual_memory", lambda: room)

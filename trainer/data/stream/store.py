@@ -21,7 +21,7 @@ import numpy as np
 from trainer.config.identity import canonical_json
 from trainer.data import left_out
 from trainer.data.stream.chunk import LENGTHS, Chunk
-from trainer.data.stream.encoder import (
+from trainer.data.stream.encoding_ahead import (
     ChunkEncoder,
     EncoderPool,
     forget_failure,
