@@ -20,6 +20,7 @@ FOLDER = ROOT / "docs" / "notebooks"
 NAMES = ("chat", "retriever")
 # A notebook, and the instructions that torch's kernels are held to (ATEN_CPU_CAPABILITY).
 CASES = (("chat", None), ("chat", "default"), ("retriever", None))
+WIDGET = "application/vnd.jupyter.widget-view+json"
 LIMIT_S = 900.0  # of a cell, on a busy machine
 
 
@@ -48,12 +49,16 @@ def results(cell: Any) -> list[str]:
 
 
 def tidy(notebook: Any) -> None:
-    """Leave out what libraries write to standard error (bars of loading, warnings with paths), and
-    when a cell was run.
+    """Leave out what libraries write to standard error (bars of loading, warnings with paths), bars
+    that are widgets, as they are where ipywidgets is installed, and when a cell was run.
     """
     for cell in cells_of(notebook):
         cell.metadata.pop("execution", None)
-        cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+        cell.outputs = [
+            one
+            for one in cell.outputs
+            if one.get("name") != "stderr" and WIDGET not in one.get("data", {})
+        ]
 
 
 @pytest.mark.long  # each trains
