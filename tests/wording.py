@@ -151,6 +151,7 @@ ODD_TEXT = wording(
     DataError,
     file_endless="its first {packed} bytes unpack to more than",
     line_endless="longer than {most} bytes",
+    rows_absent="holds no file of rows, but {names}. Put train.jsonl there",
     text_endless="{key!r} is a text of {count} characters, want at most {most}",
     table_without_header="It has no header either",
     table_row_for_header="which holds a list, so it is a row and no header",

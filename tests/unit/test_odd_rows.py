@@ -14,6 +14,7 @@ from trainer.data.formats import conversation, problems
 from trainer.data.formats.held_out import place_of_row
 from trainer.data.formats.problems import RowProblem
 from trainer.data.readers import row_files
+from trainer.data.readers.folders import only_row_file
 from trainer.errors import nearest
 
 TURNS = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."}]
@@ -35,10 +36,16 @@ def first_problem(row: dict[str, Any]) -> str:
             {"Prompt": "Where?", "COMPLETION": "Here."},
             '{"prompt": "Prompt", "completion": "COMPLETION"}',
         ),
-        ({"turns": TURNS}, '{"messages": "conversations"}'),
+        ({"turns": TURNS}, '{"messages": "turns"}'),
+        ({"turns": TURNS, "more": TURNS}, '{"messages": "conversations"}'),
+        (
+            {"id": "7", "question": "Where?", "answer": "Here."},
+            '{"prompt": "question", "completion": "answer"}',
+        ),
+        ({"a": "1", "b": "2", "c": "3"}, '{"messages": "conversations"}'),
     ],
 )
-def test_a_name_that_differs_by_case_is_the_one_that_is_proposed(
+def test_columns_are_proposed_by_their_names_or_by_what_they_hold(
     row: dict[str, Any], columns: str
 ) -> None:
     text = first_problem(row)
@@ -115,3 +122,22 @@ def test_a_cell_that_memory_cannot_encode_is_refused(
     monkeypatch.setattr(problems, "MAX_TEXT", 100)
     with refused("table_row_unreadable", at="a.csv, row 1"):
         list(row_files.placed_rows(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize("there", [(), ("train.xlsx",)])
+def test_a_folder_without_rows_is_told_what_to_put_there(
+    there: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in there:
+        (tmp_path / name).write_bytes(b"PK")
+    names = there[0] if there else "nothing"
+    with refused("rows_absent", at=tmp_path, names=names) as caught:
+        only_row_file(tmp_path, (".jsonl", ".csv"))
+    assert "valid_share" not in str(caught.value)
+
+
+def test_a_plain_file_that_is_named_as_packed_may_lose_its_gz(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_text(ROW)
+    with refused("file_torn", at="a.jsonl.gz") as caught:
+        list(row_files.placed_rows(tmp_path / "a.jsonl.gz"))
+    assert "take .gz from its name" in str(caught.value)

@@ -157,11 +157,33 @@ def _missing(raw: Mapping[str, Any]) -> RowProblem:
     theirs = {key.casefold(): key for key in raw if key not in ours}
     alike = {name: theirs[name] for name in ours if name in theirs}
     columns = {"messages" if name in _LISTS else name: key for name, key in alike.items()}
+    columns = columns or ({} if is_half else _proposal(raw))
     return RowProblem(
         "",
         f"{lacks} (keys: {', '.join(raw) or 'none'}). Say in data.columns what yours are called",
         json.dumps(columns or example, ensure_ascii=False),
     )
+
+
+def _proposal(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Columns by what they hold: one of lists of objects, or two of texts. Empty where others are
+    as likely.
+    """
+    turns: list[str] = []
+    for name, value in raw.items():
+        listed = _listed(value)
+        if isinstance(listed, list) and listed and isinstance(listed[0], dict):
+            turns.append(name)
+    texts = [
+        name
+        for name, value in raw.items()
+        if isinstance(value, str) and not re.search(r"(?:^|_)id$", name.casefold())
+    ]
+    if len(turns) == 1:
+        return {"messages": turns[0]}
+    if len(texts) == 2 and not turns:
+        return {"prompt": texts[0], "completion": texts[1]}
+    return {}
 
 
 def _of_prompt(raw: Mapping[str, Any], answer: Any, report: Report) -> list[tuple[str, Any]]:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.formats import problems
 from trainer.data.formats.json_stream import json_items
 from trainer.data.formats.json_text import BadJson, MalformedJson, json_value
 from trainer.data.formats.json_text import preview as preview
-from trainer.data.formats import problems
 from trainer.data.formats.packed import MAX_LINE, open_file
 from trainer.data.formats.subset import of_subset
 from trainer.errors import DataError
@@ -162,7 +162,10 @@ def bad_line(path: Path, line: int, problem: str) -> DataError:
 
 
 def _torn(path: Path, place: str, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read behind {place}: {error}. Fetch it again.")
+    fix = "Fetch it again."
+    if isinstance(error, gzip.BadGzipFile) and place.endswith(" 0"):  # its first bytes
+        fix = "Fetch it again; or, if it is no packed file, take .gz from its name."
+    return DataError(f"{path} cannot be read behind {place}: {error}. {fix}")
 
 
 def _decode(content: bytes, path: Path, line: int) -> str:
