@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from exp_configs import EXP_GROUPS
 from tests.wording import Fault, fault, refused, says
+from trainer import tasks
 from trainer.config.formats.layouts import Layout
 from trainer.data.formats import conversation, problems
 from trainer.data.formats.held_out import place_of_row
@@ -64,7 +66,7 @@ def test_of_a_prompt_without_its_completion_only_this_is_missing(
     row: dict[str, Any], columns: str
 ) -> None:
     text = first_problem(row)
-    says("completion_missing", text, keys=", ".join(row))
+    says("field_missing", text, key="completion", keys=", ".join(row))
     assert columns in text
 
 
@@ -138,6 +140,12 @@ def test_a_folder_without_rows_is_told_what_to_put_there(
 
 def test_a_plain_file_that_is_named_as_packed_may_lose_its_gz(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_text(ROW)
-    with refused("file_torn", at="a.jsonl.gz") as caught:
+    with refused("file_unpacked", at="a.jsonl.gz"):
         list(row_files.placed_rows(tmp_path / "a.jsonl.gz"))
-    assert "take .gz from its name" in str(caught.value)
+
+
+def test_a_format_in_the_place_of_a_source_is_called_one() -> None:
+    data = {"source": "sharegpt"}
+    with refused("value_wanted", key="data.source", value="sharegpt") as caught:
+        tasks.parse({**EXP_GROUPS["causal_lm_tiny"][0], "data": data}, source="here")
+    assert "\"format\": 'sharegpt'" in str(caught.value)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from trainer.config.formats.table import FORMATS
 from trainer.config.scores.direction import direction_of, is_of_validation
 from trainer.config.synonyms import Synonym
 from trainer.errors import nearest
@@ -89,6 +90,8 @@ def _line(schema: Block, item: dict[str, Any], synonyms: Synonyms) -> str:
         meant = _PRECISIONS.get(name, name)
         close = nearest(meant, legal_values)
         got += f" {close}" if close.startswith("Did") else ""
+        if path == "data.source" and name in FORMATS:
+            got += f' This is what rows look like: "format": {name!r}, beside a source.'
     return f"{path}: {item['msg']}.{got}"
 
 

@@ -164,7 +164,7 @@ def bad_line(path: Path, line: int, problem: str) -> DataError:
 def _torn(path: Path, place: str, error: Exception) -> DataError:
     fix = "Fetch it again."
     if isinstance(error, gzip.BadGzipFile) and place.endswith(" 0"):  # its first bytes
-        fix = "Fetch it again; or, if it is no packed file, take .gz from its name."
+        fix = "Is it no packed file, then take .gz from its name; else fetch it again."
     return DataError(f"{path} cannot be read behind {place}: {error}. {fix}")
 
 
