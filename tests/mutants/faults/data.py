@@ -389,8 +389,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/formats/held_out.py",
-        "normal_value(question_in(value))",
-        "normal_value(value)",
+        "question = question_in(value)",
+        "question = value",
         why="a conversation is validated on a question that was trained on, with another answer",
         tests=VANISHES,
     ),
@@ -414,6 +414,13 @@ FAULTS = [
         'if (len(before) - len(before.rstrip(b"\\\\"))) % 2 == 0:',
         why="half of an emoji in a JSON list is learnt as a question mark",
         tests=FOREIGN,
+    ),
+    Fault(
+        "trainer/data/formats/problems.py",
+        "if len(value) > MAX_TEXT:",
+        "if not value:",
+        why="a row of 100 MB fills the memory while it is encoded",
+        tests="tests/unit/test_odd_rows.py",
     ),
     Fault(
         "trainer/data/formats/packed.py",
