@@ -210,8 +210,8 @@ def foreign_best(cfg: Experiment) -> Iterator[str]:
                 f"'valid/loss', or {'valid/' + best.rpartition('/')[2]!r}."
             )
         elif name and name not in sets:
-            known = nearest(name, sorted(sets)) if sets else "It has none: name the set there."
-            yield f"train.best={best!r}: data.valid_sets has no {name!r}. {known}"
+            hint = nearest(name, sorted(sets)) if sets else "It has none: name the set there."
+            yield f"train.best={best!r}: data.valid_sets has no {name!r}. {hint}"
 
 
 def turned_best(cfg: Experiment) -> Iterator[str]:
@@ -219,12 +219,12 @@ def turned_best(cfg: Experiment) -> Iterator[str]:
     one is the best.
     """
     for metric in cfg.train.best_metrics:
-        stated, known = cfg.train.stated_direction(metric), direction_of(metric)
-        if stated is not None and known is not None and stated != known:
-            better, kept = {"min": ("lower", "highest"), "max": ("higher", "lowest")}[known]
+        stated, natural = cfg.train.stated_direction(metric), direction_of(metric)
+        if stated is not None and natural is not None and stated != natural:
+            better, extreme = {"min": ("lower", "highest"), "max": ("higher", "lowest")}[natural]
             yield (
                 f"train.best_is={stated!r}: {metric} is better when it is {better}, and best/ "
-                f"would hold its {kept} value. Leave train.best_is out, or say {known!r}."
+                f"would hold its {extreme} value. Leave train.best_is out, or say {natural!r}."
             )
 
 

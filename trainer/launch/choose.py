@@ -81,28 +81,28 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
             return content[split]
 
         stores = open_stores(task, options, read)
-        chosen: dict[str, Any] = {
+        values: dict[str, Any] = {
             "content": {name: list(of) for name, of in content.items()},
             "num_rows": len(stores["train"]),
             "sources": sources_in(stores["train"]),
         }
-        run = PreparedRun(_with_choices(plan, chosen, options.until), task, stores, options.places)
+        run = PreparedRun(_with_choices(plan, values, options.until), task, stores, options.places)
         if is_open:
-            chosen["preset"], chosen["rows"] = _preset_and_rows(run, preset, options.device)
-            run = replace(run, plan=_with_choices(plan, chosen, options.until))
+            values["preset"], values["rows"] = _preset_and_rows(run, preset, options.device)
+            run = replace(run, plan=_with_choices(plan, values, options.until))
         if train.gradient_checkpointing == AUTO:
             has_begun = preflight.has_begun(plan) and not options.resets(plan.id)
             goes_on = has_begun or is_in_memory(plan, options)
             recorded = run_folder.recorded_recomputation(plan.folder) if goes_on else None
-            chosen["recomputed"] = recomputation(run, name=options.device, recorded=recorded)
-            run = replace(run, plan=_with_choices(plan, chosen, options.until))
+            values["recomputed"] = recomputation(run, name=options.device, recorded=recorded)
+            run = replace(run, plan=_with_choices(plan, values, options.until))
         if train.frozen == AUTO:
-            chosen["frozen"] = frozen(run, name=options.device)
-        return chosen
+            values["frozen"] = frozen(run, name=options.device)
+        return values
 
-    chosen = on_main(choices)
-    content = {name: (str(of[0]), int(of[1])) for name, of in chosen["content"].items()}
-    return Chosen(_with_choices(plan, chosen, options.until), content)
+    values = on_main(choices)
+    content = {name: (str(of[0]), int(of[1])) for name, of in values["content"].items()}
+    return Chosen(_with_choices(plan, values, options.until), content)
 
 
 def _with_choices(plan: RunPlan, chosen: Mapping[str, Any], until: int | None) -> RunPlan:

@@ -132,8 +132,8 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
     plan.folder.mkdir(exist_ok=True)
     lock.hold(plan.folder)
     for name in WRITTEN_AGAIN:  # temporary files of a killed process
-        for left in plan.folder.glob(f".{name}.*.tmp"):
-            left.unlink(missing_ok=True)
+        for leftover in plan.folder.glob(f".{name}.*.tmp"):
+            leftover.unlink(missing_ok=True)
     # exp_dict.json is made again when resolved.json is of this very experiment; data.json from a
     # checkpoint, if there is one (check_identity); score_list.json from metrics.jsonl, and
     # status.json with the next line (RunRecord)
@@ -180,10 +180,10 @@ def _is_identity(value: Any) -> bool:
 def _is_resolved(plan: RunPlan) -> bool:
     """Whether every key in resolved.json has the value that this experiment gives it."""
     try:
-        stored = _read(plan.folder / "resolved.json")
+        earlier = _read(plan.folder / "resolved.json")
     except (OSError, ValueError):
         return False
-    return bool(stored) and _agrees(stored, plan.cfg.model_dump(mode="json"))
+    return bool(earlier) and _agrees(earlier, plan.cfg.model_dump(mode="json"))
 
 
 def _agrees(stored: Any, now: Any) -> bool:
@@ -214,11 +214,11 @@ def _check_dictionary(plan: RunPlan) -> None:
     path = plan.folder / "exp_dict.json"
     if not path.exists():
         return
-    stored = _read(path)
-    if digest(stored) == digest(plan.values):
+    earlier = _read(path)
+    if digest(earlier) == digest(plan.values):
         return
     differing = sorted(
-        key for key in {*stored, *plan.values} if stored.get(key) != plan.values.get(key)
+        key for key in {*earlier, *plan.values} if earlier.get(key) != plan.values.get(key)
     )
     raise ResumeError(
         f"{path} is of another experiment: {', '.join(differing)} differ(s).\n"
@@ -372,11 +372,11 @@ def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
         try:
             with refusals(target):
                 task.export(weights, temporary)
-                made = record.of_run(
+                own = record.of_run(
                     temporary, values=plan.values, task=task, run_folder=plan.folder
                 )
-                record.write(temporary, made)
-                card.write(temporary, made)
+                record.write(temporary, own)
+                card.write(temporary, own)
                 old = plan.folder / f".{name}.old"
                 shutil.rmtree(old, ignore_errors=True)
                 if target.exists():

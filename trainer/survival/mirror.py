@@ -193,9 +193,9 @@ class Whole(Mapping[str, Tensor]):
     names: dict[str, tuple[str, torch.Size]]
 
     def __getitem__(self, name: str) -> Tensor:
-        stored, shape = self.names[name]
+        own_name, shape = self.names[name]
         whole = torch.zeros(shape, dtype=torch.float32)
-        for start, part in self.saved.pieces(stored):
+        for start, part in self.saved.pieces(own_name):
             whole.view(-1)[start : start + part.numel()].copy_(part)
         return whole
 
@@ -218,10 +218,10 @@ def of_this_rank(
         return None
     import psutil
 
-    held = sum(os.stat(file).st_size for files in memory for file in files)
+    own = sum(os.stat(file).st_size for files in memory for file in files)
     each = BYTES if live.average is None else BYTES + 4
     size = 2 * each * sum(shape.numel() for shape in shapes(live.model.module).values())
-    free = psutil.virtual_memory().available + held
+    free = psutil.virtual_memory().available + own
     if size > free:
         raise DoesNotFitError(
             f"--survive: got {size_of(free)} of free host memory, want {size_of(size)} for what "
@@ -235,17 +235,17 @@ def of_this_rank(
 
 def newest(memory: list[list[str]], run: str) -> MirroredState | None:
     """The last state of `run` of which all ranks of a world have a copy; None if there is none."""
-    kept: dict[tuple[int, int], dict[int, Path]] = {}
+    copies: dict[tuple[int, int], dict[int, Path]] = {}
     for rank, files in enumerate(memory):
         for file in files:
             header = _header(Path(file))
             if header is not None and header["run"] == run and rank < header["world"]:
-                kept.setdefault((header["step"], header["world"]), {})[rank] = Path(file)
-    whole = [key for key, ranks in kept.items() if len(ranks) == key[1]]
+                copies.setdefault((header["step"], header["world"]), {})[rank] = Path(file)
+    whole = [key for key, ranks in copies.items() if len(ranks) == key[1]]
     if not whole:
         return None
     step, world = max(whole)
-    files = [kept[step, world][rank] for rank in range(world)]
+    files = [copies[step, world][rank] for rank in range(world)]
     headers = [header for file in files if (header := _header(file)) is not None]
     assert len(headers) == world, "nobody writes while ranks are being placed"
     return MirroredState(step, headers, [_map(file) for file in files])

@@ -120,15 +120,15 @@ def with_rows(
     if train.epochs is not None:
         count = all_epochs.count(train.epochs)
         steps = math.ceil(count)
-        said = (
+        line = (
             f"{train.epochs:g} epochs of {num_rows:,} rows in steps of {train.global_batch} are "
             f"{steps:,} steps"
         )
         if train.steps not in (0, steps):
-            raise ConfigError(f"train.steps={train.steps}, but {said}. Leave one of the two out.")
+            raise ConfigError(f"train.steps={train.steps}, but {line}. Leave one of the two out.")
         filled = round((steps - count) * train.global_batch)
         more = f"; {filled} rows of one more epoch fill the last" if filled else ""
-        logger.info("%s%s", said, more)
+        logger.info("%s%s", line, more)
         own = {**plan.values, "train": {**plan.values["train"], "steps": steps}}
         tasks.parse(own, source=f"experiment {plan.id}, with its {steps} steps")
     if isinstance(all_epochs, Mixture):
@@ -143,11 +143,11 @@ def with_rows(
 
 def mixed_line(mixture: Mixture, steps: int) -> str:
     """The rows of each source, how many a run takes of them, and how often it reads them."""
-    taken, epochs_of_sources = mixture.taken(steps), mixture.epochs_after(steps)
+    counts, epochs_of_sources = mixture.taken(steps), mixture.epochs_after(steps)
     parts = [
-        f"{name}: {count:,} of {sum(taken):,} rows, {epochs:.2f} epochs of its {size:,}"
+        f"{name}: {count:,} of {sum(counts):,} rows, {epochs:.2f} epochs of its {size:,}"
         for name, count, epochs, size in zip(
-            mixture.mix.names, taken, epochs_of_sources, mixture.sizes, strict=True
+            mixture.mix.names, counts, epochs_of_sources, mixture.sizes, strict=True
         )
     ]
     return f"mix of {steps:,} steps: {'; '.join(parts)}"

@@ -25,8 +25,8 @@ MIXTURE, MIXES = "tests/unit/test_mixture.py", "tests/runs/test_mixes.py -m 'not
 FAULTS = [
     Fault(
         "trainer/data/mixed/mixture.py",
-        "return np.concatenate([first[~is_there], first[is_there], drawn[reach:]])",
-        "return drawn",
+        "return np.concatenate([first[~is_there], first[is_there], shuffle[reach:]])",
+        "return shuffle",
         why="a step trains on a row twice where a source begins again",
         tests=MIXTURE,
     ),
@@ -88,8 +88,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/usual/signs.py",
-        "if not any(found) or is_own(first[0][1], layout):",
-        "if not any(found):",
+        "if not any(names) or is_own(first[0][1], layout):",
+        "if not any(names):",
         why="rows that were read until now are refused for the format of others",
         tests=USUAL,
     ),
@@ -326,8 +326,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/readers/passages.py",
-        'known.setdefault(row["id"], row) != row',
-        'known.setdefault(row["id"], row) is None',
+        'texts.setdefault(row["id"], row) != row',
+        'texts.setdefault(row["id"], row) is None',
         why="of two passages with one id, the first is read for both",
         tests="tests/unit/test_passages_and_queries.py -k two_passages",
     ),
@@ -508,15 +508,15 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/causal_lm/chat.py",
-        "if text.endswith(said[number].text):",
+        "if text.endswith(texts[number].text):",
         "if False:",
         why="earlier turns are learnt without the thoughts with which the model begins them",
         tests=CHAT,
     ),
     Fault(
         "trainer/tasks/causal_lm/chat.py",
-        "moved.append((length + one.opened, length + len(one.text)))",
-        "moved.append((length, length + len(one.text)))",
+        "new_spans.append((length + one.opened, length + len(one.text)))",
+        "new_spans.append((length, length + len(one.text)))",
         why="the beginning that the template itself writes is learnt",
         tests=CHAT,
     ),
@@ -536,8 +536,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/causal_lm/templates/marks.py",
-        'globals["strftime_now"] = _strftime_now',
-        'globals["strftime_later"] = _strftime_now',
+        'globals["strftime_now"] = DATE.strftime',
+        'globals["strftime_later"] = DATE.strftime',
         why="the rows of a template with a clock change from day to day",
         tests=CHAT,
     ),
@@ -578,8 +578,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/protocol/task.py",
-        "return [length - kept if length > self.limit",
-        "return [length - kept - 1 if length > self.limit",
+        "return [length - room if length > self.limit",
+        "return [length - room - 1 if length > self.limit",
         why="a run begins with too few tokens that were cut",
         tests=OPENING,
     ),

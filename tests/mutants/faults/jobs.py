@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/record/status.py",
-        "(seen.state, seen.reason) == (last.state, last.reason)",
+        "(newest.state, newest.reason) == (last.state, last.reason)",
         "(row.state, row.reason) == (last.state, last.reason)",
         why="each submission writes a reason into the record that nobody gave",
         tests="tests/jobs/test_status.py -k reason",

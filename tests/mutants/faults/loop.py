@@ -198,7 +198,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/metrics/own.py",
-        "return kept if kept is not None and kept.is_file() else path",
+        "return copy if copy is not None and copy.is_file() else path",
         "return path",
         why="a job is measured by a file that was changed after it was sent",
         tests="tests/unit/test_own_metrics.py",

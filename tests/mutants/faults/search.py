@@ -17,8 +17,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/validation.py",
-        "                _scored(session, progress)",
-        "                _is_best(session, progress, _scored(session, progress))",
+        "                _every_score(session, progress)",
+        "                _is_best(session, progress, _every_score(session, progress))",
         why="the evaluation of a rung changes best/, the patience and the learning rate",
         tests=UNTIL,
     ),
@@ -59,8 +59,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/report/matter.py",
-        "left = (1 - between / whole) * (len(ranks) - 1) / (len(ranks) - groups)",
-        "left = 1 - between / whole",
+        "rest = (1 - between / whole) * (len(ranks) - 1) / (len(ranks) - groups)",
+        "rest = 1 - between / whole",
         why="a key with many values seems to matter by chance alone",
         tests=REPORT + " -k share",
     ),

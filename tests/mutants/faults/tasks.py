@@ -59,8 +59,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/adapters/inside.py",
-        "            found[name] = torch.cat([values, -first], dim=1) * factor",
-        "            found[name] = torch.cat([values, first], dim=1) * factor",
+        "            tensors[name] = torch.cat([values, -first], dim=1) * factor",
+        "            tensors[name] = torch.cat([values, first], dim=1) * factor",
         why="exported PiSSA adapters are another model",
         tests=IN_FULL,
     ),
@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/weights/taken.py",
-        "    if not taken:",
+        "    if not names:",
         "    if False:",
         why="init_from of another kind of model changes nothing and says nothing",
         tests=EDGES,

@@ -104,8 +104,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/averages/average.py",
-        "kept = list(whole)[-train.keep_last :]",
-        "kept = list(whole)",
+        "newest = list(whole)[-train.keep_last :]",
+        "newest = list(whole)",
         why="the best checkpoint, however old, is averaged with the last ones",
         tests=f"{AVERAGES} -k not_kept",
     ),
@@ -228,8 +228,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/losses.py",
-        'reduction="sum" if kept',
-        'reduction="mean" if kept',
+        'reduction="sum" if parts',
+        'reduction="mean" if parts',
         why="short and long micro-batches weigh the same",
         tests="tests/contract/test_task_contract.py -k 'losses_yields and causal_lm'",
     ),
@@ -242,8 +242,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/metrics/mergeable.py",
-        "(text or not reference or not found) and text in found",
-        "text in found",
+        "(text or not reference or not normal) and text in normal",
+        "text in normal",
         why="an answer such as A stands in every prediction",
         tests="tests/unit/test_mergeable.py",
     ),
@@ -286,8 +286,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/checkpoint.py",
-        "kept = {*recent, *keep, last,",
-        "kept = {*recent, last,",
+        "survivors = {*recent, *keep, last,",
+        "survivors = {*recent, last,",
         why="the checkpoint of the best evaluation is pruned",
         tests=CHECKPOINT,
     ),
@@ -392,7 +392,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/run_folder.py",
-        "    if digest(stored) == digest(plan.values):",
+        "    if digest(earlier) == digest(plan.values):",
         "    if True:",
         why="a run goes on in the folder of another experiment",
         tests=f"{BAD_INPUT} -k 'resuming_with_something_else'",
@@ -528,8 +528,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/epochs.py",
-        "np.concatenate([first[~is_there], first[is_there], drawn[batch:]])",
-        "drawn",
+        "np.concatenate([first[~is_there], first[is_there], shuffle[batch:]])",
+        "shuffle",
         why="a step in which an epoch ends has a row twice",
         tests=EPOCHS,
     ),

@@ -73,14 +73,14 @@ def continued(
     values = _dictionary(savedir_base, name)
     train = cast("Values", values.get("train", {}))
     in_epochs = train.get("epochs") is not None
-    given, wanted = ("--steps", "--epochs") if in_epochs else ("--epochs", "--steps")
+    flag, want = ("--steps", "--epochs") if in_epochs else ("--epochs", "--steps")
     if (epochs if in_epochs else steps) is None:
         is_other = (steps if in_epochs else epochs) is not None
         raise ConfigError(
             f"--continue {name}: "
-            + (f"got {given}, but " if is_other else "")
-            + f"that run counts {wanted[2:]}, in which its rows have another order than in "
-            f"{given[2:]}. Give {wanted} N: all of them, with the {train.get(wanted[2:])} that it "
+            + (f"got {flag}, but " if is_other else "")
+            + f"that run counts {want[2:]}, in which its rows have another order than in "
+            f"{flag[2:]}. Give {want} N: all of them, with the {train.get(want[2:])} that it "
             "was made for."
         )
     step = _step_of(savedir_base / name, at)
@@ -137,17 +137,17 @@ def _step_of(folder: Path, at: str) -> int:
         if not step:
             raise ConfigError(
                 f"{folder}: it has no best/ that says its step. Give --from final, or one of its "
-                f"saved steps: {_listed(saved)}."
+                f"saved steps: {_text(saved)}."
             )
     elif at.isdecimal():
         step = int(at)
     else:
         raise ConfigError(
-            f"--from {at}: want final, best or a saved step of {folder}: {_listed(saved)}."
+            f"--from {at}: want final, best or a saved step of {folder}: {_text(saved)}."
         )
     if step not in saved:
         raise ConfigError(
-            f"--from {at}: {folder} holds no saved step {step}, only {_listed(saved)}. Give one of "
+            f"--from {at}: {folder} holds no saved step {step}, only {_text(saved)}. Give one of "
             "them; where the weights alone are left, begin a new run with "
             '"base": {"experiment": ...} of that run.'
         )
@@ -161,7 +161,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(step) for step in steps if step.isdecimal())
 
 
-def _listed(steps: list[int]) -> str:
+def _text(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
 
 
@@ -209,7 +209,7 @@ def refuse_absent(continues: Continues, savedir_base: Path) -> None:
         saved = saved_steps(folder.parent.parent)
         raise ConfigError(
             f"continues: {folder} is no saved step. Train run {continues.id} first, into the same "
-            f"--savedir_base, or go on from another of its saved steps: {_listed(saved)}."
+            f"--savedir_base, or go on from another of its saved steps: {_text(saved)}."
         )
     got = sha256_of(folder / MANIFEST)
     if continues.manifest not in (None, got):
