@@ -20,6 +20,7 @@ from trainer.config.identity import base_id, exp_id
 from trainer.config.origin.continues import continued
 from trainer.errors import ConfigError
 from trainer.launch.origin import going_on
+from trainer.runtime import distributed
 
 FIRST, ALL = 4, 8
 TRAIN: dict[str, Any] = {"steps": FIRST, "global_batch": 6, "micro_batch": 1, "log_every": 1}
@@ -62,6 +63,7 @@ def first_then_more(
 ) -> tuple[str, str]:
     """The folders of the first run, and of the one that goes on with it. A collective."""
     before, _ = train(first, folder, savedir, stage)
+    distributed.barrier()  # rank 0 says last that the run is finished
     values = continued(savedir, before.name, at=at, steps=ALL)
     return str(before), str(train(values, folder, savedir, stage)[0])
 
