@@ -260,6 +260,10 @@ def test_losses_of_labels_are_told_by_source() -> None:
     with sums.adding([packed[:2], packed[2:]]):
         for half in (slice(0, 2), slice(2, 4)):
             token_cross_entropy(logits[half], targets[half])
+    sums.count()
+    with sums.adding([packed]):  # of a step whose update is left out
+        token_cross_entropy(torch.full_like(logits, torch.nan), targets)
+    assert sums.own() == [pytest.approx([c, 1]), pytest.approx([a + b + d, 3])]
     kept = SourceSums(["a", "b"], sums.settle())  # as a run that goes on from a checkpoint
     assert kept.read() == pytest.approx({"loss_a": c, "loss_b": (a + b + d) / 3})
     assert kept.read() == {}
