@@ -107,6 +107,15 @@ def test_weights_change_at_their_step() -> None:
     assert of_steps == [(3, 3)] * 10 + [(0, 6)] * 10 + [(6, 0)] * 10
 
 
+def test_no_bucket_has_steps_before_and_after_a_change_of_weights() -> None:
+    phases = ((0, shares([1, 0])), (10, shares([0, 1])))
+    mixture = Mixture(Mix(("a", "b"), phases, labels=("a", "b")), (400, 400), BATCH, 1)
+    lengths = np.arange(800) % 7
+    for step in range(20):
+        rows = bucketed_step_rows(step, lengths, epochs=mixture, bucket_steps=4)
+        assert (rows >= 400).all() if step >= 10 else (rows < 400).all(), step
+
+
 def test_a_temperature_makes_sources_more_alike() -> None:
     sizes = (900, 100, 25)
     by_rows, flatter = (mix_of(temperature=t).phases_of(sizes)[0][1] for t in (1.0, 2.0))
