@@ -162,8 +162,8 @@ class Mixture:
         return np.concatenate(parts)
 
     def span(self, step: int) -> range:
-        """The steps around a step that have its weights and in which every source stays in its epoch;
-        where one begins an epoch within the step itself, only that step.
+        """The steps around a step that have its weights, and in which every source stays in its
+        epoch; where one begins an epoch within the step itself, only that step.
         """
         begins, ends = self.taken(step), self.taken(step + 1)
         first, stop = next(phase[:2] for phase in self._phases if step < phase[1])
