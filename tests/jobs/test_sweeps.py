@@ -168,6 +168,26 @@ def test_another_sweep_under_the_same_name_is_refused_and_nothing_changes(place:
     assert (record.path.read_bytes(), place.starts()) == (content, starts)
 
 
+def test_a_search_that_begins_anew_takes_the_trials_that_were_trained_further(place: Place) -> None:
+    assert place.sweep("tuned").exit_code == 0
+    starts, record = place.starts(), SearchRecord.of(place.base, "tuned")
+    place.groups.write_text(GROUPS.replace("[4, 12]", "[2, 12]"))
+    record.path.unlink()
+    done = place.sweep("tuned")
+    assert done.exit_code == 0, done.output
+    search = place.record("tuned")
+    assert (search.promoted, search.best) == ({2: [6, 7, 8], 12: [6]}, 6)
+    assert place.starts() == starts, "nothing is trained twice"
+
+    path = place.base / search.trials[6].exp_id / "score_list.json"
+    scores = json.loads(path.read_text())
+    del scores[-1]["valid/loss"]  # as of an evaluation whose loss is not finite
+    path.write_text(json.dumps(scores))
+    record.path.unlink()
+    assert place.sweep("tuned").exit_code == 1
+    assert place.record("tuned").trials[6].scores[36] is None
+
+
 def test_a_search_says_what_it_costs_before_it_starts_and_a_dry_run_sends_nothing(
     place: Place,
 ) -> None:

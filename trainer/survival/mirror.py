@@ -33,6 +33,7 @@ from trainer.training.optimizer_state import MASTER
 
 if TYPE_CHECKING:
     from trainer.telemetry.chain import StepChain
+    from trainer.telemetry.source_losses import SourceSums
     from trainer.training.engine import Engine
     from trainer.training.session import Progress
 
@@ -53,7 +54,7 @@ class Mirror:
     count: int = 0
     _maps: dict[int, mmap.mmap] = field(default_factory=dict[int, mmap.mmap])
 
-    def keep(self, live: Engine, progress: Progress, chain: StepChain) -> None:
+    def keep(self, live: Engine, progress: Progress, chain: StepChain, sums: SourceSums) -> None:
         """Copy the present state if it is the turn of this step. No collective."""
         if progress.step % self.every or not live.optimizer.inner().state:
             return  # the optimizer has no state before its first step
@@ -71,6 +72,7 @@ class Mirror:
             "tensors": table,
             "progress": progress.state(),
             "link": chain.present(),
+            "by_source": sums.own(),
             "engine": live.optimizer.scalars(),
         }
         text = json.dumps(header).encode()
@@ -153,10 +155,15 @@ class MirroredState:
         return len(self.headers)
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint's state.json: from rank 0, with the links of all ranks."""
-        links = [header["link"] for header in self.headers]
-        first = self.headers[0]
-        return {"progress": {**first["progress"], "links": links}, "engine": first["engine"]}
+        """The content of a checkpoint's state.json: from rank 0, with the links of all ranks, and
+        what they have summed up by source.
+        """
+        first, of_ranks = self.headers[0], [header["by_source"] for header in self.headers]
+        own = {
+            "links": [header["link"] for header in self.headers],
+            "by_source": torch.tensor(of_ranks, dtype=torch.float64).sum(0).tolist(),
+        }
+        return {"progress": {**first["progress"], **own}, "engine": first["engine"]}
 
     def random_state(self, rank: int) -> dict[str, Tensor]:
         """The random state of one rank."""

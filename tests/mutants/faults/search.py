@@ -24,6 +24,13 @@ FAULTS = [
     ),
     Fault(
         "jobs/search/drive.py",
+        "early[-1:] or every[:1]",
+        "early[-1:]",
+        why="a search that begins anew throws away the trials that were trained further",
+        tests=SWEEPS + " -k begins_anew",
+    ),
+    Fault(
+        "jobs/search/drive.py",
         'stop = [] if until is None else [f"--until={until}"]',
         "stop = list[str]()",
         why="every trial of a search is trained to its end",

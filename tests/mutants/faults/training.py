@@ -104,6 +104,13 @@ FAULTS = [
     ),
     Fault(
         "trainer/averages/average.py",
+        "if any(one.is_whole for one in cfg.train.freeze):",
+        "if False:",
+        why="an average of saved steps lacks the weights that train.freeze never lets train",
+        tests=f"{AVERAGES} -k 'last_steps'",
+    ),
+    Fault(
+        "trainer/averages/average.py",
         "newest = list(whole)[-train.keep_last :]",
         "newest = list(whole)",
         why="the best checkpoint, however old, is averaged with the last ones",

@@ -162,11 +162,11 @@ class Mixture:
         return np.concatenate(parts)
 
     def span(self, step: int) -> range:
-        """The steps around a step in which every source stays in its epoch; where one begins an
-        epoch within the step itself, only that step.
+        """The steps around a step that have its weights, and in which every source stays in its
+        epoch; where one begins an epoch within the step itself, only that step.
         """
         begins, ends = self.taken(step), self.taken(step + 1)
-        first, stop = 0, _NEVER
+        first, stop = next(phase[:2] for phase in self._phases if step < phase[1])
         for source, size in enumerate(self.sizes):
             epoch = begins[source] // size
             if ends[source] > (epoch + 1) * size:

@@ -221,6 +221,8 @@ class StreamStore(TokenStore):
                 )
             if self._encoder is not None:
                 self._encoder.check()
+                if self._encoder.is_done and not path.exists():  # somebody has removed it since
+                    ChunkEncoder(self._task, self._index, self.layout).make(number)
         if self._encoder is not None and self._encoder.is_done and not self._is_told:
             self._is_told = True
             num_new = self.layout.num_chunks - self._chunks_before
