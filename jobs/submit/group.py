@@ -29,6 +29,7 @@ from jobs.submit.request import (
     AttemptDraft,
     Request,
     check_dictionary,
+    lacks_test,
     until_of,
 )
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
@@ -305,6 +306,7 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
         row,
         limits,
         is_finished=status.get("state") == "succeeded",
+        lacks_test=lacks_test(folder, request.flags),
         training_now=training_now(folder, was_sent=row is not None and bool(row.history)),
         awaited=(
             None
