@@ -20,7 +20,7 @@ from jobs.record.paths import is_there
 from jobs.record.state_table import TURN
 from jobs.record.status import record_state, survey
 from jobs.submit.policy import Limits, decide
-from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult, lacks_test
+from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
 from jobs.submit.send import (
     Outcome,
     fresh,
@@ -33,6 +33,7 @@ from jobs.submit.send import (
 )
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, refusals
+from trainer.metrics.test_record import lacks_test
 
 if TYPE_CHECKING:
     from jobs.record.events import Job
@@ -160,7 +161,7 @@ def _again(request: Again, row: Row, rows: Sequence[Row], full: set[str]) -> Act
                 row,
                 limits,
                 is_finished=status.get("state") == "succeeded",
-                lacks_test=lacks_test(folder, template.program),
+                lacks_test=lacks_test(folder.path, template.program),
                 training_now=training_now(folder, was_sent=bool(row.history)),
                 awaited=(
                     None

@@ -19,7 +19,6 @@ from trainer.config import auto, deepspeed_config, groups
 from trainer.config.identity import base_id, digest, exp_id
 from trainer.errors import ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json
-from trainer.metrics.test_record import is_tested
 
 if TYPE_CHECKING:
     from jobs.code.snapshot import Snapshot
@@ -201,13 +200,6 @@ def until_of(words: Sequence[str]) -> int | None:
     """The step of --until among the words of a job's program; None without any."""
     texts = [word.partition("=")[2] for word in words if word.startswith("--until=")]
     return int(texts[-1]) if texts and texts[-1].isdigit() else None
-
-
-def lacks_test(folder: RunFolder, words: Sequence[str]) -> bool:
-    """Whether the words of a program ask for the scores of the test split (--test), and the weights
-    that the run has exported have none.
-    """
-    return "--test" in words and not is_tested(folder.path)
 
 
 def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:

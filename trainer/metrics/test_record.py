@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,3 +29,10 @@ def is_tested(run_folder: Path) -> bool:
     before: Any = read_json(run_folder / FILE)
     weights = weights_of(run_folder / tested_model(run_folder))
     return isinstance(before, dict) and (weights == cast("dict[str, Any]", before).get("weights"))
+
+
+def lacks_test(run_folder: Path, words: Sequence[str]) -> bool:
+    """Whether the words of a command ask for the scores of the test split (--test), and the weights
+    that the run has exported have none.
+    """
+    return "--test" in words and not is_tested(run_folder)
