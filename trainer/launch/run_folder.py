@@ -226,6 +226,18 @@ def _check_dictionary(plan: RunPlan) -> None:
     )
 
 
+def identity_of(
+    plan: RunPlan, task: Task, stores: Mapping[str, TokenStore], places: Places
+) -> dict[str, str]:
+    """The digests of the base and of the rows of each split, and of the run that the base is of."""
+    base = task.fingerprint()
+    if not base and any(one.is_whole for one in plan.cfg.train.freeze):
+        base = base_source.fingerprint(plan.cfg.base, places)
+    now = {"base": base, **{split: store.digest for split, store in stores.items()}}
+    of_run = base_source.begun_with(plan.cfg.base, places)
+    return now if of_run is None else {**now, _OF_RUN: of_run}
+
+
 def check_identity(
     plan: RunPlan,
     task: Task,
@@ -242,16 +254,7 @@ def check_identity(
     facts = {split: store.summary() for split, store in stores.items()}
 
     def check() -> dict[str, str]:
-        base = task.fingerprint()
-        if not base and any(one.is_whole for one in plan.cfg.train.freeze):
-            base = base_source.fingerprint(plan.cfg.base, places)
-        now = {
-            "base": base,
-            **{split: store.digest for split, store in stores.items()},
-        }
-        of_run = base_source.begun_with(plan.cfg.base, places)
-        if of_run is not None:
-            now[_OF_RUN] = of_run
+        now = identity_of(plan, task, stores, places)
         path = plan.folder / "data.json"
         began = _beginning(path, newest)
         if began is None and plan.cfg.continues is not None and newest is not None:

@@ -28,6 +28,7 @@ _BOUND += tuple(
     f"train.{key}"
     for key in ("global_batch", "bucket_steps", "precision", "base_bits", "seed", "order")
 )
+_BOUND += ("train.freeze", "train.ema")  # a saved step has the states of what trains, and averages
 
 
 class Continues(Strict):

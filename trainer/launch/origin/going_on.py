@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
 
+# keys of `train` that may change, and change what a step computes
+_OF_A_STEP = ("label_smoothing", "z_loss", "neftune_alpha", "compile")
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +62,12 @@ def saved_state(plan: RunPlan, savedir_base: Path) -> SavedState | None:
             "another saved step of that run (--from)."
         )
     on_main(lambda: logger.info("%s", told(plan.cfg, history(plan.cfg, savedir_base))))
-    return _SavedStep(folder)
+    return saved_step(continues, savedir_base)
+
+
+def saved_step(continues: Continues, savedir_base: Path) -> SavedState:
+    """The saved step that a run goes on with, as its own beginning. It is not checked."""
+    return _SavedStep(continues.folder(savedir_base))
 
 
 @dataclass(frozen=True)
@@ -115,10 +123,14 @@ def told(cfg: Experiment, done: Sequence[DoneSteps]) -> str:
                     f'({shapes}). With "constant", "inverse_sqrt" and the stable part of "wsd" it '
                     "is the same"
                 )
-    blocks = [flatten(one.optim.model_dump(mode="json")) for one in (*(p.cfg for p in done), cfg)]
-    others = [key for key in differing(blocks) if key != "lr"]
+    blocks: list[dict[str, Any]] = []
+    for one in (*(part.cfg for part in done), cfg):
+        optim, train = (block.model_dump(mode="json") for block in (one.optim, one.train))
+        of_step = {key: train[key] for key in _OF_A_STEP}
+        blocks.append(flatten({"optim": optim, "train": of_step}))
+    others = [key for key in differing(blocks) if key != "optim.lr"]
     if others:
-        return f"{start}, with another optim.{', optim.'.join(others)} than before"
+        return f"{start}, with another {', '.join(others)} than before"
     return f"{start}. Its bits are those of one run of {cfg.train.steps} steps"
 
 
