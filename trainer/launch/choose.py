@@ -91,7 +91,7 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
         }
         if other is not None:
             now = run_folder.identity_of(plan, task, stores, options.places)
-            going_on.refuse_other_rows(other, now, going_on.saved_step(other, options.savedir_base))
+            going_on.refuse_other_rows(other, now, options.savedir_base)
         run = PreparedRun(_with_choices(plan, chosen, options.until), task, stores, options.places)
         if is_open:
             chosen["preset"], chosen["rows"] = _preset_and_rows(run, preset, options.device)

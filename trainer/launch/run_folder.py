@@ -22,7 +22,6 @@ from trainer.errors import ConfigError, DataError, LatheError, ResumeError, Stor
 from trainer.exports import card, record
 from trainer.files.atomic import read_json, refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
-from trainer.launch.origin.going_on import refuse_other_rows
 from trainer.metrics import own
 from trainer.models import base_source
 from trainer.runtime import distributed
@@ -257,8 +256,6 @@ def check_identity(
         now = identity_of(plan, task, stores, places)
         path = plan.folder / "data.json"
         began = _beginning(path, newest)
-        if began is None and plan.cfg.continues is not None and newest is not None:
-            refuse_other_rows(plan.cfg.continues, now, newest)
         changed = [
             f"{key} (was {began.get(key)!r}, is {now[key]!r}{_grown(path, key, facts)})"
             for key in now

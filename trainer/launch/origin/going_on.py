@@ -62,12 +62,7 @@ def saved_state(plan: RunPlan, savedir_base: Path) -> SavedState | None:
             "another saved step of that run (--from)."
         )
     on_main(lambda: logger.info("%s", told(plan.cfg, history(plan.cfg, savedir_base))))
-    return saved_step(continues, savedir_base)
-
-
-def saved_step(continues: Continues, savedir_base: Path) -> SavedState:
-    """The saved step that a run goes on with, as its own beginning. It is not checked."""
-    return _SavedStep(continues.folder(savedir_base))
+    return _SavedStep(folder)
 
 
 @dataclass(frozen=True)
@@ -138,11 +133,11 @@ def _rate(cfg: Experiment, step: int) -> float:
     return cfg.optim.lr * factor(cfg.schedule, step, cfg.train.steps)
 
 
-def refuse_other_rows(continues: Continues, now: Mapping[str, str], newest: SavedState) -> None:
+def refuse_other_rows(continues: Continues, now: Mapping[str, str], savedir_base: Path) -> None:
     """ResumeError when the rows or the base of a run are others than those of the run that it goes
     on with. now: their digests.
     """
-    then = newest.state().get("identity") or {}
+    then = _SavedStep(continues.folder(savedir_base)).state().get("identity") or {}
     changed = [
         f"{key} (was {then[key]!r}, is {now[key]!r})"
         for key in now
