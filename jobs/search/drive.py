@@ -58,8 +58,8 @@ class Driver:
         ranked = search.ranked(rungs[-1])
         if not ranked:
             raise SomeFailed(
-                f"{self.group}: no trial has a {search.metric} at step {rungs[-1]}. `lathe status` "
-                "and `lathe logs ID` say why."
+                f"{self.group}: no trial has a {search.metric} at its end. `lathe status` and "
+                "`lathe logs ID` say why."
             )
         if search.best != ranked[0].number:
             self.record.append({"event": "ended", "trial": ranked[0].number})

@@ -228,7 +228,22 @@ def turned_best(cfg: Experiment) -> Iterator[str]:
             )
 
 
+def late_changes(cfg: Experiment) -> Iterator[str]:
+    """The doubt about weights of a mix that would come behind the last step. Of a run in epochs
+    nothing is known before its rows are counted.
+    """
+    steps, mixing = cfg.train.steps, getattr(getattr(cfg, "data", None), "mixing", None)
+    for place, change in enumerate([] if mixing is None else mixing.changes):
+        if 0 < steps <= change.after:
+            yield (
+                f"data.mixing.changes[{place}]: after={change.after}, and the run has {steps} "
+                f"steps: these weights are never used. Give a step below {steps}, or leave the "
+                "change out."
+            )
+
+
 def doubts_of(cfg: Experiment) -> Iterator[str]:
     """What a run warns of, and refuses with --strict."""
     yield from odd_rate(cfg)
     yield from turned_best(cfg)
+    yield from late_changes(cfg)

@@ -163,7 +163,8 @@ class Train(Strict):
     """
     hours: Annotated[float, Field(gt=0)] | None = None
     """The longest that the run may take, all its starts together; it ends before that, evaluated,
-    saved and exported. None: it trains all of its steps.
+    saved and exported; scores of the test split (--test) come after. None: it trains all of its
+    steps.
     """
     patience: Positive | None = None
     """Evaluations in a row without a better `best` after which the run ends; None: it trains all of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data import left_out
 from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED, DataError, StorageError
-from trainer.evaluation.test_split import is_tested, run_test
+from trainer.evaluation.test_split import run_test
 from trainer.exports import record as export_record
 from trainer.files.atomic import read_json
 from trainer.launch import preflight
@@ -21,6 +21,7 @@ from trainer.launch.choose import Chosen, choose
 from trainer.launch.prepare import is_in_memory, prepare
 from trainer.launch.run_folder import claim_folder, open_record, push
 from trainer.launch.start import ReadyRun, start
+from trainer.metrics.test_record import is_tested
 from trainer.runtime import device_defaults, distributed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
@@ -95,7 +96,7 @@ def test_finished(plan: RunPlan, options: Options, preemption: Preemption) -> in
     """Score the test split of a run that has finished before, where that was not done. Its status
     stays as it is. Returns the exit code: 0, or 75 if preempted. A collective.
     """
-    if on_main(lambda: is_tested(plan)):
+    if on_main(lambda: is_tested(plan.folder)):
         return EXIT_OK
     whole_plan = choose(plan, options).plan
     status: dict[str, Any] = on_main(lambda: read_json(plan.folder / STATUS) or {})

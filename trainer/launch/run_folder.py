@@ -22,7 +22,6 @@ from trainer.errors import ConfigError, DataError, LatheError, ResumeError, Stor
 from trainer.exports import card, record
 from trainer.files.atomic import read_json, refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
-from trainer.launch.origin.going_on import refuse_other_rows
 from trainer.metrics import own
 from trainer.models import base_source
 from trainer.runtime import distributed
@@ -226,6 +225,18 @@ def _check_dictionary(plan: RunPlan) -> None:
     )
 
 
+def identity_of(
+    plan: RunPlan, task: Task, stores: Mapping[str, TokenStore], places: Places
+) -> dict[str, str]:
+    """The digests of the base and of the rows of each split, and of the run that the base is of."""
+    base = task.fingerprint()
+    if not base and any(one.is_whole for one in plan.cfg.train.freeze):
+        base = base_source.fingerprint(plan.cfg.base, places)
+    now = {"base": base, **{split: store.digest for split, store in stores.items()}}
+    of_run = base_source.begun_with(plan.cfg.base, places)
+    return now if of_run is None else {**now, _OF_RUN: of_run}
+
+
 def check_identity(
     plan: RunPlan,
     task: Task,
@@ -242,20 +253,9 @@ def check_identity(
     facts = {split: store.summary() for split, store in stores.items()}
 
     def check() -> dict[str, str]:
-        base = task.fingerprint()
-        if not base and any(one.is_whole for one in plan.cfg.train.freeze):
-            base = base_source.fingerprint(plan.cfg.base, places)
-        now = {
-            "base": base,
-            **{split: store.digest for split, store in stores.items()},
-        }
-        of_run = base_source.begun_with(plan.cfg.base, places)
-        if of_run is not None:
-            now[_OF_RUN] = of_run
+        now = identity_of(plan, task, stores, places)
         path = plan.folder / "data.json"
         began = _beginning(path, newest)
-        if began is None and plan.cfg.continues is not None and newest is not None:
-            refuse_other_rows(plan.cfg.continues, now, newest)
         changed = [
             f"{key} (was {began.get(key)!r}, is {now[key]!r}{_grown(path, key, facts)})"
             for key in now

@@ -158,7 +158,7 @@ def _call(
     references = [list(row["answers"]) for row in rows]
     try:
         result: Any = metric.function(list(predictions), references, own_rows)
-    except Exception as error:  # any: it is the user's code
+    except (Exception, SystemExit) as error:  # any: it is the user's code
         return {}, f"raised {type(error).__name__}: {error}"
     if not isinstance(result, Mapping):
         return {}, f"returned {result!r:.80}"

@@ -44,6 +44,13 @@ FAULTS = [
         tests=SWEEPS + " -k killed",
     ),
     Fault(
+        "jobs/search/drive.py",
+        "return entries[-1].get(search.metric) if entries else None",
+        "return next((one[search.metric] for one in reversed(entries) if search.metric in one), 0.0)",
+        why="a trial that has diverged is promoted for an earlier score",
+        tests=SWEEPS + " -k diverges",
+    ),
+    Fault(
         "jobs/submit/group.py",
         "before is not None and (after is None or after > before)",
         "before is not None",

@@ -51,9 +51,9 @@ FAULTS = [
         tests=GOING_ON,
     ),
     Fault(
-        "trainer/launch/run_folder.py",
-        "        if began is None and plan.cfg.continues is not None and newest is not None:",
-        "        if False:",
+        "trainer/launch/choose.py",
+        "        if other is not None:\n",
+        "        if False:\n",
         why="a run goes on on other rows",
         tests=GOING_ON,
     ),

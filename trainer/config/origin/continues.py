@@ -28,6 +28,7 @@ _BOUND += tuple(
     f"train.{key}"
     for key in ("global_batch", "bucket_steps", "precision", "base_bits", "seed", "order")
 )
+_BOUND += ("train.freeze", "train.ema")  # a saved step has the states of what trains, and averages
 
 
 class Continues(Strict):
@@ -190,10 +191,13 @@ def refuse_other(cfg: Experiment, before: Experiment) -> None:
             "Put them back, or begin a new run with the weights of that one: "
             '"base": {"experiment": ...}.'
         )
-    if 0 < cfg.train.steps <= continues.step:
+    steps, epochs = cfg.train.steps, cfg.train.epochs
+    if 0 < steps <= continues.step:
+        length = "steps" if epochs is None else "epochs"
+        of_epochs = "" if epochs is None else f" (train.epochs={epochs:g})"
         raise ConfigError(
-            f"train.steps={cfg.train.steps} with continues.step={continues.step}: nothing is left "
-            "to train. train.steps counts from the beginning of the first run; give more."
+            f"train.steps={steps}{of_epochs} with continues.step={continues.step}: nothing is left "
+            f"to train. train.{length} counts from the beginning of the first run; give more."
         )
     if 0 < before.train.steps < continues.step:
         raise ConfigError(
