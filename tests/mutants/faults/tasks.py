@@ -685,6 +685,20 @@ FAULTS = [
         tests=f"{MEMORY} -k twice_what_it_gathered",
     ),
     Fault(
+        "trainer/plan/memory/deepspeed_terms.py",
+        "moments.append(Breakdown(gradients=after + 4 * part, workspace=own))",
+        "moments.append(Breakdown(gradients=before + 4 * part, workspace=own))",
+        why="Lion and Muon are planned on top of gradients that ZeRO has freed, and refused",
+        tests=f"{MEMORY} -k freed_before",
+    ),
+    Fault(
+        "trainer/plan/memory/planned_rows.py",
+        "starts = [start for start, _ in sharding.mix.phases if start < steps]",
+        "starts = [0]",
+        why="a source that begins late in a run is planned without its long rows",
+        tests=f"{MEMORY} -k begins_behind",
+    ),
+    Fault(
         "trainer/plan/memory/planned_rows.py",
         "sums_R, kind = (lengths_RN**power).sum(axis=1), (is_first, power)",
         "sums_R, kind = (lengths_RN**power).sum(axis=1), (True, power)",
