@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer import tasks
-from trainer.config import groups
+from trainer.config import groups, userfile
 from trainer.config.groups import Values, cartesian_exp_group, vary
 from trainer.config.sweeps.sweep import SweepGroup
 from trainer.recipes import lookup_groups
@@ -426,3 +426,7 @@ def read_groups(path: Path | None) -> dict[str, list[Values]]:
     return (
         groups.expanded(EXP_GROUPS, source="exp_configs.py") if path is None else groups.read(path)
     )
+
+
+if __name__ == "__main__":
+    userfile.leave("Train a group: lathe train -e GROUP. List them: lathe groups.")

@@ -151,6 +151,8 @@ ODD_TEXT = wording(
     DataError,
     file_endless="its first {packed} bytes unpack to more than",
     line_endless="longer than {most} bytes",
+    rows_absent="holds no file of rows, but {names}. Put train.jsonl there",
+    text_endless="{key!r} is a text of {count} characters, want at most {most}",
     table_without_header="It has no header either",
     table_row_for_header="which holds a list, so it is a row and no header",
 )
@@ -222,6 +224,7 @@ ROWS = wording(
     field_missing="'{key}' is missing (keys: {keys})",
     contexts_missing="'{key}' is missing, and so are 'contexts' and 'context' (keys: {keys})...Write \"ctxs\": []",
     messages_missing="'messages' is missing, and so are 'prompt' and 'completion' (keys: {keys}). Say in data.columns",
+    completion_missing="'completion' is missing (keys: {keys}). Say in data.columns",
     rows_of_unsaid_format="its rows are {format} rows, and data.source={source!r} reads {wanted}. Say {fix} in data",
     rows_of_unread_format="its rows are {format} rows: format={name!r} holds",
     rows_mixed="{what}, want that of {first}, {format!r}: {holds}. Mend it, or give rows of one format",

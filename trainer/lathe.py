@@ -132,3 +132,6 @@ def _make() -> typer.Typer:
 
 
 app = _make()
+
+if __name__ == "__main__":
+    app(prog_name="lathe")

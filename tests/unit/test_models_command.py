@@ -60,6 +60,14 @@ def test_a_task_without_models_to_exchange_is_told_which_have_some(tmp_path: Pat
     )
 
 
+def test_an_export_of_adapters_leads_to_merge(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    done = command("export", "causal_lm", tmp_path, "--out", tmp_path / "new")
+    assert done.exit_code == 2
+    says("adapters_as_base", done.stderr, at=str(tmp_path))
+    assert f"lathe merge {tmp_path} --out" in done.stderr
+
+
 def test_help_never_imports_torch() -> None:
     code = """
 import contextlib, io, runpy, sys

@@ -13,13 +13,21 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
-from trainer.errors import ConfigError
+from trainer.errors import EXIT_BAD_INPUT, ConfigError
 
 # The folder in which a job was submitted. Set by submission, and only for a dictionary with
 # relative paths: a job runs in another folder, the snapshot of its code.
 START_FOLDER = "LATHE_START_FOLDER"
+
+
+def leave(use: str) -> NoReturn:
+    """End a program that is none, with exit code 2: the file that was started is one to be named on
+    a command line. `use` says by which command.
+    """
+    sys.stderr.write(f"{sys.argv[0]} starts nothing by itself. {use}\n")
+    sys.exit(EXIT_BAD_INPUT)
 
 
 def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:

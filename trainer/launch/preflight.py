@@ -118,6 +118,8 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
             "training rows: what is measured on them is remembered, not learnt. Take them out of "
             "one of the two."
         )
+    # Two splits of one file are read up to the same row, which is wrong once.
+    findings.problems = [*dict.fromkeys(findings.problems)]
     return findings
 
 

@@ -65,6 +65,8 @@ def plan(
     data = options.data_path
     if data is not None and not data.is_dir():
         problem = f"there is no such folder (from {Path.cwd()}). Give the folder of the data."
+        if options.data_path.parts[:1] == ("~",):
+            problem += " A shell writes the home for ~ behind a space, and not behind =."
         if data.exists():
             problem = (
                 f"it is a file, and its folder is wanted, which holds every split: {data.parent}."

@@ -8,6 +8,7 @@ obeyed or refused: no role and no key with such a meaning is passed over in sile
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -142,15 +143,47 @@ def _turns(
     completion = raw.get("completion") if is_learnt else ""
     if raw.get("prompt") is not None and completion is not None:
         return _of_prompt(raw, completion, report)
-    report(
-        RowProblem(
-            "",
-            "'messages' is missing, and so are 'prompt' and 'completion' (keys: "
-            f"{', '.join(raw) or 'none'}). Say in data.columns what yours are called",
-            '{"messages": "conversations"}',
-        )
-    )
+    report(_missing(raw))
     return [("messages[0]", {"role": "user", "content": ""})]
+
+
+def _missing(raw: Mapping[str, Any]) -> RowProblem:
+    """What a row lacks that holds no conversation, with names of its own that differ by case."""
+    is_half = raw.get("prompt") is not None
+    lacks = "'messages' is missing, and so are 'prompt' and 'completion'"
+    ours, example = ((*_LISTS, "prompt", "completion"), {"messages": "conversations"})
+    if is_half:
+        lacks, ours, example = "'completion' is missing", ("completion",), {"completion": "reply"}
+    theirs = {key.casefold(): key for key in raw if key not in ours}
+    alike = {name: theirs[name] for name in ours if name in theirs}
+    columns = {"messages" if name in _LISTS else name: key for name, key in alike.items()}
+    columns = columns or ({} if is_half else _proposal(raw))
+    return RowProblem(
+        "",
+        f"{lacks} (keys: {', '.join(raw) or 'none'}). Say in data.columns what yours are called",
+        json.dumps(columns or example, ensure_ascii=False),
+    )
+
+
+def _proposal(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Columns by what they hold: one of lists of objects, or two of texts. Empty where others are
+    as likely.
+    """
+    turns: list[str] = []
+    for name, value in raw.items():
+        listed = _listed(value)
+        if isinstance(listed, list) and listed and isinstance(listed[0], dict):
+            turns.append(name)
+    texts = [
+        name
+        for name, value in raw.items()
+        if isinstance(value, str) and not re.search(r"(?:^|_)id$", name.casefold())
+    ]
+    if len(turns) == 1:
+        return {"messages": turns[0]}
+    if len(texts) == 2 and not turns:
+        return {"prompt": texts[0], "completion": texts[1]}
+    return {}
 
 
 def _of_prompt(raw: Mapping[str, Any], answer: Any, report: Report) -> list[tuple[str, Any]]:
@@ -215,7 +248,7 @@ def with_input(raw: Mapping[str, Any]) -> Any:
 
 def question_in(value: Any) -> Any:
     """What a conversation asks: the texts of its first turns that neither instruct the assistant
-    nor are said by it. Any other value unchanged.
+    nor are said by it; None where one of them is no text. Any other value unchanged.
     """
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):  # pyright: ignore[reportUnknownVariableType]
         return cast("Any", value)
@@ -224,8 +257,14 @@ def question_in(value: Any) -> Any:
     ]
     turns = list(itertools.dropwhile(lambda turn: turn[0] not in (None, "user"), turns))
     opening = itertools.takewhile(lambda turn: turn[0] == turns[0][0], turns)
-    contents = (turn.get("content") or turn.get("value") for _, turn in opening)
-    texts = [_text(content, "", lambda _: None) for content in contents]
+    problems: list[RowProblem] = []
+    texts: list[Any] = []
+    for _, turn in opening:
+        is_open = turn.get("content") is None and turn.get("value") is None
+        content = _text(turn.get("content") or turn.get("value"), "", problems.append)
+        if is_open or problems or not isinstance(content, str | None):
+            return None
+        texts.append(content)
     return texts or cast("Any", value)
 
 
@@ -262,7 +301,7 @@ def _message(value: Any, name: str, report: Report, *, is_learnt: bool) -> Row |
     }
     fields.pop("from", None)
     fields.pop("value", None)
-    role = _role(message["role"], role_at, report)
+    role = _role(message["role"], role_at, report, keys=[*cast("Row", value)])
     for key, want in _UNREAD.items():
         if fields.get(key) not in (None, "", [], {}):
             report(RowProblem(f"{name}.{key}", fields[key], want))
@@ -297,12 +336,12 @@ def _message(value: Any, name: str, report: Report, *, is_learnt: bool) -> Row |
     return message
 
 
-def _role(given: Any, place: str, report: Report) -> str:
+def _role(given: Any, place: str, report: Report, *, keys: list[str]) -> str:
     role = role_of(given)
     if role is None:
-        near = (
-            f". {nearest(given, list(ROLES))}" if isinstance(given, str) and given.strip() else ""
-        )
+        near = f". The keys of the turn: {', '.join(keys) or 'none'}" if given is None else ""
+        if isinstance(given, str) and given.strip():
+            near = f". {nearest(given, list(ROLES))}"
         report(RowProblem(place, given, f"{_WANTED_ROLES}{near.rstrip('.')}"))
         return str(given)
     return role

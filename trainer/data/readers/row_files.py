@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from trainer.data.formats.packed import MAX_LINE, open_file
+from trainer.data.formats import problems
+from trainer.data.formats.packed import open_file
 from trainer.data.formats.subset import of_subset
 from trainer.data.left_out import note
 from trainer.data.readers.data_sets import row_of_arrow
@@ -195,7 +196,7 @@ def is_header(cells: Sequence[str], names: Sequence[str]) -> bool:
 
 def _quoted_cells(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
     """(line where it ends, cells) of every row of a file that is quoted as CSV."""
-    csv.field_size_limit(MAX_LINE)  # the default is 131,072 characters
+    csv.field_size_limit(problems.MAX_TEXT)  # the default is 131,072 characters
     number = 0  # of rows, the header among them
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
@@ -273,7 +274,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
     for batch in arrow_batches(path, _ROWS_AT_ONCE):
         for row in batch.to_pylist():
             number += 1
-            yield f"{path}, row {number}", row_of_arrow(row)
+            place, values = f"{path}, row {number}", row_of_arrow(row)
+            problems.refuse_long_text(values, place)
+            yield place, values
     if not number:
         raise DataError(f"{path} holds no row. Write at least one.")
 

@@ -198,7 +198,8 @@ def refuse(folder: Path, *, because: str) -> None:
     if are_in(folder):
         raise ConfigError(
             f"{folder} holds adapters without their base, {because}.\nTrain it with "
-            '"lora": {"export": "merged"}, or merge them with peft: '
+            '"lora": {"export": "merged"}, or fold them into it: '
+            f"`lathe merge {folder} --out NEW`; for adapters of peft: "
             "PeftModel.from_pretrained(base, folder).merge_and_unload()."
         )
 
