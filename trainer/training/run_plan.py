@@ -64,14 +64,7 @@ def plan(
     name = exp_id(values)
     data = options.data_path
     if data is not None and not data.is_dir():
-        problem = f"there is no such folder (from {Path.cwd()}). Give the folder of the data."
-        if options.data_path.parts[:1] == ("~",):
-            problem += " A shell writes the home for ~ behind a space, and not behind =."
-        if data.exists():
-            problem = (
-                f"it is a file, and its folder is wanted, which holds every split: {data.parent}."
-            )
-        raise DataError(f"--data_path {data}: {problem}")
+        raise DataError(_no_folder(data))
     cfg = tasks.parse(values, source=f"experiment {name}")
     refuse_missing(getattr(cfg, "data", None), data)
     if cfg.train.micro_batch == 0:  # "auto": `run` chooses
@@ -102,6 +95,16 @@ def plan(
     _refuse_late_stop(options.until, train.steps)
     folder = options.savedir_base / name
     return RunPlan(values, cfg, name, folder, ds, sharding, options.names.get(name, ""))
+
+
+def _no_folder(data: Path) -> str:
+    """Why --data_path is no folder of rows."""
+    problem = f"there is no such folder (from {Path.cwd()}). Give the folder of the data."
+    if data.parts[:1] == ("~",):
+        problem += " A shell writes the home for ~ behind a space, and not behind =."
+    if data.exists():
+        problem = f"it is a file, and its folder is wanted, which holds every split: {data.parent}."
+    return f"--data_path {data}: {problem}"
 
 
 def with_rows(

@@ -74,8 +74,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/choose.py",
-        "if not is_auto and train.epochs is None and plan.sharding.mix is None:",
-        "if not is_auto and train.epochs is None:",
+        "if not is_auto and train.epochs is None and plan.sharding.mix is None and other is None:",
+        "if not is_auto and train.epochs is None and other is None:",
         why="a source without rows is found out after a run folder was made",
         tests=MIXES,
     ),
@@ -396,8 +396,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/formats/held_out.py",
-        "normal_value(question_in(value))",
-        "normal_value(value)",
+        "    question = question_in(value)\n",
+        "    question = value\n",
         why="a conversation is validated on a question that was trained on, with another answer",
         tests=VANISHES,
     ),

@@ -45,8 +45,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/search/drive.py",
-        "return entries[-1].get(search.metric) if entries else None",
-        "return next((one[search.metric] for one in reversed(entries) if search.metric in one), 0.0)",
+        "return of_step[0].get(search.metric) if of_step else None",
+        "return next((one[search.metric] for one in every[::-1] if search.metric in one), 0.0)",
         why="a trial that has diverged is promoted for an earlier score",
         tests=SWEEPS + " -k diverges",
     ),

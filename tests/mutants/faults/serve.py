@@ -66,8 +66,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/formats/held_out.py",
-        "normal_value(question_in(value))",
-        "question_in(value)",
+        '{"told": normal_value(question)}',
+        '{"told": question}',
         why="the service validates on questions that it trains on, written in capitals",
         tests=f"{HELD_OUT} -k no_validation_row",
     ),

@@ -171,7 +171,7 @@ def _proposal(raw: Mapping[str, Any]) -> dict[str, str]:
     """
     turns: list[str] = []
     for name, value in raw.items():
-        listed = _listed(value)
+        listed = _as_list(value)
         if isinstance(listed, list) and listed and isinstance(listed[0], dict):
             turns.append(name)
     texts = [
