@@ -46,6 +46,7 @@ FLOORS = {
     "trainer.files.survive": 0,
     "trainer.files.survival_events": 0,
     "trainer.metrics.own": 0,
+    "trainer.metrics.test_record": 0,
     "trainer.plan.time.rates": 0,
     "trainer.recipes.lookup_groups": 0,
     "trainer.runtime.process": 0,

@@ -991,6 +991,7 @@ JOBS = (
 SUBMISSION = wording(
     ConfigError,
     rate_odd="--strict: optim.lr={lr}: a step of {name} moves a weight {how}, want between 1e-09 and {highest}.",
+    mix_change_late="data.mixing.changes[0]: after={after}, and the run has {steps} steps: these weights are never used.",
     warmup_too_long="schedule.warmup_steps={warmup} is longer than the run of train.steps={steps}",
     best_not_of_validation="train.best={best!r}: evaluations are of the validation split",
     tokenizer_nowhere="there is no such folder, neither here nor below --data_path ({data})",

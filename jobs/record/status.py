@@ -136,10 +136,10 @@ def survey(
 
 def record_state(folder: RunFolder, job: Job, row: Row) -> Job:
     """`job` with its last attempt in the state of its row, on record. The caller holds the lock."""
-    last, seen = job.last, row.history[-1] if row.history else None
-    if last is None or seen is None or (seen.state, seen.reason) == (last.state, last.reason):
+    last, newest = job.last, row.history[-1] if row.history else None
+    if last is None or newest is None or (newest.state, newest.reason) == (last.state, last.reason):
         return job
-    news = {"state": seen.state, "reason": seen.reason, "host": seen.host}
+    news = {"state": newest.state, "reason": newest.reason, "host": newest.host}
     record.append(folder, {"event": "observed", "attempt": last.number, **news})
     return record.read(folder) or job
 
@@ -313,7 +313,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
         if not is_there(folder.exp_dict):
             return None
         if not is_there(folder.status):
-            return _sent_by_haven(folder)
+            return _row_of_haven(folder)
         status = read_json(folder.status)
         if status is None:
             raise LatheError(f"{folder.status}: no whole JSON object. Run the experiment again.")
@@ -347,7 +347,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
         return _unreadable(folder, error)
 
 
-def _sent_by_haven(folder: RunFolder) -> Row | None:
+def _row_of_haven(folder: RunFolder) -> Row | None:
     """The row of a run that haven's own job manager has sent and that has not begun; None when
     there is no such job. Nothing is known of it but the id.
     """

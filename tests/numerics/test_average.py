@@ -234,9 +234,9 @@ def _resumed(folder: Path, stage: int, precision: str) -> tuple[dict[str, Tensor
         (3, "bf16", 2, 1),
         pytest.param(0, "fp32", 2, 2, marks=pytest.mark.long),
         pytest.param(0, "bf16", 1, 2, marks=pytest.mark.long),
-        pytest.param(1, "bf16", 1, 3, marks=pytest.mark.long),
+        pytest.param(1, "bf16", 1, 4, marks=pytest.mark.long),
         pytest.param(1, "bf16", 2, 2, marks=pytest.mark.long),
-        pytest.param(3, "fp32", 3, 2, marks=pytest.mark.long),
+        pytest.param(3, "fp32", 4, 2, marks=pytest.mark.long),
         pytest.param(3, "bf16", 2, 2, marks=pytest.mark.long),
     ],
 )

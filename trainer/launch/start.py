@@ -117,7 +117,7 @@ class Saver:
     def mirror_step(self, live: Engine, progress: Progress) -> None:
         """Keep a step in memory, for ranks that go on without a lost one (--survive)."""
         if self.mirror is not None:
-            self.mirror.keep(live, progress, self.chain)
+            self.mirror.keep(live, progress, self.chain, self.sums)
             steps = self.prepared.plan.cfg.train.steps
             lifeline.moved(progress.step, is_stepping=progress.step < steps)
 

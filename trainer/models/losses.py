@@ -50,21 +50,21 @@ def token_cross_entropy(
     of log Z is added, where Z is the sum of the exponentials of a target's logits. Source: PaLM
     (Chowdhery et al. 2022, sec. 5), where it is 1e-4.
     """
-    kept = _kept.get()
+    parts = _kept.get()
     logits_NV = logits_NV.float()
     loss = F.cross_entropy(
         logits_NV,
         targets_N,
         ignore_index=IGNORED,
-        reduction="sum" if kept is None else "none",
+        reduction="sum" if parts is None else "none",
         label_smoothing=smoothing,
     )
     if z_loss:
         squares_N = logits_NV.logsumexp(-1).square().masked_fill(targets_N == IGNORED, 0.0)
-        loss = loss + z_loss * (squares_N.sum() if kept is None else squares_N)
-    if kept is None:
+        loss = loss + z_loss * (squares_N.sum() if parts is None else squares_N)
+    if parts is None:
         return loss
-    kept.append(loss.detach())
+    parts.append(loss.detach())
     return loss.sum()
 
 

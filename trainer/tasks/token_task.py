@@ -71,15 +71,13 @@ class TokenTask(ABC, Generic[C]):
         """The tokens that end a generated text: the tokenizer's end, then those of
         generation_config.json, of the export that was loaded, else of the base.
         """
-        return list(dict.fromkeys([self.end, *self._ends_of_file()]))
-
-    def _ends_of_file(self) -> list[int]:
         if self._export is not None and generation_file.is_in(self._export):
-            return generation_file.ends_of_base(str(self._export), None)
-        source = base_source.resolve(self.cfg.base, self.places)
-        return generation_file.ends_of_base(
-            source, base_source.config_of(self.cfg.base, self.places)
-        )
+            ends = generation_file.ends_of_base(str(self._export), None)
+        else:
+            source = base_source.resolve(self.cfg.base, self.places)
+            config = base_source.config_of(self.cfg.base, self.places)
+            ends = generation_file.ends_of_base(source, config)
+        return list(dict.fromkeys([self.end, *ends]))
 
     @property
     def exported_ends(self) -> int | list[int]:

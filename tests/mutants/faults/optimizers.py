@@ -51,8 +51,8 @@ FAULTS = [
     ),
     Fault(
         PLACES,
-        "found[name] = len(stack) - int(parts[stacks[0]])",
-        "found[name] = int(parts[stacks[0]])",
+        'heights[name] = stacks[".".join(parts[: outer[0]])] - int(parts[outer[0]])',
+        "heights[name] = int(parts[outer[0]])",
         why="layer_decay falls from the bottom to the top",
         tests=RATES,
     ),

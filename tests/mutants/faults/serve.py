@@ -66,8 +66,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/formats/held_out.py",
-        "normal_value(question)",
-        "question",
+        '{"told": normal_value(question)}',
+        '{"told": question}',
         why="the service validates on questions that it trains on, written in capitals",
         tests=f"{HELD_OUT} -k no_validation_row",
     ),
@@ -129,8 +129,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/texts.py",
-        "seen = len(self.text.rstrip(TORN)) - max(map(len, self.stops), default=0)",
-        "seen = len(self.text.rstrip(TORN))",
+        "safe_start = len(self.text.rstrip(TORN)) - max(map(len, self.stops), default=0)",
+        "safe_start = len(self.text.rstrip(TORN))",
         why="a stop text of several tokens is not seen",
         tests="tests/unit/test_spelling.py",
     ),
@@ -185,7 +185,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/token_task.py",
-        "[self.end, *self._ends_of_file()]",
+        "[self.end, *ends]",
         "[self.end]",
         why="a base's second stop token ends no text",
         tests="tests/numerics/test_ways_to_generate.py",

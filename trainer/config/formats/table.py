@@ -235,7 +235,7 @@ def formats_of(purposes: Collection[Purpose]) -> list[FormatName]:
 
 def refusal(name: FormatName, purposes: Collection[Purpose]) -> str:
     """Why a task that makes `purposes` of its rows does not read a format, and what it reads."""
-    wanted = " or ".join(WANTED[one] for one in purposes) or "no rows of other people's formats"
+    kinds = " or ".join(WANTED[one] for one in purposes) or "no rows of other people's formats"
     legal = formats_of(purposes)
     instead = (
         f"Its formats are {', '.join(legal)}"
@@ -243,4 +243,4 @@ def refusal(name: FormatName, purposes: Collection[Purpose]) -> str:
         else "It reads none of these formats: leave format out, and name your columns in "
         "data.columns"
     )
-    return f"format={name!r} holds {FORMATS[name].holds}; this task reads {wanted}. {instead}"
+    return f"format={name!r} holds {FORMATS[name].holds}; this task reads {kinds}. {instead}"

@@ -96,12 +96,12 @@ def split_file(
         usual = split_file(folder, split, suffixes, name=None, key=key, first=first)
         return usual.with_name(f"{usual.name}{subset.text}")
     present = _present_of(folder, stems, suffixes)
-    chosen = present
+    paths = present
     if len(present) > 1 and first is not None:
-        chosen = [path for path in present if _PACKING.sub("", _kind(path)).endswith(first)]
-    if len(chosen) == 1:
-        _note_others(folder, stems, suffixes, read=chosen[0])
-        return chosen[0]
+        paths = [path for path in present if _PACKING.sub("", _kind(path)).endswith(first)]
+    if len(paths) == 1:
+        _note_others(folder, stems, suffixes, read=paths[0])
+        return paths[0]
     if present:
         raise DataError(
             f"{folder} holds {' and '.join(path.name for path in present)}. Say in {key}.{split} "

@@ -95,9 +95,9 @@ def files_in(folder: Path) -> list[Path]:
             note(str(path), LEFT_OUT)
     problems = {path.name: problem for path in entries if (problem := _problem(path))}
     if problems:
-        named = ", ".join(f"{name} ({problem})" for name, problem in problems.items())
+        names = ", ".join(f"{name} ({problem})" for name, problem in problems.items())
         raise DataError(
-            f"{folder} is read as one split, and holds what is no file of rows: {named}. Want "
+            f"{folder} is read as one split, and holds what is no file of rows: {names}. Want "
             f"files that end in {', '.join(SUFFIXES)}, each also with .gz: unpack, rename or move "
             "the others, or name one file in data.files."
         )
@@ -260,10 +260,10 @@ def _check_header(names: list[str], path: Path, separator: str) -> None:
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise _named_twice(path, twice[0])
+        raise _repeated_name(path, twice[0])
 
 
-def _named_twice(path: Path, name: str) -> DataError:
+def _repeated_name(path: Path, name: str) -> DataError:
     return DataError(
         f"{path}: the header names {preview(name)} twice. Give every column a name of its own."
     )
@@ -297,7 +297,7 @@ def arrow_batches(path: Path, num_rows: int) -> Iterator[Any]:
             names: list[str] = file.schema_arrow.names
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
-                raise _named_twice(path, twice)
+                raise _repeated_name(path, twice)
             yield from file.iter_batches(batch_size=num_rows)
     except FileNotFoundError as error:
         raise _unreadable(path, error) from error

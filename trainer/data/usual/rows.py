@@ -79,7 +79,7 @@ def in_our_form(
     """
     name = own.format
     if name is None and not own.columns:
-        name, rows = _told_by_first(iter(rows), own, layout, around)
+        name, rows = _sign_of_first(iter(rows), own, layout, around)
     purpose = layout.purpose
     if name is None or purpose is None:
         yield from in_our_names(rows, own.columns, layout)
@@ -92,7 +92,7 @@ def in_our_form(
     yield from counted(READERS[name, purpose](placed, around), what, name)
 
 
-def _told_by_first(
+def _sign_of_first(
     rows: Iterator[tuple[str, Row]], own: OwnRows, layout: Layout, around: Around
 ) -> tuple[FormatName | None, Iterator[tuple[str, Row]]]:
     """The format that the first rows of a split show, and all rows. Where only some rows are read,
@@ -100,7 +100,7 @@ def _told_by_first(
     """
     some = picked.current()
     if some is None:
-        first, rows = _peeked(rows)
+        first, rows = _peek(rows)
         return format_of(first, own, layout, is_labelled=around.is_labelled), rows
     key = f"format of {layout.purpose}"
     if key not in some.learnt:
@@ -116,7 +116,7 @@ def unlabelled(
     whatever format the training rows had.
     """
     around = Around(folder, is_labelled=False)
-    first, rows = _peeked(iter(rows))
+    first, rows = _peek(iter(rows))
     are_own = all(is_own(raw, layout) for _, raw in first)
     columns = columns_in(first, own.columns)
     if columns or are_own:  # else the error names the columns that are not there
@@ -155,7 +155,7 @@ def _whole(placed: Placed, name: FormatName, around: Around) -> Placed:
         yield place, raw
 
 
-def _peeked(
+def _peek(
     rows: Iterator[tuple[str, Row]],
 ) -> tuple[list[tuple[str, Row]], Iterator[tuple[str, Row]]]:
     """The first rows, and all rows, as which the first ones are given away. An error among them is

@@ -63,17 +63,13 @@ def _is_triple(raw: Row) -> bool:
     return is_of_texts or (has_answer and ("anchor" in raw or "query" in raw or "question" in raw))
 
 
-def _is_tevatron(raw: Row) -> bool:
-    names = ("positive_passages", "positive_docids", "positive_document_ids")
-    return any(name in raw for name in names)
-
-
 def _is_pretokenised(raw: Row) -> bool:
     query = raw.get("query")
     is_of_ids = isinstance(query, list) and all(isinstance(one, int) for one in cast(Any, query))
     return is_of_ids and "positives" in raw
 
 
+_OF_TEVATRON = ("positive_passages", "positive_docids", "positive_document_ids")
 # In this order: the first one that a row shows is its format.
 _SIGNS: dict[FormatName, Callable[[Row], bool]] = {
     "openai": lambda raw: "messages" in raw,
@@ -85,7 +81,7 @@ _SIGNS: dict[FormatName, Callable[[Row], bool]] = {
     "squad": _is_squad,
     "pretokenised": _is_pretokenised,
     "dpr": lambda raw: "question" in raw and "positive_ctxs" in raw,
-    "tevatron": _is_tevatron,
+    "tevatron": lambda raw: not raw.keys().isdisjoint(_OF_TEVATRON),
     "triples": _is_triple,
     "fid": lambda raw: "question" in raw and _of_objects(raw.get("ctxs")),
     "completion": lambda raw: _is_text(raw.get("text")) and not raw.keys() & {*_ASKED},
@@ -111,11 +107,11 @@ OURS: Mapping[Purpose, frozenset[FormatName]] = {
 def sign_of(raw: Row, *, is_labelled: bool = True) -> FormatName | None:
     """The format that one row shows; None: none."""
     # a cell of a table that is blank is None: of an instruction the output may be blank
-    given: Row = {
+    cells: Row = {
         name: value for name, value in raw.items() if value is not None or name == "output"
     }
     signs = _SIGNS if is_labelled else _SIGNS_UNLABELLED
-    return next((name for name, is_one in signs.items() if is_one(given)), None)
+    return next((name for name, is_one in signs.items() if is_one(cells)), None)
 
 
 def format_of(
@@ -131,23 +127,23 @@ def format_of(
     purpose = layout.purpose
     if not first or purpose is None:
         return None
-    found: list[FormatName | None]
-    found = [sign_of(raw, is_labelled=is_labelled) for _, raw in first]
+    names: list[FormatName | None]
+    names = [sign_of(raw, is_labelled=is_labelled) for _, raw in first]
     if all(is_own(raw, layout) for _, raw in first):
-        return found[0] if {*found} == {found[0]} and found[0] in OURS[purpose] else None
+        return names[0] if {*names} == {names[0]} and names[0] in OURS[purpose] else None
     # a text alone tells little
-    found = [None if name == "completion" else name for name in found]
-    if not any(found) or is_own(first[0][1], layout):  # the reader says what such a row lacks
+    names = [None if name == "completion" else name for name in names]
+    if not any(names) or is_own(first[0][1], layout):  # the reader says what such a row lacks
         return None
-    name = found[0]
-    if name is None or any(one != name for one in found):
+    name = names[0]
+    if name is None or any(one != name for one in names):
         if not is_labelled:
             return None
         if purpose == "question" and all(
             any(raw.get(name) is not None for name in _PASSAGES) for _, raw in first
         ):
             return None  # FiD's reader takes each row by its own names
-        raise _mixture(first, found)
+        raise _mixture(first, names)
     if purpose in FORMATS[name].serves:
         return name
     if not is_labelled:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
 
+# keys of `train` that may change, and change what a step computes
+_OF_A_STEP = ("label_smoothing", "z_loss", "neftune_alpha", "compile")
+
 logger = logging.getLogger(__name__)
 
 
@@ -115,10 +118,14 @@ def told(cfg: Experiment, done: Sequence[DoneSteps]) -> str:
                     f'({shapes}). With "constant", "inverse_sqrt" and the stable part of "wsd" it '
                     "is the same"
                 )
-    blocks = [flatten(one.optim.model_dump(mode="json")) for one in (*(p.cfg for p in done), cfg)]
-    others = [key for key in differing(blocks) if key != "lr"]
+    blocks: list[dict[str, Any]] = []
+    for one in (*(part.cfg for part in done), cfg):
+        optim, train = (block.model_dump(mode="json") for block in (one.optim, one.train))
+        of_step = {key: train[key] for key in _OF_A_STEP}
+        blocks.append(flatten({"optim": optim, "train": of_step}))
+    others = [key for key in differing(blocks) if key != "optim.lr"]
     if others:
-        return f"{start}, with another optim.{', optim.'.join(others)} than before"
+        return f"{start}, with another {', '.join(others)} than before"
     return f"{start}. Its bits are those of one run of {cfg.train.steps} steps"
 
 
@@ -126,11 +133,11 @@ def _rate(cfg: Experiment, step: int) -> float:
     return cfg.optim.lr * factor(cfg.schedule, step, cfg.train.steps)
 
 
-def refuse_other_rows(continues: Continues, now: Mapping[str, str], newest: SavedState) -> None:
+def refuse_other_rows(continues: Continues, now: Mapping[str, str], savedir_base: Path) -> None:
     """ResumeError when the rows or the base of a run are others than those of the run that it goes
     on with. now: their digests.
     """
-    then = newest.state().get("identity") or {}
+    then = _SavedStep(continues.folder(savedir_base)).state().get("identity") or {}
     changed = [
         f"{key} (was {then[key]!r}, is {now[key]!r})"
         for key in now

@@ -201,11 +201,11 @@ def predict(
             for _ in grown(base, texts[start : start + len(rows)], pad=task.pad):
                 pass
     of_rows = by_row([text.whole() for text in texts], how.search)
-    told = predictions([[one.text for one in of_row] for of_row in of_rows])
-    for one, fit in zip(told, fits, strict=True):
+    results = predictions([[one.text for one in of_row] for of_row in of_rows])
+    for one, fit in zip(results, fits, strict=True):
         if fit.most < most:
             one["max_tokens"] = fit.most
-    return told
+    return results
 
 
 def _search_beams(task: Any, base: Any, texts: Sequence[GrowingText], search: Search) -> None:

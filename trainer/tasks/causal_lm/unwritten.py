@@ -61,9 +61,9 @@ class Unwritten:
         place = 0
         for message in messages:
             role, content = str(message["role"]), str(message["content"]).strip()
-            found = whole.find(content, place)
-            place = max(place, found)
-            if found >= 0 or role in self._told_roles:
+            start = whole.find(content, place)
+            place = max(place, start)
+            if start >= 0 or role in self._told_roles:
                 continue
             words = re.findall(r"\w+", content)
             if words and max(words, key=len) not in whole:
@@ -105,10 +105,10 @@ class Unwritten:
 
 def _lost_thoughts(message: Message, text: str) -> str | None:
     """The words for thoughts that are not in a text."""
-    given = {key: message[key] for key in _THOUGHTS if message.get(key)}
+    fields = {key: message[key] for key in _THOUGHTS if message.get(key)}
     lost = [
         key
-        for key, thoughts in given.items()
+        for key, thoughts in fields.items()
         if not isinstance(thoughts, str) or thoughts.strip() not in text
     ]
     if lost:
