@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/choose.py",
-        "if not is_auto and train.epochs is None and plan.sharding.mix is None:",
+        "if not is_auto and train.epochs is None and plan.sharding.mix is None and other is None:",
         "if not is_auto and train.epochs is None:",
         why="a source without rows is found out after a run folder was made",
         tests=MIXES,

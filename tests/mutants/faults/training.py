@@ -399,8 +399,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/launch/run_folder.py",
-        "            **{split: store.digest for split, store in stores.items()},\n",
-        "",
+        'now = {"base": base, **{split: store.digest for split, store in stores.items()}}',
+        'now = {"base": base}',
         why="a run is resumed on other data than it began with",
         tests=f"{BAD_INPUT} -k 'resuming_with_something_else'",
     ),
