@@ -291,7 +291,9 @@ def _changed_sources(began: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
         for name, source in facts.get("sources", {}).items():
             was = before.get(name)
             if was is not None and was["digest"] != source["digest"]:
-                yield f"{name!r} of {split} (had {was['rows']:,} rows, has {source['rows']:,})"
+                had, has = was["rows"], source["rows"]
+                counts = f"had {had:,} rows, has {has:,}" if had != has else f"{has:,} other rows"
+                yield f"{name!r} of {split} ({counts})"
 
 
 def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
