@@ -600,6 +600,7 @@ DEEPSPEED = wording(
     average_steps_gone="--last {last}: {run} has ... to average; train.keep_last={kept} removes older ones. Use --last {fewer}, or train with train.keep_last={more}",
     average_shape="{name} has shape {got}, want {want}",
     average_config="config.json: {key} is {got}, want",
+    average_adapters="adapter_config.json: {key} is ...want None",
     average_base="trained beside the frozen base {base}, want",
     average_sum="--weights: got a sum of",
     average_count="--weights: got 1 for 2 folders",

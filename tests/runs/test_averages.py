@@ -242,6 +242,15 @@ def test_what_does_not_belong_together_is_named(runs: dict[str, Any], tmp_path: 
     says("average_shape", done.stderr, name=name, got="(64,)", want="(32,)")
     says("average_config", done.stderr, key="rms_norm_eps", got=0.5)
     other = _twin(adapters, tmp_path / "b", lambda _, t: t)
+    about = json.loads((other / "adapter_config.json").read_text())
+    scales = {"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 2}}
+    tokens = {"trainable_token_indices": {"model.embed_tokens": [7]}}
+    (other / "adapter_config.json").write_text(json.dumps(about | scales | tokens))
+    done = average(adapters, other, "--out", tmp_path / "mean")
+    assert done.exit_code == 2
+    says("average_adapters", done.stderr, key="alpha_pattern")
+    says("average_adapters", done.stderr, key="trainable_token_indices")
+    (other / "adapter_config.json").write_text(json.dumps(about))
     made = json.loads((other / "lathe.json").read_text())
     (other / "lathe.json").write_text(json.dumps(made | {"base_fingerprint": "another"}))
     done = average(adapters, other, "--out", tmp_path / "mean")

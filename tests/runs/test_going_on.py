@@ -147,12 +147,20 @@ def test_it_refuses_another_experiment_by_its_keys(folder: Path) -> None:
     assert "train.seed (was" in str(error.value)
     assert "data.max_tokens (was" in str(error.value)
     assert "train.steps" not in str(error.value)
-    for key, value in (("ema", 0.9), ("freeze", [{"match": "*wte*"}])):
+    with refused("nothing_left_to_train", step=FIRST):
+        tasks.parse({**more, "train": {**more["train"], "steps": FIRST}})
+    for key, value in (
+        ("freeze", [{"match": "*.h.0.*", "until": 6}]),
+        ("label_smoothing", 0.1),
+        ("z_loss", 1e-4),
+        ("neftune_alpha", 5.0),
+        ("ema", 0.9),  # no saved step of that run has an average
+    ):
         with refused("goes_on_with_other", id=exp_id(before)) as error:
             tasks.parse({**more, "train": {**free, key: value}})
         assert f"train.{key} (was" in str(error.value)
-    with refused("nothing_left_to_train", step=FIRST):
-        tasks.parse({**more, "train": {**more["train"], "steps": FIRST}})
+    averaged = {**before, "train": {**before["train"], "ema": 0.9}}
+    tasks.parse({**more, "continues": {"experiment": averaged, "step": FIRST}, "train": free})
     in_epochs = {key: value for key, value in other.items() if key not in ("steps", "seed")}
     with refused("goes_on_with_other", id=exp_id(before)):
         tasks.parse({**more, "train": {**in_epochs, "epochs": 9}})
@@ -241,14 +249,18 @@ def test_it_is_told_by_the_rates_of_all_runs_before(folder: Path, tmp_path: Path
         (again, "at step 1 the learning rate was 0.01, and would have been 0"),
         (continuing(values_of(folder, steps=ALL), values_of(folder), 2), "Its bits are those of"),
         (
-            continuing(values_of(folder, steps=ALL, z_loss=1e-4), values_of(folder), 2),
-            "with another train.z_loss than before",
+            continuing(values_of(folder, steps=ALL, compile=True), values_of(folder), 2),
+            "with another train.compile than before",
         ),
         (
             continuing(
                 {**values_of(folder, steps=ALL), "optim": {"lr": 0.01}}, values_of(folder), 2
             ),
             "with another optim.weight_decay than before",
+        ),
+        (
+            continuing(values_of(folder, steps=ALL, micro_batch=2), values_of(folder), 2),
+            "with another train.micro_batch than before",
         ),
     ):
         cfg = tasks.parse(values)

@@ -22,7 +22,8 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
 # What may differ in two config.json of one architecture.
 _FREE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype"}
-_OF_ADAPTERS = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules")
+_OF_ADAPTERS = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "alpha_pattern")
+_OF_ADAPTERS += ("trainable_token_indices",)
 
 
 @dataclass(frozen=True)

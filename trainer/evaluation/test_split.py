@@ -82,8 +82,10 @@ def _is_logged(path: Path, step: int) -> bool:
     """Whether a start that was killed before it wrote test.json has logged the scores."""
     if not path.is_file():
         return False
-    lines = (json.loads(line) for line in path.read_bytes().splitlines() if b'"test/rows"' in line)
-    return any(line["step"] == step for line in lines)
+    content = path.read_bytes().splitlines(keepends=True)
+    # a full disk may have torn the last line
+    lines = [line for line in content if b'"test/rows"' in line and line.endswith(b"\n")]
+    return any(json.loads(line)["step"] == step for line in lines)
 
 
 def _record(plan: RunPlan, model: str, step: int, found: Evaluated) -> dict[str, Any]:

@@ -104,6 +104,7 @@ def test_finished(plan: RunPlan, options: Options, preemption: Preemption) -> in
     def log(step: int, scalars: Mapping[str, float]) -> None:
         if distributed.is_main():
             lines = MetricsFile(plan.folder / METRICS)
+            lines.cut(step)  # a full disk may have torn the last line
             lines.log(step, {key: one for key, one in scalars.items() if math.isfinite(one)})
             lines.close(EXIT_OK)
 

@@ -173,8 +173,8 @@ class OptimizerState:
         }
 
     def scalars(self) -> dict[str, float | int]:
-        """What else an exact resume needs: the count of optimizer steps, that of each group of
-        parameters with another count and, in fp16, the loss scaler's counters.
+        """What else an exact resume needs: the count of optimizer steps, that of each parameter
+        with another count and, in fp16, the counters of the loss scaler.
         """
         steps = [
             max((int(state["step"]) for state in states if "step" in state), default=None)
@@ -182,9 +182,10 @@ class OptimizerState:
         ]
         most = max((count for count in steps if count is not None), default=0)
         values: dict[str, float | int] = {STEP: most}
-        for number, count in enumerate(steps):
+        for name, parameter in self._parameters.items():
+            count = steps[self._group_numbers[id(parameter)]]
             if count is not None and count != most:  # it stood still for a while (train.freeze)
-                values[f"{STEP}.{number}"] = count
+                values[f"{STEP}|{name}"] = count
         for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
             if self._engine.fp16_enabled() and hasattr(self._engine.optimizer.loss_scaler, key):
                 values[f"scaler.{key}"] = getattr(self._engine.optimizer.loss_scaler, key)
@@ -208,10 +209,13 @@ class OptimizerState:
                 if not key.startswith(SCALE):
                     self._set(parameter, key, tensors, f"{name}|{key}")
         self._set_scales(tensors)
+        counts = {  # by group; a run that goes on with another one may have other groups
+            self._group_numbers[id(parameter)]: int(scalars.get(f"{STEP}|{name}", scalars[STEP]))
+            for name, parameter in self._parameters.items()
+        }
         for number, states in enumerate(self._states_of_groups()):
-            count = int(scalars.get(f"{STEP}.{number}", scalars[STEP]))
             for state in states:
-                _count(state, count)
+                _count(state, counts[number])
         for key, value in scalars.items():
             if key.startswith("scaler."):
                 setattr(self._engine.optimizer.loss_scaler, key.removeprefix("scaler."), value)

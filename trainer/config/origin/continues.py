@@ -26,9 +26,11 @@ _FREE = ("label", "deepspeed", "continues", "optim", "schedule", "train", "lora.
 _BOUND = ("optim.name",)
 _BOUND += tuple(
     f"train.{key}"
-    for key in ("global_batch", "bucket_steps", "precision", "base_bits", "seed", "order")
+    for key in (
+        *("global_batch", "bucket_steps", "precision", "base_bits", "seed", "order", "freeze"),
+        *("label_smoothing", "z_loss", "neftune_alpha"),
+    )
 )
-_BOUND += ("train.freeze", "train.ema")  # a saved step has the states of what trains, and averages
 
 
 class Continues(Strict):
@@ -185,6 +187,8 @@ def refuse_other(cfg: Experiment, before: Experiment) -> None:
     if (before.train.epochs is None) != (cfg.train.epochs is None):
         counts = ["steps" if one.train.epochs is None else "epochs" for one in (before, cfg)]
         wrong.append(f"train.epochs (was counted in {counts[0]}, is in {counts[1]})")
+    if before.train.ema is None and cfg.train.ema is not None:  # no saved step has an average
+        wrong.append(f"train.ema (was None, is {cfg.train.ema})")
     if wrong:
         raise ConfigError(
             f"continues: this experiment is not that of run {continues.id}: {'; '.join(wrong)}.\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
-from trainer.config.auto import with_steps
+from trainer.config.auto import with_micro_batch, with_steps
 from trainer.config.differences import differing, flatten
 from trainer.config.origin import continues as blocks
 from trainer.errors import CheckpointError, ResumeError
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
 
-# keys of `train` that may change, and change what a step computes
-_OF_A_STEP = ("label_smoothing", "z_loss", "neftune_alpha", "compile")
-
 logger = logging.getLogger(__name__)
+
+# What makes up no step, and yet changes its last bits.
+_ROUNDING = ("train.micro_batch", "train.micro_tokens", "train.compile")
 
 
 def refuse_absent(plan: RunPlan, options: Options) -> None:
@@ -92,9 +92,9 @@ def history(cfg: Experiment, savedir_base: Path) -> list[DoneSteps]:
     continues = cfg.continues
     while continues is not None:
         before = tasks.parse(continues.experiment)
-        if not before.train.steps:  # they followed from its epochs
-            resolved = read_json(savedir_base / continues.id / "resolved.json") or {}
-            before = with_steps(before, resolved["train"]["steps"])
+        resolved = read_json(savedir_base / continues.id / "resolved.json") or {}
+        ran = {**before.train.model_dump(), **resolved.get("train", {})}  # the rows gave its steps
+        before = with_micro_batch(with_steps(before, ran["steps"]), ran["micro_batch"])
         start = 0 if before.continues is None else before.continues.step
         parts.insert(0, DoneSteps(range(start, continues.step), before))
         continues = before.continues
@@ -118,12 +118,12 @@ def told(cfg: Experiment, done: Sequence[DoneSteps]) -> str:
                     f'({shapes}). With "constant", "inverse_sqrt" and the stable part of "wsd" it '
                     "is the same"
                 )
-    blocks: list[dict[str, Any]] = []
-    for one in (*(part.cfg for part in done), cfg):
-        optim, train = (block.model_dump(mode="json") for block in (one.optim, one.train))
-        of_step = {key: train[key] for key in _OF_A_STEP}
-        blocks.append(flatten({"optim": optim, "train": of_step}))
-    others = [key for key in differing(blocks) if key != "optim.lr"]
+    every = [flatten(one.model_dump(mode="json")) for one in (*(p.cfg for p in done), cfg)]
+    others = [
+        key
+        for key in differing(every)
+        if key in _ROUNDING or (key.startswith("optim.") and key != "optim.lr")
+    ]
     if others:
         return f"{start}, with another {', '.join(others)} than before"
     return f"{start}. Its bits are those of one run of {cfg.train.steps} steps"
