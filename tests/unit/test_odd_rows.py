@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,12 @@ def test_a_cell_that_memory_cannot_encode_is_refused(
 ) -> None:
     (tmp_path / "a.csv").write_text(f"text\n{'x' * 200}\n")
     monkeypatch.setattr(problems, "MAX_TEXT", 100)
-    with refused("table_row_unreadable", at="a.csv, row 1"):
-        list(row_files.placed_rows(tmp_path / "a.csv"))
+    before = csv.field_size_limit()  # of the whole process
+    try:
+        with refused("table_row_unreadable", at="a.csv, row 1"):
+            list(row_files.placed_rows(tmp_path / "a.csv"))
+    finally:
+        csv.field_size_limit(before)
 
 
 @pytest.mark.parametrize("there", [(), ("train.xlsx",)])

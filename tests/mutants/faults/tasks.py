@@ -31,8 +31,8 @@ IN_FULL = "tests/numerics/test_adapters_in_full.py -m 'not long'"
 FAULTS = [
     Fault(
         "trainer/config/origin/continues.py",
-        '    for key in ("global_batch", "bucket_steps", "precision", "base_bits", "seed", "order")',
-        '    for key in ("bucket_steps", "precision", "base_bits", "order")',
+        '*("global_batch", "bucket_steps", "precision", "base_bits", "seed", "order", "freeze"),',
+        '*("bucket_steps", "precision", "base_bits", "order", "freeze"),',
         why="a run goes on with other batches than those of the run before",
         tests=GOING_ON,
     ),
