@@ -206,7 +206,8 @@ def test_a_search_that_begins_anew_takes_the_trials_that_were_trained_further(pl
     del scores[-1]["valid/loss"]  # as of an evaluation whose loss is not finite
     path.write_text(json.dumps(scores))
     record.path.unlink()
-    assert place.sweep("tuned").exit_code == 1
+    ended = place.sweep("tuned")
+    assert ended.exit_code == 3, ended.output
     assert place.record("tuned").trials[6].scores[36] is None
 
 
