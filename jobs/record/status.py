@@ -286,7 +286,7 @@ def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Ro
         if step is not None
     ]
     step = _whole_number(int(max(steps))) if steps else None
-    total = _whole_number(status.get("total"))
+    total = _total(status)
     eta_s = None
     if row.state == "running" and step is not None and total is not None and "step_s" in last:
         eta_s = max(total - step, 0) * last["step_s"]
@@ -377,6 +377,15 @@ def _unreadable(folder: RunFolder, error: Exception, job: Job | None = None) -> 
         reason,
         read_error="transient" if is_transient(error) else "permanent",
     )
+
+
+def total_steps(folder: RunFolder) -> int | None:
+    """All steps of a training, which it says before its first line of metrics; None until then."""
+    return _total(read_json(folder.status) or {})
+
+
+def _total(status: Mapping[str, Any]) -> int | None:
+    return _whole_number(status.get("total"))
 
 
 def _whole_number(value: Any) -> int | None:

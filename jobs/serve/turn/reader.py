@@ -31,7 +31,7 @@ from jobs.job_state import ACTIVE
 from jobs.record.paths import RunFolder, is_exp_id
 from jobs.record.patience import PatientBackends
 from jobs.record.row import Row
-from jobs.record.status import survey
+from jobs.record.status import survey, total_steps
 from jobs.record.times import now
 from jobs.serve.index import Index, MetricsPlace
 from jobs.serve.job_view import (
@@ -293,8 +293,7 @@ class FolderReader:
         place = self.index.metrics_place(ticket.id)
         metrics: list[JobEvent] = []
         if is_readable:
-            total = None if facts.row is None else facts.row.total
-            metrics, place = new_metric_events(ticket, self._run(ticket), place, total)
+            metrics, place = new_metric_events(ticket, self._run(ticket), place)
         events = [*state_events(facts, organization), *metrics]
         is_alive = facts.row is not None and facts.row.state in (*ACTIVE, "paused")
         self.index.write_job(
@@ -361,10 +360,9 @@ def _readable(read: Callable[[], T]) -> T | None:
 
 
 def new_metric_events(
-    ticket: Ticket, run: RunFolder, before: MetricsPlace, total: int | None
+    ticket: Ticket, run: RunFolder, before: MetricsPlace
 ) -> tuple[list[JobEvent], MetricsPlace]:
-    """The events of the lines of metrics.jsonl after a place, and the place after them. total: the
-    steps of the run, if its folder says them.
+    """The events of the lines of metrics.jsonl after a place, and the place after them.
 
     A run that resumes truncates its file: then the events are made from the first line on, and
     those that the index already has stay as they are.
@@ -380,7 +378,8 @@ def new_metric_events(
             place = MetricsPlace(end, _digest(file, end))
     except (FileNotFoundError, NotADirectoryError):
         return [], MetricsPlace()
-    return list(metric_events(ticket, lines, written_at, total)), place
+    # After the lines: a training that has just begun says its steps before it writes a line.
+    return list(metric_events(ticket, lines, written_at, total_steps(run))), place
 
 
 def _digest(file: Any, end: int) -> str:

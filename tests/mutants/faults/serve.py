@@ -16,6 +16,13 @@ SLOW = "tests/serve/test_slow_schedulers.py"
 
 FAULTS = [
     Fault(
+        "jobs/serve/turn/reader.py",
+        "written_at, total_steps(run)",
+        "written_at, None",
+        why="an event says all steps or not, by when its job was looked at",
+        tests="tests/serve/test_job_view.py -k all_steps",
+    ),
+    Fault(
         "jobs/serve/app.py",
         "send_ours if is_operator else self.veil.over(send_ours)",
         "send_ours",
