@@ -138,6 +138,7 @@ def test_trials_in_epochs_are_trained_to_their_ends(place: Place) -> None:
     assert place.starts().total() == 9
 
 
+@pytest.mark.long
 def test_a_search_that_is_killed_everywhere_ends_as_an_undisturbed_one(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_search_that_is_killed_everywhere_ends_as_an_undisturbed_one(
     assert place.starts() == calm.starts()
 
 
+@pytest.mark.long
 def test_a_torn_last_line_is_written_again(place: Place) -> None:
     place.sweep("tuned")
     record = SearchRecord.of(place.base, "tuned")
@@ -190,6 +192,7 @@ def test_another_sweep_under_the_same_name_is_refused_and_nothing_changes(place:
     assert (record.path.read_bytes(), place.starts()) == (content, starts)
 
 
+@pytest.mark.long
 def test_a_search_that_begins_anew_takes_the_trials_that_were_trained_further(place: Place) -> None:
     assert place.sweep("tuned").exit_code == 0
     starts, record = place.starts(), SearchRecord.of(place.base, "tuned")
@@ -235,6 +238,7 @@ def test_what_a_search_refuses(place: Place, words: list[str], mistake: Fault) -
     assert not place.starts()
 
 
+@pytest.mark.long
 def test_a_rung_is_paused_and_a_later_until_or_none_goes_on(place: Place) -> None:
     def submit(*words: str) -> str:
         common = ["-j", "inline", "--python_binary", str(place.python), "--only", exp_id]
@@ -266,6 +270,7 @@ def test_optuna_is_named_where_it_is_missing(place: Place) -> None:
     assert "pip install -e '.[optuna]'" in done.output
 
 
+@pytest.mark.long
 def test_optuna_asks_the_same_after_a_kill(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
