@@ -72,8 +72,13 @@ def _write(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
     scorer = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
     scorer.save_pretrained(folder / "scorer")
-    for name, content in (("pairs", rows), ("margins", margins), ("singles", singles)):
+    files = {"pairs": rows, "margins": margins, "singles": singles, "reversed": singles[::-1]}
+    for name, content in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+
+
+def _file(name: str) -> str:
+    return {"kto": "singles", "reward with margins": "margins"}.get(name, "pairs")
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -86,8 +91,8 @@ def _tokenizer(folder: Path) -> Any:
 
 def _ours(folder: Path, name: str, block: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """The losses of five steps; the gradients of the first, and the weights after the last."""
-    file = {"kto": "singles", "reward with margins": "margins"}.get(name, "pairs")
-    data = {"source": "files", "max_tokens": 128, "files": {"train": f"{file}.jsonl"}}
+    files = {"train": f"{_file(name)}.jsonl"}
+    data = {"source": "files", "max_tokens": 128, "files": files}
     values = experiment("preference", folder, data=data, preference=block)
     values |= {"base": str(folder / "model"), "tokenizer": str(folder / "model")}
     task: Any = tasks.load(
@@ -135,24 +140,19 @@ def of_trl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     """The folder of both, and TRL's losses by name."""
     folder = tmp_path_factory.mktemp("preferences")
     _write(folder)
-    told: dict[str, list[float]] = {}
-    for file, names in (
-        ("pairs", [n for n in CASES if "margins" not in n]),
-        ("margins", ["reward with margins"]),
-    ):
-        if file == "margins":
-            (folder / "pairs.jsonl").write_text((folder / "margins.jsonl").read_text())
-        asked = {name: {"trainer": CASES[name][1], "config": CASES[name][2]} for name in names}
-        program = Path(room).parent / "preferences.py"
-        done = subprocess.run(
-            [interpreter(), program, folder],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        told |= json.loads((folder / "told.json").read_text())
-    _write(folder)
+    asked = {
+        name: {"trainer": trainer, "config": config, "rows": f"{_file(name)}.jsonl"}
+        for name, (_, trainer, config) in CASES.items()
+    }
+    # KTO measures the divergence by answers behind prompts of other rows: of the row before in TRL,
+    # of the next one here
+    asked["kto"]["rows"] = "reversed.jsonl"
+    program = Path(room).parent / "preferences.py"
+    done = subprocess.run(
+        [interpreter(), program, folder], input=json.dumps(asked), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads((folder / "told.json").read_text())
     return folder, told
 
 

@@ -3,8 +3,8 @@
     python preferences.py FOLDER < asked.json > told.json
 
 FOLDER has model/ (a causal language model, its tokenizer beside it), scorer/ (the same with a head
-for scores), pairs.jsonl and singles.jsonl. Asked: {name: {"trainer", "config"}}. Told, by name: the
-loss of each step. In FOLDER/name.safetensors: the gradients of the first step, under "gradient.",
+for scores) and files of rows. Asked: {name: {"trainer", "config", "rows": a file}}. Told, by name:
+the loss of each step. In FOLDER/name.safetensors: the gradients of the first step, under "gradient.",
 and the weights after the last, under "weight.".
 """
 
@@ -54,19 +54,20 @@ class Watch(TrainerCallback):
             }
 
 
-def steps(folder: Path, name: str, trainer: str, config: dict[str, Any]) -> list[float]:
+def steps(
+    folder: Path, name: str, *, trainer: str, config: dict[str, Any], rows: str
+) -> list[float]:
     """The losses of five steps of plain gradient descent."""
     kind, configs = TRAINERS[trainer]
     is_reward = trainer == "reward"
     auto = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     model = auto.from_pretrained(folder / ("scorer" if is_reward else "model"))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    file = "singles" if trainer == "kto" else "pairs"
-    rows = load_dataset("json", data_files=str(folder / f"{file}.jsonl"), split="train")
+    train = load_dataset("json", data_files=str(folder / rows), split="train")
     watch = Watch()
     how = configs(
         output_dir=str(folder / "out" / name),
-        per_device_train_batch_size=len(rows),
+        per_device_train_batch_size=len(train),
         num_train_epochs=STEPS,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
@@ -82,7 +83,7 @@ def steps(folder: Path, name: str, trainer: str, config: dict[str, Any]) -> list
     running = kind(
         model=model,
         args=how,
-        train_dataset=rows,
+        train_dataset=train,
         processing_class=tokenizer,
         callbacks=[watch],
         optimizers=(torch.optim.SGD(model.parameters(), lr=LR), None),

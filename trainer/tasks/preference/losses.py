@@ -16,7 +16,7 @@ from trainer.tasks.preference.config import Preference
 
 
 @dataclass(frozen=True)
-class Answers:
+class ScoredAnswers:
     """What a model says of some answers."""
 
     logps: Tensor  # (B,) fp32
@@ -33,14 +33,14 @@ class Answers:
         """(B,) log-probability by token."""
         return self.logps / self.tokens
 
-    def halves(self) -> tuple[Answers, Answers]:
+    def halves(self) -> tuple[ScoredAnswers, ScoredAnswers]:
         """The chosen answers, and the rejected ones behind them."""
         pairs = zip(self.logps.chunk(2), self.tokens.chunk(2), self.start.chunk(2), strict=True)
-        chosen, rejected = (Answers(*one) for one in pairs)
+        chosen, rejected = (ScoredAnswers(*one) for one in pairs)
         return chosen, rejected
 
 
-def rewards(answers: Answers, how: Preference) -> Tensor:
+def rewards(answers: ScoredAnswers, how: Preference) -> Tensor:
     """(B,) what the loss counts as the reward of each answer."""
     if how.loss in ("simpo", "orpo"):
         return how.strength * answers.means
@@ -48,7 +48,7 @@ def rewards(answers: Answers, how: Preference) -> Tensor:
     return how.strength * (answers.ratios / answers.tokens if is_mean else answers.ratios)
 
 
-def of_pairs(answers: Answers, how: Preference) -> Tensor:
+def of_pairs(answers: ScoredAnswers, how: Preference) -> Tensor:
     """(P,) the losses of DPO, IPO and SimPO, and ORPO's without its cross-entropy.
 
     answers: the P chosen ones, then the P rejected ones.
@@ -81,7 +81,7 @@ def ipo(ratio_gap_P: Tensor, tau: float) -> Tensor:
     return (ratio_gap_P - 1 / (2 * tau)).square()
 
 
-def log_odds_ratio(answers: Answers) -> Tensor:
+def log_odds_ratio(answers: ScoredAnswers) -> Tensor:
     """(P,) log of the odds of the chosen answer over those of the rejected one. The probability of
     an answer is the geometric mean over its tokens.
 
@@ -100,7 +100,7 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.where(is_near, near, torch.log1p(-torch.exp(torch.where(is_near, -1.0, x))))
 
 
-def kto(answers: Answers, label_B: Tensor, kl: Tensor, how: Preference) -> Tensor:
+def kto(answers: ScoredAnswers, label_B: Tensor, kl: Tensor, how: Preference) -> Tensor:
     """(B,) how far the value of each answer is from the best one.
 
     label_B: True where an answer is desired. kl: () how far the model is from its start, 0 at

@@ -10,11 +10,11 @@ from torch import Tensor
 from trainer.metrics.mergeable import Ratio
 from trainer.tasks.preference import losses
 from trainer.tasks.preference.config import Preference
-from trainer.tasks.preference.losses import Answers
+from trainer.tasks.preference.losses import ScoredAnswers
 
 
 def of_pairs(
-    rewards: Tensor, tokens: Tensor, answers: Answers | None, *, is_referred: bool
+    rewards: Tensor, tokens: Tensor, answers: ScoredAnswers | None, *, is_referred: bool
 ) -> dict[str, Ratio]:
     """Over P pairs:
 
@@ -54,7 +54,7 @@ def orpo_loss(table: Tensor) -> float:
     return float(nll / tokens + odds / pairs)
 
 
-def table_of_singles(answers: Answers, others: Answers, is_desired: Tensor) -> Tensor:
+def table_of_singles(answers: ScoredAnswers, others: ScoredAnswers, is_desired: Tensor) -> Tensor:
     """(B, 4) fp64 of answers with a label: the log-ratio, the log-ratio behind another prompt, the
     tokens, the label.
     """
@@ -68,7 +68,7 @@ def of_singles(table: Tensor, how: Preference) -> dict[str, float]:
     """
     ratios, others, tokens, label = table.unbind(1)
     is_desired, kl = label.bool(), others.mean().clamp(min=0)
-    answers = Answers(ratios, tokens, torch.zeros_like(ratios))
+    answers = ScoredAnswers(ratios, tokens, torch.zeros_like(ratios))
     numbers = {
         "loss": float(losses.kto(answers, is_desired, kl, how).mean()),
         "kl": float(kl),

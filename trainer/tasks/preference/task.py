@@ -26,7 +26,7 @@ from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
 from trainer.tasks.preference import losses, metrics, rows
 from trainer.tasks.preference.config import Config
-from trainer.tasks.preference.losses import Answers
+from trainer.tasks.preference.losses import ScoredAnswers
 from trainer.tasks.preference.model import Policy, RewardModel, sequences, whole_sequences
 from trainer.tasks.preference.start_store import StartStore, key_of
 from trainer.tasks.token_task import TokenTask
@@ -341,20 +341,22 @@ class Task(TokenTask[Config]):
         total, count = distributed.total(torch.stack(sums).sum(0))
         return (total / count).clamp(min=0).float()
 
-    def _answers(self, model: nn.Module, batch: Batch) -> Answers:
+    def _answers(self, model: nn.Module, batch: Batch) -> ScoredAnswers:
         return self._with_start(model(**_read_by_model(batch))["logps"], batch)
 
-    def _other_answers(self, model: nn.Module, batch: Batch) -> Answers:
+    def _other_answers(self, model: nn.Module, batch: Batch) -> ScoredAnswers:
         logps = model(**_read_by_model(_others(batch)))["logps"]
         start = batch["start"][len(logps) :] if "start" in batch else logps
-        return Answers(logps, batch["answer_tokens"], start)
+        return ScoredAnswers(logps, batch["answer_tokens"], start)
 
-    def _with_start(self, logps: Tensor, batch: Batch) -> Answers:
+    def _with_start(self, logps: Tensor, batch: Batch) -> ScoredAnswers:
         """Without a stored start, as when memory is planned, the answers are those of the start."""
         start = batch["start"][: len(logps)] if "start" in batch else logps.detach()
-        return Answers(logps, batch["answer_tokens"], start)
+        return ScoredAnswers(logps, batch["answer_tokens"], start)
 
-    def _of_pairs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Answers | None]:
+    def _of_pairs(
+        self, model: nn.Module, batch: Batch
+    ) -> tuple[Tensor, Tensor, ScoredAnswers | None]:
         """(P,) losses, (2 P,) rewards, and the answers if a language model gives them."""
         if self.how.loss == "reward":
             scores = model(**_read_by_model(batch))["scores"]
