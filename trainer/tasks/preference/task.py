@@ -126,11 +126,11 @@ class Task(TokenTask[Config]):
 
     def encode_rows(self, rows: Sequence[Row]) -> list[Encoded]:
         """Both answers of each row with their prompts, and which of their tokens are scored."""
-        answers = self._tokens([answer for row in rows for answer in row["answers"]])
+        answers = self.whole_answers([answer for row in rows for answer in row["answers"]])
         pairs = zip(answers[::2], answers[1::2], strict=True)
         return [self._encoded(row, pair) for row, pair in zip(rows, pairs, strict=True)]
 
-    def _tokens(self, answers: Sequence[Row]) -> list[dict[str, list[int]]]:
+    def whole_answers(self, answers: Sequence[Row]) -> list[dict[str, list[int]]]:
         """ "ids" and "scored" of each whole answer with its prompt."""
         if self.chat is not None:
             return self.chat.tokens(answers, self.end)
@@ -151,12 +151,8 @@ class Task(TokenTask[Config]):
         the last token: it stays.
         """
         limit, content = self.cfg.data.max_tokens, dict[str, list[int]]()
-        is_reward = self.how.loss == "reward"
         for name, whole in zip(self.names, answers, strict=True):
-            ids, scored = whole["ids"], whole["scored"]
-            is_cut = len(ids) > limit
-            content[name] = [*ids[: limit - 1], ids[-1]] if is_reward and is_cut else ids[:limit]
-            content[f"{name}_scored"] = scored[:limit]
+            content[name], content[f"{name}_scored"] = self.cut_answer(whole)
         content["margin"] = np.asarray([row["margin"]], np.float32).view(np.int32).tolist()
         content["is_desired"] = [int(row["label"])]
         lost = sum(sum(whole["scored"][limit:]) for whole in answers)
@@ -168,9 +164,16 @@ class Task(TokenTask[Config]):
             cuts={"answers": Cut("data.max_tokens", limit, lengths)},
         )
 
+    def cut_answer(self, whole: Mapping[str, list[int]]) -> tuple[list[int], list[int]]:
+        """The ids of an answer with its prompt and which are scored, cut to data.max_tokens."""
+        limit, ids = self.cfg.data.max_tokens, whole["ids"]
+        keeps_last = self.how.loss == "reward" and len(ids) > limit
+        kept = [*ids[: limit - 1], ids[-1]] if keeps_last else ids[:limit]
+        return kept, whole["scored"][:limit]
+
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """The two answers, each with its prompt."""
-        whole = self._tokens(row["answers"])
+        whole = self.whole_answers(row["answers"])
         return {
             name: Uncut(
                 [one["ids"]],
@@ -213,10 +216,10 @@ class Task(TokenTask[Config]):
         one, other = self.names
         sides = [self._side(rows, name) for name in (one, other)]
         if self.how.has_pairs:
-            batch = self._read([*sides[0][0], *sides[1][0]], [*sides[0][1], *sides[1][1]])
+            batch = self.read_answers([*sides[0][0], *sides[1][0]], [*sides[0][1], *sides[1][1]])
         else:
-            others = self._read(*sides[1])
-            batch = self._read(*sides[0])
+            others = self.read_answers(*sides[1])
+            batch = self.read_answers(*sides[0])
             batch |= {f"{_OTHER}{name}": tensor for name, tensor in others.items()}
         scored = [*sides[0][1], *(sides[1][1] if self.how.has_pairs else [])]
         tokens = [max(1, int(np.asarray(of_row)[1:].sum())) for of_row in scored]
@@ -231,7 +234,8 @@ class Task(TokenTask[Config]):
     def _side(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Any], list[Any]]:
         return [row[name] for row in rows], [row[f"{name}_scored"] for row in rows]
 
-    def _read(self, ids: list[Any], scored: list[Any]) -> Batch:
+    def read_answers(self, ids: list[Any], scored: list[Any]) -> Batch:
+        """Answers with their prompts as the model reads them."""
         pad = None if self.is_packed else self.pad
         if self.how.loss == "reward":
             return whole_sequences(ids, pad=pad)
