@@ -138,3 +138,16 @@ def test_made_up_preferences_differ_in_what_they_say_of_a_person() -> None:
         assert chosen[-2:] == rejected[-2:]  # the place
         assert chosen != rejected
         assert row["chosen"].strip() in row["prompt"]
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "preference"])
+def test_a_mix_of_conversations_encodes_a_row_of_no_source(
+    task: str, facts: Path, tmp_path: Path
+) -> None:
+    """As a plan does with the row that it makes up."""
+    mix = {"mix": {"a.jsonl": 0.5, "b.jsonl": 0.5}}
+    for name in mix["mix"]:
+        (tmp_path / name).write_text("")
+    values = experiment(task, facts, data={**CHAT, **mix})
+    mixed: Any = tasks.load(tasks.parse(values), Places(tmp_path, tmp_path / "cache", tmp_path))
+    assert mixed.encode(mixed.specimen()).is_truncated

@@ -32,7 +32,8 @@ _OF_LOSSES: dict[str, tuple[Loss, ...]] = {
 class Data(OwnRows):
     """Rows and how they become tokens."""
 
-    encoded = frozenset({"source", "format", "max_tokens", "chat_template"})
+    encoded = frozenset({"source", "max_tokens", "chat_template"})
+    not_encoded = frozenset({"format"})
     purposes: ClassVar[tuple[Purpose, ...]] = ("preference",)
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {"chat_template"}
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "chat")
