@@ -1119,6 +1119,8 @@ PREFERENCES = wording(
     preference_stream="data.stream=true with preference.loss='{loss}'",
 )
 
+PREFERENCES |= wording(LatheError, start_unread="has not read these rows: call read_start() first")
+
 ROOMS: dict[str, dict[str, Wording]] = {
     "preferences": PREFERENCES,
     "files": FILES,

@@ -239,6 +239,16 @@ def test_a_row_that_the_start_has_not_read_is_refused(folder: Path, tmp_path: Pa
         task.collate(rows)
 
 
+def test_an_export_without_its_start_is_scored_by_nobody(folder: Path, tmp_path: Path) -> None:
+    task = load(folder, {})
+    model = task.model().eval()
+    task.export(dict(model.named_parameters()), tmp_path)
+    again = task.load_export(tmp_path).eval()
+    batch = task.collate(task.encode_rows(list(task.rows("train"))[:2]))
+    with refused("start_unread"):
+        task.scores(again, batch)
+
+
 def test_a_damaged_part_is_named(folder: Path, tmp_path: Path) -> None:
     task = load(folder, {"reference": str(tmp_path / "start")})
     rows = Rows(task.encode_rows(list(task.rows("train"))[:3]))

@@ -17,7 +17,7 @@ from trainer.config.userfile import placed
 from trainer.data import lookup, vocabulary
 from trainer.data.chat.chat_template import ChatTemplate, flags
 from trainer.data.readers.own_rows import own_rows
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, LatheError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import base_source
 from trainer.protocol.abilities import EncodedRows, Uncut
@@ -350,13 +350,23 @@ class Task(TokenTask[Config]):
 
     def _other_answers(self, model: nn.Module, batch: Batch) -> ScoredAnswers:
         logps = model(**_read_by_model(_others(batch)))["logps"]
-        start = batch["start"][len(logps) :] if "start" in batch else logps
+        start = batch["start"][len(logps) :] if "start" in batch else self._as_start(logps)
         return ScoredAnswers(logps, batch["answer_tokens"], start)
 
     def _with_start(self, logps: Tensor, batch: Batch) -> ScoredAnswers:
-        """Without a stored start, as when memory is planned, the answers are those of the start."""
-        start = batch["start"][: len(logps)] if "start" in batch else logps.detach()
+        start = batch["start"][: len(logps)] if "start" in batch else self._as_start(logps)
         return ScoredAnswers(logps, batch["answer_tokens"], start)
+
+    def _as_start(self, logps: Tensor) -> Tensor:
+        """Before read_start(), as when memory is planned, a model is taken for the start itself.
+        LatheError where it is an export.
+        """
+        if self.how.is_referred and self._export is not None:
+            raise LatheError(
+                f"{self._export} is compared with the model that its run began with, which has not "
+                "read these rows: call read_start() first."
+            )
+        return logps.detach()
 
     def _of_pairs(
         self, model: nn.Module, batch: Batch
