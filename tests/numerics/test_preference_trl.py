@@ -104,7 +104,6 @@ def _ours(folder: Path, name: str, block: dict[str, Any]) -> tuple[list[float], 
         scorer = load_file(folder / "scorer" / "model.safetensors")
         with torch.no_grad():
             model.head.weight.copy_(scorer["score.weight"])
-            model.head.bias.zero_()
 
     class Rows(list):  # what is read of a token store
         digest = name

@@ -41,10 +41,10 @@ class Head(nn.Linear):
     2, so that many scores would be equal.
     """
 
-    def __init__(self, base: Any, outputs: int = 1, *, seed: int) -> None:
+    def __init__(self, base: Any, outputs: int = 1, *, seed: int, has_bias: bool = True) -> None:
         """base: a model of transformers, whose width and dtype are taken."""
         width = base.config.hidden_size
-        super().__init__(width, outputs, dtype=next(base.parameters()).dtype)
+        super().__init__(width, outputs, bias=has_bias, dtype=next(base.parameters()).dtype)
         generator, bound = torch.Generator().manual_seed(seed), 1 / math.sqrt(width)
         if self.weight.device.type != "meta":
             with torch.no_grad():
@@ -54,7 +54,8 @@ class Head(nn.Linear):
                     )
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input.float(), self.weight.float(), self.bias.float())
+        bias: Tensor | None = self.bias  # torch says that it is there
+        return F.linear(input.float(), self.weight.float(), None if bias is None else bias.float())
 
 
 class OutputLayer:

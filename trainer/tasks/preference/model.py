@@ -64,7 +64,8 @@ class RewardModel(nn.Module):
 
     def __init__(self, base: Any, read: Read | None, *, seed: int) -> None:
         super().__init__()
-        self.base, self._read, self.head = base, read, Head(base, seed=seed)
+        self.base, self._read = base, read
+        self.head = Head(base, seed=seed, has_bias=False)  # rewards are compared: it would cancel
 
     def forward(self, last: Tensor, **batch: Tensor) -> dict[str, Tensor]:
         """{"scores": (S,) fp32, of each answer}. batch: of `whole_sequences`."""

@@ -49,7 +49,7 @@ text = "Where is the red key? In the cellar." + tokenizer.eos_token
 ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
 with torch.no_grad():
     last = model(**ids)[0][0, -1].float()
-print(float(head["weight"].float() @ last + head["bias"].float()))  # the reward
+print(float(head["weight"].float() @ last))  # the reward
 """
 
 
