@@ -162,7 +162,7 @@ SHARDS = wording(
     ConfigError,
     StorageError,
     shards_folder_taken="{folder} holds other files and no {content} of ours. Name",
-    shards_of_others="{folder} was begun with something else ({differences}). Name a new --out",
+    shards_of_others="{folder} was begun with something else ({differences}). Name a new {flag}, or",
 ) | wording(
     StorageError,
     plan_torn="{path} cannot be read (...). Delete {folder} and {command} anew",
@@ -1105,7 +1105,29 @@ SEARCHING = wording(
     until_of_search="the rungs of a search say where its trials stop",
 ) | wording(ResumeError, search_changed="is of another sweep or search than the group states now")
 
+# Preferences, and what a run's start says of answers
+PREFERENCES = wording(
+    DataError,
+    preference_side_absent="'{side}' is missing (keys: ...A row has a prompt, chosen and rejected",
+    preference_prompt_absent="'prompt' is missing, and 'chosen' and 'rejected' begin with no turn",
+    preference_label="'label' is {label}, want true or false",
+    preference_single="a completion with a label, and preference.loss='{loss}' learns from pairs",
+    preference_margin="no 'margin', and no 'score_chosen' with 'score_rejected'",
+    preference_not_text="the {part} is {value}, want text. Lists of turns are conversations",
+    preference_answer="an answer is {value}, want text, or a list of turns",
+    preference_input="'input' is {value}, want an object with a list of messages",
+    start_row_unread="was not read by the model that the run began with",
+    start_part_torn="{part}: ...the next start of the run makes it again",
+) | wording(
+    ConfigError,
+    preference_key="{key} with loss='{loss}', which does not read it",
+    preference_stream="data.stream=true with preference.loss='{loss}'",
+)
+
+PREFERENCES |= wording(LatheError, start_unread="has not read these rows: call read_start() first")
+
 ROOMS: dict[str, dict[str, Wording]] = {
+    "preferences": PREFERENCES,
     "files": FILES,
     "streams": STREAMS,
     "odd text": ODD_TEXT,

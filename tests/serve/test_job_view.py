@@ -20,8 +20,8 @@ from jobs.serve.turn.reader import new_metric_events
 from tests.facts import EVENT
 from tests.wording import refused
 from trainer.config.own_rows import OwnRows
+from trainer.data.chat.rows import chats
 from trainer.errors import DataError
-from trainer.tasks.causal_lm.chat_rows import chats
 
 OFFER = offers.read(None).models["tiny-chat"]
 DONE = Checked(at="2026-01-01T00:00:01+00:00")

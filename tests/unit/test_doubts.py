@@ -19,6 +19,7 @@ from trainer import tasks
 from trainer.config.mistakes import late_changes, odd_rate
 from trainer.config.own_rows import OwnRows
 from trainer.data import left_out
+from trainer.data.chat.rows import chats
 from trainer.data.content import content_of
 from trainer.data.control_tokens import reason
 from trainer.data.readers.questions import completions
@@ -29,7 +30,6 @@ from trainer.launch.run_folder import tell_changed_data
 from trainer.protocol.abilities import Prediction
 from trainer.protocol.task import Places
 from trainer.recipes.cross_attention import preparation
-from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.retriever import rows as retriever_rows
 from trainer.tasks.summariser import data as summaries
 from trainer.tasks.vera import groups

@@ -39,6 +39,7 @@ from trainer.models.weights import unsound, weight_files
 from trainer.protocol.abilities import (
     GREEDY,
     Answers,
+    ComparesWithStart,
     JudgesAnswers,
     ReadsContexts,
     ScoresPassages,
@@ -123,6 +124,13 @@ def evaluated(
     folder = model_folder(question, options)
     with left_out.settling(None, strict=options.strict):
         store = _store(task, question, options)
+    if isinstance(task, ComparesWithStart):
+        begun: Any = task
+        task.read_start(
+            lambda: begun.model().to(distributed.device()).eval(),
+            {question.split: store},
+            batch=_batch(question),
+        )
     loaded = task.load_export(folder).to(distributed.device()).eval()
     _check_weights(loaded, task.cfg, folder, options.places)
     model = Frozen(loaded)

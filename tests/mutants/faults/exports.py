@@ -34,7 +34,7 @@ FAULTS = [
         tests=EXPORTS,
     ),
     Fault(
-        "trainer/tasks/causal_lm/chat.py",
+        "trainer/data/chat/chat_template.py",
         "        return scored[-1]",
         "        return end",
         why="generation runs on behind the end of the assistant's turn",
@@ -62,14 +62,14 @@ FAULTS = [
         tests=PROMPTS,
     ),
     Fault(
-        "trainer/tasks/causal_lm/chat.py",
+        "trainer/data/chat/chat_template.py",
         "self._writer.text(messages, None).lstrip().startswith(token)",
         "token in self._writer.text(messages, None)",
         why="a token that ends answers is taken for the one that opens a conversation",
         tests=PROMPTS,
     ),
     Fault(
-        "trainer/tasks/causal_lm/chat.py",
+        "trainer/data/chat/chat_template.py",
         ".lstrip().startswith(token)",
         ".startswith(token)",
         why="a conversation that a template opens behind a blank is opened twice",

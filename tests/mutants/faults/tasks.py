@@ -579,14 +579,14 @@ FAULTS = [
         tests="tests/unit/test_causal_lm_task.py",
     ),
     Fault(
-        "trainer/tasks/causal_lm/unwritten.py",
+        "trainer/data/chat/unwritten.py",
         "if not isinstance(thoughts, str) or thoughts.strip() not in text",
         "if False",
         why="thoughts that the template drops are not learnt, in silence",
         tests="tests/unit/test_chat.py",
     ),
     Fault(
-        "trainer/tasks/causal_lm/unwritten.py",
+        "trainer/data/chat/unwritten.py",
         "is_empty = not self._writer.without_ends(text)",
         "is_empty = False",
         why="a turn of which only the end is learnt trains",

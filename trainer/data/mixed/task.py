@@ -110,9 +110,17 @@ def _uncut_fields(self: Any, row: Row) -> Any:
     return of_kind.uncut_fields(row)
 
 
+def _encode_rows(self: Any, rows: Sequence[Row]) -> list[Encoded]:
+    of_kind: Any = super(type(self), self)
+    return [
+        row.task.encode(row) if isinstance(row, _SourceRow) else of_kind.encode_rows([row])[0]
+        for row in rows
+    ]
+
+
 # Methods of abilities that only some tasks have.
 _OF_ABILITIES: dict[str, Callable[..., Any]] = {
-    "encode_rows": lambda self, rows: [self.encode(row) for row in rows],
+    "encode_rows": _encode_rows,
     "uncut_fields": _uncut_fields,
 }
 

@@ -12,7 +12,7 @@ from trainer.data.formats import picked
 from trainer.data.left_out import count_format
 from trainer.data.readers import fields
 from trainer.data.readers.columns import columns_in, in_our_names
-from trainer.data.usual import instructions, kilt, questions
+from trainer.data.usual import instructions, kilt, preferences, questions
 from trainer.data.usual.placed import Around, Placed, Reader, as_they_are
 from trainer.data.usual.signs import OURS, format_of, is_own
 from trainer.data.usual.triples import triples
@@ -48,6 +48,9 @@ READERS: Mapping[tuple[FormatName, Purpose], Reader] = {
     ("tevatron", "question"): questions.tevatron_questions,
     ("tevatron", "query"): as_they_are,
     ("fid", "question"): as_they_are,
+    ("preference", "preference"): as_they_are,
+    ("openai_preference", "preference"): preferences.openai,
+    ("unpaired_preference", "preference"): as_they_are,
 }
 # Names of which every row of a format has one each; an empty list counts.
 _NEEDED: Mapping[FormatName, tuple[tuple[str, ...], ...]] = {
@@ -63,6 +66,9 @@ _NEEDED: Mapping[FormatName, tuple[tuple[str, ...], ...]] = {
     "squad": (("data", "paragraphs", "question"),),
     "tevatron": (fields.QUESTIONS, questions.POSITIVES),
     "fid": (fields.QUESTIONS, ("ctxs",)),
+    "preference": (("chosen",), ("rejected",)),
+    "openai_preference": (("input",), ("preferred_output",), ("non_preferred_output",)),
+    "unpaired_preference": (("prompt",), ("completion",), ("label",)),
 }
 
 T = TypeVar("T")

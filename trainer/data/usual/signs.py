@@ -57,6 +57,10 @@ def _is_conversational(raw: Row) -> bool:
     return all(_of_objects(side) and {"role", "from"} & side[0].keys() for side in sides)  # pyright: ignore
 
 
+def _is_unpaired(raw: Row) -> bool:
+    return isinstance(raw.get("label"), bool) and "prompt" in raw and "completion" in raw
+
+
 def _is_triple(raw: Row) -> bool:
     is_of_texts = "positive" in raw and ("anchor" in raw or "query" in raw or "question" in raw)
     has_answer = "answer" in raw and ("negative" in raw or "negative_1" in raw)
@@ -72,6 +76,9 @@ def _is_pretokenised(raw: Row) -> bool:
 _OF_TEVATRON = ("positive_passages", "positive_docids", "positive_document_ids")
 # In this order: the first one that a row shows is its format.
 _SIGNS: dict[FormatName, Callable[[Row], bool]] = {
+    "openai_preference": lambda raw: "preferred_output" in raw and "non_preferred_output" in raw,
+    "preference": lambda raw: "chosen" in raw and "rejected" in raw,
+    "unpaired_preference": _is_unpaired,
     "openai": lambda raw: "messages" in raw,
     "sharegpt": lambda raw: "conversations" in raw,
     "alpaca": lambda raw: _is_text(raw.get("instruction")) and "output" in raw,
@@ -101,6 +108,7 @@ OURS: Mapping[Purpose, frozenset[FormatName]] = {
     "query": frozenset(),
     "summary": frozenset(),
     "statement": frozenset(),
+    "preference": frozenset({"preference", "unpaired_preference"}),
 }
 
 
@@ -181,6 +189,8 @@ def is_own(raw: Row, layout: Layout) -> bool:
     is_pair = raw.get("prompt") is not None and "completion" in raw
     if layout.purpose == "conversation":
         return is_pair or any(raw.get(name) is not None for name in ("messages", "conversations"))
+    if layout.purpose == "preference":
+        return ("chosen" in raw and "rejected" in raw) or (is_pair and "label" in raw)
     if layout.purpose == "completion":
         return is_pair
     if layout.purpose in ("question", "query"):

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import left_out, lookup, stdlib_docs, vocabulary
+from trainer.data.chat.chat_template import ChatTemplate, flags
+from trainer.data.chat.rows import chats
+from trainer.data.chat.unwritten import TOOLS
+from trainer.data.chat.writer import naming
 from trainer.data.formats.conversation import opened, with_input
 from trainer.data.padding import pad_right
 from trainer.data.readers import fields, questions
@@ -22,11 +26,7 @@ from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack_labelled
 from trainer.protocol.abilities import Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
-from trainer.tasks.causal_lm.chat import ChatTemplate, flags
-from trainer.tasks.causal_lm.chat_rows import chats
-from trainer.tasks.causal_lm.chat_writer import naming
 from trainer.tasks.causal_lm.config import Config
-from trainer.tasks.causal_lm.unwritten import TOOLS
 from trainer.tasks.token_task import TokenTask
 
 

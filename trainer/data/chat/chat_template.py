@@ -3,7 +3,7 @@
 A chat template is a program that writes a conversation as one text; it does not tell who says what.
 So marks are put into its loops, and one rendering tells where each turn stands
 (templates/marks.py). For a template of which that is not known, renderings of the turns before tell
-it (chat_prefixes.py).
+it (prefixes.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 
 from trainer.config.userfile import placed
 from trainer.data import vocabulary
+from trainer.data.chat.prefixes import spans_of_prefixes
+from trainer.data.chat.templates.built_in import BUILT_IN, legal
+from trainer.data.chat.templates.marks import DATE, MarkedText, Span
+from trainer.data.chat.unwritten import Unwritten
+from trainer.data.chat.writer import Message, Writer
 from trainer.data.formats.conversation import ASSISTANT, counts
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.causal_lm.chat_prefixes import spans_of_prefixes
-from trainer.tasks.causal_lm.chat_writer import Message, Writer
-from trainer.tasks.causal_lm.templates.built_in import BUILT_IN, legal
-from trainer.tasks.causal_lm.templates.marks import DATE, MarkedText, Span
-from trainer.tasks.causal_lm.unwritten import Unwritten
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.utils import Namespace
 
-from trainer.tasks.causal_lm.templates.tree import turns_of
+from trainer.data.chat.templates.tree import turns_of
 
 _REST, _PLACE = "rest_of_turns", "place_of_turn"  # functions that the template is given
 # What keeps a state between turns, or depends on chance, besides namespaces.

@@ -7,10 +7,10 @@ import logging
 import re
 from collections.abc import Sequence
 
+from trainer.data.chat.templates.built_in import legal
+from trainer.data.chat.writer import Message, Writer, naming
 from trainer.data.formats.json_text import preview
 from trainer.errors import DataError
-from trainer.tasks.causal_lm.chat_writer import Message, Writer, naming
-from trainer.tasks.causal_lm.templates.built_in import legal
 
 log = logging.getLogger(__name__)
 

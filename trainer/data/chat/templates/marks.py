@@ -18,8 +18,8 @@ from typing import Any
 from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
-from trainer.tasks.causal_lm.templates.resumption import Resumption, Unknown, resumable
-from trainer.tasks.causal_lm.templates.tree import (
+from trainer.data.chat.templates.resumption import Resumption, Unknown, resumable
+from trainer.data.chat.templates.tree import (
     captured_loops,
     constant_tail,
     is_forward,
