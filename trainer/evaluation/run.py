@@ -124,13 +124,7 @@ def evaluated(
     folder = model_folder(question, options)
     with left_out.settling(None, strict=options.strict):
         store = _store(task, question, options)
-    if isinstance(task, ComparesWithStart):
-        begun: Any = task
-        task.read_start(
-            lambda: begun.model().to(distributed.device()).eval(),
-            {question.split: store},
-            batch=_batch(question),
-        )
+    _read_start(task, store, question)
     loaded = task.load_export(folder).to(distributed.device()).eval()
     _check_weights(loaded, task.cfg, folder, options.places)
     model = Frozen(loaded)
@@ -178,6 +172,19 @@ def evaluated(
         folder,
         time.monotonic() - start,
     )
+
+
+def _read_start(task: Any, store: Any, question: Question) -> None:
+    """Let a task that compares with the model that its run began with compute what it needs of it.
+    A collective.
+    """
+    if isinstance(task, ComparesWithStart):
+        begun: Any = task
+        task.read_start(
+            lambda: begun.model().to(distributed.device()).eval(),
+            {question.split: store},
+            batch=_batch(question),
+        )
 
 
 def _check_abilities(question: Question, task: Task) -> None:
