@@ -155,7 +155,7 @@ class Scorer:
 
 def chunked_cross_entropy(hidden_ND: Tensor, scorer: Scorer, scoring: Scoring) -> Tensor:
     """token_cross_entropy of a layer's logits, of which only those of one chunk exist at a time;
-    with scoring.by_target (N,) target_losses.
+    with Scoring.by_target (N,) target_losses.
 
     The gradients of a chunk are computed right after its logits, so that nothing is computed twice.
     In fp16 they wait for the loss scale, and by target for the gradient of each loss: the logits
