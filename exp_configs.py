@@ -66,7 +66,7 @@ CAUSAL_LM_TINY: Values = {
 PREFERENCE_TINY = vary(
     CAUSAL_LM_TINY,
     task="preference",
-    base={"config": {"vocab_size": 768}},
+    base={"config": TINY_BASE["config"] | {"vocab_size": 768}},
     tokenizer={"vocab_size": 768, "corpus": "lookup"},
     train={
         "steps": 150,
