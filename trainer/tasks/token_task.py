@@ -40,6 +40,16 @@ C = TypeVar("C", bound=Experiment)
 _FILLER_WORDS = 6
 
 
+def refuse_beyond_positions(base: Any, max_tokens: int) -> None:
+    """ConfigError when data.max_tokens is longer than the positions that a base has learnt."""
+    positions = getattr(base.config, "max_position_embeddings", None)
+    if positions is not None and max_tokens > positions:
+        raise ConfigError(
+            f"data.max_tokens={max_tokens} is longer than the model's {positions} positions. Use "
+            f"at most {positions}."
+        )
+
+
 class TokenTask(ABC, Generic[C]):
     """A model of transformers under the name `base_name` of the task's module and, if need be, new
     weights as `head`.

@@ -17,7 +17,7 @@ from trainer.config.userfile import placed
 from trainer.data import lookup, vocabulary
 from trainer.data.chat.chat_template import ChatTemplate, flags
 from trainer.data.readers.own_rows import own_rows
-from trainer.errors import ConfigError, DataError, LatheError
+from trainer.errors import DataError, LatheError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import base_source
 from trainer.protocol.abilities import EncodedRows, Uncut
@@ -29,7 +29,7 @@ from trainer.tasks.preference.config import Config
 from trainer.tasks.preference.losses import ScoredAnswers
 from trainer.tasks.preference.model import Policy, RewardModel, sequences, whole_sequences
 from trainer.tasks.preference.start_store import StartStore, key_of
-from trainer.tasks.token_task import TokenTask
+from trainer.tasks.token_task import TokenTask, refuse_beyond_positions
 
 # What a batch says besides what the model reads.
 _BESIDE = ("start", "margin", "is_desired", "answer_tokens")
@@ -61,12 +61,7 @@ class Task(TokenTask[Config]):
     # ----------------------------------------------------------------------------------------------
 
     def operate(self, base: Any) -> nn.Module:
-        positions = getattr(base.config, "max_position_embeddings", None)
-        if positions is not None and self.cfg.data.max_tokens > positions:
-            raise ConfigError(
-                f"data.max_tokens={self.cfg.data.max_tokens} is longer than the model's "
-                f"{positions} positions. Use at most {positions}."
-            )
+        refuse_beyond_positions(base, self.cfg.data.max_tokens)
         if self.how.loss == "reward":
             return RewardModel(base, self.reader(base), seed=self.cfg.train.seed)
         return Policy(base, self.reader(getattr(base, base.base_model_prefix)))
