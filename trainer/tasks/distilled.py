@@ -237,6 +237,7 @@ class DistilledTask(TokenTask[D], Generic[D]):
         assert how is not None
         assert distillation is not None
         identity = {
+            "task": self.cfg.task,
             "teacher": self.teacher_fingerprint(),
             "precision": self.cfg.train.precision,
             "top_k": self._top_k,
