@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.config.origin.teacher import DivergenceName
 from trainer.models import losses
-from trainer.models.distillation import Distillation, Lesson, divergences, likeliest
+from trainer.models.distillation import DistillationTerms, Lesson, divergences, likeliest
 from trainer.models.head import OutputLayer
 from trainer.models.losses import Terms, keeping_losses
 
@@ -44,7 +44,7 @@ def plain(name: DivergenceName, teacher: Tensor, student: Tensor, temperature: f
     return of_name[name]()
 
 
-def lesson(how: Distillation, teacher: Tensor, k: int) -> Lesson:
+def lesson(how: DistillationTerms, teacher: Tensor, k: int) -> Lesson:
     return Lesson(how, *likeliest(teacher, how, k))
 
 
@@ -54,7 +54,7 @@ def test_with_every_token_it_is_the_divergence_of_the_whole_vocabulary(
     name: DivergenceName, temperature: float
 ) -> None:
     teacher, student = logits(1), logits(2).requires_grad_()
-    how = Distillation(name, 1.0, temperature, VOCABULARY)
+    how = DistillationTerms(name, 1.0, temperature, VOCABULARY)
     got = divergences(student, lesson(how, teacher, VOCABULARY))
     (gradient,) = torch.autograd.grad(got.sum(), student)
     want = plain(name, teacher, student, temperature)
@@ -68,7 +68,7 @@ def test_with_few_tokens_all_others_are_one_class_and_the_divergence_is_no_highe
     name: DivergenceName,
 ) -> None:
     teacher, student = logits(1), logits(2)
-    how = Distillation(name, 1.0, 1.0, VOCABULARY)
+    how = DistillationTerms(name, 1.0, 1.0, VOCABULARY)
     lower = torch.zeros(POSITIONS, dtype=torch.float64)
     for k in (1, 4, 20, VOCABULARY - 1, VOCABULARY):
         of_k = lesson(how, teacher, k)
@@ -88,7 +88,7 @@ def test_with_few_tokens_all_others_are_one_class_and_the_divergence_is_no_highe
 def test_ids_behind_the_shared_ones_stand_for_no_token_and_are_left_out() -> None:
     """A vocabulary that is padded to another size."""
     teacher, student = logits(1, VOCABULARY + 14), logits(2, VOCABULARY + 6)
-    how = Distillation("reverse", 1.0, 1.0, VOCABULARY)
+    how = DistillationTerms("reverse", 1.0, 1.0, VOCABULARY)
     got = divergences(student, lesson(how, teacher, VOCABULARY)).double()
     want = plain("reverse", teacher[:, :VOCABULARY], student[:, :VOCABULARY], 1.0)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
@@ -98,7 +98,7 @@ def test_a_rest_that_is_next_to_nothing_has_a_finite_gradient() -> None:
     teacher = torch.tensor([[90.0, 0.0, 0.0, 0.0]])
     student = torch.tensor([[0.0, 60.0, 0.0, -60.0]], requires_grad=True)
     for name in DIVERGENCES:
-        how = Distillation(name, 1.0, 1.0, 4)
+        how = DistillationTerms(name, 1.0, 1.0, 4)
         value = divergences(student, lesson(how, teacher, 2)).sum()
         (gradient,) = torch.autograd.grad(value, student)
         assert math.isfinite(float(value.detach()))
@@ -119,14 +119,14 @@ def step(
     targets = torch.randint(0, VOCABULARY, (POSITIONS,))
     model = SimpleNamespace(config=SimpleNamespace(), get_output_embeddings=lambda: layer)
     model.config.model_type = "any"
-    how = Distillation("mixed", weight, temperature, VOCABULARY)
+    how = DistillationTerms("mixed", weight, temperature, VOCABULARY)
     with monkeypatch.context() as patched:
         patched.setattr(losses, "CHUNK_BYTES", 0)
         patched.setattr(losses, "CHUNK_POSITIONS", CHUNK if chunked else POSITIONS)
         terms = Terms(0.1 if weight < 1 else 0.0, 0.01 if weight < 1 else 0.0)
         with keeping_losses() as single:
-            taught = lesson(how, logits(1), 9)
-            loss = OutputLayer(model).loss(hidden, targets, terms, taught)
+            of_teacher = lesson(how, logits(1), 9)
+            loss = OutputLayer(model).loss(hidden, targets, terms, of_teacher)
     (loss * 0.37).backward()
     assert hidden.grad is not None
     return {
@@ -158,6 +158,6 @@ def test_the_loss_is_the_weighted_sum_of_both_terms(monkeypatch: pytest.MonkeyPa
     with torch.no_grad():
         labels = losses.token_cross_entropy(layer(hidden), targets, smoothing=0.1, z_loss=0.01)
     torch.testing.assert_close(of_both["loss"], 0.7 * labels + 0.3 * alone["loss"])
-    how = Distillation("mixed", 1.0, 2.0, VOCABULARY)
+    how = DistillationTerms("mixed", 1.0, 2.0, VOCABULARY)
     scaled = 4 * divergences(layer(hidden), lesson(how, logits(1), 9)).sum()  # temperature^2
     torch.testing.assert_close(alone["loss"], scaled.detach())

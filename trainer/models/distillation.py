@@ -24,7 +24,7 @@ _IDS, _LOGPS, _REST = "teacher_ids", "teacher_logps", "teacher_rest"  # of a bat
 
 
 @dataclass(frozen=True)
-class Distillation:
+class DistillationTerms:
     """How a teacher is learnt from; the keys of trainer/config/origin/teacher.py."""
 
     divergence: DivergenceName
@@ -41,13 +41,13 @@ class Distillation:
 class Lesson:
     """What a teacher says of N positions, and how it is learnt."""
 
-    how: Distillation
+    how: DistillationTerms
     ids_NK: Tensor
     logps_NK: Tensor  # log-probabilities of these tokens
     rest_N: Tensor  # the log of the probability of all other tokens together
 
     @classmethod
-    def of(cls, how: Distillation | None, batch: Mapping[str, Tensor]) -> Lesson | None:
+    def of(cls, how: DistillationTerms | None, batch: Mapping[str, Tensor]) -> Lesson | None:
         """From a batch; None where it says nothing of a teacher."""
         if how is None or _IDS not in batch:
             return None
@@ -73,7 +73,7 @@ def without_teacher(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: one for name, one in batch.items() if name not in (_IDS, _LOGPS, _REST)}
 
 
-def likeliest(logits_NV: Tensor, how: Distillation, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def likeliest(logits_NV: Tensor, how: DistillationTerms, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(N, k) int32 ids of the likeliest tokens, (N, k) fp32 log-probabilities, and (N,) fp32: the
     log of the probability of all others together, -inf where there is no other.
     """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
 from trainer.models import losses
-from trainer.models.distillation import Distillation, Lesson, likeliest
+from trainer.models.distillation import DistillationTerms, Lesson, likeliest
 from trainer.models.families import family_of
 from trainer.models.losses import (
     PLAIN,
@@ -123,7 +123,7 @@ class OutputLayer:
 
     @torch.no_grad()
     def likeliest(
-        self, hidden_ND: Tensor, how: Distillation, k: int
+        self, hidden_ND: Tensor, how: DistillationTerms, k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """distillation.likeliest of the logits, in chunks where there are many: (N, k) int32 ids,
         (N, k) fp32 log-probabilities, (N,) fp32 of all other tokens together. Not under ZeRO-3.

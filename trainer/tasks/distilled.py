@@ -21,14 +21,14 @@ from trainer.data import vocabulary
 from trainer.data.padding import flat, unflat
 from trainer.data.readings.likely_tokens import (
     LikelyTokens,
-    Reading,
     Row,
+    RowsToRead,
     TeacherStore,
     TeacherValues,
 )
 from trainer.errors import ConfigError, DataError
 from trainer.models import base_source
-from trainer.models.distillation import Distillation, teacher_fields
+from trainer.models.distillation import DistillationTerms, teacher_fields
 from trainer.models.head import OutputLayer
 from trainer.protocol.abilities import EncodedRows
 from trainer.protocol.task import DRAW, EPOCH, Batch
@@ -106,7 +106,7 @@ class DistilledTask(TokenTask[D], Generic[D]):
     # ----------------------------------------------------------------------------------------------
 
     @cached_property
-    def distillation(self) -> Distillation | None:
+    def distillation(self) -> DistillationTerms | None:
         """How the loss learns from the teacher; None without one, and for a trained model, which
         needs it no more.
         """
@@ -114,7 +114,7 @@ class DistilledTask(TokenTask[D], Generic[D]):
         if how is None or self._export is not None:
             return None
         sizes = [_vocabulary_of(task) for task in (self, self._teacher)]
-        return Distillation(how.divergence, how.weight, how.temperature, min(sizes))
+        return DistillationTerms(how.divergence, how.weight, how.temperature, min(sizes))
 
     def task_of_teacher(self) -> Any:
         """The task of the teacher, which reads the same rows. ConfigError when it is a model of
@@ -225,9 +225,9 @@ class DistilledTask(TokenTask[D], Generic[D]):
             layer = OutputLayer(model.get_submodule(self.base_name))
             return layer.likeliest(states_ND, self.distillation, self._top_k)
 
-    def _reading(self, rows: EncodedRows, *, draws: bool) -> Reading:
+    def _reading(self, rows: EncodedRows, *, draws: bool) -> RowsToRead:
         every = self.by_target if draws else lambda row: [self.with_one_target(row)]
-        return Reading(rows, every, self.num_labels, draws)
+        return RowsToRead(rows, every, self.num_labels, draws)
 
     def _teacher_model(self) -> nn.Module:
         return self._teacher.model().to(distributed.device()).eval()

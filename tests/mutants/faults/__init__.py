@@ -18,6 +18,7 @@ from tests.mutants.faults import (
     serve,
     streams,
     tasks,
+    teachers,
     terminal,
     training,
 )
@@ -27,6 +28,7 @@ FAULTS = [
     *training.FAULTS,
     *optimizers.FAULTS,
     *preferences.FAULTS,
+    *teachers.FAULTS,
     *tasks.FAULTS,
     *jobs.FAULTS,
     *data.FAULTS,

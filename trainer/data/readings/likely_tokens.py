@@ -52,7 +52,7 @@ def key_of_row(row: Row) -> bytes:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowsToRead:
     """What is read of the rows of one split."""
 
     rows: EncodedRows
@@ -81,7 +81,7 @@ class TeacherStore(RowStore):
     def bytes_per_label(self) -> int:
         return self.top_k * (4 + self.dtype.itemsize) + 4
 
-    def fill(self, split: str, reading: Reading, compute: Compute, *, batch: int) -> None:
+    def fill(self, split: str, reading: RowsToRead, compute: Compute, *, batch: int) -> None:
         """Write what the folder of a split still lacks. A collective: of the missing shards, rank r
         takes every r-th. ConfigError for a folder that was begun for another teacher or other rows,
         StorageError where the disk has no room for it.
@@ -100,18 +100,18 @@ class TeacherStore(RowStore):
         distributed.wait_for_all()  # a rank may have had more to read
         shards.finish(len(bounds))
 
-    def read(self, readings: Mapping[str, Reading]) -> TeacherValues:
+    def read(self, readings: Mapping[str, RowsToRead]) -> TeacherValues:
         """What was filled, of all splits together."""
         return TeacherValues(
             [self.shards(split, self._plan(one)) for split, one in readings.items()]
         )
 
-    def _plan(self, reading: Reading) -> dict[str, Any]:
+    def _plan(self, reading: RowsToRead) -> dict[str, Any]:
         rows = reading.rows
         of_rows = {"rows": rows.digest, "count": len(rows), "every_text": reading.draws}
         return {**self.identity, **of_rows}
 
-    def _shard_rows(self, shards: ShardFolder, reading: Reading) -> int:
+    def _shard_rows(self, shards: ShardFolder, reading: RowsToRead) -> int:
         """The rows of a shard of a folder that is not begun yet."""
         if shards.is_begun:
             return 0  # the folder's own counts
@@ -119,7 +119,7 @@ class TeacherStore(RowStore):
         by_size = MAX_SHARD_BYTES * count // max(1, reading.labels * self.bytes_per_label)
         return max(1, min(by_size, max(MIN_SHARD_ROWS, -(-count // MIN_SHARDS))))
 
-    def _tell(self, split: str, reading: Reading, shards: ShardFolder, num_shards: int) -> None:
+    def _tell(self, split: str, reading: RowsToRead, shards: ShardFolder, num_shards: int) -> None:
         """Log what is still to be written. StorageError where the disk has no room for it."""
         missing = len(shards.missing(num_shards))
         if not missing:
@@ -135,7 +135,7 @@ class TeacherStore(RowStore):
         )
 
     def _computed(
-        self, reading: Reading, numbers: range, compute: Compute, batch: int
+        self, reading: RowsToRead, numbers: range, compute: Compute, batch: int
     ) -> dict[str, Tensor]:
         """The tensors of one shard."""
         entries: list[Row] = []

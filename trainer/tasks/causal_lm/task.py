@@ -20,7 +20,7 @@ from trainer.data.padding import pad_right
 from trainer.data.readers import fields, questions
 from trainer.errors import ConfigError
 from trainer.models.decoder.streams import Read
-from trainer.models.distillation import Distillation, Lesson, without_teacher
+from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy
 from trainer.models.losses import IGNORED, PLAIN, Terms, scored_before
@@ -44,7 +44,7 @@ class CausalLM(nn.Module):
         base: Any,
         read: Read | None = None,
         terms: Terms = PLAIN,
-        distillation: Distillation | None = None,
+        distillation: DistillationTerms | None = None,
     ) -> None:
         """read: the function with which the body reads streams (streams.reader_of); None: rows are
         padded. terms: of the loss in training mode. distillation: how a teacher is learnt from.

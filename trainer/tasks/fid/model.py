@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.models import base_model
-from trainer.models.distillation import Distillation, Lesson
+from trainer.models.distillation import DistillationTerms, Lesson
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy
 from trainer.models.losses import PLAIN, Terms
@@ -57,7 +57,7 @@ class FiD(nn.Module):
         *,
         recompute_every: int | None = None,
         terms: Terms = PLAIN,
-        distillation: Distillation | None = None,
+        distillation: DistillationTerms | None = None,
     ) -> None:
         """t5: a T5ForConditionalGeneration; fido.switch removes cross-attention weights from it as
         reader.cross_attention_every and reader.cross_attention_multi_query say.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainer.models.distillation import Distillation, Lesson, without_teacher
+from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy, without_noise
 from trainer.models.losses import IGNORED, PLAIN, Terms
@@ -33,7 +33,7 @@ class Summariser(nn.Module):
         *,
         terms: Terms = PLAIN,
         recompute_every: int | None = None,
-        distillation: Distillation | None = None,
+        distillation: DistillationTerms | None = None,
     ) -> None:
         """terms: of the loss in training mode. recompute_every: k computes every k-th block of a
         stream again in the backward pass. distillation: how a teacher is learnt from.
