@@ -54,6 +54,7 @@ FLOORS = {
     "trainer.metrics": 1,
     "trainer.protocol": 1,
     "trainer.runtime": 1,
+    "trainer.verdict": 2,
     "trainer.data": 2,
     "trainer.models": 2,
     "trainer.telemetry": 2,
