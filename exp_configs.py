@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer import tasks
-from trainer.config import groups
+from trainer.config import groups, userfile
 from trainer.config.groups import Values, cartesian_exp_group, vary
 from trainer.config.sweeps.sweep import SweepGroup
 from trainer.recipes import lookup_groups
@@ -63,6 +63,23 @@ CAUSAL_LM_TINY: Values = {
     "data": {"source": "stdlib_docs", "max_tokens": 128},
     "deepspeed": "zero2",
 }
+PREFERENCE_TINY = vary(
+    CAUSAL_LM_TINY,
+    task="preference",
+    base={"config": TINY_BASE["config"] | {"vocab_size": 768}},
+    tokenizer={"vocab_size": 768, "corpus": "lookup"},
+    train={
+        "steps": 150,
+        "global_batch": 32,
+        "micro_batch": 16,
+        "eval_every": 50,
+        "save_every": 50,
+        "best": "valid/accuracy",
+        "best_is": "max",
+    },
+    optim={"lr": 1e-3},
+)
+PREFERENCE_TINY["data"] = {"source": "lookup", "max_tokens": 96}
 CROSSATTN_SMALL = vary(
     CAUSAL_LM_TINY,
     task="cross_attention",
@@ -394,6 +411,7 @@ EXP_GROUPS: dict[str, list[Values]] = {
     **vera.GROUPS,
     **lookup_groups.GROUPS,
     "causal_lm_tiny": [CAUSAL_LM_TINY],
+    "preference_tiny": [PREFERENCE_TINY],
     "crossattn_tiny": [CROSSATTN_TINY],
     "lm_nq_cpu": [LM_NQ_CPU],
     "crossattn_nq_cpu": [CROSSATTN_NQ_CPU],
@@ -426,3 +444,7 @@ def read_groups(path: Path | None) -> dict[str, list[Values]]:
     return (
         groups.expanded(EXP_GROUPS, source="exp_configs.py") if path is None else groups.read(path)
     )
+
+
+if __name__ == "__main__":
+    userfile.leave("Train a group: lathe train -e GROUP. List them: lathe groups.")

@@ -109,3 +109,7 @@ def _mistakes(name: str, group: Any, values: Any) -> list[str]:
         return [f"{name}[{group!r}] is {got}. Want a dictionary."]
     wrong = [key for key in cast("dict[Any, Any]", values) if not isinstance(key, str)]
     return [f"{name}[{group!r}]: {key!r} is no key, want a string." for key in wrong]
+
+
+if __name__ == "__main__":
+    userfile.leave("Send a group: lathe submit -e GROUP -sb results -j BACKEND.")

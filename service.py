@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from exp_configs import CAUSAL_LM_TINY, RETRIEVER_TINY, vary
+from trainer.config import userfile
 
 Values = dict[str, Any]
 
@@ -57,3 +58,6 @@ SERVICE: Values = {
     # In a container the server listens at 0.0.0.0, and its clients ask for these (compose.yaml).
     "hosts": ["127.0.0.1:8100", "localhost:8100"],
 }
+
+if __name__ == "__main__":
+    userfile.leave("Start the service: lathe serve -sb results.")

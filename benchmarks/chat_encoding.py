@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from trainer.config.schema import EmbeddedTokenizer
 from trainer.data import stdlib_docs, vocabulary
-from trainer.tasks.causal_lm.chat import ChatTemplate
+from trainer.data.chat.chat_template import ChatTemplate
 
 WORDS_OF_A_TURN, TURNS_AT_ONCE = 30, 2048
 ROLES = ("user", "assistant")

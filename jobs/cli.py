@@ -11,9 +11,11 @@ import typer
 
 from jobs import backends
 from jobs.commands import change, look, send, serve, sweep
+from trainer.program import PartOfLathe
 from trainer.version import Version
 
 app = typer.Typer(
+    cls=PartOfLathe,
     context_settings={"help_option_names": ["-h", "--help"]},  # every command inherits them
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -56,3 +58,6 @@ app.command(
     add_help_option=False,  # the program that it starts has the options and the help
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )(serve.serve_command)
+
+if __name__ == "__main__":
+    app(prog_name="lathe-jobs")

@@ -218,6 +218,7 @@ OF_TASK = {
         },
     },
     "causal_lm": {"data": {"source": "jsonl", "max_tokens": 64}},
+    "preference": {"data": {"source": "files", "max_tokens": 64}},
     "fid": {
         "base": TINY_T5,
         "data": {"source": "fid", "contexts": 2, "passage_tokens": 64, "answer_tokens": 12},

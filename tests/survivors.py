@@ -95,9 +95,9 @@ def _plant(faults: tuple[Fault, ...], base: Path) -> None:
     def spoilt(task: Any) -> Callable[[Any, Any], Iterator[Any]]:
         return lambda *given: (loss * float("nan") for loss in task.losses(*given))
 
-    def kept(self: Any, live: Any, progress: Any, chain: Any) -> None:
+    def kept(self: Any, live: Any, progress: Any, *state: Any) -> None:
         meet("mirror", int(os.environ["RANK"]), progress.step)
-        keep(self, live, progress, chain)
+        keep(self, live, progress, *state)
 
     def snap(plan: Any, live: Any, progress: Any, identity: Any) -> Any:
         write = snapshot(plan, live, progress, identity)

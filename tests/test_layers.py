@@ -11,8 +11,8 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 3  tasks/<name>/
 2  models/, data/, telemetry/, tasks/{token_task,generated}.py
 1  runtime/, files/, metrics/, protocol/
-0  config/, errors.py, version.py, data/formats/, files/{atomic,survive,survival_events}.py,
-   metrics/{direction,own,stated}.py, runtime/process.py,
+0  config/, errors.py, program.py, version.py, data/formats/,
+   files/{atomic,survive,survival_events}.py, metrics/{direction,own,stated}.py, runtime/process.py,
    tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
    exp_configs.py, job_configs.py, service.py
 jobs/ stands on floor 0 alone.
@@ -46,6 +46,7 @@ FLOORS = {
     "trainer.files.survive": 0,
     "trainer.files.survival_events": 0,
     "trainer.metrics.own": 0,
+    "trainer.metrics.test_record": 0,
     "trainer.plan.time.rates": 0,
     "trainer.recipes.lookup_groups": 0,
     "trainer.runtime.process": 0,

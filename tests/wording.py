@@ -151,6 +151,8 @@ ODD_TEXT = wording(
     DataError,
     file_endless="its first {packed} bytes unpack to more than",
     line_endless="longer than {most} bytes",
+    rows_absent="holds no file of rows, but {names}. Put train.jsonl there",
+    text_endless="{key!r} is a text of {count} characters, want at most {most}",
     table_without_header="It has no header either",
     table_row_for_header="which holds a list, so it is a row and no header",
 )
@@ -160,7 +162,7 @@ SHARDS = wording(
     ConfigError,
     StorageError,
     shards_folder_taken="{folder} holds other files and no {content} of ours. Name",
-    shards_of_others="{folder} was begun with something else ({differences}). Name a new --out",
+    shards_of_others="{folder} was begun with something else ({differences}). Name a new {flag}, or",
 ) | wording(
     StorageError,
     plan_torn="{path} cannot be read (...). Delete {folder} and {command} anew",
@@ -175,6 +177,7 @@ DATA_FILES = wording(
     data_changed_since="{folder} is finished, and its {splits} rows are others than those that it was trained on...Start over with -r 1",
     strict_refuses="--strict: got what is left out of the data, or doubted, want nothing...{count} {why}: {places}\nMend",
     file_unreadable="cannot be read: {reason}. Put it there...--data_path",
+    file_unpacked="cannot be read behind {place}: ...take .gz from its name",
     file_torn="cannot be read behind {place}: ...Fetch it again",
     file_empty="is empty. Put",
     list_empty="is an empty list",
@@ -597,6 +600,7 @@ DEEPSPEED = wording(
     average_steps_gone="--last {last}: {run} has ... to average; train.keep_last={kept} removes older ones. Use --last {fewer}, or train with train.keep_last={more}",
     average_shape="{name} has shape {got}, want {want}",
     average_config="config.json: {key} is {got}, want",
+    average_adapters="adapter_config.json: {key} is ...want None",
     average_base="trained beside the frozen base {base}, want",
     average_sum="--weights: got a sum of",
     average_count="--weights: got 1 for 2 folders",
@@ -988,6 +992,7 @@ JOBS = (
 SUBMISSION = wording(
     ConfigError,
     rate_odd="--strict: optim.lr={lr}: a step of {name} moves a weight {how}, want between 1e-09 and {highest}.",
+    mix_change_late="data.mixing.changes[0]: after={after}, and the run has {steps} steps: these weights are never used.",
     warmup_too_long="schedule.warmup_steps={warmup} is longer than the run of train.steps={steps}",
     best_not_of_validation="train.best={best!r}: evaluations are of the validation split",
     tokenizer_nowhere="there is no such folder, neither here nor below --data_path ({data})",
@@ -1100,7 +1105,29 @@ SEARCHING = wording(
     until_of_search="the rungs of a search say where its trials stop",
 ) | wording(ResumeError, search_changed="is of another sweep or search than the group states now")
 
+# Preferences, and what a run's start says of answers
+PREFERENCES = wording(
+    DataError,
+    preference_side_absent="'{side}' is missing (keys: ...A row has a prompt, chosen and rejected",
+    preference_prompt_absent="'prompt' is missing, and 'chosen' and 'rejected' begin with no turn",
+    preference_label="'label' is {label}, want true or false",
+    preference_single="a completion with a label, and preference.loss='{loss}' learns from pairs",
+    preference_margin="no 'margin', and no 'score_chosen' with 'score_rejected'",
+    preference_not_text="the {part} is {value}, want text. Lists of turns are conversations",
+    preference_answer="an answer is {value}, want text, or a list of turns",
+    preference_input="'input' is {value}, want an object with a list of messages",
+    start_row_unread="was not read by the model that the run began with",
+    start_part_torn="{part}: ...the next start of the run makes it again",
+) | wording(
+    ConfigError,
+    preference_key="{key} with loss='{loss}', which does not read it",
+    preference_stream="data.stream=true with preference.loss='{loss}'",
+)
+
+PREFERENCES |= wording(LatheError, start_unread="has not read these rows: call read_start() first")
+
 ROOMS: dict[str, dict[str, Wording]] = {
+    "preferences": PREFERENCES,
     "files": FILES,
     "streams": STREAMS,
     "odd text": ODD_TEXT,

@@ -21,9 +21,11 @@ from trainer.commands import (
     stats,
     verifier,
 )
+from trainer.program import PartOfLathe
 from trainer.version import Version
 
 app = typer.Typer(
+    cls=PartOfLathe,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

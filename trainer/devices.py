@@ -140,7 +140,7 @@ def data_sheet(name: str) -> DataSheet | None:
     return DataSheet(card.peak_flops, card.bytes_per_s, card.link_bytes_per_s)
 
 
-def known_peak_flops(name: str) -> float | None:
+def peak_flops_of(name: str) -> float | None:
     """Dense bf16 FLOP/s of the GPU that torch calls so; None for a MIG slice or an unknown GPU."""
     card = _card(name)
     return None if card is None else card.peak_flops

@@ -88,7 +88,8 @@ def nearest(name: str, legal: list[str]) -> str:
     """A sentence that names the legal spelling nearest to `name`, or all when none is near: of very
     many the first ones.
     """
-    close = difflib.get_close_matches(name, legal, n=1, cutoff=0.6)
+    alike = [one for one in legal if one.casefold() == name.casefold()]
+    close = alike or difflib.get_close_matches(name, legal, n=1, cutoff=0.6)
     if close:
         return f"Did you mean {close[0]!r}?"
     more = len(legal) - _MAX_LISTED

@@ -52,7 +52,15 @@ class FileFirst(FlagsOnOff):
         flags = {word.partition("=")[0] for word in rest if word.startswith("-")}
         words = ["--exp_configs", file]
         if self._has("exp_group") and not flags & {"-e", "--exp_group", "--exp_id", "-h", "--help"}:
-            words += ["--exp_group", _only_group(Path(file))]
+            try:
+                names = list(groups.read(Path(file)))
+                if len(names) > 1:
+                    raise ConfigError(
+                        f"{file} has {len(names)} groups. Say which by -e: {', '.join(names)}."
+                    )
+            except LatheError as error:
+                _refuse(error)
+            words += ["--exp_group", names[0]]
         return [*words, *rest]
 
     def _refuse_words(self, args: list[str]) -> None:
@@ -75,18 +83,6 @@ class FileFirst(FlagsOnOff):
 
 def _is_file(word: str) -> bool:
     return word.lower().endswith(FILES) and not word.startswith("-")
-
-
-def _only_group(file: Path) -> str:
-    try:
-        names = list(groups.read(file))
-        if len(names) > 1:
-            raise ConfigError(
-                f"{file} has {len(names)} groups. Say which by -e: {', '.join(names)}."
-            )
-    except LatheError as error:
-        _refuse(error)
-    return names[0]
 
 
 def _refuse(error: LatheError) -> NoReturn:
@@ -136,3 +132,6 @@ def _make() -> typer.Typer:
 
 
 app = _make()
+
+if __name__ == "__main__":
+    app(prog_name="lathe")

@@ -161,13 +161,13 @@ class Tools:
         steps: int | None,
         data_path: str | None,
     ) -> Any:
-        asked = {
+        fields = {
             "experiment": experiment,
             "group": group,
             "steps": steps,
             "data_path": data_path,
         }
-        body = {name: value for name, value in asked.items() if value is not None}
+        body = {name: value for name, value in fields.items() if value is not None}
         return self._service.post("/lathe/v1/experiments", {**body, "action": action})
 
 

@@ -60,8 +60,8 @@ class ServiceClient:
 
     def get(self, path: str, **query: Any) -> Any:
         """The JSON of a GET. Parameters that are None are left out. See `ask`."""
-        given = {name: value for name, value in query.items() if value is not None}
-        return self.ask("GET", path + (f"?{urlencode(given)}" if given else ""), None)
+        parameters = {name: value for name, value in query.items() if value is not None}
+        return self.ask("GET", path + (f"?{urlencode(parameters)}" if parameters else ""), None)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON of a POST. See `ask`."""
@@ -119,9 +119,9 @@ def of_run(exp_id: str, part: str = "") -> str:
 def _message(error: urllib.error.HTTPError) -> str:
     """The service's own words, or the status where there are none."""
     try:
-        told = json.loads(error.read(1 << 16))["error"]["message"]
+        text = json.loads(error.read(1 << 16))["error"]["message"]
     except (OSError, ValueError, KeyError, TypeError):
-        told = error.reason
+        text = error.reason
     if error.code == 401:
-        told = f"{told} Set LATHE_TOKEN to a token of the service (`lathe token` makes one)."
-    return f"{error.code}: {told}"
+        text = f"{text} Set LATHE_TOKEN to a token of the service (`lathe token` makes one)."
+    return f"{error.code}: {text}"

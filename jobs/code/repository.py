@@ -96,7 +96,7 @@ def read_source(project: Path) -> SourceFiles:
     ConfigError when the folder or git refuses; Transient when git does not answer in two minutes.
     """
     project = project.resolve()
-    installed = _installed(project)
+    installed = _of_installation(project)
     if installed is not None:  # also inside of a repository, as in project/.venv
         return installed
     try:
@@ -190,7 +190,7 @@ def _names(answer: bytes) -> set[str]:
     return {os.fsdecode(name) for name in answer.split(b"\0") if name}
 
 
-def _installed(project: Path) -> SourceFiles | None:
+def _of_installation(project: Path) -> SourceFiles | None:
     """The files that pip put into this folder; None when it did not install the project there (a
     clone, an editable installation).
     """

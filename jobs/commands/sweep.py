@@ -95,7 +95,7 @@ def sweep_command(
         return
     base = BaseFolder(savedir_base.absolute())
     record = SearchRecord.of(base.path, exp_group)
-    with _held(record), json_alone(as_json):
+    with _hold(record), json_alone(as_json):
         try:
             search = Driver(exp_group, sweep, request, record, begun).drive()
         except KeyboardInterrupt:
@@ -110,10 +110,10 @@ def _sweep(group: str, file: Path | None, steps: int | None) -> Sweep:
     """The sweep of a group, with `steps` written in where it is given. ConfigError for a group
     without one, and with what a training would refuse in its first trial.
     """
-    known = read_groups(file)
-    if group not in known:
-        raise ConfigError(f"-e {group}: no such group. {nearest(group, sorted(known))}")
-    own = known[group]
+    whole_file = read_groups(file)
+    if group not in whole_file:
+        raise ConfigError(f"-e {group}: no such group. {nearest(group, sorted(whole_file))}")
+    own = whole_file[group]
     if not isinstance(own, SweepGroup):
         raise ConfigError(
             f"-e {group}: it is a list of experiments, and a search wants a dictionary with "
@@ -167,7 +167,7 @@ def cost_lines(group: str, sweep: Sweep, begun: SearchState) -> Iterator[str]:
 
 
 @contextmanager
-def _held(record: SearchRecord) -> Generator[None]:
+def _hold(record: SearchRecord) -> Generator[None]:
     """Hold the lock of a search. Busy when another process drives it."""
     with refusals(record.path):
         record.path.parent.mkdir(parents=True, exist_ok=True)

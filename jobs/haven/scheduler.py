@@ -159,8 +159,8 @@ class Scheduler:
         if result.is_unanswered:  # a job that arrived and has failed meanwhile is not sent again
             (result,) = group.submit(replace(request, retry=()))
         log.info("%s: %s, %s", result.exp_id, result.action, result.text)
-        sent = record.read(folder)
-        last = sent.last if sent is not None else None
+        row = record.read(folder)
+        last = row.last if row is not None else None
         exit_file = {} if last is None else read_json(folder.attempt(last.number).exit) or {}
         # a job whose reply was lost and that has ended has written its id itself
         job_id = last and (last.id or exit_file.get("id"))
@@ -204,7 +204,7 @@ class Scheduler:
     def _rows(self) -> dict[str, Row]:
         """The row of each experiment of the folder, by the ids of its jobs."""
         rows = survey(self._base, backend_of=self._backend_of)
-        ids = {row.exp_id: {row.job_id, *(sent.id for sent in row.history)} for row in rows}
+        ids = {row.exp_id: {row.job_id, *(job.id for job in row.history)} for row in rows}
         return {name: row for row in rows for name in ids[row.exp_id] if name is not None}
 
     def _job(self, row: Row) -> HavenJob:

@@ -52,14 +52,14 @@ def _port(token: str) -> int:
     first = next(ports)
     if not node.is_leader() or is_free(first):
         return first
-    taken = f"port {first} of {socket.gethostname()}, where the nodes of this job meet, is taken"
+    clash = f"port {first} of {socket.gethostname()}, where the nodes of this job meet, is taken"
     if "LATHE_NODE_RANK" in os.environ:
-        raise LatheError(f"{taken}. `retry` sends it with another port.")
+        raise LatheError(f"{clash}. `retry` sends it with another port.")
     for port in ports:
         if is_free(port):
-            log.warning("%s: the nodes of this job meet at port %d", taken, port)
+            log.warning("%s: the nodes of this job meet at port %d", clash, port)
             return port
-    raise LatheError(f"{taken}, and so are {TRIES - 1} others. `retry` sends it with other ports.")
+    raise LatheError(f"{clash}, and so are {TRIES - 1} others. `retry` sends it with other ports.")
 
 
 def candidates(token: str) -> Iterator[int]:

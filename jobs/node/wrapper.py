@@ -31,6 +31,7 @@ from jobs.record.state_table import ENDS, EXIT_FAILED, EXIT_FILES, End, Symptoms
 from jobs.record.times import now
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError
 from trainer.files.atomic import create_json, read_json, write_json
+from trainer.metrics.test_record import lacks_test
 
 HEARTBEAT_S = 30.0
 POLL_S = 0.1
@@ -114,7 +115,7 @@ def _lead(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: b
         if ended is not None:
             os.replace(attempt.exit, attempt.folder / f"exit-{start - 1}.json")
         write_json(attempt.env, node.facts())
-        ending = _other_attempts(attempt, stop) or _train(
+        ending = _other_attempts(attempt, spec, stop) or _train(
             attempt, spec, stop, has_terminal=has_terminal
         )
     except Unfit as error:
@@ -173,13 +174,16 @@ def _claim(attempt: Attempt) -> int | None:
     return start
 
 
-def _other_attempts(attempt: Attempt, stop: Stop) -> Ending | None:
-    """The end of this attempt when another has succeeded or is alive; else None: it may train."""
+def _other_attempts(attempt: Attempt, spec: dict[str, Any], stop: Stop) -> Ending | None:
+    """The end of this attempt when another is alive, or has succeeded and left nothing to do; else
+    None: it may train.
+    """
+    has_work = lacks_test(attempt.folder.parents[1], spec["program"])
     for folder in sorted(attempt.folder.parent.iterdir()):
         other = Attempt(folder)
         if not folder.name.isdigit() or other.number == attempt.number:
             continue
-        if (read_json(other.exit) or {}).get("code") == EXIT_OK:
+        if (read_json(other.exit) or {}).get("code") == EXIT_OK and not has_work:
             return Ending("succeeded", f"attempt {other.number} had reached the end")
         if _lives(other, stop):
             return Ending("preempted", f"attempt {other.number} is alive")

@@ -94,8 +94,8 @@ def _state(base: RunFolder) -> tuple[JobState | None, str | None]:
     if job is None or job.last is None:
         status = read_json(base.status) or {}
         state = status.get("state")
-        known: JobState | None = state if state in STATES else None
-        return ("pending" if job is not None and known is None else known), status.get("error")
+        own: JobState | None = state if state in STATES else None
+        return ("pending" if job is not None and own is None else own), status.get("error")
     ended = read_json(base.attempt(job.last.number).exit)
     if ended is None:
         return job.last.state, job.last.reason

@@ -260,8 +260,8 @@ def lock(folder: RunFolder, *, wait_s: float) -> Generator[None]:
         try:
             _take(folder, stack, wait_s)
         except Timeout:  # an OSError too
-            held = f"has held this for {wait_s:.0f} s" if wait_s >= 1 else "holds this now"
-            raise Busy(f"{folder.lock}: another process {held}. Let it finish.") from None
+            how_long = f"has held this for {wait_s:.0f} s" if wait_s >= 1 else "holds this now"
+            raise Busy(f"{folder.lock}: another process {how_long}. Let it finish.") from None
         yield
 
 

@@ -276,7 +276,8 @@ class Situation:
     """How an experiment stands for whoever submits it. Each field is a column of DECISIONS."""
 
     state: JobState
-    is_finished: bool  # the training itself says that it reached its end
+    # the training itself says that it reached its end, and nothing is left for it to score
+    is_finished: bool
     was_sent: bool
     has_id: bool
     is_requested: bool  # a person asked for this state to be run again
@@ -303,6 +304,7 @@ class DecisionRule:
     is_due: bool = ANY
 
 
+_NO_ANSWER = "sent, but there was no answer"
 _RETRIED: tuple[JobState, ...] = ("failed", "timeout", "oom", "lost")
 _TOO_OFTEN = "preempted {times} times, more than max_preemptions. --retry preempted goes on"
 _PREEMPTED = "preempted, {times} of at most {limit}"
@@ -317,7 +319,8 @@ DECISIONS = (
     DecisionRule("settle", "it is done", is_finished=True, was_sent=True, has_id=False),
     DecisionRule("skip", "it is done", is_finished=True),
     DecisionRule("send", "never sent", was_sent=False),
-    DecisionRule("settle", "sent, but there was no answer", state=ACTIVE, has_id=False),
+    DecisionRule("settle", _NO_ANSWER, state=(*ACTIVE, "succeeded"), has_id=False),
+    DecisionRule("send", "it is done, and its test split is not scored", state="succeeded"),
     DecisionRule("skip", "it is {state} as {job_id}{in_brackets}", state=ACTIVE),
     DecisionRule("send", "refused before: {reason}", state="pending"),
     DecisionRule("send", "{state}, and asked for again", is_requested=True),

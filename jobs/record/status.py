@@ -136,10 +136,10 @@ def survey(
 
 def record_state(folder: RunFolder, job: Job, row: Row) -> Job:
     """`job` with its last attempt in the state of its row, on record. The caller holds the lock."""
-    last, seen = job.last, row.history[-1] if row.history else None
-    if last is None or seen is None or (seen.state, seen.reason) == (last.state, last.reason):
+    last, newest = job.last, row.history[-1] if row.history else None
+    if last is None or newest is None or (newest.state, newest.reason) == (last.state, last.reason):
         return job
-    news = {"state": seen.state, "reason": seen.reason, "host": seen.host}
+    news = {"state": newest.state, "reason": newest.reason, "host": newest.host}
     record.append(folder, {"event": "observed", "attempt": last.number, **news})
     return record.read(folder) or job
 
@@ -286,7 +286,7 @@ def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Ro
         if step is not None
     ]
     step = _whole_number(int(max(steps))) if steps else None
-    total = _whole_number(status.get("total"))
+    total = _total(status)
     eta_s = None
     if row.state == "running" and step is not None and total is not None and "step_s" in last:
         eta_s = max(total - step, 0) * last["step_s"]
@@ -313,7 +313,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
         if not is_there(folder.exp_dict):
             return None
         if not is_there(folder.status):
-            return _sent_by_haven(folder)
+            return _row_of_haven(folder)
         status = read_json(folder.status)
         if status is None:
             raise LatheError(f"{folder.status}: no whole JSON object. Run the experiment again.")
@@ -347,7 +347,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
         return _unreadable(folder, error)
 
 
-def _sent_by_haven(folder: RunFolder) -> Row | None:
+def _row_of_haven(folder: RunFolder) -> Row | None:
     """The row of a run that haven's own job manager has sent and that has not begun; None when
     there is no such job. Nothing is known of it but the id.
     """
@@ -377,6 +377,15 @@ def _unreadable(folder: RunFolder, error: Exception, job: Job | None = None) -> 
         reason,
         read_error="transient" if is_transient(error) else "permanent",
     )
+
+
+def total_steps(folder: RunFolder) -> int | None:
+    """All steps of a training, which it says before its first line of metrics; None until then."""
+    return _total(read_json(folder.status) or {})
+
+
+def _total(status: Mapping[str, Any]) -> int | None:
+    return _whole_number(status.get("total"))
 
 
 def _whole_number(value: Any) -> int | None:

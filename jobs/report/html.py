@@ -334,8 +334,8 @@ def _colour(start: Start, row: Row) -> str:
     if start.code is None:
         goes_on = row.state == "running" and start == row.starts[-1]
         return "s-running" if goes_on else "s-lost"
-    known = {EXIT_OK: "s-succeeded", EXIT_PREEMPTED: "s-preempted", EXIT_PAUSED: "s-paused"}
-    return known.get(start.code, "s-failed")
+    classes = {EXIT_OK: "s-succeeded", EXIT_PREEMPTED: "s-preempted", EXIT_PAUSED: "s-paused"}
+    return classes.get(start.code, "s-failed")
 
 
 def _log(row: Row, folder: RunFolder) -> str:

@@ -75,8 +75,8 @@ def _share(key: str, trials: Sequence[Trial], ranks: Sequence[float]) -> KeyShar
     if whole == 0:
         return KeyShare(key, 0.0, groups)
     # as adjusted R squared: groups drawn by chance explain (groups - 1) / (trials - 1)
-    left = (1 - between / whole) * (len(ranks) - 1) / (len(ranks) - groups)
-    return KeyShare(key, max(0.0, 1 - left), groups)
+    rest = (1 - between / whole) * (len(ranks) - 1) / (len(ranks) - groups)
+    return KeyShare(key, max(0.0, 1 - rest), groups)
 
 
 def _labels(values: Sequence[Any]) -> list[str]:

@@ -62,7 +62,7 @@ def _section(group: str, search: SearchState) -> str:
     return (
         f"<section><h2>Search: {_text(group)}</h2>"
         f'<p class="small">{len(search.trials)} trials; {sentence}.</p>'
-        f"{_figure(search, scored) if scored else ''}{_mattered(search)}{_table(search, ranked)}"
+        f"{_figure(search, scored) if scored else ''}{_influence(search)}{_table(search, ranked)}"
         "</section>"
     )
 
@@ -79,7 +79,7 @@ def _order(search: SearchState) -> list[Trial]:
     return sorted(search.trials, key=key)
 
 
-def _reached(trial: Trial) -> int:
+def _last_rung(trial: Trial) -> int:
     return max((rung for rung, score in trial.scores.items() if score is not None), default=0)
 
 
@@ -130,7 +130,7 @@ def _figure(search: SearchState, trials: Sequence[Trial]) -> str:
 def _class(search: SearchState, trial: Trial) -> str:
     if trial.number == search.best:
         return "c2 of-best"
-    return "c0" if _reached(trial) == search.steps else "of-rest"
+    return "c0" if _last_rung(trial) == search.steps else "of-rest"
 
 
 def _label(search: SearchState, trial: Trial) -> str:
@@ -158,7 +158,7 @@ def _columns(search: SearchState, trials: Sequence[Trial]) -> Iterator[Column]:
     rung = search.first_rung
     if rung is not None:
         yield _column(f"{search.metric}, step {rung}", [trial.scores.get(rung) for trial in trials])
-    yield _column("came to step", [_reached(trial) for trial in trials])
+    yield _column("came to step", [_last_rung(trial) for trial in trials])
 
 
 def _column(name: str, values: Sequence[Any]) -> Column:
@@ -191,7 +191,7 @@ def _column(name: str, values: Sequence[Any]) -> Column:
 # --------------------------------------------------------------------------------------------------
 
 
-def _mattered(search: SearchState) -> str:
+def _influence(search: SearchState) -> str:
     told = mattering(search)
     if told.problem:
         return f'<p class="small">{_text(told.problem[0].upper() + told.problem[1:])}.</p>'

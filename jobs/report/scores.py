@@ -101,13 +101,13 @@ def gather(
     return Results(
         tuple(results),
         differing([result.parameters for result in results]),
-        _ordered(metrics),
-        _ordered(name for test in tests for name in test.scores),
+        _in_order(metrics),
+        _in_order(name for test in tests for name in test.scores),
         unreadable,
     )
 
 
-def _ordered(metrics: Iterable[str]) -> tuple[str, ...]:
+def _in_order(metrics: Iterable[str]) -> tuple[str, ...]:
     """Each name once, losses first."""
     return tuple(sorted(set(metrics), key=lambda name: (not name.endswith("/loss"), name)))
 

@@ -11,6 +11,7 @@ from jobs.record.paths import RunFolder
 from jobs.report.text import number_text
 from trainer.config.scores.direction import direction_of
 from trainer.files.atomic import read_json
+from trainer.metrics.test_record import FILE
 
 PREFIX = "test/"
 
@@ -57,7 +58,7 @@ def read_test(
 
     directions: what the experiment says of metrics ("valid/em": "max").
     """
-    document: Any = read_json(folder.path / "test.json")
+    document: Any = read_json(folder.path / FILE)
     if not isinstance(document, dict):
         return None
     values = cast("dict[str, Any]", document)

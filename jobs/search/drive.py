@@ -58,8 +58,8 @@ class Driver:
         ranked = search.ranked(rungs[-1])
         if not ranked:
             raise SomeFailed(
-                f"{self.group}: no trial has a {search.metric} at step {rungs[-1]}. `lathe status` "
-                "and `lathe logs ID` say why."
+                f"{self.group}: no trial has a {search.metric} at its end. `lathe status` and "
+                "`lathe logs ID` say why."
             )
         if search.best != ranked[0].number:
             self.record.append({"event": "ended", "trial": ranked[0].number})
@@ -175,13 +175,13 @@ class Driver:
         return status.get("state") == "succeeded"
 
     def _score(self, search: SearchState, trial: Trial, until: int | None) -> float | None:
-        """The score of the last evaluation up to a step; None without one."""
-        scores = [
-            entry[search.metric]
-            for entry in evaluations(self.request.base.run(trial.exp_id))
-            if search.metric in entry and (until is None or entry.get("step", 0) <= until)
-        ]
-        return scores[-1] if scores else None
+        """The score of the last evaluation up to a step; None where it was not finite. A run that
+        an earlier search has trained further may have none so early: then that of its first one.
+        """
+        every = list(evaluations(self.request.base.run(trial.exp_id)))
+        early = [one for one in every if until is None or one.get("step", 0) <= until]
+        of_step = early[-1:] or every[:1]
+        return of_step[0].get(search.metric) if of_step else None
 
     def _tell(
         self, search: SearchState, trial: Trial, rung: int, score: float | None, why: str = ""

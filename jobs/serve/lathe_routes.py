@@ -159,8 +159,8 @@ def show_doctor(request: Request) -> Response:
         findings = load(keeper_of(request).send.backend).check()
     finally:
         ONE_DOCTOR.release()
-    told = [asdict(finding) for finding in findings]
-    return _for_reader(request, told)
+    entries = [asdict(finding) for finding in findings]
+    return _for_reader(request, entries)
 
 
 def cancel_run(request: Request) -> Response:

@@ -286,11 +286,11 @@ def _label(row: Row) -> str | None:
 
 
 def _question_problems(row: Row) -> Iterator[tuple[str, str]]:
-    given = [name for name in ("titles", "target") if row.get(name) is not None]
-    yield from _texts(row, "question", *(name for name in given if name == "target"))
-    yield from _lists(row, "contexts", "answers", *(name for name in given if name == "titles"))
+    extras = [name for name in ("titles", "target") if row.get(name) is not None]
+    yield from _texts(row, "question", *(name for name in extras if name == "target"))
+    yield from _lists(row, "contexts", "answers", *(name for name in extras if name == "titles"))
     num_titles, num_contexts = len(_items(row, "titles")), len(_items(row, "contexts"))
-    if "titles" in given and num_titles != num_contexts:
+    if "titles" in extras and num_titles != num_contexts:
         yield f"{num_titles} titles for {num_contexts} contexts", "one title for each context"
 
 

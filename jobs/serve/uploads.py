@@ -158,7 +158,7 @@ async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
     if size > keeper.config.max_file + OTHER_BYTES:
         raise Refusal(413, f"{size} bytes: at most {keeper.config.max_file} are allowed.")
     shares = shares_of(request)
-    arrival = Arrival(client, await run_in_threadpool(_kept, keeper, client), shares.arriving)
+    arrival = Arrival(client, await run_in_threadpool(_num_bytes, keeper, client), shares.arriving)
     refuse_bytes(client, arrival.kept, size - OTHER_BYTES)
     refuse_on_full_disk(keeper, size)
     with keeper.folder.receiving() as received, arrival.counted():
@@ -186,7 +186,7 @@ async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
     return upload
 
 
-def _kept(keeper: Keeper, client: Client) -> int:
+def _num_bytes(keeper: Keeper, client: Client) -> int:
     return 0 if client.quota.bytes is None else bytes_kept(keeper, client.name)
 
 

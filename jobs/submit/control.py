@@ -33,6 +33,7 @@ from jobs.submit.send import (
 )
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, refusals
+from trainer.metrics.test_record import lacks_test
 
 if TYPE_CHECKING:
     from jobs.record.events import Job
@@ -160,6 +161,7 @@ def _again(request: Again, row: Row, rows: Sequence[Row], full: set[str]) -> Act
                 row,
                 limits,
                 is_finished=status.get("state") == "succeeded",
+                lacks_test=lacks_test(folder.path, template.program),
                 training_now=training_now(folder, was_sent=bool(row.history)),
                 awaited=(
                     None

@@ -35,6 +35,7 @@ from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
 from trainer.errors import ConfigError, LatheError, ResumeError, StorageError
 from trainer.files.atomic import read_json, refuse_link_out, write_json
 from trainer.metrics import own
+from trainer.metrics.test_record import lacks_test
 
 if TYPE_CHECKING:
     from jobs.record.events import Job
@@ -305,6 +306,7 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
         row,
         limits,
         is_finished=status.get("state") == "succeeded",
+        lacks_test=lacks_test(folder.path, request.flags),
         training_now=training_now(folder, was_sent=row is not None and bool(row.history)),
         awaited=(
             None

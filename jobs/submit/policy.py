@@ -43,6 +43,7 @@ def decide(
     limits: Limits,
     *,
     is_finished: bool,
+    lacks_test: bool = False,
     training_now: str | None = None,
     awaited: str | None = None,
 ) -> Decision:
@@ -50,10 +51,12 @@ def decide(
     alone.
 
     row: None when it was never recorded. is_finished: the training itself says that it reached its
-    end. training_now: what shows that a training of it runs, though no scheduler says so. awaited:
-    the base that it needs and that has no model yet.
+    end. lacks_test: its test split is to be scored, and was not. training_now: what shows that a
+    training of it runs, though no scheduler says so. awaited: the base that it needs and that has
+    no model yet.
     """
-    decision = _decide(row, limits, is_finished=is_finished)
+    is_done = is_finished or (row is not None and row.state == "succeeded")
+    decision = _decide(row, limits, is_finished=is_done and not lacks_test)
     if decision.action == "send" and training_now is not None:
         return Decision("skip", training_now)
     if decision.action == "send" and awaited is not None:
@@ -77,7 +80,7 @@ def _decide(row: Row | None, limits: Limits, *, is_finished: bool) -> Decision:
     wait_s = pause_s - seconds_since(row.ended_at if row else None)
     situation = Situation(
         state=state,
-        is_finished=is_finished or state == "succeeded",
+        is_finished=is_finished,
         was_sent=row is not None and bool(row.history),
         has_id=row is not None and row.job_id is not None,
         is_requested=state in limits.retry and (limits.with_bad_input or not is_bad_input),

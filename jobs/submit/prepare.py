@@ -108,7 +108,11 @@ def make(
     target = load(backend)
     start = refusals.start_folder(experiments, PROJECT, shares_disk=target.traits.shares_disk)
     folder = BaseFolder(base.absolute())
-    job = _with_key_file(job, flags)
+    key = wandb_key.find_key_source(job, os.environ)
+    if flags.get("wandb_project_name") and flags.get("wandb_entity_name"):
+        log.info("wandb: %s", key.text)
+    if key.key_file is not None:  # WANDB_API_KEY_FILE of this shell may name it
+        job = job.model_copy(update={"wandb_key_file": str(key.key_file)})
     code = None
     if take_snapshot and not target.traits.is_in_process:
         code = snapshot.take(PROJECT, folder, allow_dirty=allow_dirty)
@@ -139,16 +143,6 @@ def make(
         after=after,
         resend_s=resend_s,
     )
-
-
-def _with_key_file(job: JobConfig, flags: Mapping[str, str]) -> JobConfig:
-    """The job with the file of W&B's key, which WANDB_API_KEY_FILE of this shell may name."""
-    source = wandb_key.find_key_source(job, os.environ)
-    if flags.get("wandb_project_name") and flags.get("wandb_entity_name"):
-        log.info("wandb: %s", source.text)
-    if source.key_file is None:
-        return job
-    return job.model_copy(update={"wandb_key_file": str(source.key_file)})
 
 
 def _absolute(name: str, text: str) -> str:

@@ -164,15 +164,15 @@ def start_folder(
     here = Path.cwd()
     is_project = here == project
     keys = FOLDERS if is_project else (*FOLDERS, *FILES)
-    named = {name for values in experiments for name in _relative(values, keys)}
+    places = {name for values in experiments for name in _relative(values, keys)}
     # a folder of the project may hold weights that its snapshot leaves out
     lost = {
         name
-        for name in named
+        for name in places
         for path in (here / name).glob("*")
         if path.name.lower().endswith(WEIGHTS) and path.stat().st_size > MAX_WEIGHTS
     }
-    unreachable = sorted(lost if is_project else named)
+    unreachable = sorted(lost if is_project else places)
     if unreachable and not shares_disk:
         raise ConfigError(
             f"{', '.join(unreachable)}: relative to {here}, which the job's node may not see, and "
@@ -195,13 +195,8 @@ def _relative(values: Mapping[str, Any], keys: Collection[str]) -> Iterator[str]
             if os.path.exists(path) and (key != "deepspeed" or "/" in path or "." in path):
                 yield path
     of_data = [key for key in keys if key.startswith("data.")]
-    for block in _blocks_of_mix(values):
-        yield from _relative({"data": block}, of_data)
-
-
-def _blocks_of_mix(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The blocks of the sources of data.mix."""
     data = values.get("data")
     mix = cast("dict[str, Any]", data).get("mix") if isinstance(data, dict) else None
-    sources = cast("dict[str, Any]", mix).values() if isinstance(mix, dict) else ()
-    return [cast("dict[str, Any]", one) for one in sources if isinstance(one, dict)]
+    for block in cast("dict[str, Any]", mix).values() if isinstance(mix, dict) else ():
+        if isinstance(block, dict):
+            yield from _relative({"data": block}, of_data)

@@ -174,8 +174,8 @@ class Request:
     @functools.cached_property
     def names(self) -> dict[str, str]:
         """What people call each experiment, by id, on one line."""
-        named = self.shown or groups.names(self.group, list(self.experiments))
-        return {name: " ".join(text.split()) for name, text in named.items()}
+        texts = self.shown or groups.names(self.group, list(self.experiments))
+        return {name: " ".join(text.split()) for name, text in texts.items()}
 
     @functools.cached_property
     def by_id(self) -> dict[str, dict[str, Any]]:
@@ -236,7 +236,7 @@ def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
     base = base_of(folder, values)
     problems = refusals.of_experiment(
         cfg,
-        ds=_deepspeed(request, name, cfg, launch_line.processes(launch.argv, request.job)),
+        ds=_deepspeed_config(request, name, cfg, launch_line.processes(launch.argv, request.job)),
         job=request.job,
         folder=folder,
         flags=request.flag_texts,
@@ -283,7 +283,7 @@ def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
     )
 
 
-def _deepspeed(
+def _deepspeed_config(
     request: Request, name: str, cfg: Experiment, world: int | None
 ) -> dict[str, Any] | None:
     """The DeepSpeed dictionary of a training on `world` processes; ConfigError with its mistakes.

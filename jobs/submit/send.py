@@ -207,7 +207,12 @@ def send_array(
         members = list[JobSpec]()
         for spec in intact:
             try:
-                members.append(_next_attempt(spec, reason))
+                folder = RunFolder(Path(spec.folder))
+                event = {"event": "refused", "attempt": spec.attempt, "reason": reason}
+                record.append(folder, event)
+                job = record.read(folder)
+                assert job is not None, "its intent was written a moment ago"
+                members.append(fresh(job, spec, folder))
             except Exception as error:  # of any kind: it is this attempt's
                 results[spec.folder] = error
     return results
@@ -231,15 +236,6 @@ def _write_intents(
         except Exception as error:  # of any kind: it is this attempt's
             errors[spec.folder] = error
     return errors
-
-
-def _next_attempt(spec: JobSpec, reason: str) -> JobSpec:
-    """The attempt after one that was not sent, whose record gets this reason."""
-    folder = RunFolder(Path(spec.folder))
-    record.append(folder, {"event": "refused", "attempt": spec.attempt, "reason": reason})
-    job = record.read(folder)
-    assert job is not None, "its intent was written a moment ago"
-    return fresh(job, spec, folder)
 
 
 def _submit_array(

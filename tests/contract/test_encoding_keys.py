@@ -52,6 +52,13 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("causal_lm", "data.chat_template"): {"data": {"source": "chat"}},
+    ("preference", "data.chat_template"): {"data": {"source": "chat"}},
+    ("preference", "data.stream"): {"preference": {"loss": "simpo"}},
+    ("preference", "preference.gamma"): {"preference": {"loss": "simpo"}},
+    ("preference", "preference.desirable"): {"preference": {"loss": "kto"}},
+    ("preference", "preference.undesirable"): {"preference": {"loss": "kto"}},
+    ("preference", "preference.margin"): {"preference": {"loss": "reward"}},
+    ("preference", "preference.centre"): {"preference": {"loss": "reward"}},
     ("cross_attention", "data.facts"): {"data": {"source": "lookup"}},
     ("fid", "data.format"): {"data": {"source": "files"}},
     ("retriever", "data.format"): {"data": {"source": "files"}},
@@ -89,10 +96,17 @@ for _name in TASKS:
 AFTER: dict[tuple[str, str], dict[str, Any]] = {
     ("causal_lm", "data.source"): {"data": {"chat_template": "chatml"}},
     ("causal_lm", "data.format"): {"data": {"chat_template": "chatml"}},
+    ("preference", "data.source"): {"data": {"chat_template": "chatml"}},
 }
 # Values that no type tells.
 VALUES: dict[str, list[Any]] = {
-    "data.columns": [{"text": "body"}, {"question": "query"}, {"id": "number"}, {"golds": "true"}],
+    "data.columns": [
+        {"text": "body"},
+        {"chosen": "better"},
+        {"question": "query"},
+        {"id": "number"},
+        {"golds": "true"},
+    ],
     "data.files": [{"train": "other.jsonl"}],
     "data.splits": [{"train": "other"}],
     "data.valid_sets": [{"hard": "hard.jsonl"}],
@@ -128,9 +142,9 @@ VALUES: dict[str, list[Any]] = {
 FIXED = {("vera", "data.format")}
 # The items of a list are blocks, which are tried in no place of their own.
 FIXED |= {(name, f"data.mixing.changes.{key}") for name in TASKS for key in ("after", "weights")}
-# Terms of a loss over a vocabulary, which these two do not have.
+# Terms of a loss over a vocabulary, which these three do not have.
 _TERMS = ("label_smoothing", "z_loss", "neftune_alpha")
-FIXED |= {(name, f"train.{key}") for name in ("retriever", "vera") for key in _TERMS}
+FIXED |= {(name, f"train.{key}") for name in ("preference", "retriever", "vera") for key in _TERMS}
 # Changes of weights name the sources.
 for _mix in (_MIX, _MIX_OF_TASKS):
     VALUES.setdefault("data.mixing.changes", []).append([{"after": 2, "weights": _mix}])

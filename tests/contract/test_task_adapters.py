@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +39,9 @@ def test_stages_and_ranks_agree_on_adapters(
     name: str, entries: list[tuple[int, int]], runs: Runs
 ) -> None:
     wanted = runs.of(name, f"{ADAPTERS}at once").losses
-    assert len(set(wanted)) == len(wanted), "something trains"
+    # with weights that have not moved yet DPO has the loss log 2, whatever the rows
+    moved = [loss for loss in wanted if not math.isclose(loss, math.log(2), rel_tol=1e-6)]
+    assert len(set(moved)) == len(moved) >= len(wanted) - 2, ("something trains", wanted)
     for world, stage in entries:
         losses = runs.of(name, f"{ADAPTERS}plain", world, stage).losses
         assert losses == pytest.approx(wanted, abs=1e-5), f"ZeRO {stage} on {world} rank(s)"

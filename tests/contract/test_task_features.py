@@ -89,6 +89,7 @@ def _read_again(values: dict[str, Any], folder: Path, run_folder: Path) -> dict[
     from trainer.data.token_store import store_of
     from trainer.evaluation.run import Question
     from trainer.evaluation.run import run as evaluate
+    from trainer.protocol.abilities import ComparesWithStart
     from trainer.protocol.task import Places
     from trainer.training.options import Options
     from trainer.training.scoring import Frozen
@@ -98,8 +99,11 @@ def _read_again(values: dict[str, Any], folder: Path, run_folder: Path) -> dict[
     options = Options(savedir, data_path=folder, cache_dir=cache)
     task = tasks.load(tasks.parse(values), Places(folder, cache, savedir))
     assert evaluate(Question(values, model="final"), options).keys()
+    store = store_of(task, "valid", cache)
+    if isinstance(task, ComparesWithStart):  # the run has stored it
+        task.read_start(lambda: pytest.fail("all is there"), {"valid": store}, batch=3)
     model = Frozen(task.load_export(run_folder / "final").eval())
-    return metrics(model, task, store_of(task, "valid", cache), batch=3)
+    return metrics(model, task, store, batch=3)
 
 
 @pytest.mark.parametrize("name", TASKS)

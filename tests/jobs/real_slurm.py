@@ -369,11 +369,8 @@ def _is_of(job_id: str, variables: list[bytes], command: str) -> bool:
     """Whether a process of the cluster belongs to this job ("": to any), and not to its daemons."""
     if command.startswith("slurmstepd: ["):
         return command.startswith(f"slurmstepd: [{job_id}." if job_id else "slurmstepd: [")
-    own = [
-        word.removeprefix(b"SLURM_JOB_ID=")
-        for word in variables
-        if word.startswith(b"SLURM_JOB_ID=")
-    ]
+    name = b"SLURM_JOB_ID="
+    own = [word.removeprefix(name) for word in variables if word.startswith(name)]
     return bool(own) and job_id in ("", own[0].decode())
 
 
@@ -401,27 +398,18 @@ def real_slurm(
     long ended jobs are remembered. scheduler, accounting: further SchedulerParameters, and further
     lines of slurm.conf.
     """
-    folder = Path(
-        tempfile.mkdtemp(prefix="slurm-")
-    )  # short: a path of a socket has at most 108 bytes
+    # short: a path of a socket has at most 108 bytes
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     port = _free_ports(1 + len(NODES))
     for name in ("state", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir()
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
-    values = {
-        "ctld_port": port,
-        "node_port": port + 1,
-        "last_node_port": port + len(NODES),
-        "folder": folder,
-    }
-    values |= {
-        "host": socket.gethostname().split(".")[0],
-        "user": getpass.getuser(),
-        "scheduler": scheduler,
-    }
-    values |= {"cpus": CPUS, "memory": MEMORY_MIB, "gpus": GPUS, "accounting": accounting}
+    ports = {"ctld_port": port, "node_port": port + 1, "last_node_port": port + len(NODES)}
+    values = {**ports, "host": socket.gethostname().split(".")[0], "user": getpass.getuser()}
+    values |= {"folder": folder, "scheduler": scheduler, "accounting": accounting}
+    values |= {"cpus": CPUS, "memory": MEMORY_MIB, "gpus": GPUS}
     values |= {"kill_wait_s": kill_wait_s, "min_job_age_s": min_job_age_s}
     cluster = RealSlurm(folder)
     cluster.conf.write_text(CONF.format(**values))

@@ -131,6 +131,7 @@ def cluster() -> Iterator[RealSlurm]:
         yield running
 
 
+@pytest.mark.long
 def test_a_chain_on_a_real_slurm_runs_in_order_and_survives_a_failed_and_retried_parent(
     chain: Place, tmp_path: Path, cluster: RealSlurm
 ) -> None:

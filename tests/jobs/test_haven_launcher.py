@@ -185,6 +185,7 @@ def test_havens_launcher_sends_a_group_that_status_knows(
     assert service.stats()["created"] == 3
 
 
+@pytest.mark.long
 @needs_haven
 def test_a_job_that_lives_is_not_sent_again_and_is_killed(
     service: Standin, launcher: Callable[[str], Launcher]

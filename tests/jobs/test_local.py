@@ -483,6 +483,7 @@ def test_a_number_of_cores_that_is_none_is_bad_input(
     )
 
 
+@pytest.mark.long
 def test_hundreds_of_experiments_are_submitted_and_shown_without_torch(place: Make) -> None:
     here = place(300)
     here.says("sleep")

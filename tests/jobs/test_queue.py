@@ -373,6 +373,7 @@ def test_whoever_looks_for_a_runner_is_not_taken_for_one(own: Queue, spawned: Sp
     assert len(spawned) == 1
 
 
+@pytest.mark.long
 def test_no_job_is_forgotten_that_comes_as_the_runner_leaves(
     own: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,6 +220,17 @@ def test_an_attempt_after_one_that_reached_the_end_trains_nothing(folder: Path) 
     assert (folder / "ran").read_text() == "x"
 
 
+def test_an_attempt_for_the_test_of_a_run_that_is_done_runs_until_that_is_scored(
+    folder: Path,
+) -> None:
+    scored = "open('ran', 'a').write('x'); open('test.json', 'w').write('{\"weights\": null}')"
+    spec(folder, "open('ran', 'a').write('x')")
+    for number in (2, 3):
+        spec(folder, scored, number=number, program=["--exp_id=e", "--test"])
+    assert [run.run(folder, number) for number in (1, 2, 3)] == [0, 0, 0]
+    assert (folder / "ran").read_text() == "xx"
+
+
 def test_a_job_started_again_while_it_is_alive_does_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

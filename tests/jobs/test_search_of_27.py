@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jobs.search.record import SearchRecord
+from tests.jobs.forked_python import ForkedPython
 from tests.jobs.stored_code import lay_code_into
 from trainer.runtime.process import birth
 
@@ -36,61 +38,34 @@ KEYS = {{"optim.lr": [3e-4, 1e-3, 3e-3], "optim.weight_decay": [0.0, 0.01, 0.1],
 EXP_GROUPS = {{"tuned": vary(PARENT, sweep=KEYS, search={{"rungs": {RUNGS}}})}}
 """
 JOBS = 'JOB_CONFIGS = {"default": {"resources": {"cpu": 1, "mem": 2}, "max_retries": 9}}\n'
-# The training, and behind it a line with the CPU seconds that it took.
-TIMED = """#!{python} -S
-import os, sys
-path = {path!r}
-pid = os.fork()
-if not pid:
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-_, status, used = os.wait4(pid, 0)
-with open(path, "a") as file:
-    file.write(f"{{used.ru_utime + used.ru_stime:.2f}}\\n")
-sys.exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
-"""
 
 
 def weights(run: Path) -> str:
     return hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def cpu_s(path: Path) -> float:
-    return sum(map(float, path.read_text().split()))
+@pytest.fixture
+def python(tmp_path: Path) -> Iterator[ForkedPython]:
+    python = ForkedPython(tmp_path)
+    with python.forking():
+        yield python
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_a_search_of_27_killed_nine_times_has_the_winner_of_undisturbed_runs(
-    tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, queue: Path, python: ForkedPython, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LATHE_QUEUE_CPUS", "2")
     base, groups, jobs = tmp_path / "base", tmp_path / "groups.py", tmp_path / "jobs.py"
     groups.write_text(GROUPS)
     jobs.write_text(JOBS)
-    spent, timed = tmp_path / "cpu", tmp_path / "python"
-    timed.write_text(TIMED.format(python=sys.executable, path=str(spent)))
-    timed.chmod(0o755)
     lay_code_into(base)
     common = ["-e", "tuned", "-sb", str(base), "--exp_configs", str(groups)]
     words = ["sweep", *common, "-j", "local", "--job_configs", str(jobs), "--allow-dirty"]
-    words += ["--python_binary", str(timed), "--", "--cache_dir", str(tmp_path / "cache")]
+    words += ["--python_binary", str(python.program), "--", "--cache_dir", str(tmp_path / "cache")]
     record = SearchRecord.of(base, "tuned")
-    for kill in range(KILLS + 1):
-        seen = _lines(record)
-        with (tmp_path / f"driver-{kill}").open("w") as said:
-            driver = subprocess.Popen(
-                [sys.executable, "-m", "jobs", *words], cwd=ROOT, stdout=said, stderr=said
-            )
-        if kill == KILLS:
-            assert driver.wait(timeout=5400) == 0, (tmp_path / f"driver-{kill}").read_text()
-            break
-        # the first is killed as soon as it has asked; the others a few scores later
-        while driver.poll() is None and _lines(record) < seen + (28 if not kill else 4):
-            time.sleep(0.05)
-        driver.kill()
-        driver.wait()
-        if kill % 3 == 2:
-            _kill_one_training(base)
+    _search_through_kills(words, record, tmp_path)
     search = record.read()
     assert search is not None
     assert search.best is not None
@@ -99,43 +74,56 @@ def test_a_search_of_27_killed_nine_times_has_the_winner_of_undisturbed_runs(
         len(list((base / one.exp_id / "attempts").iterdir())) for one in search.trials
     )
     assert sum(count * times for count, times in attempts.items()) <= 27 + 9 + 3 + KILLS // 3
-    best = search.trials[search.best]
+    best, searching_s = search.trials[search.best], python.cpu_s()
 
-    alone, long_cpu = tmp_path / "alone", tmp_path / "long"
-    timed.write_text(TIMED.format(python=sys.executable, path=str(long_cpu)))
+    alone, python.spent = tmp_path / "alone", tmp_path / "cpu-of-long-runs"
     finalists = [search.trials[number] for number in search.promoted[RUNGS[-1]]]
     for trial in finalists:
-        (alone / trial.exp_id).mkdir(parents=True)
-        values = (base / trial.exp_id / "exp_dict.json").read_text()
-        (alone / trial.exp_id / "exp_dict.json").write_text(values)
-        own = ["trainval.py", "--exp_id", trial.exp_id, "-sb", str(alone)]
-        run = [str(timed), *own, "--cache_dir", str(tmp_path / "cache")]
-        subprocess.run(run, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        assert _run(python, base / trial.exp_id, alone) == 0
         assert weights(alone / trial.exp_id) == weights(base / trial.exp_id)
     scores = {trial.exp_id: _last(alone / trial.exp_id) for trial in finalists}
     assert min(scores, key=lambda name: scores[name]) == best.exp_id
     # a start costs as much as dozens of steps of so small a model: it is taken off both sides
-    starts, whole = len(spent.read_text().split()), cpu_s(long_cpu) / len(finalists) * 27
-    start_s = _start_s(timed, tmp_path, base / best.exp_id)
-    share = (cpu_s(spent) - starts * start_s) / (whole - 27 * start_s)
+    whole_s = sum(python.cpu_s()) / len(finalists) * 27
+    python.spent = tmp_path / "cpu-of-a-start"
+    assert _run(python, base / best.exp_id, tmp_path / "stopped", "--until", "1") == 10
+    (start_s,) = python.cpu_s()
+    starts, search_s = len(searching_s), sum(searching_s)
+    share = (search_s - starts * start_s) / (whole_s - 27 * start_s)
     print(
-        f"CPU seconds: the search {cpu_s(spent):.0f} with {starts} starts, 27 whole runs "
-        f"{whole:.0f}, a start {start_s:.1f}; without starts {share:.0%}, of the steps 26%"
+        f"CPU seconds: the search {search_s:.0f} with {starts} starts, 27 whole runs "
+        f"{whole_s:.0f}, a start {start_s:.1f}; without starts {share:.0%}, of the steps 26%"
     )
     assert share < 0.45
 
 
-def _start_s(timed: Path, folder: Path, run: Path) -> float:
-    """The CPU seconds of a run that is stopped after its first step."""
-    once, base = folder / "once", folder / "stopped"
-    timed.write_text(TIMED.format(python=sys.executable, path=str(once)))
-    (base / run.name).mkdir(parents=True)
-    (base / run.name / "exp_dict.json").write_text((run / "exp_dict.json").read_text())
-    own = ["trainval.py", "--exp_id", run.name, "-sb", str(base), "--until", "1"]
-    words = [str(timed), *own, "--cache_dir", str(folder / "cache")]
-    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL)
-    assert done.returncode == 10
-    return cpu_s(once)
+def _run(python: ForkedPython, of: Path, base: Path, *flags: str) -> int:
+    """The exit code of a training of the experiment of another run folder, into `base`."""
+    (base / of.name).mkdir(parents=True)
+    (base / of.name / "exp_dict.json").write_text((of / "exp_dict.json").read_text())
+    own = ["trainval.py", "--exp_id", of.name, "-sb", str(base), *flags]
+    words = [str(python.program), *own, "--cache_dir", str(base.parent / "cache")]
+    return subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode
+
+
+def _search_through_kills(words: list[str], record: SearchRecord, folder: Path) -> None:
+    """Start the search again and again, until the last start comes to the end."""
+    for kill in range(KILLS + 1):
+        seen = _lines(record)
+        with (folder / f"driver-{kill}").open("w") as said:
+            driver = subprocess.Popen(
+                [sys.executable, "-m", "jobs", *words], cwd=ROOT, stdout=said, stderr=said
+            )
+        if kill == KILLS:
+            assert driver.wait(timeout=5400) == 0, (folder / f"driver-{kill}").read_text()
+            break
+        # the first is killed as soon as it has asked; the others a few scores later
+        while driver.poll() is None and _lines(record) < seen + (28 if not kill else 4):
+            time.sleep(0.05)
+        driver.kill()
+        driver.wait()
+        if kill % 3 == 2:
+            _kill_one_training(folder / "base")
 
 
 def _lines(record: SearchRecord) -> int:

@@ -662,6 +662,7 @@ def test_a_killed_controller_is_unreachable_and_knows_the_jobs_when_it_is_back(
     reached(slurm, job_id, "cancelled")
 
 
+@pytest.mark.long
 def test_a_job_that_slurm_has_forgotten_is_left_out(cluster: RealSlurm, make: Specs) -> None:
     with real_slurm(min_job_age_s=2) as forgetful:
         slurm, spec = Slurm(), make()

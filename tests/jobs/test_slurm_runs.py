@@ -116,6 +116,7 @@ def made_token(row: dict[str, Any]) -> str:
     return row["history"][-1]["token"]
 
 
+@pytest.mark.long
 def test_an_array_of_twenty_runs_each_once_two_at_a_time(here: Callable[..., Place]) -> None:
     made = here(20)
     said = submit(made, "--array", "--max-parallel", "2", "--json").json
@@ -255,6 +256,7 @@ def test_a_dry_run_asks_slurm_itself(here: Callable[..., Place]) -> None:
     assert [path.name for path in made.base.iterdir()] == ["_jobs"]  # the code
 
 
+@pytest.mark.long
 def test_a_controller_that_is_away_loses_nothing(
     here: Callable[..., Place], cluster: RealSlurm
 ) -> None:

@@ -25,6 +25,7 @@ RANGES = {"optim.lr": {"log_uniform": [1e-5, 1e-2]}, "train.seed": [1, 2]}
 PARENT = vary(CAUSAL_LM_TINY, train={"steps": 36, "best": "valid/loss"})
 EXP_GROUPS = {
     "tuned": vary(PARENT, sweep=KEYS, search={"rungs": [4, 12]}),
+    "in_epochs": vary(CAUSAL_LM_TINY, train={"steps": None, "epochs": 2}, sweep=KEYS),
     "asked": vary(PARENT, sweep=RANGES, search={"how": "optuna", "trials": 7, "rungs": [4], "at_once": 3}),
 }
 """
@@ -42,7 +43,7 @@ with open(os.path.join(base, "starts"), "a") as file:
 lr, seed = values["optim"]["lr"], values["train"].get("seed", 0)
 if (lr, seed) == (1e-4, 3):
     sys.exit(1)
-step = int(until or values["train"]["steps"])
+step = int(until or values["train"].get("steps") or 36)
 loss = abs(math.log10(lr) + 3) + 0.01 * seed + 1 / step
 path = os.path.join(folder, "score_list.json")
 scores = json.load(open(path)) if os.path.exists(path) else []
@@ -116,6 +117,28 @@ def test_a_search_trains_the_best_further_and_each_rung_of_a_trial_once(place: P
     assert set(place.starts().values()) == {1}, "a search that is done sends nothing"
 
 
+def test_a_trial_that_diverges_before_a_rung_is_not_judged_by_an_earlier_score(
+    place: Place,
+) -> None:
+    scored = '{"step": step, "valid/loss": loss}'
+    diverged = '{"step": step} if (lr, seed, step) == (1e-3, 1, 12) else ' + scored
+    place.python.write_text(place.python.read_text().replace(scored, diverged))
+    assert place.sweep("tuned").exit_code == 0
+    search = place.record("tuned")
+    assert search.trials[6].scores == {4: 0.26, 12: None}
+    assert search.promoted == {4: [6, 7, 8], 12: [7]}
+    assert search.best == 7
+
+
+def test_trials_in_epochs_are_trained_to_their_ends(place: Place) -> None:
+    done = place.sweep("in_epochs")
+    assert done.exit_code == 0, done.output
+    assert "known when the rows of its epochs are counted" in done.output
+    assert place.record("in_epochs").best == 6
+    assert place.starts().total() == 9
+
+
+@pytest.mark.long
 def test_a_search_that_is_killed_everywhere_ends_as_an_undisturbed_one(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +171,7 @@ def test_a_search_that_is_killed_everywhere_ends_as_an_undisturbed_one(
     assert place.starts() == calm.starts()
 
 
+@pytest.mark.long
 def test_a_torn_last_line_is_written_again(place: Place) -> None:
     place.sweep("tuned")
     record = SearchRecord.of(place.base, "tuned")
@@ -166,6 +190,28 @@ def test_another_sweep_under_the_same_name_is_refused_and_nothing_changes(place:
     assert done.exit_code == 2
     says("search_changed", done.output)
     assert (record.path.read_bytes(), place.starts()) == (content, starts)
+
+
+@pytest.mark.long
+def test_a_search_that_begins_anew_takes_the_trials_that_were_trained_further(place: Place) -> None:
+    assert place.sweep("tuned").exit_code == 0
+    starts, record = place.starts(), SearchRecord.of(place.base, "tuned")
+    place.groups.write_text(GROUPS.replace("[4, 12]", "[2, 12]"))
+    record.path.unlink()
+    done = place.sweep("tuned")
+    assert done.exit_code == 0, done.output
+    search = place.record("tuned")
+    assert (search.promoted, search.best) == ({2: [6, 7, 8], 12: [6]}, 6)
+    assert place.starts() == starts, "nothing is trained twice"
+
+    path = place.base / search.trials[6].exp_id / "score_list.json"
+    scores = json.loads(path.read_text())
+    del scores[-1]["valid/loss"]  # as of an evaluation whose loss is not finite
+    path.write_text(json.dumps(scores))
+    record.path.unlink()
+    ended = place.sweep("tuned")
+    assert ended.exit_code == 3, ended.output
+    assert place.record("tuned").trials[6].scores[36] is None
 
 
 def test_a_search_says_what_it_costs_before_it_starts_and_a_dry_run_sends_nothing(
@@ -192,6 +238,7 @@ def test_what_a_search_refuses(place: Place, words: list[str], mistake: Fault) -
     assert not place.starts()
 
 
+@pytest.mark.long
 def test_a_rung_is_paused_and_a_later_until_or_none_goes_on(place: Place) -> None:
     def submit(*words: str) -> str:
         common = ["-j", "inline", "--python_binary", str(place.python), "--only", exp_id]
@@ -223,6 +270,7 @@ def test_optuna_is_named_where_it_is_missing(place: Place) -> None:
     assert "pip install -e '.[optuna]'" in done.output
 
 
+@pytest.mark.long
 def test_optuna_asks_the_same_after_a_kill(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

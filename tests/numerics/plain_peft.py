@@ -96,6 +96,25 @@ class CausalLM(Plain):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Preference(Plain):
+    """SimPO, which needs no model to compare with. Source: Meng et al. 2024, eq. 6."""
+
+    BETA: ClassVar[float] = 2.0
+    GAMMA: ClassVar[float] = 0.5
+
+    def loss(self, rows: Sequence[Row]) -> Tensor:
+        gaps = [self._mean(row, "chosen") - self._mean(row, "rejected") for row in rows]
+        return -F.logsigmoid(self.BETA * torch.stack(gaps) - self.GAMMA).mean()
+
+    def _mean(self, row: Row, answer: str) -> Tensor:
+        """() the mean log-probability of the tokens of an answer behind its prompt."""
+        ids = torch.tensor([[int(token) for token in row[answer]]])
+        is_answer = torch.tensor([int(flag) for flag in row[f"{answer}_scored"]])[1:]
+        logps = F.log_softmax(self.model(input_ids=ids).logits[0, :-1], dim=-1)
+        of_targets = logps.gather(1, ids[0, 1:, None])[:, 0]
+        return (of_targets * is_answer).sum() / is_answer.sum()
+
+
 class Summariser(Plain):
     stock: ClassVar[Any] = AutoModelForSeq2SeqLM
 
@@ -234,6 +253,7 @@ LOOPS: dict[str, type[Plain]] = {
     "causal_lm": CausalLM,
     "cross_attention": CrossAttention,
     "fid": FiD,
+    "preference": Preference,
     "retriever": Retriever,
     "summariser": Summariser,
     "vera": Vera,

@@ -42,6 +42,8 @@ TRAIN = {
     "best": None,
 }
 # every draw of rows, distractors and passages the first ones
+# as the plain loop has it
+OF_TASK = {"preference": {"preference": {"loss": "simpo", "beta": 2.0, "gamma": 0.5}}}
 DATA: dict[str, dict[str, Any]] = {
     "causal_lm": {"max_tokens": 128},
     "cross_attention": {"shuffled_context": False},
@@ -82,6 +84,7 @@ def values_of(
         schedule={"shape": "constant", "warmup_steps": 0},
         data=DATA.get(name, {}),
         lora=KINDS[kind],
+        **OF_TASK.get(name, {}),
     )
     config = values["base"]["config"]  # type: ignore[index]
     if is_smooth and config["model_type"] == "t5":  # type: ignore[index]

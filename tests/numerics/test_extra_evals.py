@@ -246,6 +246,7 @@ def test_a_resumed_run_drops_the_answers_past_its_checkpoint(tmp_path: Path) -> 
     assert table(tmp_path, 10) == ROWS
 
 
+@pytest.mark.long
 def test_wandb_gets_the_answers_as_a_table_with_the_next_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

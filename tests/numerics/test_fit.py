@@ -75,6 +75,7 @@ class Outcome:
     lines: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl
     all_saved_are_finite: bool = True
     weights: dict[str, Tensor] = field(default_factory=dict)  # at the end
+    counted: int = 0  # steps whose losses count in those of the sources of a mix
 
 
 class _SpoiltGradient(torch.autograd.Function):
@@ -223,6 +224,7 @@ def _session(
     from trainer.telemetry.chain import StepChain
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
+    from trainer.telemetry.source_losses import SourceSums
     from trainer.training.session import Cadence, Progress, Session
 
     cfg = experiment(case)
@@ -248,6 +250,12 @@ def _session(
     clock = Clock(case, outcome, is_resumed=weights is not None)
     chain = StepChain()
     live.step = step
+    sums = SourceSums(())
+
+    def count() -> None:
+        outcome.counted += 1
+
+    sums.count = count
     stores: Any = {"train": Rows(case.steps * GLOBAL_BATCH), "valid": Rows(distributed.world())}
     if case.is_rehearsed:
         launch: Any = SimpleNamespace(task=Regression(case), stores=stores)
@@ -265,6 +273,7 @@ def _session(
         preemption=asked,  # pyright: ignore[reportArgumentType]
         save=save,
         chain=chain,
+        sums=sums,
         budget=clock if case.last_step is not None else None,  # pyright: ignore[reportArgumentType]
         export_best=lambda: outcome.exported.append(len(outcome.rates)),
     )
@@ -630,7 +639,9 @@ def test_a_step_that_is_left_out_changes_nothing_at_any_stage() -> None:
         (event,) = events
         kind = "spike" if is_spike else FAULTS[name.partition(" ")[2]][0]
         assert (event["step"], event["bad_step"]) == (20 if is_spike else BAD, kind), name
-        twin = _twin(22 if is_spike else 8, {20 if is_spike else BAD})
+        steps, bad = (22, 20) if is_spike else (8, BAD)
+        assert outcome.counted == steps - 1, name
+        twin = _twin(steps, {bad})
         for weight, value in outcome.weights.items():
             torch.testing.assert_close(value, twin[weight], rtol=2e-5, atol=2e-6, msg=name)
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from tests.trl_1_16 import masks
 from tests.trl_1_16.environment import VERSION, NotInstalledError, python
-from trainer.tasks.causal_lm.chat import ChatTemplate
+from trainer.data.chat.chat_template import ChatTemplate
 
 # By the words of masks.difference: each template of which TRL has a form that marks what is said,
 # and each row. Our side has the template as it was published.

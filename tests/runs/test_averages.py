@@ -26,6 +26,7 @@ from trainer.exports import record
 from trainer.training import checkpoint
 
 DECAY, STEPS = 0.6, 4
+FROZEN = "base.model.layers.0.mlp."  # the weights that one of the runs never trains
 SMALL = {"steps": STEPS, "eval_every": 2, "save_every": 1, "keep_last": 3, "eval_batch": 11}
 
 
@@ -33,7 +34,8 @@ def values_of(folder: Path, name: str) -> dict[str, Any]:
     values: Any = experiment("causal_lm", folder, base=LLAMA, train=SMALL)
     if name == "adapters":
         return vary(values, lora={"r": 4, "alpha": 8})
-    return vary(values, train={"ema": DECAY, "precision": "bf16"}) if name == "ema" else values
+    still = [{"match": f"{FROZEN}*"}]
+    return vary(values, train={"ema": DECAY, "precision": "bf16", "freeze": still})
 
 
 def _trained(folder: Path, root: Path) -> dict[str, tuple[Path, list[dict[str, Any]], float]]:
@@ -153,7 +155,11 @@ def test_the_last_steps_of_a_run_are_averaged(runs: dict[str, Any], tmp_path: Pa
         masters.append({k[:-7]: saved[k] for k in saved if k.endswith("|master")})
     wanted = mean(masters, [1 / 3] * 3)
     got = {f"base.{name}": tensor for name, tensor in tensors(out).items()}
-    assert got.keys() == wanted.keys()
+    final = {f"base.{name}": tensor for name, tensor in tensors(run / "final").items()}
+    frozen = {name for name in final if name.startswith(FROZEN)}
+    assert frozen
+    assert got.keys() == wanted.keys() | frozen
+    assert all(torch.equal(got[name], final[name]) for name in frozen)
     for name, tensor in wanted.items():
         assert got[name].dtype == torch.bfloat16
         assert torch.allclose(got[name].double(), tensor, rtol=2**-8, atol=1e-8), name
@@ -236,6 +242,15 @@ def test_what_does_not_belong_together_is_named(runs: dict[str, Any], tmp_path: 
     says("average_shape", done.stderr, name=name, got="(64,)", want="(32,)")
     says("average_config", done.stderr, key="rms_norm_eps", got=0.5)
     other = _twin(adapters, tmp_path / "b", lambda _, t: t)
+    about = json.loads((other / "adapter_config.json").read_text())
+    scales = {"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 2}}
+    tokens = {"trainable_token_indices": {"model.embed_tokens": [7]}}
+    (other / "adapter_config.json").write_text(json.dumps(about | scales | tokens))
+    done = average(adapters, other, "--out", tmp_path / "mean")
+    assert done.exit_code == 2
+    says("average_adapters", done.stderr, key="alpha_pattern")
+    says("average_adapters", done.stderr, key="trainable_token_indices")
+    (other / "adapter_config.json").write_text(json.dumps(about))
     made = json.loads((other / "lathe.json").read_text())
     (other / "lathe.json").write_text(json.dumps(made | {"base_fingerprint": "another"}))
     done = average(adapters, other, "--out", tmp_path / "mean")

@@ -81,6 +81,7 @@ def test_natural_questions_become_the_corpus_and_questions_that_our_groups_read(
     assert "6a7f72b846f663a1" in (out / "SOURCE.md").read_text()
 
 
+@pytest.mark.long
 @needs_data
 def test_scifact_becomes_what_the_retriever_reads(tmp_path: Path) -> None:
     with gzip.open(SCIFACT / "corpus.jsonl.gz", "rt", encoding="utf-8") as file:

@@ -20,6 +20,7 @@ from trainer.config.identity import base_id, exp_id
 from trainer.config.origin.continues import continued
 from trainer.errors import ConfigError
 from trainer.launch.origin import going_on
+from trainer.runtime import distributed
 
 FIRST, ALL = 4, 8
 TRAIN: dict[str, Any] = {"steps": FIRST, "global_batch": 6, "micro_batch": 1, "log_every": 1}
@@ -62,6 +63,7 @@ def first_then_more(
 ) -> tuple[str, str]:
     """The folders of the first run, and of the one that goes on with it. A collective."""
     before, _ = train(first, folder, savedir, stage)
+    distributed.barrier()  # rank 0 says last that the run is finished
     values = continued(savedir, before.name, at=at, steps=ALL)
     return str(before), str(train(values, folder, savedir, stage)[0])
 
@@ -147,6 +149,18 @@ def test_it_refuses_another_experiment_by_its_keys(folder: Path) -> None:
     assert "train.steps" not in str(error.value)
     with refused("nothing_left_to_train", step=FIRST):
         tasks.parse({**more, "train": {**more["train"], "steps": FIRST}})
+    for key, value in (
+        ("freeze", [{"match": "*.h.0.*", "until": 6}]),
+        ("label_smoothing", 0.1),
+        ("z_loss", 1e-4),
+        ("neftune_alpha", 5.0),
+        ("ema", 0.9),  # no saved step of that run has an average
+    ):
+        with refused("goes_on_with_other", id=exp_id(before)) as error:
+            tasks.parse({**more, "train": {**free, key: value}})
+        assert f"train.{key} (was" in str(error.value)
+    averaged = {**before, "train": {**before["train"], "ema": 0.9}}
+    tasks.parse({**more, "continues": {"experiment": averaged, "step": FIRST}, "train": free})
     in_epochs = {key: value for key, value in other.items() if key not in ("steps", "seed")}
     with refused("goes_on_with_other", id=exp_id(before)):
         tasks.parse({**more, "train": {**in_epochs, "epochs": 9}})
@@ -170,6 +184,7 @@ def test_it_refuses_other_rows_and_names_the_split(folder: Path, tmp_path: Path)
     assert said.startswith("ResumeError: continues: run ")
     assert "train (was '" in said
     assert "valid (was" not in said
+    assert [path.name for path in (tmp_path / "runs").glob("[!.]*")] == [exp_id(values_of(folder))]
 
 
 def command(folder: Path, savedir: Path, *flags: str) -> Any:
@@ -234,10 +249,18 @@ def test_it_is_told_by_the_rates_of_all_runs_before(folder: Path, tmp_path: Path
         (again, "at step 1 the learning rate was 0.01, and would have been 0"),
         (continuing(values_of(folder, steps=ALL), values_of(folder), 2), "Its bits are those of"),
         (
+            continuing(values_of(folder, steps=ALL, compile=True), values_of(folder), 2),
+            "with another train.compile than before",
+        ),
+        (
             continuing(
                 {**values_of(folder, steps=ALL), "optim": {"lr": 0.01}}, values_of(folder), 2
             ),
             "with another optim.weight_decay than before",
+        ),
+        (
+            continuing(values_of(folder, steps=ALL, micro_batch=2), values_of(folder), 2),
+            "with another train.micro_batch than before",
         ),
     ):
         cfg = tasks.parse(values)

@@ -20,8 +20,8 @@ from tests.facts import LLAMA, TINY_T5, experiment, facts, write_facts
 from tests.numerics.tiny_cross_attention import counted_calls
 from tests.ranks import run_on_ranks
 from tests.wording import fault, says
+from trainer.data.chat.templates.built_in import BUILT_IN
 from trainer.protocol.abilities import Search
-from trainer.tasks.causal_lm.templates.built_in import BUILT_IN
 from trainer.tasks.cross_attention.reader import Reader
 
 SHORT = {"steps": 2, "eval_every": 2, "save_every": 2, "best": None, "eval_batch": 2}

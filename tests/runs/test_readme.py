@@ -85,7 +85,7 @@ def test_the_costs_are_six_rows_of_two_columns() -> None:
 
 
 def test_the_tasks_of_the_page_are_those_of_the_program() -> None:
-    named = [re.findall(r"`(\w+)`", row[0])[0] for row in table_under("Six tasks")]
+    named = [re.findall(r"`(\w+)`", row[0])[0] for row in table_under("Seven tasks")]
     assert sorted(named) == sorted(tasks.names())
 
 

@@ -106,6 +106,17 @@ def test_sets_own_metrics_and_the_test_split_are_the_same_on_two_ranks(
     assert record["data"].keys() == {"train", "valid", "valid_hard"}
 
 
+def test_scores_in_a_torn_line_are_not_taken_for_logged(tmp_path: Path) -> None:
+    from trainer.evaluation.test_split import _is_logged
+
+    path, line = tmp_path / "metrics.jsonl", '{"step": 4, "test/loss": 1.5, "test/rows": 9}'
+    path.write_text(f"{line[:-1]}")  # a full disk has torn it
+    assert not _is_logged(path, 4)
+    path.write_text(f"{line}\n")
+    assert _is_logged(path, 4)
+    assert not _is_logged(path, 5)
+
+
 def test_a_test_that_is_killed_or_asked_for_later_is_made_once(data: Path, tmp_path: Path) -> None:
     values = values_of(data, "causal_lm", train={"answers": None})
     values["data"] = {**values["data"], "valid_sets": {}}

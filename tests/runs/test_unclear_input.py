@@ -29,7 +29,6 @@ from trainer.config.identity import exp_id
 from trainer.config.schema import RandomBase
 from trainer.errors import ConfigError, LatheError, ResumeError, StorageError
 from trainer.files import hub
-from trainer.files.atomic import size_of
 from trainer.files.build_once import build_once
 from trainer.launch.choose import choose
 from trainer.launch.run_folder import claim_folder
@@ -155,6 +154,10 @@ def test_a_base_that_is_not_whole_is_refused_by_the_file_that_is_wrong(
         ("./models/mine", fault("base_absent", problem="there is no such folder here")),
         ("models/deep/mine", fault("base_absent", problem="there is no such folder here")),
         ("", fault("base_absent")),
+        ("C:\\models\\mine", fault("base_absent", problem="there is no such folder here")),
+        ("my model", fault("base_absent", problem="there is no such folder here")),
+        ("mine--2", fault("base_absent", problem="there is no such folder here")),
+        ("owner/model:4bit", fault("base_absent", problem="there is no such folder here")),
         (__file__, fault("base_absent", problem="it is a file")),
         ("models/mine", fault("base_absent_on_hub")),
     ],
@@ -287,15 +290,6 @@ def test_a_cache_that_cannot_be_written_says_where_to_put_another(tmp_path: Path
     assert "This user may not write there: choose another" in said(tmp_path, errno.EROFS)
     assert "Free space" not in said(tmp_path, errno.EROFS)
     assert f"{file} is a file: choose another cache folder" in said(file, errno.EROFS)
-
-
-def test_sizes_are_told_in_a_unit_that_shows_them() -> None:
-    assert [size_of(n) for n in (0, 3_000, 5 << 20, 3 << 29)] == [
-        "0.0 KiB",
-        "2.9 KiB",
-        "5.0 MiB",
-        "1.50 GiB",
-    ]
 
 
 # Files of a run folder that are torn or of another shape

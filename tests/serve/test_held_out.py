@@ -15,8 +15,8 @@ from tests.serve.test_job_view import OFFER
 from tests.wording import refused, says
 from trainer import tasks
 from trainer.config.own_rows import OwnRows
+from trainer.data.chat.rows import chats
 from trainer.data.formats.normal_form import normal_form
-from trainer.tasks.causal_lm.chat_rows import chats
 
 Row = dict[str, Any]
 

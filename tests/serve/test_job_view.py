@@ -20,8 +20,8 @@ from jobs.serve.turn.reader import new_metric_events
 from tests.facts import EVENT
 from tests.wording import refused
 from trainer.config.own_rows import OwnRows
+from trainer.data.chat.rows import chats
 from trainer.errors import DataError
-from trainer.tasks.causal_lm.chat_rows import chats
 
 OFFER = offers.read(None).models["tiny-chat"]
 DONE = Checked(at="2026-01-01T00:00:01+00:00")
@@ -112,7 +112,7 @@ def test_metrics_that_were_cut_back_and_written_again_are_told_once(tmp_path: Pa
         run.metrics.write_text("".join(lines))
 
     def tell(place: MetricsPlace) -> tuple[list[str], MetricsPlace]:
-        events, place = new_metric_events(ticket(), run, place, 9)
+        events, place = new_metric_events(ticket(), run, place)
         return [event.id.rpartition("-")[2] for event in events], place
 
     assert tell(MetricsPlace()) == ([], MetricsPlace())
@@ -132,10 +132,19 @@ def test_metrics_that_were_cut_back_and_written_again_are_told_once(tmp_path: Pa
     assert "5" not in tell(place)[0]
 
 
+def test_an_event_says_all_steps_however_early_the_job_was_looked_at(tmp_path: Path) -> None:
+    """A job that was looked at before its training began has lines by the time they are read."""
+    run = RunFolder(tmp_path)
+    run.status.write_text('{"state": "running", "step": 0, "total": 4}')
+    run.metrics.write_text('{"step": 1, "loss": 8.0}\n')
+    (event,), _ = new_metric_events(ticket(), run, MetricsPlace())
+    assert event.message == "Step 1/4: training loss=8.0000"
+
+
 def test_a_step_with_two_evaluations_has_two_events(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.metrics.write_text('{"step": 1, "valid/loss": 1}\n{"step": 1, "valid/em": 0.5}\n')
-    events, _ = new_metric_events(ticket(), run, MetricsPlace(), None)
+    events, _ = new_metric_events(ticket(), run, MetricsPlace())
     assert len({event.id for event in events}) == 2
 
 

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 
 from tests.unit.test_chat import tokenizer as bytewise
 from tests.wording import is_said
+from trainer.data.chat.chat_template import ChatTemplate
+from trainer.data.chat.templates.marks import DATE, Span
 from trainer.errors import DataError
-from trainer.tasks.causal_lm.chat import ChatTemplate
-from trainer.tasks.causal_lm.templates.marks import DATE, Span
 
 STARCODER = Path(__file__).parents[3] / "shared" / "data" / "tokenizers" / "starcoder"
 

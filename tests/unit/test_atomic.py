@@ -16,6 +16,7 @@ from tests.ranks import run_alone
 from tests.wording import refused, says
 from trainer.errors import ResumeError
 from trainer.files import atomic
+from trainer.files.atomic import size_of
 from trainer.files.build_once import build_once
 from trainer.files.held_lock import HeldLock
 
@@ -206,3 +207,12 @@ def test_a_held_folder_keeps_another_process_out_though_the_lock_file_was_remove
     says("lock_held", said)
     lock.release()
     assert run_alone(_locks, path, folder) == "held"
+
+
+def test_sizes_are_told_in_a_unit_that_shows_them() -> None:
+    assert [size_of(n) for n in (0, 3_000, 5 << 20, 3 << 29)] == [
+        "0.0 KiB",
+        "2.9 KiB",
+        "5.0 MiB",
+        "1.50 GiB",
+    ]

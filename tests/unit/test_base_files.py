@@ -19,11 +19,11 @@ from tests.facts import LLAMA, write_facts
 from tests.wording import fault, refused, says
 from trainer.config.schema import RandomBase
 from trainer.data import vocabulary
+from trainer.data.chat.chat_template import ChatTemplate
 from trainer.errors import ConfigError
 from trainer.models import base_model, base_source
 from trainer.models.weights import unsound
 from trainer.protocol.task import Places
-from trainer.tasks.causal_lm.chat import ChatTemplate
 
 HERE = Places(None, Path("unused"), Path("unused"))
 LLAMA3 = {

@@ -19,13 +19,13 @@ from transformers.utils import chat_template_utils
 from tests.wording import Fault, fault, refused
 from trainer.config.own_rows import OwnRows
 from trainer.data import encoding
+from trainer.data.chat import chat_template as chat_module
+from trainer.data.chat.chat_template import ChatTemplate, flags
+from trainer.data.chat.rows import chats, opened
+from trainer.data.chat.templates.built_in import BUILT_IN
+from trainer.data.chat.templates.marks import MarkedTemplate
 from trainer.data.formats import conversation
 from trainer.data.readers.questions import completions
-from trainer.tasks.causal_lm import chat as chat_module
-from trainer.tasks.causal_lm.chat import ChatTemplate, flags
-from trainer.tasks.causal_lm.chat_rows import chats, opened
-from trainer.tasks.causal_lm.templates.built_in import BUILT_IN
-from trainer.tasks.causal_lm.templates.marks import MarkedTemplate
 from trainer.tasks.causal_lm.trained import usage
 
 TURNS = [

@@ -11,9 +11,9 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from tests.unit.test_chat import BY_CONTENT, TURNS, learnt, tokenizer
-from trainer.tasks.causal_lm.chat import ChatTemplate
-from trainer.tasks.causal_lm.templates.built_in import BUILT_IN
-from trainer.tasks.causal_lm.templates.marks import MarkedTemplate
+from trainer.data.chat.chat_template import ChatTemplate
+from trainer.data.chat.templates.built_in import BUILT_IN
+from trainer.data.chat.templates.marks import MarkedTemplate
 
 # As of Gemma 4: what opens an answer depends on the kind of the last thing that was written, which
 # a turn may learn from the turns behind it. All turns are looked at before the first is written.

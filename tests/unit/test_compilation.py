@@ -55,6 +55,7 @@ def test_the_lock_of_a_killed_compile_is_removed_and_that_of_a_living_one_is_not
     assert "killed while it compiled; removed" in caplog.text
 
 
+@pytest.mark.long
 def test_two_processes_do_not_compile_at_once(folder: Path) -> None:
     code = (
         "import time\n"

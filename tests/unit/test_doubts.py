@@ -16,9 +16,10 @@ from tests.facts import experiment, write_facts
 from tests.unit.test_own_rows import write_lines
 from tests.wording import refused, says
 from trainer import tasks
-from trainer.config.mistakes import odd_rate
+from trainer.config.mistakes import late_changes, odd_rate
 from trainer.config.own_rows import OwnRows
 from trainer.data import left_out
+from trainer.data.chat.rows import chats
 from trainer.data.content import content_of
 from trainer.data.control_tokens import reason
 from trainer.data.readers.questions import completions
@@ -29,7 +30,6 @@ from trainer.launch.run_folder import tell_changed_data
 from trainer.protocol.abilities import Prediction
 from trainer.protocol.task import Places
 from trainer.recipes.cross_attention import preparation
-from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.retriever import rows as retriever_rows
 from trainer.tasks.summariser import data as summaries
 from trainer.tasks.vera import groups
@@ -88,6 +88,20 @@ def test_an_odd_rate_is_told_at_the_start_and_refused_under_strict(
             continue
         with refused("rate_odd", lr=100, how="by more than its size", highest="0.1"):
             preflight.refuse_early(run, options, task)
+
+
+@pytest.mark.parametrize(("after", "is_late"), [(3, False), (5, False), (6, True), (99, True)])
+def test_weights_of_a_mix_behind_the_last_step_are_doubted(
+    after: int, is_late: bool, facts: Path
+) -> None:
+    even, other = {"a.jsonl": 0.5, "b.jsonl": 0.5}, {"a.jsonl": 0.9, "b.jsonl": 0.1}
+    mixing = {"changes": [{"after": after, "weights": other}]}
+    data = {"source": "files", "mix": even, "mixing": mixing}
+    values = experiment("causal_lm", facts, data=data)
+    found = list(late_changes(tasks.parse(values)))
+    assert len(found) == is_late
+    if is_late:
+        says("mix_change_late", found[0], after=after, steps=6)
 
 
 # Rows

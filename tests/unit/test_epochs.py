@@ -115,7 +115,7 @@ def test_an_epoch_counted_in_steps_is_what_it_was() -> None:
     counted = Epochs(13, 4, 42)
     assert counted.steps == 3
     assert [counted.epoch(step) for step in (0, 2, 3, 5, 6)] == [0, 0, 1, 1, 2]
-    assert counted.rows(3).tolist() == Epochs(13, 4, 42)._drawn(1)[:4].tolist()
+    assert counted.rows(3).tolist() == Epochs(13, 4, 42)._permutation(1)[:4].tolist()
 
 
 def train(**changes: object) -> Train:

@@ -189,6 +189,12 @@ def test_an_embedded_tokenizer_fits_its_random_base() -> None:
         assert values["tokenizer"]["vocab_size"] == values["base"]["config"]["vocab_size"]
 
 
+def test_a_random_base_says_its_architecture() -> None:
+    random = [v["base"]["config"] for _, v in ALL if "config" in (v.get("base") or ())]
+    assert random
+    assert all(config.get("model_type") for config in random)
+
+
 def test_the_tokens_fit_the_positions_of_a_random_base() -> None:
     for group, values in ALL:
         base = values["base"]

@@ -16,6 +16,7 @@ import pytest
 from tests.wording import Fault, fault, refused, says
 from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
+from trainer.data.chat.rows import chats
 from trainer.data.formats import conversation, packed
 from trainer.data.formats.json_stream import json_items
 from trainer.data.formats.json_text import BadJson, is_too_deep, json_value
@@ -26,7 +27,6 @@ from trainer.errors import DataError
 from trainer.protocol.task import Places
 from trainer.recipes.cross_attention.files import records
 from trainer.recipes.vera.adapters.adapter import whole_json
-from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.retriever import rows as retriever_rows
 from trainer.tasks.retriever.config import Data as RetrieverData
 from trainer.tasks.summariser import data as summaries

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ OF_TASK: dict[str, dict[str, Any]] = {
     },
     "fid": {"source": "files", "contexts": 9, "passage_tokens": 200},
     "retriever": {"source": "files", "files": NONE, "passages": 1, "passage_tokens": 200},
+    "preference": {"source": "files", "max_tokens": 400},
     "summariser": {
         "source": "files",
         "document": "document",
@@ -88,6 +90,9 @@ CASES: list[tuple[str, str, dict[str, Any], str, bool]] = [
     ("nq", "cross_attention", {}, "cross_attention", False),
     ("nq", "causal_lm", {}, "causal_lm", False),
     ("pretokenised", "retriever", {}, "retriever", False),
+    ("preference", "preference", CHAT, "preference", True),
+    ("openai_preference", "preference", CHAT, "preference", True),
+    ("unpaired_preference", "preference", {"loss": "kto"}, "preference", True),
 ]
 
 
@@ -117,6 +122,8 @@ def one_tokenizer(facts: Path) -> Iterator[None]:
 def task_of(name: str, facts: Path, folder: Path, data: Mapping[str, Any]) -> Any:
     values = experiment(name, facts)
     block = {**OF_TASK[name], **data}
+    if "loss" in block:  # of another block
+        values["preference"] = {"loss": block.pop("loss")}
     cfg = tasks.parse({**values, "data": block})
     return tasks.load(cfg, Places(folder, folder / "cache", folder))
 
@@ -138,6 +145,13 @@ def parts_of(task: Any, row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for prompt in task._prompts_of(encoded):
             yield "passage", task.decode(prompt)
         yield "target", f"«{task.decode(unflat(encoded, 'targets')[0])}»"
+        return
+    if task.cfg.task == "preference":
+        for name in task.names:
+            pairs = zip(encoded[name], encoded[f"{name}_scored"], strict=True)
+            groups = [(key, [*of_key]) for key, of_key in groupby(pairs, lambda pair: pair[1])]
+            parts = [(key, task.decode([token for token, _ in part])) for key, part in groups]
+            yield name, "".join(f"«{text}»" if key else text for key, text in parts)
         return
     for name, segments in examples.texts(task, task.collate([encoded])).items():
         texts = (f"«{one['text']}»" if one["in_loss"] else one["text"] for one in segments)

@@ -14,6 +14,7 @@ import pytest
 from tests.wording import refused
 from trainer.config.own_rows import OwnRows
 from trainer.data import left_out
+from trainer.data.chat.rows import chats
 from trainer.data.content import content_of_rows, shared_test_rows
 from trainer.data.formats.normal_form import row_hash
 from trainer.data.formats.problems import RowProblem
@@ -26,7 +27,6 @@ from trainer.launch.preflight import shared_rows
 from trainer.protocol.task import Encoded
 from trainer.retrieval.negatives import write_rows
 from trainer.statistics.opening import opening_line
-from trainer.tasks.causal_lm.chat_rows import chats
 
 BLANK = "blank summaries (left out)"
 

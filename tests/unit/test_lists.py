@@ -16,11 +16,11 @@ from trainer.config.block import validate
 from trainer.config.formats.layouts import QUESTIONS
 from trainer.config.own_rows import OwnRows
 from trainer.data import left_out
+from trainer.data.chat.rows import chats
 from trainer.data.formats.lists import as_list
 from trainer.data.readers import fields, questions, retrieved
 from trainer.data.readers.columns import in_our_names
 from trainer.protocol.task import Places
-from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.retriever import rows as retriever_rows
 from trainer.tasks.retriever.config import Data as RetrieverData
 from trainer.tasks.summariser import data as summaries

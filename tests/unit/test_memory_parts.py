@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from tests.wording import refused
 from trainer import tasks
 from trainer.config.block import validate
 from trainer.config.schema import Train
+from trainer.data.mixed.mixture import Mix
 from trainer.data.order import Sharding, Sizes, window_rows
 from trainer.devices import GIB, device_of
 from trainer.launch import choose
@@ -41,9 +43,16 @@ from trainer.plan.memory.deepspeed_terms import (
     inference,
     training,
 )
-from trainer.plan.memory.measure import ROOT, Measured, Moment, scale_to_rows, with_value
+from trainer.plan.memory.measure import (
+    ROOT,
+    Measured,
+    Moment,
+    SteppedTogether,
+    scale_to_rows,
+    with_value,
+)
 from trainer.plan.memory.plan import MemoryPlan, Phase
-from trainer.plan.memory.planned_rows import heaviest
+from trainer.plan.memory.planned_rows import MOST_STEPS, heaviest
 from trainer.plan.memory.subject import published_shape
 from trainer.plan.memory.tracker import BLOCK, Tracker
 from trainer.runtime.batch import batch_of, name_batch_when_out_of_memory
@@ -67,6 +76,7 @@ def measured(
         shapes={},
         tensors=[],
         seconds=0.0,
+        groups=[SteppedTogether(P, largest)],
     )
 
 
@@ -189,6 +199,23 @@ def test_frozen_weights_are_kept_where_the_plan_says_that_they_fit(
     assert choose.frozen(run, name="24GiB") == how
     assert asked == ["replicate"]
     assert choose.frozen(run, name=None) == "shard", "there is no device here"
+
+
+def test_a_group_is_freed_before_the_optimizer_makes_copies_of_it() -> None:
+    """Stages 1 and 2: its copies come beside the gradients of the groups behind it alone."""
+    table = SteppedTogether(P // 4, P // 4)
+    hidden = SteppedTogether(3 * P // 4, 1000, of_number=4, of_weight=8000)
+    lion = SteppedTogether(P, 1000, of_number=4, at_once=500)
+    copies = {}
+    for name, groups in {"muon": [table, hidden], "lion": [lion]}.items():
+        step = replace(measured([Moment(0, 0, 0)], width=4), groups=groups)
+        for stage in (1, 2):
+            found = training(step, zero(stage, width=4, is_bf16=False), cublas=0)
+            copies[name, stage] = found.gradients + found.workspace
+    flat = {1: 4 * P + 4 * P // 4, 2: 4 * P + 4 * P // 4}
+    stepped = (4 + 4) * 3 * P // 4 + 8000
+    assert copies["muon", 1] == max(flat[1], 3 * P + 3 * P, stepped)
+    assert copies["lion", 1] == copies["lion", 2] == 8 * P
 
 
 def test_more_ranks_divide_the_optimizer_from_stage_1_on() -> None:
@@ -315,6 +342,21 @@ def test_the_heaviest_micro_batch_is_one_that_the_run_makes() -> None:
         assert any(np.array_equal(numbers, batch) for batch in batches)
         assert rows.lengths[numbers].max() == max(rows.lengths[b].max() for b in batches)
     assert rows.lengths[found[True]].max() == rows.lengths.max()
+
+
+def test_a_source_that_begins_behind_many_steps_is_planned_for() -> None:
+    lengths = np.array([10] * 100 + [90] * 100)
+    sizes = Sizes(lengths[:, None], np.zeros(200, np.int32), sources=(100, 100))
+    rows: Any = SimpleNamespace(lengths=lengths, sizes=sizes)
+    one, zero_ = Fraction(1), Fraction(0)
+    late = 2 * MOST_STEPS
+    mix = Mix(("a", "b"), ((0, (one, zero_)), (late, (zero_, one))), labels=("a", "b"))
+    sharding = Sharding(global_batch=8, micro_batch=4, world=1, rank=0, mix=mix)
+    longest = [
+        max(lengths[batch.numbers].max() for batch in heaviest(rows, sharding, seed=3, steps=steps))
+        for steps in (late, late + 1)
+    ]
+    assert longest == [10, 90]
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,15 @@ def test_weights_change_at_their_step() -> None:
     assert of_steps == [(3, 3)] * 10 + [(0, 6)] * 10 + [(6, 0)] * 10
 
 
+def test_no_bucket_has_steps_before_and_after_a_change_of_weights() -> None:
+    phases = ((0, shares([1, 0])), (10, shares([0, 1])))
+    mixture = Mixture(Mix(("a", "b"), phases, labels=("a", "b")), (400, 400), BATCH, 1)
+    lengths = np.arange(800) % 7
+    for step in range(20):
+        rows = bucketed_step_rows(step, lengths, epochs=mixture, bucket_steps=4)
+        assert (rows >= 400).all() if step >= 10 else (rows < 400).all(), step
+
+
 def test_a_temperature_makes_sources_more_alike() -> None:
     sizes = (900, 100, 25)
     by_rows, flatter = (mix_of(temperature=t).phases_of(sizes)[0][1] for t in (1.0, 2.0))
@@ -260,6 +269,10 @@ def test_losses_of_labels_are_told_by_source() -> None:
     with sums.adding([packed[:2], packed[2:]]):
         for half in (slice(0, 2), slice(2, 4)):
             token_cross_entropy(logits[half], targets[half])
+    sums.count()
+    with sums.adding([packed]):  # of a step whose update is left out
+        token_cross_entropy(torch.full_like(logits, torch.nan), targets)
+    assert sums.own() == [pytest.approx([c, 1]), pytest.approx([a + b + d, 3])]
     kept = SourceSums(["a", "b"], sums.settle())  # as a run that goes on from a checkpoint
     assert kept.read() == pytest.approx({"loss_a": c, "loss_b": (a + b + d) / 3})
     assert kept.read() == {}

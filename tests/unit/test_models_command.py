@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,14 @@ def test_a_task_without_models_to_exchange_is_told_which_have_some(tmp_path: Pat
     assert listed == sorted(
         file.parent.name for file in ROOT.glob("trainer/tasks/*/interchange.py")
     )
+
+
+def test_an_export_of_adapters_leads_to_merge(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    done = command("export", "causal_lm", tmp_path, "--out", tmp_path / "new")
+    assert done.exit_code == 2
+    fix = re.compile(rf".*lathe merge {re.escape(str(tmp_path))} --out")
+    says("adapters_as_base", done.stderr, at=str(tmp_path), fix=fix)
 
 
 def test_help_never_imports_torch() -> None:

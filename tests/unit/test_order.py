@@ -614,6 +614,7 @@ def _global_random_state() -> tuple[Any, ...]:
     return random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()
 
 
+@pytest.mark.long
 def test_a_script_that_dies_in_mid_epoch_still_ends(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path

@@ -55,6 +55,7 @@ def test_a_metric_gets_every_row_and_copies_of_them(tmp_path: Path) -> None:
         ("{}", "returned no number"),
         ("None", "returned None"),
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
+        ("exit(3)", "raised SystemExit: 3"),
     ],
 )
 def test_what_is_no_number_is_refused_when_tried_and_told_later(

@@ -245,6 +245,7 @@ def test_distillation_is_the_divergence_from_the_teacher_over_the_scored_passage
     assert gradient[2].abs().max() == 0
 
 
+@pytest.mark.long
 def test_a_retriever_learns_from_a_readers_scores(folder: Path, tmp_path: Path) -> None:
     rows = []
     for n in range(4):

@@ -34,6 +34,7 @@ def test_tests_and_vendored_packages_are_left_out() -> None:
     )
 
 
+@pytest.mark.long
 def test_another_process_reads_the_same_corpus() -> None:
     script = "from trainer.data import stdlib_docs; print(stdlib_docs.content_hash())"
     root = Path(__file__).resolve().parents[2]

@@ -277,6 +277,20 @@ def test_a_killed_start_is_gone_on_with_and_nothing_is_encoded_twice(tmp_path: P
         again.close()
 
 
+def test_a_chunk_that_somebody_has_removed_is_encoded_again(tmp_path: Path) -> None:
+    task: Any = Letters(write(tmp_path, texts(100)))
+    store = streamed(task, seed=None, processes=1)
+    try:
+        assert store._encoder is not None
+        for process in store._encoder._processes:
+            process.join()
+        store.layout.path(3).unlink()
+        stored = whole(task)
+        assert plain(store[3 * 16]) == plain(stored[3 * 16])
+    finally:
+        store.close()
+
+
 def test_a_bad_row_stops_the_run_with_its_own_message_whenever_it_comes(tmp_path: Path) -> None:
     task: Any = Letters(write(tmp_path, [*texts(200), "bad row"]))
     store = streamed(task, seed=None, processes=1)

@@ -24,6 +24,9 @@ from trainer.survival import mirror
 from trainer.survival.agent import MOST_IN_VAIN, Agent, fitting
 from trainer.survival.member import Break, Member
 from trainer.survival.stragglers import SAMPLES, Stragglers
+from trainer.telemetry.chain import StepChain
+from trainer.telemetry.source_losses import SourceSums
+from trainer.training.session import Progress
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,23 @@ def test_the_newest_step_that_all_ranks_kept_whole_is_gone_back_to(tmp_path: Pat
     found = mirror.newest(memory, "a")
     assert found is not None
     assert (found.step, found.world) == (9, 2)
+
+
+def test_losses_by_source_go_on_from_what_every_rank_has_summed_up(tmp_path: Path) -> None:
+    memory = [[str(tmp_path / f"{rank}-{slot}") for slot in range(2)] for rank in range(2)]
+    live: Any = SimpleNamespace(average=None)
+    inner = SimpleNamespace(state={"a weight": {}})
+    live.optimizer = SimpleNamespace(inner=lambda: inner, pieces=list, scalars=dict)
+    progress = Progress(step=4, by_source=[[9.0, 9.0]])  # as the last checkpoint has them
+    for files, own in zip(memory, ([[1.5, 2.0]], [[0.25, 3.0]]), strict=True):
+        for file in files:
+            Path(file).touch()
+        copies = mirror.Mirror(files, "a")
+        copies.keep(live, progress, StepChain(), SourceSums(["general"], own))
+    states = [mirror.newest([files], "a") for files in memory]
+    headers = [state.headers[0] for state in states if state is not None]
+    state = mirror.MirroredState(4, headers, []).state()
+    assert state["progress"]["by_source"] == [[1.75, 5.0]]
 
 
 def test_what_does_not_fit_into_host_memory_is_refused_before_the_first_step(

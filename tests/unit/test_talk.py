@@ -114,6 +114,7 @@ def test_no_training_row_holds_a_name_that_the_demo_asks_about(tmp_path: Path) -
         assert row["answers"][0] not in text
 
 
+@pytest.mark.long
 def test_a_base_is_copied_from_its_run_and_never_over_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

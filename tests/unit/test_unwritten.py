@@ -14,9 +14,9 @@ from tests.unit.test_chat import TURNS, call_of, learnt, tokenizer
 from tests.unit.test_formats import CHAT, facts, one_tokenizer, task_of
 from tests.wording import refused
 from trainer.data import left_out
-from trainer.tasks.causal_lm.chat import ChatTemplate
-from trainer.tasks.causal_lm.templates.built_in import BUILT_IN
-from trainer.tasks.causal_lm.unwritten import TOOLS
+from trainer.data.chat.chat_template import ChatTemplate
+from trainer.data.chat.templates.built_in import BUILT_IN
+from trainer.data.chat.unwritten import TOOLS
 
 __all__ = ["facts", "one_tokenizer"]  # fixtures
 

@@ -21,6 +21,7 @@ from trainer.config.formats.layouts import CHATS, COMPLETIONS, QUERIES, QUESTION
 from trainer.config.identity import exp_id
 from trainer.config.own_rows import OwnRows, Splits
 from trainer.data import left_out
+from trainer.data.chat.rows import chats
 from trainer.data.content import content_of
 from trainer.data.readers.own_rows import own_rows
 from trainer.data.readers.passages import passages
@@ -31,7 +32,6 @@ from trainer.data.usual.instructions import UNANSWERED
 from trainer.data.usual.msmarco import msmarco
 from trainer.data.usual.questions import IMPOSSIBLE, WITHOUT_POSITIVE
 from trainer.data.usual.rows import unlabelled
-from trainer.tasks.causal_lm.chat_rows import chats
 
 __all__ = ["facts", "one_tokenizer"]  # fixtures
 

@@ -22,10 +22,10 @@ from tests.wording import refused
 from trainer.config.block import validate
 from trainer.config.own_rows import OwnRows
 from trainer.data import left_out
+from trainer.data.chat.rows import chats
 from trainer.data.readers import folders, row_files
 from trainer.data.readers.passages import passages
 from trainer.protocol.task import Places
-from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.summariser import data as summaries
 from trainer.tasks.summariser.config import Data as SummaryData
 from trainer.tasks.vera import groups

@@ -35,15 +35,15 @@ def run_flags(data: Any, flags: Mapping[str, Any]) -> Any:
         for name, value in flags.items()
         if name not in legal
     ]
-    given = {"data_path": data, **{name: flags[name] for name in flags if name in kinds}}
+    values = {"data_path": data, **{name: flags[name] for name in flags if name in kinds}}
     checked: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         kind, *declarations = get_args(kinds[name])
         try:
-            checked[name] = _checked(value, kind, declarations)
+            checked[name] = _check(value, kind, declarations)
         except ValueError as error:
-            shown = "data" if name == "data_path" else name
-            mistakes.append(f"{shown}={value!r}: {error}.")
+            label = "data" if name == "data_path" else name
+            mistakes.append(f"{label}={value!r}: {error}.")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return RunFlags(**checked)
@@ -60,7 +60,7 @@ def refuse_below_one(**numbers: int | None) -> None:
         raise ConfigError(f"{', '.join(wrong)}: want a whole number of at least 1.")
 
 
-def _checked(value: Any, kind: Any, declarations: list[Any]) -> Any:
+def _check(value: Any, kind: Any, declarations: list[Any]) -> Any:
     """The value as `kind`. ValueError says what is wanted."""
     from pydantic import TypeAdapter, ValidationError
 
@@ -68,8 +68,8 @@ def _checked(value: Any, kind: Any, declarations: list[Any]) -> Any:
         checked = TypeAdapter(kind).validate_python(value, strict=not _is_path(kind))
     except ValidationError:
         names = [one.__name__ for one in get_args(kind) or (kind,) if one is not type(None)]
-        wanted = "a path" if _is_path(kind) else f"a value of type {' or '.join(names)}"
-        raise ValueError(f"want {wanted}") from None
+        want = "a path" if _is_path(kind) else f"a value of type {' or '.join(names)}"
+        raise ValueError(f"want {want}") from None
     least = next((one.min for one in declarations if getattr(one, "min", None) is not None), None)
     if least is not None and checked is not None and checked < least:
         raise ValueError(f"want at least {least}")

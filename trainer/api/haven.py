@@ -48,13 +48,13 @@ def trainval(exp_dict: Mapping[str, Any], savedir: str | Path, args: Any = None)
 
     Raises ConfigError for another folder, a wrong flag, and `steps`, which the dictionary states.
     """
-    given: dict[str, Any] = {} if args is None else vars(args)
-    if given.get("exp_id") or any(name in os.environ for name in LAUNCHED):
+    arguments: dict[str, Any] = {} if args is None else vars(args)
+    if arguments.get("exp_id") or any(name in os.environ for name in LAUNCHED):
         from trainer.launch.ending import end
 
-        end(lambda: _as_command(exp_dict, savedir, given))
-    values, flags = dictionary(exp_dict), _flags(given)
-    train_one(values, flags, **_about(values, Path(savedir), given))
+        end(lambda: _as_command(exp_dict, savedir, arguments))
+    values, flags = dictionary(exp_dict), _flags(arguments)
+    train_one(values, flags, **_about(values, Path(savedir), arguments))
 
 
 def _as_command(exp_dict: Mapping[str, Any], savedir: str | Path, given: dict[str, Any]) -> int:
@@ -100,28 +100,28 @@ def _about(values: dict[str, Any], folder: Path, given: Mapping[str, Any]) -> di
             "train.steps. Write it there: run_wizard(exp_list=with_steps(EXP_GROUPS[GROUP], "
             "STEPS)), of trainer.config.groups."
         )
-    group, shown = _called(name, given)
+    group, title = _group_and_name(name, given)
     return {
         "savedir_base": folder.parent,
         "group": group,
-        "names": {name: shown} if shown else {},
+        "names": {name: title} if title else {},
         "began_at": time.time(),
     }
 
 
-def _called(name: str, given: Mapping[str, Any]) -> tuple[str, str]:
+def _group_and_name(name: str, given: Mapping[str, Any]) -> tuple[str, str]:
     """The group of an experiment and its name for people; "" where haven does not say it. A job is
     told both by whoever sent it.
     """
     from exp_configs import experiments_of
 
-    asked = given.get("exp_group_list") or []
+    groups = given.get("exp_group_list") or []
     file = given.get("exp_configs")
-    for group in asked:
+    for group in groups:
         with contextlib.suppress(ConfigError):  # a group of the program's own
             own = names(group, experiments_of(group, Path(file) if file else None, None))
             if name in own:
                 return group, own[name]
-    if asked:
-        return (asked[0] if len(asked) == 1 else ""), ""
+    if groups:
+        return (groups[0] if len(groups) == 1 else ""), ""
     return os.environ.get(GROUP, ""), os.environ.get(NAME, "")

@@ -71,8 +71,8 @@ class Run:
 
     def __repr__(self) -> str:
         state = self.status.get("state")
-        done = f", {state}, step {self.status.get('step')}" if state else ""
-        return f"<Run {self.folder}: {self.values.get('task')}{done}>"
+        ending = f", {state}, step {self.status.get('step')}" if state else ""
+        return f"<Run {self.folder}: {self.values.get('task')}{ending}>"
 
     @property
     def status(self) -> dict[str, Any]:
@@ -162,10 +162,12 @@ class Run:
             check_search(how.search)
             own = self._model
             name = str(rows) if isinstance(rows, str | Path) else "rows"
-            cut_tokens = predict.judge_rows(own, _placed(rows), how, what=name, strict=strict)
+            cut_tokens = predict.judge_rows(own, _with_places(rows), how, what=name, strict=strict)
             at_once = batch or predict.rows_at_once(own.task)
             return Table(
-                predict.predict_rows(own, _placed(rows), how, batch=at_once, cut_tokens=cut_tokens)
+                predict.predict_rows(
+                    own, _with_places(rows), how, batch=at_once, cut_tokens=cut_tokens
+                )
             )
 
     def answer(
@@ -197,7 +199,7 @@ class Run:
         refuse_below_one(max_tokens=max_tokens)
         contexts, stops = _texts(contexts, "contexts"), _texts(stop, "stop")
         is_decoder = self.values.get("task") == "causal_lm"
-        asked: dict[str, Any] = {
+        request: dict[str, Any] = {
             "max_tokens": max_tokens or (_MAX_TOKENS if is_decoder else _NO_LIMIT),
             "temperature": temperature or 0,
             "top_p": top_p,
@@ -217,16 +219,16 @@ class Run:
             check_search(Search(temperature=temperature or None, top_p=top_p))
             own = self._model
             if not is_decoder:
-                asked |= {"question": question, "contexts": contexts}
+                request |= {"question": question, "contexts": contexts}
             elif contexts:
                 raise ConfigError("answer: a language model reads no contexts. Leave them out.")
             elif not isinstance(question, str):
-                asked["messages"] = [dict(message) for message in question]
+                request["messages"] = [dict(message) for message in question]
             elif own.task.chat is None:
-                asked["prompt"] = question
+                request["prompt"] = question
             else:
-                asked["messages"] = [{"role": "user", "content": question}]
-            pieces = list(answers(own, [asked]))
+                request["messages"] = [{"role": "user", "content": question}]
+            pieces = list(answers(own, [request]))
         problems = [piece["error"] for piece in pieces if "error" in piece]
         if problems:
             raise ConfigError(problems[0])
@@ -260,7 +262,7 @@ def _texts(given: Any, name: str) -> list[str]:
     return texts
 
 
-def _placed(
+def _with_places(
     rows: Sequence[Mapping[str, Any]] | str | Path,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of each row, as a file of JSON lines would give it."""

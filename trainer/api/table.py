@@ -31,12 +31,11 @@ class Table(list[dict[str, Any]]):
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
     def _line(self, row: Mapping[str, Any], columns: Iterable[str]) -> str:
-        cells = (html.escape(_shown(row[name])) if name in row else "" for name in columns)
+        from trainer.telemetry.console import format_number  # imports rich
+
+        cells: list[str] = []
+        for name in columns:
+            value = row.get(name, "")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            cells.append(html.escape(format_number(value) if is_number else str(value)))
         return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-
-
-def _shown(value: Any) -> str:
-    from trainer.telemetry.console import format_number  # imports rich
-
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return format_number(value) if is_number else str(value)

@@ -170,14 +170,14 @@ def _train_under_torchrun(run_plan: RunPlan, options: Options) -> int | None:
         with tempfile.TemporaryDirectory(prefix="lathe-") as folder:
             outcome = Path(folder) / "outcome.json"
             code = _follow(command, outcome, preemption)
-            said = json.loads(outcome.read_text()) if outcome.is_file() else {}
+            news = json.loads(outcome.read_text()) if outcome.is_file() else {}
     finally:
         preemption.close()
-    code = said.get("code", code)
+    code = news.get("code", code)
     if code == EXIT_PREEMPTED:
         return preemption.number
     if code not in (EXIT_OK, EXIT_PAUSED):
-        raise _error(said.get("error") or f"torchrun ended with code {code}; see what it printed.")
+        raise _error(news.get("error") or f"torchrun ended with code {code}; see what it printed.")
     return None
 
 

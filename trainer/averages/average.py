@@ -27,6 +27,8 @@ from trainer.errors import ConfigError
 from trainer.exports import card, record
 from trainer.files.atomic import read_json, refusals
 from trainer.files.safetensors_file import write_tensors
+from trainer.models import base_model
+from trainer.models.optimizers.rates import freeze_whole, frozen_by_name
 from trainer.protocol.task import Places
 from trainer.training import checkpoint
 from trainer.training.optimizer_state import MASTER
@@ -48,7 +50,7 @@ def average_steps(
     if values is None:
         raise ConfigError(f"{run} has no exp_dict.json. Give the folder of a run: results/ID.")
     cfg = tasks.parse(values, source=str(run / "exp_dict.json"))
-    steps = _kept_steps(run, last, cfg.train)
+    steps = _last_steps(run, last, cfg.train)
     shares = _shares(weights, len(steps), "step")
     saved = [checkpoint.read_tensors(folder, "weights") for folder in steps.values()]
     masters = [checkpoint.read_tensors(folder, "optimizer") for folder in steps.values()]
@@ -59,17 +61,21 @@ def average_steps(
         parts = [one[master] for one in masters] if is_exact else [one[name] for one in saved]
         averages[name] = mean(parts, shares).to(saved[0][name].dtype)
     task = tasks.load(cfg, places)
+    if any(one.is_whole for one in cfg.train.freeze):  # no saved step holds these weights
+        model = task.model().to(base_model.DTYPES[cfg.train.precision])
+        freeze_whole(model, cfg.train.freeze)
+        averages |= {name: weight.detach() for name, weight in frozen_by_name(model).items()}
     with _written(out) as temporary:
         task.export(averages, temporary)
-        made = record.of_run(temporary, values=values, task=task, run_folder=run)
+        result = record.of_run(temporary, values=values, task=task, run_folder=run)
         of = [{"step": n, "weight": x} for n, x in zip(steps, shares, strict=True)]
-        _conclude(temporary, made.model_copy(update={"scores": {}, "average": {"of": of}}))
+        _conclude(temporary, result.model_copy(update={"scores": {}, "average": {"of": of}}))
     what = "adapters (A and B each for itself)" if cfg.exports_adapters else "weights"
     names = ", ".join(map(str, steps))
     logger.info("%d %s of steps %s of %s averaged: %s", len(averages), what, names, run, out)
 
 
-def _kept_steps(run: Path, last: int, train: Train) -> dict[int, Path]:
+def _last_steps(run: Path, last: int, train: Train) -> dict[int, Path]:
     """The checkpoints of the last saved steps, oldest first."""
     whole: dict[int, Path] = {}
     for step, folder in checkpoint.candidates(run / "checkpoints"):
@@ -79,17 +85,17 @@ def _kept_steps(run: Path, last: int, train: Train) -> dict[int, Path]:
         else:
             whole[step] = folder
     # the best one is kept besides, however old it is
-    kept = list(whole)[-train.keep_last :]
-    if len(kept) < last:
-        steps = f"steps {', '.join(map(str, kept))}" if kept else "no saved step"
-        fewer = f"use --last {len(kept)}, or " if kept else ""
+    newest = list(whole)[-train.keep_last :]
+    if len(newest) < last:
+        steps = f"steps {', '.join(map(str, newest))}" if newest else "no saved step"
+        fewer = f"use --last {len(newest)}, or " if newest else ""
         raise ConfigError(
             f"--last {last}: {run} has {steps} to average; train.keep_last={train.keep_last} "
             f"removes older ones. {fewer[:1].upper()}{fewer[1:]}"
             f"{'train' if fewer else 'Train'} with train.keep_last={max(last, train.keep_last)} "
             "and a train.save_every that fits so many saves into the run."
         )
-    return {step: whole[step] for step in kept[-last:]}
+    return {step: whole[step] for step in newest[-last:]}
 
 
 def average_folders(folders: Sequence[Path], out: Path, *, weights: Sequence[float] | None) -> None:
@@ -101,9 +107,9 @@ def average_folders(folders: Sequence[Path], out: Path, *, weights: Sequence[flo
     sources = Sources.of(folders)
     shares = _shares(weights, len(sources.folders), "folder")
     first, of = sources.folders[0], list[dict[str, Any]]()
-    for made, share in zip(sources.records, shares, strict=True):
-        nested = {} if made.average is None else {"average": made.average}
-        of.append({"exp_id": made.exp_id, "weight": share, "files": made.files, **nested})
+    for source, share in zip(sources.records, shares, strict=True):
+        nested = {} if source.average is None else {"average": source.average}
+        of.append({"exp_id": source.exp_id, "weight": share, "files": source.files, **nested})
     everyone = [tensors_of_folder(folder) for folder in sources.folders]
     with _written(out) as temporary:
         shutil.copytree(first, temporary, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -112,11 +118,11 @@ def average_folders(folders: Sequence[Path], out: Path, *, weights: Sequence[flo
             (temporary / place).parent.mkdir(parents=True, exist_ok=True)
             averages = {
                 key[1]: _mean_of_files([tensors[key] for tensors in everyone], shares, key[1])
-                for key, stored in everyone[0].items()
-                if stored.path == path
+                for key, entry in everyone[0].items()
+                if entry.path == path
             }
             write_tensors((temporary / place).parent, place.name, averages)
-        data = [made.data for made in sources.records]
+        data = [source.data for source in sources.records]
         changed = {"scores": {}, "average": {"of": of}, "files": record.digests(temporary)}
         changed["data"] = data[0] if all(one == data[0] for one in data) else {}
         _conclude(temporary, sources.records[0].model_copy(update=changed))

@@ -22,7 +22,8 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
 # What may differ in two config.json of one architecture.
 _FREE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype"}
-_OF_ADAPTERS = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules")
+_OF_ADAPTERS = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "alpha_pattern")
+_OF_ADAPTERS += ("trainable_token_indices",)
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ class Sources:
         exports = [_export_in(folder) for folder in folders]
         records: list[Record] = []
         for folder in exports:
-            made = record.read(folder)
-            if made is None:
+            entry = record.read(folder)
+            if entry is None:
                 raise ConfigError(
                     f"{folder} has no {record.NAME}, which says what was trained. Give best/ or "
                     "final/ of a run."
                 )
-            records.append(made)
+            records.append(entry)
         problems = [
             problem
-            for folder, made in zip(exports[1:], records[1:], strict=True)
-            for problem in _differences(exports[0], records[0], folder, made)
+            for folder, entry in zip(exports[1:], records[1:], strict=True)
+            for problem in _differences(exports[0], records[0], folder, entry)
         ]
         if problems:
             raise ConfigError(
@@ -76,14 +77,14 @@ class Sources:
 def _export_in(folder: Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder. Give best/ or final/ of a run, or a run.")
-    found = next((folder / name for name in EXPORTS if (folder / name).is_dir()), folder)
-    others = sorted(path.name for path in found.rglob("*") if path.suffix in _OTHER_WEIGHTS)
+    export = next((folder / name for name in EXPORTS if (folder / name).is_dir()), folder)
+    others = sorted(path.name for path in export.rglob("*") if path.suffix in _OTHER_WEIGHTS)
     if others:
         raise ConfigError(
-            f"{found} holds {', '.join(others)}: only safetensors are averaged. Give best/ or "
+            f"{export} holds {', '.join(others)}: only safetensors are averaged. Give best/ or "
             "final/ of a run."
         )
-    return found
+    return export
 
 
 def tensors_of_folder(folder: Path) -> dict[tuple[str, str], StoredTensor]:
@@ -107,7 +108,7 @@ def tensors_of_folder(folder: Path) -> dict[tuple[str, str], StoredTensor]:
 def _differences(first: Path, one: Record, second: Path, other: Record) -> list[str]:
     """What keeps the second folder from being averaged with the first, a line for each."""
     problems: list[str] = []
-    tasks = [made.experiment.get("task") for made in (one, other)]
+    tasks = [each.experiment.get("task") for each in (one, other)]
     if tasks[0] != tasks[1]:
         problems.append(f"{second}: of task {tasks[1]!r}, want {tasks[0]!r}")
     if one.base_fingerprint != other.base_fingerprint:
@@ -121,13 +122,13 @@ def _differences(first: Path, one: Record, second: Path, other: Record) -> list[
             values = [_plain(content.get(key)) for content in contents]
             if values[0] != values[1]:
                 problems.append(f"{second / name}: {key} is {values[1]!r}, want {values[0]!r}")
-    wanted, found = tensors_of_folder(first), tensors_of_folder(second)
-    for key in sorted(wanted.keys() ^ found.keys())[:5]:
-        where = "missing" if key in wanted else f"not in {first}"
+    tensors, others = tensors_of_folder(first), tensors_of_folder(second)
+    for key in sorted(tensors.keys() ^ others.keys())[:5]:
+        where = "missing" if key in tensors else f"not in {first}"
         problems.append(f"{second / key[0]}: {key[1]} is {where}")
-    shapes = [key for key in wanted if key in found and wanted[key].shape != found[key].shape]
+    shapes = [key for key in tensors if key in others and tensors[key].shape != others[key].shape]
     problems += [
-        f"{second / key[0]}: {key[1]} has shape {found[key].shape}, want {wanted[key].shape}"
+        f"{second / key[0]}: {key[1]} has shape {others[key].shape}, want {tensors[key].shape}"
         for key in shapes[:5]
     ]
     return problems

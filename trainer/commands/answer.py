@@ -88,7 +88,7 @@ def answers(opened_run: OpenExport, questions: list[dict[str, Any]]) -> Iterator
         answers = _answer(opened_run, [questions[number] for number in group])
         yield from ({"of": number, **one} for number, one in zip(group, answers, strict=True))
     if texts:
-        yield from _told(task, model.base, texts, choices)
+        yield from _lines(task, model.base, texts, choices)
 
 
 def _continuations(task: Any, base: Any, one: dict[str, Any]) -> list[GrowingText]:
@@ -108,7 +108,7 @@ def _continuations(task: Any, base: Any, one: dict[str, Any]) -> list[GrowingTex
     return trained.continuations(task, base, row, search, max_tokens=one["max_tokens"], **how)
 
 
-def _told(
+def _lines(
     task: Any, base: Any, texts: list[GrowingText], choices: list[tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
     """The pieces of growing texts, each with the number of its question.
@@ -121,28 +121,28 @@ def _told(
     several = {number for number, count in growing.items() if count > 1}
     for row, piece in grown(base, texts, pad=task.pad):
         number, choice = choices[row]
-        told = {"of": number, **piece}
+        line = {"of": number, **piece}
         if number in several:
-            told["choice"] = choice
+            line["choice"] = choice
         if "finish" in piece:
             growing[number] -= 1
             if number in several:
-                told["is_last"] = not growing[number]
+                line["is_last"] = not growing[number]
             if texts[row].num_likeliest is not None:
-                told["logprobs"] = _logprobs(texts[row])
-        yield told
+                line["logprobs"] = _logprobs(texts[row])
+        yield line
 
 
 def _logprobs(text: GrowingText) -> list[dict[str, Any]]:
     """One object for each token of a text that has ended; their texts together are the text."""
-    told: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for choice, own in zip(text.chosen, text.texts_of_choices(), strict=True):
         likeliest = [
             {"token": own if token == choice.token else spelt, "logprob": value}
             for (token, value), spelt in zip(choice.likeliest, choice.spelt, strict=True)
         ]
-        told.append({"token": own, "logprob": choice.logprob, "likeliest": likeliest})
-    return told
+        entries.append({"token": own, "logprob": choice.logprob, "likeliest": likeliest})
+    return entries
 
 
 def _answer(opened_run: OpenExport, group: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -154,6 +154,14 @@ TASKS: dict[str, list[Line]] = {
         *_REST,
         ("optim.lr", 1e-4, "learning rate"),
     ],
+    "preference": [
+        ("base", "Qwen/Qwen2.5-7B-Instruct", "a Hub id, or a folder as transformers saves it"),
+        ("preference.loss", "dpo", "or ipo, simpo, orpo, kto, reward"),
+        ("data.source", "chat", f"a prompt with two answers a row: {_FILES}"),
+        ("data.columns", {"chosen": "chosen", "rejected": "rejected"}, _COLUMNS),
+        *_REST,
+        ("optim.lr", 5e-7, "learning rate; 5e-6 with adapters"),
+    ],
     "retriever": [
         ("base", "bert-base-uncased", "an encoder or a decoder: a Hub id, or a folder"),
         ("encoder.pooling", "mean", "how a text becomes one vector: mean, cls or eos"),

@@ -56,6 +56,7 @@ def import_(
     """Read a published model and write a folder that experiments take as their base."""
     options = {"compat_cross_bias": compat_cross_bias or None, "tokenizer": tokenizer}
     _interchange(task, "import_model", options)(source, out=out)
+    _tell(out)
 
 
 @options.guard
@@ -74,6 +75,7 @@ def export(
     """Read a trained model and write it in the format of other programs."""
     from trainer import tasks
     from trainer.exports import card, record
+    from trainer.models import adapters
 
     has_export = (Path(tasks.__file__).parent / task / "interchange.py").is_file()
     if task in tasks.names() and not has_export and (folder / "config.json").is_file():
@@ -82,11 +84,9 @@ def export(
             f"be done. Load it with AutoModel....from_pretrained({str(folder)!r}), or upload it."
         )
     options = {"layout": layout, "merge": merge or None}
-    write = _interchange(task, "export_model", options)
     if task != "cross_attention":  # whose own folders hold adapters beside the added layers
-        from trainer.models import adapters
-
         adapters.refuse(folder, because="which other programs do not read")
+    write = _interchange(task, "export_model", options)
     write(folder, out=out)
     source_record = record.read(folder)
     if source_record is not None:
@@ -94,6 +94,7 @@ def export(
             own = source_record.model_copy(update={"files": record.digests(out)})
             record.write(out, own)
             card.write(out, own)
+    _tell(out)
 
 
 @options.guard
@@ -114,6 +115,7 @@ def merge(
     from trainer.protocol.task import Places
 
     merge(folder, out, Places(data_path, cache_dir, savedir_base))
+    _tell(out)
 
 
 @options.guard
@@ -160,6 +162,11 @@ def average(
     else:
         places = Places(data_path, cache_dir, savedir_base)
         average_steps(folders[0], last, out, places, weights=shares)
+    _tell(out)
+
+
+def _tell(out: Path) -> None:
+    typer.echo(f"wrote {out}")
 
 
 def _interchange(task: str, function: str, options: dict[str, Any]) -> Callable[..., None]:

@@ -127,8 +127,8 @@ def _show_plan(subject: Subject, target: Target, *, as_json: bool) -> None:
     from trainer.plan.memory.measure import measuring
 
     with measuring(answer_all):
-        made = forecast(subject, target)
-    typer.echo(json.dumps(made.plain(), indent=1) if as_json else made)
+        estimate = forecast(subject, target)
+    typer.echo(json.dumps(estimate.plain(), indent=1) if as_json else estimate)
 
 
 def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_json: bool) -> None:

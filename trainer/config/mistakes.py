@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from trainer.config.formats.table import FORMATS
 from trainer.config.scores.direction import direction_of, is_of_validation
 from trainer.config.synonyms import Synonym
 from trainer.errors import nearest
@@ -89,6 +90,8 @@ def _line(schema: Block, item: dict[str, Any], synonyms: Synonyms) -> str:
         meant = _PRECISIONS.get(name, name)
         close = nearest(meant, legal_values)
         got += f" {close}" if close.startswith("Did") else ""
+        if path == "data.source" and name in FORMATS:
+            got += f' This is what rows look like: "format": {name!r}, beside a source.'
     return f"{path}: {item['msg']}.{got}"
 
 
@@ -210,8 +213,8 @@ def foreign_best(cfg: Experiment) -> Iterator[str]:
                 f"'valid/loss', or {'valid/' + best.rpartition('/')[2]!r}."
             )
         elif name and name not in sets:
-            known = nearest(name, sorted(sets)) if sets else "It has none: name the set there."
-            yield f"train.best={best!r}: data.valid_sets has no {name!r}. {known}"
+            hint = nearest(name, sorted(sets)) if sets else "It has none: name the set there."
+            yield f"train.best={best!r}: data.valid_sets has no {name!r}. {hint}"
 
 
 def turned_best(cfg: Experiment) -> Iterator[str]:
@@ -219,12 +222,26 @@ def turned_best(cfg: Experiment) -> Iterator[str]:
     one is the best.
     """
     for metric in cfg.train.best_metrics:
-        stated, known = cfg.train.stated_direction(metric), direction_of(metric)
-        if stated is not None and known is not None and stated != known:
-            better, kept = {"min": ("lower", "highest"), "max": ("higher", "lowest")}[known]
+        stated, natural = cfg.train.stated_direction(metric), direction_of(metric)
+        if stated is not None and natural is not None and stated != natural:
+            better, extreme = {"min": ("lower", "highest"), "max": ("higher", "lowest")}[natural]
             yield (
                 f"train.best_is={stated!r}: {metric} is better when it is {better}, and best/ "
-                f"would hold its {kept} value. Leave train.best_is out, or say {known!r}."
+                f"would hold its {extreme} value. Leave train.best_is out, or say {natural!r}."
+            )
+
+
+def late_changes(cfg: Experiment) -> Iterator[str]:
+    """The doubt about weights of a mix that would come behind the last step. Of a run in epochs
+    nothing is known before its rows are counted.
+    """
+    steps, mixing = cfg.train.steps, getattr(getattr(cfg, "data", None), "mixing", None)
+    for place, change in enumerate([] if mixing is None else mixing.changes):
+        if 0 < steps <= change.after:
+            yield (
+                f"data.mixing.changes[{place}]: after={change.after}, and the run has {steps} "
+                f"steps: these weights are never used. Give a step below {steps}, or leave the "
+                "change out."
             )
 
 
@@ -232,3 +249,4 @@ def doubts_of(cfg: Experiment) -> Iterator[str]:
     """What a run warns of, and refuses with --strict."""
     yield from odd_rate(cfg)
     yield from turned_best(cfg)
+    yield from late_changes(cfg)

@@ -26,14 +26,10 @@ Name = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(ge=0, le=1)]
 
 
-def _kind_of_source(value: Any) -> str:
-    return "<block>" if isinstance(value, dict) else "<weight>"
-
-
 # The tags pick one kind, so that a mistake is reported for that kind alone.
 MixedSource = Annotated[
     Annotated[Weight | None, Tag("<weight>")] | Annotated[dict[str, Any], Tag("<block>")],
-    Discriminator(_kind_of_source),
+    Discriminator(lambda value: "<block>" if isinstance(value, dict) else "<weight>"),
 ]
 
 
@@ -64,8 +60,8 @@ class Mixing(Strict):
 def weights_of(data: OwnRows) -> dict[str, float] | None:
     """The first weight of each source of `data.mix`; None where they follow from its rows."""
     weights = {name: _weight(value) for name, value in data.mix.items()}
-    known = {name: weight for name, weight in weights.items() if weight is not None}
-    return known if len(known) == len(weights) else None
+    numbers = {name: weight for name, weight in weights.items() if weight is not None}
+    return numbers if len(numbers) == len(weights) else None
 
 
 def _weight(value: float | dict[str, Any] | None) -> Any:
@@ -91,7 +87,8 @@ def problems(data: OwnRows) -> Iterator[str]:
     if data.files.train is not None or data.splits.train is not None:
         yield "files.train and splits.train are of one source: `mix` names what is trained on"
     weights = [_weight(value) for value in data.mix.values()]
-    wrong = [weight for weight in weights if not _is_weight(weight)]
+    numbers = [weight for weight in weights if weight is not None]
+    wrong = [one for one in numbers if type(one) not in (int, float) or not 0 <= one <= 1]
     for weight in wrong:
         yield f"mix: a weight is {weight!r}, want a number from 0 to 1"
     without = [name for name, weight in zip(names, weights, strict=True) if weight is None]
@@ -112,11 +109,6 @@ def problems(data: OwnRows) -> Iterator[str]:
         ever |= {name for one in mixing.changes for name, weight in one.weights.items() if weight}
         for name in (name for name in names if name not in ever):
             yield f"mix: {name!r} has the weight 0 in the whole run: leave it out"
-
-
-def _is_weight(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (is_number and 0 <= value <= 1)
 
 
 def _sum_problems(where: str, weights: Mapping[str, float]) -> Iterator[str]:

@@ -143,8 +143,8 @@ class OwnRows(Strict):
         A source has the keys of this block, but for where the rows are; one that names a `source`
         of its own says itself how its rows are read.
         """
-        given = self.mix[name]
-        block = dict(given) if isinstance(given, dict) else {}
+        entry = self.mix[name]
+        block = dict(entry) if isinstance(entry, dict) else {}
         block.pop(mixes.WEIGHT, None)
         unknown = [key for key in block if key not in self.of_source]
         if unknown:

@@ -69,7 +69,7 @@ Steps = Annotated[int, BeforeValidator(_steps), Field(ge=0), WithJsonSchema(_STE
 
 
 def _every(value: Any) -> Any:
-    if isinstance(value, str) and (found := _EPOCHS.fullmatch(value)) and float(found[1]):
+    if isinstance(value, str) and (match := _EPOCHS.fullmatch(value)) and float(match[1]):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -90,9 +90,9 @@ def steps_between(every: int | str, epoch_steps: fractions.Fraction) -> fraction
     """The steps that stand for `every`: a number of steps, or of epochs of so many steps each."""
     if isinstance(every, int):
         return fractions.Fraction(every)
-    found = _EPOCHS.fullmatch(every)
-    assert found is not None, "the schema has looked"
-    return fractions.Fraction(found[1]) * epoch_steps
+    match = _EPOCHS.fullmatch(every)
+    assert match is not None, "the schema has looked"
+    return fractions.Fraction(match[1]) * epoch_steps
 
 
 class Train(Strict):
@@ -163,7 +163,8 @@ class Train(Strict):
     """
     hours: Annotated[float, Field(gt=0)] | None = None
     """The longest that the run may take, all its starts together; it ends before that, evaluated,
-    saved and exported. None: it trains all of its steps.
+    saved and exported; scores of the test split (--test) come after. None: it trains all of its
+    steps.
     """
     patience: Positive | None = None
     """Evaluations in a row without a better `best` after which the run ends; None: it trains all of
@@ -411,10 +412,10 @@ class Experiment(Strict):
                 f"train.base_bits={self.train.base_bits}: the weights of the base train, and need "
                 'all their bits. Freeze it by "lora": {}, or leave base_bits out'
             )
-        moved = self.lora and self.lora.weights_of_base
-        if self.train.base_bits is not None and moved:
+        change = self.lora and self.lora.weights_of_base
+        if self.train.base_bits is not None and change:
             raise ValueError(
-                f"train.base_bits={self.train.base_bits} with lora.{moved}, which changes weights "
+                f"train.base_bits={self.train.base_bits} with lora.{change}, which changes weights "
                 "of the base: they need all their bits. Leave one of the two out"
             )
         return self

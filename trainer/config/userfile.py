@@ -8,18 +8,28 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
-from trainer.errors import ConfigError
+from trainer.errors import EXIT_BAD_INPUT, ConfigError
 
 # The folder in which a job was submitted. Set by submission, and only for a dictionary with
 # relative paths: a job runs in another folder, the snapshot of its code.
 START_FOLDER = "LATHE_START_FOLDER"
+_HUB_ID = re.compile(r"(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", re.ASCII)
+
+
+def leave(use: str) -> NoReturn:
+    """End a program that is none, with exit code 2: the file that was started is one to be named on
+    a command line. `use` says by which command.
+    """
+    sys.stderr.write(f"{sys.argv[0]} starts nothing by itself. {use}\n")
+    sys.exit(EXIT_BAD_INPUT)
 
 
 def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
@@ -130,13 +140,11 @@ def placed(name: str) -> str:
 
 
 def may_be_hub_id(spec: str) -> bool:
-    """Whether a name of a tokenizer or a base could be one on the Hub: "NAME" or "OWNER/NAME"."""
-    return (
-        bool(spec)
-        and not spec.startswith((".", "/", "~"))
-        and not spec.endswith("/")
-        and spec.count("/") <= 1
-    )
+    """Whether a name of a tokenizer or a base could be one on the Hub: "NAME" or "OWNER/NAME", of
+    the letters that huggingface_hub's validate_repo_id admits.
+    """
+    is_of_git = "--" in spec or ".." in spec or spec.endswith(".git")
+    return _HUB_ID.fullmatch(spec) is not None and not is_of_git
 
 
 def kind(value: Any) -> str:

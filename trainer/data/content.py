@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,22 +62,18 @@ def content_of(task: Task, split: str, cache_dir: Path) -> Content:
     """
     reader, own_split = reader_of(task, split)
     if isinstance(reader, Mixes):
-        return _mixed_content(reader.sources(own_split), own_split, cache_dir)
+        digests: dict[str, str] = {}
+        num_rows = 0
+        for name, source in reader.sources(own_split).items():
+            with named(name), left_out.gathering_of_source(own_split, name):
+                digests[name], count = content_of(source, own_split, cache_dir)
+            num_rows += count
+        return mixed_digest(digests), num_rows
     rows = rows_of(task, split)
     if not getattr(task, "rows_are_of_files", False):
         return content_of_rows(rows, task.encoding_id(), split)
     settings = _settings(task)
     return content_of_rows(rows, task.encoding_id(), split, settings=settings, cache_dir=cache_dir)
-
-
-def _mixed_content(sources: Mapping[str, Task], split: str, cache_dir: Path) -> Content:
-    digests: dict[str, str] = {}
-    num_rows = 0
-    for name, task in sources.items():
-        with named(name), left_out.gathering_of_source(split, name):
-            digests[name], count = content_of(task, split, cache_dir)
-        num_rows += count
-    return mixed_digest(digests), num_rows
 
 
 def _settings(task: Any) -> str:

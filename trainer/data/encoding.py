@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -17,14 +19,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from trainer.data.formats.normal_form import row_hash
 from trainer.errors import LatheError
 
 if TYPE_CHECKING:
+    from trainer.data.control_tokens import ControlTokens
     from trainer.protocol.task import Encoded, Row
+
+log = logging.getLogger(__name__)
 
 SMALL = 10_000  # one process encodes so many rows before several could start
 _CHUNK = 200  # rows that a process gets at a time: about 0.1 s of work
 _AHEAD = 4  # chunks per process that are queued or finished, which bounds the memory
+_REPORT_EVERY_S = 10.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 EncodeRows = Callable[[Sequence["Row"]], list["Encoded"]]
@@ -92,6 +99,35 @@ def encoded_rows(
     finally:
         _encode = None
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def encode_noting(
+    encode: EncodeRows, controls: ControlTokens | None, rows: Sequence[Row]
+) -> list[Encoded]:
+    """The encoded rows, each with its hash and the control tokens in its texts."""
+    encoded = encode(rows)
+    for one, row in zip(encoded, rows, strict=True):
+        one.row_hash = row_hash(row)
+        one.controls = controls.in_row(row) if controls else ()
+    return encoded
+
+
+def with_progress(
+    rows: Iterable[Encoded], split: str, num_rows: int, processes: int
+) -> Iterator[Encoded]:
+    """The same rows. Logs the progress every ten seconds, and the time at the end."""
+    began = reported = time.monotonic()
+    count = 0
+    for count, row in enumerate(rows, start=1):
+        yield row
+        now = time.monotonic()
+        if now - reported >= _REPORT_EVERY_S:
+            reported = now
+            log.info(
+                "encoding %s: %s of %s rows, %.0f rows/s, %d processes",
+                *(split, f"{count:,}", f"{num_rows:,}", count / (now - began), processes),
+            )
+    log.info("encoded %s: %d rows in %.1f s", split, count, time.monotonic() - began)
 
 
 def begin_process(parent: int) -> None:

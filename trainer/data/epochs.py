@@ -73,8 +73,8 @@ class Epochs:
 
     def next_epoch_rows(self, step: int) -> frozenset[int]:
         """The rows of a step that are the first ones of the next epoch."""
-        left = self.num_rows - self._start(step) % self.num_rows
-        return frozenset(self.rows(step)[left:].tolist())
+        rest = self.num_rows - self._start(step) % self.num_rows
+        return frozenset(self.rows(step)[rest:].tolist())
 
     def epochs_of(self, step: int, rows: np.ndarray) -> np.ndarray:
         """(N,) int64: the epoch of each row of a step, or of another step of its span."""
@@ -89,9 +89,9 @@ class Epochs:
         return epoch * self.num_rows + place * self.global_batch
 
     def _order(self, epoch: int) -> np.ndarray:
-        return _whole_order(self, epoch) if self.is_whole else self._drawn(epoch)
+        return _whole_order(self, epoch) if self.is_whole else self._permutation(epoch)
 
-    def _drawn(self, epoch: int) -> np.ndarray:
+    def _permutation(self, epoch: int) -> np.ndarray:
         return epoch_order(self.num_rows, seed=self.seed, epoch=epoch)
 
     def _rows_before(self, epoch: int) -> int:
@@ -129,14 +129,14 @@ def _whole_order(epochs: Epochs, epoch: int) -> np.ndarray:
     else:  # begin with an epoch that begins a step, and so is as it was drawn
         while epochs._rows_before(begun):
             begun -= 1
-    order = epochs._drawn(begun)
+    order = epochs._permutation(begun)
     for number in range(begun + 1, epoch + 1):
-        drawn, count = epochs._drawn(number), epochs._rows_before(number)
+        shuffle, count = epochs._permutation(number), epochs._rows_before(number)
         if count == 0:
-            order = drawn
+            order = shuffle
             continue
-        first = drawn[:batch]
+        first = shuffle[:batch]
         is_there = np.isin(first, order[-count:])
-        order = np.concatenate([first[~is_there], first[is_there], drawn[batch:]])
+        order = np.concatenate([first[~is_there], first[is_there], shuffle[batch:]])
     order.setflags(write=False)
     return order

@@ -68,9 +68,9 @@ class ReadKeys:
         read.
         """
         unread = self.unread()
-        named = [f"{preview(name)} ({count:,} rows)" for name, count in unread.items()]
-        more = f" and {len(named) - _KEYS} more keys" if len(named) > _KEYS else ""
-        return f"nothing reads {', '.join(named[:_KEYS])}{more}" if named else ""
+        keys = [f"{preview(name)} ({count:,} rows)" for name, count in unread.items()]
+        more = f" and {len(keys) - _KEYS} more keys" if len(keys) > _KEYS else ""
+        return f"nothing reads {', '.join(keys[:_KEYS])}{more}" if keys else ""
 
 
 @dataclass
@@ -98,11 +98,11 @@ class Notes:
 
     def merge(self, notes: Notes) -> None:
         """Add the notes of other rows of the same split."""
-        named = Counter(one.why for one in self.first)
+        counts = Counter(one.why for one in self.first)
         for one in notes.first:
-            if named[one.why] < NAMED:
+            if counts[one.why] < NAMED:
                 self.first.append(one)
-                named[one.why] += 1
+                counts[one.why] += 1
         for mine, other in (
             (self.counts, notes.counts),
             (self.keys.held, notes.keys.held),
@@ -143,13 +143,13 @@ class Notes:
 
     def lines(self, split: str) -> Iterator[dict[str, Any]]:
         """The lines of the file, of one split."""
-        named: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for note in self.first:
-            named[note.why] = named.get(note.why, 0) + 1
+            counts[note.why] = counts.get(note.why, 0) + 1
             yield {"split": split, **parts_of(note.place), "field": note.field, "why": note.why}
         for why, count in self.counts.items():
-            if count > named.get(why, 0):
-                yield {"split": split, "why": why, "more": count - named.get(why, 0)}
+            if count > counts.get(why, 0):
+                yield {"split": split, "why": why, "more": count - counts.get(why, 0)}
 
 
 def parts_of(place: str) -> dict[str, Any]:
@@ -375,8 +375,12 @@ def watched(
         return row
     raw, sources = row if raw is None else raw, set(sources)
     lost = {name for name in replaced if name not in sources}
-    held = [_named(name, lost) for name, value in raw.items() if _is_content(name, value, sources)]
-    return WatchedRow(row, held, notes.keys)
+    keys = [
+        f"{name} (replaced by data.columns)" if name in lost else str(name)
+        for name, value in raw.items()
+        if _is_content(name, value, sources)
+    ]
+    return WatchedRow(row, keys, notes.keys)
 
 
 def count_unread(name: str, objects: Iterable[Mapping[str, Any]], read: Collection[str]) -> None:
@@ -386,19 +390,14 @@ def count_unread(name: str, objects: Iterable[Mapping[str, Any]], read: Collecti
     notes = current()
     if notes is None:
         return
-    held = {
+    keys = {
         f"{name}[].{key}"
         for one in objects
         for key, value in one.items()
         if key not in read and _is_content(key, value, set())
     }
-    for key in held:
+    for key in keys:
         notes.keys.held[key] = notes.keys.held.get(key, 0) + 1
-
-
-def _named(name: str, lost: set[str]) -> str:
-    """The key under which a column is counted: one that was replaced is never read."""
-    return f"{name} (replaced by data.columns)" if name in lost else str(name)
 
 
 def _is_content(name: str, value: Any, sources: set[str]) -> bool:

@@ -147,6 +147,21 @@ def fragments(split: str, *, passages: int) -> Iterator[Row]:
         yield {"id": str(number), "question": fragment, "answers": [whole.text], "ctxs": ctxs}
 
 
+def preferences(split: str, *, facts: int = 2, num_train: int = 6000) -> Iterator[Row]:
+    """Rows {"prompt", "chosen", "rejected"}: facts about people and a question; of two sentences
+    that name the right place, the chosen one says what was asked, and the other one that the person
+    lives there, say, where the question was about work. Both have as many words, or nearly so.
+    """
+    for _, draw in _draws(split, num_train=num_train):
+        own, asked = draw.facts(draw.count(facts))
+        other = draw.choice([relation for relation in _RELATIONS if relation != asked.relation])
+        yield {
+            "prompt": f"{_text(own)} {asked.question}",
+            "chosen": f" {asked.text}",
+            "rejected": f" {asked.person} {other} {asked.place}.",
+        }
+
+
 def num_contexts(facts: int) -> int:
     """The number of training rows of contexts().
 

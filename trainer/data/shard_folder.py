@@ -38,6 +38,7 @@ class ShardFolder:
     suffix: str  # of the shards
     command: str  # that writes the folder
     refusal: type[UserError]  # raised when the plan can be neither read nor written
+    flag: str = "--out"  # what names the folder
 
     @property
     def is_begun(self) -> bool:
@@ -93,8 +94,8 @@ class ShardFolder:
         )
         if differences:
             raise ConfigError(
-                f"{self.path} was begun with something else ({differences}). Name a new --out, or "
-                "delete this folder."
+                f"{self.path} was begun with something else ({differences}). Name a new "
+                f"{self.flag}, or delete this folder."
             )
         return begun
 

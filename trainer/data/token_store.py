@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,8 +28,13 @@ from trainer.data.content import (
     rows_of,
 )
 from trainer.data.control_tokens import ControlTokens, controls_of, reason
-from trainer.data.encoding import EncodeRows, encoded_rows, usable_processes
-from trainer.data.formats.normal_form import row_hash
+from trainer.data.encoding import (
+    EncodeRows,
+    encode_noting,
+    encoded_rows,
+    usable_processes,
+    with_progress,
+)
 from trainer.data.mixed.store import MixedStore
 from trainer.data.mixed.task import named
 from trainer.errors import DataError
@@ -48,9 +52,6 @@ _META = "meta.json"
 _LENGTHS = "lengths.npy"
 _ROW_HASHES = "row_hashes.npy"  # stores of older versions have none
 _PERCENTILES = (50, 90, 99, 100)
-_REPORT_EVERY_S = 10.0
-
-
 _ROWS_AT_ONCE = 64  # rows that are encoded by one call, where the task can
 _HASHED_ROWS = 8192  # rows whose tokens are in memory at once
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # Knuth's golden ratio: an odd number of 64 bits
@@ -133,7 +134,18 @@ class TokenStore:
         """
         hashes = np.zeros(len(self), np.uint64)
         for field in fields:
-            hashes = hashes * _FACTOR + self._hashes_of(field)
+            ids, offsets = self._ids[field], self._offsets[field]
+            for start in range(0, len(self), _HASHED_ROWS):
+                stop = min(start + _HASHED_ROWS, len(self))
+                ends = np.asarray(offsets[start : stop + 1])
+                first, sizes = int(ends[0]), np.diff(ends)
+                tokens = np.asarray(ids[first : int(ends[-1])]).astype(np.uint64) + np.uint64(1)
+                places = np.arange(len(tokens)) - np.repeat(ends[:-1] - first, sizes)
+                mixed = _mix(tokens * _FACTOR + places.astype(np.uint64))
+                sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+                ends = ends - first
+                own = _mix(sums[ends[1:]] - sums[ends[:-1]] + sizes.astype(np.uint64))
+                hashes[start:stop] = hashes[start:stop] * _FACTOR + own
         return hashes
 
     def raw_hashes(self) -> np.ndarray | None:
@@ -142,21 +154,6 @@ class TokenStore:
         """
         path = self.folder / _ROW_HASHES
         return _map(path) if path.exists() else None
-
-    def _hashes_of(self, field: str) -> np.ndarray:
-        """(rows,) uint64 hashes of one field, computed by blocks of rows."""
-        ids, offsets = self._ids[field], self._offsets[field]
-        hashes = np.zeros(len(self), np.uint64)
-        for start in range(0, len(self), _HASHED_ROWS):
-            stop = min(start + _HASHED_ROWS, len(self))
-            first, sizes = int(offsets[start]), np.diff(offsets[start : stop + 1])
-            tokens = np.asarray(ids[first : int(offsets[stop])]).astype(np.uint64) + np.uint64(1)
-            places = np.arange(len(tokens)) - np.repeat(offsets[start:stop] - first, sizes)
-            mixed = _mix(tokens * _FACTOR + places.astype(np.uint64))
-            sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-            ends = np.asarray(offsets[start : stop + 1]) - first
-            hashes[start:stop] = _mix(sums[ends[1:]] - sums[ends[:-1]] + sizes.astype(np.uint64))
-        return hashes
 
     def cuts(self) -> dict[str, dict[str, Any]]:
         """For each kind of text that a limit cuts: setting, limit, texts, texts_cut, tokens,
@@ -263,7 +260,7 @@ def open_store(
             results = encoded_rows(
                 raw, encode_chunk, num_proc=processes, at_once=_ROWS_AT_ONCE if encode_rows else 1
             )
-            for index, encoded in enumerate(_report_progress(results, split, num_rows, processes)):
+            for index, encoded in enumerate(with_progress(results, split, num_rows, processes)):
                 writer.add(index, encoded, length)
         if hasher.hexdigest() != digest:
             raise DataError(
@@ -276,17 +273,6 @@ def open_store(
     store = TokenStore(build_once(folder, build, is_whole=_is_whole))
     left_out.gather(split, store.notes())
     return store
-
-
-def encode_noting(
-    encode: EncodeRows, controls: ControlTokens | None, rows: Sequence[Row]
-) -> list[Encoded]:
-    """The encoded rows, each with its hash and the control tokens in its texts."""
-    encoded = encode(rows)
-    for one, row in zip(encoded, rows, strict=True):
-        one.row_hash = row_hash(row)
-        one.controls = controls.in_row(row) if controls else ()
-    return encoded
 
 
 class _Array:
@@ -417,24 +403,6 @@ def as_ids(values: Any, field: str, index: int) -> np.ndarray:
             "32-bit integers."
         )
     return ids
-
-
-def _report_progress(
-    rows: Iterable[Encoded], split: str, num_rows: int, processes: int
-) -> Iterator[Encoded]:
-    """The same rows. Logs the progress every ten seconds, and the time at the end."""
-    began = reported = time.monotonic()
-    count = 0
-    for count, row in enumerate(rows, start=1):
-        yield row
-        now = time.monotonic()
-        if now - reported >= _REPORT_EVERY_S:
-            reported = now
-            log.info(
-                "encoding %s: %s of %s rows, %.0f rows/s, %d processes",
-                *(split, f"{count:,}", f"{num_rows:,}", count / (now - began), processes),
-            )
-    log.info("encoded %s: %d rows in %.1f s", split, count, time.monotonic() - began)
 
 
 def _is_whole(folder: Path) -> bool:

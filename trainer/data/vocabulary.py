@@ -281,13 +281,13 @@ def _of_merges(folder: Path) -> Any:
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
     if not files >= _MERGES or (files & {*VOCABULARIES}) - _MERGES:
         return None
-    said = _json_of(folder / "tokenizer_config.json")
-    named = said.get("tokenizer_class")
+    settings = _json_of(folder / "tokenizer_config.json")
+    kind = settings.get("tokenizer_class")
     registered = TOKENIZER_MAPPING_NAMES.get(_json_of(folder / "config.json").get("model_type", ""))
     is_read = _reads_merges(registered)
-    if "auto_map" in said or (is_read and named not in _GENERIC):
+    if "auto_map" in settings or (is_read and kind not in _GENERIC):
         return None
-    name = registered if is_read else "GPT2Tokenizer" if named in (None, *_GENERIC) else named
+    name = registered if is_read else "GPT2Tokenizer" if kind in (None, *_GENERIC) else kind
     if not _reads_merges(name):
         return None
     log.info("%s: its vocab.json and merges.txt are read as a %s's", folder, name)

@@ -214,7 +214,7 @@ def judge_rows(
     placed: (place, row); what: the name of all of them, for messages.
     """
     task = opened_model.task
-    controls, trained = controls_of(task), _trained(task)
+    controls, trained = controls_of(task), _module_of(task)
     counts: cut_counts.CutCounts = {}
     cut_tokens = array("q")
     assert controls is not None, "every task that predicts has a tokenizer"
@@ -246,7 +246,7 @@ def _opening_line(rows: str, cut_tokens: Sequence[int], counts: cut_counts.CutCo
     return "; ".join([f"{rows}: {len(cut_tokens):,} rows", total, *lost])
 
 
-def _trained(task: Any) -> Trained:
+def _module_of(task: Any) -> Trained:
     return importlib.import_module(f"trainer.tasks.{task.cfg.task}.trained")  # type: ignore
 
 
@@ -309,11 +309,11 @@ def _blocks(
     placed: Iterable[tuple[str, Row]], task: Any, batch: int, cut_tokens: Sequence[int]
 ) -> Iterator[list[_NamedRow]]:
     """The rows of each piece."""
-    named = (
+    numbered = (
         _NamedRow(name, place, raw, cut)
         for (name, place, raw), cut in zip(_rows(placed, task), cut_tokens, strict=True)
     )
-    while block := list(islice(named, batch * _BATCHES)):
+    while block := list(islice(numbered, batch * _BATCHES)):
         yield block
 
 
@@ -322,27 +322,20 @@ def _predict_block(
 ) -> list[dict[str, Any]]:
     """The predictions of one piece: the id of each row, what is predicted, what was cut off it."""
     task = opened_model.task
-    trained = _trained(task)
-    to_predict = [trained.row_to_predict(task, row.raw, row.place) for row in block]
-    predictions = _predict_rows(trained, task, opened_model.model, to_predict, how, batch)
-    return [
-        {"id": row.id, **one, **({"cut_tokens": row.cut_tokens} if row.cut_tokens else {})}
-        for row, one in zip(block, predictions, strict=True)
-    ]
-
-
-def _predict_rows(
-    trained: Trained, task: Any, model: nn.Module, rows: list[Row], how: Prediction, batch: int
-) -> list[dict[str, Any]]:
-    """The predictions for rows, in their order. Rows of similar length are in one batch."""
+    trained = _module_of(task)
+    rows = [trained.row_to_predict(task, row.raw, row.place) for row in block]
+    # rows of similar length are in one batch
     order = sorted(range(len(rows)), key=lambda n: len(json.dumps(rows[n])), reverse=True)
     by_row: dict[int, dict[str, Any]] = {}
     for start in range(0, len(order), batch):
         numbers = order[start : start + batch]
         with torch.no_grad():
-            predictions = trained.predict(task, model, [rows[n] for n in numbers], how)
-        by_row.update(zip(numbers, predictions, strict=True))
-    return [by_row[n] for n in range(len(rows))]
+            answers = trained.predict(task, opened_model.model, [rows[n] for n in numbers], how)
+        by_row.update(zip(numbers, answers, strict=True))
+    return [
+        {"id": row.id, **by_row[n], **({"cut_tokens": row.cut_tokens} if row.cut_tokens else {})}
+        for n, row in enumerate(block)
+    ]
 
 
 def _finish(parts: Path, out: Path, pieces: int) -> None:

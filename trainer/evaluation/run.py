@@ -39,6 +39,7 @@ from trainer.models.weights import unsound, weight_files
 from trainer.protocol.abilities import (
     GREEDY,
     Answers,
+    ComparesWithStart,
     JudgesAnswers,
     ReadsContexts,
     ScoresPassages,
@@ -123,6 +124,7 @@ def evaluated(
     folder = model_folder(question, options)
     with left_out.settling(None, strict=options.strict):
         store = _store(task, question, options)
+    _read_start(task, store, question)
     loaded = task.load_export(folder).to(distributed.device()).eval()
     _check_weights(loaded, task.cfg, folder, options.places)
     model = Frozen(loaded)
@@ -151,13 +153,17 @@ def evaluated(
         path = question.passage_scores
         on_main(lambda: write_rows(path, with_scores(_rows(task, question), by_passage)))
     if settings is not None and distributed.is_main():
-        tell_wandb(
-            settings,
-            options.savedir_base / settings.id,
-            question.split,
-            scores,
-            [_table_cells(row) for row in predicted_rows],
-        )
+        table = [
+            {
+                "question": row["question"],
+                "answers": " | ".join(row["answers"]),
+                "prediction": row["prediction"],
+                **dict(sorted(row["scores"].items())),
+            }
+            for row in predicted_rows
+        ]
+        run = options.savedir_base / settings.id
+        tell_wandb(settings, run, question.split, scores, table)
     return Evaluated(
         scores,
         intervals(sums) if question.split == TEST else {},
@@ -166,6 +172,19 @@ def evaluated(
         folder,
         time.monotonic() - start,
     )
+
+
+def _read_start(task: Any, store: Any, question: Question) -> None:
+    """Let a task that compares with the model that its run began with compute what it needs of it.
+    A collective.
+    """
+    if isinstance(task, ComparesWithStart):
+        begun: Any = task
+        task.read_start(
+            lambda: begun.model().to(distributed.device()).eval(),
+            {question.split: store},
+            batch=_batch(question),
+        )
 
 
 def _check_abilities(question: Question, task: Task) -> None:
@@ -179,8 +198,20 @@ def _check_abilities(question: Question, task: Task) -> None:
             f"--another_context: task {question.values['task']!r} answers from no context. Leave "
             "it out."
         )
-    if not isinstance(task, Answers):
-        _refuse_answering(question)
+    if isinstance(task, Answers):
+        return
+    is_set = {
+        "--pred": question.predictions is not None,
+        "--num_beams, --num_answers, --temperature": question.search != GREEDY,
+        "--best_answer": question.best_answer,
+        "--cut_at": bool(question.cut_at),
+        "--measure": bool(question.measures),
+    }
+    if any(is_set.values()):
+        flags = ", ".join(flag for flag, is_on in is_set.items() if is_on)
+        raise ConfigError(
+            f"{flags}: task {question.values['task']!r} gives no answers. Leave that out."
+        )
 
 
 def _tell_answers(
@@ -216,15 +247,6 @@ def _refuse_unsound(cfg: Experiment, folder: Path, places: Places) -> None:
     dtype = base_model.DTYPES[cfg.train.precision]
     happened = "The scores of the model are not finite"
     on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
-
-
-def _table_cells(row: Row) -> dict[str, Any]:
-    return {
-        "question": row["question"],
-        "answers": " | ".join(row["answers"]),
-        "prediction": row["prediction"],
-        **dict(sorted(row["scores"].items())),
-    }
 
 
 @dataclass(frozen=True)
@@ -358,21 +380,6 @@ def model_folder(question: Question, options: Options) -> Path:
 
 def _rows(task: Task, question: Question) -> Iterator[Row]:
     return islice(rows_of(task, question.split)(), question.limit)
-
-
-def _refuse_answering(question: Question) -> None:
-    is_set = {
-        "--pred": question.predictions is not None,
-        "--num_beams, --num_answers, --temperature": question.search != GREEDY,
-        "--best_answer": question.best_answer,
-        "--cut_at": bool(question.cut_at),
-        "--measure": bool(question.measures),
-    }
-    if any(is_set.values()):
-        flags = ", ".join(flag for flag, is_on in is_set.items() if is_on)
-        raise ConfigError(
-            f"{flags}: task {question.values['task']!r} gives no answers. Leave that out."
-        )
 
 
 def _final_answers(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.evaluation.run import TEST, Evaluated, Question, evaluated
-from trainer.exports import record as export_record
-from trainer.files.atomic import read_json, sha256_of, write_json
+from trainer.files.atomic import write_json
 from trainer.metrics.intervals import LEVEL, OF_ALL_ROWS, RESAMPLES, SEED
+from trainer.metrics.test_record import FILE, is_tested, tested_model, weights_of
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Stopped
@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
 
-FILE = "test.json"
-
 logger = logging.getLogger(__name__)
-
-
-def is_tested(plan: RunPlan) -> bool:
-    """Whether the test split was scored with the weights that are exported now."""
-    before = read_json(plan.folder / FILE)
-    return bool(before) and before.get("weights") == _weights(plan.folder / _model(plan))
 
 
 def run_test(
@@ -50,9 +42,9 @@ def run_test(
 
     step: the last one of the run. A collective. What was scored already is left as it is.
     """
-    if on_main(lambda: is_tested(plan)):
+    if on_main(lambda: is_tested(plan.folder)):
         return True
-    train, name = plan.cfg.train, on_main(lambda: _model(plan))
+    train, name = plan.cfg.train, on_main(lambda: tested_model(plan.folder))
     question = Question(
         plan.values, model=name, split=TEST, batch=train.eval_batch or train.micro_batch
     )
@@ -75,18 +67,6 @@ def run_test(
     return True
 
 
-def _model(plan: RunPlan) -> str:
-    return "best" if (plan.folder / "best").is_dir() else "final"
-
-
-def _weights(model: Path) -> str | None:
-    """What tells the weights of an export from others: the digest of its record, which has the
-    digest of each file.
-    """
-    path = model / export_record.NAME
-    return sha256_of(path) if path.is_file() else None
-
-
 def _scalars(found: Evaluated) -> dict[str, float]:
     """The line of the log: scores, the ends of their intervals, rows and seconds."""
     scalars: dict[str, float] = {}
@@ -102,8 +82,10 @@ def _is_logged(path: Path, step: int) -> bool:
     """Whether a start that was killed before it wrote test.json has logged the scores."""
     if not path.is_file():
         return False
-    lines = (json.loads(line) for line in path.read_bytes().splitlines() if b'"test/rows"' in line)
-    return any(line["step"] == step for line in lines)
+    content = path.read_bytes().splitlines(keepends=True)
+    # a full disk may have torn the last line
+    lines = [line for line in content if b'"test/rows"' in line and line.endswith(b"\n")]
+    return any(json.loads(line)["step"] == step for line in lines)
 
 
 def _record(plan: RunPlan, model: str, step: int, found: Evaluated) -> dict[str, Any]:
@@ -114,7 +96,7 @@ def _record(plan: RunPlan, model: str, step: int, found: Evaluated) -> dict[str,
             scores[name] = {"value": value, "low": low, "high": high}
     return {
         "model": model,
-        "weights": _weights(plan.folder / model),
+        "weights": weights_of(plan.folder / model),
         "step": step,
         "rows": found.num_rows,
         "digest": found.digest,

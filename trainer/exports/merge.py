@@ -28,8 +28,8 @@ def merge(folder: Path, out: Path, places: Places) -> None:
     folder = next((folder / name for name in _EXPORTS if (folder / name).is_dir()), folder)
     if out.exists():
         raise ConfigError(f"--out {out}: it exists already, and nothing is overwritten.")
-    made = record.read(folder)
-    if made is None:
+    source = record.read(folder)
+    if source is None:
         raise ConfigError(
             f"{folder} has no {record.NAME}, which says what was trained. Give best/ or final/ of "
             "a run."
@@ -38,9 +38,9 @@ def merge(folder: Path, out: Path, places: Places) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with refusals(out):
-            values = write_whole(made.experiment, folder, temporary, places)
+            values = write_whole(source.experiment, folder, temporary, places)
             files = record.digests(temporary)
-            own = made.model_copy(update={"experiment": values, "files": files})
+            own = source.model_copy(update={"experiment": values, "files": files})
             record.write(temporary, own)
             card.write(temporary, own)
             os.replace(temporary, out)

@@ -54,10 +54,11 @@ class Chosen:
 
 
 def choose(plan: RunPlan, options: Options) -> Chosen:
-    """Look whether the saved step is there that the run goes on with, if it goes on with one. Count
-    the steps that train.epochs are. Choose the DeepSpeed file, the micro-batch, the
-    recomputed blocks and the place of frozen weights, each if the experiment says "auto". Rank 0
-    loads the task and the rows once for all choices. A collective.
+    """Look whether the saved step is there that the run goes on with, if it goes on with one, and
+    whether that was trained on the same rows. Count the steps that train.epochs are. Choose the
+    DeepSpeed file, the micro-batch, the recomputed blocks and the place of frozen weights, each if
+    the experiment says "auto". Rank 0 loads the task and the rows once for all choices. A
+    collective.
 
     ConfigError if the device is not known; DoesNotFitError if nothing fits.
     """
@@ -68,8 +69,10 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
     preset = options.deepspeed or plan.cfg.deepspeed
     is_open = AUTO in (preset, plan.values["train"]["micro_batch"])
     is_auto = is_open or AUTO in (train.gradient_checkpointing, train.frozen)
-    # the sources of a mix are read before anything is written
-    if not is_auto and train.epochs is None and plan.sharding.mix is None:
+    # read before anything is written: the sources of a mix, and the rows of a run that goes on with
+    # another one
+    other = None if on_main(lambda: _has_begun(plan, options)) else plan.cfg.continues
+    if not is_auto and train.epochs is None and plan.sharding.mix is None and other is None:
         return Chosen(plan)
 
     def choices() -> dict[str, Any]:
@@ -81,28 +84,36 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
             return content[split]
 
         stores = open_stores(task, options, read)
-        chosen: dict[str, Any] = {
+        values: dict[str, Any] = {
             "content": {name: list(of) for name, of in content.items()},
             "num_rows": len(stores["train"]),
             "sources": sources_in(stores["train"]),
         }
-        run = PreparedRun(_with_choices(plan, chosen, options.until), task, stores, options.places)
+        if other is not None:
+            now = run_folder.identity_of(plan, task, stores, options.places)
+            going_on.refuse_other_rows(other, now, options.savedir_base)
+        run = PreparedRun(_with_choices(plan, values, options.until), task, stores, options.places)
         if is_open:
-            chosen["preset"], chosen["rows"] = _preset_and_rows(run, preset, options.device)
-            run = replace(run, plan=_with_choices(plan, chosen, options.until))
+            values["preset"], values["rows"] = _preset_and_rows(run, preset, options.device)
+            run = replace(run, plan=_with_choices(plan, values, options.until))
         if train.gradient_checkpointing == AUTO:
-            has_begun = preflight.has_begun(plan) and not options.resets(plan.id)
-            goes_on = has_begun or is_in_memory(plan, options)
+            goes_on = _has_begun(plan, options)
             recorded = run_folder.recorded_recomputation(plan.folder) if goes_on else None
-            chosen["recomputed"] = recomputation(run, name=options.device, recorded=recorded)
-            run = replace(run, plan=_with_choices(plan, chosen, options.until))
+            values["recomputed"] = recomputation(run, name=options.device, recorded=recorded)
+            run = replace(run, plan=_with_choices(plan, values, options.until))
         if train.frozen == AUTO:
-            chosen["frozen"] = frozen(run, name=options.device)
-        return chosen
+            values["frozen"] = frozen(run, name=options.device)
+        return values
 
-    chosen = on_main(choices)
-    content = {name: (str(of[0]), int(of[1])) for name, of in chosen["content"].items()}
-    return Chosen(_with_choices(plan, chosen, options.until), content)
+    values = on_main(choices)
+    content = {name: (str(of[0]), int(of[1])) for name, of in values["content"].items()}
+    return Chosen(_with_choices(plan, values, options.until), content)
+
+
+def _has_begun(plan: RunPlan, options: Options) -> bool:
+    """Whether an earlier start of the run has saved a state that this one goes on from."""
+    is_on_disk = preflight.has_begun(plan) and not options.resets(plan.id)
+    return is_on_disk or is_in_memory(plan, options)
 
 
 def _with_choices(plan: RunPlan, chosen: Mapping[str, Any], until: int | None) -> RunPlan:

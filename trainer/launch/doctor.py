@@ -226,9 +226,9 @@ def _net(case: Case) -> Net:
 
 def _rows(case: Case, step: int) -> list[list[Tensor]]:
     """(2, WIDTH) inputs of every rank and micro-batch. Every rank gets all of them."""
-    made = torch.Generator().manual_seed(100 + step)
+    generator = torch.Generator().manual_seed(100 + step)
     return [
-        [torch.randn(2, WIDTH, generator=made) for _ in range(case.micro_batches[rank % 2])]
+        [torch.randn(2, WIDTH, generator=generator) for _ in range(case.micro_batches[rank % 2])]
         for rank in range(distributed.world())
     ]
 
@@ -264,12 +264,12 @@ def _under_deepspeed(case: Case, stage: int) -> tuple[dict[str, Tensor], list[fl
         source="doctor",
     )
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
-    given = deepspeed_config.for_engine(ds)
+    config = deepspeed_config.for_engine(ds)
     if case.is_managed:
         (most,) = {*case.micro_batches}
-        given |= {"managed_gradient_accumulation": True, "gradient_accumulation_steps": most}
-        given["train_batch_size"] *= most
-    engine = Engine(copy.deepcopy(_net(case)).to(dtype), given, cfg.optim)
+        config |= {"managed_gradient_accumulation": True, "gradient_accumulation_steps": most}
+        config["train_batch_size"] *= most
+    engine = Engine(copy.deepcopy(_net(case)).to(dtype), config, cfg.optim)
     engine.model.enable_backward_allreduce |= case.is_managed
     try:
         norms = [_step(case, engine, step, dtype) for step in range(STEPS)]

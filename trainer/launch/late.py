@@ -47,15 +47,15 @@ class Comparison:
     def text(self) -> str:
         """The comparison as one line."""
         ratio = self.measured_s / self.predicted_s
-        said = (
+        opening = (
             f"time: {duration(self.measured_s)} a step, {duration(self.predicted_s)} predicted "
             f"({ratio - 1:+.0%})"
         )
         if self.late_part is None:
-            return said
+            return opening
         predicted, measured = self.parts[self.late_part]
         return (
-            f"{said}; late is {self.late_part}: {duration(measured)}, {duration(predicted)} "
+            f"{opening}; late is {self.late_part}: {duration(measured)}, {duration(predicted)} "
             "predicted"
         )
 
@@ -91,12 +91,12 @@ def predict_time(subject: Subject, target: Target) -> dict[str, Any] | None:
 
 def tell(meter: Meter, record: RunRecord) -> None:
     """Log and record how long the steps took compared with their prediction, if there is one."""
-    found = compare_time(meter)
-    if found is None:
+    comparison = compare_time(meter)
+    if comparison is None:
         return
     if distributed.is_main():
-        (logger.info if found.late_part is None else logger.warning)("%s", found.text)
-    record.time = found.plain()
+        (logger.info if comparison.late_part is None else logger.warning)("%s", comparison.text)
+    record.time = comparison.plain()
 
 
 def compare_time(meter: Meter) -> Comparison | None:

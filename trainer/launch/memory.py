@@ -82,11 +82,11 @@ def plan_memory(run: PreparedRun, options: Options) -> dict[str, Any] | None:
 
 def _earlier(path: Path, key: str) -> MemoryPlan | None:
     """The plan of an earlier start of the same run."""
-    stored = read_json(path)
-    if stored is None or stored.get("key") != key:
+    entry = read_json(path)
+    if entry is None or entry.get("key") != key:
         return None
     try:
-        return MemoryPlan.of(stored["plan"])
+        return MemoryPlan.of(entry["plan"])
     except (KeyError, TypeError, ValueError):  # damaged, or in an older form: it is made again
         return None
 
@@ -138,7 +138,7 @@ def rehearse(
             DRAW: np.zeros(1, dtype=np.int64),
             EPOCH: np.zeros(1, dtype=np.int64),
         }
-        for of_row in _rehearsed(run, trained_rows, is_planned=is_planned)
+        for of_row in _rehearse(run, trained_rows, is_planned=is_planned)
     ]
     module = engine.model.module
     weights = list(trainable(module).values())
@@ -157,7 +157,7 @@ def rehearse(
     rng.restore(state)
 
 
-def _rehearsed(
+def _rehearse(
     run: PreparedRun, numbers: Sequence[int], *, is_planned: bool
 ) -> list[dict[str, np.ndarray]]:
     """The training rows of these numbers. A stream has not encoded them yet: they are encoded by
@@ -192,8 +192,8 @@ def compare(plan: MemoryPlan, folder: Path) -> None:
     """Log and record the planned and the measured peak; on a GPU only."""
     if not torch.cuda.is_available():
         return
-    planned, measured = plan.peak.peak.total, torch.cuda.max_memory_allocated()
-    logger.info("%s", plan_text.comparison(planned, measured))
+    estimate, measured = plan.peak.peak.total, torch.cuda.max_memory_allocated()
+    logger.info("%s", plan_text.comparison(estimate, measured))
     if distributed.is_main() and (path := folder / FILE).is_file():
         write_json(path, json.loads(path.read_text()) | {"measured": measured})
 
@@ -202,10 +202,10 @@ def out_of_memory(
     plan: MemoryPlan | None, engine: Engine, folder: Path, error: torch.OutOfMemoryError
 ) -> DoesNotFitError:
     """An error that explains an OutOfMemoryError. Its text is also written into the run folder."""
-    held = engine.held_bytes()
-    taken = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else sum(held.values())
+    parts = engine.bytes_by_kind()
+    total = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else sum(parts.values())
     text = plan_text.out_of_memory(
-        plan, held | {"rest": taken - sum(held.values())}, batch_of(error), str(error)
+        plan, parts | {"rest": total - sum(parts.values())}, batch_of(error), str(error)
     )
     if distributed.is_main():
         (folder / "out_of_memory.txt").write_text(text + "\n")

@@ -75,50 +75,52 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
 
     is_awaited: what the run begins with is trained by an earlier experiment of the same group.
     """
-    found = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
-    (found.warnings if options.is_shortened else found.problems).extend(_of_schedule(plan))
-    (found.problems if options.strict else found.warnings).extend(doubts_of(plan.cfg))
+    findings = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
+    (findings.warnings if options.is_shortened else findings.problems).extend(_of_schedule(plan))
+    (findings.problems if options.strict else findings.warnings).extend(doubts_of(plan.cfg))
     try:
         going_on.refuse_absent(plan, options)
     except LatheError as error:
-        (found.warnings if is_awaited else found.problems).append(str(error))
+        (findings.warnings if is_awaited else findings.problems).append(str(error))
     try:
         task = tasks.load(plan.cfg, options.places)
-        found.parameters, problems = _of_model(plan, options.places, task)
-        found.problems += problems
+        findings.parameters, problems = _of_model(plan, options.places, task)
+        findings.problems += problems
     except LatheError as error:
-        found.parameters = f"not counted: {error}"
-        (found.warnings if is_awaited else found.problems).append(str(error))
-        return found
+        findings.parameters = f"not counted: {error}"
+        (findings.warnings if is_awaited else findings.problems).append(str(error))
+        return findings
     try:
         own_metrics(plan, options, task)
     except LatheError as error:
-        found.problems.append(str(error))
+        findings.problems.append(str(error))
     first: dict[str, list[Encoded]] = {}
     for split in ("train", *valid_splits(plan.cfg), *(["test"] if options.test else [])):
         with left_out.reading() as notes:
-            first[split] = _first_rows(task, split, found.problems)
+            first[split] = _first_rows(task, split, findings.problems)
         if notes:
-            doubts = found.problems if options.strict else found.warnings
+            doubts = findings.problems if options.strict else findings.warnings
             doubts.append(f"{split}: {notes.line(with_places=True)}")
-    found.problems += [
+    findings.problems += [
         problem
         for split, rows in first.items()
         if (problem := _lost_labels(rows, split, most=plan.cfg.train.max_lost_labels))
     ]
-    found.rows = [
+    findings.rows = [
         texts(task, task.collate([_with_draw(row)])) for row in first["train"][:SHOWN_ROWS]
     ]
     if first["train"] and not _units(task, first["train"]):
-        found.problems.append(_no_label(len(first["train"])))
+        findings.problems.append(_no_label(len(first["train"])))
     shared = _num_shared(first["train"], first["valid"])
     if shared:
-        (found.problems if options.strict else found.warnings).append(
+        (findings.problems if options.strict else findings.warnings).append(
             f"{shared:,} of {len(first['valid']):,} of the first validation rows are also first "
             "training rows: what is measured on them is remembered, not learnt. Take them out of "
             "one of the two."
         )
-    return found
+    # Two splits of one file are read up to the same row, which is wrong once.
+    findings.problems = [*dict.fromkeys(findings.problems)]
+    return findings
 
 
 def _steps(cfg: Experiment) -> str:
@@ -312,9 +314,9 @@ def checkpoint_nbytes(model: nn.Module, plan: RunPlan) -> int:
     for weight in model.parameters():
         if weight.requires_grad:
             nbytes += weight.numel() * base_model.DTYPES[cfg.train.precision].itemsize
-    named = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, rule in rules(model, cfg.optim).items():
-        nbytes += saved_nbytes(cfg.optim, named[name].shape, rule=rule)
+        nbytes += saved_nbytes(cfg.optim, parameters[name].shape, rule=rule)
     return nbytes
 
 

@@ -128,7 +128,7 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     task = tasks.load(cfg, options.places)
     on_main(lambda: preflight.refuse_early(plan, options, task))
     count = cfg.train.answers or options.extra_evals
-    asked = {split: first_questions(task, count, split) for split in valid_splits(cfg)}
+    questions = {split: first_questions(task, count, split) for split in valid_splits(cfg)}
 
     def content(split: str) -> Content:
         if split in chosen.content:
@@ -150,7 +150,7 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
             logger.info("%s", line)
     on_main(lambda: _judge_rows(task, stores, plan, options))
     metrics = preflight.own_metrics(plan, options, task)
-    own = asked.pop("valid"), asked, metrics
+    own = questions.pop("valid"), questions, metrics
     return PreparedRun(plan, task, stores, options.places, *own, identity, newest)
 
 

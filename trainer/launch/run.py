@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data import left_out
 from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED, DataError, StorageError
-from trainer.evaluation.test_split import is_tested, run_test
+from trainer.evaluation.test_split import run_test
 from trainer.exports import record as export_record
 from trainer.files.atomic import read_json
 from trainer.launch import preflight
@@ -21,6 +21,7 @@ from trainer.launch.choose import Chosen, choose
 from trainer.launch.prepare import is_in_memory, prepare
 from trainer.launch.run_folder import claim_folder, open_record, push
 from trainer.launch.start import ReadyRun, start
+from trainer.metrics.test_record import is_tested
 from trainer.runtime import device_defaults, distributed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
@@ -67,15 +68,15 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
         compiles=plan.cfg.train.compile,
     )
     with left_out.gathering() as notes, _refused_row(plan.folder, notes):
-        chosen = choose(plan, options)  # may read rows, too
+        choice = choose(plan, options)  # may read rows, too
         preflight.try_own_metrics(plan, options)  # before the folder of the run is made
         with (
-            claim_folder(chosen.plan, options) as lock,
-            open_record(chosen.plan, options) as record,
+            claim_folder(choice.plan, options) as lock,
+            open_record(choice.plan, options) as record,
         ):
-            ended = _train_or_stop(chosen, options, record, preemption, lock)
+            ended = _train_or_stop(choice, options, record, preemption, lock)
             is_tested_now = ended == "succeeded" and options.test
-            if is_tested_now and not _test(chosen.plan, options, record, preemption):
+            if is_tested_now and not _test(choice.plan, options, record, preemption):
                 ended = "preempted"
             record.status(ended)
             logger.info("%s: %s", SENTENCES[ended], plan.folder)
@@ -95,19 +96,20 @@ def test_finished(plan: RunPlan, options: Options, preemption: Preemption) -> in
     """Score the test split of a run that has finished before, where that was not done. Its status
     stays as it is. Returns the exit code: 0, or 75 if preempted. A collective.
     """
-    if on_main(lambda: is_tested(plan)):
+    if on_main(lambda: is_tested(plan.folder)):
         return EXIT_OK
-    chosen = choose(plan, options).plan
+    whole_plan = choose(plan, options).plan
     status: dict[str, Any] = on_main(lambda: read_json(plan.folder / STATUS) or {})
 
     def log(step: int, scalars: Mapping[str, float]) -> None:
         if distributed.is_main():
             lines = MetricsFile(plan.folder / METRICS)
+            lines.cut(step)  # a full disk may have torn the last line
             lines.log(step, {key: one for key, one in scalars.items() if math.isfinite(one)})
             lines.close(EXIT_OK)
 
-    with claim_folder(chosen, options):
-        is_done = run_test(chosen, options, preemption, step=int(status["step"]), log=log)
+    with claim_folder(whole_plan, options):
+        is_done = run_test(whole_plan, options, preemption, step=int(status["step"]), log=log)
     return EXIT_PREEMPTED if not is_done else EXIT_OK
 
 
@@ -124,24 +126,24 @@ def _refused_row(folder: Path, notes: left_out.Gathered) -> Iterator[None]:
 
 
 def _train_or_stop(
-    chosen: Chosen, options: Options, record: RunRecord, preemption: Preemption, lock: HeldLock
+    choice: Chosen, options: Options, record: RunRecord, preemption: Preemption, lock: HeldLock
 ) -> End:
     """How the run ended; "preempted" also when a signal came before the first step."""
     while True:
-        is_kept = is_in_memory(chosen.plan, options)
+        is_kept = is_in_memory(choice.plan, options)
         try:
             # state that is only in memory is saved after the next step, so a signal must wait for
             # it
             with contextlib.nullcontext() if is_kept else preemption.nothing_to_save():
-                prepared = prepare(chosen, options, record.startup.lap)
+                prepared = prepare(choice, options, record.startup.lap)
                 ready = start(prepared, options, record, preemption, lock)
         except Stopped:
             # do not wait for the other ranks: each has its own signal, or fails
             distributed.leave_alone()
             return "preempted"
         with contextlib.suppress(RolledBack):  # then the run is prepared again, as for a resume
-            return _train(chosen.plan, ready, pushes=options.push_to_hub)
-        chosen = Chosen(chosen.plan)  # reads the rows again, to notice changes
+            return _train(choice.plan, ready, pushes=options.push_to_hub)
+        choice = Chosen(choice.plan)  # reads the rows again, to notice changes
 
 
 def _train(plan: RunPlan, ready: ReadyRun, *, pushes: bool) -> End:

@@ -22,7 +22,6 @@ from trainer.errors import ConfigError, DataError, LatheError, ResumeError, Stor
 from trainer.exports import card, record
 from trainer.files.atomic import read_json, refusals, refuse_link_out, write_json
 from trainer.files.held_lock import HeldLock
-from trainer.launch.origin.going_on import refuse_other_rows
 from trainer.metrics import own
 from trainer.models import base_source
 from trainer.runtime import distributed
@@ -132,8 +131,8 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
     plan.folder.mkdir(exist_ok=True)
     lock.hold(plan.folder)
     for name in WRITTEN_AGAIN:  # temporary files of a killed process
-        for left in plan.folder.glob(f".{name}.*.tmp"):
-            left.unlink(missing_ok=True)
+        for leftover in plan.folder.glob(f".{name}.*.tmp"):
+            leftover.unlink(missing_ok=True)
     # exp_dict.json is made again when resolved.json is of this very experiment; data.json from a
     # checkpoint, if there is one (check_identity); score_list.json from metrics.jsonl, and
     # status.json with the next line (RunRecord)
@@ -180,10 +179,10 @@ def _is_identity(value: Any) -> bool:
 def _is_resolved(plan: RunPlan) -> bool:
     """Whether every key in resolved.json has the value that this experiment gives it."""
     try:
-        stored = _read(plan.folder / "resolved.json")
+        earlier = _read(plan.folder / "resolved.json")
     except (OSError, ValueError):
         return False
-    return bool(stored) and _agrees(stored, plan.cfg.model_dump(mode="json"))
+    return bool(earlier) and _agrees(earlier, plan.cfg.model_dump(mode="json"))
 
 
 def _agrees(stored: Any, now: Any) -> bool:
@@ -214,16 +213,28 @@ def _check_dictionary(plan: RunPlan) -> None:
     path = plan.folder / "exp_dict.json"
     if not path.exists():
         return
-    stored = _read(path)
-    if digest(stored) == digest(plan.values):
+    earlier = _read(path)
+    if digest(earlier) == digest(plan.values):
         return
     differing = sorted(
-        key for key in {*stored, *plan.values} if stored.get(key) != plan.values.get(key)
+        key for key in {*earlier, *plan.values} if earlier.get(key) != plan.values.get(key)
     )
     raise ResumeError(
         f"{path} is of another experiment: {', '.join(differing)} differ(s).\n"
         "Start over with -r 1 (the old folder is moved aside), or use another --savedir_base."
     )
+
+
+def identity_of(
+    plan: RunPlan, task: Task, stores: Mapping[str, TokenStore], places: Places
+) -> dict[str, str]:
+    """The digests of the base and of the rows of each split, and of the run that the base is of."""
+    base = task.fingerprint()
+    if not base and any(one.is_whole for one in plan.cfg.train.freeze):
+        base = base_source.fingerprint(plan.cfg.base, places)
+    now = {"base": base, **{split: store.digest for split, store in stores.items()}}
+    of_run = base_source.begun_with(plan.cfg.base, places)
+    return now if of_run is None else {**now, _OF_RUN: of_run}
 
 
 def check_identity(
@@ -242,20 +253,9 @@ def check_identity(
     facts = {split: store.summary() for split, store in stores.items()}
 
     def check() -> dict[str, str]:
-        base = task.fingerprint()
-        if not base and any(one.is_whole for one in plan.cfg.train.freeze):
-            base = base_source.fingerprint(plan.cfg.base, places)
-        now = {
-            "base": base,
-            **{split: store.digest for split, store in stores.items()},
-        }
-        of_run = base_source.begun_with(plan.cfg.base, places)
-        if of_run is not None:
-            now[_OF_RUN] = of_run
+        now = identity_of(plan, task, stores, places)
         path = plan.folder / "data.json"
         began = _beginning(path, newest)
-        if began is None and plan.cfg.continues is not None and newest is not None:
-            refuse_other_rows(plan.cfg.continues, now, newest)
         changed = [
             f"{key} (was {began.get(key)!r}, is {now[key]!r}{_grown(path, key, facts)})"
             for key in now
@@ -291,7 +291,9 @@ def _changed_sources(began: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
         for name, source in facts.get("sources", {}).items():
             was = before.get(name)
             if was is not None and was["digest"] != source["digest"]:
-                yield f"{name!r} of {split} (had {was['rows']:,} rows, has {source['rows']:,})"
+                had, has = was["rows"], source["rows"]
+                counts = f"had {had:,} rows, has {has:,}" if had != has else f"{has:,} other rows"
+                yield f"{name!r} of {split} ({counts})"
 
 
 def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
@@ -372,11 +374,11 @@ def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
         try:
             with refusals(target):
                 task.export(weights, temporary)
-                made = record.of_run(
+                own = record.of_run(
                     temporary, values=plan.values, task=task, run_folder=plan.folder
                 )
-                record.write(temporary, made)
-                card.write(temporary, made)
+                record.write(temporary, own)
+                card.write(temporary, own)
                 old = plan.folder / f".{name}.old"
                 shutil.rmtree(old, ignore_errors=True)
                 if target.exists():

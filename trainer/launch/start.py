@@ -21,6 +21,7 @@ from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
 from trainer.models.optimizers.rates import freeze_whole
 from trainer.models.weights import unsound
+from trainer.protocol.abilities import ComparesWithStart
 from trainer.runtime import distributed, rng
 from trainer.runtime.beside import Beside
 from trainer.runtime.deepspeed_optimizers import keep_frozen_whole
@@ -117,7 +118,7 @@ class Saver:
     def mirror_step(self, live: Engine, progress: Progress) -> None:
         """Keep a step in memory, for ranks that go on without a lost one (--survive)."""
         if self.mirror is not None:
-            self.mirror.keep(live, progress, self.chain)
+            self.mirror.keep(live, progress, self.chain, self.sums)
             steps = self.prepared.plan.cfg.train.steps
             lifeline.moved(progress.step, is_stepping=progress.step < steps)
 
@@ -211,6 +212,7 @@ def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progr
     logger.info("run folder %s", plan.folder)
     logger.info("%s", trainable_report(model))
     if newest is not None:
+        _read_start(run, lambda: run.task.model().to(distributed.device()).eval())
         engine.load_weights(model, newest.weights(engine.shapes(model)))
     plus = plan.cfg.lora.plus if plan.cfg.lora is not None else 1.0
     live = Engine(model, ds, plan.cfg.optim, plus=plus, freeze=plan.cfg.train.freeze)
@@ -220,11 +222,24 @@ def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progr
         keep_frozen_whole(model)
     lap("engine")
     if newest is None:
+        live.eval()
+        _read_start(run, lambda: live.model)
         return live, Progress()
     progress = restore(live, newest, seed=plan.cfg.train.seed)
     lifeline.tell("resumed", step=progress.step, source=str(newest))
     lap("checkpoint")
     return live, progress
+
+
+def _read_start(run: PreparedRun, start: Callable[[], Any]) -> None:
+    """Let a task that compares with the model that the run begins with, `start`, compute what it
+    needs of it. A resumed run has it on its disk, or reads the base once more. A collective.
+    """
+    if not isinstance(run.task, ComparesWithStart):
+        return
+    train, before = run.plan.cfg.train, rng.capture()
+    run.task.read_start(start, run.stores, batch=train.eval_batch or train.micro_batch)
+    rng.restore(before)
 
 
 def restore(live: Engine, saved: SavedState, *, seed: int) -> Progress:

@@ -46,11 +46,11 @@ def intervals(scores: Mapping[str, RowSums]) -> dict[str, tuple[float, float]]:
     for resample in range(RESAMPLES):
         rows = draws.integers(num_rows, size=num_rows)
         totals_RM[resample] = np.bincount(rows, minlength=num_rows) @ parts_NM
-    found: dict[str, tuple[float, float]] = {}
+    bounds: dict[str, tuple[float, float]] = {}
     for place, name in enumerate(names):
         num_R, den_R = totals_RM[:, 2 * place], totals_RM[:, 2 * place + 1]
         values = num_R[den_R > 0] / den_R[den_R > 0]
         outside = 100 * (1 - LEVEL) / 2
         low, high = np.percentile(values, [outside, 100 - outside])
-        found[name] = (float(low), float(high))
-    return found
+        bounds[name] = (float(low), float(high))
+    return bounds

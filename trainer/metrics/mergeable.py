@@ -100,10 +100,10 @@ def recall_em(prediction: str, references: Sequence[str]) -> float:
     leaves nothing ("A", "?"), which would as well, stands only where nothing is left of the
     prediction, either.
     """
-    found = normalise(prediction)
+    normal = normalise(prediction)
     pairs = ((reference, normalise(reference)) for reference in references)
     return float(
-        any((text or not reference or not found) and text in found for reference, text in pairs)
+        any((text or not reference or not normal) and text in normal for reference, text in pairs)
     )
 
 

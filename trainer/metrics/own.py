@@ -46,8 +46,8 @@ class OwnMetric:
 def source(spec: str, run_folder: Path | None) -> Path:
     """The file of a metric: the copy of the run, if it has one, else where the dictionary says."""
     path = Path(placed(spec.rpartition(":")[0]))
-    kept = None if run_folder is None else run_folder / FOLDER / path.name
-    return kept if kept is not None and kept.is_file() else path
+    copy = None if run_folder is None else run_folder / FOLDER / path.name
+    return copy if copy is not None and copy.is_file() else path
 
 
 def problems(specs: Sequence[str], run_folder: Path | None) -> Iterator[str]:
@@ -68,8 +68,8 @@ def problems(specs: Sequence[str], run_folder: Path | None) -> Iterator[str]:
         imported = any(isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body)
         assigned = any(isinstance(node, ast.Assign) for node in tree.body)
         if name not in defined and not (imported or assigned):
-            known = nearest(name, sorted(defined)) if defined else "It defines none."
-            yield f"metrics={spec!r}: {path} defines no function {name!r}. {known}"
+            hint = nearest(name, sorted(defined)) if defined else "It defines none."
+            yield f"metrics={spec!r}: {path} defines no function {name!r}. {hint}"
 
 
 def keep(specs: Sequence[str], run_folder: Path) -> None:
@@ -78,15 +78,15 @@ def keep(specs: Sequence[str], run_folder: Path) -> None:
     """
     for spec in specs:
         path = Path(placed(spec.rpartition(":")[0]))
-        kept = run_folder / FOLDER / path.name
-        if not kept.is_file():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(kept, path.read_bytes())
-        elif path.is_file() and path.read_bytes() != kept.read_bytes():
+        copy = run_folder / FOLDER / path.name
+        if not copy.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(copy, path.read_bytes())
+        elif path.is_file() and path.read_bytes() != copy.read_bytes():
             log.warning(
                 "metrics=%r: %s has changed since the run began; it goes on with its copy %s. A "
                 "new label begins a new run.",
-                *(spec, path, kept),
+                *(spec, path, copy),
             )
 
 
@@ -108,8 +108,8 @@ def load(specs: Sequence[str], run_folder: Path | None) -> list[OwnMetric]:
         function: Any = defined.get(name)
         if not callable(function):
             own = sorted(key for key, one in defined.items() if callable(one) and key[:1] != "_")
-            known = nearest(name, own) if own else "It defines none."
-            raise ConfigError(f"metrics={spec!r}: {path} defines no function {name!r}. {known}")
+            hint = nearest(name, own) if own else "It defines none."
+            raise ConfigError(f"metrics={spec!r}: {path} defines no function {name!r}. {hint}")
         loaded.append(OwnMetric(spec, function))
     return loaded
 
@@ -123,14 +123,14 @@ def try_out(metrics: Sequence[OwnMetric], rows: Rows) -> list[OwnMetric]:
         names: dict[str, None] = {}
         of_rows = ([(row["answers"] or [""])[0] for row in rows], ["" for _ in rows])
         for predictions in of_rows:
-            found, problem = _called(metric, predictions, rows)
+            values, problem = _call(metric, predictions, rows)
             if problem:
                 raise ConfigError(
                     f"metrics={metric.spec!r}: tried on {len(rows)} validation rows, it {problem}; "
                     "want a dictionary of finite numbers by name, for texts of any kind. Mend it "
                     "in the file."
                 )
-            names |= dict.fromkeys(found)
+            names |= dict.fromkeys(values)
         tried.append(OwnMetric(metric.spec, metric.function, tuple(names)))
     return tried
 
@@ -143,27 +143,27 @@ def scores(
     """
     numbers: dict[str, float] = {}
     for metric in metrics:
-        found, problem = _called(metric, predictions, rows)
+        values, problem = _call(metric, predictions, rows)
         if problem:
             log.warning("metrics=%r: it %s; left out of this evaluation", metric.spec, problem)
-        numbers |= dict.fromkeys(metric.names, math.nan) | found
+        numbers |= dict.fromkeys(metric.names, math.nan) | values
     return numbers
 
 
-def _called(
+def _call(
     metric: OwnMetric, predictions: Sequence[str], rows: Rows
 ) -> tuple[dict[str, float], str]:
     """(the numbers of a metric, ""), or ({}, what went wrong)."""
     own_rows = copy.deepcopy([dict(row) for row in rows])  # a function may change what it gets
     references = [list(row["answers"]) for row in rows]
     try:
-        found: Any = metric.function(list(predictions), references, own_rows)
-    except Exception as error:  # any: it is the user's code
+        result: Any = metric.function(list(predictions), references, own_rows)
+    except (Exception, SystemExit) as error:  # any: it is the user's code
         return {}, f"raised {type(error).__name__}: {error}"
-    if not isinstance(found, Mapping):
-        return {}, f"returned {found!r:.80}"
+    if not isinstance(result, Mapping):
+        return {}, f"returned {result!r:.80}"
     numbers: dict[str, float] = {}
-    for key, value in found.items():  # pyright: ignore[reportUnknownVariableType]
+    for key, value in result.items():  # pyright: ignore[reportUnknownVariableType]
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not isinstance(key, str) or not key or not is_number or not math.isfinite(value):
             return {}, f"returned {key!r}: {value!r:.80}"

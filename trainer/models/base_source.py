@@ -144,9 +144,9 @@ def begun_with(base: Base, places: Places) -> str | None:
     """A digest of the weights that another run has left and this one begins with; None when it
     begins with something else.
     """
-    found = adapters_of(base, places)
-    if found is not None:
-        return f"files:{_digest_of(found.folder, places)}"
+    adapters = adapters_of(base, places)
+    if adapters is not None:
+        return f"files:{_digest_of(adapters.folder, places)}"
     source = resolve(base, places)
     is_of_run = isinstance(base, ExperimentBase) or (
         isinstance(source, str) and (Path(source) / "lathe.json").is_file()

@@ -24,6 +24,7 @@ from trainer.models.losses import (
     Terms,
     chunked_cross_entropy,
     positions_of_chunk,
+    target_losses,
     token_cross_entropy,
 )
 from trainer.models.packed.replaced import replaced
@@ -40,10 +41,10 @@ class Head(nn.Linear):
     2, so that many scores would be equal.
     """
 
-    def __init__(self, base: Any, outputs: int = 1, *, seed: int) -> None:
+    def __init__(self, base: Any, outputs: int = 1, *, seed: int, has_bias: bool = True) -> None:
         """base: a model of transformers, whose width and dtype are taken."""
         width = base.config.hidden_size
-        super().__init__(width, outputs, dtype=next(base.parameters()).dtype)
+        super().__init__(width, outputs, bias=has_bias, dtype=next(base.parameters()).dtype)
         generator, bound = torch.Generator().manual_seed(seed), 1 / math.sqrt(width)
         if self.weight.device.type != "meta":
             with torch.no_grad():
@@ -53,7 +54,8 @@ class Head(nn.Linear):
                     )
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input.float(), self.weight.float(), self.bias.float())
+        bias: Tensor | None = self.bias  # torch says that it is there
+        return F.linear(input.float(), self.weight.float(), None if bias is None else bias.float())
 
 
 class OutputLayer:
@@ -85,12 +87,24 @@ class OutputLayer:
         layer is called once, however many positions there are.
         """
         chunk = positions_of_chunk(_plain(self._layer).out_features)
-        scoring = Scoring(targets_N, chunk, self._finish, terms)
+        return self._scored(hidden_ND, Scoring(targets_N, chunk, self._finish, terms))
+
+    def losses(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """(N,) fp32: losses.target_losses of the logits, in chunks where there are many. The same
+        holds under ZeRO-3.
+        """
+        chunk = positions_of_chunk(_plain(self._layer).out_features)
+        return self._scored(hidden_ND, Scoring(targets_N, chunk, self._finish, by_target=True))
+
+    def _scored(self, hidden_ND: Tensor, scoring: Scoring) -> Tensor:
         if _has_adapters(self._layer):
             return _loss_with_adapters(self._layer, self._apply_scale(hidden_ND), scoring)
-        if len(targets_N) <= chunk or not isinstance(self._layer, nn.Linear):
-            return token_cross_entropy(self(hidden_ND), targets_N, **vars(terms))
-        return _loss(self._layer, self._apply_scale(hidden_ND), scoring)
+        targets_N = scoring.targets_N
+        if len(targets_N) > scoring.chunk and isinstance(self._layer, nn.Linear):
+            return _loss(self._layer, self._apply_scale(hidden_ND), scoring)
+        if scoring.by_target:
+            return target_losses(self(hidden_ND), targets_N)
+        return token_cross_entropy(self(hidden_ND), targets_N, **vars(scoring.terms))
 
     def _apply_scale(self, hidden: Tensor) -> Tensor:
         return hidden if self._scale_of_states == 1.0 else hidden * self._scale_of_states
@@ -114,7 +128,9 @@ def _has_adapters(layer: Any) -> bool:
 
 
 def _loss(layer: Any, hidden_ND: Tensor, scoring: Scoring) -> Tensor:
-    """() fp32, computed inside a call of the layer, where ZeRO-3 has gathered its weight."""
+    """The loss, or the losses by target, computed inside a call of the layer, where ZeRO-3 has
+    gathered its weight.
+    """
 
     def of_states(hidden_ND: Tensor) -> Tensor:
         return chunked_cross_entropy(hidden_ND, Scorer(layer.weight, layer.bias), scoring)

@@ -50,22 +50,27 @@ def token_cross_entropy(
     of log Z is added, where Z is the sum of the exponentials of a target's logits. Source: PaLM
     (Chowdhery et al. 2022, sec. 5), where it is 1e-4.
     """
-    kept = _kept.get()
+    parts = _kept.get()
     logits_NV = logits_NV.float()
     loss = F.cross_entropy(
         logits_NV,
         targets_N,
         ignore_index=IGNORED,
-        reduction="sum" if kept is None else "none",
+        reduction="sum" if parts is None else "none",
         label_smoothing=smoothing,
     )
     if z_loss:
         squares_N = logits_NV.logsumexp(-1).square().masked_fill(targets_N == IGNORED, 0.0)
-        loss = loss + z_loss * (squares_N.sum() if kept is None else squares_N)
-    if kept is None:
+        loss = loss + z_loss * (squares_N.sum() if parts is None else squares_N)
+    if parts is None:
         return loss
-    kept.append(loss.detach())
+    parts.append(loss.detach())
     return loss.sum()
+
+
+def target_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """(N,) fp32: the cross-entropy of each target, in nats: minus its log-probability."""
+    return F.cross_entropy(logits_NV.float(), targets_N, reduction="none")
 
 
 _kept: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
@@ -132,6 +137,7 @@ class Scoring:
     chunk: int  # positions
     finish: Callable[[Tensor], Tensor]  # what a family does to its logits, element by element
     terms: Terms = PLAIN
+    by_target: bool = False  # the losses of single targets are wanted, not their sum
 
 
 @dataclass(frozen=True)
@@ -148,13 +154,16 @@ class Scorer:
 
 
 def chunked_cross_entropy(hidden_ND: Tensor, scorer: Scorer, scoring: Scoring) -> Tensor:
-    """token_cross_entropy of a layer's logits, of which only those of one chunk exist at a time.
+    """token_cross_entropy of a layer's logits, of which only those of one chunk exist at a time;
+    with Scoring.by_target (N,) target_losses.
 
     The gradients of a chunk are computed right after its logits, so that nothing is computed twice.
-    Only in fp16 do they wait for the loss scale, and the logits are computed again. backward() may
-    be called once.
+    In fp16 they wait for the loss scale, and by target for the gradient of each loss: the logits
+    are then computed again. backward() may be called once.
     """
     inputs = (scorer.weight_VD, scorer.bias_V, scorer.low_NR, scorer.low_weight_VR)
+    if scoring.by_target:
+        return _ChunkedByTarget.apply(scoring, hidden_ND, *inputs)  # pyright: ignore[reportReturnType]
     return _Chunked.apply(scoring, torch.is_grad_enabled(), hidden_ND, *inputs)  # pyright: ignore[reportReturnType]
 
 
@@ -190,6 +199,20 @@ class _Chunked(torch.autograd.Function):
         return None, None, *gradients
 
 
+class _ChunkedByTarget(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scoring: Scoring, *inputs: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.scoring = scoring
+        ctx.save_for_backward(*inputs)
+        return _Gradients(inputs, (False,) * len(inputs)).losses(scoring)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        work = _Gradients(ctx.saved_tensors, ctx.needs_input_grad[1:])
+        work.run(ctx.scoring, gradient_N)
+        return None, *work.finished()
+
+
 def chunks_of(num_rows: int, size: int) -> Iterator[slice]:
     """The rows of one chunk after the other."""
     return (slice(start, start + size) for start in range(0, num_rows, size))
@@ -219,8 +242,18 @@ class _Gradients:
         keeps = needed[1] and of_kept <= (of_sum if hidden.element_size() == 4 else 2 * of_sum)
         self._kept_NV = hidden.new_empty(len(hidden), len(weight)) if keeps else None
 
+    def losses(self, scoring: Scoring) -> Tensor:
+        """(N,) fp32: the losses of single targets, without gradients."""
+        parts = [
+            target_losses(scoring.finish(self._logits(rows)), scoring.targets_N[rows])
+            for rows in chunks_of(max(1, len(self._hidden_ND)), scoring.chunk)
+        ]
+        return torch.cat(parts)
+
     def run(self, scoring: Scoring, factor: Tensor | None = None) -> Tensor:
-        """() fp32: the loss. factor: the gradients are multiplied with it."""
+        """() fp32: the loss. factor: the gradients are multiplied with it; by target (N,), each
+        target's with its own.
+        """
         total = self._hidden_ND.new_zeros((), dtype=torch.float32)
         # at least one chunk: a rank without labels has gradients, too, of 0, and ZeRO waits for
         # them
@@ -239,9 +272,13 @@ class _Gradients:
         has_gradient = any(self._needed)
         leaf_CV = self._logits(rows).requires_grad_(has_gradient)
         with torch.set_grad_enabled(has_gradient):
-            loss = token_cross_entropy(
-                scoring.finish(leaf_CV), scoring.targets_N[rows], **vars(scoring.terms)
-            )
+            logits_CV, targets_C = scoring.finish(leaf_CV), scoring.targets_N[rows]
+            if scoring.by_target:
+                assert factor is not None, "its gradients are computed in backward alone"
+                loss = (target_losses(logits_CV, targets_C) * factor[rows]).sum()
+                factor = None
+            else:
+                loss = token_cross_entropy(logits_CV, targets_C, **vars(scoring.terms))
         if has_gradient:
             (gradient_CV,) = torch.autograd.grad(loss, leaf_CV, factor)
             del leaf_CV

@@ -120,10 +120,10 @@ class GrowingText:
         is_last = len(self.made) == self.most
         if not (self.is_told or self.stops or self.num_likeliest is not None):
             return self._end("length", self.spell(self.made)) if is_last else None
-        seen = len(self.text.rstrip(TORN)) - max(map(len, self.stops), default=0)
+        safe_start = len(self.text.rstrip(TORN)) - max(map(len, self.stops), default=0)
         self.text = self._spelling.add(token)
         self.bounds.append(max(len(self.text.rstrip(TORN)), *self.bounds[-1:], 0))
-        places = [self.text.find(stop, max(0, seen)) for stop in self.stops]
+        places = [self.text.find(stop, max(0, safe_start)) for stop in self.stops]
         if max(places, default=-1) >= 0:
             first = min(place for place in places if place >= 0)
             starts = [0, *self.bounds[:-1]]
@@ -194,16 +194,16 @@ def fitted(
     room = positions - len(ids)
     if room >= least:
         return Fit(list(ids), min(most, room), 0)
-    kept = positions - most
-    if kept < 1:
+    capacity = positions - most
+    if capacity < 1:
         raise ConfigError(
             f"{most} tokens to generate: the model has {positions} positions, which leaves none "
             f"for a prompt of {len(ids)} tokens. Use --max_tokens {positions - 1} or fewer."
         )
-    rest = kept - len(opening)
+    rest = capacity - len(opening)
     is_opened = rest > 0 and list(ids[: len(opening)]) == list(opening)
-    shorter = [*opening, *ids[-rest:]] if is_opened else list(ids[-kept:])
-    return Fit(shorter, most, len(ids) - kept)
+    shorter = [*opening, *ids[-rest:]] if is_opened else list(ids[-capacity:])
+    return Fit(shorter, most, len(ids) - capacity)
 
 
 def chance_of(seed: int, prompt: Sequence[int], number: int) -> torch.Generator:

@@ -173,6 +173,41 @@ class ScoresPassages(Protocol):
         ...
 
 
+class EncodedRows(Protocol):
+    """What a task reads of the token store of a split."""
+
+    lengths: Any  # (rows,)
+
+    @property
+    def digest(self) -> str: ...  # of the raw rows and the encoding id
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class ComparesWithStart(Protocol):
+    """The ability to learn from a comparison with the model that a run begins with. What that model
+    says of each row is computed once and stored, so that no second model lies in memory.
+    """
+
+    def read_start(
+        self,
+        start: Callable[[], nn.Module],
+        stores: Mapping[str, EncodedRows],
+        *,
+        batch: int,
+    ) -> None:
+        """Compute what is not stored yet of the rows of these splits, and have collate() give it to
+        them from now on. A collective.
+
+        start: gives the model that the run begins with, in evaluation mode; it is called where
+        something is missing. batch: rows per device and forward.
+        """
+        ...
+
+
 @runtime_checkable
 class ReadsContexts(Protocol):
     """The ability to replace the context of a row by that of another row, which shows how much the

@@ -42,8 +42,8 @@ class Cut:
     @property
     def lost(self) -> list[int]:
         """How many tokens every text loses."""
-        kept = self.limit if self.kept is None else self.kept
-        return [length - kept if length > self.limit else 0 for length in self.lengths]
+        room = self.limit if self.kept is None else self.kept
+        return [length - room if length > self.limit else 0 for length in self.lengths]
 
 
 class Encoded(dict[str, list[int]]):

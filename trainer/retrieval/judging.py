@@ -31,8 +31,8 @@ def run_measures(
     """
     all_judged: Qrels = {} if qrels is None else read_qrels(qrels)
     if only is not None:
-        known = {*rankings, *all_judged, *(query.id for query in queries)}
-        for name in sorted(only - known):
+        every_id = {*rankings, *all_judged, *(query.id for query in queries)}
+        for name in sorted(only - every_id):
             note(f"question {name!r}", UNKNOWN)
     queries = [query for query in queries if only is None or query.id in only]
     judgements: Qrels = {

@@ -66,9 +66,9 @@ def noting_strangers(
     noted.
     """
     yield from rows
-    known = {query.id for query in queries}
+    ids = {query.id for query in queries}
     for name in names:
-        if name not in known:
+        if name not in ids:
             note(f"question {name!r}", "ranked or judged questions of no query (left out)")
 
 

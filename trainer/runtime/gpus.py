@@ -7,7 +7,7 @@ from trainer.devices import (
     SMALL_CUBLAS,
     Device,
     device_of,
-    known_peak_flops,
+    peak_flops_of,
 )
 
 
@@ -38,4 +38,4 @@ def peak_flops(name: str | None = None) -> float | None:
     if name is None:
         device = device_here()
         name = "" if device is None else device.name
-    return known_peak_flops(name)
+    return peak_flops_of(name)

@@ -30,23 +30,20 @@ class Frequencies:
         """By field: how many tokens there are, how many different ones, the share of these that
         occur once, and the most frequent as [text, count, share of all].
         """
-        return {
-            name: _most_frequent(counts, decode)
-            for name, counts in self._counts.items()
-            if counts.any()
-        }
-
-
-def _most_frequent(counts: np.ndarray, decode: Decode) -> dict[str, Any]:
-    total, different = int(counts.sum()), int(np.count_nonzero(counts))
-    order = np.argsort(-counts, kind="stable")[:_SHOWN]
-    frequent = [(decode([int(one)]), int(counts[one])) for one in order if counts[one]]
-    return {
-        "tokens": total,
-        "different": different,
-        "occur_once": int(np.count_nonzero(counts == 1)) / different,
-        "frequent": [[text, count, count / total] for text, count in frequent],
-    }
+        report: dict[str, dict[str, Any]] = {}
+        for name, counts in self._counts.items():
+            total, different = int(counts.sum()), int(np.count_nonzero(counts))
+            if not different:
+                continue
+            order = np.argsort(-counts, kind="stable")[:_SHOWN]
+            frequent = [(decode([int(one)]), int(counts[one])) for one in order if counts[one]]
+            report[name] = {
+                "tokens": total,
+                "different": different,
+                "occur_once": int(np.count_nonzero(counts == 1)) / different,
+                "frequent": [[text, count, count / total] for text, count in frequent],
+            }
+        return report
 
 
 def _sum(one: np.ndarray | None, others: Iterable[np.ndarray]) -> np.ndarray:

@@ -56,7 +56,7 @@ class MetRows:
         """
         facts = chunk.facts
         self.facts.add(facts)
-        shared = self._shared(chunk.array(HASHES))
+        shared = self._common_rows(chunk.array(HASHES))
         for row in shared:
             self._overlap.add(left_out.Note(f"row {row + 1}", left_out.IN_TRAIN))
         if facts.notes or shared:
@@ -71,16 +71,16 @@ class MetRows:
                 "train.max_lost_labels."
             )
 
-    def _shared(self, hashes: np.ndarray) -> list[int]:
+    def _common_rows(self, hashes: np.ndarray) -> list[int]:
         """The validation rows that have one of these hashes and were not met before."""
         first, last = (np.searchsorted(self._valid, hashes, side) for side in ("left", "right"))
-        found: list[int] = []
+        numbers: list[int] = []
         for place in np.flatnonzero(first < last):
             same = slice(int(first[place]), int(last[place]))
             if not self._seen[same].all():
-                found += self._order[same].tolist()
+                numbers += self._order[same].tolist()
                 self._seen[same] = True
-        return found
+        return numbers
 
     def _tell(self) -> None:
         of_split = {"train": self.facts.notes, OVERLAP: self._overlap}

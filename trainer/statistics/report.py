@@ -101,10 +101,10 @@ def _sources(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
         mixture = mixture_of(mix, store.sources, train.global_batch, train.seed)
         steps = train.steps or math.ceil(mixture.count(train.epochs or 1))
         steps = mixture.steps_of(steps)
-        taken, epochs = mixture.taken(steps), mixture.epochs_after(steps)
+        counts, epochs = mixture.taken(steps), mixture.epochs_after(steps)
         for place, of_source in enumerate(sources.values()):
-            share = taken[place] / sum(taken)
-            of_source |= {"taken": taken[place], "share": share, "epochs": epochs[place]}
+            share = counts[place] / sum(counts)
+            of_source |= {"taken": counts[place], "share": share, "epochs": epochs[place]}
     return {"sources": sources}
 
 

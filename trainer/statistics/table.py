@@ -32,7 +32,13 @@ def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
     for split, of_split in report["splits"].items():
         console.print(f"\n{split}: {of_split['rows']:,} rows", style="bold")
         for name, source in of_split.get("sources", {}).items():
-            console.print(_source_line(name, source))
+            line = f"source {name}: {source['rows']:,} rows"
+            if "taken" in source:
+                line += (
+                    f"; a run takes {source['taken']:,} of them ({source['share']:.1%} of what it "
+                    f"trains on), {source['epochs']:.2f} epochs"
+                )
+            console.print(line)
         console.print(_lengths(of_split["fields"]))
         _print_ledger(console, of_split)
         for name, entry in of_split["frequencies"].items():
@@ -53,16 +59,6 @@ def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
     for pair, shared in report["shared_rows"].items():
         console.print(f"\n{pair}: {_pairs(shared) or 'nothing'}")
     return out.getvalue()
-
-
-def _source_line(name: str, source: Mapping[str, Any]) -> str:
-    text = f"source {name}: {source['rows']:,} rows"
-    if "taken" not in source:
-        return text
-    return (
-        f"{text}; a run takes {source['taken']:,} of them ({source['share']:.1%} of what it trains "
-        f"on), {source['epochs']:.2f} epochs"
-    )
 
 
 def _lengths(fields: Mapping[str, Any]) -> Table:

@@ -33,6 +33,7 @@ from trainer.training.optimizer_state import MASTER
 
 if TYPE_CHECKING:
     from trainer.telemetry.chain import StepChain
+    from trainer.telemetry.source_losses import SourceSums
     from trainer.training.engine import Engine
     from trainer.training.session import Progress
 
@@ -53,7 +54,7 @@ class Mirror:
     count: int = 0
     _maps: dict[int, mmap.mmap] = field(default_factory=dict[int, mmap.mmap])
 
-    def keep(self, live: Engine, progress: Progress, chain: StepChain) -> None:
+    def keep(self, live: Engine, progress: Progress, chain: StepChain, sums: SourceSums) -> None:
         """Copy the present state if it is the turn of this step. No collective."""
         if progress.step % self.every or not live.optimizer.inner().state:
             return  # the optimizer has no state before its first step
@@ -71,6 +72,7 @@ class Mirror:
             "tensors": table,
             "progress": progress.state(),
             "link": chain.present(),
+            "by_source": sums.own(),
             "engine": live.optimizer.scalars(),
         }
         text = json.dumps(header).encode()
@@ -153,10 +155,15 @@ class MirroredState:
         return len(self.headers)
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint's state.json: from rank 0, with the links of all ranks."""
-        links = [header["link"] for header in self.headers]
-        first = self.headers[0]
-        return {"progress": {**first["progress"], "links": links}, "engine": first["engine"]}
+        """The content of a checkpoint's state.json: from rank 0, with the links of all ranks, and
+        what they have summed up by source.
+        """
+        first, of_ranks = self.headers[0], [header["by_source"] for header in self.headers]
+        own = {
+            "links": [header["link"] for header in self.headers],
+            "by_source": torch.tensor(of_ranks, dtype=torch.float64).sum(0).tolist(),
+        }
+        return {"progress": {**first["progress"], **own}, "engine": first["engine"]}
 
     def random_state(self, rank: int) -> dict[str, Tensor]:
         """The random state of one rank."""
@@ -193,9 +200,9 @@ class Whole(Mapping[str, Tensor]):
     names: dict[str, tuple[str, torch.Size]]
 
     def __getitem__(self, name: str) -> Tensor:
-        stored, shape = self.names[name]
+        own_name, shape = self.names[name]
         whole = torch.zeros(shape, dtype=torch.float32)
-        for start, part in self.saved.pieces(stored):
+        for start, part in self.saved.pieces(own_name):
             whole.view(-1)[start : start + part.numel()].copy_(part)
         return whole
 
@@ -218,10 +225,10 @@ def of_this_rank(
         return None
     import psutil
 
-    held = sum(os.stat(file).st_size for files in memory for file in files)
+    own = sum(os.stat(file).st_size for files in memory for file in files)
     each = BYTES if live.average is None else BYTES + 4
     size = 2 * each * sum(shape.numel() for shape in shapes(live.model.module).values())
-    free = psutil.virtual_memory().available + held
+    free = psutil.virtual_memory().available + own
     if size > free:
         raise DoesNotFitError(
             f"--survive: got {size_of(free)} of free host memory, want {size_of(size)} for what "
@@ -235,17 +242,17 @@ def of_this_rank(
 
 def newest(memory: list[list[str]], run: str) -> MirroredState | None:
     """The last state of `run` of which all ranks of a world have a copy; None if there is none."""
-    kept: dict[tuple[int, int], dict[int, Path]] = {}
+    copies: dict[tuple[int, int], dict[int, Path]] = {}
     for rank, files in enumerate(memory):
         for file in files:
             header = _header(Path(file))
             if header is not None and header["run"] == run and rank < header["world"]:
-                kept.setdefault((header["step"], header["world"]), {})[rank] = Path(file)
-    whole = [key for key, ranks in kept.items() if len(ranks) == key[1]]
+                copies.setdefault((header["step"], header["world"]), {})[rank] = Path(file)
+    whole = [key for key, ranks in copies.items() if len(ranks) == key[1]]
     if not whole:
         return None
     step, world = max(whole)
-    files = [kept[step, world][rank] for rank in range(world)]
+    files = [copies[step, world][rank] for rank in range(world)]
     headers = [header for file in files if (header := _header(file)) is not None]
     assert len(headers) == world, "nobody writes while ranks are being placed"
     return MirroredState(step, headers, [_map(file) for file in files])

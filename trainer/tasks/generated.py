@@ -22,11 +22,11 @@ def text_of(
     cleans_up_spaces: remove spaces before punctuation, as the tokenizer does by default.
     """
     stop = next((at for at, token in enumerate(tokens) if token in ends), None)
-    made = list(tokens[:stop])
+    ids = list(tokens[:stop])
     text = tokenizer.decode(
-        made, skip_special_tokens=True, clean_up_tokenization_spaces=cleans_up_spaces
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=cleans_up_spaces
     )
-    return GeneratedText(str(text), len(made), is_cut=stop is None)
+    return GeneratedText(str(text), len(ids), is_cut=stop is None)
 
 
 def refuse_sampling(search: Search, *, task: str, texts: str) -> None:

@@ -27,10 +27,10 @@ def make(cfg: Experiment, places: Places) -> None:
 
     ConfigError for adapters that no run of ours wrote.
     """
-    found = base_source.adapters_of(cfg.base, places)
-    if found is None or base_source.is_whole(found.whole):
+    adapters = base_source.adapters_of(cfg.base, places)
+    if adapters is None or base_source.is_whole(adapters.whole):
         return
-    folder = found.folder
+    folder = adapters.folder
     record = read_json(folder / _RECORD)
     if record is None:
         raise ConfigError(
@@ -45,7 +45,7 @@ def make(cfg: Experiment, places: Places) -> None:
         write_whole(record["experiment"], folder, out, places)
 
     try:
-        build_once(found.whole, build, is_whole=base_source.is_whole)
+        build_once(adapters.whole, build, is_whole=base_source.is_whole)
     finally:
         rng.restore(state)
 

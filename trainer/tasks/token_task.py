@@ -40,6 +40,16 @@ C = TypeVar("C", bound=Experiment)
 _FILLER_WORDS = 6
 
 
+def refuse_beyond_positions(base: Any, max_tokens: int) -> None:
+    """ConfigError when data.max_tokens is longer than the positions that a base has learnt."""
+    positions = getattr(base.config, "max_position_embeddings", None)
+    if positions is not None and max_tokens > positions:
+        raise ConfigError(
+            f"data.max_tokens={max_tokens} is longer than the model's {positions} positions. Use "
+            f"at most {positions}."
+        )
+
+
 class TokenTask(ABC, Generic[C]):
     """A model of transformers under the name `base_name` of the task's module and, if need be, new
     weights as `head`.
@@ -71,15 +81,13 @@ class TokenTask(ABC, Generic[C]):
         """The tokens that end a generated text: the tokenizer's end, then those of
         generation_config.json, of the export that was loaded, else of the base.
         """
-        return list(dict.fromkeys([self.end, *self._ends_of_file()]))
-
-    def _ends_of_file(self) -> list[int]:
         if self._export is not None and generation_file.is_in(self._export):
-            return generation_file.ends_of_base(str(self._export), None)
-        source = base_source.resolve(self.cfg.base, self.places)
-        return generation_file.ends_of_base(
-            source, base_source.config_of(self.cfg.base, self.places)
-        )
+            ends = generation_file.ends_of_base(str(self._export), None)
+        else:
+            source = base_source.resolve(self.cfg.base, self.places)
+            config = base_source.config_of(self.cfg.base, self.places)
+            ends = generation_file.ends_of_base(source, config)
+        return list(dict.fromkeys([self.end, *ends]))
 
     @property
     def exported_ends(self) -> int | list[int]:

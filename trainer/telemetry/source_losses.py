@@ -16,7 +16,8 @@ from trainer.runtime import distributed
 
 class SourceSums:
     """Losses and labels of each source, summed up since they were last logged. Every rank has its
-    own part.
+    own part. A step counts once its update was made: one that is left out (train.on_bad_step) is in
+    no sum, as it is in no count of labels.
     """
 
     def __init__(self, labels: Sequence[str], sums: Sequence[Sequence[float]] = ()) -> None:
@@ -28,16 +29,26 @@ class SourceSums:
         if sums and len(sums) == len(labels) and distributed.is_main():
             self._sums_S2 += torch.tensor(sums, dtype=torch.float64)
         self._sums_S2 = self._sums_S2.to(distributed.device())
+        self._of_step_S2 = torch.zeros_like(self._sums_S2)  # of the last window
 
     @contextmanager
     def adding(self, sources: Sequence[Tensor]) -> Iterator[None]:
-        """The losses that are computed inside, of one window, are added. sources: of its labels, by
-        micro-batch; () without a mix.
+        """The losses that are computed inside, of one window, wait for count(). sources: of its
+        labels, by micro-batch; () without a mix.
         """
+        self._of_step_S2.zero_()
         with keeping_losses(bool(sources)) as losses:
             yield
         if losses:
             self._add(losses, sources)
+
+    def count(self) -> None:
+        """Add those of the last window, whose update was made."""
+        self._sums_S2 += self._of_step_S2
+
+    def own(self) -> list[list[float]]:
+        """(loss, labels) of each source on this rank. No collective."""
+        return self._sums_S2.tolist()
 
     def _add(self, losses: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Nothing is added where the task's loss is over something else than labels."""
@@ -48,8 +59,8 @@ class SourceSums:
         # one sum after the other: index_add on a GPU adds in any order
         for source in range(len(self.labels)):
             is_of_source = source_N == source
-            self._sums_S2[source, 0] += (losses_N.double() * is_of_source).sum()
-            self._sums_S2[source, 1] += is_of_source.sum()
+            self._of_step_S2[source, 0] += (losses_N.double() * is_of_source).sum()
+            self._of_step_S2[source, 1] += is_of_source.sum()
 
     def settle(self) -> list[list[float]]:
         """The sums over all ranks, for a checkpoint; from here on rank 0 holds them. A

@@ -208,8 +208,8 @@ def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
 
 def _about(settings: WandbSettings) -> dict[str, Any]:
     """What sorts the run among others. wandb's own variables count more, and add tags."""
-    named = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",")]
-    tags = [tag[:LONGEST_TAG] for tag in (*settings.tags, *named) if tag]
+    own_tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",")]
+    tags = [tag[:LONGEST_TAG] for tag in (*settings.tags, *own_tags) if tag]
     values = {
         "WANDB_RUN_GROUP": ("group", settings.group),
         "WANDB_JOB_TYPE": ("job_type", JOB_TYPE),

@@ -55,8 +55,8 @@ class Trouble:
 
     def numbers(self) -> dict[str, float]:
         """The numbers for a line of metrics.jsonl."""
-        known = {"bad_loss": self.loss, "deviations": self.deviations}
-        return {k: v for k, v in known.items() if v is not None and math.isfinite(v)}
+        values = {"bad_loss": self.loss, "deviations": self.deviations}
+        return {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
 
     def text(self) -> str:
         """The trouble in words, for a message."""

@@ -348,8 +348,8 @@ def prune(
     present = candidates(root)
     whole = [step for step, folder in present if not _contents(folder)[1]]
     recent = [step for step in whole if step <= last][-keep_last:] if keep_last > 0 else []
-    kept = {*recent, *keep, last, *(step for step in whole if step > last)}
-    removed = [(step, folder) for step, folder in present if step not in kept]
+    survivors = {*recent, *keep, last, *(step for step in whole if step > last)}
+    removed = [(step, folder) for step, folder in present if step not in survivors]
     for _, folder in removed:
         with refusals(folder):
             _remove(folder)
@@ -378,8 +378,8 @@ def _contents(folder: Path) -> tuple[list[WrittenFile], list[str]]:
             wrong.append(f"{record.name}: missing")
         elif (size := path.stat().st_size) != record.size:
             wrong.append(f"{record.name}: size {size}, want {record.size}")
-    known = {MANIFEST, *(record.name for record in records)}
-    extra = sorted(path.name for path in folder.iterdir() if path.name not in known)
+    names = {MANIFEST, *(record.name for record in records)}
+    extra = sorted(path.name for path in folder.iterdir() if path.name not in names)
     return records, wrong + [
         f"{name}: extra, not in {MANIFEST}" for name in extra if not name.startswith(".nfs")
     ]
@@ -389,7 +389,7 @@ def candidates(root: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first. A checkpoint that was set aside counts if
     its replacement never came.
     """
-    found = {
+    folders = {
         int(path.name[5:]): path
         for path in root.glob("step-*")
         if re.fullmatch(r"step-\d+", path.name)
@@ -397,8 +397,8 @@ def candidates(root: Path) -> list[tuple[int, Path]]:
     for path in root.glob(".step-*.old"):
         step = _step_of(path)
         if step is not None:
-            found.setdefault(step, path)
-    return sorted(found.items())
+            folders.setdefault(step, path)
+    return sorted(folders.items())
 
 
 def _step_of(folder: Path | None) -> int | None:
@@ -472,19 +472,19 @@ def read_state(folder: Path) -> dict[str, Any]:
 def _shards(folder: Path, prefix: str) -> list[Path]:
     """The files of `prefix`, by rank; complete, and all of one world."""
     pattern = re.compile(rf"{re.escape(prefix)}-(\d+)-of-(\d+)\.safetensors")
-    found = {
+    shards = {
         (int(match[1]), int(match[2])): path
         for path in folder.glob("*")
         if (match := pattern.fullmatch(path.name))
     }
-    worlds = {world for _, world in found}
-    ranks = sorted(rank for rank, _ in found)
+    worlds = {world for _, world in shards}
+    ranks = sorted(rank for rank, _ in shards)
     if len(worlds) != 1 or ranks != list(range(*worlds)):
-        got = ", ".join(path.name for path in found.values()) or "none"
+        got = ", ".join(path.name for path in shards.values()) or "none"
         raise CheckpointError(
             f"{folder}: got {prefix} shards {got}; want one of every rank. Use another checkpoint."
         )
-    return [found[key] for key in sorted(found)]
+    return [shards[key] for key in sorted(shards)]
 
 
 def made_with() -> dict[str, str]:

@@ -132,7 +132,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 parameter.copy_(weights[name])
 
 
-def _initialized(
+def _initialize(
     model: nn.Module, optimizer: Any, parameters: Mapping[str, nn.Parameter], ds: Mapping[str, Any]
 ) -> Any:
     """DeepSpeed's engine around a model and the optimizer of its trained parameters."""
@@ -186,7 +186,7 @@ class Engine:
         numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         # made before stdout is redirected: building it may compile a kernel, and says so
         optimizer = build_optimizer(groups, ds, optim)
-        engine: Any = _initialized(model, optimizer, self._parameters, ds)
+        engine: Any = _initialize(model, optimizer, self._parameters, ds)
         self.model: Any = engine
         self._frozen = frozen_by_name(model)
         self.optimizer = OptimizerState(
@@ -294,8 +294,8 @@ class Engine:
         with ExitStack() as stack:
             stack.enter_context(mended.NumbersMadeThere())
             if watch is not None and self.stage > 0:
-                shown = mended.before_its_step(self.model, lambda: watch(self._gradients()))
-                stack.enter_context(shown)
+                view = mended.before_its_step(self.model, lambda: watch(self._gradients()))
+                stack.enter_context(view)
             self.model.step()
         self._standstill.end()
         if self.average is not None and not self.step_was_skipped():
@@ -352,7 +352,7 @@ class Engine:
             float(getattr(scaler, "min_scale", scaler.cur_scale)),
         )
 
-    def held_bytes(self) -> dict[str, int]:
+    def bytes_by_kind(self) -> dict[str, int]:
         """Bytes on this device of weights, their gradients and the optimizer's state, as far as
         they can be told.
         """
@@ -367,14 +367,14 @@ class Engine:
         if self.stage == 0 and dtype_of(self._parameters) == torch.float32:
             masters = []  # the weights themselves
         averages = [] if self.average is None else self.average.tensors()
-        held = {
+        groups = {
             "weights": parameters,
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer": [*states, *masters, *averages],
         }
         return {
             name: sum(tensor.nbytes for tensor in tensors if tensor.device == distributed.device())
-            for name, tensors in held.items()
+            for name, tensors in groups.items()
         }
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -400,13 +400,13 @@ class Engine:
         keep: says which parameters this rank holds on to; the others are gathered and dropped one
         by one. with_frozen: also those that would train but for train.freeze.
         """
-        kept: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         every = {**self._parameters, **(self._frozen if with_frozen else {})}
         for k, (name, parameter) in enumerate(every.items()):
             with deepspeed.zero.GatheredParameters([parameter]):
                 if keep(k):
-                    kept[name] = parameter.detach().to("cpu", copy=True).contiguous()
-        return kept
+                    copies[name] = parameter.detach().to("cpu", copy=True).contiguous()
+        return copies
 
     def own_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Weights and optimizer tensors that a checkpoint takes from this rank, where they are: to
@@ -422,11 +422,11 @@ class Engine:
         weights: dict[str, Tensor] = {}
         for k, (name, parameter) in enumerate(self._parameters.items()):
             if hasattr(parameter, "ds_tensor"):
-                held: Tensor = parameter.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
-                shape, start = shape_of(parameter), rank * held.numel()
-                count = max(min(shape.numel() - start, held.numel()), 0)
+                shard: Tensor = parameter.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
+                shape, start = shape_of(parameter), rank * shard.numel()
+                count = max(min(shape.numel() - start, shard.numel()), 0)
                 if count:
-                    weights[piece_name(name, start, shape)] = held.detach().reshape(-1)[:count]
+                    weights[piece_name(name, start, shape)] = shard.detach().reshape(-1)[:count]
             elif k % world == rank:
                 weights[name] = parameter.detach()
         return weights, self.optimizer.own_tensors()

@@ -124,7 +124,9 @@ def _windows(
 def _count(session: Session, progress: Progress, step: Step, window: StepBatches) -> None:
     """Add a step to the progress, the speed and the chain of proofs."""
     progress.step = window.step + 1
-    progress.units += 0 if step.trouble else step.units
+    if not step.trouble:
+        progress.units += step.units
+        session.sums.count()
     session.meter.add(step.units)
     norm = math.nan if step.trouble else session.engine.norm()
     session.chain.add(progress.step, window.rows, step.loss, norm)

@@ -97,15 +97,15 @@ class OptimizerState:
         if self._stage > 0 and not self.inner().state:
             self.make_empty()  # before the first step: DeepSpeed creates the moments lazily
         self._link_states()
-        kept: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         for k, (name, parameter) in enumerate(self._parameters.items()):
             for key, shape in self._state_shapes(parameter).items():
                 value = self._get(parameter, key)
                 if keep(k):
-                    kept[f"{name}|{key}"] = (
+                    copies[f"{name}|{key}"] = (
                         value.detach().to("cpu", copy=True).reshape(shape).contiguous()
                     )
-        return kept
+        return copies
 
     def pieces(self) -> Iterator[tuple[str, str, int, Tensor]]:
         """(parameter, key, start, values) of what this rank holds of every master and moment, where
@@ -143,8 +143,8 @@ class OptimizerState:
                 flat = zero.fp32_partitioned_groups_flat[group].detach()
                 yield name, start, flat.narrow(0, offset, count)
             elif parameter._hp_mapping is not None:  # pyright: ignore[reportAttributeAccessIssue]
-                held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
-                yield name, held.lp_fragment_address.start, held.get_hp_fragment().detach()
+                mapping = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+                yield name, mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach()
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint takes from this rank, where it is: views, to be copied before the next
@@ -152,17 +152,17 @@ class OptimizerState:
         """
         if self._stage > 0 and not self.inner().state:
             self.make_empty()  # before the first step: DeepSpeed creates the moments lazily
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, key, start, part in self.pieces():
             shapes = self._state_shapes(self._parameters[name])
             if key not in shapes:
                 continue  # in fp32 the weights are the master copy
             whole, place = part.numel() == shapes[key].numel(), f"{name}|{key}"
             if whole:
-                found[place] = part.detach().reshape(shapes[key])
+                tensors[place] = part.detach().reshape(shapes[key])
             elif part.numel():
-                found[piece_name(place, start, shapes[key])] = part.detach().reshape(-1)
-        return found
+                tensors[piece_name(place, start, shapes[key])] = part.detach().reshape(-1)
+        return tensors
 
     def shapes(self) -> dict[str, torch.Size]:
         """The names and shapes of what tensors() gives."""
@@ -173,31 +173,32 @@ class OptimizerState:
         }
 
     def scalars(self) -> dict[str, float | int]:
-        """What else an exact resume needs: the count of optimizer steps, that of each group of
-        parameters with another count and, in fp16, the loss scaler's counters.
+        """What else an exact resume needs: the count of optimizer steps, that of each parameter
+        with another count and, in fp16, the counters of the loss scaler.
         """
         steps = [
             max((int(state["step"]) for state in states if "step" in state), default=None)
             for states in self._states_of_groups()
         ]
         most = max((count for count in steps if count is not None), default=0)
-        found: dict[str, float | int] = {STEP: most}
-        for number, count in enumerate(steps):
+        values: dict[str, float | int] = {STEP: most}
+        for name, parameter in self._parameters.items():
+            count = steps[self._group_numbers[id(parameter)]]
             if count is not None and count != most:  # it stood still for a while (train.freeze)
-                found[f"{STEP}.{number}"] = count
+                values[f"{STEP}|{name}"] = count
         for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
             if self._engine.fp16_enabled() and hasattr(self._engine.optimizer.loss_scaler, key):
-                found[f"scaler.{key}"] = getattr(self._engine.optimizer.loss_scaler, key)
-        return found
+                values[f"scaler.{key}"] = getattr(self._engine.optimizer.loss_scaler, key)
+        return values
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
         """Put back what tensors() and scalars() gave.
 
         The weights were loaded before the engine was made.
         """
-        wanted = set(self.shapes())
-        if wanted != tensors.keys():
-            missing, extra = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
+        keys = set(self.shapes())
+        if keys != tensors.keys():
+            missing, extra = sorted(keys - tensors.keys()), sorted(tensors.keys() - keys)
             raise CheckpointError(
                 f"optimizer state does not fit: missing {missing[:3]}, unexpected {extra[:3]}"
             )
@@ -208,10 +209,13 @@ class OptimizerState:
                 if not key.startswith(SCALE):
                     self._set(parameter, key, tensors, f"{name}|{key}")
         self._set_scales(tensors)
+        counts = {  # by group; a run that goes on with another one may have other groups
+            self._group_numbers[id(parameter)]: int(scalars.get(f"{STEP}|{name}", scalars[STEP]))
+            for name, parameter in self._parameters.items()
+        }
         for number, states in enumerate(self._states_of_groups()):
-            count = int(scalars.get(f"{STEP}.{number}", scalars[STEP]))
             for state in states:
-                _count(state, count)
+                _count(state, counts[number])
         for key, value in scalars.items():
             if key.startswith("scaler."):
                 setattr(self._engine.optimizer.loss_scaler, key.removeprefix("scaler."), value)
@@ -250,21 +254,21 @@ class OptimizerState:
             zero = self._engine.optimizer
             index, start, count = zero.grad_position[zero.get_param_id(parameter)]
             return zero.fp32_partitioned_groups_flat[index], start, count
-        held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+        mapping = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
         (flat,) = self.inner().param_groups[self._group_numbers[id(parameter)]]["params"]
-        at = held.hp_fragment_address if held is not None else None
+        at = mapping.hp_fragment_address if mapping is not None else None
         return flat, at.start if at else 0, at.numel if at else 0
 
     def _start(self, parameter: nn.Parameter) -> int:
         """The first element of a weight that this rank keeps, if it keeps any, from stage 1 on."""
         if self._stage == 3:
             return distributed.rank() * parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
-        held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
-        return held.lp_fragment_address.start if held is not None else 0
+        mapping = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+        return mapping.lp_fragment_address.start if mapping is not None else 0
 
     def _matrices(self) -> dict[Tensor, list[tuple[Piece | None, torch.Size]]]:
         """The matrices that Muon steps, and this rank's pieces of them, by flat vector."""
-        found: dict[Tensor, list[tuple[Piece | None, torch.Size]]] = {}
+        pieces: dict[Tensor, list[tuple[Piece | None, torch.Size]]] = {}
         for parameter in self._parameters.values():
             if self.inner().param_groups[self._group_numbers[id(parameter)]]["rule"] == ADAMW:
                 continue
@@ -272,8 +276,8 @@ class OptimizerState:
             shape, start = shape_of(parameter), self._start(parameter)
             count = min(count, shape.numel() - start)  # without padding
             piece = Piece(start, at, count) if count > 0 else None
-            found.setdefault(flat, []).append((piece, shape))
-        return found
+            pieces.setdefault(flat, []).append((piece, shape))
+        return pieces
 
     def _local(self, parameter: nn.Parameter, key: str) -> Tensor:
         """This rank's part of a tensor, from stage 1 on."""
@@ -283,8 +287,8 @@ class OptimizerState:
             flat, start, count = self._flat_part(parameter)
             return inner.scales(flat, key, start=start, count=count)
         if self._stage < 3:
-            held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
-            return held.get_hp_fragment(None if key == MASTER else key)
+            mapping = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+            return mapping.get_hp_fragment(None if key == MASTER else key)
         value = (
             safe_get_local_fp32_param(parameter)
             if key == MASTER
@@ -309,7 +313,7 @@ class OptimizerState:
                 return inner.scales(master, key, start=0, count=master.numel())
             return state[key]
         if key.startswith((SCALE, "code")):
-            return self._gathered(parameter, key)
+            return self._gather(parameter, key)
         value = (
             safe_get_full_fp32_param(parameter)
             if key == MASTER
@@ -318,7 +322,7 @@ class OptimizerState:
         assert value is not None, "stages 1-3 map every trainable parameter"
         return value
 
-    def _gathered(self, parameter: nn.Parameter, key: str) -> Tensor:
+    def _gather(self, parameter: nn.Parameter, key: str) -> Tensor:
         """A full tensor of 8-bit moments, which DeepSpeed's own functions take for fp32."""
         shape, start = shape_of(parameter), self._start(parameter)
         whole = torch.zeros(shape.numel(), device=distributed.device())
@@ -343,10 +347,10 @@ class OptimizerState:
             else:
                 safe_set_local_optimizer_state(parameter, piece, key)
         else:
-            held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
-            if held is not None:
-                at = held.lp_fragment_address
-                target = held.get_hp_fragment(None if key == MASTER else key)
+            mapping = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+            if mapping is not None:
+                at = mapping.lp_fragment_address
+                target = mapping.get_hp_fragment(None if key == MASTER else key)
                 target.data.copy_(part_of(tensors, name, at.start, at.numel))
 
     def _set_scales(self, tensors: Mapping[str, Tensor]) -> None:
@@ -356,7 +360,7 @@ class OptimizerState:
             return
         for number in (1, 2):
             key = f"{SCALE}{number}"
-            found: dict[Tensor, Tensor] = {}
+            by_flat: dict[Tensor, Tensor] = {}
             for name, parameter in self._parameters.items():
                 if key not in self._state_shapes(parameter):
                     continue
@@ -366,12 +370,12 @@ class OptimizerState:
                     at, start, count = 0, 0, flat.numel()
                 else:
                     (flat, at, count), start = self._flat_part(parameter), self._start(parameter)
-                if flat not in found:
-                    found[flat] = torch.full((flat.numel(),), torch.nan, device=flat.device)
+                if flat not in by_flat:
+                    by_flat[flat] = torch.full((flat.numel(),), torch.nan, device=flat.device)
                 if count:
                     part = part_of(tensors, place, start, count)
-                    found[flat][at : at + part.numel()] = part.to(flat.device)
-            for flat, scales in found.items():
+                    by_flat[flat][at : at + part.numel()] = part.to(flat.device)
+            for flat, scales in by_flat.items():
                 inner.put(flat, number, scales)
 
     @torch.no_grad()

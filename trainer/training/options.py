@@ -66,12 +66,12 @@ class Options(RunFlags):
         number = exp_id(values)
         folder = self.savedir_base.absolute() / number
         # an evaluation, and a run that goes on by its id alone, keep the name of the first start
-        kept = (read_json(folder / "status.json") or {}).get("name")
-        name = self.names.get(number) or str(kept or "")
+        last_name = (read_json(folder / "status.json") or {}).get("name")
+        name = self.names.get(number) or str(last_name or "")
         return WandbSettings(
             self.wandb_entity_name,
             self.wandb_project_name,
-            name=self._shown(name) or number,
+            name=self._wandb_name(name) or number,
             id=number,
             config=values,
             group=self.group or None,
@@ -80,7 +80,7 @@ class Options(RunFlags):
             keeps_artifacts=self.wandb_artifacts,
         )
 
-    def _shown(self, name: str) -> str:
+    def _wandb_name(self, name: str) -> str:
         """The name in wandb: the one that was given, with what tells the run from its siblings."""
         apart = name.removeprefix(self.group).strip()
         if self.wandb_run_name is None or apart in ("", "1/1"):

@@ -64,12 +64,7 @@ def plan(
     name = exp_id(values)
     data = options.data_path
     if data is not None and not data.is_dir():
-        problem = f"there is no such folder (from {Path.cwd()}). Give the folder of the data."
-        if data.exists():
-            problem = (
-                f"it is a file, and its folder is wanted, which holds every split: {data.parent}."
-            )
-        raise DataError(f"--data_path {data}: {problem}")
+        raise DataError(_no_folder(data))
     cfg = tasks.parse(values, source=f"experiment {name}")
     refuse_missing(getattr(cfg, "data", None), data)
     if cfg.train.micro_batch == 0:  # "auto": `run` chooses
@@ -102,6 +97,16 @@ def plan(
     return RunPlan(values, cfg, name, folder, ds, sharding, options.names.get(name, ""))
 
 
+def _no_folder(data: Path) -> str:
+    """Why --data_path is no folder of rows."""
+    problem = f"there is no such folder (from {Path.cwd()}). Give the folder of the data."
+    if data.parts[:1] == ("~",):
+        problem += " A shell writes the home for ~ behind a space, and not behind =."
+    if data.exists():
+        problem = f"it is a file, and its folder is wanted, which holds every split: {data.parent}."
+    return f"--data_path {data}: {problem}"
+
+
 def with_rows(
     plan: RunPlan, num_rows: int, sources: Sequence[int] = (), *, until: int | None = None
 ) -> RunPlan:
@@ -120,15 +125,15 @@ def with_rows(
     if train.epochs is not None:
         count = all_epochs.count(train.epochs)
         steps = math.ceil(count)
-        said = (
+        line = (
             f"{train.epochs:g} epochs of {num_rows:,} rows in steps of {train.global_batch} are "
             f"{steps:,} steps"
         )
         if train.steps not in (0, steps):
-            raise ConfigError(f"train.steps={train.steps}, but {said}. Leave one of the two out.")
+            raise ConfigError(f"train.steps={train.steps}, but {line}. Leave one of the two out.")
         filled = round((steps - count) * train.global_batch)
         more = f"; {filled} rows of one more epoch fill the last" if filled else ""
-        logger.info("%s%s", said, more)
+        logger.info("%s%s", line, more)
         own = {**plan.values, "train": {**plan.values["train"], "steps": steps}}
         tasks.parse(own, source=f"experiment {plan.id}, with its {steps} steps")
     if isinstance(all_epochs, Mixture):
@@ -143,11 +148,11 @@ def with_rows(
 
 def mixed_line(mixture: Mixture, steps: int) -> str:
     """The rows of each source, how many a run takes of them, and how often it reads them."""
-    taken, epochs_of_sources = mixture.taken(steps), mixture.epochs_after(steps)
+    counts, epochs_of_sources = mixture.taken(steps), mixture.epochs_after(steps)
     parts = [
-        f"{name}: {count:,} of {sum(taken):,} rows, {epochs:.2f} epochs of its {size:,}"
+        f"{name}: {count:,} of {sum(counts):,} rows, {epochs:.2f} epochs of its {size:,}"
         for name, count, epochs, size in zip(
-            mixture.mix.names, taken, epochs_of_sources, mixture.sizes, strict=True
+            mixture.mix.names, counts, epochs_of_sources, mixture.sizes, strict=True
         )
     ]
     return f"mix of {steps:,} steps: {'; '.join(parts)}"

@@ -100,10 +100,10 @@ def evaluate_rows(
     def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
         collated = task.collate([store[row] for row in rows])
         with name_batch_when_out_of_memory([collated]):
-            found = task.scores(model.model, to_device(collated))
-        means = {name: score for name, score in found.items() if isinstance(score, Ratio)}
+            of_batch = task.scores(model.model, to_device(collated))
+        means = {name: score for name, score in of_batch.items() if isinstance(score, Ratio)}
         own.append((rows[0], means))
-        return found
+        return of_batch
 
     with _evaluation(model):
         scores([0])  # on every rank: shows which metrics are means
@@ -134,10 +134,10 @@ def pool(model: Scored, task: Task, store: TokenStore, *, name: str, batch: int)
     """
 
     def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
-        found = task.scores(model.model, to_device(task.collate([store[row] for row in rows])))
+        of_batch = task.scores(model.model, to_device(task.collate([store[row] for row in rows])))
         return {
             key: score
-            for key, score in found.items()
+            for key, score in of_batch.items()
             if key == name and isinstance(score, GatheredValues)
         }
 
@@ -192,10 +192,10 @@ def answer(
         return answered.scores
 
     with _evaluation(model):
-        found = _merge(scores, store, len(questions), batch=batch, stop=stop)
+        means = _merge(scores, store, len(questions), batch=batch, stop=stop)
     by_row = {row: texts for part in distributed.gather(list(own.items())) for row, texts in part}
     answers = [by_row[row] for row in range(len(questions))]
-    return found | scores_by_dataset(questions, [best for best, *_ in answers]), answers
+    return means | scores_by_dataset(questions, [best for best, *_ in answers]), answers
 
 
 @contextmanager
@@ -231,11 +231,11 @@ def _merge(
         def of_part(places: list[int], first: int = rows.start) -> Mapping[str, Any]:
             return scores([first + place for place in places])
 
-        found = _sum_scores(of_part, lengths[of_rows], batch=batch, stop=stop)
-        for name, score in found.items():
+        of_source = _sum_scores(of_part, lengths[of_rows], batch=batch, stop=stop)
+        for name, score in of_source.items():
             total[name] = total[name] + score if name in total else score
         if source is not None:
-            by_source |= {f"{name}_{source}": one for name, one in _numbers(found).items()}
+            by_source |= {f"{name}_{source}": one for name, one in _numbers(of_source).items()}
     return _numbers(total) | by_source
 
 
@@ -255,7 +255,7 @@ def _sum_scores(
     stop: Callable[[], None] | None = None,
 ) -> dict[str, Ratio | GatheredValues]:
     """`scores(rows)` merged over all rows and ranks; all ranks call it equally often."""
-    found: dict[str, Ratio | GatheredValues] = {}
+    totals: dict[str, Ratio | GatheredValues] = {}
     shares = evaluation_batches(
         len(lengths), lengths, batch=batch, world=distributed.world(), rank=distributed.rank()
     )
@@ -264,15 +264,15 @@ def _sum_scores(
             stop()
         for name, score in scores(rows.tolist()).items():
             score = score if counted else _nothing(score)
-            found[name] = found[name] + score if name in found else score  # pyright: ignore[reportOperatorIssue]
-    for name, score in found.items():
+            totals[name] = totals[name] + score if name in totals else score  # pyright: ignore[reportOperatorIssue]
+    for name, score in totals.items():
         if isinstance(score, Ratio):
             parts = torch.stack([score.num.double(), score.den.double()])
-            found[name] = Ratio(*distributed.total(parts))
+            totals[name] = Ratio(*distributed.total(parts))
         else:
             rows = torch.cat(distributed.gather_rows(score.values)).cpu()
-            found[name] = GatheredValues(rows, score.reduce)
-    return found
+            totals[name] = GatheredValues(rows, score.reduce)
+    return totals
 
 
 def _nothing(score: Ratio | GatheredValues) -> Ratio | GatheredValues:

@@ -76,7 +76,7 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     """
     try:
         with session.meter.pause():
-            improved = _is_best(session, progress, _scored(session, progress))
+            improved = _is_best(session, progress, _every_score(session, progress))
     except Stopped:
         if not is_saved:
             session.save(progress)
@@ -122,7 +122,7 @@ def evaluate_pause(session: Session, progress: Progress) -> bool:
     if distributed.on_main(lambda: session.record.logged_scores(progress.step)) is None:
         try:
             with session.meter.pause():
-                _scored(session, progress)
+                _every_score(session, progress)
         except Stopped:
             return False
     session.record.end_early(
@@ -132,7 +132,7 @@ def evaluate_pause(session: Session, progress: Progress) -> bool:
     return True
 
 
-def _scored(session: Session, progress: Progress) -> dict[str, float]:
+def _every_score(session: Session, progress: Progress) -> dict[str, float]:
     """The metrics of the present step on every validation set, which are logged and recorded. A
     collective.
     """

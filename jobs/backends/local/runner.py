@@ -161,9 +161,9 @@ class Runner:
             if self.troubles.get(token) != reason:
                 self.troubles[token] = reason
                 text = f"{token}: {reason}"
-                told = text.encode(errors="backslashreplace").decode()
+                line = text.encode(errors="backslashreplace").decode()
                 # a traceback would hold the bytes of a name that is no UTF-8
-                log.warning("%s", told, exc_info=error if told == text else None)
+                log.warning("%s", line, exc_info=error if line == text else None)
             if token not in self.live and not is_transient(error):
                 self.waiting.pop(token, None)
                 with contextlib.suppress(OSError, LatheError):  # it says so in the log, then

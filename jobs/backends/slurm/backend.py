@@ -24,11 +24,11 @@ from jobs.backends.slurm.squeue import (
     NO_NODES,
     OUT_OF_USE,
     QueueLine,
+    arrays_in_queue,
     ask,
     call,
     config,
     history,
-    known_arrays,
     list_lines,
     nodes,
     observe,
@@ -163,7 +163,7 @@ class Slurm:
             rows |= {row.id: row for row in past(gone[first : first + MANY])}
         missing = {job_id for job_id in gone if job_id not in rows and "_" in job_id}
         arrays = sorted({job_id.partition("_")[0] for job_id in missing})
-        known = known_arrays(arrays) if arrays else set[str]()
+        known = arrays_in_queue(arrays) if arrays else set[str]()
         is_short = any(row.reason.startswith(NO_NODES) for row in rows.values())
         around = nodes() if is_short else []
         return {

@@ -240,11 +240,11 @@ def past(ids: Sequence[str]) -> Iterator[QueueLine]:
             code, _, number = fields[2].partition(":")
             status = (int(code) << 8 | int(number)) if code.isdigit() and number.isdigit() else 0
             host = "" if fields[3].startswith("None") else fields[3]
-            for job_id in _expanded(fields[0], ids):
+            for job_id in _ids_of_row(fields[0], ids):
                 yield QueueLine(job_id, fields[1], status, host=host)
 
 
-def _expanded(job_id: str, ids: Sequence[str]) -> list[str]:
+def _ids_of_row(job_id: str, ids: Sequence[str]) -> list[str]:
     """The ids of `ids` that a row of sacct speaks of: "7_[0,4-9:2%3]" means 7_0, 7_4, 7_6, 7_8."""
     match = WAITING_ELEMENTS.match(job_id)
     if match is None:
@@ -259,7 +259,7 @@ def _expanded(job_id: str, ids: Sequence[str]) -> list[str]:
     return members
 
 
-def known_arrays(arrays: Sequence[str]) -> set[str]:
+def arrays_in_queue(arrays: Sequence[str]) -> set[str]:
     """Those of these arrays of which the controller still knows some element."""
     return {row.id.partition("_")[0] for row in queue_lines(arrays)}
 

@@ -113,7 +113,7 @@ class Toolkit:
                 f"toolkit: after={spec.after}: Toolkit has no dependencies between jobs. Leave "
                 "it out."
             )
-        return _rendered(spec)
+        return _render(spec)
 
     def rehearse(self, rendered: Rendered) -> str | None:
         """None: `eai` has no dry run."""
@@ -223,7 +223,7 @@ class Toolkit:
         return answer
 
 
-def _rendered(spec: JobSpec) -> Rendered:
+def _render(spec: JobSpec) -> Rendered:
     """The `eai job new` that runs the wrapper under the name of its token, and its values as
     JSON. The folders that it reads and writes must lie in a mount.
     """

@@ -60,10 +60,10 @@ def update_index(
                 scores = best_scores(base.run(row.exp_id), experiment)
             except Exception as error:  # of any kind: one run must not hide the others
                 problems[row.exp_id] = reason_of(error, base.run(row.exp_id).path)
-        named = row if row.by_hand else replace(row, name=names.get(row.exp_id, ""))
+        own_row = row if row.by_hand else replace(row, name=names.get(row.exp_id, ""))
         reason = for_client(row.reason or "", base.path)
-        card = run_card(replace(named, reason=reason), scores, experiment)
-        entries.append(_entry(named, card, experiment, marks[row.exp_id]))
+        card = run_card(replace(own_row, reason=reason), scores, experiment)
+        entries.append(_entry(own_row, card, experiment, marks[row.exp_id]))
     index.write_runs(entries)
     # every run of a group with a new run is named after the values that distinguish it
     for group in {row.group for row in rows if not row.by_hand and row.exp_id not in names}:

@@ -65,8 +65,8 @@ async def preview(request: Request) -> Response:
     body = await read_body(request, AskPreview, keeper.config)
     async with shares_of(request).turn("preview", client.name):
         ticket = await run_in_threadpool(new_ticket, keeper, client, body, "preview")
-        shown = await run_in_threadpool(_look, keeper, ticket, body.part, is_operator(request))
-    return PlainJSON(shown)
+        answer = await run_in_threadpool(_look, keeper, ticket, body.part, is_operator(request))
+    return PlainJSON(answer)
 
 
 def _look(keeper: Keeper, ticket: Ticket, part: str, sees_places: bool) -> Values:
@@ -78,16 +78,19 @@ def _look(keeper: Keeper, ticket: Ticket, part: str, sees_places: bool) -> Value
         words = ["-m", "trainer", "stats" if part == "rows" else "plan", "--json"]
         words += ["--data_path", str(folder), "--cache_dir", str(folder / "cache")]
         words += ["--savedir_base", str(keeper.folder.base.path)]
-        words += _devices(offer) if part == "plan" else []
+        if part == "plan":
+            job = JobConfig.model_validate(offer.job)
+            words += ["--world", str(world_of(offer)), "--nodes", str(job.nodes)]
+            words += [] if offer.device is None else ["--device", offer.device]
         # of all rows, for only the first ones are counted here
         experiments = with_steps([ticket.experiment], ticket.steps)
-        done = look(words, experiments, folder, within_s=PREVIEW_S)
-    if done.returncode:
-        text = _reason(done.stderr[-MAX_OUTPUT:]) or f"It ended with code {done.returncode}."
+        process = look(words, experiments, folder, within_s=PREVIEW_S)
+    if process.returncode:
+        text = _reason(process.stderr[-MAX_OUTPUT:]) or f"It ended with code {process.returncode}."
         text = text.replace(f"{folder}/", "")
         raise Refusal(400, text if sees_places else without_places(text), code="invalid_value")
-    shown = cast("Values", json.loads(done.stdout))
-    return {**counts, **(_rows_of(shown) if part == "rows" else _plan_of(shown, ticket, offer))}
+    answer = cast("Values", json.loads(process.stdout))
+    return {**counts, **(_rows_of(answer) if part == "rows" else _plan_of(answer, ticket, offer))}
 
 
 def _reason(printed: str) -> str:
@@ -132,13 +135,6 @@ def _refuse_mistakes(param: str, checked: Upload | rows.RowReport | None) -> Non
     if checked is not None and checked.num_mistakes:
         lines = [f"{param}: {checked.num_mistakes} mistake(s)", *map(str, checked.mistakes)]
         raise Refusal(400, "\n".join(lines), param=param, code=f"invalid_{param}")
-
-
-def _devices(offer: Offer) -> list[str]:
-    """The flags of `plan` for the devices on which jobs of an offer run."""
-    job = JobConfig.model_validate(offer.job)
-    words = ["--world", str(world_of(offer)), "--nodes", str(job.nodes)]
-    return words if offer.device is None else [*words, "--device", offer.device]
 
 
 def _rows_of(statistics: Values) -> Values:

@@ -31,7 +31,7 @@ from jobs.job_state import ACTIVE
 from jobs.record.paths import RunFolder, is_exp_id
 from jobs.record.patience import PatientBackends
 from jobs.record.row import Row
-from jobs.record.status import survey
+from jobs.record.status import survey, total_steps
 from jobs.record.times import now
 from jobs.serve.index import Index, MetricsPlace
 from jobs.serve.job_view import (
@@ -92,7 +92,7 @@ class FolderReader:
 
     def read_changes(self) -> dict[str, Facts]:
         """Read everything that may have changed; returns the jobs among it."""
-        facts = self.run_part("the jobs", lambda: self.read_jobs(self._changed()), {})
+        facts = self.run_part("the jobs", lambda: self.read_jobs(self._jobs_with_changes()), {})
         self.run_part("the uploads", self._take_in_uploads, None)
         self.read_runs()
         return facts
@@ -101,22 +101,20 @@ class FolderReader:
         """Write the runs that may have changed to the index."""
         self.run_part("the runs", self._take_in_runs, None)
 
-    def _changed(self) -> list[str]:
-        """Ids of the jobs whose files may have changed since they were read."""
+    def _jobs_with_changes(self) -> list[str]:
+        """Ids of the jobs whose files may have changed since they were read. What is kept in memory
+        of jobs that have ended, or whose folder is gone, is forgotten.
+        """
         marks, waiting = self.index.job_marks(), self.index.open_jobs()
         names = set(self.folder.ticket_ids())
         self.open_ids = (names & waiting) | (names - marks.keys())
-        self._forget_all_but(names)
-        return [name for name in names if name in self.open_ids or self._marks(name) != marks[name]]
-
-    def _forget_all_but(self, names: Collection[str]) -> None:
-        """Forget what is kept in memory of jobs that have ended, or whose folder is gone."""
         parts = {index_part(name) for name in names}
         parts |= {part for name in self.open_ids for part in (name, failure_part(name))}
         self.failing.keep(parts, prefix=JOB)
         self.unreadable.keep(names, prefix=JOB)
         with self._looking:
             self._exp_ids = {name: self._exp_ids[name] for name in self._exp_ids if name in names}
+        return [name for name in names if name in self.open_ids or self._marks(name) != marks[name]]
 
     def _take_in_uploads(self) -> None:
         """Write new uploads to the index, and remove those that are gone."""
@@ -141,9 +139,9 @@ class FolderReader:
             upload = folder.read()
         except Exception as error:  # of any kind: other uploads are read all the same
             self._note_unreadable(file_id, error, folder.path)
-            told = reason_for_client(error, folder.path, self.folder.base.path)
+            message = reason_for_client(error, folder.path, self.folder.base.path)
             before, since = self.index.upload(file_id), folder.path.lstat().st_mtime
-            upload = unreadable(file_id, told, since, before)
+            upload = unreadable(file_id, message, since, before)
         else:
             self.unreadable.end(file_id)
         if upload is not None:
@@ -155,10 +153,10 @@ class FolderReader:
 
     def _take_in_runs(self) -> None:
         troubled = [name for name in self.unreadable.reasons if is_exp_id(name)]
-        found = update_index(self.index, self.folder.base, self.observed_by, troubled)
-        for name in set(troubled) - found.keys():
+        reasons = update_index(self.index, self.folder.base, self.observed_by, troubled)
+        for name in set(troubled) - reasons.keys():
             self.unreadable.end(name)
-        for name, reason in found.items():
+        for name, reason in reasons.items():
             kind = without_numbers(reason)
             self.unreadable.note(name, reason, kind=kind, is_transient=True)
 
@@ -196,11 +194,11 @@ class FolderReader:
         """
         rows = survey(self.folder.base, only=exp_ids, backend_of=self.observed_by)
         return {
-            row.exp_id: row if row.read_error else replace(row, reason=self._told(row.reason))
+            row.exp_id: row if row.read_error else replace(row, reason=self._for_client(row.reason))
             for row in rows
         }
 
-    def _told(self, text: str | None) -> str | None:
+    def _for_client(self, text: str | None) -> str | None:
         """What clients are told of a text: with paths below the savedir_base, and no other ones."""
         return None if text is None else for_client(text, self.folder.base.path)
 
@@ -212,8 +210,8 @@ class FolderReader:
             exp_ids = {name: self._exp_id(name) for name in job_ids}
             rows = self.rows([name for name in exp_ids.values() if name is not None])
             for name, exp_id in exp_ids.items():
-                put = partial(self._put, name, rows.get(exp_id or ""), marks[name])
-                facts = self.run_part(index_part(name), put, None)
+                read = partial(self._read_job, name, rows.get(exp_id or ""), marks[name])
+                facts = self.run_part(index_part(name), read, None)
                 if facts is not None:
                     by_id[name] = facts
         return by_id
@@ -224,7 +222,7 @@ class FolderReader:
         """
         return job_id in self.unreadable or index_part(job_id) in self.failing
 
-    def _put(self, job_id: str, row: Row | None, marks: str) -> Facts | None:
+    def _read_job(self, job_id: str, row: Row | None, marks: str) -> Facts | None:
         """Read one job and write it to the index; None when there is nothing to be done for it."""
         try:
             facts = self.facts(job_id, row)
@@ -237,11 +235,11 @@ class FolderReader:
         except Exception as error:  # of any kind: the jobs of others are read all the same
             if is_of_index(error):  # its folder is none the worse
                 raise
-            return self._put_unreadable(job_id, row, marks, error)
+            return self._index_unreadable(job_id, row, marks, error)
         self.unreadable.end(job_id)
         return facts
 
-    def _put_unreadable(
+    def _index_unreadable(
         self, job_id: str, row: Row | None, marks: str, error: Exception
     ) -> Facts | None:
         """Write to the index that a job has failed because it cannot be read, with all of it that
@@ -295,8 +293,7 @@ class FolderReader:
         place = self.index.metrics_place(ticket.id)
         metrics: list[JobEvent] = []
         if is_readable:
-            total = None if facts.row is None else facts.row.total
-            metrics, place = new_metric_events(ticket, self._run(ticket), place, total)
+            metrics, place = new_metric_events(ticket, self._run(ticket), place)
         events = [*state_events(facts, organization), *metrics]
         is_alive = facts.row is not None and facts.row.state in (*ACTIVE, "paused")
         self.index.write_job(
@@ -316,7 +313,7 @@ class FolderReader:
         body, base = job_object(facts, self.organization), self.folder.base.path
         if body["error"] is not None:
             body["error"]["message"] = without_base(body["error"]["message"], base)
-        body["lathe"]["reason"] = self._told(body["lathe"]["reason"])
+        body["lathe"]["reason"] = self._for_client(body["lathe"]["reason"])
         return body
 
     def _exp_id(self, job_id: str) -> str | None:
@@ -363,10 +360,9 @@ def _readable(read: Callable[[], T]) -> T | None:
 
 
 def new_metric_events(
-    ticket: Ticket, run: RunFolder, before: MetricsPlace, total: int | None
+    ticket: Ticket, run: RunFolder, before: MetricsPlace
 ) -> tuple[list[JobEvent], MetricsPlace]:
-    """The events of the lines of metrics.jsonl after a place, and the place after them. total: the
-    steps of the run, if its folder says them.
+    """The events of the lines of metrics.jsonl after a place, and the place after them.
 
     A run that resumes truncates its file: then the events are made from the first line on, and
     those that the index already has stay as they are.
@@ -382,7 +378,8 @@ def new_metric_events(
             place = MetricsPlace(end, _digest(file, end))
     except (FileNotFoundError, NotADirectoryError):
         return [], MetricsPlace()
-    return list(metric_events(ticket, lines, written_at, total)), place
+    # After the lines: a training that has just begun says its steps before it writes a line.
+    return list(metric_events(ticket, lines, written_at, total_steps(run))), place
 
 
 def _digest(file: Any, end: int) -> str:

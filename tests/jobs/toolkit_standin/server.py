@@ -70,13 +70,8 @@ class Job:
 
     def shown(self) -> dict[str, Any]:
         tags = [f"{key}={value}" for key, value in self.spec["tags"].items()]
-        told = {
-            "id": self.id,
-            "state": self.state,
-            "stateInfo": self.info,
-            "alive": not self.is_dead,
-        }
-        return {**told, "runs": self.runs, **self.spec, "tags": tags}
+        facts = {"id": self.id, "state": self.state, "stateInfo": self.info}
+        return {**facts, "alive": not self.is_dead, "runs": self.runs, **self.spec, "tags": tags}
 
 
 class Service:

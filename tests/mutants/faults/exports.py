@@ -34,7 +34,7 @@ FAULTS = [
         tests=EXPORTS,
     ),
     Fault(
-        "trainer/tasks/causal_lm/chat.py",
+        "trainer/data/chat/chat_template.py",
         "        return scored[-1]",
         "        return end",
         why="generation runs on behind the end of the assistant's turn",
@@ -62,14 +62,14 @@ FAULTS = [
         tests=PROMPTS,
     ),
     Fault(
-        "trainer/tasks/causal_lm/chat.py",
+        "trainer/data/chat/chat_template.py",
         "self._writer.text(messages, None).lstrip().startswith(token)",
         "token in self._writer.text(messages, None)",
         why="a token that ends answers is taken for the one that opens a conversation",
         tests=PROMPTS,
     ),
     Fault(
-        "trainer/tasks/causal_lm/chat.py",
+        "trainer/data/chat/chat_template.py",
         ".lstrip().startswith(token)",
         ".startswith(token)",
         why="a conversation that a template opens behind a blank is opened twice",
@@ -168,8 +168,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/vocabulary.py",
-        '"GPT2Tokenizer" if named in (None, *_GENERIC) else named',
-        "named",
+        '"GPT2Tokenizer" if kind in (None, *_GENERIC) else kind',
+        "kind",
         why="vocab.json and merges.txt of a tokenizer of no named class do not load",
         tests=FILES,
     ),
@@ -203,8 +203,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/evaluation/predict.py",
-        "    return [by_row[n] for n in range(len(rows))]",
-        "    return list(said.values())",
+        "for n, row in enumerate(block)",
+        "for n, row in zip(by_row, block, strict=True)",
         why="predictions stand in the order of their lengths",
         tests=PREDICT,
     ),
@@ -224,8 +224,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/texts.py",
-        "    shorter = [*opening, *ids[-rest:]] if is_opened else list(ids[-kept:])",
-        "    shorter = list(ids[-kept:])",
+        "    shorter = [*opening, *ids[-rest:]] if is_opened else list(ids[-capacity:])",
+        "    shorter = list(ids[-capacity:])",
         why="a prompt that is cut no longer begins as every text",
         tests=LONG,
     ),

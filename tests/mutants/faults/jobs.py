@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/record/status.py",
-        "(seen.state, seen.reason) == (last.state, last.reason)",
+        "(newest.state, newest.reason) == (last.state, last.reason)",
         "(row.state, row.reason) == (last.state, last.reason)",
         why="each submission writes a reason into the record that nobody gave",
         tests="tests/jobs/test_status.py -k reason",
@@ -455,5 +455,19 @@ FAULTS = [
         "",
         why="a job trains in a folder outside of its base, in which another may train",
         tests=REFUSALS,
+    ),
+    Fault(
+        "jobs/submit/group.py",
+        "        lacks_test=lacks_test(folder.path, request.flags),\n",
+        "",
+        why="--test of a run that is done is skipped as done",
+        tests="tests/jobs/test_finished_untested.py",
+    ),
+    Fault(
+        "jobs/node/wrapper.py",
+        "== EXIT_OK and not has_work:",
+        "== EXIT_OK:",
+        why="a job that is sent for the test of a run that is done does nothing",
+        tests="tests/jobs/test_run.py -k attempt_for",
     ),
 ]

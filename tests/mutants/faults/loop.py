@@ -142,7 +142,14 @@ FAULTS = [
     ),
     Fault(
         FILE,
-        "progress.units += 0 if step.trouble else step.units",
+        "    if not step.trouble:\n        progress.units += step.units",
+        "    if True:\n        progress.units += step.units",
+        why="the losses of steps that were left out are in those of the sources of a mix",
+        tests=f"{FIT} -k left_out",
+    ),
+    Fault(
+        FILE,
+        "progress.units += step.units",
         "progress.units = step.units",
         why="the units trained on so far are forgotten at every step",
         tests=FIT,
@@ -198,7 +205,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/metrics/own.py",
-        "return kept if kept is not None and kept.is_file() else path",
+        "return copy if copy is not None and copy.is_file() else path",
         "return path",
         why="a job is measured by a file that was changed after it was sent",
         tests="tests/unit/test_own_metrics.py",

@@ -23,14 +23,14 @@ FAULTS = [
     ),
     Fault(
         STATE,
-        'int(scalars.get(f"{STEP}.{number}", scalars[STEP]))',
+        'int(scalars.get(f"{STEP}|{name}", scalars[STEP]))',
         "0",
         why="a resumed run corrects the bias of its moments as if it had just begun",
         tests=ENGINE,
     ),
     Fault(
         STATE,
-        'int(scalars.get(f"{STEP}.{number}", scalars[STEP]))',
+        'int(scalars.get(f"{STEP}|{name}", scalars[STEP]))',
         "int(scalars[STEP])",
         why="weights that stood still are resumed with the count of steps of all others",
         tests=f"{EVERY} -k 'continues_bit_for_bit and adamw and fp32'",
@@ -51,8 +51,8 @@ FAULTS = [
     ),
     Fault(
         PLACES,
-        "found[name] = len(stack) - int(parts[stacks[0]])",
-        "found[name] = int(parts[stacks[0]])",
+        'heights[name] = stacks[".".join(parts[: outer[0]])] - int(parts[outer[0]])',
+        "heights[name] = int(parts[outer[0]])",
         why="layer_decay falls from the bottom to the top",
         tests=RATES,
     ),

@@ -100,7 +100,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/optimizer_state.py",
-        "return held.lp_fragment_address.start if held is not None else 0",
+        "return mapping.lp_fragment_address.start if mapping is not None else 0",
         "return 0",
         why="what ranks kept in memory at ZeRO-1 is put together wrongly",
         tests=f"{SURVIVE} -k without",

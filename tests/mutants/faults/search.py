@@ -17,10 +17,17 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/validation.py",
-        "                _scored(session, progress)",
-        "                _is_best(session, progress, _scored(session, progress))",
+        "                _every_score(session, progress)",
+        "                _is_best(session, progress, _every_score(session, progress))",
         why="the evaluation of a rung changes best/, the patience and the learning rate",
         tests=UNTIL,
+    ),
+    Fault(
+        "jobs/search/drive.py",
+        "early[-1:] or every[:1]",
+        "early[-1:]",
+        why="a search that begins anew throws away the trials that were trained further",
+        tests=SWEEPS + " -k begins_anew",
     ),
     Fault(
         "jobs/search/drive.py",
@@ -35,6 +42,13 @@ FAULTS = [
         "            asked(trials)",
         why="a killed search does not know what it has submitted",
         tests=SWEEPS + " -k killed",
+    ),
+    Fault(
+        "jobs/search/drive.py",
+        "return of_step[0].get(search.metric) if of_step else None",
+        "return next((one[search.metric] for one in every[::-1] if search.metric in one), 0.0)",
+        why="a trial that has diverged is promoted for an earlier score",
+        tests=SWEEPS + " -k diverges",
     ),
     Fault(
         "jobs/submit/group.py",
@@ -59,8 +73,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/report/matter.py",
-        "left = (1 - between / whole) * (len(ranks) - 1) / (len(ranks) - groups)",
-        "left = 1 - between / whole",
+        "rest = (1 - between / whole) * (len(ranks) - 1) / (len(ranks) - groups)",
+        "rest = 1 - between / whole",
         why="a key with many values seems to matter by chance alone",
         tests=REPORT + " -k share",
     ),

@@ -16,6 +16,13 @@ SLOW = "tests/serve/test_slow_schedulers.py"
 
 FAULTS = [
     Fault(
+        "jobs/serve/turn/reader.py",
+        "written_at, total_steps(run)",
+        "written_at, None",
+        why="an event says all steps or not, by when its job was looked at",
+        tests="tests/serve/test_job_view.py -k all_steps",
+    ),
+    Fault(
         "jobs/serve/app.py",
         "send_ours if is_operator else self.veil.over(send_ours)",
         "send_ours",
@@ -66,8 +73,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/formats/held_out.py",
-        "normal_value(question_in(value))",
-        "question_in(value)",
+        '{"told": normal_value(question)}',
+        '{"told": question}',
         why="the service validates on questions that it trains on, written in capitals",
         tests=f"{HELD_OUT} -k no_validation_row",
     ),
@@ -129,8 +136,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/texts.py",
-        "seen = len(self.text.rstrip(TORN)) - max(map(len, self.stops), default=0)",
-        "seen = len(self.text.rstrip(TORN))",
+        "safe_start = len(self.text.rstrip(TORN)) - max(map(len, self.stops), default=0)",
+        "safe_start = len(self.text.rstrip(TORN))",
         why="a stop text of several tokens is not seen",
         tests="tests/unit/test_spelling.py",
     ),
@@ -185,7 +192,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/token_task.py",
-        "[self.end, *self._ends_of_file()]",
+        "[self.end, *ends]",
         "[self.end]",
         why="a base's second stop token ends no text",
         tests="tests/numerics/test_ways_to_generate.py",

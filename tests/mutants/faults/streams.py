@@ -22,8 +22,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/stream/row_index.py",
-        "wanted = np.asarray(numbers, np.int64) + self._rows.start",
-        "wanted = np.asarray(numbers, np.int64)",
+        "positions = np.asarray(numbers, np.int64) + self._rows.start",
+        "positions = np.asarray(numbers, np.int64)",
         why="a part of the rows is another part in a stream",
         tests=UNIT,
     ),

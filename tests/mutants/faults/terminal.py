@@ -38,8 +38,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/token_store.py",
-        "            hashes = hashes * _FACTOR + self._hashes_of(field)",
-        "            hashes = hashes * _FACTOR + np.uint64(1)",
+        "hashes[start:stop] = hashes[start:stop] * _FACTOR + own",
+        "hashes[start:stop] = hashes[start:stop] * _FACTOR + np.uint64(1)",
         why="every validation row counts as one that is trained on",
         tests=PREFLIGHT,
     ),

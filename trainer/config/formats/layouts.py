@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 # What a task makes of a row.
-Purpose = Literal["conversation", "completion", "text", "question", "query", "summary", "statement"]
+Purpose = Literal[
+    "conversation",
+    "completion",
+    "text",
+    "question",
+    "query",
+    "summary",
+    "statement",
+    "preference",
+]
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,22 @@ CHATS = Layout(
     purpose="conversation",
     lists=frozenset({"messages", "tools"}),
     objects=(("messages", ("role", "content", "weight", "tool_calls")),),
+)
+PREFERENCES = Layout(
+    (
+        ("prompt",),
+        ("chosen",),
+        ("rejected",),
+        ("completion",),
+        ("label",),
+        ("tools",),
+        ("system",),
+        ("margin",),
+        ("score_chosen",),
+        ("score_rejected",),
+    ),
+    purpose="preference",
+    lists=frozenset({"tools"}),
 )
 SUMMARIES = Layout((("document",), ("summary",), ("id",)), purpose="summary")
 STATEMENTS = Layout(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from trainer.config.formats.layouts import QUESTIONS, TEVATRON, TEXTS, Layout, Purpose
+from trainer.config.formats.layouts import PREFERENCES, QUESTIONS, TEVATRON, TEXTS, Layout, Purpose
 
 FormatName = Literal[
     "openai",
@@ -29,6 +29,9 @@ FormatName = Literal[
     "fid",
     "nq",
     "pretokenised",
+    "preference",
+    "openai_preference",
+    "unpaired_preference",
 ]
 
 # What a task reads, for messages.
@@ -40,6 +43,7 @@ WANTED: Mapping[Purpose, str] = {
     "query": "queries with passages",
     "summary": "documents with summaries",
     "statement": "true and false statements",
+    "preference": "answers of which some are preferred",
 }
 
 
@@ -225,6 +229,31 @@ FORMATS: Mapping[FormatName, Format] = {
         "https://github.com/texttron/tevatron/tree/tevatron-v1",
         {"query": "the ids as they are"},
     ),
+    "preference": Format(
+        "preference",
+        "chosen and rejected, texts or lists of turns, with their prompt or beginning with it; "
+        "perhaps margin, or score_chosen and score_rejected",
+        _TRL,
+        {"preference": "the two answers; what both begin with is the prompt where none is given"},
+        replace(PREFERENCES, purpose=None),
+    ),
+    "openai_preference": Format(
+        "OpenAI preference",
+        "input with messages and perhaps tools, preferred_output and non_preferred_output",
+        "https://platform.openai.com/docs/guides/direct-preference-optimization",
+        {"preference": "the two outputs, behind the messages of the input"},
+        Layout(
+            (("input",), ("preferred_output",), ("non_preferred_output",)),
+            lists=frozenset({"preferred_output", "non_preferred_output"}),
+        ),
+    ),
+    "unpaired_preference": Format(
+        "unpaired preference",
+        "a prompt, a completion and a label: true where the completion is preferred",
+        _TRL,
+        {"preference": 'the completion with its label (preference.loss="kto")'},
+        replace(PREFERENCES, purpose=None),
+    ),
 }
 
 
@@ -235,7 +264,7 @@ def formats_of(purposes: Collection[Purpose]) -> list[FormatName]:
 
 def refusal(name: FormatName, purposes: Collection[Purpose]) -> str:
     """Why a task that makes `purposes` of its rows does not read a format, and what it reads."""
-    wanted = " or ".join(WANTED[one] for one in purposes) or "no rows of other people's formats"
+    kinds = " or ".join(WANTED[one] for one in purposes) or "no rows of other people's formats"
     legal = formats_of(purposes)
     instead = (
         f"Its formats are {', '.join(legal)}"
@@ -243,4 +272,4 @@ def refusal(name: FormatName, purposes: Collection[Purpose]) -> str:
         else "It reads none of these formats: leave format out, and name your columns in "
         "data.columns"
     )
-    return f"format={name!r} holds {FORMATS[name].holds}; this task reads {wanted}. {instead}"
+    return f"format={name!r} holds {FORMATS[name].holds}; this task reads {kinds}. {instead}"

@@ -65,8 +65,8 @@ class Schedule(Strict):
             if key in self.model_fields_set and self.shape not in shapes
         ]
         if foreign:
-            known = "; ".join(f"{key} of {', '.join(_OF_SHAPE[key])}" for key in foreign)
-            raise ValueError(f'shape="{self.shape}" does not read {", ".join(foreign)} ({known})')
+            owners = "; ".join(f"{key} of {', '.join(_OF_SHAPE[key])}" for key in foreign)
+            raise ValueError(f'shape="{self.shape}" does not read {", ".join(foreign)} ({owners})')
         return self
 
     @model_validator(mode="after")

@@ -26,7 +26,10 @@ _FREE = ("label", "deepspeed", "continues", "optim", "schedule", "train", "lora.
 _BOUND = ("optim.name",)
 _BOUND += tuple(
     f"train.{key}"
-    for key in ("global_batch", "bucket_steps", "precision", "base_bits", "seed", "order")
+    for key in (
+        *("global_batch", "bucket_steps", "precision", "base_bits", "seed", "order", "freeze"),
+        *("label_smoothing", "z_loss", "neftune_alpha"),
+    )
 )
 
 
@@ -73,14 +76,14 @@ def continued(
     values = _dictionary(savedir_base, name)
     train = cast("Values", values.get("train", {}))
     in_epochs = train.get("epochs") is not None
-    given, wanted = ("--steps", "--epochs") if in_epochs else ("--epochs", "--steps")
+    flag, want = ("--steps", "--epochs") if in_epochs else ("--epochs", "--steps")
     if (epochs if in_epochs else steps) is None:
         is_other = (steps if in_epochs else epochs) is not None
         raise ConfigError(
             f"--continue {name}: "
-            + (f"got {given}, but " if is_other else "")
-            + f"that run counts {wanted[2:]}, in which its rows have another order than in "
-            f"{given[2:]}. Give {wanted} N: all of them, with the {train.get(wanted[2:])} that it "
+            + (f"got {flag}, but " if is_other else "")
+            + f"that run counts {want[2:]}, in which its rows have another order than in "
+            f"{flag[2:]}. Give {want} N: all of them, with the {train.get(want[2:])} that it "
             "was made for."
         )
     step = _step_of(savedir_base / name, at)
@@ -137,17 +140,17 @@ def _step_of(folder: Path, at: str) -> int:
         if not step:
             raise ConfigError(
                 f"{folder}: it has no best/ that says its step. Give --from final, or one of its "
-                f"saved steps: {_listed(saved)}."
+                f"saved steps: {_text(saved)}."
             )
     elif at.isdecimal():
         step = int(at)
     else:
         raise ConfigError(
-            f"--from {at}: want final, best or a saved step of {folder}: {_listed(saved)}."
+            f"--from {at}: want final, best or a saved step of {folder}: {_text(saved)}."
         )
     if step not in saved:
         raise ConfigError(
-            f"--from {at}: {folder} holds no saved step {step}, only {_listed(saved)}. Give one of "
+            f"--from {at}: {folder} holds no saved step {step}, only {_text(saved)}. Give one of "
             "them; where the weights alone are left, begin a new run with "
             '"base": {"experiment": ...} of that run.'
         )
@@ -161,7 +164,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(step) for step in steps if step.isdecimal())
 
 
-def _listed(steps: list[int]) -> str:
+def _text(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
 
 
@@ -184,16 +187,21 @@ def refuse_other(cfg: Experiment, before: Experiment) -> None:
     if (before.train.epochs is None) != (cfg.train.epochs is None):
         counts = ["steps" if one.train.epochs is None else "epochs" for one in (before, cfg)]
         wrong.append(f"train.epochs (was counted in {counts[0]}, is in {counts[1]})")
+    if before.train.ema is None and cfg.train.ema is not None:  # no saved step has an average
+        wrong.append(f"train.ema (was None, is {cfg.train.ema})")
     if wrong:
         raise ConfigError(
             f"continues: this experiment is not that of run {continues.id}: {'; '.join(wrong)}.\n"
             "Put them back, or begin a new run with the weights of that one: "
             '"base": {"experiment": ...}.'
         )
-    if 0 < cfg.train.steps <= continues.step:
+    steps, epochs = cfg.train.steps, cfg.train.epochs
+    if 0 < steps <= continues.step:
+        length = "steps" if epochs is None else "epochs"
+        of_epochs = "" if epochs is None else f" (train.epochs={epochs:g})"
         raise ConfigError(
-            f"train.steps={cfg.train.steps} with continues.step={continues.step}: nothing is left "
-            "to train. train.steps counts from the beginning of the first run; give more."
+            f"train.steps={steps}{of_epochs} with continues.step={continues.step}: nothing is left "
+            f"to train. train.{length} counts from the beginning of the first run; give more."
         )
     if 0 < before.train.steps < continues.step:
         raise ConfigError(
@@ -209,7 +217,7 @@ def refuse_absent(continues: Continues, savedir_base: Path) -> None:
         saved = saved_steps(folder.parent.parent)
         raise ConfigError(
             f"continues: {folder} is no saved step. Train run {continues.id} first, into the same "
-            f"--savedir_base, or go on from another of its saved steps: {_listed(saved)}."
+            f"--savedir_base, or go on from another of its saved steps: {_text(saved)}."
         )
     got = sha256_of(folder / MANIFEST)
     if continues.manifest not in (None, got):

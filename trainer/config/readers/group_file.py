@@ -36,9 +36,9 @@ def read(path: Path) -> dict[str, Any]:
     if isinstance(content, list):
         return {path.stem: content}
     if not isinstance(content, dict):
-        held = "nothing" if content is None else userfile.kind(content)
+        what = "nothing" if content is None else userfile.kind(content)
         raise ConfigError(
-            f"{path}: it holds {held}. Want a dictionary: group -> list of "
+            f"{path}: it holds {what}. Want a dictionary: group -> list of "
             "experiments; or one experiment, or a list of them."
         )
     groups = cast(dict[Any, Any], content)

@@ -45,8 +45,8 @@ def direction_of(metric: str) -> Direction | None:
     metric: with or without its split ("valid/", "valid_nq/"), and with a set behind it
     ("accuracy/mean") or not.
     """
-    found = _SPLIT.match(metric)
-    rest = metric[found.end() :] if found else metric
+    match = _SPLIT.match(metric)
+    rest = metric[match.end() :] if match else metric
     name = rest.lower().partition("/")[0].replace("-", "_")
     words = {word.partition("@")[0] for word in name.split("_")}
     if words & _TURNS:

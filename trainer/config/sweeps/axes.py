@@ -61,10 +61,10 @@ def axis(key: str, form: Any) -> Axis:
         stated = cast("dict[Any, Any]", form)
         name = next(iter(stated), None)
         if len(stated) != 1 or name not in FORMS:
-            known = "" if name is None else f" {nearest(str(name), list(FORMS))}"
+            hint = "" if name is None else f" {nearest(str(name), list(FORMS))}"
             raise ConfigError(
                 f"{where}: got a dictionary with the keys {', '.join(map(repr, stated)) or 'none'},"
-                f" want exactly one of {', '.join(FORMS)}.{known}"
+                f" want exactly one of {', '.join(FORMS)}.{hint}"
             )
         if name != "choice":
             return _range(where, str(name), stated[name])

@@ -83,14 +83,14 @@ class Sweep:
 
     def experiment(self, values: Mapping[str, Any]) -> Values:
         """The dictionary of a trial: the parent with a value for each key of the sweep."""
-        made = copy.deepcopy(self.parent)
+        result = copy.deepcopy(self.parent)
         for key, value in values.items():
             *blocks, name = key.split(".")
-            place: Any = made
+            place: Any = result
             for block in blocks:
                 place = place.setdefault(block, {})
             place[name] = copy.deepcopy(value)
-        return made
+        return result
 
     def specimen(self) -> Values:
         """A trial whose dictionary has every key of the sweep."""
@@ -106,10 +106,10 @@ class Sweep:
             return [dict(zip(self.axes, point, strict=True)) for point in points]
         if self.search.how == "optuna":
             return []
-        drawn: list[Values] = []
+        every: list[Values] = []
         for number in range(self.search.trials or 0):
-            drawn.append(self._draw(number, drawn))
-        return drawn
+            every.append(self._draw(number, every))
+        return every
 
     def _draw(self, number: int, earlier: list[Values]) -> Values:
         """The values of trial `number`, which differ from those before. Each value is a function of
@@ -161,8 +161,8 @@ def group_of(form: Values) -> SweepGroup:
     mistakes += _mistakes(search, axes, parent)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    said = {"sweep": cast("Values", stated), "search": cast("Values", block)}
-    group = SweepGroup(Sweep(parent, axes, search, said))
+    blocks = {"sweep": cast("Values", stated), "search": cast("Values", block)}
+    group = SweepGroup(Sweep(parent, axes, search, blocks))
     ids = [exp_id(values) for values in group]
     if len(set(ids)) < len(ids):
         raise ConfigError("sweep: two of its trials are the same experiment. Remove one value.")

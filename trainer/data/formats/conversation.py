@@ -8,6 +8,7 @@ obeyed or refused: no role and no key with such a meaning is passed over in sile
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -137,20 +138,52 @@ def _turns(
     """
     for name in _LISTS:
         if raw.get(name) is not None:
-            values = _listed(raw[name])
-            return _named(name, values) if isinstance(values, list) else None
+            values = _as_list(raw[name])
+            return _with_names(name, values) if isinstance(values, list) else None
     completion = raw.get("completion") if is_learnt else ""
     if raw.get("prompt") is not None and completion is not None:
         return _of_prompt(raw, completion, report)
-    report(
-        RowProblem(
-            "",
-            "'messages' is missing, and so are 'prompt' and 'completion' (keys: "
-            f"{', '.join(raw) or 'none'}). Say in data.columns what yours are called",
-            '{"messages": "conversations"}',
-        )
-    )
+    report(_missing(raw))
     return [("messages[0]", {"role": "user", "content": ""})]
+
+
+def _missing(raw: Mapping[str, Any]) -> RowProblem:
+    """What a row lacks that holds no conversation, with names of its own that differ by case."""
+    is_half = raw.get("prompt") is not None
+    lacks = "'messages' is missing, and so are 'prompt' and 'completion'"
+    ours, example = ((*_LISTS, "prompt", "completion"), {"messages": "conversations"})
+    if is_half:
+        lacks, ours, example = "'completion' is missing", ("completion",), {"completion": "reply"}
+    theirs = {key.casefold(): key for key in raw if key not in ours}
+    alike = {name: theirs[name] for name in ours if name in theirs}
+    columns = {"messages" if name in _LISTS else name: key for name, key in alike.items()}
+    columns = columns or ({} if is_half else _proposal(raw))
+    return RowProblem(
+        "",
+        f"{lacks} (keys: {', '.join(raw) or 'none'}). Say in data.columns what yours are called",
+        json.dumps(columns or example, ensure_ascii=False),
+    )
+
+
+def _proposal(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Columns by what they hold: one of lists of objects, or two of texts. Empty where others are
+    as likely.
+    """
+    turns: list[str] = []
+    for name, value in raw.items():
+        listed = _as_list(value)
+        if isinstance(listed, list) and listed and isinstance(listed[0], dict):
+            turns.append(name)
+    texts = [
+        name
+        for name, value in raw.items()
+        if isinstance(value, str) and not re.search(r"(?:^|_)id$", name.casefold())
+    ]
+    if len(turns) == 1:
+        return {"messages": turns[0]}
+    if len(texts) == 2 and not turns:
+        return {"prompt": texts[0], "completion": texts[1]}
+    return {}
 
 
 def _of_prompt(raw: Mapping[str, Any], answer: Any, report: Report) -> list[tuple[str, Any]]:
@@ -169,20 +202,20 @@ def _of_prompt(raw: Mapping[str, Any], answer: Any, report: Report) -> list[tupl
     if prompt is None:
         turns = [("messages[0]", {"role": "user", "content": with_input(raw)})]
     else:
-        turns = [(name, _unlearnt(turn)) for name, turn in _named("prompt", prompt)]
+        turns = [(name, _unlearnt(turn)) for name, turn in _with_names("prompt", prompt)]
     if completion is None:
-        said = {"role": ASSISTANT, "content": answer}
-        return [*turns, (f"messages[{len(turns)}]", said)]
-    return turns + _named("completion", completion)
+        message = {"role": ASSISTANT, "content": answer}
+        return [*turns, (f"messages[{len(turns)}]", message)]
+    return turns + _with_names("completion", completion)
 
 
-def _named(name: str, turns: list[Any]) -> list[tuple[str, Any]]:
+def _with_names(name: str, turns: list[Any]) -> list[tuple[str, Any]]:
     return [(f"{name}[{number}]", turn) for number, turn in enumerate(turns)]
 
 
 def _conversational(value: Any) -> list[Any] | None:
     """The turns that a prompt or a completion is, or holds as text; None for any other one."""
-    turns = _listed(value)
+    turns = _as_list(value)
     if not isinstance(turns, list) or not turns:
         return None
     turns = cast("list[Any]", turns)
@@ -197,7 +230,7 @@ def _unlearnt(turn: Row) -> Row:
     return {**turn, "weight": 0} if is_of_assistant and is_open else turn
 
 
-def _listed(values: Any) -> Any:
+def _as_list(values: Any) -> Any:
     """The list that a text holds, as tables write lists; any other value unchanged."""
     try:
         items = parsed(values, "", "messages") if isinstance(values, str) else None
@@ -215,7 +248,7 @@ def with_input(raw: Mapping[str, Any]) -> Any:
 
 def question_in(value: Any) -> Any:
     """What a conversation asks: the texts of its first turns that neither instruct the assistant
-    nor are said by it. Any other value unchanged.
+    nor are said by it; None where one of them is no text. Any other value unchanged.
     """
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):  # pyright: ignore[reportUnknownVariableType]
         return cast("Any", value)
@@ -223,9 +256,15 @@ def question_in(value: Any) -> Any:
         (role_of(turn.get("role") or turn.get("from")), turn) for turn in cast("list[Row]", value)
     ]
     turns = list(itertools.dropwhile(lambda turn: turn[0] not in (None, "user"), turns))
-    said = itertools.takewhile(lambda turn: turn[0] == turns[0][0], turns)
-    contents = (turn.get("content") or turn.get("value") for _, turn in said)
-    texts = [_text(content, "", lambda _: None) for content in contents]
+    opening = itertools.takewhile(lambda turn: turn[0] == turns[0][0], turns)
+    problems: list[RowProblem] = []
+    texts: list[Any] = []
+    for _, turn in opening:
+        is_open = turn.get("content") is None and turn.get("value") is None
+        content = _text(turn.get("content") or turn.get("value"), "", problems.append)
+        if is_open or problems or not isinstance(content, str | None):
+            return None
+        texts.append(content)
     return texts or cast("Any", value)
 
 
@@ -250,43 +289,43 @@ def _message(value: Any, name: str, report: Report, *, is_learnt: bool) -> Row |
     if not isinstance(value, dict):
         report(RowProblem(name, value, "an object with role and content"))
         return None
-    given = {key: one for key, one in cast("Row", value).items() if one is not None}
+    fields = {key: one for key, one in cast("Row", value).items() if one is not None}
     for ours, theirs in (("role", "from"), ("content", "value")):
-        if ours in given and theirs in given and given[ours] != given[theirs]:
-            report(RowProblem(f"{name}.{theirs}", given[theirs], f"no other one than its {ours}"))
-    role_at = f"{name}.{'from' if 'from' in given and 'role' not in given else 'role'}"
-    said_at = f"{name}.{'value' if 'value' in given and 'content' not in given else 'content'}"
+        if ours in fields and theirs in fields and fields[ours] != fields[theirs]:
+            report(RowProblem(f"{name}.{theirs}", fields[theirs], f"no other one than its {ours}"))
+    role_at = f"{name}.{'from' if 'from' in fields and 'role' not in fields else 'role'}"
+    said_at = f"{name}.{'value' if 'value' in fields and 'content' not in fields else 'content'}"
     message: Row = {
-        "role": given.pop("role", given.pop("from", None)),
-        "content": given.pop("content", given.pop("value", None)),
+        "role": fields.pop("role", fields.pop("from", None)),
+        "content": fields.pop("content", fields.pop("value", None)),
     }
-    given.pop("from", None)
-    given.pop("value", None)
-    role = _role(message["role"], role_at, report)
+    fields.pop("from", None)
+    fields.pop("value", None)
+    role = _role(message["role"], role_at, report, keys=[*cast("Row", value)])
     for key, want in _UNREAD.items():
-        if given.get(key) not in (None, "", [], {}):
-            report(RowProblem(f"{name}.{key}", given[key], want))
+        if fields.get(key) not in (None, "", [], {}):
+            report(RowProblem(f"{name}.{key}", fields[key], want))
     if role == CALL:
         role = ASSISTANT
         message |= {"content": "", "tool_calls": calls_of(message["content"], said_at, report)}
-    if given.get("tool_calls"):
-        message["tool_calls"] = tool_calls(given["tool_calls"], name, report)
+    if fields.get("tool_calls"):
+        message["tool_calls"] = tool_calls(fields["tool_calls"], name, report)
     if message.get("tool_calls") and message["content"] is None:
         message["content"] = ""
     message["role"] = role
-    is_thought = any(given.get(key) for key in _THOUGHTS)
+    is_thought = any(fields.get(key) for key in _THOUGHTS)
     if message["content"] is None and not is_thought:
-        other = next((key for key in given if key not in _BESIDE and key not in _UNREAD), None)
+        other = next((key for key in fields if key not in _BESIDE and key not in _UNREAD), None)
         if other is not None:
-            report(RowProblem(f"{name}.{other}", given[other], 'what is said as "content"'))
+            report(RowProblem(f"{name}.{other}", fields[other], 'what is said as "content"'))
             return None
     if message["content"] is None and is_thought and role == ASSISTANT:
         message["content"] = ""
     message["content"] = _text(message["content"], said_at, report)
     if not isinstance(message["content"], str):
         report(RowProblem(said_at, message["content"], "text"))
-    weight = _weight(given, role, name, report)
-    rest = {key: one for key, one in given.items() if key not in (*_LEARNS, "tool_calls")}
+    weight = _weight(fields, role, name, report)
+    rest = {key: one for key, one in fields.items() if key not in (*_LEARNS, "tool_calls")}
     message = {**message, **rest} if weight is None else {**message, **rest, "weight": weight}
     content = message["content"]
     is_said = not isinstance(content, str) or not is_blank(content)
@@ -297,12 +336,12 @@ def _message(value: Any, name: str, report: Report, *, is_learnt: bool) -> Row |
     return message
 
 
-def _role(given: Any, place: str, report: Report) -> str:
+def _role(given: Any, place: str, report: Report, *, keys: list[str]) -> str:
     role = role_of(given)
     if role is None:
-        near = (
-            f". {nearest(given, list(ROLES))}" if isinstance(given, str) and given.strip() else ""
-        )
+        near = f". The keys of the turn: {', '.join(keys) or 'none'}" if given is None else ""
+        if isinstance(given, str) and given.strip():
+            near = f". {nearest(given, list(ROLES))}"
         report(RowProblem(place, given, f"{_WANTED_ROLES}{near.rstrip('.')}"))
         return str(given)
     return role
@@ -330,7 +369,7 @@ def _text(content: Any, name: str, report: Report) -> Any:
 
 def _weight(given: Row, role: str, name: str, report: Report) -> int | None:
     """1 if a turn is learnt, 0 if it is not, None if it does not say."""
-    said: dict[str, int] = {}
+    weights: dict[str, int] = {}
     for key, value in given.items():
         if key in _LEARNS:
             is_wrong = value not in (0, 1) or not isinstance(value, int | float)
@@ -338,12 +377,16 @@ def _weight(given: Row, role: str, name: str, report: Report) -> int | None:
                 want = f"0 or 1, and 1 on turns of the assistant alone (this one is of {role!r})"
                 report(RowProblem(f"{name}.{key}", value, want))
                 continue
-            said[key] = int(value)
+            weights[key] = int(value)
         elif _ON_LEARNING.search(_HUMP.sub("_", key).lower()):
             want = f'"weight": 0 or 1 on turns of the assistant; {key!r} is not known'
             report(RowProblem(f"{name}.{key}", value, want))
-    if len({*said.values()}) > 1:
-        report(RowProblem(f"{name}.{min(said)}", said[min(said)], f"the same as in {max(said)!r}"))
-    if role != ASSISTANT or not said:
+    if len({*weights.values()}) > 1:
+        report(
+            RowProblem(
+                f"{name}.{min(weights)}", weights[min(weights)], f"the same as in {max(weights)!r}"
+            )
+        )
+    if role != ASSISTANT or not weights:
         return None
-    return min(said.values())
+    return min(weights.values())

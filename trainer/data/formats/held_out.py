@@ -28,7 +28,7 @@ def is_held_out(name: str, *, per_mille: int) -> bool:
 
 def place_of_row(row: Mapping[str, Any], layout: Layout) -> int | None:
     """The place of a row, 0 to 999: it is held out by every share that is larger, in thousandths.
-    None for a row that asks nothing.
+    None for a row that asks nothing, or nothing that can be read: its reader says what is wrong.
 
     Rows that ask the same have the same place. layout: the names that the row may have. DataError
     for a text in place of a list that cannot be read as one.
@@ -39,7 +39,8 @@ def place_of_row(row: Mapping[str, Any], layout: Layout) -> int | None:
         return None
     value = with_input(row) if first == "prompt" else row[first]
     value = as_list(value, "row", first) if first in layout.lists else value
-    return _place(canonical_json({"told": normal_value(question_in(value))}))
+    question = question_in(value)
+    return None if question is None else _place(canonical_json({"told": normal_value(question)}))
 
 
 def _place(name: str) -> int:

@@ -107,16 +107,16 @@ class _Checked:
             return b""  # ijson asks so whether the file is one of bytes
         if self._problem is not None:
             raise BadJson(self._problem)
-        seen, end = self._rest, 0
+        block, end = self._rest, 0
         while not end:
             content = self._file.read(max(size, min(self._num_of_text, _MAX_READING)))
-            seen += content
-            end = _end_of_whole(seen) if content else len(seen)
+            block += content
+            end = _end_of_whole(block) if content else len(block)
             if not content:
                 break
-        self._rest, seen = seen[end:], seen[:end]
-        for match in _HALF.finditer(seen) if b"\\ud" in seen or b"\\uD" in seen else ():
-            before = seen[: match.start()]
+        self._rest, block = block[end:], block[:end]
+        for match in _HALF.finditer(block) if b"\\ud" in block or b"\\uD" in block else ():
+            before = block[: match.start()]
             if (len(before) - len(before.rstrip(b"\\"))) % 2:
                 continue  # a backslash, and letters behind it
             line = self._line + before.count(b"\n")
@@ -124,11 +124,11 @@ class _Checked:
                 f"{match[0].decode()} in line {line} is half of a surrogate pair, as of an emoji "
                 "that was cut in two; take it out"
             )
-        self._line += seen.count(b"\n")
-        if b"NaN" in seen or b"Infinity" in seen:
-            seen = self._without_constants(seen)
-        self._look_at_brackets(seen)
-        return seen
+        self._line += block.count(b"\n")
+        if b"NaN" in block or b"Infinity" in block:
+            block = self._without_constants(block)
+        self._look_at_brackets(block)
+        return block
 
     def _look_at_brackets(self, seen: bytes) -> None:
         """Follow texts and brackets; BadJson where too many are open."""

@@ -72,10 +72,10 @@ def half_of_pair(value: Any) -> str | None:
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         name, one = waiting.pop()
-        if isinstance(one, str) and (found := _HALF.search(one)):
+        if isinstance(one, str) and (match := _HALF.search(one)):
             of_key = f"{name!r} holds " if name else ""
             return (
-                f"{of_key}\\u{ord(found[0]):04x}, half of a surrogate pair, as of an emoji that "
+                f"{of_key}\\u{ord(match[0]):04x}, half of a surrogate pair, as of an emoji that "
                 "was cut in two; take it out"
             )
         if isinstance(one, dict):

@@ -284,13 +284,13 @@ def _value(tokens: _Tokens, depth: int) -> Any:
         raise _NoStructure
     kind, text, _ = tokens.take()
     if kind == "text":
-        return _unquoted(text)
+        return _without_quotes(text)
     if kind == "number":
         return _number(text)
     if kind == "word" and text in _CONSTANTS:
         return _CONSTANTS[text]
     if kind == "word" and text in _WRAPPERS and tokens.skip("("):
-        return _wrapped(tokens, depth)
+        return _list_in_call(tokens, depth)
     if kind == "word" and _SCALAR.fullmatch(text):
         return _scalar(text.partition(".")[2], tokens, depth)
     if kind == "mark" and text in ("[", "("):
@@ -334,14 +334,14 @@ def _pairs(tokens: _Tokens, depth: int) -> dict[str, Any]:
         kind, name, _ = tokens.take()
         if kind != "text" or not tokens.skip(":"):
             raise _NoStructure
-        key = _unquoted(name)
+        key = _without_quotes(name)
         if key in pairs:
             raise _Unclear(f"its key {key!r} stands twice")
         pairs[key] = _value(tokens, depth + 1)
     return pairs
 
 
-def _wrapped(tokens: _Tokens, depth: int) -> Any:
+def _list_in_call(tokens: _Tokens, depth: int) -> Any:
     """The list in array([...], dtype=object) or list([...])."""
     value = _value(tokens, depth + 1)
     while not tokens.skip(")"):
@@ -376,7 +376,7 @@ def _number(text: str) -> int | float:
     return float(text)
 
 
-def _unquoted(text: str) -> str:
+def _without_quotes(text: str) -> str:
     if text[0] in "bB":
         raise _Unclear("it holds bytes (b'...'), which are no text")
     return _ESCAPE.sub(_character, text.lstrip("uU")[1:-1])

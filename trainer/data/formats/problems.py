@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from trainer.data.formats.json_text import preview
 from trainer.errors import DataError
+
+# Characters of a text. Its tokens take up to 130 bytes a character while they are made (measured
+# on one of 100 million), so the longest takes 2 GiB.
+MAX_TEXT = 16 << 20
 
 
 class RowProblem(NamedTuple):
@@ -26,3 +30,23 @@ class RowProblem(NamedTuple):
 
 
 Report = Callable[[RowProblem], None]
+
+
+def refuse_long_text(value: Any, place: str, *, name: str = "") -> None:
+    """DataError for a text of more than MAX_TEXT characters anywhere in a row. name: of `value`,
+    such as "messages[0].content".
+    """
+    if isinstance(value, str):
+        if len(value) > MAX_TEXT:
+            raise DataError(
+                f"{place}: {name!r} is a text of {len(value):,} characters, want at most "
+                f"{MAX_TEXT:,}, for it is encoded as a whole. Write it as several rows.",
+                place=place,
+                field=name,
+            )
+    elif isinstance(value, dict):
+        for key, one in cast("dict[str, Any]", value).items():
+            refuse_long_text(one, place, name=f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for number, one in enumerate(cast("list[Any]", value)):
+            refuse_long_text(one, place, name=f"{name}[{number}]")

@@ -46,16 +46,16 @@ def split_name(name: str) -> tuple[str, Subset | None]:
 
     DataError for a part that is none.
     """
-    found = _PART.match(name)
-    if found is None:
+    match = _PART.match(name)
+    if match is None:
         return name, None
-    bounds = _BOUNDS.match(found["part"])
+    bounds = _BOUNDS.match(match["part"])
     if bounds is None:
         raise DataError(
-            f"{name}: got [{found['part']}], want a part such as [:100], [100:200], [:10%] or "
+            f"{name}: got [{match['part']}], want a part such as [:100], [100:200], [:10%] or "
             "[-100:]. Both numbers count rows from 0; a file whose name ends so is renamed."
         )
-    return found["name"], Subset(f"[{found['part']}]", *bounds.groups())
+    return match["name"], Subset(f"[{match['part']}]", *bounds.groups())
 
 
 def of_subset(
@@ -74,8 +74,8 @@ def of_subset(
             return
         whole = path.with_name(name)
         if subset.needs_total:
-            wanted = subset.rows(sum(1 for _ in read(whole)))
-            start, stop = wanted.start, wanted.stop
+            span = subset.rows(sum(1 for _ in read(whole)))
+            start, stop = span.start, span.stop
         else:
             start, stop = int(subset.start or 0), None if subset.stop is None else int(subset.stop)
         is_empty = True

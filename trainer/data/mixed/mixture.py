@@ -119,11 +119,11 @@ class Mixture:
         counts = [0] * len(self.sizes)
         for start, stop, parts in self._phases:
             if start < steps:
-                left = (min(steps, stop) - start) * self.global_batch
+                rest = (min(steps, stop) - start) * self.global_batch
                 for source, (part, of) in enumerate(parts):
-                    share = (2 * left * part + of) // (2 * of)  # to the nearest row
+                    share = (2 * rest * part + of) // (2 * of)  # to the nearest row
                     counts[source] += share
-                    left -= share
+                    rest -= share
         return tuple(counts)
 
     @cached_property
@@ -134,15 +134,15 @@ class Mixture:
         """
         phases = self.mix.phases_of(self.sizes)
         stops = [*(start for start, _ in phases[1:]), _NEVER]
-        found: list[tuple[int, int, list[tuple[int, int]]]] = []
+        spans: list[tuple[int, int, list[tuple[int, int]]]] = []
         for (start, weights), stop in zip(phases, stops, strict=True):
             rest, parts = Fraction(1), list[tuple[int, int]]()
             for weight in weights:
                 part = weight / rest if rest else Fraction(0)
                 parts.append((part.numerator, part.denominator))
                 rest -= weight
-            found.append((start, stop, parts))
-        return found
+            spans.append((start, stop, parts))
+        return spans
 
     def rows(self, step: int) -> np.ndarray:
         """The (global_batch,) rows of a step (0-based), no row twice, source after source."""
@@ -162,11 +162,11 @@ class Mixture:
         return np.concatenate(parts)
 
     def span(self, step: int) -> range:
-        """The steps around a step in which every source stays in its epoch; where one begins an
-        epoch within the step itself, only that step.
+        """The steps around a step that have its weights, and in which every source stays in its
+        epoch; where one begins an epoch within the step itself, only that step.
         """
         begins, ends = self.taken(step), self.taken(step + 1)
-        first, stop = 0, _NEVER
+        first, stop = next(phase[:2] for phase in self._phases if step < phase[1])
         for source, size in enumerate(self.sizes):
             epoch = begins[source] // size
             if ends[source] > (epoch + 1) * size:
@@ -230,10 +230,10 @@ class Mixture:
         """The most rows of each source in a step."""
         most = [0] * len(self.sizes)
         for _, _, parts in self._phases:
-            left = self.global_batch
+            rest = self.global_batch
             for source, (part, of) in enumerate(parts):
-                most[source] = max(most[source], -(-left * part // of))
-                left -= left * part // of
+                most[source] = max(most[source], -(-rest * part // of))
+                rest -= rest * part // of
         return most
 
     def _order(self, source: int, epoch: int) -> np.ndarray:
@@ -246,32 +246,32 @@ class Mixture:
         size = self.sizes[source]
         begun = max(0, epoch - 1)
         if size < 2 * self._most[source]:  # the last rows of an epoch may have been moved as well
-            known = [one for of, one in self._orders if of == source and one < epoch]
-            begun = max(known, default=0)
+            earlier = [one for of, one in self._orders if of == source and one < epoch]
+            begun = max(earlier, default=0)
         order = self._orders.get((source, begun))
         if order is None:
-            order = self._drawn(source, begun)
+            order = self._permutation(source, begun)
         for number in range(begun + 1, epoch + 1):
             order = self._behind(order, source, number)
         order.setflags(write=False)
-        for known in [one for one in self._orders if one[0] == source and one[1] != epoch - 1]:
-            del self._orders[known]
+        for earlier in [one for one in self._orders if one[0] == source and one[1] != epoch - 1]:
+            del self._orders[earlier]
         self._orders[source, epoch] = order
         return order
 
     def _behind(self, before: np.ndarray, source: int, epoch: int) -> np.ndarray:
         """The order of an epoch behind that of the epoch before."""
-        drawn, start = self._drawn(source, epoch), epoch * self.sizes[source]
+        shuffle, start = self._permutation(source, epoch), epoch * self.sizes[source]
         step = self._first_step(source, start + 1) - 1  # takes the first row of the epoch
         count_before = start - self.taken(step)[source]
         if count_before == 0:
-            return drawn
+            return shuffle
         reach = self.taken(step + 1)[source] - self.taken(step)[source]
-        first = drawn[:reach]
+        first = shuffle[:reach]
         is_there = np.isin(first, before[-count_before:])
-        return np.concatenate([first[~is_there], first[is_there], drawn[reach:]])
+        return np.concatenate([first[~is_there], first[is_there], shuffle[reach:]])
 
-    def _drawn(self, source: int, epoch: int) -> np.ndarray:
+    def _permutation(self, source: int, epoch: int) -> np.ndarray:
         """A permutation drawn from (seed, epoch, source), as epochs.epoch_order draws."""
         size = self.sizes[source]
         if self.seed is None:

@@ -83,8 +83,8 @@ class MixedStore:
 
     def raw_hashes(self) -> np.ndarray | None:
         hashes = [store.raw_hashes() for store in self._list]
-        known = [one for one in hashes if one is not None]
-        return np.concatenate(known) if len(known) == len(hashes) else None
+        parts = [one for one in hashes if one is not None]
+        return np.concatenate(parts) if len(parts) == len(hashes) else None
 
     def cuts(self) -> dict[str, dict[str, Any]]:
         """What limits cut, added up over the sources."""

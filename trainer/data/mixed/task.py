@@ -49,14 +49,14 @@ class _MixedRows:
     @cached_property
     def _of_sources(self) -> dict[str, Task]:
         """By its name, the task of each source."""
-        found: dict[str, Task] = {}
+        tasks: dict[str, Task] = {}
         for name in sorted(self.cfg.data.mix):  # as Mix has them
             with named(name):
                 data, places = placed_part(self.cfg.data, name, self.places)
                 task: Any = self.of_source(self.cfg.model_copy(update={"data": data}), self.places)
                 task.places = places  # now: a tokenizer may lie below --data_path
-                found[name] = task
-        return found
+                tasks[name] = task
+        return tasks
 
     @cached_property
     def unmixed(self) -> Task:
@@ -102,16 +102,20 @@ def _rows_of(name: str, task: Task, split: str) -> Iterator[Row]:
             yield _SourceRow(row, task)
 
 
-def _encode_rows(self: Any, rows: Sequence[Row]) -> list[Encoded]:
-    return [self.encode(row) for row in rows]
-
-
 def _uncut_fields(self: Any, row: Row) -> Any:
     if isinstance(row, _SourceRow):
         task: Any = row.task
         return task.uncut_fields(row)
     of_kind: Any = super(type(self), self)
     return of_kind.uncut_fields(row)
+
+
+def _encode_rows(self: Any, rows: Sequence[Row]) -> list[Encoded]:
+    of_kind: Any = super(type(self), self)
+    return [
+        row.task.encode(row) if isinstance(row, _SourceRow) else of_kind.encode_rows([row])[0]
+        for row in rows
+    ]
 
 
 # Methods of abilities that only some tasks have.

@@ -52,11 +52,11 @@ def in_our_names(
     }
     for place, raw in rows:
         row = {name: value for name, value in raw.items() if name not in replaced}
-        for name, said in columns.items():
-            column = _column_of(said)
+        for name, spec in columns.items():
+            column = _column_of(spec)
             value = raw[column] if column in raw else _follow(raw, _parts(column), place, column)
-            if not isinstance(said, str):
-                value = _objects(value, said, place)
+            if not isinstance(spec, str):
+                value = _objects(value, spec, place)
             if value is not None:
                 _write(row, name, value, place)
         row |= {name: None for name, value in row.items() if is_nan(value)}
@@ -80,7 +80,7 @@ def in_our_names(
 def columns_in(rows: Sequence[tuple[str, Row]], columns: Mapping[str, Column]) -> dict[str, Column]:
     """Those of `columns` whose first part one of the rows has."""
     present = {str(name) for _, row in rows for name in row}
-    return {name: said for name, said in columns.items() if _is_in(_column_of(said), present)}
+    return {name: spec for name, spec in columns.items() if _is_in(_column_of(spec), present)}
 
 
 def _is_in(column: str, present: Collection[str]) -> bool:
@@ -95,14 +95,14 @@ def _column_of(said: Column) -> str:
 def _check_columns(rows: list[tuple[str, Row]], columns: Mapping[str, Column]) -> None:
     """ConfigError for a column whose first part no row has; it names the existing columns."""
     present = list(dict.fromkeys(str(name) for _, row in rows for name in row))
-    ours = {_column_of(said): name for name, said in columns.items()}
+    ours = {_column_of(spec): name for name, spec in columns.items()}
     missing = [column for column in ours if not _is_in(column, present)]
     if not rows:
         return
     if not missing:
-        for name, said in columns.items():
-            if not isinstance(said, str):
-                _check_keys(rows, name, said)
+        for name, spec in columns.items():
+            if not isinstance(spec, str):
+                _check_keys(rows, name, spec)
         return
     lines = [
         f"  {ours[column]!r}: {column!r} is no column. {nearest(column, present)}"
@@ -146,15 +146,15 @@ def _objects(value: Any, said: Mapping[str, str], place: str) -> Any:
         )
     ours = {key: theirs for key, theirs in said.items() if key != FROM}
     renamed = {*ours, *ours.values()}
-    found: list[Row] = []
+    objects: list[Row] = []
     for one in items:
         row = {key: inner for key, inner in one.items() if key not in renamed}
         for key, theirs in ours.items():
             inner = one[theirs] if theirs in one else _follow(one, _parts(theirs), place, theirs)
             if inner is not None:
                 row[key] = inner
-        found.append(row)
-    return found
+        objects.append(row)
+    return objects
 
 
 def _parts(column: str) -> list[str]:
@@ -193,8 +193,8 @@ def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
 
 def _structure(value: Any, place: str, column: str) -> Any:
     """The object or list that a cell holds as text; any other value unchanged."""
-    found = structure(value, place, column) if isinstance(value, str) else None
-    return value if found is None else found
+    content = structure(value, place, column) if isinstance(value, str) else None
+    return value if content is None else content
 
 
 def _write(row: Row, name: str, value: Any, place: str) -> None:

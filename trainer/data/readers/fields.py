@@ -128,13 +128,13 @@ def answers(raw: Row, place: str) -> list[str]:
 
 def useful_contexts(raw: Row, place: str, count: int) -> list[int]:
     """Whether each of `count` contexts answers the question, 0 or 1."""
-    given = as_list(raw["useful_contexts"], place, "useful_contexts")
+    values = as_list(raw["useful_contexts"], place, "useful_contexts")
     marks: list[Any] = [
-        _MARKS.get(one, one) if isinstance(one, str) else one for one in given or ()
+        _MARKS.get(one, one) if isinstance(one, str) else one for one in values or ()
     ]
     if len(marks) != count or not all(mark in (0, 1) for mark in marks):
         raise DataError(
-            f"{place}: 'useful_contexts' is {preview(given)}, want a 0 or 1 for each context.",
+            f"{place}: 'useful_contexts' is {preview(values)}, want a 0 or 1 for each context.",
             place=place,
             field="useful_contexts",
         )

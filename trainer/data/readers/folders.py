@@ -14,6 +14,7 @@ from trainer.errors import DataError
 
 CORPUS, QUERIES = "corpus.tsv", "queries.jsonl"  # of NaturalQuestions
 OTHERS = "files of a split beside the one that is read (left out; data.files names another)"
+_MAX_LISTED = 5  # names of what is there instead
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _PACKING = re.compile(r"\.(?:gz|bz2|xz|zst|zip)$")  # of which gz alone is read, none is overlooked
 # Behind the name of a split: the number of a part, or what file managers call a copy.
@@ -95,12 +96,12 @@ def split_file(
         usual = split_file(folder, split, suffixes, name=None, key=key, first=first)
         return usual.with_name(f"{usual.name}{subset.text}")
     present = _present_of(folder, stems, suffixes)
-    chosen = present
+    paths = present
     if len(present) > 1 and first is not None:
-        chosen = [path for path in present if _PACKING.sub("", _kind(path)).endswith(first)]
-    if len(chosen) == 1:
-        _note_others(folder, stems, suffixes, read=chosen[0])
-        return chosen[0]
+        paths = [path for path in present if _PACKING.sub("", _kind(path)).endswith(first)]
+    if len(paths) == 1:
+        _note_others(folder, stems, suffixes, read=paths[0])
+        return paths[0]
     if present:
         raise DataError(
             f"{folder} holds {' and '.join(path.name for path in present)}. Say in {key}.{split} "
@@ -138,7 +139,13 @@ def only_row_file(folder: Path, suffixes: Sequence[str]) -> Path:
     if len(files) == 1 and not re.match(rf"(?:{others})(?![a-z])", files[0].name.lower()):
         _note_others(folder, split_names("train"), suffixes, read=files[0])
         return files[0]
-    there = " and ".join(path.name for path in files) or "no file of rows"
+    if not files:
+        others_there = sorted(path.name for path in folder.iterdir())[:_MAX_LISTED]
+        raise DataError(
+            f"{folder} holds no file of rows, but {', '.join(others_there) or 'nothing'}. Put "
+            f"train.jsonl there, or another file that ends in {', '.join(_ROWS)}."
+        )
+    there = " and ".join(path.name for path in files)
     raise DataError(
         f"{folder} holds {there}. data.valid_share takes the validation rows from the file of "
         "training: name that in data.files.train, or leave valid_share out."

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.formats import problems
 from trainer.data.formats.json_stream import json_items
 from trainer.data.formats.json_text import BadJson, MalformedJson, json_value
 from trainer.data.formats.json_text import preview as preview
@@ -108,7 +109,10 @@ def _object_of_line(path: Path, line: int, text: str) -> Row:
     except BadJson as error:
         advice = "; write one object a line" if isinstance(error, MalformedJson) else ""
         raise bad_line(path, line, f"{error}{advice}") from None
-    return _object(row, f"{path}, line {line}")
+    place = f"{path}, line {line}"
+    if len(text) > problems.MAX_TEXT:  # a shorter line needs no second look
+        problems.refuse_long_text(row, place)
+    return _object(row, place)
 
 
 @of_subset
@@ -129,6 +133,7 @@ def objects(path: Path) -> Iterator[tuple[str, Row]]:
     number = 0
     for number, row in enumerate(_items(path), start=1):
         place = f"{path}, item {number}"
+        problems.refuse_long_text(row, place)
         yield place, _object(row, place)
     if not number:
         raise DataError(f"{path} is an empty list. Put one JSON object for every question into it.")
@@ -157,7 +162,10 @@ def bad_line(path: Path, line: int, problem: str) -> DataError:
 
 
 def _torn(path: Path, place: str, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read behind {place}: {error}. Fetch it again.")
+    fix = "Fetch it again."
+    if isinstance(error, gzip.BadGzipFile) and place.endswith(" 0"):  # its first bytes
+        fix = "Is it no packed file, then take .gz from its name; else fetch it again."
+    return DataError(f"{path} cannot be read behind {place}: {error}. {fix}")
 
 
 def _decode(content: bytes, path: Path, line: int) -> str:

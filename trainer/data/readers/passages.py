@@ -60,26 +60,26 @@ def passages_with_ids(path: Path, ids: Iterable[str]) -> dict[str, Row]:
     one is not there.
     """
     needed = set(ids)
-    found = by_id((row for row in passages(path) if row["id"] in needed), path)
-    missing = needed - found.keys()
+    texts = by_id((row for row in passages(path) if row["id"] in needed), path)
+    missing = needed - texts.keys()
     if missing:
         raise DataError(
             f"{path} has no passage {min(missing)!r} ({len(missing)} of {len(needed)} are "
             "missing). Give the corpus that was searched."
         )
-    return found
+    return texts
 
 
 def by_id(rows: Iterable[Row], path: Path) -> dict[str, Row]:
     """The passages of a corpus by their ids. DataError when two that differ have one id."""
-    known: dict[str, Row] = {}
+    texts: dict[str, Row] = {}
     for row in rows:
-        if known.setdefault(row["id"], row) != row:
+        if texts.setdefault(row["id"], row) != row:
             raise DataError(
                 f"{path}: two passages have the id {row['id']!r}, one of them "
                 f"{preview(row['text'])}. Give every passage an id of its own."
             )
-    return known
+    return texts
 
 
 def numbers_by_id(folder: Path | None, name: str) -> dict[str, int]:

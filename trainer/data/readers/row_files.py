@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from trainer.data.formats.packed import MAX_LINE, open_file
+from trainer.data.formats import problems
+from trainer.data.formats.packed import open_file
 from trainer.data.formats.subset import of_subset
 from trainer.data.left_out import note
 from trainer.data.readers.data_sets import row_of_arrow
@@ -94,9 +95,9 @@ def files_in(folder: Path) -> list[Path]:
             note(str(path), LEFT_OUT)
     problems = {path.name: problem for path in entries if (problem := _problem(path))}
     if problems:
-        named = ", ".join(f"{name} ({problem})" for name, problem in problems.items())
+        names = ", ".join(f"{name} ({problem})" for name, problem in problems.items())
         raise DataError(
-            f"{folder} is read as one split, and holds what is no file of rows: {named}. Want "
+            f"{folder} is read as one split, and holds what is no file of rows: {names}. Want "
             f"files that end in {', '.join(SUFFIXES)}, each also with .gz: unpack, rename or move "
             "the others, or name one file in data.files."
         )
@@ -195,7 +196,7 @@ def is_header(cells: Sequence[str], names: Sequence[str]) -> bool:
 
 def _quoted_cells(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
     """(line where it ends, cells) of every row of a file that is quoted as CSV."""
-    csv.field_size_limit(MAX_LINE)  # the default is 131,072 characters
+    csv.field_size_limit(problems.MAX_TEXT)  # the default is 131,072 characters
     number = 0  # of rows, the header among them
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
@@ -259,10 +260,10 @@ def _check_header(names: list[str], path: Path, separator: str) -> None:
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise _named_twice(path, twice[0])
+        raise _repeated_name(path, twice[0])
 
 
-def _named_twice(path: Path, name: str) -> DataError:
+def _repeated_name(path: Path, name: str) -> DataError:
     return DataError(
         f"{path}: the header names {preview(name)} twice. Give every column a name of its own."
     )
@@ -273,7 +274,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
     for batch in arrow_batches(path, _ROWS_AT_ONCE):
         for row in batch.to_pylist():
             number += 1
-            yield f"{path}, row {number}", row_of_arrow(row)
+            place, values = f"{path}, row {number}", row_of_arrow(row)
+            problems.refuse_long_text(values, place)
+            yield place, values
     if not number:
         raise DataError(f"{path} holds no row. Write at least one.")
 
@@ -294,7 +297,7 @@ def arrow_batches(path: Path, num_rows: int) -> Iterator[Any]:
             names: list[str] = file.schema_arrow.names
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
-                raise _named_twice(path, twice)
+                raise _repeated_name(path, twice)
             yield from file.iter_batches(batch_size=num_rows)
     except FileNotFoundError as error:
         raise _unreadable(path, error) from error

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 from trainer import errors
 from trainer.data import left_out
 from trainer.data.control_tokens import ControlTokens, controls_of
-from trainer.data.encoding import EncodeRows, begin_process
+from trainer.data.encoding import EncodeRows, begin_process, encode_noting
 from trainer.data.formats import picked
 from trainer.data.formats.picked import Placed
 from trainer.data.stream.chunk import EncodedRow, write_chunk
 from trainer.data.stream.layout import ChunkLayout
 from trainer.data.stream.row_index import RowIndex
-from trainer.data.token_store import encode_noting
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import read_json, write_json
 from trainer.protocol.abilities import EncodesRows
@@ -61,18 +60,23 @@ class ChunkEncoder:
             numbers = self.layout.rows(chunk).tolist()
             placed = self.index.rows(numbers)
             rows = [self._row(*pair) for pair in zip(numbers, placed, strict=True)]
-            encoded = self._encoded([row for _, pieces in rows for row in pieces])
-            whole = [
-                _joined(number, [next(encoded) for _ in pieces], self.task.length)
-                for number, pieces in rows
-            ]
+            encoded = self._encode_blocks([row for _, pieces in rows for row in pieces])
+            whole: list[EncodedRow] = []
+            for number, texts in rows:
+                first, *others = [next(encoded) for _ in texts]
+                lost = sum(map(self.task.length, others))  # a row of a stream is one piece
+                if lost:
+                    first.is_truncated = True
+                all_labels = (lost, self.task.length(first) + lost)
+                labels = first.lost_labels if first.lost_labels[1] else all_labels
+                whole.append(EncodedRow(number, first, labels))
         write_chunk(self.layout.path(chunk), whole, notes, self.task.length)
 
     def alone(self, number: int) -> dict[str, Any]:
         """A row by field, encoded here and now."""
         with left_out.reading():
             _, rows = self._row(number, self.index.rows([number])[0])
-        return dict(next(self._encoded(rows)))
+        return dict(next(self._encode_blocks(rows)))
 
     def check_reader(self) -> None:
         """ConfigError when the first rows, read one by one, are others than in the whole split: the
@@ -114,7 +118,7 @@ class ChunkEncoder:
             place=placed[0],
         )
 
-    def _encoded(self, rows: list[Row]) -> Iterator[Encoded]:
+    def _encode_blocks(self, rows: list[Row]) -> Iterator[Encoded]:
         for start in range(0, len(rows), _AT_ONCE):
             yield from self._encode(rows[start : start + _AT_ONCE])
 
@@ -128,15 +132,6 @@ class ChunkEncoder:
         )
         controls: ControlTokens | None = controls_of(task)
         return functools.partial(encode_noting, many, controls)
-
-
-def _joined(number: int, pieces: list[Encoded], length: Any) -> EncodedRow:
-    """The first piece; the others are lost."""
-    first, lost = pieces[0], sum(length(piece) for piece in pieces[1:])
-    if lost:
-        first.is_truncated = True
-    labels = first.lost_labels
-    return EncodedRow(number, first, labels if labels[1] else (lost, length(first) + lost))
 
 
 class EncoderPool:

@@ -74,7 +74,9 @@ class RowFile:
     def _row_of_lines(self, number: int) -> Placed:
         offsets = self._offsets
         start = int(offsets[number])
-        stop = int(offsets[number + 1]) if number + 1 < len(offsets) else self._num_bytes
+        stop = (
+            int(offsets[number + 1]) if number + 1 < len(offsets) else os.fstat(self._file).st_size
+        )
         content = os.pread(self._file, stop - start, start)
         unit = self._facts["unit"]
         line = line_of(number, self._facts["blanks"]) if unit == "line" else number + 1
@@ -86,18 +88,18 @@ class RowFile:
     def _rows_of_arrow(self, numbers: Sequence[int]) -> list[Placed]:
         import pyarrow as pa
 
-        wanted = np.asarray(numbers, np.int64)
+        positions = np.asarray(numbers, np.int64)
         starts = np.asarray(self._facts["starts"], np.int64)
-        batches = np.searchsorted(starts, wanted, side="right") - 1
+        batches = np.searchsorted(starts, positions, side="right") - 1
         rows: dict[int, Any] = {}
         for batch in np.unique(batches):
             places = np.flatnonzero(batches == batch)
-            local = pa.array(wanted[places] - starts[batch])
+            local = pa.array(positions[places] - starts[batch])
             of_batch = self._arrow.get_batch(int(batch)).take(local).to_pylist()
             rows.update(zip(places.tolist(), of_batch, strict=True))
         return [
             (f"{self._path}, row {number + 1}", row_of_arrow(rows[place]))
-            for place, number in enumerate(wanted.tolist())
+            for place, number in enumerate(positions.tolist())
         ]
 
     @property
@@ -112,10 +114,6 @@ class RowFile:
     @cached_property
     def _file(self) -> int:
         return os.open(self._copy, os.O_RDONLY)
-
-    @cached_property
-    def _num_bytes(self) -> int:
-        return os.fstat(self._file).st_size
 
     @cached_property
     def _arrow(self) -> Any:

@@ -52,14 +52,14 @@ class ChunkLayout:
 
     def finished(self) -> set[int]:
         """The chunks that are there."""
-        found: set[int] = set()
+        whole: set[int] = set()
         for number in range(-(-self.num_chunks // _PER_FOLDER)):
             try:
                 names = os.listdir(self.folder / f"{number:03d}")
             except FileNotFoundError:
                 continue
-            found |= {int(name[:6]) for name in names if name.endswith(".rows") and name[0] != "."}
-        return found
+            whole |= {int(name[:6]) for name in names if name.endswith(".rows") and name[0] != "."}
+        return whole
 
     @property
     def _order(self) -> np.ndarray:

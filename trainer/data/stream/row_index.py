@@ -66,15 +66,15 @@ class RowIndex:
 
     def rows(self, numbers: Sequence[int]) -> list[Placed]:
         """(place, row) of each number, in their order. DataError names the place of a bad row."""
-        wanted = np.asarray(numbers, np.int64) + self._rows.start
-        files = np.searchsorted(self._ends, wanted, side="right")
-        found: dict[int, Placed] = {}
+        positions = np.asarray(numbers, np.int64) + self._rows.start
+        files = np.searchsorted(self._ends, positions, side="right")
+        by_place: dict[int, Placed] = {}
         for number in np.unique(files):
             places = np.flatnonzero(files == number)
             file = self._files[number]
-            local = wanted[places] - (self._ends[number] - len(file))
-            found.update(zip(places.tolist(), file.rows(local.tolist()), strict=True))
-        return [found[place] for place in range(len(wanted))]
+            local = positions[places] - (self._ends[number] - len(file))
+            by_place.update(zip(places.tolist(), file.rows(local.tolist()), strict=True))
+        return [by_place[place] for place in range(len(positions))]
 
 
 def open_index(task: Task, cache_dir: Path) -> RowIndex:
@@ -148,8 +148,8 @@ def _files_of_data_set(task: Any, name: str, split: str) -> tuple[list[Path], st
     stem, subset = split_name(split)
     try:
         builder = datasets.load_dataset_builder(str(place), task.cfg.data.subset)
-        found = dict(builder.config.data_files or {})
-        files = [Path(str(file)) for file in found[stem]]
+        data_files = dict(builder.config.data_files or {})
+        files = [Path(str(file)) for file in data_files[stem]]
     except KeyError:
         raise DataError(f"{place} has no split {stem!r}. Name its splits in data.splits.") from None
     except (OSError, ValueError, RuntimeError) as error:

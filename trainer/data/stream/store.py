@@ -66,11 +66,11 @@ class StreamStore(TokenStore):
     def __init__(self, task: Task, index: RowIndex, cache_dir: Path) -> None:  # pyright: ignore[reportMissingSuperCall]
         self._task, self._index, self._cache = task, index, cache_dir
         data = task.cfg.data.model_dump(mode="json")
-        said = canonical_json([_FORMAT, index.digest, task.encoding_id(), data])
+        identity = canonical_json([_FORMAT, index.digest, task.encoding_id(), data])
         self.meta: dict[str, Any] = {
             "split": "train",
             "rows": len(index),
-            "digest": hashlib.sha256(said.encode()).hexdigest(),
+            "digest": hashlib.sha256(identity.encode()).hexdigest(),
         }
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._encoder: EncoderPool | None = None
@@ -208,12 +208,12 @@ class StreamStore(TokenStore):
         """Wait until a chunk is there. Raises what keeps it from being made."""
         path = self.layout.path(number)
         raise_failure(self.folder)  # of any chunk: the run would stop at it anyway
-        began = told = time.monotonic()
+        began = last = time.monotonic()
         while not path.exists():
             time.sleep(_POLL_S)
             now = time.monotonic()
-            if now - told >= _TELL_EVERY_S:
-                told = now
+            if now - last >= _TELL_EVERY_S:
+                last = now
                 count = len(self.layout.finished())
                 log.info(
                     "training waits for rows: %d of %d chunks are encoded, %.0f s waited",
@@ -221,13 +221,15 @@ class StreamStore(TokenStore):
                 )
             if self._encoder is not None:
                 self._encoder.check()
+                if self._encoder.is_done and not path.exists():  # somebody has removed it since
+                    ChunkEncoder(self._task, self._index, self.layout).make(number)
         if self._encoder is not None and self._encoder.is_done and not self._is_told:
             self._is_told = True
-            made = self.layout.num_chunks - self._chunks_before
+            num_new = self.layout.num_chunks - self._chunks_before
             seconds = time.monotonic() - self._began
             log.info(
                 "train: all %s rows are encoded (%d chunks in %.1f s)",
-                *(f"{len(self):,}", made, seconds),
+                *(f"{len(self):,}", num_new, seconds),
             )
 
     # What is known of the split

@@ -60,8 +60,8 @@ def negative_ids(path: Path) -> dict[str, list[str]]:
 
 def _relevant(files: Splits, split: str, folder: Path) -> dict[str, list[str]]:
     """The ids of each query's relevant documents, for the queries of a split."""
-    named = getattr(files, split)
-    names = [Path(named).stem] if named else split_names(split)
+    file = getattr(files, split)
+    names = [Path(file).stem] if file else split_names(split)
     paths = [folder / "qrels" / f"{name}.tsv" for name in names]
     has_valid = files.valid or any(
         (folder / "qrels" / f"{name}.tsv").is_file() for name in split_names("valid")

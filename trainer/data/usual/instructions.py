@@ -34,15 +34,15 @@ def alpaca_conversations(placed: Placed, around: Around) -> Placed:
     """{"messages"}: the system and the earlier turns that the row has; then instruction and input
     are one turn of the user, and the output is the assistant's.
     """
-    for place, raw in _answered(placed, around):
+    for place, raw in _with_answers(placed, around):
         turns: list[Row] = []
         if raw.get("system"):
             turns.append({"role": "system", "content": fields.text(raw["system"], place, "system")})
-        for asked, answered in _history(raw, place):
-            turns.append({"role": "user", "content": asked})
+        for question, answered in _history(raw, place):
+            turns.append({"role": "user", "content": question})
             turns.append({"role": "assistant", "content": answered})
-        asked = with_input({"prompt": raw["instruction"], "input": raw.get("input")})
-        turns.append({"role": "user", "content": asked})
+        question = with_input({"prompt": raw["instruction"], "input": raw.get("input")})
+        turns.append({"role": "user", "content": question})
         if around.is_labelled:
             turns.append({"role": "assistant", "content": raw["output"]})
         yield place, {"messages": turns}
@@ -53,7 +53,7 @@ def alpaca_completions(placed: Placed, around: Around) -> Placed:
     instruction. A row with a system or with earlier turns is refused: that prompt has no place for
     them.
     """
-    for place, raw in _answered(placed, around):
+    for place, raw in _with_answers(placed, around):
         extra = next((name for name in ("system", "history") if raw.get(name)), None)
         if extra is not None:
             raise DataError(
@@ -70,9 +70,9 @@ def alpaca_completions(placed: Placed, around: Around) -> Placed:
 
 def alpaca_summaries(placed: Placed, around: Around) -> Placed:
     """{"document", "summary"}: instruction and input, and the output."""
-    for place, raw in _answered(placed, around):
-        asked = with_input({"prompt": raw["instruction"], "input": raw.get("input")})
-        yield place, named(raw, {"document": asked, "summary": raw.get("output")})
+    for place, raw in _with_answers(placed, around):
+        document = with_input({"prompt": raw["instruction"], "input": raw.get("input")})
+        yield place, named(raw, {"document": document, "summary": raw.get("output")})
 
 
 def prompt_summaries(placed: Placed, around: Around) -> Placed:
@@ -92,7 +92,7 @@ def sharegpt(placed: Placed, around: Around) -> Placed:
             yield place, {**raw, "messages": raw["conversations"]}
 
 
-def _answered(placed: Placed, around: Around) -> Placed:
+def _with_answers(placed: Placed, around: Around) -> Placed:
     """The rows whose instruction, input and output are texts; blank outputs are left out."""
     for place, raw in placed:
         fields.required_text(raw, "instruction", place)
@@ -123,4 +123,4 @@ def _history(raw: Row, place: str) -> list[tuple[str, str]]:
                 place=place,
                 field=f"history[{number}]",
             )
-    return [(asked, answered) for asked, answered in pairs]
+    return [(question, answered) for question, answered in pairs]

@@ -65,12 +65,12 @@ def _with_passages(
         fields.required_text(raw, "input", place)
         answers, spans = _outputs(raw, place)
         rows.append((place, raw, answers, spans))
-    wanted = {span.page for _, _, _, spans in rows for span in spans}
-    path = _source_of(around.folder) if wanted else None
-    pages = {} if path is None else _pages(path, wanted)
+    page_ids = {span.page for _, _, _, spans in rows for span in spans}
+    path = _source_of(around.folder) if page_ids else None
+    pages = {} if path is None else _pages(path, page_ids)
     for place, raw, answers, spans in rows:
-        found = [_passage(span, pages, f"{place}, in {path}") for span in spans]
-        yield place, raw, answers, found
+        passages = [_passage(span, pages, f"{place}, in {path}") for span in spans]
+        yield place, raw, answers, passages
 
 
 def _outputs(raw: Row, place: str) -> tuple[list[str], list[Span]]:
@@ -97,17 +97,17 @@ def _outputs(raw: Row, place: str) -> tuple[list[str], list[Span]]:
                 place=place,
                 field=f"output[{number}].provenance",
             )
-        for last, found in enumerate(named_pages):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-            spans.append(_span(found, place, f"output[{number}].provenance[{last}]"))
+        for last, entry in enumerate(named_pages):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+            spans.append(_span(entry, place, f"output[{number}].provenance[{last}]"))
     return list(dict.fromkeys(answers)), list(dict.fromkeys(spans))
 
 
 def _span(found: Any, place: str, name: str) -> Span:
-    given: Row = found if isinstance(found, dict) else {}
-    page = fields.identity(given.get("wikipedia_id"), place, f"{name}.wikipedia_id")
+    entry: Row = found if isinstance(found, dict) else {}
+    page = fields.identity(entry.get("wikipedia_id"), place, f"{name}.wikipedia_id")
     numbers: list[int] = []
     for key in ("start_paragraph_id", "end_paragraph_id"):
-        value = given.get(key)
+        value = entry.get(key)
         if value is None or value == -1:  # the set of Hugging Face writes -1 for a missing number
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -124,13 +124,13 @@ def _source_of(folder: Path | None) -> Path:
     """The file of pages in --data_path, packed or not."""
     folder = required_folder(folder, f"KILT's rows and {SOURCE}")
     names = [name for one in _SOURCES for name in (one, f"{one}.gz")]
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    if found is None:
+    source = next((folder / name for name in names if (folder / name).is_file()), None)
+    if source is None:
         raise DataError(
             f"{folder} holds no {SOURCE}, where the pages are that KILT's rows name. Put it there, "
             "or a link to it."
         )
-    return found
+    return source
 
 
 def _pages(path: Path, wanted: Collection[str]) -> dict[str, tuple[str, list[str]]]:

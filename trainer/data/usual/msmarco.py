@@ -46,7 +46,7 @@ def msmarco(
     if "triples" in path.name:
         return path, _triples(path, folder, corpus)
     ids = negative_ids(folder / negatives) if negatives else {}
-    return path, _judged(path, folder, corpus, ids)
+    return path, _judgements(path, folder, corpus, ids)
 
 
 def _file_of(folder: Path, split: str) -> Path:
@@ -54,14 +54,14 @@ def _file_of(folder: Path, split: str) -> Path:
     files = [path for path in sorted(folder.glob("*.tsv*")) if path.is_file()]
     of_split = [path for path in files if set(names) & set(path.name.split("."))]
     for kind in ("triples", "qrels"):
-        found = [path for path in of_split if kind in path.name]
-        if len(found) > 1:
+        paths = [path for path in of_split if kind in path.name]
+        if len(paths) > 1:
             raise DataError(
-                f"{folder} holds {' and '.join(path.name for path in found)}. Say in data.files."
+                f"{folder} holds {' and '.join(path.name for path in paths)}. Say in data.files."
                 f"{split} which one is the {split} split."
             )
-        if found:
-            return found[0]
+        if paths:
+            return paths[0]
     raise DataError(
         f"{folder} holds no {split} split of MS MARCO: neither triples.{names[-1]}.*.tsv nor "
         f"qrels.{names[-1]}.tsv (or {', '.join(names[:-1]) or 'another name'}). Put it there, or "
@@ -81,7 +81,7 @@ def _triples(path: Path, folder: Path, corpus: str | None) -> Placed:
         else:
             if texts is None:
                 texts, queries = _collection(folder, corpus), _queries(folder)
-            row = {"query_id": query, "query": _known(queries, query, "query", place)}
+            row = {"query_id": query, "query": _text_of(queries, query, "query", place)}
             sides = (
                 [_passage(texts, positive, place)],
                 [_passage(texts, negative, place)],
@@ -89,7 +89,7 @@ def _triples(path: Path, folder: Path, corpus: str | None) -> Placed:
         yield place, {**row, "positive_passages": sides[0], "negative_passages": sides[1]}
 
 
-def _judged(
+def _judgements(
     path: Path, folder: Path, corpus: str | None, negatives: Mapping[str, Sequence[str]]
 ) -> Placed:
     """A row for each query of the judgements, in their order. Queries without a relevant passage
@@ -108,7 +108,7 @@ def _judged(
             place,
             {
                 "query_id": query,
-                "query": _known(queries, query, "query", place),
+                "query": _text_of(queries, query, "query", place),
                 "positive_passages": [_passage(texts, one, place) for one in relevant],
                 "negative_passages": [_passage(texts, one, place) for one in others],
             },
@@ -116,10 +116,10 @@ def _judged(
 
 
 def _passage(texts: Mapping[str, str], number: str, place: str) -> Row:
-    return {"docid": number, "text": _known(texts, number, "passage", place)}
+    return {"docid": number, "text": _text_of(texts, number, "passage", place)}
 
 
-def _known(texts: Mapping[str, str], number: str, what: str, place: str) -> str:
+def _text_of(texts: Mapping[str, str], number: str, what: str, place: str) -> str:
     if number not in texts:
         where = "queries*.tsv" if what == "query" else COLLECTION
         raise DataError(f"{place}: {what} {number!r} is in no {where}. Add it.", place=place)

@@ -154,9 +154,9 @@ def _flat(placed: Placed) -> Iterator[tuple[str, Row, Any, Any]]:
             at = "" if raw.get("data") is None else f"data[{number}]."
             for below, paragraph in enumerate(_inside(article, "paragraphs", place, at)):
                 inner = f"{at}paragraphs[{below}]."
-                for last, asked in enumerate(_inside(paragraph, "qas", place, inner)):
+                for last, question in enumerate(_inside(paragraph, "qas", place, inner)):
                     here = f"{place}, {inner}qas[{last}]"
-                    yield here, asked, article.get("title"), paragraph.get("context")
+                    yield here, question, article.get("title"), paragraph.get("context")
 
 
 def _inside(raw: Row, name: str, place: str, at: str) -> list[Row]:
@@ -188,8 +188,8 @@ def _squad_answers(raw: Row, place: str) -> list[str]:
     texts = as_list(value, place, "answers.text")
     if not isinstance(texts, list | None):
         texts = [texts]
-    found: list[str] = []
+    answers: list[str] = []
     for number, one in enumerate(cast("list[Any]", texts or [])):
         text = cast("Row", one).get("text") if isinstance(one, dict) else one
-        found.append(fields.text(text, place, f"answers[{number}].text"))
-    return list(dict.fromkeys(found))
+        answers.append(fields.text(text, place, f"answers[{number}].text"))
+    return list(dict.fromkeys(answers))

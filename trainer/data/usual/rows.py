@@ -12,7 +12,7 @@ from trainer.data.formats import picked
 from trainer.data.left_out import count_format
 from trainer.data.readers import fields
 from trainer.data.readers.columns import columns_in, in_our_names
-from trainer.data.usual import instructions, kilt, questions
+from trainer.data.usual import instructions, kilt, preferences, questions
 from trainer.data.usual.placed import Around, Placed, Reader, as_they_are
 from trainer.data.usual.signs import OURS, format_of, is_own
 from trainer.data.usual.triples import triples
@@ -48,6 +48,9 @@ READERS: Mapping[tuple[FormatName, Purpose], Reader] = {
     ("tevatron", "question"): questions.tevatron_questions,
     ("tevatron", "query"): as_they_are,
     ("fid", "question"): as_they_are,
+    ("preference", "preference"): as_they_are,
+    ("openai_preference", "preference"): preferences.openai,
+    ("unpaired_preference", "preference"): as_they_are,
 }
 # Names of which every row of a format has one each; an empty list counts.
 _NEEDED: Mapping[FormatName, tuple[tuple[str, ...], ...]] = {
@@ -63,6 +66,9 @@ _NEEDED: Mapping[FormatName, tuple[tuple[str, ...], ...]] = {
     "squad": (("data", "paragraphs", "question"),),
     "tevatron": (fields.QUESTIONS, questions.POSITIVES),
     "fid": (fields.QUESTIONS, ("ctxs",)),
+    "preference": (("chosen",), ("rejected",)),
+    "openai_preference": (("input",), ("preferred_output",), ("non_preferred_output",)),
+    "unpaired_preference": (("prompt",), ("completion",), ("label",)),
 }
 
 T = TypeVar("T")
@@ -79,7 +85,7 @@ def in_our_form(
     """
     name = own.format
     if name is None and not own.columns:
-        name, rows = _told_by_first(iter(rows), own, layout, around)
+        name, rows = _sign_of_first(iter(rows), own, layout, around)
     purpose = layout.purpose
     if name is None or purpose is None:
         yield from in_our_names(rows, own.columns, layout)
@@ -92,7 +98,7 @@ def in_our_form(
     yield from counted(READERS[name, purpose](placed, around), what, name)
 
 
-def _told_by_first(
+def _sign_of_first(
     rows: Iterator[tuple[str, Row]], own: OwnRows, layout: Layout, around: Around
 ) -> tuple[FormatName | None, Iterator[tuple[str, Row]]]:
     """The format that the first rows of a split show, and all rows. Where only some rows are read,
@@ -100,7 +106,7 @@ def _told_by_first(
     """
     some = picked.current()
     if some is None:
-        first, rows = _peeked(rows)
+        first, rows = _peek(rows)
         return format_of(first, own, layout, is_labelled=around.is_labelled), rows
     key = f"format of {layout.purpose}"
     if key not in some.learnt:
@@ -116,7 +122,7 @@ def unlabelled(
     whatever format the training rows had.
     """
     around = Around(folder, is_labelled=False)
-    first, rows = _peeked(iter(rows))
+    first, rows = _peek(iter(rows))
     are_own = all(is_own(raw, layout) for _, raw in first)
     columns = columns_in(first, own.columns)
     if columns or are_own:  # else the error names the columns that are not there
@@ -155,7 +161,7 @@ def _whole(placed: Placed, name: FormatName, around: Around) -> Placed:
         yield place, raw
 
 
-def _peeked(
+def _peek(
     rows: Iterator[tuple[str, Row]],
 ) -> tuple[list[tuple[str, Row]], Iterator[tuple[str, Row]]]:
     """The first rows, and all rows, as which the first ones are given away. An error among them is

@@ -57,15 +57,14 @@ def _is_conversational(raw: Row) -> bool:
     return all(_of_objects(side) and {"role", "from"} & side[0].keys() for side in sides)  # pyright: ignore
 
 
+def _is_unpaired(raw: Row) -> bool:
+    return isinstance(raw.get("label"), bool) and "prompt" in raw and "completion" in raw
+
+
 def _is_triple(raw: Row) -> bool:
     is_of_texts = "positive" in raw and ("anchor" in raw or "query" in raw or "question" in raw)
     has_answer = "answer" in raw and ("negative" in raw or "negative_1" in raw)
     return is_of_texts or (has_answer and ("anchor" in raw or "query" in raw or "question" in raw))
-
-
-def _is_tevatron(raw: Row) -> bool:
-    names = ("positive_passages", "positive_docids", "positive_document_ids")
-    return any(name in raw for name in names)
 
 
 def _is_pretokenised(raw: Row) -> bool:
@@ -74,8 +73,12 @@ def _is_pretokenised(raw: Row) -> bool:
     return is_of_ids and "positives" in raw
 
 
+_OF_TEVATRON = ("positive_passages", "positive_docids", "positive_document_ids")
 # In this order: the first one that a row shows is its format.
 _SIGNS: dict[FormatName, Callable[[Row], bool]] = {
+    "openai_preference": lambda raw: "preferred_output" in raw and "non_preferred_output" in raw,
+    "preference": lambda raw: "chosen" in raw and "rejected" in raw,
+    "unpaired_preference": _is_unpaired,
     "openai": lambda raw: "messages" in raw,
     "sharegpt": lambda raw: "conversations" in raw,
     "alpaca": lambda raw: _is_text(raw.get("instruction")) and "output" in raw,
@@ -85,7 +88,7 @@ _SIGNS: dict[FormatName, Callable[[Row], bool]] = {
     "squad": _is_squad,
     "pretokenised": _is_pretokenised,
     "dpr": lambda raw: "question" in raw and "positive_ctxs" in raw,
-    "tevatron": _is_tevatron,
+    "tevatron": lambda raw: not raw.keys().isdisjoint(_OF_TEVATRON),
     "triples": _is_triple,
     "fid": lambda raw: "question" in raw and _of_objects(raw.get("ctxs")),
     "completion": lambda raw: _is_text(raw.get("text")) and not raw.keys() & {*_ASKED},
@@ -105,17 +108,18 @@ OURS: Mapping[Purpose, frozenset[FormatName]] = {
     "query": frozenset(),
     "summary": frozenset(),
     "statement": frozenset(),
+    "preference": frozenset({"preference", "unpaired_preference"}),
 }
 
 
 def sign_of(raw: Row, *, is_labelled: bool = True) -> FormatName | None:
     """The format that one row shows; None: none."""
     # a cell of a table that is blank is None: of an instruction the output may be blank
-    given: Row = {
+    cells: Row = {
         name: value for name, value in raw.items() if value is not None or name == "output"
     }
     signs = _SIGNS if is_labelled else _SIGNS_UNLABELLED
-    return next((name for name, is_one in signs.items() if is_one(given)), None)
+    return next((name for name, is_one in signs.items() if is_one(cells)), None)
 
 
 def format_of(
@@ -131,23 +135,23 @@ def format_of(
     purpose = layout.purpose
     if not first or purpose is None:
         return None
-    found: list[FormatName | None]
-    found = [sign_of(raw, is_labelled=is_labelled) for _, raw in first]
+    names: list[FormatName | None]
+    names = [sign_of(raw, is_labelled=is_labelled) for _, raw in first]
     if all(is_own(raw, layout) for _, raw in first):
-        return found[0] if {*found} == {found[0]} and found[0] in OURS[purpose] else None
+        return names[0] if {*names} == {names[0]} and names[0] in OURS[purpose] else None
     # a text alone tells little
-    found = [None if name == "completion" else name for name in found]
-    if not any(found) or is_own(first[0][1], layout):  # the reader says what such a row lacks
+    names = [None if name == "completion" else name for name in names]
+    if not any(names) or is_own(first[0][1], layout):  # the reader says what such a row lacks
         return None
-    name = found[0]
-    if name is None or any(one != name for one in found):
+    name = names[0]
+    if name is None or any(one != name for one in names):
         if not is_labelled:
             return None
         if purpose == "question" and all(
             any(raw.get(name) is not None for name in _PASSAGES) for _, raw in first
         ):
             return None  # FiD's reader takes each row by its own names
-        raise _mixture(first, found)
+        raise _mixture(first, names)
     if purpose in FORMATS[name].serves:
         return name
     if not is_labelled:
@@ -185,6 +189,8 @@ def is_own(raw: Row, layout: Layout) -> bool:
     is_pair = raw.get("prompt") is not None and "completion" in raw
     if layout.purpose == "conversation":
         return is_pair or any(raw.get(name) is not None for name in ("messages", "conversations"))
+    if layout.purpose == "preference":
+        return ("chosen" in raw and "rejected" in raw) or (is_pair and "label" in raw)
     if layout.purpose == "completion":
         return is_pair
     if layout.purpose in ("question", "query"):

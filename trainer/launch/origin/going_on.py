@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
-from trainer.config.auto import with_steps
+from trainer.config.auto import with_micro_batch, with_steps
 from trainer.config.differences import differing, flatten
 from trainer.config.origin import continues as blocks
 from trainer.errors import CheckpointError, ResumeError
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from trainer.training.run_plan import RunPlan
 
 logger = logging.getLogger(__name__)
+
+# What makes up no step, and yet changes its last bits.
+_ROUNDING = ("train.micro_batch", "train.micro_tokens", "train.compile")
 
 
 def refuse_absent(plan: RunPlan, options: Options) -> None:
@@ -89,9 +92,9 @@ def history(cfg: Experiment, savedir_base: Path) -> list[DoneSteps]:
     continues = cfg.continues
     while continues is not None:
         before = tasks.parse(continues.experiment)
-        if not before.train.steps:  # they followed from its epochs
-            resolved = read_json(savedir_base / continues.id / "resolved.json") or {}
-            before = with_steps(before, resolved["train"]["steps"])
+        resolved = read_json(savedir_base / continues.id / "resolved.json") or {}
+        ran = {**before.train.model_dump(), **resolved.get("train", {})}  # the rows gave its steps
+        before = with_micro_batch(with_steps(before, ran["steps"]), ran["micro_batch"])
         start = 0 if before.continues is None else before.continues.step
         parts.insert(0, DoneSteps(range(start, continues.step), before))
         continues = before.continues
@@ -115,10 +118,14 @@ def told(cfg: Experiment, done: Sequence[DoneSteps]) -> str:
                     f'({shapes}). With "constant", "inverse_sqrt" and the stable part of "wsd" it '
                     "is the same"
                 )
-    blocks = [flatten(one.optim.model_dump(mode="json")) for one in (*(p.cfg for p in done), cfg)]
-    others = [key for key in differing(blocks) if key != "lr"]
+    every = [flatten(one.model_dump(mode="json")) for one in (*(p.cfg for p in done), cfg)]
+    others = [
+        key
+        for key in differing(every)
+        if key in _ROUNDING or (key.startswith("optim.") and key != "optim.lr")
+    ]
     if others:
-        return f"{start}, with another optim.{', optim.'.join(others)} than before"
+        return f"{start}, with another {', '.join(others)} than before"
     return f"{start}. Its bits are those of one run of {cfg.train.steps} steps"
 
 
@@ -126,11 +133,11 @@ def _rate(cfg: Experiment, step: int) -> float:
     return cfg.optim.lr * factor(cfg.schedule, step, cfg.train.steps)
 
 
-def refuse_other_rows(continues: Continues, now: Mapping[str, str], newest: SavedState) -> None:
+def refuse_other_rows(continues: Continues, now: Mapping[str, str], savedir_base: Path) -> None:
     """ResumeError when the rows or the base of a run are others than those of the run that it goes
     on with. now: their digests.
     """
-    then = newest.state().get("identity") or {}
+    then = _SavedStep(continues.folder(savedir_base)).state().get("identity") or {}
     changed = [
         f"{key} (was {then[key]!r}, is {now[key]!r})"
         for key in now

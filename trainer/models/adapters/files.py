@@ -56,7 +56,10 @@ def write(
     leaves = sorted({layer.rpartition(".")[2] for layer in layers})
     targets = how.targets if isinstance(how.targets, list) else leaves
     ranks = {layer: len(weights[f"{layer}.lora_A.default.weight"]) for layer in layers}
-    alphas = {layer: _alpha_of(layer, how) for layer in layers}
+    alphas = dict.fromkeys(layers, how.alpha)
+    for layer in layers:
+        own = (one.alpha for one in how.patterns if fits(one.match, layer))
+        alphas[layer] = next(own, None) or how.alpha
     content = {
         "peft_type": "LORA",
         "task_type": _TASK_TYPES[kind],
@@ -84,11 +87,6 @@ def write(
     safetensors_file.write_tensors(folder, WEIGHTS, tensors)
     about = _TrainedOn(base_fingerprint=fingerprint)
     (folder / _BASE).write_text(json.dumps(about.model_dump(), indent=2) + "\n")
-
-
-def _alpha_of(layer: str, how: Lora) -> int:
-    fitting = (one.alpha for one in how.patterns if fits(one.match, layer))
-    return next(fitting, None) or how.alpha
 
 
 def are_in(folder: Path) -> bool:
@@ -134,14 +132,14 @@ def read(folder: Path) -> Lora | None:
 
 def _patterns(ranks: dict[str, int], alphas: dict[str, int]) -> list[dict[str, Any]]:
     """Patterns of ours for those of peft. ValueError for a regular expression."""
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for key, patterns in (("r", ranks), ("alpha", alphas)):
         for pattern, value in patterns.items():
             name = pattern.removeprefix("^")
             if not re.fullmatch(r"[\w.]+", name):
                 raise ValueError(f"{pattern!r} is a regular expression, want the name of a layer")
-            found.setdefault(name, {"match": name})[key] = value
-    return list(found.values())
+            entries.setdefault(name, {"match": name})[key] = value
+    return list(entries.values())
 
 
 def _tokens(of_layers: dict[str, list[int]] | list[int]) -> list[int]:
@@ -200,7 +198,8 @@ def refuse(folder: Path, *, because: str) -> None:
     if are_in(folder):
         raise ConfigError(
             f"{folder} holds adapters without their base, {because}.\nTrain it with "
-            '"lora": {"export": "merged"}, or merge them with peft: '
+            '"lora": {"export": "merged"}, or fold them into it: '
+            f"`lathe merge {folder} --out NEW`; for adapters of peft: "
             "PeftModel.from_pretrained(base, folder).merge_and_unload()."
         )
 

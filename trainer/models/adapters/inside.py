@@ -19,7 +19,6 @@ from trainer.files.packages import extra
 from trainer.models.adapters import tokens
 from trainer.models.adapters.names import is_adapter
 from trainer.models.adapters.targets import (
-    Targets,
     adapted_names,
     excluded,
     targets_of,
@@ -61,7 +60,15 @@ def adapted(base: PreTrainedModel, how: Lora, *, seed: int) -> PreTrainedModel:
     ):
         torch.manual_seed(seed)
         if changes_base(how):
-            _refuse_large_ranks(base, targets, how)
+            for name in adapted_names(base, targets.names):
+                layer: Any = base.get_submodule(name)
+                shape = getattr(layer.weight, "ds_shape", layer.weight.shape)
+                r = targets.ranks.get(name, how.r)
+                if r > min(shape):
+                    raise ConfigError(
+                        f'lora.init="{how.init}": rank {r} of {name} is beyond the {min(shape)} '
+                        "singular values of its weight. Give a smaller r, or another init."
+                    )
         # not get_peft_model: it wraps the base, and keeps adapters in fp32 beside a bf16 base,
         # while the engine holds every weight in one dtype
         adapted_base = peft.inject_adapter_in_model(config, base)
@@ -143,18 +150,6 @@ def merged_weights(
 # --------------------------------------------------------------------------------------------------
 
 
-def _refuse_large_ranks(base: Any, targets: Targets, how: Lora) -> None:
-    """ConfigError when a layer has fewer singular values than its adapters have ranks."""
-    for name in adapted_names(base, targets.names):
-        layer, r = base.get_submodule(name), targets.ranks.get(name, how.r)
-        shape = getattr(layer.weight, "ds_shape", layer.weight.shape)
-        if r > min(shape):
-            raise ConfigError(
-                f'lora.init="{how.init}": rank {r} of {name} is beyond the {min(shape)} singular '
-                "values of its weight. Give a smaller r, or another init."
-            )
-
-
 def changes_base(how: Lora | None) -> bool:
     """Whether adapters begin as the largest part of the base's weights, which is taken out of
     them.
@@ -174,17 +169,17 @@ def beside_the_whole_base(
     began = dict(model.named_parameters())
     # rank-stabilised adapters are scaled by 1 / sqrt(r), so twice the rank takes sqrt(2) of it
     factor = math.sqrt(2) if how.rslora else 1.0
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, values in weights.items():
         if not is_adapter(name):
-            found[name] = values
+            tensors[name] = values
             continue
         first = began[name].detach().to(values.dtype)
         if ".lora_A." in name:
-            found[name] = torch.cat([values, first])
+            tensors[name] = torch.cat([values, first])
         else:
-            found[name] = torch.cat([values, -first], dim=1) * factor
-    return found
+            tensors[name] = torch.cat([values, -first], dim=1) * factor
+    return tensors
 
 
 def beside_the_whole_base_as(how: Lora) -> Lora:

@@ -85,8 +85,8 @@ def fits(pattern: str, name: str) -> bool:
 
 def _block(name: str) -> int | None:
     """The number of the block that a layer lies in."""
-    found = _BLOCK.search(name)
-    return None if found is None else int(found[1])
+    match = _BLOCK.search(name)
+    return None if match is None else int(match[1])
 
 
 def adapted_names(base: Any, targets: list[str] | str) -> list[str]:

@@ -42,8 +42,8 @@ def freeze_except(model: nn.Module, trainable: Chooser) -> None:
     with several names trains when any of them is chosen. ConfigError when nothing is chosen.
     """
     if callable(trainable):
-        named = model.named_parameters(remove_duplicate=False)
-        trained = {id(parameter) for name, parameter in named if trainable(name)}
+        every = model.named_parameters(remove_duplicate=False)
+        trained = {id(parameter) for name, parameter in every if trainable(name)}
     else:
         trained = {id(parameter) for module in trainable for parameter in module.parameters()}
     own = list(model.parameters())

@@ -50,7 +50,11 @@ class AdamW8bit(BesideAdamW):
                 continue
             state = self.state[weight]
             if not state:
-                state.update(self._empty(weight))
+                state["step"] = 0
+                for number in (1, 2):  # absmax 0: each code stands for 0
+                    blocks = torch.zeros(-(-weight.numel() // BLOCK), device=weight.device)
+                    state[f"code{number}"] = torch.zeros_like(weight, dtype=torch.uint8)
+                    state[f"absmax{number}"] = blocks
             state["step"] += 1
             first, second = self._maps_on(weight.device)
             self._functional.optimizer_update_8bit_blockwise(
@@ -102,15 +106,6 @@ class AdamW8bit(BesideAdamW):
         codes_NB[several_N] = again.view(-1, BLOCK)
         codes.copy_(codes_NB.view(-1)[: len(codes)])
         absmax[several_N] = of_again.absmax
-
-    def _empty(self, weight: Tensor) -> dict[str, Any]:
-        # absmax 0: each code stands for 0
-        blocks = -(-weight.numel() // BLOCK)
-        found: dict[str, Any] = {"step": 0}
-        for number in (1, 2):
-            found[f"code{number}"] = torch.zeros_like(weight, dtype=torch.uint8)
-            found[f"absmax{number}"] = torch.zeros(blocks, device=weight.device)
-        return found
 
     def _maps_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._maps[0].device != device:

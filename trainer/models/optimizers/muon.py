@@ -81,9 +81,12 @@ class Muon(BesideAdamW):
             for piece, shape, is_cut in self._pieces[weight]:
                 matrix = _whole(update, piece, shape) if is_cut else _part(update, piece)
                 if piece is not None and matrix is not None:
-                    own = orthogonal(matrix.view(shape)).reshape(-1)[piece.start :][: piece.count]
                     place = weight[piece.at : piece.at + piece.count]
-                    place.add_(own, alpha=-_rate(group["lr"], shape))
+                    # it has no name, which would keep it beside the next matrix
+                    place.add_(
+                        orthogonal(matrix.view(shape)).reshape(-1)[piece.start :][: piece.count],
+                        alpha=-_rate(group["lr"], shape),
+                    )
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -82,12 +82,12 @@ def freeze_whole(model: nn.Module, freeze: Sequence[Freeze]) -> list[str]:
     """Freeze the weights that train in no step; returns their names. ConfigError for an entry that
     names no weight which trains.
     """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    refuse_idle_patterns("train.freeze", freeze, named)
-    frozen = [name for name in named if (one := first_match(name, freeze)) and one.is_whole]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    refuse_idle_patterns("train.freeze", freeze, parameters)
+    frozen = [name for name in parameters if (one := first_match(name, freeze)) and one.is_whole]
     for name in frozen:
-        named[name].requires_grad_(False)
-        setattr(named[name], FROZEN_BY_NAME, True)
+        parameters[name].requires_grad_(False)
+        setattr(parameters[name], FROZEN_BY_NAME, True)
     return frozen
 
 
@@ -102,22 +102,22 @@ def frozen_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def rules(model: nn.Module, optim: Optim) -> dict[str, str]:
     """The rule of every weight that trains, by name."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if optim.name == "adamw8bit":
         return {
             name: OWN
             if len(shape_of(p)) >= 2 and shape_of(p).numel() >= _FEWEST_IN_8_BITS
             else ADAMW
-            for name, p in named.items()
+            for name, p in parameters.items()
         }
     if optim.name != "muon":
-        return dict.fromkeys(named, OWN)
+        return dict.fromkeys(parameters, OWN)
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     return {
         name: ADAMW
         if len(shape_of(p)) != 2 or id(p) in tables or _HEADS & set(name.split("."))
         else OWN
-        for name, p in named.items()
+        for name, p in parameters.items()
     }
 
 
@@ -128,12 +128,12 @@ def places(
 
     plus: lora.plus. ConfigError for an entry of optim.groups that names no weight.
     """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    refuse_idle_patterns("optim.groups", optim.groups, named)
-    heights = _heights(model, named) if optim.layer_decay < 1 else {}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    refuse_idle_patterns("optim.groups", optim.groups, parameters)
+    heights = _heights(model, parameters) if optim.layer_decay < 1 else {}
     own_rules = rules(model, optim)
-    found: dict[str, TrainedAs] = {}
-    for name, parameter in named.items():
+    by_name: dict[str, TrainedAs] = {}
+    for name, parameter in parameters.items():
         share = optim.layer_decay ** heights.get(name, 0)
         if any(part in _SECOND_OF_ADAPTER for part in name.split(".")):
             share *= plus
@@ -144,8 +144,8 @@ def places(
             share = group.lr / optim.lr
         if group is not None and group.weight_decay is not None:
             weight_decay = group.weight_decay
-        found[name] = TrainedAs(share, weight_decay, own_rules[name], first_match(name, freeze))
-    return found
+        by_name[name] = TrainedAs(share, weight_decay, own_rules[name], first_match(name, freeze))
+    return by_name
 
 
 def param_groups(
@@ -156,12 +156,12 @@ def param_groups(
     "share": of the step's rate; "freeze": when they stand still, or None.
     """
     fewest_axes = 2 if optim.decay == "matrices" else 0
-    named = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     every = list(places.items())
-    every.sort(key=lambda item: len(shape_of(named[item[0]])) < fewest_axes)  # a stable sort
+    every.sort(key=lambda item: len(shape_of(parameters[item[0]])) < fewest_axes)  # a stable sort
     groups: dict[tuple[bool, TrainedAs], dict[str, Any]] = {}
     for name, place in every:
-        is_vector = len(shape_of(named[name])) < fewest_axes
+        is_vector = len(shape_of(parameters[name])) < fewest_axes
         group = groups.setdefault(
             (is_vector, place),
             {
@@ -172,7 +172,7 @@ def param_groups(
                 "freeze": place.freeze,
             },
         )
-        group["params"].append(named[name])
+        group["params"].append(parameters[name])
     return list(groups.values())
 
 
@@ -186,24 +186,20 @@ def _heights(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, i
     tables = {
         id(p) for m in modules.values() if isinstance(m, nn.Embedding) for p in m.parameters()
     }
-    found: dict[str, int] = {}
+    stacks = {n: len(m) for n, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) > 1}
+    heights: dict[str, int] = {}
     outside: list[str] = []
     for name in named:
         parts = name.split(".")
-        stacks = [k for k in range(1, len(parts)) if _is_stack(modules.get(".".join(parts[:k])))]
-        if stacks:
-            stack: Any = modules[".".join(parts[: stacks[0]])]
-            found[name] = len(stack) - int(parts[stacks[0]])
+        outer = [k for k in range(1, len(parts)) if ".".join(parts[:k]) in stacks]
+        if outer:
+            heights[name] = stacks[".".join(parts[: outer[0]])] - int(parts[outer[0]])
         else:
             outside.append(name)
-    if not found:
+    if not heights:
         raise ConfigError(
             "optim.layer_decay: the model has no stack of blocks that train, so that no weight "
             "lies below another. Leave it out."
         )
-    lowest = max(found.values()) + 1
-    return found | {name: lowest for name in outside if id(named[name]) in tables}
-
-
-def _is_stack(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.ModuleList) and len(module) > 1
+    lowest = max(heights.values()) + 1
+    return heights | {name: lowest for name in outside if id(named[name]) in tables}

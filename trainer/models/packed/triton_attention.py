@@ -40,7 +40,7 @@ def _tile(x, places, is_there, head, num_heads, width, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def _put(x, values, places, is_there, head, num_heads, width, BLOCK_C: tl.constexpr):
+def _write(x, values, places, is_there, head, num_heads, width, BLOCK_C: tl.constexpr):
     channels = tl.arange(0, BLOCK_C)
     at = (places[:, None].to(tl.int64) * num_heads + head) * width + channels[None, :]
     mask = is_there[:, None] & (channels < width)[None, :]
@@ -121,7 +121,7 @@ def forward(
         largest = higher
     sums = tl.where(is_query, sums, 1.0)
     out = out * rescaled / sums[:, None]
-    _put(mixed, out, places, is_query, head, num_heads, width, BLOCK_C)
+    _write(mixed, out, places, is_query, head, num_heads, width, BLOCK_C)
     at = places.to(tl.int64) * num_heads + head
     tl.store(log_sums + at, largest + tl.log(sums), mask=is_query)
 
@@ -199,7 +199,7 @@ def of_queries(
                 for number in range(BUCKETS):
                     total = tl.sum(tl.where(bucket == number, of_scores, 0.0))
                     sums += tl.where(buckets == number, total, 0.0)
-    _put(of_q, out, places, is_query, head, num_heads, width, BLOCK_C)
+    _write(of_q, out, places, is_query, head, num_heads, width, BLOCK_C)
     if HAS_BIASES:
         program = (block * tl.num_programs(1) + row) * num_heads + head
         tl.store(of_table + program * BUCKETS + buckets, sums, mask=buckets < BUCKETS)
@@ -244,5 +244,5 @@ def of_keys(
         )  # fmt: skip
         out_v += _dot(tl.trans(used).to(own_QC.dtype), own_QC)
         out_k += _dot(tl.trans(of_scores).to(q_QC.dtype), q_QC)
-    _put(of_k, out_k, key_start + of_keys, is_key, head, num_heads, width, BLOCK_C)
-    _put(of_v, out_v, key_start + of_keys, is_key, head, num_heads, width, BLOCK_C)
+    _write(of_k, out_k, key_start + of_keys, is_key, head, num_heads, width, BLOCK_C)
+    _write(of_v, out_v, key_start + of_keys, is_key, head, num_heads, width, BLOCK_C)

@@ -39,27 +39,28 @@ def take(base: PreTrainedModel, folder: str) -> None:
         )
     ours = dict(base.named_parameters())
     by_name = {one: name for name in ours for one in _names(name, base.base_model_prefix)}
-    taken: list[str] = []
+    names: list[str] = []
     unused: list[str] = []
     for name, values in _tensors(folder):
         own = by_name.get(name)
-        if own is None or _shape_of(ours[own]) != values.shape:
+        # of a partitioned weight `shape` is that of a part
+        if own is None or getattr(ours[own], "ds_shape", ours[own].shape) != values.shape:
             size = "" if own is None else f" of shape {tuple(values.shape)}"
             unused.append(f"{name}{size}")
             continue
         _fill(ours[own], values)
-        taken.append(own)
-    left = sorted(set(ours) - set(taken))
-    if not taken:
+        names.append(own)
+    rest = sorted(set(ours) - set(names))
+    if not names:
         raise ConfigError(
             f"init_from={folder!r}: none of its {len(unused)} weights fits this base: it has "
-            f"{_listed(unused)}, and want {_listed(left)}. Give a folder of the same kind of "
+            f"{_list_of(unused)}, and want {_list_of(rest)}. Give a folder of the same kind of "
             "model, or leave init_from out."
         )
     if distributed.is_main():
-        log.info("init_from %s: %d weights are taken: %s", folder, len(taken), _listed(taken))
-        log.info("init_from: not taken of it: %s", _listed(unused))
-        log.info("init_from: as the base has them: %s", _listed(left))
+        log.info("init_from %s: %d weights are taken: %s", folder, len(names), _list_of(names))
+        log.info("init_from: not taken of it: %s", _list_of(unused))
+        log.info("init_from: as the base has them: %s", _list_of(rest))
 
 
 def _names(name: str, body: str) -> Iterator[str]:
@@ -79,23 +80,19 @@ def _tensors(folder: str) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _shape_of(parameter: nn.Parameter) -> torch.Size:
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
 def _fill(parameter: nn.Parameter, values: Tensor) -> None:
-    held = getattr(parameter, "ds_tensor", None)
-    if held is None:
+    part = getattr(parameter, "ds_tensor", None)
+    if part is None:
         parameter.copy_(values)
         return
-    start = distributed.rank() * held.numel()  # each rank keeps an equal piece, the last one padded
-    piece = values.flatten()[start : start + held.numel()]
-    held[: piece.numel()].copy_(piece)
+    start = distributed.rank() * part.numel()  # each rank keeps an equal piece, the last one padded
+    piece = values.flatten()[start : start + part.numel()]
+    part[: piece.numel()].copy_(piece)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_of(names: Iterable[str]) -> str:
     """Names with * for numbers, and how many each stands for."""
     kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
-    shown = [f"{name} ({count})" if count > 1 else name for name, count in kinds.items()]
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return f"{', '.join(shown[:_SHOWN])}{more}" if shown else "nothing"
+    labels = [f"{name} ({count})" if count > 1 else name for name, count in kinds.items()]
+    more = f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else ""
+    return f"{', '.join(labels[:_SHOWN])}{more}" if labels else "nothing"

@@ -55,18 +55,6 @@ def of(source: str) -> list[Path]:
 
 
 def _shards(source: str, index: Path) -> list[Path]:
-    names = _listed(source, index)
-    shards = [find_file(source, name) for name in names]
-    missing = [name for name, path in zip(names, shards, strict=True) if path is None]
-    if missing:
-        raise ConfigError(
-            f"base={source!r}: {', '.join(missing)} missing, which {index.name} lists. Copy it "
-            "again."
-        )
-    return [path for path in shards if path is not None]
-
-
-def _listed(source: str, index: Path) -> list[str]:
     """The files that an index lists; ConfigError unless they are in its folder or below."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -81,7 +69,14 @@ def _listed(source: str, index: Path) -> list[str]:
             f"base={source!r}: {index.name} lists {', '.join(outside)}, outside of its folder. "
             "Name files that lie beside the index."
         )
-    return names
+    shards = [find_file(source, name) for name in names]
+    missing = [name for name, path in zip(names, shards, strict=True) if path is None]
+    if missing:
+        raise ConfigError(
+            f"base={source!r}: {', '.join(missing)} missing, which {index.name} lists. Copy it "
+            "again."
+        )
+    return [path for path in shards if path is not None]
 
 
 def is_torn(path: Path) -> bool:

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from trainer.plan.memory.measure import Measured
 
 _REDUCED_AT_ONCE = 500_000_000  # numbers: engine.allreduce_no_retain's bucket, which no key changes
-_LION_AT_ONCE = 2**22  # numbers: models/optimizers/lion.py
-# fp32 tensors that torch's Adafactor makes of one weight: squares, their estimate, the update
-_ADAFACTOR_COPIES = 3
+_NORM_WIDTH = 8  # bytes: DeepSpeed takes the norm of a gradient from a copy in fp64
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,6 @@ class Zero:
     world: int
     width: int  # bytes of a weight: e
     accumulates: bool  # more than one micro-batch a step
-    optimizer: str = "adamw"
     is_bf16: bool = True
     offloads_optimizer: bool = False
     offloads_weights: bool = False
@@ -70,7 +67,6 @@ class Zero:
         ds: dict[str, Any],
         *,
         accumulates: bool,
-        optimizer: str = "adamw",
         keeps_frozen: bool = False,
     ) -> Zero:
         """From a complete dictionary (deepspeed_config.build)."""
@@ -85,7 +81,6 @@ class Zero:
             world=world,
             width=4 if precision == "fp32" else 2,
             accumulates=accumulates,
-            optimizer=optimizer,
             is_bf16=precision == "bf16",
             offloads_optimizer=deepspeed_config.offload_device(ds, "offload_optimizer") != "none",
             offloads_weights=deepspeed_config.offload_device(ds, "offload_param") != "none",
@@ -160,7 +155,8 @@ def training(step: Measured, zero: Zero, *, cublas: int, is_first: bool = False)
         freed = whole - min(whole, zero.width * (small + step.largest + frozen))
         resident = replace(resident, weights=resident.weights - freed)
     moments.append(_sum(resident, _at_reduction(step, zero), Breakdown(workspace=cublas)))
-    moments.append(_sum(resident, _at_step(step, zero), Breakdown(workspace=cublas)))
+    for stepping in _moments_of_step(step, zero):
+        moments.append(_sum(resident, stepping, Breakdown(workspace=cublas)))
     return max(moments, key=lambda breakdown: breakdown.total)
 
 
@@ -264,7 +260,7 @@ def _gradient_sums(step: Measured, zero: Zero) -> int:
     """
     if zero.stage != 2 or zero.offloads_optimizer:
         return 0
-    return _sum_width(zero) * step.trainable // zero.world
+    return _unstepped(step.trainable, zero)
 
 
 def _sum_width(zero: Zero) -> int:
@@ -308,42 +304,59 @@ def _at_reduction(step: Measured, zero: Zero) -> Breakdown:
     return Breakdown(gradients=gradients, workspace=copies)
 
 
-def _at_step(step: Measured, zero: Zero) -> Breakdown:
-    """The gradients when the optimizer steps (without those that are never freed), and what
-    DeepSpeed and the optimizer copy meanwhile.
+def _moments_of_step(step: Measured, zero: Zero) -> list[Breakdown]:
+    """The gradients at moments of the optimizer's step that may be its highest (without gradients
+    that are never freed), and what DeepSpeed and the optimizer copy then.
     """
     P, w, e = step.trainable, zero.world, zero.width
-    gradients = e * P if zero.stage < 2 else _gradient_sums(step, zero)
     if zero.offloads_optimizer:
-        copies = 4 * step.largest
-    elif zero.stage == 0:
+        gradients = e * P if zero.stage < 2 else 0
+        return [Breakdown(gradients=gradients, workspace=4 * step.largest)]
+    if zero.stage == 0:
         copies = 4 * P if e < 4 else 0  # fp32 copies of all gradients
-    elif zero.stage == 1 and zero.is_bf16:
-        # Small groups are flattened in fp32 and cast to the dtype that is sent. A group of more
-        # elements than a bucket is one tensor, which is neither flattened nor split.
-        copies = (4 + 2) * P if P <= _REDUCED_AT_ONCE else 2 * P
-    elif zero.stage == 3:
-        copies = 4 * min(P // w, zero.sub_group)
-    else:
-        copies = 4 * P // w if e == 4 or zero.stage == 1 else 8 * step.largest
-    copies += _copies_of_optimizer(step, zero)
-    return Breakdown(gradients=gradients, workspace=copies)
-
-
-def _copies_of_optimizer(step: Measured, zero: Zero) -> int:
-    """Bytes of what the optimizer itself makes for a step, and frees. Of AdamW and SGD nothing:
-    torch's fused kernels change each number where it lies.
-    """
-    own = step.largest if zero.stage == 0 else step.trainable // zero.world
+        own = max((group.copies(group.largest, is_cut=False) for group in step.groups), default=0)
+        return [Breakdown(gradients=e * P, workspace=copies + own)]
     if zero.stage == 3:
-        own = min(own, zero.sub_group)
-    if zero.optimizer == "adafactor":
-        return _ADAFACTOR_COPIES * 4 * own
-    if zero.optimizer == "lion":
-        return 4 * min(own, _LION_AT_ONCE)
-    if zero.optimizer == "muon":
-        # Its steps in fp32, before they are orthogonal, of all that is stepped at once. Of one
-        # matrix: two copies in bf16, two products, and the whole of it where ranks cut it.
-        cut = 4 * step.largest if zero.stage > 0 and zero.world > 1 else 0
-        return 4 * own + 8 * step.largest + cut
-    return 0
+        # the gradients of one sub-group at a time become one flat tensor, and are stepped
+        parts = [(group, min(group.numbers // w, zero.sub_group)) for group in step.groups]
+        flat = [4 * part + group.copies(part, is_cut=w > 1) for group, part in parts]
+        norm = _NORM_WIDTH * step.largest // w
+        return [Breakdown(workspace=most) for most in (norm, *flat)]
+    if zero.stage == 1 and zero.is_bf16:
+        # Small groups are flattened in fp32 and cast to the dtype that is sent. A group of more
+        # elements than a bucket is one tensor, which is neither flattened nor split. The optimizer
+        # steps when these are freed.
+        sent = (4 + 2) * P if P <= _REDUCED_AT_ONCE else 2 * P
+        own = [group.copies(group.numbers // w, is_cut=w > 1) for group in step.groups]
+        return [Breakdown(gradients=e * P, workspace=most) for most in (sent, *own)]
+    return _moments_by_group(step, zero)
+
+
+def _moments_by_group(step: Measured, zero: Zero) -> list[Breakdown]:
+    """The moments of DeepSpeedZeroOptimizer.step (stages 1 and 2): a group's gradients become one
+    flat tensor in fp32, are freed, and then the group is stepped. Groups behind it still wait.
+    """
+    w = zero.world
+    norm = _NORM_WIDTH * min(step.largest, step.trainable // w)
+    moments = [Breakdown(gradients=_unstepped(step.trainable, zero), workspace=norm)]
+    unstepped = step.trainable
+    for group in step.groups:
+        part = group.numbers // w
+        before = _unstepped(unstepped, zero)
+        unstepped -= group.numbers
+        after = _unstepped(unstepped, zero)
+        own = group.copies(part, is_cut=w > 1)
+        if zero.stage == 2 and zero.is_bf16:  # the sums lie in a flat tensor already
+            moments.append(Breakdown(gradients=before, workspace=own))
+            continue
+        flat = 4 * part + (zero.width * part if zero.width < 4 else 0)
+        moments.append(Breakdown(gradients=before, workspace=flat))
+        moments.append(Breakdown(gradients=after + 4 * part, workspace=own))
+    return moments
+
+
+def _unstepped(numbers: int, zero: Zero) -> int:
+    """Bytes of the gradients of so many numbers at stages 1 and 2, until the optimizer steps."""
+    if zero.stage < 2:
+        return zero.width * numbers
+    return _sum_width(zero) * numbers // zero.world

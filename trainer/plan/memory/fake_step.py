@@ -12,14 +12,19 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from trainer.plan.memory.measure import Measured, MeasureRequest
+from trainer.plan.memory.measure import Measured, MeasureRequest, SteppedTogether
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.config.optimizer.freeze import Freeze
+    from trainer.config.schema import Optim
     from trainer.plan.memory.fake_device import FakeDevice
     from trainer.plan.memory.tracker import Ran
     from trainer.protocol.task import Places, Task
@@ -122,6 +127,8 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
         {field: np.asarray(ids, dtype=np.int64) for field, ids in row.items()}
         for row in request.rows
     ]
+    plus = 1.0 if cfg.lora is None else cfg.lora.plus
+    groups = stepped_together(model, cfg.optim, plus=plus, freeze=cfg.train.freeze)
     batch = task.collate(rows)
     with fake_device(request.device) as device:
         device.place(model)
@@ -153,7 +160,26 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
             units=int(task.units(batch)),
             sizes=[list(item) for item in Counter(size for size, _ in sizes).items()],
             blocks=blocks,
+            groups=groups,
         )
+
+
+def stepped_together(
+    model: nn.Module, optim: Optim, *, plus: float = 1.0, freeze: Sequence[Freeze] = ()
+) -> list[SteppedTogether]:
+    """The groups of weights that an optimizer steps, in their order. plus: lora.plus; freeze:
+    train.freeze, of which weights that never train are frozen already.
+    """
+    from trainer.models.optimizers.copies import copies_of_step
+    from trainer.models.optimizers.rates import param_groups, places
+
+    found: list[SteppedTogether] = []
+    for group in param_groups(model, places(model, optim, plus=plus, freeze=freeze), optim):
+        shapes = [parameter.shape for parameter in group["params"]]
+        sizes = [shape.numel() for shape in shapes]
+        copies = copies_of_step(optim, shapes, rule=group["rule"])
+        found.append(SteppedTogether(sum(sizes), max(sizes), **asdict(copies)))
+    return found
 
 
 def _micro_batches(request: MeasureRequest, forwards: list[Ran]) -> tuple[Ran, Ran]:

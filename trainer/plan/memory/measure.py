@@ -73,6 +73,26 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class SteppedTogether:
+    """A group of weights that the optimizer steps at once: ZeRO steps one group after the other."""
+
+    numbers: int
+    largest: int  # numbers of its largest weight
+    # Bytes that the optimizer makes for a step and frees: for each number, of so many numbers at
+    # once at most; of one weight; and of one matrix that ranks have cut.
+    of_number: int = 0
+    at_once: int | None = None
+    of_weight: int = 0
+    of_cut_matrix: int = 0
+
+    def copies(self, numbers: int, *, is_cut: bool) -> int:
+        """Bytes that stepping so many of its numbers at once makes, and frees."""
+        at_once = numbers if self.at_once is None else min(numbers, self.at_once)
+        cut = self.of_cut_matrix if is_cut else 0
+        return self.of_number * at_once + self.of_weight + cut
+
+
+@dataclass(frozen=True)
 class Measured:
     """Bytes of one step."""
 
@@ -104,6 +124,7 @@ class Measured:
         default_factory=list
     )  # [numbers of a weight, how many weights have this size]
     blocks: int = 0  # in the longest stack
+    groups: list[SteppedTogether] = field(default_factory=list)  # in the order of their steps
 
     @property
     def num_weights(self) -> int:
@@ -130,6 +151,7 @@ class Measured:
                 **values,
                 **lists,
                 "reading": Moment(**values["reading"]),
+                "groups": [SteppedTogether(**group) for group in values["groups"]],
                 "tensors": [(name, size) for name, size in values["tensors"]],
             }
         )
@@ -137,7 +159,8 @@ class Measured:
     def plain(self) -> dict[str, Any]:
         # asdict() would copy every number of thousands of operators
         lists = {name: [vars(one) for one in getattr(self, name)] for name in _MOMENTS}
-        return {**vars(self), **lists, "reading": vars(self.reading)}
+        groups = [vars(group) for group in self.groups]
+        return {**vars(self), **lists, "reading": vars(self.reading), "groups": groups}
 
 
 _MOMENTS = ("moments", "partitioned")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -120,7 +120,8 @@ def heaviest(
     """Candidates for the memory peak: the micro-batches with the most tokens (pads included) and
     with the most pairs of tokens, the first of a step and later ones apart.
 
-    All ranks are searched, in the first MOST_STEPS steps.
+    All ranks are searched, in MOST_STEPS steps: the first ones, and the first ones after every
+    change of the weights of a mix.
     """
     is_packed = isinstance(rows.sizes, Sizes) and rows.sizes.is_packed
     # by (is_first, power of the lengths): the largest sum, and the rows that it belongs to
@@ -149,13 +150,25 @@ def _micro_batches(
     ranks have different numbers of rows (micro_tokens), they are yielded one after the other.
     """
     are_alike = rows.lengths.min() == rows.lengths.max()
-    for step in range(1 if are_alike else min(steps, MOST_STEPS)):
+    for step in range(1) if are_alike else _searched(sharding, steps):
         window = windows_of_ranks(step, lengths=rows.sizes, sharding=sharding, seed=seed)
         for place, of_ranks in enumerate(window):
             if isinstance(of_ranks, np.ndarray):
                 yield place == 0, of_ranks
             else:
                 yield from ((place == 0, of_rank[None]) for of_rank in of_ranks)
+
+
+def _searched(sharding: Sharding, steps: int) -> Iterator[int]:
+    """The steps of a run whose micro-batches are compared: equally many after every change of the
+    weights of a mix, for a source may have rows in no step before.
+    """
+    starts = [0]
+    if sharding.mix is not None and sharding.mix.phases:
+        starts = [start for start, _ in sharding.mix.phases if start < steps]
+    each = MOST_STEPS // len(starts)
+    for start, stop in pairwise([*starts, steps]):
+        yield from range(start, min(stop, start + each))
 
 
 def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:

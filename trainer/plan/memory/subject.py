@@ -54,7 +54,6 @@ class Subject:
         return Zero.of(
             ds,
             accumulates=accumulates,
-            optimizer=self.cfg.optim.name,
             keeps_frozen=self.cfg.train.frozen == "replicate",
         )
 

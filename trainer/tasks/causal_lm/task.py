@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import left_out, lookup, stdlib_docs, vocabulary
+from trainer.data.chat.chat_template import ChatTemplate, flags
+from trainer.data.chat.rows import chats
+from trainer.data.chat.unwritten import TOOLS
+from trainer.data.chat.writer import naming
 from trainer.data.formats.conversation import opened, with_input
 from trainer.data.padding import pad_right
 from trainer.data.readers import fields, questions
@@ -22,12 +26,8 @@ from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack_labelled
 from trainer.protocol.abilities import Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
-from trainer.tasks.causal_lm.chat import ChatTemplate, flags
-from trainer.tasks.causal_lm.chat_rows import chats
-from trainer.tasks.causal_lm.chat_writer import naming
 from trainer.tasks.causal_lm.config import Config
-from trainer.tasks.causal_lm.unwritten import TOOLS
-from trainer.tasks.token_task import TokenTask
+from trainer.tasks.token_task import TokenTask, refuse_beyond_positions
 
 
 class CausalLM(nn.Module):
@@ -84,12 +84,7 @@ class Task(TokenTask[Config]):
             self.chat = ChatTemplate.of(self.tokenizer, template, folder)
 
     def operate(self, base: Any) -> nn.Module:
-        positions = getattr(base.config, "max_position_embeddings", None)
-        if positions is not None and self.cfg.data.max_tokens > positions:
-            raise ConfigError(
-                f"data.max_tokens={self.cfg.data.max_tokens} is longer than the model's "
-                f"{positions} positions. Use at most {positions}."
-            )
+        refuse_beyond_positions(base, self.cfg.data.max_tokens)
         read = self.reader(getattr(base, base.base_model_prefix))
         return CausalLM(base, read, Terms.of(self.cfg.train))
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.data import vocabulary
+from trainer.data.chat.chat_template import ChatTemplate
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models.adapters import are_in, loading
 from trainer.models.texts import Fit, GrowingText, chance_of, fitted, grown
 from trainer.protocol.abilities import CutRow, Prediction, Search, Usage, by_row
 from trainer.protocol.task import Cut
-from trainer.tasks.causal_lm.chat import ChatTemplate
 from trainer.tasks.causal_lm.config import Config
 from trainer.tasks.generated import predictions, text_of
 
@@ -41,7 +41,7 @@ text = tokenizer.apply_chat_template(
 )
 ids = tokenizer(text, add_special_tokens=False)["input_ids"]
 """
-_ON_DAY = ', date_string="26 Jul 2024"'  # the date that chat.py has templates write
+_ON_DAY = ', date_string="26 Jul 2024"'  # the date that chat_template.py has templates write
 # A template may ask the clock of transformers: it stands still on the same day.
 _STILL = """\
 from datetime import datetime
@@ -201,11 +201,11 @@ def predict(
             for _ in grown(base, texts[start : start + len(rows)], pad=task.pad):
                 pass
     of_rows = by_row([text.whole() for text in texts], how.search)
-    told = predictions([[one.text for one in of_row] for of_row in of_rows])
-    for one, fit in zip(told, fits, strict=True):
+    results = predictions([[one.text for one in of_row] for of_row in of_rows])
+    for one, fit in zip(results, fits, strict=True):
         if fit.most < most:
             one["max_tokens"] = fit.most
-    return told
+    return results
 
 
 def _search_beams(task: Any, base: Any, texts: Sequence[GrowingText], search: Search) -> None:

@@ -85,7 +85,7 @@ class FiD(nn.Module):
         if generation is not None:
             return self._generate(fused_BSD, batch["fused_mask"], generation)
         hidden_BTD = self.decode(fused_BSD, batch["fused_mask"], batch["labels"])
-        return {"loss": self._scored(hidden_BTD.flatten(0, 1), batch["labels"].flatten())}
+        return {"loss": self._loss_of_tokens(hidden_BTD.flatten(0, 1), batch["labels"].flatten())}
 
     def _loss(self, states_MD: Tensor, batch: Batch) -> Tensor:
         """() fp32, the summed loss; the decoder attends to the tokens of its question, not to
@@ -102,9 +102,9 @@ class FiD(nn.Module):
             few=self._few(states_MD, batch),
         )
         targets_N = labels_BT.flatten().index_select(0, scored_N)
-        return self._scored(hidden_ND, targets_N)
+        return self._loss_of_tokens(hidden_ND, targets_N)
 
-    def _scored(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+    def _loss_of_tokens(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         terms = self.terms if self.training else PLAIN
         return OutputLayer(self.t5).loss(hidden_ND, targets_N, terms)
 

@@ -70,10 +70,10 @@ def rows(
         return _tevatron_rows(own_rows(data, split, folder, **how), corpus)
     if data.source == "dpr":
         placed = objects(_file(data, split, folder, suffixes=(".json", ".jsonl")))
-        placed = ((place, watched(given)) for place, given in placed)
+        placed = ((place, watched(raw)) for place, raw in placed)
         return _tevatron_rows(dpr_queries(placed, Around(folder)), corpus)
-    found = format_of_folder(data, folder) if data.source == "files" else None
-    reads = found or data.reads
+    format_name = format_of_folder(data, folder) if data.source == "files" else None
+    reads = format_name or data.reads
     if reads in ("beir", "msmarco", "nq", "pretokenised"):
         what, of_files = _rows_of_files(data, split, folder, str(reads))
         return of_files if data.source != "files" else counted(of_files, what, reads)  # pyright: ignore
@@ -164,8 +164,8 @@ def _tevatron_row(raw: Row, place: str, number: int, corpus: _Corpus) -> Row:
 
 
 def _pretokenised_rows(path: Path) -> Iterator[Row]:
-    for line, given in numbered_jsonl(path):
-        raw = watched(given)
+    for line, values in numbered_jsonl(path):
+        raw = watched(values)
         lists = {name: raw.get(name) for name in ("query", "positives", "negatives")}
         for name, value in lists.items():
             texts = [value] if name == "query" else value

@@ -75,7 +75,8 @@ class Average:
         """What a checkpoint takes from this rank, where it is. Named as SavedTensors reads them."""
         own: dict[str, Tensor] = {}
         for name, start, values in self.pieces():
-            shape = self._shape(name)
+            parameter: Any = self._parameters[name]
+            shape = parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
             if values.numel() == shape.numel():
                 own[name] = values.view(shape)
             elif values.numel():
@@ -115,8 +116,8 @@ class Average:
         if self._stage == 3:
             self._zero._partition_all_parameters()  # as DeepSpeed's step() begins
             for name, part in self._parts.items():
-                held: Any = self._parameters[name]
-                held.ds_tensor.view(-1)[: part.average.numel()].copy_(values_of(part))
+                tensor: Any = self._parameters[name]
+                tensor.ds_tensor.view(-1)[: part.average.numel()].copy_(values_of(part))
             whole = self._zero.persistent_parameters  # small ones, which every rank has whole
             if whole:
                 whole[0].all_gather(whole)
@@ -125,7 +126,7 @@ class Average:
             part = self._parts.get(name)
             if self._stage > 0:
                 own = None if part is None else (part.start, values_of(part))
-                parameter.copy_(_assembled(parameter, own))
+                parameter.copy_(_assemble(parameter, own))
                 continue
             assert part is not None, "at stage 0 every rank has all weights"
             if part.weights.data_ptr() == parameter.data_ptr():
@@ -136,12 +137,8 @@ class Average:
             else:
                 parameter.copy_(values_of(part))
 
-    def _shape(self, name: str) -> torch.Size:
-        parameter: Any = self._parameters[name]
-        return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
 
-
-def _assembled(parameter: Tensor, own: tuple[int, Tensor] | None) -> Tensor:
+def _assemble(parameter: Tensor, own: tuple[int, Tensor] | None) -> Tensor:
     """A parameter of which each rank has some elements (their start, and values), or none. A
     collective.
     """

@@ -77,8 +77,8 @@ def take_best(train: Train, progress: Progress, metrics: Mapping[str, float]) ->
             text = "%s is %s at step %d: best/ stays as it is"
             logger.warning(text, train.best_metrics[0], values[0], progress.step)
         return False
-    known = None if progress.best is None else [progress.best, *progress.tie_breakers]
-    if known is not None and not _is_better(train, progress, values, known):
+    best = None if progress.best is None else [progress.best, *progress.tie_breakers]
+    if best is not None and not _is_better(train, progress, values, best):
         return False
     progress.best, *progress.tie_breakers = values
     progress.best_step, progress.waited = progress.step, 0

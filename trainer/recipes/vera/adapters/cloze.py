@@ -221,17 +221,17 @@ def _alphanli(row: Any, _: Variants) -> Problem:
 )
 def _copa(item: Any, variants: Variants) -> Problem:
     if isinstance(item, dict):  # the Hub's and SuperGLUE's names
-        premise, asked = text_of(item, "premise"), value_of(item, "question")
+        premise, relation = text_of(item, "premise"), value_of(item, "question")
         choices = [text_of(item, "choice1"), text_of(item, "choice2")]
         gold = index_of(value_of(item, "label"), ("0", "1"), "label")
     else:
-        premise, asked = _xml_text(item, "p"), item.get("asks-for")
+        premise, relation = _xml_text(item, "p"), item.get("asks-for")
         choices = [_xml_text(item, "a1"), _xml_text(item, "a2")]
         gold = index_of(
             item.get("most-plausible-alternative"), ("1", "2"), "most-plausible-alternative"
         )
     if variants["connective"] == "because_so":
-        direction = index_of(asked, ("cause", "effect"), "asks-for")
+        direction = index_of(relation, ("cause", "effect"), "asks-for")
         premise = f"{premise.strip().rstrip('.')} {('because', 'so')[direction]}"
         choices = [_lower_function_word(choice.strip()) for choice in choices]
     return multiple_choice(premise, choices, gold)

@@ -299,7 +299,7 @@ class CrossAttentionModel(nn.Module):
             )
         hidden_BTD = self._decode(embedded_BTD, this, is_cached=cache is not None)
         if labels is not None:
-            loss = next_token_loss(hidden_BTD, labels, self._scored, scored_N=scored_flat)
+            loss = next_token_loss(hidden_BTD, labels, self._loss_of_tokens, scored_N=scored_flat)
             return Output(loss=loss, logits=None)
         logits = self.backbone.head(hidden_BTD[:, -1:] if last_logits_only else hidden_BTD)
         return Output(
@@ -347,9 +347,9 @@ class CrossAttentionModel(nn.Module):
         hidden_1MD = self._decode(embedded_1MD, this, is_cached=False)
         scored_N = batch["scored"]
         targets_N = batch["labels"].index_select(0, scored_N + 1)
-        return self._scored(hidden_1MD[0].index_select(0, scored_N), targets_N)
+        return self._loss_of_tokens(hidden_1MD[0].index_select(0, scored_N), targets_N)
 
-    def _scored(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+    def _loss_of_tokens(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         return self.backbone.loss(hidden_ND, targets_N, self.terms if self.training else PLAIN)
 
     @torch.no_grad()

@@ -74,9 +74,12 @@ def read_added(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            tensors |= (
-                _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
-            )
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as content:
+                    names = _added_names(content.keys())
+                    tensors |= {name: content.get_tensor(name) for name in names}
+            else:
+                tensors |= _read_pickle(file)
         except UnpicklingError as error:
             raise ConfigError(
                 f"{file}: got a pickle of more than tensors, which could run code; want tensors."
@@ -109,11 +112,6 @@ def _files_with_added(folder: Path) -> list[Path]:
 
 def _added_names(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(PREFIX)]
-
-
-def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    with safe_open(file, framework="pt") as tensors:
-        return {name: tensors.get_tensor(name) for name in _added_names(tensors.keys())}
 
 
 def _read_pickle(file: Path) -> dict[str, Tensor]:

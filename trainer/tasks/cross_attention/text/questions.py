@@ -38,14 +38,14 @@ def of_split(
     to the subset; it names the subsets that exist.
     """
     if data_path is not None and (data_path / PREPARED).is_file():
-        made = prepared(data_path)
-        if made["source"] != source and not {made["source"], source} <= set(OWN):
+        entry = prepared(data_path)
+        if entry["source"] != source and not {entry["source"], source} <= set(OWN):
             raise DataError(
-                f"{data_path}: was prepared from data.source={made['source']!r}, the group reads "
+                f"{data_path}: was prepared from data.source={entry['source']!r}, the group reads "
                 f"{source!r}."
             )
-        if split not in made["rows"]:
-            legal = ", ".join(made["rows"]) or "none yet: run the same prepare command again"
+        if split not in entry["rows"]:
+            legal = ", ".join(entry["rows"]) or "none yet: run the same prepare command again"
             raise DataError(f"{data_path}: has no {split} split, but {legal}.")
         rows = read_jsonl(data_path / f"{split}.jsonl")
     elif source in OWN and own.format != "nq":

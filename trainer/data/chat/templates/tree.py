@@ -136,9 +136,9 @@ def _names_of_conversation(tree: nodes.Node) -> set[str]:
         for one in choice.body
         if isinstance(one, nodes.Assign) and _is_undefined(choice.test, one.target)
     }
-    given = [one for one in tree.find_all(nodes.Name) if one.ctx != "load"]
+    targets = [one for one in tree.find_all(nodes.Name) if one.ctx != "load"]
     defaults |= {id(one.target) for one in _settings(tree, tree.iter_child_nodes())}
-    names = {one.name for one in given if id(one) not in defaults}
+    names = {one.name for one in targets if id(one) not in defaults}
     names |= {one.name for one in tree.find_all(nodes.Macro)}
     return names | _OF_CONVERSATION
 
@@ -165,10 +165,10 @@ def _is_constant(part: nodes.Node, read: set[str]) -> bool:
 
 
 def _names_of_messages(tree: nodes.Node) -> set[str]:
-    names, found = set[str](), {"messages"}
-    while found != names:
-        names = found
-        found = names | {
+    names, wider = set[str](), {"messages"}
+    while wider != names:
+        names = wider
+        wider = names | {
             one.target.name
             for one in tree.find_all(nodes.Assign)
             if isinstance(one.target, nodes.Name) and _is_messages(one.node, names)

@@ -12,11 +12,11 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trainer.data.chat.templates.built_in import legal
+from trainer.data.chat.templates.marks import Span
+from trainer.data.chat.writer import CLOCK, GENERATION, Message, Writer, naming, rendered
 from trainer.data.formats.conversation import ASSISTANT
 from trainer.errors import DataError
-from trainer.tasks.causal_lm.chat_writer import CLOCK, GENERATION, Message, Writer, naming, rendered
-from trainer.tasks.causal_lm.templates.built_in import legal
-from trainer.tasks.causal_lm.templates.marks import Span
 
 
 def spans_of_prefixes(

@@ -3,7 +3,7 @@
 A chat template is a program that writes a conversation as one text; it does not tell who says what.
 So marks are put into its loops, and one rendering tells where each turn stands
 (templates/marks.py). For a template of which that is not known, renderings of the turns before tell
-it (chat_prefixes.py).
+it (prefixes.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 
 from trainer.config.userfile import placed
 from trainer.data import vocabulary
+from trainer.data.chat.prefixes import spans_of_prefixes
+from trainer.data.chat.templates.built_in import BUILT_IN, legal
+from trainer.data.chat.templates.marks import DATE, MarkedText, Span
+from trainer.data.chat.unwritten import Unwritten
+from trainer.data.chat.writer import Message, Writer
 from trainer.data.formats.conversation import ASSISTANT, counts
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.causal_lm.chat_prefixes import spans_of_prefixes
-from trainer.tasks.causal_lm.chat_writer import Message, Writer
-from trainer.tasks.causal_lm.templates.built_in import BUILT_IN, legal
-from trainer.tasks.causal_lm.templates.marks import DATE, MarkedText, Span
-from trainer.tasks.causal_lm.unwritten import Unwritten
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -98,11 +98,11 @@ class ChatTemplate:
             self.name,
             self.tokenizer.bos_token,
         )
-        given: Any = self.tokenizer.chat_template
+        source: Any = self.tokenizer.chat_template
         self.tokenizer.chat_template = (
-            {name: _OPENED + one for name, one in given.items()}
-            if isinstance(given, dict)
-            else _OPENED + given
+            {name: _OPENED + one for name, one in source.items()}
+            if isinstance(source, dict)
+            else _OPENED + source
         )
 
     def _opens_with(self, token: str) -> bool:
@@ -139,7 +139,7 @@ class ChatTemplate:
         end: the id that is appended when no token ends the last answer.
         """
         tokens: list[dict[str, list[int]]] = []
-        for group in _grouped([self.spoken(row) for row in rows]):
+        for group in _groups([self.spoken(row) for row in rows]):
             tokens += self._tokens(group, end)
         return tokens
 
@@ -251,7 +251,7 @@ class ChatTemplate:
         head = list(messages[:1]) if messages[0]["role"] == "system" else []
         whole = of_whole.text
         starts = {number: (of_whole.spans[number] or span)[0] for number, span in spans.items()}
-        said = {number: _Said(whole[start:stop], 0) for number, (start, stop) in spans.items()}
+        texts = {number: _Said(whole[start:stop], 0) for number, (start, stop) in spans.items()}
         for first, stop in pairwise(users):
             counted = [number for number in range(first, stop) if number in spans]
             window = [*head, *messages[first:stop]]
@@ -266,18 +266,18 @@ class ChatTemplate:
                 # behind the same header, which may be all of what opens an answer or less
                 start = turn[0] + spans[number][0] - starts[number]
                 text = marked.text[start : span[1]]
-                if text.endswith(said[number].text):
-                    said[number] = _Said(text, max(0, span[0] - start))
+                if text.endswith(texts[number].text):
+                    texts[number] = _Said(text, max(0, span[0] - start))
         parts: list[str] = []
-        moved: list[Span] = []
+        new_spans: list[Span] = []
         place = length = 0
         for number, (start, stop) in sorted(spans.items()):
-            one = said[number]
+            one = texts[number]
             parts += [whole[place:start], one.text]
             length += start - place
-            moved.append((length + one.opened, length + len(one.text)))
+            new_spans.append((length + one.opened, length + len(one.text)))
             length, place = length + len(one.text), stop
-        return "".join([*parts, whole[place:]]), moved
+        return "".join([*parts, whole[place:]]), new_spans
 
     def turn_end(self, end: int) -> int:
         """The token that ends a turn of the assistant; `end` if the template writes none, or if the
@@ -299,13 +299,13 @@ class ChatTemplate:
         the answer, so that the end token is appended: chatml's "<|im_end|>" and a line's end with a
         tokenizer that spells it. "" where a token ends it, or the turn cannot be located.
         """
-        said = "Closing."
-        messages = [{"role": role, "content": said} for role in ("user", ASSISTANT)]
+        content = "Closing."
+        messages = [{"role": role, "content": content} for role in ("user", ASSISTANT)]
         try:
             spoken = self.spoken({"messages": messages})
         except DataError:
             return ""
-        return spoken.text.rpartition(said)[2] if spoken.needs_end else ""
+        return spoken.text.rpartition(content)[2] if spoken.needs_end else ""
 
     def opened(self, row: Row) -> str:
         """A conversation as text, up to where the assistant begins to speak."""
@@ -314,7 +314,7 @@ class ChatTemplate:
         return text
 
 
-def _grouped(spoken: Sequence[Spoken]) -> Iterator[list[Spoken]]:
+def _groups(spoken: Sequence[Spoken]) -> Iterator[list[Spoken]]:
     """Conversations of at most _CHARACTERS_AT_ONCE together, in order; longer ones alone."""
     group: list[Spoken] = []
     length = 0

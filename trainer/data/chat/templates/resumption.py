@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.utils import Namespace
 
-from trainer.tasks.causal_lm.templates.tree import turns_of
+from trainer.data.chat.templates.tree import turns_of
 
 _REST, _PLACE = "rest_of_turns", "place_of_turn"  # functions that the template is given
 # What keeps a state between turns, or depends on chance, besides namespaces.
@@ -56,9 +56,9 @@ class Resumption:
         return {"namespace": self._namespace, _REST: self._rest, _PLACE: self._place}
 
     def _namespace(self, *args: Any, **values: Any) -> Namespace:
-        made = _Values(*args, **values)
-        self._made.append(made)
-        return _Namespace(made)
+        state = _Values(*args, **values)
+        self._made.append(state)
+        return _Namespace(state)
 
     def _rest(self, turns: Any) -> Any:
         """What the loop goes through; from here on the state of the turns left out is unknown."""
@@ -158,13 +158,13 @@ def _keeps_a_state(tree: nodes.Template) -> bool:
 
 def _leaves(loop: nodes.For) -> bool:
     """Whether a loop may end before its last turn, or is told of where we do not know it."""
-    known = [
+    ids = [
         id(one.node)
         for one in loop.find_all(nodes.Getattr)
         if isinstance(one.node, nodes.Name) and one.attr in _OF_LOOP
     ]
     names = [one for one in loop.find_all(nodes.Name) if one.name == "loop"]
-    return any(id(one) not in known for one in names) or any(_breaks(one) for one in loop.body)
+    return any(id(one) not in ids for one in names) or any(_breaks(one) for one in loop.body)
 
 
 def _breaks(part: nodes.Node) -> bool:

@@ -7,10 +7,10 @@ import logging
 import re
 from collections.abc import Sequence
 
+from trainer.data.chat.templates.built_in import legal
+from trainer.data.chat.writer import Message, Writer, naming
 from trainer.data.formats.json_text import preview
 from trainer.errors import DataError
-from trainer.tasks.causal_lm.chat_writer import Message, Writer, naming
-from trainer.tasks.causal_lm.templates.built_in import legal
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +61,9 @@ class Unwritten:
         place = 0
         for message in messages:
             role, content = str(message["role"]), str(message["content"]).strip()
-            found = whole.find(content, place)
-            place = max(place, found)
-            if found >= 0 or role in self._told_roles:
+            start = whole.find(content, place)
+            place = max(place, start)
+            if start >= 0 or role in self._told_roles:
                 continue
             words = re.findall(r"\w+", content)
             if words and max(words, key=len) not in whole:
@@ -105,10 +105,10 @@ class Unwritten:
 
 def _lost_thoughts(message: Message, text: str) -> str | None:
     """The words for thoughts that are not in a text."""
-    given = {key: message[key] for key in _THOUGHTS if message.get(key)}
+    fields = {key: message[key] for key in _THOUGHTS if message.get(key)}
     lost = [
         key
-        for key, thoughts in given.items()
+        for key, thoughts in fields.items()
         if not isinstance(thoughts, str) or thoughts.strip() not in text
     ]
     if lost:

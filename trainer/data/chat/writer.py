@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import jinja2
 
+from trainer.data.chat.templates.built_in import legal
+from trainer.data.chat.templates.marks import DATE, MarkedTemplate, MarkedText, pinned
 from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.causal_lm.templates.built_in import legal
-from trainer.tasks.causal_lm.templates.marks import DATE, MarkedTemplate, MarkedText, pinned
 
 Message = Mapping[str, Any]
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from typing import Any
 from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
-from trainer.tasks.causal_lm.templates.resumption import Resumption, Unknown, resumable
-from trainer.tasks.causal_lm.templates.tree import (
+from trainer.data.chat.templates.resumption import Resumption, Unknown, resumable
+from trainer.data.chat.templates.tree import (
     captured_loops,
     constant_tail,
     is_forward,
@@ -52,12 +52,8 @@ def pinned(template: str) -> Any:
     process through transformers.
     """
     compiled: Any = chat_template_utils._compile_jinja_template(template)  # type: ignore[attr-defined]
-    compiled.environment.globals["strftime_now"] = _strftime_now
+    compiled.environment.globals["strftime_now"] = DATE.strftime
     return compiled
-
-
-def _strftime_now(form: str) -> str:
-    return DATE.strftime(form)
 
 
 class MarkedTemplate:
@@ -90,7 +86,7 @@ class MarkedTemplate:
         return self._environment.from_string(tree)
 
     @cached_property
-    def _resumed(self) -> Any:
+    def _resumption(self) -> Any:
         """The template that begins its loop over the turns where Resumption says."""
         return self._with_marks(self._again)
 
@@ -126,13 +122,13 @@ class MarkedTemplate:
         while self._names is not None and size < len(chat):
             marks = _Marks(chat[-1:])
             functions = Resumption(self._names, size, marks.is_written).functions()
-            given = {"messages": chat, _FUNCTION: marks.mark, **functions, **variables}
+            values = {"messages": chat, _FUNCTION: marks.mark, **functions, **variables}
             try:
-                return self._resumed.render(**given)
+                return self._resumption.render(**values)
             except Unknown:
                 size *= _MORE_TURNS
-        given = {"messages": chat, _FUNCTION: _Marks(chat[-1:]).mark, **variables}
-        return self._compiled.render(**given)
+        values = {"messages": chat, _FUNCTION: _Marks(chat[-1:]).mark, **variables}
+        return self._compiled.render(**values)
 
 
 class _Marks:
@@ -169,12 +165,12 @@ def _without_marks(marked: str, chat: Sequence[Any], *, is_surely_exact: bool) -
     starts: dict[int, int] = {}
     spans: dict[int, list[Span]] = {}
     place = length = 0
-    for found in _MARK.finditer(marked):
-        parts.append(marked[place : found.start()])
-        length += found.start() - place
-        place = found.end()
-        number = int(found[2])
-        if found[1] == "s":
+    for match in _MARK.finditer(marked):
+        parts.append(marked[place : match.start()])
+        length += match.start() - place
+        place = match.end()
+        number = int(match[2])
+        if match[1] == "s":
             starts[number] = length
         elif starts.get(number, length) < length:
             spans.setdefault(number, []).append((starts[number], length))

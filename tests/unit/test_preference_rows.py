@@ -1,0 +1,153 @@
+"""Rows of preferences: what is the prompt, what is refused, and what goes with an answer of KTO."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.facts import experiment, write_facts
+from tests.wording import Fault, fault, refused
+from trainer import tasks
+from trainer.data import left_out, lookup
+from trainer.protocol.task import Places
+from trainer.tasks.preference.rows import EQUAL
+
+CHAT = {"source": "chat", "chat_template": "plain"}
+USER, OTHER = {"role": "user", "content": "Where?"}, {"role": "user", "content": "Who?"}
+SAID = {"role": "assistant", "content": "In the cellar."}
+ELSE = {"role": "assistant", "content": "In the attic."}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("facts"), train=12, valid=2)
+
+
+def task_of(facts: Path, folder: Path, rows: list[Any], data: Any = None, **block: Any) -> Any:
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = experiment("preference", facts, data=data or {}, preference=block)
+    return tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
+
+
+def texts(row: Any) -> list[str]:
+    return [answer["text"] for answer in row["answers"]]
+
+
+def test_the_prompt_of_two_texts_is_what_both_begin_with(facts: Path, tmp_path: Path) -> None:
+    rows = [{"chosen": "Where? In the cellar.", "rejected": "Where? In the attic."}]
+    (row,) = task_of(facts, tmp_path, rows).rows("train")
+    starts = [answer["answer_spans"][0][0] for answer in row["answers"]]
+    assert starts == [len("Where? In the")] * 2  # the blank belongs to the answers
+
+
+def test_earlier_turns_of_the_assistant_are_not_learnt(facts: Path, tmp_path: Path) -> None:
+    turns = [USER, SAID, OTHER]
+    rows = [{"chosen": [*turns, SAID], "rejected": [*turns, ELSE]}]
+    (row,) = task_of(facts, tmp_path, rows, CHAT).rows("train")
+    for answer in row["answers"]:
+        weights = [turn.get("weight", 1) for turn in answer["messages"]]
+        assert weights == [1, 0, 1, 1]
+
+
+def test_equal_answers_are_left_out_and_counted(facts: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "Where?", "chosen": " Here.", "rejected": " Here."}]
+    rows.append({"prompt": "Where?", "chosen": " Here.", "rejected": " There."})
+    task = task_of(facts, tmp_path, rows)
+    with left_out.reading() as notes:
+        assert len(list(task.rows("train"))) == 1
+    assert EQUAL in str(notes.record())
+
+
+PAIR = {"prompt": "Where?", "chosen": " Here.", "rejected": " There."}
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "block", "what"),
+    [
+        ({"prompt": "Where?", "chosen": " Here."}, {"columns": {"chosen": "chosen"}}, {}, fault("preference_side_absent", side="rejected")),
+        ({**PAIR, "rejected": " "}, {}, {}, fault("text_blank", key="answer")),
+        ({**PAIR, "rejected": None}, {}, {}, fault("preference_side_absent", side="rejected")),
+        ({**PAIR, "chosen": 3}, {}, {}, fault("preference_not_text", part="answer")),
+        ({**PAIR, "chosen": [], "rejected": []}, CHAT, {}, fault("preference_answer", value="[]")),
+        ({"chosen": [SAID], "rejected": [ELSE]}, CHAT, {}, fault("preference_prompt_absent")),
+        (PAIR, {}, {"loss": "reward", "margin": True}, fault("preference_margin")),
+        ({"prompt": "Where?", "completion": " Here.", "label": True}, {}, {}, fault("preference_single", loss="dpo")),
+        ({"prompt": "Where?", "completion": " Here.", "label": 7}, {}, {"loss": "kto"}, fault("preference_label", label="7")),
+        ({"input": [USER], "preferred_output": [SAID], "non_preferred_output": [ELSE]}, CHAT, {}, fault("preference_input")),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_is_refused_with_its_place(
+    row: Any, data: Any, block: Any, what: Fault, facts: Path, tmp_path: Path
+) -> None:
+    task = task_of(facts, tmp_path, [row], data, **block)
+    with refused(what, at="train.jsonl, line 1"):
+        list(task.rows("train"))
+
+
+@pytest.mark.parametrize(
+    ("block", "data", "what"),
+    [
+        ({"loss": "ipo", "gamma": 1.0}, {}, fault("preference_key", key="gamma", loss="ipo")),
+        ({"loss": "reward", "beta": 0.1}, {}, fault("preference_key", key="beta", loss="reward")),
+        ({}, {"stream": True}, fault("preference_stream", loss="dpo")),
+        ({}, {"chat_template": "plain"}, fault("source_without_conversations")),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(
+    block: Any, data: Any, what: Fault, facts: Path
+) -> None:
+    values = experiment("preference", facts, data=data, preference=block)
+    with refused(what):
+        tasks.parse(values)
+
+
+def test_kto_takes_pairs_apart_and_answers_each_prompt_as_the_next_row(
+    facts: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": "A?", "chosen": " a", "rejected": " b"},
+        {"prompt": "C?", "chosen": " c", "rejected": " d"},
+    ]
+    task = task_of(facts, tmp_path, rows, loss="kto")
+    got = [(*texts(row), row["label"]) for row in task.rows("train")]
+    assert got == [
+        ("A? a", "A? c", True),
+        ("A? b", "A? d", False),
+        ("C? c", "C? a", True),
+        ("C? d", "C? b", False),
+    ]
+
+
+def test_a_reward_model_judges_the_last_token_of_a_cut_answer(facts: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "Where? " * 30, "chosen": " Here.", "rejected": " There."}]
+    task = task_of(facts, tmp_path, rows, {"max_tokens": 20}, loss="reward")
+    encoded = task.encode(next(iter(task.rows("train"))))
+    assert len(encoded["chosen"]) == 20
+    assert encoded["chosen"][-1] == task.end
+    assert encoded.is_truncated
+
+
+def test_made_up_preferences_differ_in_what_they_say_of_a_person() -> None:
+    rows = [row for row, _ in zip(lookup.preferences("valid"), range(50), strict=False)]
+    for row in rows:
+        chosen, rejected = row["chosen"].split(), row["rejected"].split()
+        assert chosen[:2] == rejected[:2]  # the person
+        assert chosen[-2:] == rejected[-2:]  # the place
+        assert chosen != rejected
+        assert row["chosen"].strip() in row["prompt"]
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "preference"])
+def test_a_mix_of_conversations_encodes_a_row_of_no_source(
+    task: str, facts: Path, tmp_path: Path
+) -> None:
+    """As a plan does with the row that it makes up."""
+    mix = {"mix": {"a.jsonl": 0.5, "b.jsonl": 0.5}}
+    for name in mix["mix"]:
+        (tmp_path / name).write_text("")
+    values = experiment(task, facts, data={**CHAT, **mix})
+    mixed: Any = tasks.load(tasks.parse(values), Places(tmp_path, tmp_path / "cache", tmp_path))
+    assert mixed.encode(mixed.specimen()).is_truncated

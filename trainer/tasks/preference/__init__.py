@@ -1,0 +1,1 @@
+"""Answers of which people preferred some: DPO and its kin, and reward models."""
