@@ -1,5 +1,5 @@
-"""Whether a trained model is better than another one, what broke, and what it forgot: judge.json
-and judge.md of a run.
+"""Whether a trained model is better than another one, what broke, and what it forgot: judge.json,
+judge.md and judge_answers.jsonl of a run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from trainer.metrics.test_record import weights_of
 from trainer.runtime.distributed import on_main
 from trainer.statistics.overlap import shared_rows
 from trainer.verdict.judgement import Judgement, ScoredRows, judge
-from trainer.verdict.report import report
+from trainer.verdict.report import report, text_of
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row, Task
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILE, REPORT = "judge.json", "judge.md"
+FILE, REPORT, ANSWERS = "judge.json", "judge.md", "judge_answers.jsonl"
 _FIRST = 5  # rows that a refusal names
 
 
@@ -68,7 +68,7 @@ def run_judge(
     *,
     stop: Callable[[], None] | None = None,
 ) -> Judgement:
-    """Compare the two models, and write judge.json and judge.md into a folder. A collective.
+    """Compare the two models, and write FILE, REPORT and ANSWERS into a folder. A collective.
 
     ConfigError for models that cannot be compared, and for a gate on a score that nobody has
     computed. DataError for rows that are training rows, unless they are to be left out.
@@ -238,4 +238,36 @@ def _write(
 ) -> None:
     text = report(facts, judgement, rows.rows, rows.references, (before.answers, after.answers))
     replace_file(folder / REPORT, text.encode())
+    lines = [json.dumps(one, ensure_ascii=False) for one in _pairs_of_answers(before, after, rows)]
+    replace_file(folder / ANSWERS, "".join(f"{line}\n" for line in lines).encode())
     write_json(folder / FILE, {**facts, **judgement.record()})
+
+
+def _pairs_of_answers(
+    before: ScoredRows, after: ScoredRows, rows: RowTexts
+) -> Iterator[dict[str, Any]]:
+    """Each row that both models answered, for people who say which answer is better: its number,
+    `prompt` (turns of a conversation, or a text), the right answers, and `before` and `after`.
+    """
+    answers = zip(before.answers, after.answers, strict=True)
+    for number, (one, other) in enumerate(answers):
+        if one is None or other is None:
+            continue
+        yield {
+            "row": number + 1,
+            "prompt": _prompt_of(rows.rows[number]),
+            "references": list(rows.references[number]),
+            "before": one,
+            "after": other,
+        }
+
+
+def _prompt_of(row: Row) -> Any:
+    """What a row asks: the turns before the last answer, or the text before it."""
+    turns: list[Row] | None = row.get("messages")
+    if turns is not None:
+        last = max(at for at, turn in enumerate(turns) if turn.get("role") == "assistant")
+        return turns[:last]
+    if "answer_spans" in row:
+        return row["text"][: row["answer_spans"][-1][0]]
+    return text_of(row)

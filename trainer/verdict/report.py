@@ -123,7 +123,7 @@ def _broken(
     yield "|---|---|---|---|---|---|"
     for one in shown:
         right = " / ".join(references[one.row - 1])
-        parts = (_text_of(rows[one.row - 1]), right, one.before or "", one.after or "")
+        parts = (text_of(rows[one.row - 1]), right, one.before or "", one.after or "")
         cells = " | ".join(map(_cell, parts))
         yield f"| {one.row} | {cells} | {one.loss:.4g} |"
     yield ""
@@ -147,12 +147,12 @@ def _side_by_side(
     yield "|---|---|---|---|---|"
     for row in differing[:MOST_ROWS]:
         right = " / ".join(references[row])
-        parts = (_text_of(rows[row]), right, before[row] or "", after[row] or "")
+        parts = (text_of(rows[row]), right, before[row] or "", after[row] or "")
         yield f"| {row + 1} | {' | '.join(map(_cell, parts))} |"
     yield ""
 
 
-def _text_of(row: Mapping[str, Any]) -> str:
+def text_of(row: Mapping[str, Any]) -> str:
     """What a row asks, for people."""
     for name in ("question", "query", "statement", "document", "text"):
         if isinstance(row.get(name), str):
