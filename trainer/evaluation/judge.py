@@ -23,7 +23,7 @@ from trainer.data.token_store import store_of
 from trainer.errors import ConfigError, DataError
 from trainer.evaluation.by_row import RowTexts, results_of
 from trainer.evaluation.general_texts import loss_on_texts
-from trainer.evaluation.sides import Side
+from trainer.evaluation.sides import ComparedModels, Side
 from trainer.files.atomic import replace_file, write_json
 from trainer.metrics.intervals import RowSums
 from trainer.metrics.test_record import weights_of
@@ -40,17 +40,6 @@ logger = logging.getLogger(__name__)
 
 FILE, REPORT, ANSWERS = "judge.json", "judge.md", "judge_answers.jsonl"
 _FIRST = 5  # rows that a refusal names
-
-
-@dataclass(frozen=True)
-class ComparedModels:
-    """What is compared, and how."""
-
-    before: Side
-    after: Side
-    how: Judging
-    limit: int | None = None  # the first rows only
-    batch: int | None = None  # rows of one forward; None: train.eval_batch
 
 
 @dataclass(frozen=True)
