@@ -10,7 +10,7 @@ import pytest
 
 from tests import forked
 from tests.facts import OF_TASK, experiment, facts, write_facts
-from tests.ranks import run_on_ranks
+from tests.ranks import run_alone, run_on_ranks
 from tests.wording import is_said, refused, says
 from trainer.config.identity import exp_id
 
@@ -218,3 +218,18 @@ def test_every_task_is_judged_against_its_start(task: str, data: Path, tmp_path:
     for name, one in judgement["scores"].items():
         assert one["low"] <= one["effect"] <= one["high"] or one["low"] == one["high"], name
     assert (judgement["keep"] is not None) == (task in ("causal_lm", "preference"))
+
+
+def _judged_from_python(values: dict[str, Any], data: Path, savedir: Path) -> dict[str, Any]:
+    from trainer import fine_tune
+
+    run = fine_tune(values, data, savedir_base=savedir, cache_dir=data / "cache")
+    return run.judge(data=data, keep=None, answers=2)
+
+
+@pytest.mark.long
+def test_a_run_is_judged_from_python(data: Path, tmp_path: Path) -> None:
+    values = values_of(data)
+    record = run_alone(_judged_from_python, values, data, tmp_path)
+    assert record == judgement_of(tmp_path / exp_id(values))
+    assert record["verdict"].startswith("better on ")
