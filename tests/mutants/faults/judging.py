@@ -43,13 +43,6 @@ FAULTS = [
         tests=PAIRED,
     ),
     Fault(
-        "trainer/verdict/slices.py",
-        "is_left_N &= ~mask_N",
-        "is_left_N &= mask_N | ~mask_N",
-        why="one slice is named for ever, or again by each that overlaps it",
-        tests=PAIRED,
-    ),
-    Fault(
         "trainer/verdict/judgement.py",
         "return -one.effect, -one.high, -one.low",
         "return -one.effect, -one.low, -one.high",
