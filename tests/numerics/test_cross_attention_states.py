@@ -313,7 +313,7 @@ def test_a_full_disk_is_refused_before_the_base_is_loaded(
     usage: Callable[[Path], Any] = shutil.disk_usage
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
     monkeypatch.setattr(Task, "model", lambda _: pytest.fail("the model was loaded"))
-    with refused("states_do_not_fit", free="0.00 MiB"):
+    with refused("states_do_not_fit", free="0.0 KiB"):
         prepare(values_of(folder), folder, tmp_path / "out")
 
 
