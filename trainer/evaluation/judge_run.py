@@ -14,7 +14,7 @@ import torch
 from trainer.config.scores.judged import KEPT_LOSS
 from trainer.errors import ConfigError
 from trainer.evaluation import sides
-from trainer.evaluation.general_texts import store_of_texts
+from trainer.evaluation.general_texts import is_language_model, store_of_texts
 from trainer.evaluation.judge import ComparedModels, run_judge, shared_with_training
 from trainer.files.atomic import refusals
 from trainer.metrics import judge_record
@@ -47,19 +47,25 @@ def check_early(plan: RunPlan, options: Options, task: Task, train: TokenStore) 
     training rows, another run that is not there, texts that cannot be read. A collective.
     """
     how: Judging = plan.cfg.judge  # pyright: ignore[reportAssignmentType] (the caller has looked)
-    other = sides.other_side(options.savedir_base, plan.values, how, None)
+    other = other_model(plan, options)
     comparison = ComparedModels(other, sides.Side([plan.values], "final", plan.id), how)
     shared_with_training(comparison, options, ours=(task, train))
     texts = None if how.keep is None else store_of_texts(plan.values, how.keep, options)
-    if KEPT_LOSS not in how.gate:
-        return
-    if texts is None:
+    if texts is not None and KEPT_LOSS in how.gate and how.gate[KEPT_LOSS].gain is not None:
+        refuse_few_rows(KEPT_LOSS, len(texts[2]))
+
+
+def other_model(plan: RunPlan, options: Options) -> sides.Side:
+    """What the trained model will be compared with. ConfigError for another run that is not there,
+    and for a gate on the loss of texts where the task trains no language model.
+    """
+    how: Judging = plan.cfg.judge  # pyright: ignore[reportAssignmentType] (the caller has looked)
+    if KEPT_LOSS in how.gate and not is_language_model(plan.values):
         raise ConfigError(
             f"judge.gate={KEPT_LOSS!r}: task {plan.cfg.task!r} trains no language model, whose "
             "loss on texts could be measured. Leave it out."
         )
-    if how.gate[KEPT_LOSS].gain is not None:
-        refuse_few_rows(KEPT_LOSS, len(texts[2]))
+    return sides.other_side(options.savedir_base, plan.values, how, None)
 
 
 def judge_at_end(
@@ -77,7 +83,7 @@ def judge_at_end(
     if not on_main(lambda: is_judged(plan.folder, name)):
         train = plan.cfg.train
         comparison = ComparedModels(
-            sides.other_side(options.savedir_base, plan.values, how, None),
+            other_model(plan, options),
             sides.Side([plan.values], name, f"{name} of {plan.id}"),
             how,
             batch=train.eval_batch or train.micro_batch,
