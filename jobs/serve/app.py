@@ -33,10 +33,14 @@ from jobs import backends
 from jobs.errors import is_transient, reason_for_client, without_base, without_places
 from jobs.options import BackendName, Base, PythonBinary, report_errors
 from jobs.record.paths import BaseFolder, check_base
-from jobs.serve import lathe_routes, offers, openai_routes
+from jobs.serve import lathe_routes, offers
 from jobs.serve.access import Client, Gate, gate, read_tokens
 from jobs.serve.answers import routes as answer_routes
 from jobs.serve.answers.workers import Workers
+from jobs.serve.dialect import checkpoints as checkpoint_routes
+from jobs.serve.dialect import files as file_routes
+from jobs.serve.dialect import jobs as job_routes
+from jobs.serve.dialect import models as model_routes
 from jobs.serve.keeper import Keeper, Send
 from jobs.serve.limits.connections import Connection, IdleConnections, raise_file_limit
 from jobs.serve.limits.disclosure import Veil
@@ -296,7 +300,9 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
         LatheError: on_our_error,
         Exception: on_fault,
     }
-    routes = [Route(PROBE, health), *openai_routes.ROUTES, *lathe_routes.ROUTES]
+    routes = [Route(PROBE, health), *lathe_routes.ROUTES]
+    routes += [*file_routes.ROUTES, *job_routes.ROUTES, *checkpoint_routes.ROUTES]
+    routes += model_routes.ROUTES
     routes += [*answer_routes.ROUTES, *preview_routes.ROUTES]
     routes += [*live_routes.PAGE_ROUTES, *live_routes.ROUTES]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=life)

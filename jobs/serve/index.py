@@ -183,9 +183,12 @@ class Index:
         row = self.connection.execute("select body from jobs where id = ?", (job_id,)).fetchone()
         return None if row is None else json.loads(row[0])
 
-    def job_of_model(self, model: str) -> dict[str, Any] | None:
-        """The succeeded job whose model has this name and was not deleted."""
-        query = "select body from jobs where model = ? and status = 'succeeded' and not is_deleted"
+    def job_of_model(self, model: str, *, has_ended: bool = True) -> dict[str, Any] | None:
+        """The job whose model has this name and was not deleted. has_ended: only a succeeded one,
+        for others have no model yet.
+        """
+        query = "select body from jobs where model = ? and not is_deleted"
+        query += " and status = 'succeeded'" if has_ended else ""
         row = self.connection.execute(query, (model,)).fetchone()
         return None if row is None else json.loads(row[0])
 

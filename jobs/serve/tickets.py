@@ -77,6 +77,8 @@ class Ticket(Strict):
     steps: int | None = None  # that the epochs are; None: a ticket of before
     batch: int
     lr_factor: float
+    method: Literal["supervised", "dpo"] = "supervised"
+    beta: float | None = None  # of dpo
     training_file: str
     validation_file: str | None = None
     suffix: str | None = None

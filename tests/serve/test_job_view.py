@@ -12,9 +12,10 @@ import pytest
 from jobs.record.events import Sent
 from jobs.record.paths import RunFolder
 from jobs.record.row import Row
-from jobs.serve import offers, rows
+from jobs.serve import offers
 from jobs.serve.index import MetricsPlace
 from jobs.serve.job_view import Facts, seconds, standing, state_events
+from jobs.serve.rows import checks as rows
 from jobs.serve.tickets import JOB, Checked, Ticket, Wish, id_of_key
 from jobs.serve.turn.reader import new_metric_events
 from tests.facts import EVENT
@@ -183,6 +184,11 @@ KINDS = {
     "chat": {"messages": CHAT},
     "completion": {"prompt": "a", "completion": "b"},
     "text": {"text": "a"},
+    "preference": {
+        "input": {"messages": CHAT[:1], "tools": [], "parallel_tool_calls": True},
+        "preferred_output": CHAT[1:],
+        "non_preferred_output": [{"role": "assistant", "content": "c"}],
+    },
     "triple": {"query": "a", "positive": ["b"], "negative": "c"},
     "question": {"question": "a", "contexts": ["b"], "answers": "c"},
     "document": {"document": "a", "summary": "b"},
@@ -219,6 +225,11 @@ def test_rows_of_every_kind_are_known_and_written_as_their_tasks_read_them(
             "answers": ["c"],
             "contexts": ["b"],
             "ctxs": [{"title": "", "text": "b"}],
+        },
+        "preference": {
+            "prompt": CHAT[:1],
+            "chosen": CHAT[1:],
+            "rejected": [{"role": "assistant", "content": "c"}],
         },
         "statement": {"statement": "a", "label": "false"},
         "group": {"golds": ["a"], "distractors": ["b", "c"]},

@@ -52,6 +52,13 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
         if adapters.are_in(folder):
             whole = _whole(folder, places)
             return _as_adapted(whole, base, places)
+        if base.model.startswith("step-"):
+            if not (folder / "config.json").is_file():
+                raise ConfigError(
+                    f"base.model={base.model!r}: {folder} is not there. The service makes it when "
+                    'a job names that checkpoint. Name it there, or use "final".'
+                )
+            return _as_adapted(str(folder), base, places)
         if not (run_folder / "final" / "config.json").is_file():
             raise ConfigError(
                 f"base: experiment {run_folder.name} (task {base.experiment.get('task')}), which "
