@@ -77,7 +77,11 @@ class ServiceConfig(Strict):
     all_at_once: Positive = 512  # requests and streams in progress, of everybody
     idle_connections: Positive = 256  # without a request; above that the oldest ones are closed
     head_s: Annotated[float, Field(gt=0)] = 10.0  # within which the head of a request must arrive
-    loaded_models: Positive = 2  # at the same time, for answers
+    loaded_models: Positive = 2  # at the same time, for answers to people
+    batch_models: Annotated[int, Field(ge=0)] = 1  # beside them, for batches; 0: no batches
+    batch_lines: Positive = 50_000  # requests of a batch
+    batch_bytes: Positive = 200 * MEBIBYTE  # of its file
+    batches_at_once: Positive = 16  # that have not ended, of one token
     body_s: Annotated[float, Field(gt=0)] = 30.0  # within which a JSON document must arrive
     silence_s: Annotated[float, Field(gt=0)] = (
         30.0  # an upload that sends nothing for so long is aborted

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import anyio
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
@@ -32,6 +39,16 @@ Factor = Annotated[float, Field(gt=0, le=1e6)] | Auto
 Beta = Annotated[float, Field(gt=0, le=1e3)] | Auto
 MetaKey = Annotated[str, Field(max_length=64)]
 MetaValue = Annotated[str, Field(max_length=512)]
+
+
+def _of_text(values: dict[str, str]) -> dict[str, str]:
+    for text in [*values, *values.values()]:
+        if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError("text must have no NUL and no lone surrogate")
+    return values
+
+
+Metadata = Annotated[dict[MetaKey, MetaValue], Field(max_length=16), AfterValidator(_of_text)]
 
 
 class PlainJSON(JSONResponse):
@@ -152,16 +169,8 @@ class CreateJob(Body):
     method: Method | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
-    metadata: Annotated[dict[MetaKey, MetaValue], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     integrations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    @field_validator("metadata")
-    @classmethod
-    def _is_text(cls, value: dict[str, str] | None) -> dict[str, str] | None:
-        for text in [*(value or {}), *(value or {}).values()]:
-            if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise ValueError("text must have no NUL and no lone surrogate")
-        return value
 
     @property
     def effective_hyperparameters(self) -> Hyperparameters:

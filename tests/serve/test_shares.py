@@ -20,7 +20,7 @@ import pytest
 
 from jobs.serve import offers
 from jobs.serve.access import MAX_CLIENTS, add_token, gate
-from jobs.serve.app import disk_trouble
+from jobs.serve.faults import disk_trouble
 from jobs.serve.index import Index
 from jobs.serve.limits.shares import Kind, Shares, address_of
 from jobs.serve.requests import Refusal

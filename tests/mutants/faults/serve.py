@@ -555,7 +555,7 @@ FAULTS = [
         tests=f"{DISK} -k token_file",
     ),
     Fault(
-        "jobs/serve/app.py",
+        "jobs/serve/faults.py",
         "if number == errno.ENOENT and request.path_params:",
         "if number == -1:",
         why="the second of two deletions is told that it may not read the file",
