@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from jobs.serve import exported_step
 from jobs.serve.answers import workers
 from tests.serve.conftest import CHAT, Service, jsonl, until_status
 
@@ -22,6 +23,11 @@ def say(**piece):
 
 with open("asked", "a") as file:
     file.write("start " + sys.argv[3] + "\\n")
+if sys.argv[3].startswith("step-"):  # of which it makes a model
+    folder = os.path.join(sys.argv[1], sys.argv[3])
+    os.makedirs(folder, exist_ok=True)
+    for name in ("config.json", "lathe.json"):
+        open(os.path.join(folder, name), "w").write("{}")
 say(ready=True)
 for line in sys.stdin:
     many = json.loads(line)["many"]
@@ -73,7 +79,8 @@ def stand_in(folder: Path, patch: pytest.MonkeyPatch) -> StandIn:
     (package / "answer.py").write_text(STANDIN)
     for one in (package, package.parent):
         (one / "__init__.py").touch()  # or a trainer elsewhere on the path comes first
-    patch.setattr(workers, "PROJECT", folder)
+    for module in (workers, exported_step):
+        patch.setattr(module, "PROJECT", folder)
     return StandIn(folder)
 
 
