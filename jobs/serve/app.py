@@ -52,6 +52,7 @@ from jobs.serve.live import routes as live_routes
 from jobs.serve.preview import routes as preview_routes
 from jobs.serve.requests import Refusal
 from jobs.serve.tickets import ServiceFolder
+from jobs.serve.webhooks.sender import Webhooks
 from jobs.submit.prepare import PROJECT
 from trainer.errors import ConfigError
 
@@ -202,8 +203,10 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
         if has_keeper:
             thread.start()
             tasks.append(asyncio.create_task(app.state.batch_runner.run()))
+            webhooks.start()
         yield
         keeper.stop()
+        webhooks.stop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -221,6 +224,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
     app.state.workers = Workers(keeper.folder.cache, keeper.config.loaded_models)
     veil = Veil.of(keeper.folder.base.path, [PROJECT])
     app.state.batches = Batches(keeper.folder)
+    webhooks = Webhooks.of(keeper, app.state.batches)
     app.state.batch_runner = BatchRunner(keeper, app.state.batches, Asking(keeper, HANDLERS, veil))
     return Door(app, gate, shares, veil)
 

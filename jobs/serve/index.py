@@ -222,6 +222,11 @@ class Index:
         query = f"select body from jobs where {' and '.join(where)} order by created desc, id desc"
         return [json.loads(row[0]) for row in self.connection.execute(query, values)]
 
+    def ended_jobs(self, since: int) -> list[dict[str, Any]]:
+        """The jobs that have ended, of those that changed after a tick."""
+        query = f"select body from jobs where tick > ? and status in ({_marks(FINAL)})"
+        return [json.loads(row[0]) for row in self.connection.execute(query, (since, *FINAL))]
+
     def live_jobs(self, owner: str) -> int:
         """How many jobs of a token have not ended."""
         query = f"select count(*) from jobs where status not in ({_marks(FINAL)}) and owner = ?"
