@@ -50,6 +50,7 @@ class Facts:
     wishes: list[Wish]
     row: Row | None
     failure: Failure | None = None  # what keeps it from going on, for good
+    refusals: tuple[str, ...] = ()  # why the gate of its run keeps its model back
 
     def last_wish(self, *kinds: str) -> Wish | None:
         """The last wish of one of these kinds."""
@@ -91,6 +92,9 @@ def standing(facts: Facts) -> Standing:
         return Standing("failed", facts.checked.at, error)
     if row is not None and row.state in ("succeeded", *FAILED):
         is_first_end = not ends or (row.ended_at or "") <= min(ends)
+        if is_first_end and row.state == "succeeded" and facts.refusals:
+            message = f"The gate kept its model back: {'; '.join(facts.refusals)}."
+            return Standing("failed", _ended_at(row), _error("gate_refused", message, None))
         if is_first_end and row.state == "succeeded":
             return Standing("succeeded", _ended_at(row))
         if is_first_end and row.ended_at is not None and cancel is None:

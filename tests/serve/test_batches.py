@@ -94,7 +94,7 @@ def test_batches_are_listed_newest_first_by_page_and_come_back_alike(world: Worl
     assert client.batches.list(limit=1).data[0] == client.batches.retrieve(second.id)
     with pytest.raises(openai.BadRequestError) as caught:
         client.batches.cancel(first.id)
-    says("batch_has_ended", caught.value, name=first.id, status="completed")
+    says("job_over", caught.value, state="completed")
     with pytest.raises(openai.NotFoundError) as missing:
         client.batches.retrieve("batch_none")
     says("batch_unknown", missing.value, name="batch_none")

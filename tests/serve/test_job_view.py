@@ -14,12 +14,12 @@ from jobs.record.paths import RunFolder
 from jobs.record.row import Row
 from jobs.serve import offers
 from jobs.serve.index import MetricsPlace
-from jobs.serve.job_view import Facts, seconds, standing, state_events
+from jobs.serve.job_view import Facts, job_object, seconds, standing, state_events
 from jobs.serve.rows import checks as rows
 from jobs.serve.tickets import JOB, Checked, Ticket, Wish, id_of_key
 from jobs.serve.turn.reader import new_metric_events
 from tests.facts import EVENT
-from tests.wording import refused
+from tests.wording import refused, says
 from trainer.config.own_rows import OwnRows
 from trainer.data.chat.rows import chats
 from trainer.errors import DataError
@@ -96,6 +96,17 @@ def test_a_job_stands_as_its_files_say(case: Any) -> None:
     assert now.status == wanted
     assert (now.error is not None) == (wanted == "failed")
     assert (now.finished_at is not None) == (wanted in ("succeeded", "failed", "cancelled"))
+
+
+def test_a_job_whose_gate_keeps_its_model_back_has_failed_with_the_reason() -> None:
+    done = Facts(ticket(), DONE, [], row("succeeded", ended=9), refusals=("em fell by 3 points",))
+    now = standing(done)
+    assert (now.status, now.finished_at) == ("failed", at(9))
+    assert now.error is not None
+    assert now.error["code"] == "gate_refused"
+    says("gate_refused_job", now.error["message"], reasons="em fell by 3 points")
+    body = job_object(done, "lathe")
+    assert (body["fine_tuned_model"], body["result_files"]) == (None, [])
 
 
 def test_a_rank_that_was_lost_is_an_event_of_its_job() -> None:
