@@ -100,6 +100,7 @@ def test_a_deleted_model_takes_its_checkpoints_with_it(world: World) -> None:
         client.models.retrieve(point.fine_tuned_model_checkpoint)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_token_is_nobodys(
     tmp_path: Path, stub: Stub, queue: Path, token_file: tuple[Path, dict[str, str]]
 ) -> None:

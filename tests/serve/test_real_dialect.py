@@ -57,6 +57,8 @@ def said(client: OpenAI, model: str) -> str:
     return str(answer.choices[0].message.content)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_model_learns_what_is_preferred_from_a_checkpoint_of_an_earlier_job(
     real: Service,
 ) -> None:

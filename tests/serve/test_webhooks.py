@@ -105,6 +105,7 @@ def job_of(service: Service) -> Any:
     return client.fine_tuning.jobs.create(model="tiny-chat", training_file=file.id)
 
 
+@pytest.mark.long
 def test_jobs_and_batches_that_ended_are_told_and_the_client_verifies_them(
     tmp_path: Path,
     stub: Stub,
@@ -184,6 +185,13 @@ def message(**changes: Any) -> WebhookMessage:
         "ended_at": 1767225600,
     }
     return WebhookMessage(**{**values, **changes})
+
+
+def test_a_message_is_one_that_the_client_verifies(secret_file: Path) -> None:
+    with receiving() as listed:
+        assert sender.post(Webhook(url=listed.url, secret_file=str(secret_file)), message()) is None
+        assert listed.told() == ["batch.completed batch_1"]
+        assert listed.ids() == ["wh_1"]
 
 
 def test_a_signature_of_another_secret_is_refused_by_the_client(secret_file: Path) -> None:
