@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.facts import experiment, facts, write_facts
-from tests.ranks import run_on_ranks
+from tests.facts import OF_TASK, experiment, facts, write_facts
+from tests.ranks import run_alone, run_on_ranks
 from tests.wording import is_said, refused, says
 from trainer.config.identity import exp_id
 
@@ -204,3 +204,32 @@ def test_a_gate_asks_for_something() -> None:
         validate(Judging, {"gate": {"slices": {"gain": 1.0}}}, source="judge")
     with refused("gate_of_no_text"):
         validate(Judging, {"gate": {"keep/loss": {"gain": 0}}, "keep": None}, source="judge")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task", [*OF_TASK])
+def test_every_task_is_judged_against_its_start(task: str, data: Path, tmp_path: Path) -> None:
+    how = {"split": "valid", "overlap": "leave_out", "answers": 3}
+    values = {**experiment(task, data), "judge": how}
+    assert run_on_ranks(1, _train, values, data, tmp_path) == [0]
+    judgement = judgement_of(tmp_path / exp_id(values))
+    judged = {**judgement["scores"], **judgement["untested"]}
+    assert "loss" in judged
+    for name, one in judgement["scores"].items():
+        assert one["low"] <= one["effect"] <= one["high"] or one["low"] == one["high"], name
+    assert (judgement["keep"] is not None) == (task in ("causal_lm", "preference"))
+
+
+def _judged_from_python(values: dict[str, Any], data: Path, savedir: Path) -> dict[str, Any]:
+    from trainer import fine_tune
+
+    run = fine_tune(values, data, savedir_base=savedir, cache_dir=data / "cache")
+    return run.judge(data=data, keep=None, answers=2)
+
+
+@pytest.mark.long
+def test_a_run_is_judged_from_python(data: Path, tmp_path: Path) -> None:
+    values = values_of(data)
+    record = run_alone(_judged_from_python, values, data, tmp_path)
+    assert record == judgement_of(tmp_path / exp_id(values))
+    assert record["verdict"].startswith("better on ")
