@@ -15,6 +15,7 @@ from openai import OpenAI
 from jobs.record.bases import has_needed
 from jobs.record.paths import RunFolder
 from jobs.serve import exported_step
+from jobs.serve.dialect.names import model_of
 from jobs.serve.dialect.saved_steps import exportable_steps
 from tests.serve.answering import StandIn, stand_in, tuned_model
 from tests.serve.conftest import CHAT, Service, Stub, jsonl, own_queue, serving, until_status
@@ -61,6 +62,17 @@ def test_a_checkpoint_is_asked_and_tuned_further_by_its_name(world: World) -> No
     experiment = json.loads((run_of(running, later) / "exp_dict.json").read_text())
     assert experiment["base"]["model"] == f"step-{point.step_number}"
     assert standin.starts() == [f"step-{point.step_number}"] * 2
+
+
+def test_a_checkpoint_has_its_name_for_whoever_sees_its_job(world: World) -> None:
+    running, _, client, model = world
+    (point,) = client.fine_tuning.jobs.checkpoints.list(job_of(client, model).id)
+    name, asked = point.fine_tuned_model_checkpoint, list[str]()
+    seen = model_of(running.keeper, name, lambda owner: not asked.append(owner))
+    assert seen is not None
+    assert (seen.step, seen.weights) == (point.step_number, f"step-{point.step_number}")
+    assert asked == ["local"]
+    assert model_of(running.keeper, name, lambda owner: False) is None
 
 
 def test_what_is_no_checkpoint_any_more_is_refused_and_a_model_of_it_stays(world: World) -> None:
