@@ -1,5 +1,6 @@
 """Answers questions with one trained model, for the service, which lets people try a model:
-`python -m trainer.commands.answer RUN CACHE [WEIGHTS]`. WEIGHTS: final, or base (untrained).
+`python -m trainer.commands.answer RUN CACHE [WEIGHTS]`. WEIGHTS: final, base (untrained), or
+step-N, a saved step, of which a model is made where there is none (averages/saved_step.py).
 
 It reads lines of JSON: `{"many": [questions]}`, the waiting questions. For these it writes lines of
 JSON, each with the number of its question (`of`), and at last `{"done": true}`.
@@ -18,14 +19,16 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from trainer.averages.saved_step import export_step
 from trainer.commands.options import module_of
 from trainer.errors import ConfigError, LatheError
 from trainer.evaluation.predict import OpenExport
-from trainer.evaluation.run import Question, open_model
+from trainer.evaluation.run import Question, model_folder, open_model
 from trainer.files.atomic import read_json
 from trainer.metrics.mergeable import cut_at
 from trainer.models.texts import GrowingText, grown
 from trainer.protocol.abilities import GREEDY, Answers, CutRow, Embeds, Prediction, Search
+from trainer.tasks.preference.language_model import as_language_model
 from trainer.training.options import Options
 
 
@@ -39,10 +42,15 @@ def main() -> int:
     if values is None:
         _say(out, {"error": f"{run} holds no exp_dict.json"})
         return ConfigError.exit_code
+    options = Options(run.parent, cache_dir=cache_dir)
     try:
-        model_of_run = OpenExport(
-            *open_model(Question(values, model=weights), Options(run.parent, cache_dir=cache_dir))
-        )
+        if weights.startswith("step-"):
+            export_step(run, int(weights.removeprefix("step-")), options.places)
+        folder_or_name = weights
+        if values["task"] == "preference":
+            folder_or_name = str(model_folder(Question(values, model=weights), options))
+            values = as_language_model(values)
+        model_of_run = OpenExport(*open_model(Question(values, model=folder_or_name), options))
     except LatheError as error:
         _say(out, {"error": str(error)})
         return error.exit_code

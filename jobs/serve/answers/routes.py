@@ -23,6 +23,7 @@ from starlette.routing import Route
 from jobs.errors import without_places
 from jobs.record.paths import is_exp_id
 from jobs.serve.answers.workers import CannotAnswer, Overloaded, Workers
+from jobs.serve.dialect.names import run_of
 from jobs.serve.lathe_routes import find_run
 from jobs.serve.requests import (
     Body,
@@ -31,7 +32,6 @@ from jobs.serve.requests import (
     keeper_of,
     read_body,
     shares_of,
-    tuned_job,
 )
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096
@@ -145,7 +145,7 @@ async def _answer(
     is_chat = "messages" in prompt
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     seed = secrets.randbelow(2**31) if body.seed is None else body.seed
-    run = _run_of(request, body.model)
+    run, _ = _run_of(request, body.model)
     is_reader = keeper_of(request).index.experiment(run.name).get("task") in READERS
     most = limit or (MAX_TOKENS if is_reader else default)
     question = {**prompt, "max_tokens": most, "temperature": body.temperature}
@@ -235,10 +235,11 @@ async def _ask_worker(
     request: Request, body: Ask, question: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any]]:
     """The answer of the model's worker, piece by piece. Refusal."""
-    run = _run_of(request, body.model)
+    run, weights = _run_of(request, body.model)
+    weights = weights if body.weights == "final" else body.weights
     try:
         with shares_of(request).hold("answers", client_of(request).name):
-            worker = await cast("Workers", request.app.state.workers).of(run, body.weights)
+            worker = await cast("Workers", request.app.state.workers).of(run, weights)
             async with aclosing(worker.ask(question)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -255,12 +256,13 @@ async def _ask_once(request: Request, body: Ask, question: dict[str, Any]) -> di
     return answer
 
 
-def _run_of(request: Request, model: str) -> Path:
-    """The run folder of a tuned model, or of a run's id, if this client sees it; else Refusal."""
+def _run_of(request: Request, model: str) -> tuple[Path, str]:
+    """The run folder of a tuned model, of a checkpoint, or of a run's id, if this client sees it,
+    and which of the run's models it is; else Refusal.
+    """
     if is_exp_id(model):
-        return find_run(request, model).path
-    keeper = keeper_of(request)
-    return keeper.folder.base.run(tuned_job(request, model)["lathe"]["exp_id"]).path
+        return find_run(request, model).path, "final"
+    return run_of(request, model)
 
 
 ROUTES = [

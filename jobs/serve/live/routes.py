@@ -25,7 +25,7 @@ from jobs.serve.requests import (
     quote,
     shares_of,
 )
-from jobs.serve.rows import KINDS
+from jobs.serve.rows.kinds import KINDS
 from trainer.config.differences import differing, flatten, short_names, written
 
 FOLDER = Path(__file__).with_name("page")

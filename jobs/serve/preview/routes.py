@@ -17,9 +17,8 @@ from starlette.routing import Route
 
 from jobs.config import JobConfig
 from jobs.errors import without_places
-from jobs.serve import rows
+from jobs.serve.dialect.new_jobs import new_ticket
 from jobs.serve.offers import held_out_per_mille, world_of
-from jobs.serve.openai_routes import new_ticket
 from jobs.serve.preview.command import MAX_OUTPUT, look
 from jobs.serve.requests import (
     CreateJob,
@@ -31,6 +30,7 @@ from jobs.serve.requests import (
     shares_of,
     writer_of,
 )
+from jobs.serve.rows import checks as rows
 from jobs.serve.tickets import UploadFolder
 from trainer.config.groups import with_steps
 from trainer.devices import device_of

@@ -86,7 +86,7 @@ FAULTS = [
         tests=f"{HELD_OUT} -k few_rows",
     ),
     Fault(
-        "jobs/serve/openai_routes.py",
+        "jobs/serve/dialect/new_jobs.py",
         "if place < limit)",
         "if place < 0)",
         why="a job has more steps, and a larger batch, than the rows that are left to train on",
@@ -366,14 +366,14 @@ FAULTS = [
         tests=SHARES,
     ),
     Fault(
-        "jobs/serve/rows.py",
+        "jobs/serve/rows/kinds.py",
         'values = as_list(row.get(name), "row", name)',
         "values = row.get(name)",
         why="the text of a list in an upload is learnt as one answer",
         tests=f"{VIEW} -k lists_and_titles",
     ),
     Fault(
-        "jobs/serve/rows.py",
+        "jobs/serve/rows/checks.py",
         "    if _has_many_values(content):\n",
         "    if False:\n",
         why="a row of empty objects costs 60 times its size",
@@ -555,14 +555,14 @@ FAULTS = [
         tests=f"{DISK} -k token_file",
     ),
     Fault(
-        "jobs/serve/app.py",
+        "jobs/serve/faults.py",
         "if number == errno.ENOENT and request.path_params:",
         "if number == -1:",
         why="the second of two deletions is told that it may not read the file",
         tests=f"{DISK} -k two_deletions",
     ),
     Fault(
-        "jobs/serve/openai_routes.py",
+        "jobs/serve/dialect/models.py",
         """    # last: a disk that refuses has deleted nothing, and the same request may come again
     folder.add_wish("delete", client.name)
 """,
@@ -592,7 +592,7 @@ FAULTS = [
         tests=f"{TURNS} -k while_it_runs",
     ),
     Fault(
-        "jobs/serve/rows.py",
+        "jobs/serve/rows/checks.py",
         "value: Any = json_value(content.decode())  # as the trainings read it",
         "value: Any = json.loads(content.decode())",
         why="half of an emoji is taken in, and no training can read it",
