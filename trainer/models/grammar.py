@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError
+from trainer.files.packages import extra
 
-# What may stand between two parts of a JSON text: nothing, a blank, or a new line with its
-# indentation. Without a bound a model that likes blanks would never come to an end.
-_BETWEEN = r"[ ]?|\n[ ]{0,12}"
+# What may stand between two parts of a JSON text: nothing or a blank. A model that likes blanks and
+# new lines would never come to an end.
+_BETWEEN = "[ ]?"
 
 
 class Grammar:
@@ -76,13 +77,7 @@ def grammar_of(
 @functools.lru_cache(maxsize=2)
 def _tokens_of(tokenizer: Any, ends: tuple[int, ...], size: int) -> tuple[Any, Any]:
     """(llguidance, its view of the tokenizer), which takes a second for a large vocabulary."""
-    try:
-        import llguidance  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError(
-            "JSON by a schema needs llguidance, which is not installed where the service runs: "
-            'pip install "lathe-finetune[schema]"'
-        ) from None
+    llguidance = extra("llguidance", "schema")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(

@@ -171,7 +171,7 @@ class GrowingText:
         """
         ends = [min(bound, len(self.text)) for bound in self.bounds[: len(self.chosen)]]
         ends[-1:] = [len(self.text)] if ends else []
-        starts = [0, *ends[:-1]]
+        starts = [0, *ends][: len(ends)]
         return [self.text[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def last(self) -> Piece:

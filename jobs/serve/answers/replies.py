@@ -134,19 +134,21 @@ def _of_chat(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _of_text(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Log-probabilities as a completion has them. The first token of a prompt has none."""
+    """Log-probabilities as a completion has them. The first token of a prompt has none: 0, since
+    the client's types want a number.
+    """
     tokens = [entry["token"] for entry in entries]
     offsets = [sum(map(len, tokens[:number])) for number in range(len(tokens))]
-    likeliest: list[dict[str, float] | None] = []
+    likeliest: list[dict[str, float]] = []
     for entry in entries:
         # several tokens may have one text: the likeliest comes first and stays
-        ordered = [(one["token"], one["logprob"]) for one in reversed(entry["likeliest"])]
+        texts = {one["token"]: one["logprob"] for one in reversed(entry["likeliest"])}
         if entry["logprob"] is not None:
-            ordered.append((entry["token"], entry["logprob"]))
-        likeliest.append(dict(ordered) if entry["likeliest"] else None)
+            texts[entry["token"]] = entry["logprob"]
+        likeliest.append(texts)
     return {
         "tokens": tokens,
-        "token_logprobs": [entry["logprob"] for entry in entries],
+        "token_logprobs": [entry["logprob"] or 0.0 for entry in entries],
         "top_logprobs": likeliest,
         "text_offset": offsets,
     }
