@@ -1065,6 +1065,7 @@ SERVICE = (
         contexts_wanted="wants contexts",
         contexts_unread="reads no contexts",
         makes_none="makes no {things}",
+        dimensions_fixed="dimensions: got {got}, want {width}:",
         service_token_wanted="want a token",
         share_used="{holder} has {count} {things}; at most {most} are allowed ({key}). Wait",
         server_busy="The server has {total} requests and streams in progress; at most {most}",

@@ -42,7 +42,7 @@ def only(want: str, *values: Any) -> BeforeValidator:
 def _inputs(value: Any) -> list[Any]:
     """A text, texts, token ids, or lists of token ids: as a list of texts or of lists of ids."""
     values = cast("list[Any]", value) if isinstance(value, list) else [value]
-    if values and all(_is_token(one) for one in values):
+    if _are_tokens(value):
         values = [values]
     if not 1 <= len(values) <= MAX_INPUTS:
         want = f"Want 1 to {MAX_INPUTS} of them, and these are {len(values)}"

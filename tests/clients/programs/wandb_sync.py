@@ -4,6 +4,8 @@ from calls import URL, WORLD, tried
 from openai import OpenAI
 from wandb.integration.openai.fine_tuning import WandbLogger
 
+# its own check asks wandb's server, which a machine without a network does not reach
+WandbLogger._logged_in = True
 client = OpenAI(base_url=URL, api_key="none", max_retries=0)
 
 
