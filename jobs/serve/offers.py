@@ -69,7 +69,7 @@ class ServiceConfig(Strict):
     origins: list[str] = Field(default_factory=list)  # of other servers' pages that may call it
     roots: list[str] = Field(default_factory=list)  # folders that dictionaries may name
     max_file: Positive = 512 * MEBIBYTE
-    max_body: Positive = MEBIBYTE  # of a JSON document
+    max_body: Positive = 4 * MEBIBYTE  # of a JSON document: 2,048 texts of 2 kB
     reserve: Annotated[int, Field(ge=0)] = 1024 * MEBIBYTE  # of the disk, never filled by uploads
     requests_per_minute: Positive = 1200  # of one token, or one address without
     requests_at_once: Positive = 32  # in progress, of one token, or one address without
