@@ -92,9 +92,9 @@ class LanguageModel:
         is_plain &= not (parts.query or parts.fragment or parts.username)
         if not is_plain or parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"--llm_judge: got {preview(self._without_user())}, want the address of an endpoint "
-                "and nothing else, such as http://127.0.0.1:8000/v1. A key stands in a file: "
-                "--llm_key_file F."
+                f"--llm_judge: got {preview(self._without_user())}, want the address of an "
+                "endpoint and nothing else, such as http://127.0.0.1:8000/v1. A key stands in a "
+                "file: --llm_key_file F."
             )
         if self.key and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
             raise ConfigError(
@@ -125,7 +125,7 @@ class LanguageModel:
             except urllib.error.HTTPError as error:
                 with error:
                     problem = self._problem(error)
-                if error.code < 500 and error.code not in _LATER or number == TRIES:
+                if (error.code < 500 and error.code not in _LATER) or number == TRIES:
                     self._refuse(error.code, problem)
                 asked_s = error.headers.get("retry-after", "")
                 stated_s = float(asked_s) if asked_s.isdecimal() else 0.0
@@ -133,8 +133,8 @@ class LanguageModel:
                 if is_first or number == TRIES:
                     reason = self._without_key(str(error) or type(error).__name__)
                     raise ConfigError(
-                        f"--llm_judge {self.url}: nobody answers ({reason}). Start the endpoint, or "
-                        "give its address; the same command asks for what is missing."
+                        f"--llm_judge {self.url}: nobody answers ({reason}). Start the endpoint, "
+                        "or give its address; the same command asks for what is missing."
                     ) from None
                 stated_s = 0.0
             time.sleep(min(LONGEST_WAIT_S, max(wait_s, stated_s)))
@@ -154,8 +154,8 @@ class LanguageModel:
             text = json.loads(content)["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError):
             raise ConfigError(
-                f"--llm_judge {self.url}: it answers, and not as /chat/completions of the OpenAI API "
-                "does. Give the address that ends before /chat/completions, most often in /v1."
+                f"--llm_judge {self.url}: it answers, and not as /chat/completions of the OpenAI "
+                "API does. Give the address that ends before /chat/completions, most often in /v1."
             ) from None
         return text if isinstance(text, str) else ""
 
@@ -210,8 +210,8 @@ def ask_language_model(
     pairs = read_pairs(folder / ANSWERS, most=None)
     if not pairs:
         raise ConfigError(
-            f"--llm_judge: {folder / ANSWERS} has no row with two different answers. Compare models "
-            "that answer, and rows that have a prompt (--answers N)."
+            f"--llm_judge: {folder / ANSWERS} has no row with two different answers. Compare "
+            "models that answer, and rows that have a prompt (--answers N)."
         )
     votes = read_votes(run_folder, pairs)
     pairs = pairs[:most]

@@ -2,8 +2,8 @@
 
 votes.jsonl holds rows that task `preference` reads as they are: `prompt`, `chosen`, `rejected`, and
 `tools` where the row has some. Besides them stand `row`, `pair`, `voter`, `better`, `left` (the
-model whose answer stood on the left) and `at`. votes_other.jsonl holds the same of votes that prefer
-no answer, and of those that nobody could learn from: one of the two answers is blank.
+model whose answer stood on the left) and `at`. votes_other.jsonl holds the same of votes that
+prefer no answer, and of those that nobody could learn from: one of the two answers is blank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What people and a language model say of two models' answers, and whether they agree.
 
-Sources: Cohen 1960, A Coefficient of Agreement for Nominal Scales, Educ. Psychol. Meas. 20; Zheng et
-al. 2023, Judging LLM-as-a-Judge (arXiv 2306.05685; asked twice, with the order swapped).
+Sources: Cohen 1960, A Coefficient of Agreement for Nominal Scales, Educ. Psychol. Meas. 20; Zheng
+et al. 2023, Judging LLM-as-a-Judge (arXiv 2306.05685; asked twice, with the order swapped).
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def model_says(
     verdicts: Mapping[str, OneVerdict],
     people: Mapping[str, Sequence[Preferred]],
 ) -> LanguageModelSays:
-    """What a language model's verdicts say, by pair. A pair whose two verdicts differ is equal: then
-    the order of the answers decided and not what they say.
+    """What a language model's verdicts say, by pair. A pair whose two verdicts differ is equal: the
+    order of the answers decided, and not what they say.
     """
     choices: dict[str, Preferred] = {}
     turned = 0

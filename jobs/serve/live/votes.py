@@ -1,6 +1,4 @@
-"""Votes on the answers of a judged run: two answers side by side, of which nobody is told whose they
-are.
-"""
+"""Votes on the answers of a judged run: two answers side by side, without whose they are."""
 
 from __future__ import annotations
 
@@ -81,7 +79,7 @@ def show_votes(request: Request) -> Response:
 
 
 async def cast_vote(request: Request) -> Response:
-    """Vote on a pair of answers; a second vote of the same client on the pair replaces the first."""
+    """Vote on a pair of answers; a second vote of the client on the pair replaces the first."""
     body = await read_body(request, CastVote, keeper_of(request).config)
     return await run_in_threadpool(_cast, request, body)
 
@@ -95,9 +93,8 @@ def _cast(request: Request, body: CastVote) -> Response:
     left = pair.left_of(client.name)
     sides: dict[str, Preferred] = {"left": left, "equal": "equal"}
     sides["right"] = "before" if left == "after" else "after"
-    add_vote(
-        folder, pair, Vote(pair.row, pair.digest, client.name, sides[body.better], left, now())
-    )
+    vote = Vote(pair.row, pair.digest, client.name, sides[body.better], left, now())
+    add_vote(folder, pair, vote)
     return PlainJSON({"pair": pair.digest, "better": body.better}, 201)
 
 
