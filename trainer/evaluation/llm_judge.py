@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.data.formats.json_text import preview
 from trainer.errors import ConfigError
 from trainer.evaluation.judge import FILE as RECORD
 from trainer.evaluation.judge import REPORT
@@ -89,10 +88,10 @@ class LanguageModel:
         except ValueError:
             parts, is_plain = urlsplit(""), False
         is_plain &= self.url.isascii() and not any(map(str.isspace, self.url))
-        is_plain &= not (parts.query or parts.fragment or parts.username)
+        is_plain &= not (parts.query or parts.fragment or "@" in parts.netloc)
         if not is_plain or parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"--llm_judge: got {preview(self._without_user())}, want the address of an "
+                f"--llm_judge: got {self._without_user()!r}, want the address of an "
                 "endpoint and nothing else, such as http://127.0.0.1:8000/v1. A key stands in a "
                 "file: --llm_key_file F."
             )
@@ -161,14 +160,14 @@ class LanguageModel:
 
     def _refuse(self, status: int, problem: str) -> None:
         if status in _OF_ONE_PAIR:
-            raise _PairRefused(f"{status}: {problem}")
+            raise _PairRefused(f"status {status}: {problem}")
         fixes = {
             401: "Give a file with a key that it knows: --llm_key_file F.",
             403: "Give a file with a key that may do this: --llm_key_file F.",
             404: "Give the address up to /v1, and a model that it has: --llm_model NAME.",
         }
         fix = fixes.get(status, "The same command asks for what is missing.")
-        raise ConfigError(f"--llm_judge {self.url}: {status}: {problem.rstrip('.')}. {fix}")
+        raise ConfigError(f"--llm_judge {self.url}: status {status}: {problem.rstrip('.')}. {fix}")
 
     def _problem(self, error: urllib.error.HTTPError) -> str:
         """The endpoint's own words, without the key, should it repeat it."""
@@ -281,7 +280,7 @@ def _texts(
     model: LanguageModel, pairs: Sequence[AnswerPair], path: Path
 ) -> dict[tuple[str, Side], str]:
     """(pair, whose answer was A) -> what the model said, read or asked for. What it refuses of a
-    single pair is told as "400: ..." and asked for the next time.
+    single pair is told as "status 400: ..." and asked for the next time.
     """
     how = {"model": model.name, "prompt": hashlib.sha256(PROMPT.encode()).hexdigest()[:16]}
     texts = dict(_known(path, how))
