@@ -17,8 +17,8 @@ from trainer.files.atomic import read_json
 from trainer.metrics.win_rate import WinRate
 
 if TYPE_CHECKING:
-    from trainer.evaluation.judge import ComparedModels
     from trainer.evaluation.llm_judge import LanguageModel
+    from trainer.evaluation.sides import ComparedModels
     from trainer.verdict.judgement import Judgement
 
 Runs = Annotated[
@@ -182,29 +182,18 @@ def _language_model(how: JudgeOptions) -> LanguageModel | None:
 
 
 def _comparison(how: JudgeOptions, runs: list[str], split: str | None) -> ComparedModels:
-    from trainer import tasks
-    from trainer.config.block import validate
-    from trainer.config.scores.judged import Judging
     from trainer.evaluation import sides
-    from trainer.evaluation.judge import ComparedModels
 
     experiments = [sides.dictionary_of(how.savedir_base, one) for one in runs]
-    for values in experiments:
-        tasks.parse(values, source=f"run {options.id_of(values)}")
-    stated: dict[str, Any] = dict(experiments[0].get("judge") or {})
     flags = {"against": how.against, "split": split, "answers": how.answers}
     flags |= {"overlap": how.overlap, "slices_by": how.slices_by}
-    stated |= {name: one for name, one in flags.items() if one is not None}
+    stated: dict[str, Any] = {name: one for name, one in flags.items() if one is not None}
     if how.keep is not None:
         stated["keep"] = None if how.keep == "nothing" else how.keep
     if how.gate is not None:
         stated["gate"] = _gate(how.gate)
-    elif how.against is not None:  # the gate of the dictionary is for another comparison
-        stated.pop("gate", None)
-    block = validate(Judging, stated, source="judge")
-    after = sides.of_runs(how.savedir_base, experiments, how.model)
-    before = sides.other_side(how.savedir_base, experiments[0], block, how.model)
-    return ComparedModels(before, after, block, limit=how.limit, batch=how.batch)
+    where: dict[str, Any] = {"model": how.model, "limit": how.limit, "batch": how.batch}
+    return sides.compared(how.savedir_base, experiments, stated, **where)
 
 
 def _gate(text: str) -> Any:

@@ -18,11 +18,12 @@ import numpy as np
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.config.scores.judged import Judging
+from trainer.data.stream.store import is_streamed
 from trainer.data.token_store import store_of
 from trainer.errors import ConfigError, DataError
 from trainer.evaluation.by_row import RowTexts, results_of
 from trainer.evaluation.general_texts import loss_on_texts
-from trainer.evaluation.sides import Side
+from trainer.evaluation.sides import ComparedModels, Side
 from trainer.files.atomic import replace_file, write_json
 from trainer.metrics.intervals import RowSums
 from trainer.metrics.test_record import weights_of
@@ -34,24 +35,13 @@ from trainer.verdict.opinions import PeopleSay, people_say
 from trainer.verdict.report import report, text_of
 
 if TYPE_CHECKING:
-    from trainer.protocol.task import Row, Task
+    from trainer.protocol.task import Row
     from trainer.training.options import Options
 
 logger = logging.getLogger(__name__)
 
 FILE, REPORT = "judge.json", "judge.md"
 _FIRST = 5  # rows that a refusal names
-
-
-@dataclass(frozen=True)
-class ComparedModels:
-    """What is compared, and how."""
-
-    before: Side
-    after: Side
-    how: Judging
-    limit: int | None = None  # the first rows only
-    batch: int | None = None  # rows of one forward; None: train.eval_batch
 
 
 @dataclass(frozen=True)
@@ -151,11 +141,12 @@ def _overlap(
     """The rows, from 0, that are training rows too and are left out. DataError where they are to be
     refused. A collective.
     """
-    task: Task = tasks.load(tasks.parse(values), options.places)
+    task: Any = tasks.load(tasks.parse(values), options.places)
+    if is_streamed(task):
+        logger.info("%s rows that a stream trains on, too, are not looked for", how.split)
+        return []
     train, split = (store_of(task, one, options.cache_dir) for one in ("train", how.split))
-    pairs: list[tuple[int, int]] = on_main(
-        lambda: [list(pair) for pair in shared_rows(train, split)]  # pyright: ignore[reportReturnType]
-    )
+    pairs: list[tuple[int, int]] = on_main(lambda: shared_rows(train, split))
     pairs = [(row, trained) for row, trained in pairs if limit is None or row < limit]
     refuse_overlap(how, pairs, len(split))
     return [row for row, _ in pairs]
@@ -216,7 +207,7 @@ def _part(result: ScoredRows, keeps_N: np.ndarray) -> ScoredRows:
 
 
 def _rows_part(rows: RowTexts, keeps_N: np.ndarray) -> RowTexts:
-    places = np.flatnonzero(keeps_N).tolist()
+    places: list[int] = np.flatnonzero(keeps_N).tolist()
     return RowTexts([rows.rows[at] for at in places], [rows.references[at] for at in places])
 
 

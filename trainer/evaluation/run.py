@@ -32,6 +32,7 @@ from trainer.evaluation.row_scores import (
 from trainer.evaluation.search import check_search
 from trainer.files.atomic import write_json
 from trainer.metrics.intervals import intervals
+from trainer.metrics.judge_record import CANDIDATE
 from trainer.metrics.mergeable import cut_at, scores_by_dataset
 from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
 from trainer.models import base_model, base_source
@@ -367,7 +368,7 @@ def model_folder(question: Question, options: Options) -> Path:
                 "the Hub gives out. Give --model a folder."
             )
         return files[0].parent
-    if question.model not in _EXPORTS:
+    if question.model not in (*_EXPORTS, CANDIDATE):
         folder = Path(base_source.folder_or_id(question.model, options.cache_dir))
         if not folder.is_dir():
             legal = [*_EXPORTS, _UNTRAINED]
@@ -376,7 +377,7 @@ def model_folder(question: Question, options: Options) -> Path:
             )
         return folder
     run_folder = options.savedir_base / exp_id(question.values)
-    there = [name for name in _EXPORTS if (run_folder / name).is_dir()]
+    there = [name for name in (*_EXPORTS, CANDIDATE) if (run_folder / name).is_dir()]
     if question.model in there:
         return run_folder / question.model
     other = f"Use --model {there[0]}" if there else "Train it first, into the same --savedir_base"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer import tasks
+from trainer.config.block import validate
 from trainer.config.identity import base_label, exp_id
 from trainer.config.scores.judged import Judging
 from trainer.errors import ConfigError
@@ -34,6 +36,43 @@ class Side:
         """What each model is evaluated on."""
         for values in self.experiments:
             yield Question(values, model=self.model, split=how.split, limit=limit, batch=batch)
+
+
+@dataclass(frozen=True)
+class ComparedModels:
+    """What is compared, and how."""
+
+    before: Side
+    after: Side
+    how: Judging
+    limit: int | None = None  # the first rows only
+    batch: int | None = None  # rows of one forward; None: train.eval_batch
+
+
+def compared(
+    savedir_base: Path,
+    experiments: Sequence[Values],
+    stated: Mapping[str, Any],
+    *,
+    model: str | None = None,
+    limit: int | None = None,
+    batch: int | None = None,
+) -> ComparedModels:
+    """The trained models of some runs, which are seeds of one recipe, and what they are compared
+    with. ConfigError for runs that are not there, and for wrong values.
+
+    stated: values of the block `judge`, in place of those in the dictionary of the first run. The
+    gate of a dictionary is for the comparison that stands there, and not for another one.
+    """
+    for values in experiments:
+        tasks.parse(values, source=f"run {exp_id(values)}")
+    own: dict[str, Any] = dict(experiments[0].get("judge") or {})
+    if "against" in stated:
+        own.pop("gate", None)
+    how = validate(Judging, {**own, **stated}, source="judge")
+    after = of_runs(savedir_base, experiments, model)
+    before = other_side(savedir_base, experiments[0], how, model)
+    return ComparedModels(before, after, how, limit=limit, batch=batch)
 
 
 def of_runs(savedir_base: Path, experiments: Sequence[Values], model: str | None) -> Side:

@@ -20,7 +20,7 @@ _SCRIPT_LETTERS = 200  # of a text that are looked at
 def features(rows: Sequence[Row]) -> dict[str, Feature]:
     """By name, a value for each row: of a text its words, its first word, its first two, and itself
     where texts repeat; of a list its items and their words; of a conversation its turns; a number
-    or a truth value as it is; and the script that most letters of a row are written in.
+    or a truth value as it is; and the script that the longest text of a row is written in.
 
     Nothing that is the same in every row, and no name of a row.
     """
@@ -78,9 +78,10 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _script(row: Row) -> str | None:
-    """The first word of the Unicode names of most letters: "latin", "cyrillic", "cjk"."""
-    text = "".join(_texts({key: value for key, value in row.items() if key not in _NAMES}))
-    letters = [one for one in text[: 5 * _SCRIPT_LETTERS] if one.isalpha()][:_SCRIPT_LETTERS]
+    """The first word of the Unicode names of most letters of the longest text: "latin", "cjk"."""
+    texts = _texts({key: value for key, value in row.items() if key not in _NAMES})
+    longest = max(texts, key=len, default="")
+    letters = [one for one in longest[: 5 * _SCRIPT_LETTERS] if one.isalpha()][:_SCRIPT_LETTERS]
     scripts = Counter(unicodedata.name(one, "unknown").split()[0].lower() for one in letters)
     return scripts.most_common(1)[0][0] if scripts else None
 

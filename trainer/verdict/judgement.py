@@ -139,7 +139,7 @@ def judge(
             outcomes[name] = compare(
                 *([one.sums[name] for one in side] for side in (before, after))
             )
-    directions = {name: _direction(name, bounds) for name in outcomes}
+    directions: dict[str, Direction | None] = {name: _direction(name, bounds) for name in outcomes}
     tested = {name: one.p for name, one in outcomes.items() if directions[name] is not None}
     corrected = holm(tested)
     scores = {
@@ -284,7 +284,7 @@ def _slices(
 ) -> list[Slice]:
     """The slices of the rows that count; values are higher where they are better."""
     counts_N = np.isfinite(values[0]) & np.isfinite(values[1])
-    places = np.flatnonzero(counts_N)
+    places: list[int] = np.flatnonzero(counts_N).tolist()
     before, after = (one[places] for one in values)
     table = features([rows[place] for place in places])
     if sign > 0:

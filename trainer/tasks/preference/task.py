@@ -76,8 +76,12 @@ class Task(TokenTask[Config]):
         """The token that ends a turn of a conversation, the end token, and those of the base's own
         generation_config.json.
         """
-        turn_end = self.end if self.chat is None else self.chat.turn_end(self.end)
-        return list(dict.fromkeys([turn_end, *super().ends]))
+        return list(dict.fromkeys([self.turn_end, *super().ends]))
+
+    @cached_property
+    def turn_end(self) -> int:
+        """The token that ends a turn of a conversation; without conversations the end token."""
+        return self.end if self.chat is None else self.chat.turn_end(self.end)
 
     # Data
     # ----------------------------------------------------------------------------------------------
