@@ -1042,7 +1042,7 @@ VOTES = wording(
     llm_key_words="--llm_key_file {path}: got {count} words, want one",
     llm_without_model="--llm_judge {url}: no --llm_model",
     llm_flags_alone="judge: got {flags} without --llm_judge",
-)
+) | wording(pair_gone="is none of this run now: it was judged anew")
 SERVICE = (
     wording(
         ConfigError,

@@ -355,6 +355,11 @@ def test_answers_that_never_differ_leave_nothing_to_ask(folder: Path) -> None:
         ask(Endpoint("http://127.0.0.1:1/v1"), folder)
 
 
+def test_the_page_states_the_message_as_it_is_sent() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "judging.md"
+    assert f"```\n{llm_judge.PROMPT}```" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "what"),
     [

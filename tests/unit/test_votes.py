@@ -17,6 +17,7 @@ from tests.unit.test_checkpoint import KILLED, die_at, in_child
 from tests.unit.test_preference_rows import CHAT, SAID, USER, task_of, texts
 from tests.wording import refused
 from trainer.config.identity import exp_id
+from trainer.data.control_tokens import controls_of
 from trainer.metrics.votes import (
     ANSWERS,
     OTHERS,
@@ -275,6 +276,7 @@ def test_votes_are_rows_of_preferences_as_they_are(tmp_path: Path) -> None:
         ["In the attic.", "In the cellar."],
     ]
     assert read[0][0][0]["content"] == USER["content"]
+    assert controls_of(task) is not None  # what a run looks for in the texts of conversations
     text = replace(PAIR, prompt="Where? ", before="There.", after="Here.")
     add_vote(tmp_path / "facts", text, vote("after", pair=text))
     task = task_of(facts, tmp_path, rows(tmp_path / "facts"))

@@ -7,6 +7,7 @@ const SIDES = ["left", "right"], TITLES = { left: "Left answer", right: "Right a
 // What a person may say: the button, and the key that does the same.
 const CHOICES = [["left", "Left is better", "ArrowLeft"], ["equal", "They are equal", "="], ["right", "Right is better", "ArrowRight"], ["skip", "Skip", "s"]];
 const EMPTY = "(an empty answer)";
+const count = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
 
 export class Votes {
   constructor(id, me) {
@@ -14,15 +15,21 @@ export class Votes {
     this.state = h("p", { class: "soft", role: "status" });
     this.prompt = h("div", { class: "side", tabindex: "0", role: "group", "aria-label": "Prompt" });
     this.sides = Object.fromEntries(SIDES.map(side => [side, h("div", { class: "side", tabindex: "0", role: "group", "aria-label": TITLES[side] })]));
-    const buttons = CHOICES.map(([choice, name, key]) => h("button", { type: "button", "aria-keyshortcuts": key, onclick: () => this.choose(choice) }, name));
-    this.form = h("div", { hidden: true }, this.prompt,
-      h("div", { class: "pair" }, SIDES.map(side => h("div", {}, h("h3", {}, TITLES[side]), this.sides[side]))),
-      h("p", { class: "buttons" }, buttons),
-      h("p", { class: "soft small" }, "Keys, while the focus is in this part: arrow left, arrow right, = and s for skip."));
+    this.form = h("div", { hidden: true });
     this.result = h("p", { role: "status" });
     this.show = h("button", { type: "button", hidden: true, onclick: () => this.showResult() }, "Show the result so far");
     this.node = h("section", { class: "card panel", "aria-label": "Which answer is better?", hidden: true, onkeydown: event => this.onKey(event) },
-      h("h2", {}, "Which answer is better?"), this.state, this.form, h("p", { class: "buttons" }, this.show), this.result);
+      h("h2", {}, "Which answer is better?"), this.state);
+  }
+
+  // Puts the parts into the page, once there are pairs of answers.
+  fill() {
+    const buttons = CHOICES.map(([choice, name, key]) => h("button", { type: "button", "aria-keyshortcuts": key, onclick: () => this.choose(choice) }, name));
+    if (this.mayVote) this.form.append(this.prompt,
+      h("div", { class: "pair" }, SIDES.map(side => h("div", {}, h("h3", {}, TITLES[side]), this.sides[side]))),
+      h("p", { class: "buttons" }, buttons),
+      h("p", { class: "soft small" }, "Keys, while the focus is in this part: arrow left, arrow right, = and s for skip."));
+    this.node.append(this.form, h("p", { class: "buttons" }, this.show), this.result);
   }
 
   // Asks for the next pair. after: the pair that is passed over.
@@ -41,10 +48,10 @@ export class Votes {
   draw({ pairs, own, votes, next }) {
     this.node.hidden = !pairs;
     if (!pairs) return;
-    const count = pairs.toLocaleString("en");
-    if (!this.mayVote) this.say(`Of ${count} pairs of answers ${votes ? `people gave ${votes.toLocaleString("en")} votes.` : "none has a vote yet."}`);
-    else if (next) this.say(`You voted on ${own.toLocaleString("en")} of ${count}.`);
-    else this.say(`You voted on all ${count}.`);
+    if (!this.form.parentNode) this.fill();
+    const all = pairs.toLocaleString("en");
+    if (!this.mayVote) this.say(`On ${count(pairs, "pair", "pairs")} of answers people gave ${count(votes, "vote", "votes")}.`);
+    else this.say(next ? `You voted on ${own.toLocaleString("en")} of ${all}.` : `You voted on all ${all}.`);
     this.show.hidden = !votes;
     this.pair = next;
     this.form.hidden = !next;
@@ -83,7 +90,7 @@ export class Votes {
   async showResult() {
     try {
       const { votes, voters, words } = await get(`${this.path}?part=result`);
-      this.result.textContent = `${votes.toLocaleString("en")} votes of ${voters} ${voters === 1 ? "person" : "people"}. The trained model's answer is preferred in ${clean(words)}.`;
+      this.result.textContent = `${count(votes, "vote", "votes")} of ${count(voters, "person", "people")}. The trained model's answer is preferred in ${clean(words)}.`;
     } catch (error) { this.say(error.message, true); }
   }
 }
