@@ -21,6 +21,7 @@ from tests.mutants.faults import (
     tasks,
     terminal,
     training,
+    votes,
 )
 
 FAULTS = [
@@ -42,4 +43,5 @@ FAULTS = [
     *exports.FAULTS,
     *agents.FAULTS,
     *api.FAULTS,
+    *votes.FAULTS,
 ]
