@@ -12,7 +12,8 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 2  models/, data/, telemetry/, tasks/{token_task,generated}.py
 1  runtime/, files/, metrics/, protocol/
 0  config/, errors.py, program.py, version.py, data/formats/,
-   files/{atomic,survive,survival_events}.py, metrics/{judge_record,own,test_record}.py, runtime/process.py,
+   files/{atomic,survive,survival_events}.py, runtime/process.py,
+   metrics/{judge_record,own,test_record,votes,win_rate}.py,
    tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
    exp_configs.py, job_configs.py, service.py
 jobs/ stands on floor 0 alone.
@@ -48,6 +49,8 @@ FLOORS = {
     "trainer.metrics.judge_record": 0,
     "trainer.metrics.own": 0,
     "trainer.metrics.test_record": 0,
+    "trainer.metrics.votes": 0,
+    "trainer.metrics.win_rate": 0,
     "trainer.plan.time.rates": 0,
     "trainer.recipes.lookup_groups": 0,
     "trainer.runtime.process": 0,

@@ -1032,6 +1032,21 @@ SNAPSHOTS = (
         code_is_folder="Move the folder away",
     )
 )
+VOTES = wording(
+    ConfigError,
+    answers_malformed="no row of two answers ({reason})",
+    llm_address="--llm_judge: got {url!r}, want the address of an endpoint",
+    llm_key_in_the_clear="--llm_judge {url}: the key would cross the network unencrypted",
+    llm_silent="--llm_judge {url}: nobody answers ({reason})",
+    llm_refuses="--llm_judge {url}: status {status}: {reason}",
+    llm_other_dialect="--llm_judge {url}: it answers, and not as /chat/completions",
+    llm_refuses_every_pair="It refuses every pair so far",
+    llm_has_no_pair="has no row with two different answers",
+    llm_key_unreadable="--llm_key_file {path}: cannot be read",
+    llm_key_words="--llm_key_file {path}: got {count} words, want one",
+    llm_without_model="--llm_judge {url}: no --llm_model",
+    llm_flags_alone="judge: got {flags} without --llm_judge",
+) | wording(pair_gone="is none of this run now: it was judged anew")
 SERVICE = (
     wording(
         ConfigError,
@@ -1200,6 +1215,7 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "jobs": JOBS,
     "submission": SUBMISSION,
     "snapshots": SNAPSHOTS,
+    "votes": VOTES,
     "service": SERVICE,
 }
 WORDINGS = {code: wording for room in ROOMS.values() for code, wording in room.items()}

@@ -13,8 +13,11 @@ from trainer.commands import options
 from trainer.commands.retrieval import RankingOptions, measures_of
 from trainer.config.flags import CacheDir, DataPath, Strict
 from trainer.errors import EXIT_REFUSED, ConfigError
+from trainer.files.atomic import read_json
+from trainer.metrics.win_rate import WinRate
 
 if TYPE_CHECKING:
+    from trainer.evaluation.llm_judge import LanguageModel
     from trainer.evaluation.sides import ComparedModels
     from trainer.verdict.judgement import Judgement
 
@@ -81,6 +84,24 @@ class JudgeOptions:
     ] = None
     data_path: DataPath = None
     cache_dir: CacheDir = Path("tmp-cache")
+    llm_judge: Annotated[
+        str | None,
+        typer.Option(
+            "--llm_judge",
+            help="Address of an endpoint of the OpenAI dialect, such as http://127.0.0.1:8000/v1: "
+            "a language model says of each pair of answers which is better, in both orders.",
+        ),
+    ] = None
+    llm_model: Annotated[
+        str | None, typer.Option("--llm_model", help="Name of the model at --llm_judge.")
+    ] = None
+    llm_key_file: Annotated[
+        Path | None,
+        typer.Option("--llm_key_file", help="File that holds the key of --llm_judge alone."),
+    ] = None
+    llm_rows: Annotated[
+        int, typer.Option("--llm_rows", min=1, help="Pairs that --llm_judge is asked about.")
+    ] = 200
 
 
 @options.guard
@@ -111,15 +132,22 @@ def judge(
     from trainer.runtime import distributed
     from trainer.training.options import Options
 
+    language_model = _language_model(how)
     comparison = _comparison(how, runs, split)
     distributed.init()
     run_options = Options(
         how.savedir_base, data_path=how.data_path, cache_dir=how.cache_dir, strict=strict
     )
-    folder = how.out or how.savedir_base / options.id_of(comparison.after.experiments[0])
+    run_folder = how.savedir_base / options.id_of(comparison.after.experiments[0])
+    folder = how.out or run_folder
     judgement = run_judge(comparison, run_options, folder)
     if distributed.is_main():
         _tell(judgement, folder)
+        if language_model is not None:
+            from trainer.evaluation.llm_judge import ask_language_model
+
+            says = ask_language_model(language_model, folder, run_folder, most=how.llm_rows)
+            typer.echo(f"{says.model} prefers the trained model's answer in {says.words}")
     if judgement.refusals:
         raise typer.Exit(EXIT_REFUSED)
 
@@ -130,6 +158,27 @@ def _refuse(asked: Any, kind: type, why: str) -> None:
     given = [f"--{name}" for name, one in vars(asked).items() if one != usual[name]]
     if given:
         raise ConfigError(f"judge: got {', '.join(given)} {why}. Give the one or the other.")
+
+
+def _language_model(how: JudgeOptions) -> LanguageModel | None:
+    """The language model that judges, if one is to."""
+    if how.llm_judge is None:
+        flags = {"--llm_model": how.llm_model, "--llm_key_file": how.llm_key_file}
+        stray = [name for name, value in flags.items() if value is not None]
+        if stray:
+            raise ConfigError(
+                f"judge: got {', '.join(stray)} without --llm_judge, the address of the endpoint. "
+                "Give both, or neither."
+            )
+        return None
+    if how.llm_model is None:
+        raise ConfigError(
+            f"--llm_judge {how.llm_judge}: no --llm_model. Give the name of a model there."
+        )
+    from trainer.evaluation.llm_judge import LanguageModel, read_key
+
+    key = None if how.llm_key_file is None else read_key(how.llm_key_file)
+    return LanguageModel(how.llm_judge, how.llm_model, key)
 
 
 def _comparison(how: JudgeOptions, runs: list[str], split: str | None) -> ComparedModels:
@@ -166,6 +215,10 @@ def _tell(judgement: Judgement, folder: Path) -> None:
         )
     for name, (before, after, why) in judgement.untested.items():
         typer.echo(f"{name} {before} -> {after}: not tested, {why}")
+    votes = (read_json(folder / "judge.json") or {}).get("votes")
+    if votes is not None:
+        rate = WinRate(**votes["rate"])
+        typer.echo(f"{votes['votes']} votes prefer the trained model's answer in {rate.words}")
     typer.echo(f"verdict: {judgement.words}")
     for line in judgement.refusals:
         typer.echo(f"refused: {line}")

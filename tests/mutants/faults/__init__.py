@@ -22,6 +22,7 @@ from tests.mutants.faults import (
     tasks,
     terminal,
     training,
+    votes,
 )
 
 FAULTS = [
@@ -44,4 +45,5 @@ FAULTS = [
     *exports.FAULTS,
     *agents.FAULTS,
     *api.FAULTS,
+    *votes.FAULTS,
 ]
