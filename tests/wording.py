@@ -1165,6 +1165,25 @@ PREFERENCES = wording(
 
 PREFERENCES |= wording(LatheError, start_unread="has not read these rows: call read_start() first")
 
+# Distillation
+TEACHERS = (
+    wording(
+        ConfigError,
+        teacher_stream="data.stream=true with teacher, which reads every row before the first step",
+        teacher_terms="{terms} with teacher.weight=1.0, which leaves no cross-entropy",
+        teacher_tokenizer="teacher: its tokenizer ({source}) gives {count} of {tokens} tokens another id than the student's: got {got} for '{token}', want {want}. Its",
+        teacher_of_another_kind="teacher: base: got model_type {family!r}",
+        teacher_too_small="teacher: ...has ids up to {largest}, the base only {embeddings} embeddings",
+        teacher_positions="teacher: data.max_tokens={max_tokens} is longer than the model's {positions} positions",
+    )
+    | wording(DataError, teacher_row_unread="was not read by the teacher: the rows have changed")
+    | wording(DivergedError, teacher_not_finite="the teacher gives a token a log-probability that")
+    | wording(
+        StorageError,
+        teacher_disk="{size} of what the teacher says are still to be written, {free} are free",
+    )
+)
+
 # Two models on the same rows
 JUDGING = wording(
     ConfigError,
@@ -1183,6 +1202,7 @@ JUDGING = wording(
 )
 
 ROOMS: dict[str, dict[str, Wording]] = {
+    "teachers": TEACHERS,
     "judging": JUDGING,
     "preferences": PREFERENCES,
     "files": FILES,

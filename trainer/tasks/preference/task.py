@@ -17,6 +17,7 @@ from trainer.config.userfile import placed
 from trainer.data import lookup, vocabulary
 from trainer.data.chat.chat_template import ChatTemplate, flags
 from trainer.data.readers.own_rows import own_rows
+from trainer.data.readings.row_store import key_of
 from trainer.errors import DataError, LatheError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import base_source
@@ -28,7 +29,7 @@ from trainer.tasks.preference import losses, metrics, rows
 from trainer.tasks.preference.config import Config
 from trainer.tasks.preference.losses import ScoredAnswers
 from trainer.tasks.preference.model import Policy, RewardModel, sequences, whole_sequences
-from trainer.tasks.preference.start_store import StartStore, key_of
+from trainer.tasks.preference.start_store import StartStore
 from trainer.tasks.token_task import TokenTask, refuse_beyond_positions
 
 # What a batch says besides what the model reads.
