@@ -25,6 +25,7 @@ from trainer.errors import EXIT_OK, ConfigError, LatheError
 from trainer.launch.ending import EXIT_FAILED, set_up_logging
 
 if TYPE_CHECKING:
+    from trainer.evaluation.named_run import NamedRun
     from trainer.training.options import Options
 
 R = TypeVar("R")
@@ -98,6 +99,34 @@ class UntrainedOptions(ExperimentOptions):
     """
 
     savedir_base: SavedirBase = Path("results")
+
+
+@dataclass(frozen=True)
+class RunOptions(UntrainedOptions):
+    """UntrainedOptions of a command that may name a run, or an exported folder, by its first
+    word.
+    """
+
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="The id of a run in --savedir_base, a run folder or an exported one, in place of "
+            "-e and --exp_id.",
+        ),
+    ] = None
+
+    def named_run(self) -> NamedRun:
+        """The run that the word names, else that of the experiment. Imports torch."""
+        from trainer.evaluation.named_run import experiment_run, named_run
+
+        if self.run is None:
+            return experiment_run(self.values(), self.savedir_base)
+        if self.exp_group is not None or self.exp_id is not None:
+            raise ConfigError(
+                f"{self.run}: got -e or --exp_id as well, which name another run. Give one."
+            )
+        return named_run(self.run, self.savedir_base)
 
 
 Model = Annotated[

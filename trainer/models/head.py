@@ -76,6 +76,11 @@ class OutputLayer:
         scale /= getattr(config, "logits_scaling", None) or 1.0
         self._scale = scale
 
+    @property
+    def chunk(self) -> int:
+        """How many positions have their logits at once (losses.positions_of_chunk)."""
+        return positions_of_chunk(_plain(self._layer).out_features)
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """(..., D) decoder states -> (..., V) logits."""
         return self._finish(self._layer(self._apply_scale(hidden)))
@@ -86,15 +91,13 @@ class OutputLayer:
         Under ZeRO-3 a call of a layer gathers it, and every rank must make the same calls: each
         layer is called once, however many positions there are.
         """
-        chunk = positions_of_chunk(_plain(self._layer).out_features)
-        return self._scored(hidden_ND, Scoring(targets_N, chunk, self._finish, terms))
+        return self._scored(hidden_ND, Scoring(targets_N, self.chunk, self._finish, terms))
 
     def losses(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """(N,) fp32: losses.target_losses of the logits, in chunks where there are many. The same
         holds under ZeRO-3.
         """
-        chunk = positions_of_chunk(_plain(self._layer).out_features)
-        return self._scored(hidden_ND, Scoring(targets_N, chunk, self._finish, by_target=True))
+        return self._scored(hidden_ND, Scoring(targets_N, self.chunk, self._finish, by_target=True))
 
     def _scored(self, hidden_ND: Tensor, scoring: Scoring) -> Tensor:
         if _has_adapters(self._layer):
