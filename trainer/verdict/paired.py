@@ -22,7 +22,7 @@ _BLOCK = 100  # deals that are summed at once
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Difference:
     """One score of two models on the same rows."""
 
     before: float
@@ -51,7 +51,7 @@ class McNemar:
     p: float
 
 
-def compare(before: Sequence[RowSums], after: Sequence[RowSums]) -> Outcome:
+def compare(before: Sequence[RowSums], after: Sequence[RowSums]) -> Difference:
     """The score of the model `after` against that of the model `before`, each over the same N rows
     in the same order; several sums are several seeds of one recipe.
 
@@ -67,7 +67,7 @@ def compare(before: Sequence[RowSums], after: Sequence[RowSums]) -> Outcome:
     low, high = _interval(before, after)
     mean_before, mean_after = _mean(before), _mean(after)
     is_right = len(before) == len(after) == 1 and _is_binary(before[0]) and _is_binary(after[0])
-    return Outcome(
+    return Difference(
         before=first,
         after=second,
         low=low,

@@ -21,7 +21,7 @@ from trainer.metrics.intervals import SEED
 
 # What is told of single slices and of those of two conditions, together. Below the usual .05, for
 # whoever compares often is misled by one in twenty.
-LEVEL_OF_ONE, LEVEL_OF_TWO = 0.025, 0.005
+LEVEL_OF_ONE, LEVEL_OF_TWO = 0.02, 0.003
 DEALS = 4000
 MIN_ROWS = 20  # of a slice: the results of fewer say nothing
 MOST_PAIRS = 2000  # slices of two conditions; the largest are looked at
@@ -66,7 +66,7 @@ def worse_slices(
         return []
     singles = _singles(features)
     families = [(singles, LEVEL_OF_ONE), (_pairs(singles), LEVEL_OF_TWO)]
-    named: list[Slice] = []
+    worse: list[Slice] = []
     is_left_N = np.ones(len(losses_N), dtype=bool)
     for candidates, level in families:
         if not candidates:
@@ -82,21 +82,21 @@ def worse_slices(
                 break
             conditions, mask_N = candidates[worst]
             p = (1 + int((largest_R >= scores_C[worst]).sum())) / (1 + DEALS)
-            named.append(_slice(conditions, mask_N, before_N, after_N, bound=bound, p=p))
+            worse.append(_slice(conditions, mask_N, before_N, after_N, bound=bound, p=p))
             is_left_N &= ~mask_N
-    return named
+    return worse
 
 
 def _singles(features: Mapping[str, Feature]) -> list[tuple[tuple[str, ...], np.ndarray]]:
     """Every slice of one condition, each set of rows once, with at least MIN_ROWS rows in it and
     outside it.
     """
-    found: dict[bytes, tuple[tuple[str, ...], np.ndarray]] = {}
+    by_rows: dict[bytes, tuple[tuple[str, ...], np.ndarray]] = {}
     for name, values in features.items():
         for condition, mask_N in _conditions(name, values):
             if min(mask_N.sum(), (~mask_N).sum()) >= MIN_ROWS:
-                found.setdefault(np.packbits(mask_N).tobytes(), ((condition,), mask_N))
-    return list(found.values())
+                by_rows.setdefault(np.packbits(mask_N).tobytes(), ((condition,), mask_N))
+    return list(by_rows.values())
 
 
 def _conditions(name: str, values: Feature) -> list[tuple[str, np.ndarray]]:
@@ -126,13 +126,13 @@ def _pairs(
     """The largest slices of two conditions that are smaller than each alone. Which ones are taken
     follows from their rows, never from results, or their level would not hold.
     """
-    found: dict[bytes, tuple[tuple[str, ...], np.ndarray]] = {}
+    by_rows: dict[bytes, tuple[tuple[str, ...], np.ndarray]] = {}
     for (first, first_N), (second, second_N) in combinations(singles, 2):
         both_N = first_N & second_N
         if MIN_ROWS <= both_N.sum() < min(first_N.sum(), second_N.sum()):
-            found.setdefault(np.packbits(both_N).tobytes(), ((*first, *second), both_N))
+            by_rows.setdefault(np.packbits(both_N).tobytes(), ((*first, *second), both_N))
     alone = {np.packbits(mask_N).tobytes() for _, mask_N in singles}
-    pairs = [pair for key, pair in found.items() if key not in alone]
+    pairs = [pair for key, pair in by_rows.items() if key not in alone]
     return sorted(pairs, key=lambda pair: -int(pair[1].sum()))[:MOST_PAIRS]
 
 
