@@ -3,7 +3,7 @@
     python -m tests.harnesses.ours < asked.json > told.json
 
 Asked: {name: {"run", "model", "data_path", "cache_dir", "flags"}}. Told, by name: "lines" that the
-command prints, and "answers" as theirs.py tells them.
+command prints, and "answers" as theirs.py tells them; or "error".
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import ConfigError
 from trainer.evaluation.named_run import named_run
 from trainer.harness.flags import HarnessFlags
 from trainer.harness.language_model import TrainedLM
@@ -47,8 +48,12 @@ def main() -> None:
             data_path=Path(asked["data_path"]),
             cache_dir=Path(asked["cache_dir"]),
         )
-        lines = run(named, named.question(asked["model"]), flags, options)
-        told[name] = {"lines": lines, "answers": list(answers)}
+        try:
+            lines = run(named, named.question(asked["model"]), flags, options)
+        except ConfigError as error:
+            told[name] = {"error": str(error)}
+        else:
+            told[name] = {"lines": lines, "answers": list(answers)}
     json.dump(told, sys.stdout)
 
 

@@ -21,6 +21,7 @@ from tests.facts import LLAMA, PLACES, experiment, facts, write_facts
 from tests.harnesses import __file__ as room
 from tests.harnesses.environment import HARNESSES
 from tests.ranks import run_on_ranks
+from tests.wording import says
 from trainer.config.schema import RandomBase
 from trainer.data.chat.templates.built_in import BUILT_IN
 from trainer.models import base_model
@@ -61,6 +62,13 @@ TASKS = {
     },
 }
 VALID = (20, 37)
+# By name, tasks that are refused.
+WRONG = {
+    "unknown": "lathe_place",
+    "no data": "lathe_gone",
+    "retrieval unknown": "PlacesRetrieva",
+    "retrieval without data": "SciFact",
+}
 # A log-probability is a sum of up to 16 of fp32; of a whole text HFLM adds up 30 in fp32.
 CHOICE, TEXT = 1e-5, 5e-5
 
@@ -90,7 +98,7 @@ def rows_of(start: int, stop: int) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Facts, a base in a folder, and the files of tasks."""
-    place = write_facts(tmp_path_factory.mktemp("facts"))
+    place, content = write_facts(tmp_path_factory.mktemp("facts")), dict[str, Any]()
     places = Places(place, place / "cache", place / "runs")
     base = base_model.load(RandomBase(**LLAMA), places, precision="fp32", kind="causal_lm")
     base.save_pretrained(place / "model")
@@ -107,6 +115,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         splits = {"training_split": "train", "validation_split": "validation"}
         content = {"task": name, **data, **splits, **task, "metadata": {"version": 1.5}}
         (place / "tasks" / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
+    gone = {"data_files": {"validation": str(place / "gone.jsonl")}}
+    content |= {"task": "lathe_gone", "dataset_kwargs": gone}
+    (place / "tasks" / "lathe_gone.yaml").write_text(json.dumps(content))
     return place
 
 
@@ -197,6 +208,11 @@ def ours(python: Path, folder: Path, runs: dict[str, Path]) -> dict[str, Any]:
     own = {"include_path": str(Path(room).with_name("places.py"))}
     retrieval = {"mteb": "PlacesRetrieval", "paths": own}
     asked["retriever"] = {**places, "run": str(runs["retriever"]), "flags": retrieval}
+    for name, task in WRONG.items():
+        program = "mteb" if "retriev" in name else "lm_eval"
+        of_run = asked["retriever" if program == "mteb" else "plain"]
+        given = {program: task, "paths": of_run["flags"]["paths"]}
+        asked[name] = {**of_run, "flags": given}
     return told_by(python, folder, ["-m", "tests.harnesses.ours"], asked)
 
 
@@ -302,6 +318,14 @@ def test_two_models_are_compared_on_the_same_rows(
     (line,) = [one for one in ours["plain"]["lines"] if one.startswith("lathe_places/acc ")]
     assert "; base " in line
     assert "difference" in line
+
+
+def test_tasks_that_cannot_be_run_are_refused_by_name(ours: dict[str, Any]) -> None:
+    errors = {name: ours[name]["error"] for name in WRONG}
+    says("lm_eval_task_unknown", errors["unknown"], task="lathe_place", nearest="lathe_places")
+    says("lm_eval_data_absent", errors["no data"], task="lathe_gone")
+    says("mteb_task_unknown", errors["retrieval unknown"], nearest="PlacesRetrieval")
+    says("mteb_data_absent", errors["retrieval without data"], task="SciFact")
 
 
 def test_the_command_gives_the_same_on_two_ranks(

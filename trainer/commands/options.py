@@ -111,8 +111,8 @@ class RunOptions(UntrainedOptions):
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="The id of a run in --savedir_base, a run folder or an exported one, in place of "
-            "-e and --exp_id.",
+            help="A run, in place of -e and --exp_id: its id in --savedir_base, the beginning of "
+            "it, or its folder; or an exported folder.",
         ),
     ] = None
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.identity import exp_id
-from trainer.errors import ConfigError
 from trainer.evaluation.predict import export_of
 from trainer.evaluation.run import Question
+from trainer.evaluation.sides import dictionary_of
+from trainer.exports import record
 from trainer.files.atomic import read_json
 
 _RECORD = "exp_dict.json"
@@ -49,22 +50,19 @@ def experiment_run(values: dict[str, Any], savedir_base: Path) -> NamedRun:
 def named_run(word: str, savedir_base: Path) -> NamedRun:
     """The run that a word names. ConfigError when there is none.
 
-    word: an id in savedir_base, a run folder, best/ or final/ in one, or another exported folder.
+    word: an id in savedir_base or its beginning, a run folder, best/ or final/ in one, or another
+    exported folder.
     """
-    for folder in (savedir_base / word, Path(word)):
-        values: Any = read_json(folder / _RECORD)
-        if isinstance(values, dict):
-            return NamedRun(values, folder.resolve().parent, folder)
-    export = Path(word)
-    values = read_json(export.resolve().parent / _RECORD)
-    if export.is_dir() and isinstance(values, dict):
-        run_folder = export.resolve().parent
-        return NamedRun(values, run_folder.parent, run_folder, export)
-    if not export.is_dir():
-        raise ConfigError(
-            f"{word}: got neither the id of a run in {savedir_base} nor a folder. Give the id or "
-            "the folder of a run, or an exported folder; -sb says where the runs are."
-        )
-    own, folder = export_of(export)
-    values = (read_json(folder / "lathe.json") or {}).get("experiment", own)
-    return NamedRun(values, savedir_base, folder, folder, own)
+    path = Path(word)
+    if not path.is_dir():
+        values = dictionary_of(savedir_base, word, command="evaluate")
+        return experiment_run(values, savedir_base)
+    export = None if (path / _RECORD).is_file() else path
+    folder = path.resolve() if export is None else path.resolve().parent
+    of_run = read_json(folder / _RECORD)
+    if of_run is not None:
+        return NamedRun(of_run, folder.parent, folder, export)
+    own, export = export_of(path)
+    about = record.read(export)
+    values = own if about is None else about.experiment
+    return NamedRun(values, savedir_base, export, export, own)

@@ -17,18 +17,19 @@ from trainer.errors import ConfigError, nearest
 from trainer.evaluation.run import open_model
 from trainer.files.packages import extra
 from trainer.harness.records import (
-    Difference,
     Evaluation,
+    Gain,
     ModelScores,
     Score,
     TaskScores,
     called,
 )
-from trainer.metrics.intervals import RowSums, intervals
+from trainer.metrics.intervals import RowSums
 from trainer.retrieval.embeddings import fingerprint
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.tasks import names
+from trainer.verdict.paired import Difference, compare
 
 if TYPE_CHECKING:
     from trainer.evaluation.run import Question
@@ -71,10 +72,8 @@ def evaluate(
     if len(of_models) == 1:
         return Evaluation(of_models[0]), how
     of, against = of_models
-    differences = {
-        task: _differences(task, of.tasks[task], against.tasks[task], samples) for task in of.tasks
-    }
-    return Evaluation(of, against, differences), how
+    gains = {task: gains_of(task, of, against, samples) for task in of.tasks}
+    return Evaluation(of, against, gains), how
 
 
 def _load(flags: HarnessFlags) -> dict[str, Any]:
@@ -155,7 +154,7 @@ def _of_model(
     task, model, folder = open_model(question, options)
     base = _trained(task.cfg.task).language_model(task, model)
     batch = question.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
-    chat = _is_chat(task, flags.apply_chat_template)
+    chat = is_chat(task, flags.apply_chat_template)
     lm = TrainedLM(base, task, batch=batch)
     _seed()
     for one in loaded["tasks"].values():
@@ -193,7 +192,7 @@ def _trained(task: str) -> Any:
     return modules[task]
 
 
-def _is_chat(task: Any, wish: bool | None) -> bool:
+def is_chat(task: Any, wish: bool | None) -> bool:
     """Whether questions are written as conversations."""
     if wish and task.tokenizer.chat_template is None:
         raise ConfigError(
@@ -223,24 +222,35 @@ def tasks_of(results: Mapping[str, Any]) -> dict[str, TaskScores]:
     return of_tasks
 
 
-def _differences(
-    name: str, of: TaskScores, against: TaskScores, samples: Sequence[Mapping[str, Any]]
-) -> dict[str, Difference]:
-    """By metric, the difference of two models on a task, with an interval over the same draws of
-    rows where the metric is a mean over rows.
+def gains_of(
+    task: str, of: ModelScores, against: ModelScores, samples: Sequence[Mapping[str, Any]]
+) -> dict[str, Gain]:
+    """By metric, the difference of two models on a task, with an interval where the metric is a
+    mean over rows.
+
+    samples: of both models, lm-eval's samples by task.
     """
-    differences: dict[str, Difference] = {}
-    for metric in [one for one in of.scores if one in against.scores]:
-        pair = of.scores[metric].value, against.scores[metric].value
-        rows = [_by_row(of_model.get(name, ()), metric) for of_model in samples]
-        interval = None
-        if rows[0] and rows[0].keys() == rows[1].keys():
-            gains_N = np.array([rows[0][row] - rows[1][row] for row in sorted(rows[0])])
-            sums = RowSums(gains_N, np.ones_like(gains_N))
-            if np.isclose(sums.value(), pair[0] - pair[1], rtol=1e-9, atol=1e-9):
-                interval = intervals({metric: sums}).get(metric)
-        differences[metric] = Difference(pair[0] - pair[1], interval)
-    return differences
+    gains: dict[str, Gain] = {}
+    mine, others = of.tasks[task].scores, against.tasks[task].scores
+    for metric in [one for one in mine if one in others]:
+        value = mine[metric].value - others[metric].value
+        rows = [_by_row(of_model.get(task, ()), metric) for of_model in samples]
+        paired = _paired(*rows) if rows[0].keys() == rows[1].keys() else None
+        # a metric that is no mean of what its rows say has no interval
+        is_mean = paired is not None and np.isclose(paired.effect, value, rtol=1e-9, atol=1e-9)
+        gains[metric] = Gain(value, paired if is_mean else None)
+    return gains
+
+
+def _paired(mine: Mapping[int, float], others: Mapping[int, float]) -> Difference | None:
+    """Two models row by row; None without a row."""
+    if not mine:
+        return None
+    sums: list[RowSums] = []
+    for of_model in (others, mine):
+        values_N = np.array([of_model[row] for row in sorted(mine)])
+        sums.append(RowSums(values_N, np.ones_like(values_N)))
+    return compare(sums[:1], sums[1:])
 
 
 def _by_row(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[int, float]:

@@ -19,8 +19,8 @@ from trainer.errors import ConfigError, nearest
 from trainer.evaluation.run import open_model
 from trainer.files.packages import extra
 from trainer.harness.records import (
-    Difference,
     Evaluation,
+    Gain,
     ModelScores,
     Score,
     TaskScores,
@@ -124,15 +124,15 @@ def evaluate(
     if len(of_models) == 1:
         return Evaluation(of_models[0]), how
     of, against = of_models
-    differences = {
+    gains = {
         name: {
-            metric: Difference(score.value - against.tasks[name].scores[metric].value, None)
+            metric: Gain(score.value - against.tasks[name].scores[metric].value)
             for metric, score in of_task.scores.items()
             if metric in against.tasks[name].scores
         }
         for name, of_task in of.tasks.items()
     }
-    return Evaluation(of, against, differences), how
+    return Evaluation(of, against, gains), how
 
 
 def _tasks(mteb: Any, flags: HarnessFlags) -> list[Any]:
@@ -181,13 +181,20 @@ def _of_model(mteb: Any, question: Question, chosen: list[Any], options: Options
     sides: tuple[Side, Side] = ("query", "passage")
     encoders = {side: encoder_of(task, model, side=side, batch=batch) for side in sides}
     log.info("%s: tasks of MTEB, %d texts at a time", folder, batch)
-    results = mteb.evaluate(
-        TrainedEncoder(encoders, meta),
-        chosen,
-        co2_tracker=False,
-        cache=None,
-        show_progress_bar=False,
-    )
+    try:
+        results = mteb.evaluate(
+            TrainedEncoder(encoders, meta),
+            chosen,
+            co2_tracker=False,
+            cache=None,
+            show_progress_bar=False,
+        )
+    except OSError as error:  # of datasets and the Hub, which name no task
+        names = ",".join(one.metadata.name for one in chosen)
+        raise ConfigError(
+            f"--mteb {names}: their data cannot be read ({type(error).__name__}: {error}). Fetch "
+            "them where there is a network."
+        ) from error
     of_tasks = {
         one.task_name: _scores(one, of_task.metadata)
         for one, of_task in zip(results.task_results, chosen, strict=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.files.atomic import read_json, write_json
+
+if TYPE_CHECKING:
+    from trainer.verdict.paired import Difference
 
 _ENTRIES = "evaluations"
 _MODELS = ("best", "final", "base")
@@ -41,16 +44,26 @@ class TaskScores:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Gain:
     """A metric of a model less that of another one, on the same rows."""
 
     value: float
-    # the 2.5th and 97.5th percentile over draws of rows; None: the metric is no mean over rows
-    interval: tuple[float, float] | None
+    paired: Difference | None = None  # row by row; None: the metric is no mean over rows
 
     def as_json(self) -> dict[str, Any]:
-        low, high = self.interval or (None, None)
-        return {"value": self.value, "low": low, "high": high}
+        one = self.paired
+        if one is None:
+            return {"value": self.value, "low": None, "high": None}
+        about: dict[str, Any] = {"value": self.value, "low": one.low, "high": one.high, "p": one.p}
+        if one.mcnemar is not None:
+            about |= {"broken": one.mcnemar.broken, "mended": one.mcnemar.mended}
+        return about
+
+    def __str__(self) -> str:
+        one = self.paired
+        if one is None:
+            return f"{self.value:+.6f} (no interval)"
+        return f"{self.value:+.6f} (95%: {one.low:+.6f} to {one.high:+.6f}, p {one.p:.4g})"
 
 
 @dataclass(frozen=True)
@@ -83,8 +96,8 @@ class Evaluation:
 
     of: ModelScores
     against: ModelScores | None = None
-    differences: Mapping[str, Mapping[str, Difference]] = field(
-        default_factory=dict[str, dict[str, Difference]]
+    gains: Mapping[str, Mapping[str, Gain]] = field(
+        default_factory=dict[str, dict[str, Gain]]
     )  # by task and metric
 
     def lines(self) -> Iterator[str]:
@@ -93,11 +106,10 @@ class Evaluation:
             for metric in [name for name, one in of_task.scores.items() if one.is_told]:
                 score = of_task.scores[metric]
                 line = f"{task}/{metric} {_told(score)}"
-                if self.against is not None and metric in self.differences[task]:
+                if self.against is not None and metric in self.gains[task]:
                     other = self.against.tasks[task].scores[metric]
-                    difference = self.differences[task][metric]
-                    line += f"; {self.against.model} {_told(other)}; difference"
-                    line += f" {difference.value:+.6f}{_ends(difference.interval)}"
+                    line += f"; {self.against.model} {_told(other)}; difference "
+                    line += str(self.gains[task][metric])
                 yield line
 
     def as_json(self) -> dict[str, Any]:
@@ -106,7 +118,7 @@ class Evaluation:
             entry["against"] = self.against.as_json()
             entry["differences"] = {
                 task: {metric: one.as_json() for metric, one in of_task.items()}
-                for task, of_task in self.differences.items()
+                for task, of_task in self.gains.items()
             }
         return entry
 
@@ -114,12 +126,6 @@ class Evaluation:
 def _told(score: Score) -> str:
     error = "" if score.stderr is None else f" (stderr {score.stderr:.6f})"
     return f"{score.value:.6f}{error}"
-
-
-def _ends(interval: tuple[float, float] | None) -> str:
-    if interval is None:
-        return " (no interval)"
-    return f" (95%: {interval[0]:+.6f} to {interval[1]:+.6f})"
 
 
 def called(model: str, folder: Path) -> str:
