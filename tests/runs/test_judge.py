@@ -124,11 +124,14 @@ def test_a_gate_that_holds_makes_final_of_best_also_after_a_kill(
 def test_a_gate_that_does_not_hold_leaves_no_final_and_says_why(data: Path, tmp_path: Path) -> None:
     values = values_of(data, {"gate": {"loss": {"gain": 99.0}}}, train={"best": None})
     folder = tmp_path / exp_id(values)
-    for _ in range(2):  # the second start finds it finished
+    statuses: list[str] = []
+    for _ in range(2):
         assert run_on_ranks(1, _train, values, data, tmp_path) == [0]
         assert not (folder / "final").exists()
         assert (folder / "candidate" / "lathe.json").is_file()
-    assert json.loads((folder / "status.json").read_text())["state"] == "succeeded"
+        statuses.append((folder / "status.json").read_text())
+    assert statuses[0] == statuses[1], "the second start finds it finished"
+    assert json.loads(statuses[0])["state"] == "succeeded"
     (reason,) = json.loads((folder / "gate.json").read_text())["refusals"]
     assert "loss" in reason
     later = {**values_of(data), "base": {"experiment": values}}

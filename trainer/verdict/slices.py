@@ -28,6 +28,9 @@ MOST_PAIRS = 2000  # slices of two conditions; the largest are looked at
 QUANTILES = (0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 0.95)
 MOST_VALUES = 40  # of a feature that is text; the most frequent are looked at
 
+# Scores of few values are often equal, and deals are summed in 32 bits.
+_ROUNDING = 1e-5
+
 Feature = Sequence[float] | Sequence[str | None]
 
 
@@ -78,10 +81,11 @@ def worse_slices(
             # rows of slices that are named already count for nothing in the ones after them
             scores_C = _scores(masks_CN, losses_N, is_left_N)
             worst = int(scores_C.argmax())
-            if scores_C[worst] <= bound:
+            if scores_C[worst] <= bound * (1 + _ROUNDING):
                 break
             conditions, mask_N = candidates[worst]
-            p = (1 + int((largest_R >= scores_C[worst]).sum())) / (1 + DEALS)
+            as_large = largest_R >= scores_C[worst] * (1 - _ROUNDING)
+            p = (1 + int(as_large.sum())) / (1 + DEALS)
             worse.append(_slice(conditions, mask_N, before_N, after_N, bound=bound, p=p))
             is_left_N &= ~mask_N
     return worse
