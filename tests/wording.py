@@ -122,7 +122,7 @@ FILES = (
 # Runs that a word names, and published tasks on them
 HARNESSES = wording(
     ConfigError,
-    run_twice="{word}: got -e or --exp_id as well, which name another run",
+    run_twice="evaluate {word}: it names a run, and {flag} names another",
     harness_names_wanted="{flag} {text!r}: want names of tasks",
     harness_twice="--lm_eval and --mteb: a model either writes texts or embeds them",
     harness_flag_alone="{flags}: got no {wanted}, to which that belongs",

@@ -288,4 +288,4 @@ def test_a_word_beside_an_experiment_is_refused(tmp_path: Path) -> None:
 
     result = CliRunner().invoke(app, ["evaluate", "6e64", "-e", "fid_tiny", "-sb", str(tmp_path)])
     assert result.exit_code == 2
-    says("run_twice", " ".join(result.output.split()), word="6e64")
+    says("run_twice", " ".join(result.output.split()), word="6e64", flag="-e")

@@ -110,7 +110,7 @@ class RunOptions(UntrainedOptions):
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]",
+            metavar="RUN",
             help="A run, in place of -e and --exp_id: its id in --savedir_base, the beginning of "
             "it, or its folder; or an exported folder.",
         ),
@@ -122,9 +122,11 @@ class RunOptions(UntrainedOptions):
 
         if self.run is None:
             return experiment_run(self.values(), self.savedir_base)
-        if self.exp_group is not None or self.exp_id is not None:
+        flags = {"-e": self.exp_group, "--exp_id": self.exp_id}
+        others = [flag for flag, value in flags.items() if value is not None]
+        if others:
             raise ConfigError(
-                f"{self.run}: got -e or --exp_id as well, which name another run. Give one."
+                f"evaluate {self.run}: it names a run, and {others[0]} names another. Give one."
             )
         return named_run(self.run, self.savedir_base)
 
