@@ -85,10 +85,12 @@ def _load(flags: HarnessFlags) -> dict[str, Any]:
         raise ConfigError(
             f"--include_path {path}: no such folder. Give one of YAML files of tasks."
         )
-    own = None if path is None else tasks.TaskManager(include_path=path, include_defaults=False)
+    manager: Any = None
+    if path is not None:
+        manager = tasks.TaskManager(include_path=path, include_defaults=False)
     # lm-eval reads its 14,000 files of tasks, which takes seconds, only where one is asked for
-    is_own = own is not None and all(name in own.all_tasks for name in wanted)
-    manager = own if is_own else tasks.TaskManager(include_path=path)
+    if manager is None or any(name not in manager.all_tasks for name in wanted):
+        manager = tasks.TaskManager(include_path=path)
     unknown = [name for name in wanted if name not in manager.all_tasks]
     if unknown:
         raise ConfigError(

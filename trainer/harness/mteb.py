@@ -178,8 +178,10 @@ def _of_model(mteb: Any, question: Question, chosen: list[Any], options: Options
     meta = model_meta.ModelMeta.create_empty(
         {"name": f"lathe/{folder.name}", "revision": weights, "modalities": ["text"]}
     )
-    sides: tuple[Side, Side] = ("query", "passage")
-    encoders = {side: encoder_of(task, model, side=side, batch=batch) for side in sides}
+    encoders: dict[Side, Encoder] = {
+        "query": encoder_of(task, model, side="query", batch=batch),
+        "passage": encoder_of(task, model, side="passage", batch=batch),
+    }
     log.info("%s: tasks of MTEB, %d texts at a time", folder, batch)
     try:
         results = mteb.evaluate(
