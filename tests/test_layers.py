@@ -6,7 +6,7 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 8  lathe.py, api/ and demo/, which are also above jobs/
 7  trainval.py, trainer/__main__.py, commands/
 6  proof/, recipes/
-5  launch/, survival/, evaluation/, averages/
+5  launch/, survival/, evaluation/, averages/, harness/
 4  training/, plan/, retrieval/, statistics/, exports/
 3  tasks/<name>/
 2  models/, data/, telemetry/, tasks/{token_task,distilled,generated}.py
@@ -74,6 +74,7 @@ FLOORS = {
     "trainer.training": 4,
     "trainer.averages": 5,
     "trainer.evaluation": 5,
+    "trainer.harness": 5,
     "trainer.launch": 5,
     "trainer.survival": 5,
     "trainer.proof": 6,

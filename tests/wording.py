@@ -119,6 +119,25 @@ FILES = (
     )
 )
 
+# Runs that a word names, and published tasks on them
+HARNESSES = wording(
+    ConfigError,
+    run_twice="evaluate {word}: it names a run, and {flag} names another",
+    harness_names_wanted="{flag} {text!r}: want names of tasks",
+    harness_twice="--lm_eval and --mteb: a model either writes texts or embeds them",
+    harness_flag_alone="{flags}: got no {wanted}, to which that belongs",
+    harness_with_split="got {flags} as well, which say how a split of the run's own data",
+    lm_eval_without_texts="task {task!r} trains no model that continues texts...do: {others}.",
+    lm_eval_of_reward="a reward model writes no texts",
+    lm_eval_without_template="the tokenizer of this run has no chat template",
+    lm_eval_task_unknown="--lm_eval {task}: lm-eval {version} has no such task",
+    lm_eval_data_absent="--lm_eval {task}: lm-eval cannot read the tasks or their data",
+    mteb_without_vectors="task {task!r} computes no vectors of texts",
+    mteb_with_limit="MTEB's tasks are run as a whole",
+    mteb_task_unknown="--mteb {task}: mteb {version} has no such task",
+    mteb_data_absent="--mteb {task}: their data cannot be read",
+)
+
 # Rows that are encoded while they are trained on
 STREAMS = (
     wording(ResumeError, stream_grew="{then} rows then, {now} now")
@@ -1194,7 +1213,7 @@ JUDGING = wording(
     gate_without_bound="nothing must hold: give gain, at_least or at_most",
     gate_of_slices="is a number of slices: want",
     gate_of_no_text="with keep=None: no text is read",
-    judged_run_absent="judge {run}: is no run in",
+    judged_run_absent="{command} {run}: is no run in",
     judge_of_two_kinds="Give the one or the other",
 ) | wording(
     DataError,
@@ -1206,6 +1225,7 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "judging": JUDGING,
     "preferences": PREFERENCES,
     "files": FILES,
+    "harnesses": HARNESSES,
     "streams": STREAMS,
     "odd text": ODD_TEXT,
     "shards": SHARDS,

@@ -99,31 +99,33 @@ def other_side(savedir_base: Path, values: Values, how: Judging, model: str | No
     return of_runs(savedir_base, experiments, model)
 
 
-def dictionary_of(savedir_base: Path, text: str) -> Values:
+def dictionary_of(savedir_base: Path, text: str, *, command: str = "judge") -> Values:
     """The dictionary of a run, by its id, the beginning of that, or its folder. ConfigError where
     that is none, or more than one.
+
+    command: the word that was typed before it, for messages.
     """
-    folder = _folder_of(savedir_base, text.strip())
+    folder = _folder_of(savedir_base, text.strip(), command)
     path = folder / "exp_dict.json"
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"judge {text}: {path} cannot be read ({error}).") from None
+        raise ConfigError(f"{command} {text}: {path} cannot be read ({error}).") from None
     if not isinstance(values, dict) or exp_id(values) != folder.name:
         raise ConfigError(
-            f"judge {text}: {path} holds no dictionary with the id {folder.name}. Put it back from "
-            "a copy."
+            f"{command} {text}: {path} holds no dictionary with the id {folder.name}. Put it back "
+            "from a copy."
         )
     return values
 
 
-def _folder_of(savedir_base: Path, text: str) -> Path:
+def _folder_of(savedir_base: Path, text: str, command: str) -> Path:
     if "/" in text and Path(text).is_dir():
         folder = Path(text).resolve()
         if folder.parent != savedir_base.resolve():
             raise ConfigError(
-                f"judge {text}: got a run below {folder.parent}, want one below {savedir_base}. "
-                f"Use -sb {folder.parent}."
+                f"{command} {text}: got a run below {folder.parent}, want one below "
+                f"{savedir_base}. Use -sb {folder.parent}."
             )
         return savedir_base / folder.name
     runs = sorted(one.parent.name for one in savedir_base.glob("*/exp_dict.json"))
@@ -133,5 +135,5 @@ def _folder_of(savedir_base: Path, text: str) -> Path:
     wrong = "fits several runs" if matches else "is no run"
     some = ", ".join((matches or runs)[:_LISTED]) or "none"
     raise ConfigError(
-        f"judge {text}: {wrong} in {savedir_base}. Give an id, or its beginning: {some}."
+        f"{command} {text}: {wrong} in {savedir_base}. Give an id, or its beginning: {some}."
     )

@@ -290,3 +290,8 @@ def _most(how: Prediction) -> int:
 
 def _fit(task: Any, base: Any, row: Row, how: Prediction) -> Fit:
     return fitted(row["ids"], positions=_positions(base), most=_most(how), opening=task.opening)
+
+
+def language_model(task: Any, model: Any) -> Any:
+    """The model of transformers, with its output layer, that continues texts."""
+    return model.base

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.models.adapters import are_in, loading
 from trainer.models.head import HEAD_FILE
 from trainer.protocol.abilities import CutRow, Prediction, Usage
@@ -100,3 +100,15 @@ def predict(
         return [{"reward": score} for score in out["scores"].double().tolist()]
     pairs = zip(out["logps"].double().tolist(), cut, strict=True)
     return [{"log_probability": one, "tokens": sum(scored[1:])} for one, (_, scored) in pairs]
+
+
+def language_model(task: Any, model: Any) -> Any:
+    """The model of transformers, with its output layer, that continues texts. ConfigError for a
+    reward model, which has none.
+    """
+    if task.how.loss == "reward":
+        raise ConfigError(
+            "a reward model writes no texts: it has a score in place of an output layer. Give a "
+            "model that was trained by another preference.loss."
+        )
+    return model.base
