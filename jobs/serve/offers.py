@@ -95,7 +95,7 @@ class TuningRequest:
     """The values that a request sets. None and "auto": the value of the offer."""
 
     num_rows: int
-    kind: str  # of the rows, a key of rows.KINDS
+    kind: str  # of the rows, a key of KINDS (rows/kinds.py)
     seed: int
     label: str
     epochs: int | Auto | None = None
@@ -334,7 +334,7 @@ def after(offer: Offer, before: Values, run: Path, model: str) -> Offer:
 
 def held_out_per_mille(offer: Offer, places: Mapping[int, int]) -> int:
     """The share of the rows that is held out when the request names no validation file, as the
-    rule of data.valid_share takes it. places: how many rows have each place (rows.RowReport).
+    rule of data.valid_share takes it. places: how many rows have each place (RowReport).
 
     It is the offer's share, or the nearest one that leaves rows on both sides. DataError when there
     is none.

@@ -23,7 +23,7 @@ from trainer import tasks
 from trainer.commands.answer import answers
 from trainer.commands.options import module_of
 from trainer.evaluation.predict import OpenExport
-from trainer.models.texts import TORN
+from trainer.models.generation.texts import TORN
 from trainer.models.weights import generation_file
 from trainer.protocol.abilities import Prediction, Search
 from trainer.protocol.task import Places

@@ -16,7 +16,7 @@ from tests.unit.test_calls import HERMES
 from tests.wording import says
 from trainer.commands.answer import answers
 from trainer.evaluation.predict import OpenExport
-from trainer.models.sampling import Adjustment, draw
+from trainer.models.generation.sampling import Adjustment, draw
 
 ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "seed": 1, "stop": []}
 MESSAGES = [{"role": "user", "content": QUESTION}]

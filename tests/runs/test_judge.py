@@ -11,7 +11,7 @@ import pytest
 from tests import forked
 from tests.facts import OF_TASK, experiment, facts, write_facts
 from tests.ranks import run_alone, run_on_ranks
-from tests.wording import is_said, refused, says
+from tests.wording import fault, is_said, refused, says
 from trainer.config.identity import exp_id
 
 COLUMNS = {"prompt": "question", "completion": "answer"}
@@ -52,14 +52,14 @@ def train_run(values: dict[str, Any], data: Path, savedir: Path) -> int:
 
 def _killed_in_the_comparison(values: dict[str, Any], data: Path, savedir: Path) -> int:
     """A run that dies in its comparison, and is started again."""
-    from trainer.evaluation import judge_run
+    from trainer.judging import end_of_run
 
-    good = judge_run.run_judge
-    judge_run.run_judge = lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt)
+    good = end_of_run.run_judge
+    end_of_run.run_judge = lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         train_run(values, data, savedir)
     assert not (savedir / exp_id(values) / "final").exists(), "nothing was judged yet"
-    judge_run.run_judge = good
+    end_of_run.run_judge = good
     return train_run(values, data, savedir)
 
 
@@ -185,11 +185,11 @@ def test_runs_are_judged_by_the_command(data: Path, tmp_path: Path) -> None:
     assert code == 11, text
     assert "refused: loss" in text
     for words, refusal in (
-        (["zz"], "judged_run_absent"),
-        ([ids[0], "--gate", "{"], "gate_no_json"),
-        ([ids[0], "--run", "x"], "judge_of_two_kinds"),
-        (["--against", "base"], "judge_of_two_kinds"),
-        ([ids[0], "--gate", '{"auroc": {"gain": 0}}'], "gate_score_untested"),
+        (["zz"], fault("judged_run_absent", run="zz")),
+        ([ids[0], "--gate", "{"], fault("gate_no_json")),
+        ([ids[0], "--run", "x"], fault("judge_of_two_kinds")),
+        (["--against", "base"], fault("judge_of_two_kinds")),
+        ([ids[0], "--gate", '{"auroc": {"gain": 0}}'], fault("gate_score_untested", name="auroc")),
     ):
         flags = words if words[0].startswith("--") else [*words, *where]
         code, text = judge(*flags)

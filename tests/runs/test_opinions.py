@@ -12,8 +12,8 @@ from tests.runs.test_judge import data, judge, judgement_of, train_run, values_o
 from tests.unit.test_llm_judge import KEY, endpoint, error
 from tests.wording import says
 from trainer.config.identity import exp_id
-from trainer.evaluation.llm_judge import FILE
-from trainer.metrics.votes import ANSWERS, Vote, add_vote, read_pairs
+from trainer.judging.llm_judge import FILE
+from trainer.judging.votes import ANSWERS, Vote, add_vote, read_pairs
 
 __all__ = ["data"]
 

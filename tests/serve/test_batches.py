@@ -1,4 +1,4 @@
-"""Batches: OpenAI's client asks for many answers at once, over kills, cancellations and time."""
+"""BatchFolders: OpenAI's client asks for many answers at once, over kills, cancellations and time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openai import OpenAI
 from jobs.serve.batches import routes as batch_routes
 from jobs.serve.batches import runner as batch_runner
 from jobs.serve.batches.asking import TOGETHER
-from jobs.serve.batches.folder import Batch, Batches, BatchFolder, ids_of_lines
+from jobs.serve.batches.folder import Batch, BatchFolder, BatchFolders, ids_of_lines
 from jobs.serve.batches.turn import append
 from tests.serve.answering import StandIn, line, stand_in, tuned_model
 from tests.serve.conftest import Service, Stub, jsonl, own_queue, serving, wait_until
@@ -271,7 +271,7 @@ def test_a_service_without_workers_for_batches_refuses_them(
 
 
 def test_owners_take_turns_and_the_one_who_waited_longest_is_next(tmp_path: Path) -> None:
-    runner = batch_runner.BatchRunner(None, Batches(None), None)  # type: ignore[arg-type]
+    runner = batch_runner.BatchRunner(None, BatchFolders(None), None)  # type: ignore[arg-type]
 
     def batch(owner: str, number: int) -> tuple[Batch, BatchFolder]:
         at = f"2026-01-01T00:00:{number:02}.000+00:00"

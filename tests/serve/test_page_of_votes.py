@@ -13,7 +13,7 @@ from tests.serve.conftest import Service, serving
 from tests.serve.page_world import HOSTILE, by_hand, opened
 from tests.serve.test_page_at_length import axe, violations
 from tests.unit.test_votes import write_answers
-from trainer.metrics.votes import ANSWERS, OTHERS, VOTES
+from trainer.judging.votes import ANSWERS, OTHERS, VOTES
 
 pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.long]
 

@@ -15,7 +15,7 @@ from tests.serve.conftest import CHAT, Service, Stub, jsonl, own_queue, serving,
 from tests.serve.page_world import by_hand
 from tests.unit.test_votes import write_answers
 from tests.wording import says
-from trainer.metrics.votes import ANSWERS, OTHERS, VOTES
+from trainer.judging.votes import ANSWERS, OTHERS, VOTES
 
 NAMES = {"anna": "run", "ben": "run", "rita": "read", "adam": "admin"}
 

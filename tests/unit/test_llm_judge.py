@@ -21,9 +21,9 @@ from tests.unit.test_checkpoint import KILLED, die_at, in_child
 from tests.unit.test_votes import write_answers
 from tests.wording import Fault, fault, refused, says
 from trainer.__main__ import app
-from trainer.evaluation import llm_judge
-from trainer.evaluation.llm_judge import LanguageModel, ask_language_model, read_key, verdict_of
-from trainer.metrics.votes import ANSWERS, Vote, add_vote, read_pairs
+from trainer.judging import llm_judge
+from trainer.judging.llm_judge import LanguageModel, ask_language_model, read_key, verdict_of
+from trainer.judging.votes import ANSWERS, Vote, add_vote, read_pairs
 
 KEY = "sk-a-secret-of-the-test"
 

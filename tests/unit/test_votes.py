@@ -18,7 +18,7 @@ from tests.unit.test_preference_rows import CHAT, SAID, USER, task_of, texts
 from tests.wording import refused
 from trainer.config.identity import exp_id
 from trainer.data.control_tokens import controls_of
-from trainer.metrics.votes import (
+from trainer.judging.votes import (
     ANSWERS,
     OTHERS,
     VOTES,

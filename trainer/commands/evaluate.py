@@ -97,7 +97,7 @@ def evaluate(
     wandb_entity_name: Entity = None,
     wandb_project_name: Project = None,
 ) -> None:
-    """Score a trained model on a split, or on published tasks, every row exactly once; under
+    """TaskScore a trained model on a split, or on published tasks, every row exactly once; under
     torchrun, on all its ranks.
     """
     from trainer.evaluation.run import TEST, evaluated

@@ -17,8 +17,8 @@ from trainer.files.atomic import read_json
 from trainer.metrics.win_rate import WinRate
 
 if TYPE_CHECKING:
-    from trainer.evaluation.llm_judge import LanguageModel
-    from trainer.evaluation.sides import ComparedModels
+    from trainer.judging.llm_judge import LanguageModel
+    from trainer.judging.sides import ComparedModels
     from trainer.verdict.judgement import Judgement
 
 Runs = Annotated[
@@ -128,7 +128,7 @@ def judge(
             typer.echo(f"{name} {value:.6f}")
         return
     _refuse(ranking, RankingOptions, f"with the RUN {runs[0]}: a run file needs none")
-    from trainer.evaluation.judge import run_judge
+    from trainer.judging.compare import run_judge
     from trainer.runtime import distributed
     from trainer.training.options import Options
 
@@ -144,7 +144,7 @@ def judge(
     if distributed.is_main():
         _tell(judgement, folder)
         if language_model is not None:
-            from trainer.evaluation.llm_judge import ask_language_model
+            from trainer.judging.llm_judge import ask_language_model
 
             says = ask_language_model(language_model, folder, run_folder, most=how.llm_rows)
             typer.echo(f"{says.model} prefers the trained model's answer in {says.words}")
@@ -175,14 +175,14 @@ def _language_model(how: JudgeOptions) -> LanguageModel | None:
         raise ConfigError(
             f"--llm_judge {how.llm_judge}: no --llm_model. Give the name of a model there."
         )
-    from trainer.evaluation.llm_judge import LanguageModel, read_key
+    from trainer.judging.llm_judge import LanguageModel, read_key
 
     key = None if how.llm_key_file is None else read_key(how.llm_key_file)
     return LanguageModel(how.llm_judge, how.llm_model, key)
 
 
 def _comparison(how: JudgeOptions, runs: list[str], split: str | None) -> ComparedModels:
-    from trainer.evaluation import sides
+    from trainer.judging import sides
 
     experiments = [sides.dictionary_of(how.savedir_base, one) for one in runs]
     flags = {"against": how.against, "split": split, "answers": how.answers}

@@ -10,9 +10,9 @@ from typing import Any
 from trainer.config.identity import exp_id
 from trainer.evaluation.predict import export_of
 from trainer.evaluation.run import Question
-from trainer.evaluation.sides import dictionary_of
 from trainer.exports import record
 from trainer.files.atomic import read_json
+from trainer.judging.sides import dictionary_of
 
 _RECORD = "exp_dict.json"
 UNTRAINED, _EXPORTS = "base", ("best", "final")

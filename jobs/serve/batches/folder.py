@@ -1,4 +1,4 @@
-"""Batches as files, so that a server that was killed, or another one, goes on with them.
+"""BatchFolders as files, so that a server that was killed, or another one, goes on with them.
 
 <savedir_base>/_service/batches/<batch id>/
     batch.json          the request; written once
@@ -184,7 +184,7 @@ class BatchFolder:
 
 
 @dataclass
-class Batches:
+class BatchFolders:
     """All batches of a service. What has ended is read once."""
 
     service: ServiceFolder

@@ -1,4 +1,4 @@
-"""/v1/batches of the OpenAI dialect. Every shape is that of openai 3.54, types/batch.py."""
+"""/v1/batches of the OpenAI dialect. Every shape is that of openai 3.54, its type Batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jobs.serve import uploads
 from jobs.serve.batches.folder import (
     BATCH,
     Batch,
-    Batches,
+    BatchFolders,
     BatchState,
     Endpoint,
 )
@@ -44,7 +44,7 @@ WINDOW = timedelta(hours=24)
 
 
 class CreateBatch(Body):
-    """The request for a batch. Source: openai 3.54, types/batch_create_params.py."""
+    """The request for a batch. Source: openai 3.54, its type BatchCreateParams."""
 
     input_file_id: Annotated[str, Field(max_length=64)]
     endpoint: Endpoint
@@ -191,9 +191,9 @@ def batch_object(state: BatchState) -> dict[str, Any]:
     }
 
 
-def batches_of(request: Request) -> Batches:
+def batches_of(request: Request) -> BatchFolders:
     """The batches of the server that received the request."""
-    return cast("Batches", request.app.state.batches)
+    return cast("BatchFolders", request.app.state.batches)
 
 
 def runner_of(request: Request) -> BatchRunner:

@@ -22,7 +22,7 @@ from jobs.record.paths import is_exp_id
 from jobs.serve.access import Client
 from jobs.serve.batches.asking import Asking
 from jobs.serve.batches.ends import fail, finish
-from jobs.serve.batches.folder import Batch, BatchCheck, Batches, BatchFolder
+from jobs.serve.batches.folder import Batch, BatchCheck, BatchFolder, BatchFolders
 from jobs.serve.batches.lines import LineCheck
 from jobs.serve.batches.turn import BatchTurn
 from jobs.serve.dialect.names import model_of
@@ -43,7 +43,7 @@ class BatchRunner:
     """Works on the batches of one server."""
 
     keeper: Keeper
-    batches: Batches
+    batches: BatchFolders
     asking: Asking
     _busy: set[str] = field(default_factory=set[str])  # ids of the batches that are worked on
     _turns: Counter[str] = field(default_factory=Counter[str])  # owner -> the number of his last

@@ -31,7 +31,7 @@ from jobs.serve.requests import (
     writer_of,
 )
 from trainer.files.atomic import read_small
-from trainer.metrics.votes import (
+from trainer.judging.votes import (
     ANSWERS,
     VOTES,
     AnswerPair,

@@ -30,7 +30,7 @@ from trainer.files.atomic import create_json, refusals, write_json
 
 
 @dataclass(frozen=True)
-class Ending:
+class JobEnding:
     """Something that ended. at: seconds since 1970."""
 
     event: str
@@ -100,7 +100,7 @@ class Outbox:
         first = read_model(self.path / "since.json", FirstSeen)
         return at if first is None else first.at
 
-    def add(self, ending: Ending) -> None:
+    def add(self, ending: JobEnding) -> None:
         """Write a message about what ended, unless there is one, or was. StorageError."""
         digest = hashlib.sha256(f"{self.path.name}\0{ending.id}".encode()).hexdigest()[:24]
         name = f"wh_{digest}"

@@ -64,14 +64,14 @@ FAULTS = [
         tests=JUDGEMENT,
     ),
     Fault(
-        "trainer/evaluation/judge_run.py",
+        "trainer/judging/end_of_run.py",
         "    elif is_gated:\n",
         "    if is_gated:\n",
         why="a model that its gate refuses becomes final/",
         tests=RUNS,
     ),
     Fault(
-        "trainer/evaluation/judge.py",
+        "trainer/judging/compare.py",
         'if how.overlap == "refuse":',
         'if how.overlap == "never":',
         why="a model is judged on rows that it was trained on",

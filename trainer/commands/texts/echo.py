@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.models.texts import TORN, Spelling
+from trainer.models.generation.texts import TORN, Spelling
 from trainer.tasks.generated import text_of
 
 _AT_ONCE = 256  # tokens whose (V,) log-probabilities are held as fp32

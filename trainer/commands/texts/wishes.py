@@ -10,9 +10,9 @@ from trainer.commands.options import module_of
 from trainer.data.chat.calls import CallSyntax, Said, syntax_of
 from trainer.data.formats.conversation import opened
 from trainer.errors import ConfigError, LatheError
-from trainer.models.grammar import Grammar, grammar_of
-from trainer.models.sampling import Adjustment
-from trainer.models.texts import GrowingText
+from trainer.models.generation.grammar import Grammar, grammar_of
+from trainer.models.generation.sampling import Adjustment
+from trainer.models.generation.texts import GrowingText
 from trainer.protocol.abilities import Search
 
 _PLACE = "the request"

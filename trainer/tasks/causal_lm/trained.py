@@ -14,7 +14,7 @@ from trainer.data.chat.chat_template import ChatTemplate
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models.adapters import are_in, loading
-from trainer.models.texts import Fit, GrowingText, chance_of, fitted, grown
+from trainer.models.generation.texts import Fit, GrowingText, chance_of, fitted, grown
 from trainer.protocol.abilities import (
     GREEDY,
     CutRow,

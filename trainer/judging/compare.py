@@ -21,13 +21,13 @@ from trainer.config.scores.judged import Judging
 from trainer.data.stream.store import is_streamed
 from trainer.data.token_store import store_of
 from trainer.errors import ConfigError, DataError
-from trainer.evaluation.by_row import RowTexts, results_of
-from trainer.evaluation.general_texts import loss_on_texts
-from trainer.evaluation.sides import ComparedModels, Side
 from trainer.files.atomic import replace_file, write_json
+from trainer.judging.by_row import RowTexts, results_of
+from trainer.judging.general_texts import loss_on_texts
+from trainer.judging.sides import ComparedModels, Side
+from trainer.judging.votes import ANSWERS, choices_of, read_pairs, read_votes
 from trainer.metrics.intervals import RowSums
 from trainer.metrics.test_record import weights_of
-from trainer.metrics.votes import ANSWERS, choices_of, read_pairs, read_votes
 from trainer.runtime.distributed import on_main
 from trainer.statistics.overlap import shared_rows
 from trainer.verdict.judgement import Judgement, ScoredRows, judge

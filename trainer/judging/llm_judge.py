@@ -22,10 +22,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.errors import ConfigError
-from trainer.evaluation.judge import FILE as RECORD
-from trainer.evaluation.judge import REPORT
 from trainer.files.atomic import read_json, read_small, refusals, replace_file, write_json
-from trainer.metrics.votes import ANSWERS, AnswerPair, choices_of, read_pairs, read_votes
+from trainer.judging.compare import FILE as RECORD
+from trainer.judging.compare import REPORT
+from trainer.judging.votes import ANSWERS, AnswerPair, choices_of, read_pairs, read_votes
 from trainer.metrics.win_rate import Preferred, Side
 from trainer.verdict.opinions import LanguageModelSays, OneVerdict, model_lines, model_says
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from trainer.models.grammar import Grammar
+from trainer.models.generation.grammar import Grammar
 
 # Lower ones choose as this one does; their quotients would leave the numbers of 32 bits.
 _LEAST_TEMPERATURE = 1e-6

@@ -13,8 +13,8 @@ from trainer.config.block import validate
 from trainer.config.identity import base_label, exp_id
 from trainer.config.scores.judged import Judging
 from trainer.errors import ConfigError
-from trainer.evaluation.by_row import START
 from trainer.evaluation.run import Question
+from trainer.judging.by_row import START
 from trainer.metrics.judge_record import CANDIDATE
 
 Values = dict[str, Any]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.models.sampling import Adjustment, draw
+from trainer.models.generation.sampling import Adjustment, draw
 from trainer.protocol.abilities import GeneratedText
 
 TORN = "\ufffd"  # stands for a character of which only some tokens are there yet

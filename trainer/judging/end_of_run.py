@@ -15,10 +15,10 @@ from trainer.config.scores.judged import KEPT_LOSS
 from trainer.data.stream.store import StreamStore
 from trainer.data.token_store import store_of
 from trainer.errors import ConfigError
-from trainer.evaluation import sides
-from trainer.evaluation.general_texts import store_of_texts
-from trainer.evaluation.judge import ComparedModels, refuse_overlap, run_judge
 from trainer.files.atomic import refusals
+from trainer.judging import sides
+from trainer.judging.compare import ComparedModels, refuse_overlap, run_judge
+from trainer.judging.general_texts import store_of_texts
 from trainer.metrics import judge_record
 from trainer.metrics.judge_record import is_judged, judged_model, refusals_of
 from trainer.runtime import distributed
