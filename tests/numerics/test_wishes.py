@@ -175,16 +175,28 @@ def test_a_forced_call_is_one_of_the_tools_and_its_opening_is_counted_as_answer(
     assert last["prompt_tokens"] > free["prompt_tokens"]
 
 
-def test_tools_that_a_template_does_not_write_are_refused_by_name(
-    opened: dict[str, OpenExport],
-) -> None:
-    model = opened["hermes"]
-    template = model.task.chat.tokenizer.chat_template
+def without(model: OpenExport, part: str, other: str, **more: Any) -> dict[str, Any]:
+    """The last piece of an answer while the template has something else in place of a part."""
+    tokenizer = model.task.chat.tokenizer
+    template = tokenizer.chat_template
+    assert part in template
     try:
-        model.task.chat.tokenizer.chat_template = template.replace("if tools", "if false")
-        _, last = asked(model, messages=MESSAGES, tools=TOOLS)
+        tokenizer.chat_template = template.replace(part, other)
+        return asked(model, **more)[1]
     finally:
-        model.task.chat.tokenizer.chat_template = template
+        tokenizer.chat_template = template
+
+
+def test_what_a_template_does_not_write_is_refused_by_name(opened: dict[str, OpenExport]) -> None:
+    model = opened["hermes"]
+    last = without(model, "if tools", "if false", messages=MESSAGES, tools=TOOLS)
     assert last["param"] == "tools"
     says("tools_unwritten", last["error"])
     assert "finish" in asked(model, messages=MESSAGES, tools=TOOLS, tool_choice="none")[1]
+    brief = [{"role": "system", "content": "Briefly."}, *MESSAGES]
+    last = without(
+        model, "(m.content or '')", "(m.content if m.role == 'user' else '')", messages=brief
+    )
+    assert last["param"] == "messages"
+    says("message_unwritten", last["error"], number=1)
+    assert "finish" in asked(model, messages=brief)[1]

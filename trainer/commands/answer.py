@@ -21,7 +21,7 @@ import torch
 
 from trainer.averages.saved_step import export_step
 from trainer.commands.options import module_of
-from trainer.commands.texts.pieces import TextChoice, choices_of, pieces
+from trainer.commands.texts.pieces import AnswerText, choices_of, pieces
 from trainer.commands.texts.wishes import WrongWish, begun
 from trainer.errors import ConfigError, LatheError
 from trainer.evaluation.predict import OpenExport, rows_at_once
@@ -74,7 +74,7 @@ def _say(out: IO[str], answer: dict[str, Any]) -> None:
 def answers(opened_run: OpenExport, questions: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Pieces of the answers to waiting questions, each with the number of its question."""
     task, model = opened_run.task, opened_run.model
-    choices: list[TextChoice] = []
+    choices: list[AnswerText] = []
     others: list[int] = []
     for number, one in enumerate(questions):
         if task.cfg.task != "causal_lm" or not _PROMPTS & one.keys():

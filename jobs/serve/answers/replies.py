@@ -37,7 +37,7 @@ class TextReply:
 
 
 @dataclass
-class AnswerReply:
+class ModelAnswer:
     """What is answered to one request: the texts of all its prompts.
 
     num_answers: to each prompt. num_texts: that are generated for each; the answers are the best.
@@ -155,7 +155,7 @@ def _of_text(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def events(
-    reply: AnswerReply,
+    reply: ModelAnswer,
     pieces: AsyncIterator[dict[str, Any]],
     *,
     has_usage: bool,

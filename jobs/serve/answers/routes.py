@@ -27,7 +27,7 @@ from jobs.serve.answers.asked import (
     AskEmbeddings,
     AskScores,
 )
-from jobs.serve.answers.replies import AnswerReply, events
+from jobs.serve.answers.replies import ModelAnswer, events
 from jobs.serve.answers.workers import CannotAnswer, Overloaded, Workers
 from jobs.serve.dialect.names import run_of
 from jobs.serve.lathe_routes import find_run
@@ -83,7 +83,7 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, AskCompletion, keeper_of(request).config)
     limit = _TEXT if body.max_tokens is None else body.max_tokens
     question = {"prompts": body.prompt, "max_tokens": min(limit, MAX_TOKENS)}
-    reply = AnswerReply(
+    reply = ModelAnswer(
         body.model,
         is_chat=False,
         num_answers=body.num_answers,
@@ -99,7 +99,7 @@ async def chat_completions(request: Request) -> Response:
     limit = body.max_completion_tokens or body.max_tokens or _CHAT
     messages = [message.row() for message in body.messages]
     question = {"messages": messages, "max_tokens": min(limit, MAX_TOKENS)}
-    reply = AnswerReply(
+    reply = ModelAnswer(
         body.model,
         is_chat=True,
         num_answers=body.num_answers,
@@ -110,7 +110,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _answer(
-    request: Request, body: AskChat | AskCompletion, question: dict[str, Any], reply: AnswerReply
+    request: Request, body: AskChat | AskCompletion, question: dict[str, Any], reply: ModelAnswer
 ) -> Response:
     """The answer to a completion or a chat, whole or streamed."""
     seed = secrets.randbelow(2**31) if body.seed is None else body.seed

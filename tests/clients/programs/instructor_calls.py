@@ -19,9 +19,8 @@ class Colour(BaseModel):
 
 
 def schema():
-    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
-        answer = instructor.from_openai(client, mode=mode).create(response_model=Colour, **HOW)
-        assert isinstance(answer, Colour)
+    ask = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA).create
+    assert isinstance(ask(response_model=Colour, **HOW), Colour)
 
 
 def tools():

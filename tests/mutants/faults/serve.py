@@ -2,6 +2,8 @@
 
 from tests.mutants.fault import Fault
 
+WISHES = "tests/numerics/test_wishes.py"
+ASKED = "tests/serve/test_asked_dialect.py"
 VIEW = "tests/serve/test_job_view.py"
 HOSTILE = "tests/serve/test_hostile_requests.py"
 STREAM = "tests/serve/test_live_stream.py"
@@ -217,6 +219,55 @@ FAULTS = [
         '        key = (run, "final")',
         why="a base is answered for by the trained weights",
         tests="tests/serve/test_answers.py -k base_of_a_run",
+    ),
+    Fault(
+        "trainer/models/sampling.py",
+        "changed_V[~self.grammar.allowed()] = -torch.inf",
+        "pass",
+        why="an answer does not follow its schema",
+        tests=WISHES,
+    ),
+    Fault(
+        "trainer/models/sampling.py",
+        "grammar=self.grammar and self.grammar.copy()",
+        "grammar=self.grammar",
+        why="the second of n answers goes on where the grammar of the first one is",
+        tests=WISHES,
+    ),
+    Fault(
+        "trainer/models/texts.py",
+        "starts = [0, *ends][: len(ends)]",
+        "starts = [0, *ends[:-1]]",
+        why="log-probabilities of an answer without a token end the model's process",
+        tests=WISHES,
+    ),
+    Fault(
+        "trainer/commands/texts/echo.py",
+        "logprobs_V = logprobs_LV[place - 1 - before]",
+        "logprobs_V = logprobs_LV[max(place - 2 - before, 0)]",
+        why="a prompt is scored by the logits of other places",
+        tests=WISHES,
+    ),
+    Fault(
+        "trainer/data/chat/calls.py",
+        "            if call is None:",
+        "            if False:",
+        why="a torn call ends the model's process, or is told as one",
+        tests="tests/unit/test_calls.py",
+    ),
+    Fault(
+        "jobs/serve/answers/replies.py",
+        "if number % self.num_texts == 0",
+        "if True",
+        why="a prompt with several answers is counted several times",
+        tests=ASKED,
+    ),
+    Fault(
+        "jobs/serve/answers/messages.py",
+        "        if kind not in _TEXT_PARTS:",
+        "        if False:",
+        why="a picture in a message is passed over",
+        tests=ASKED,
     ),
     Fault(
         "jobs/serve/preview/routes.py",

@@ -15,7 +15,7 @@ _TOGETHER = 32  # texts of one forward
 
 
 @dataclass(frozen=True)
-class TextChoice:
+class AnswerText:
     """One text of an answer."""
 
     of: int  # the number of its question
@@ -24,13 +24,13 @@ class TextChoice:
     text: GrowingText
 
 
-def choices_of(number: int, prompts: Sequence[PromptOfText]) -> list[TextChoice]:
+def choices_of(number: int, prompts: Sequence[PromptOfText]) -> list[AnswerText]:
     """The texts of one question, in order: all of its first prompt, then those of the next."""
     pairs = [(prompt, text) for prompt in prompts for text in prompt.texts]
-    return [TextChoice(number, at, prompt, text) for at, (prompt, text) in enumerate(pairs)]
+    return [AnswerText(number, at, prompt, text) for at, (prompt, text) in enumerate(pairs)]
 
 
-def pieces(task: Any, base: Any, choices: Sequence[TextChoice]) -> Iterator[dict[str, Any]]:
+def pieces(task: Any, base: Any, choices: Sequence[AnswerText]) -> Iterator[dict[str, Any]]:
     """The pieces of growing texts, each with the number of its question.
 
     Of a question with several answers each piece also says of which answer it is (`choice`), and
@@ -53,8 +53,8 @@ def pieces(task: Any, base: Any, choices: Sequence[TextChoice]) -> Iterator[dict
 
 
 def _grown(
-    task: Any, base: Any, choices: Sequence[TextChoice]
-) -> Iterator[tuple[TextChoice, dict[str, Any]]]:
+    task: Any, base: Any, choices: Sequence[AnswerText]
+) -> Iterator[tuple[AnswerText, dict[str, Any]]]:
     """Each piece with its text: first what repeats the prompt, then what is generated."""
     for choice in choices:
         if choice.prompt.text is not None:
@@ -69,7 +69,7 @@ def _grown(
             yield some[number], piece
 
 
-def _end_of(task: Any, base: Any, choice: TextChoice) -> dict[str, Any]:
+def _end_of(task: Any, base: Any, choice: AnswerText) -> dict[str, Any]:
     """What the last piece of a text says besides its end."""
     text, tools = choice.text, choice.prompt.tools
     more: dict[str, Any] = {}

@@ -44,10 +44,15 @@ class Grammar:
         bits_V = np.unpackbits(mask, bitorder="little")[: self._size]
         return torch.from_numpy(bits_V.astype(bool))
 
-    def take(self, token: int) -> bool:
-        """Go on by a token; returns whether the text is over, since nothing may follow it."""
-        self._matcher.consume_token(token)
-        return bool(self._matcher.is_stopped())
+    def take(self, token: int) -> str:
+        """Go on by a token; returns why the text ends behind it, "" if it goes on.
+
+        "stop": the text is whole, and nothing may follow. "length": the grammar has grown beyond a
+        limit of llguidance, and the text is not whole.
+        """
+        if not self._matcher.consume_token(token):
+            return "length"
+        return "stop" if self._matcher.is_stopped() else ""
 
 
 def grammar_of(

@@ -118,9 +118,9 @@ class GrowingText:
             return self._end("stop", self.spell(self.made).removesuffix(self.closing))
         self.made.append(token)
         grammar = self.adjustment.grammar if self.adjustment is not None else None
-        is_over = grammar is not None and grammar.take(token)
-        is_last = is_over or len(self.made) == self.most
-        finish = "stop" if is_over else "length"
+        end = grammar.take(token) if grammar is not None else ""
+        is_last = bool(end) or len(self.made) == self.most
+        finish = end or "length"
         if not (self.is_told or self.stops or self.num_likeliest is not None):
             return self._end(finish, self.spell(self.made)) if is_last else None
         safe_start = len(self.text.rstrip(TORN)) - max(map(len, self.stops), default=0)
