@@ -104,7 +104,7 @@ def pairs_of(folder: Path) -> Sequence[AnswerPair]:
     return _pairs(path, mark(path))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _pairs(path: Path, facts: str) -> Sequence[AnswerPair]:
     """facts: a text that changes with the file."""
     return read_pairs(path)
