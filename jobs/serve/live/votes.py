@@ -73,8 +73,8 @@ def show_votes(request: Request) -> Response:
     own = {vote.pair for vote in votes if vote.voter == client.name}
     state = {"pairs": len(pairs), "own": len(own), "votes": len(votes), "next": None}
     if client.role != "read":
-        waiting = _waiting(pairs, own, request.query_params.get("after"))
-        state["next"] = None if waiting is None else _shown(waiting, client.name)
+        pair = _next_pair(pairs, own, request.query_params.get("after"))
+        state["next"] = None if pair is None else _view(pair, client.name)
     return PlainJSON(state)
 
 
@@ -116,14 +116,14 @@ def _content(path: Path) -> bytes:
     return b""
 
 
-def _waiting(pairs: Sequence[AnswerPair], own: set[str], after: str | None) -> AnswerPair | None:
+def _next_pair(pairs: Sequence[AnswerPair], own: set[str], after: str | None) -> AnswerPair | None:
     """The first pair without a vote of the client behind the pair `after`, else from the start."""
     place = next((n + 1 for n, one in enumerate(pairs) if one.digest == after), 0)
     ordered = [*pairs[place:], *pairs[:place]]
     return next((one for one in ordered if one.digest not in own), None)
 
 
-def _shown(pair: AnswerPair, voter: str) -> dict[str, Any]:
+def _view(pair: AnswerPair, voter: str) -> dict[str, Any]:
     """A pair as a voter sees it."""
     left = pair.left_of(voter)
     answers = [pair.answer(left), pair.answer("before" if left == "after" else "after")]
