@@ -71,11 +71,12 @@ def show_votes(request: Request) -> Response:
         return PlainJSON(_result(votes))
     client = client_of(request)
     own = {vote.pair for vote in votes if vote.voter == client.name}
-    state = {"pairs": len(pairs), "own": len(own), "votes": len(votes), "next": None}
+    view = None
     if client.role != "read":
         pair = _next_pair(pairs, own, request.query_params.get("after"))
-        state["next"] = None if pair is None else _view(pair, client.name)
-    return PlainJSON(state)
+        view = None if pair is None else _view(pair, client.name)
+    counts = {"pairs": len(pairs), "own": len(own), "votes": len(votes)}
+    return PlainJSON({**counts, "next": view})
 
 
 async def cast_vote(request: Request) -> Response:
