@@ -130,7 +130,7 @@ def test_a_model_is_asked_twice_of_each_pair_and_its_verdict_is_in_the_record_an
     firsts = [message.index("yes ") < message.index("no ") for message in place.messages]
     assert sum(firsts) == 5
     told = record(folder)
-    assert (told["rate"]["wins"], told["turned"], told["unclear"]) == (5, 0, 0)
+    assert (told["rate"]["wins"], told["reversals"], told["unclear"]) == (5, 0, 0)
     assert (told["first_share"], told["rate"]["rate"]) == (0.5, 1.0)
     assert told["agreement"]["pairs"] == 2
     assert told["agreement"]["share"] == 1.0
@@ -144,7 +144,7 @@ def test_a_model_that_always_takes_the_first_answer_prefers_nobody(folder: Path)
     with endpoint(lambda _: "A") as place:
         answer = ask(place, folder)
     told = record(folder)
-    assert (told["turned"], told["turned_share"], told["first_share"]) == (5, 1.0, 1.0)
+    assert (told["reversals"], told["reversal_share"], told["first_share"]) == (5, 1.0, 1.0)
     assert (told["rate"]["rate"], told["rate"]["equal"]) == (0.5, 5)
     assert "100.0% turned" in answer.words
 
@@ -172,7 +172,7 @@ def test_answers_that_are_none_are_counted_by_their_text_and_their_pairs_left_ou
     with endpoint(lambda text: "As a model, I ..." if "0?" in text else prefers_yes(text)) as place:
         answer = ask(place, folder)
     told = record(folder)
-    assert (told["asked"], told["unclear"], told["rate"]["pairs"]) == (5, 1, 4)
+    assert (told["pairs"], told["unclear"], told["rate"]["pairs"]) == (5, 1, 4)
     assert told["unclear_answers"] == {"As a model, I ...": 2}
     assert "1 of 5 pairs unclear" in answer.words
 
@@ -312,7 +312,7 @@ def test_a_command_killed_at_any_file_boundary_goes_on_without_a_torn_line(
             ask_language_model(model, folder, folder, most=5)
 
         assert in_child(killed) == KILLED
-    assert ask_language_model(model, folder, folder, most=5).turned == 5
+    assert ask_language_model(model, folder, folder, most=5).reversals == 5
     lines = (folder / llm_judge.FILE).read_text().splitlines()
     whole = [line for line in lines if line.endswith("}")]
     assert len({(json.loads(one)["pair"], json.loads(one)["first"]) for one in whole}) == 10

@@ -243,8 +243,8 @@ def test_verdicts_that_turn_with_the_order_are_equal_and_are_told() -> None:
         "e": OneVerdict("before", "before"),
     }
     says = model_says("m", verdicts, {"a": ["after"], "b": ["after", "before"], "e": ["after"]})
-    assert (says.asked, says.unclear, says.turned) == (5, 1, 2)
-    assert says.turned_share == 0.5
+    assert (says.pairs, says.unclear, says.reversals) == (5, 1, 2)
+    assert says.reversal_share == 0.5
     assert says.rate is not None
     assert (says.rate.wins, says.rate.losses, says.rate.equal) == (1, 1, 2)
     # 8 verdicts are for one answer: a 1 of 2, b 2 of 2, c 1 of 1, d 1 of 1, e 1 of 2 are for the first

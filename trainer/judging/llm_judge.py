@@ -126,8 +126,8 @@ class LanguageModel:
                     problem = self._problem(error)
                 if (error.code < 500 and error.code not in _LATER) or number == TRIES:
                     self._refuse(error.code, problem)
-                asked_s = error.headers.get("retry-after", "")
-                stated_s = float(asked_s) if asked_s.isdecimal() else 0.0
+                retry_after = error.headers.get("retry-after", "")
+                server_wait_s = float(retry_after) if retry_after.isdecimal() else 0.0
             except (OSError, http.client.HTTPException) as error:
                 if is_first or number == TRIES:
                     reason = self._without_key(str(error) or type(error).__name__)
@@ -135,8 +135,8 @@ class LanguageModel:
                         f"--llm_judge {self.url}: nobody answers ({reason}). Start the endpoint, "
                         "or give its address; the same command asks for what is missing."
                     ) from None
-                stated_s = 0.0
-            time.sleep(min(LONGEST_WAIT_S, max(wait_s, stated_s)))
+                server_wait_s = 0.0
+            time.sleep(min(LONGEST_WAIT_S, max(wait_s, server_wait_s)))
             wait_s *= 2
         raise AssertionError("the last try returns or raises")
 
@@ -269,7 +269,7 @@ def _content_of(turn: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Question:
     """A pair in one order."""
 
     pair: AnswerPair
@@ -283,8 +283,8 @@ def _texts(
     single pair is told as "status 400: ..." and asked for the next time.
     """
     how = {"model": model.name, "prompt": hashlib.sha256(PROMPT.encode()).hexdigest()[:16]}
-    texts = dict(_known(path, how))
-    missing = [_Asked(pair, first) for pair in pairs for first in ("before", "after")]
+    texts = dict(_earlier(path, how))
+    missing = [_Question(pair, first) for pair in pairs for first in ("before", "after")]
     missing = [one for one in missing if (one.pair.digest, one.first) not in texts]
     is_answered, num_refused = bool(texts), 0
     for one, text in _replies(model, missing):
@@ -305,30 +305,30 @@ def _texts(
 
 
 def _replies(
-    model: LanguageModel, asked: Sequence[_Asked]
-) -> Iterator[tuple[_Asked, str | _PairRefused]]:
+    model: LanguageModel, questions: Sequence[_Question]
+) -> Iterator[tuple[_Question, str | _PairRefused]]:
     """Each question with its answer, as they come. The first one alone: where nobody listens, or a
     key is wrong, one request shows it.
     """
 
-    def reply(one: _Asked, *, is_first: bool = False) -> str | _PairRefused:
+    def reply(one: _Question, *, is_first: bool = False) -> str | _PairRefused:
         try:
             return model.reply(message_of(one.pair, one.first), is_first=is_first)
         except _PairRefused as refusal:
             return refusal
 
-    for one in asked[:1]:
+    for one in questions[:1]:
         yield one, reply(one, is_first=True)
     pool = ThreadPoolExecutor(AT_ONCE)
     try:
-        futures = {pool.submit(reply, one): one for one in asked[1:]}
+        futures = {pool.submit(reply, one): one for one in questions[1:]}
         for future in as_completed(futures):
             yield futures[future], future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _known(path: Path, how: Mapping[str, str]) -> Iterator[tuple[tuple[str, Side], str]]:
+def _earlier(path: Path, how: Mapping[str, str]) -> Iterator[tuple[tuple[str, Side], str]]:
     """What this model has answered to this prompt before."""
     try:
         lines = read_small(path).splitlines()

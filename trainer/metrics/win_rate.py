@@ -67,8 +67,15 @@ def win_rate(choices: Mapping[str, Sequence[Preferred]]) -> WinRate | None:
     results = [majority(of_pair) for of_pair in choices.values()]
     rate = sum(map(_mean, choices.values())) / len(choices)
     low, high = wilson(rate, len(choices))
-    counts = [results.count(kind) for kind in ("after", "before", "equal")]
-    return WinRate(len(results), *counts, rate, low, high)
+    return WinRate(
+        pairs=len(results),
+        wins=results.count("after"),
+        losses=results.count("before"),
+        equal=results.count("equal"),
+        rate=rate,
+        low=low,
+        high=high,
+    )
 
 
 def wilson(share: float, num: int) -> tuple[float, float]:

@@ -46,29 +46,29 @@ class LanguageModelSays:
     """The verdicts of a language model."""
 
     model: str
-    asked: int  # pairs, each in both orders
+    pairs: int  # each asked about in both orders
     unclear: int  # pairs of which an answer said neither A nor B nor equal: they do not count
-    turned: int  # pairs whose two verdicts differ, so that they count as equal
+    reversals: int  # pairs whose two verdicts differ, so that they count as equal
     first_share: float | None  # of all verdicts for one answer, those for the one that came first
     rate: WinRate | None
     agreement: Agreement | None  # with people
 
     @property
-    def turned_share(self) -> float:
+    def reversal_share(self) -> float:
         """Of the pairs that count, those whose verdict turned with the order."""
-        return self.turned / max(1, self.asked - self.unclear)
+        return self.reversals / max(1, self.pairs - self.unclear)
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
-        return {**asdict(self), "turned_share": self.turned_share}
+        return {**asdict(self), "reversal_share": self.reversal_share}
 
     @property
     def words(self) -> str:
         """What it says, as one sentence."""
         parts = ["no pair has two clear verdicts" if self.rate is None else self.rate.words]
-        parts.append(f"{100 * self.turned_share:.1f}% turned with the order of the answers")
+        parts.append(f"{100 * self.reversal_share:.1f}% turned with the order of the answers")
         if self.unclear:
-            parts.append(f"{self.unclear} of {self.asked} pairs unclear")
+            parts.append(f"{self.unclear} of {self.pairs} pairs unclear")
         if self.agreement is not None:
             parts.append(_agreement_in_words(self.agreement))
         return "; ".join(parts)
@@ -101,7 +101,7 @@ def model_says(
     order of the answers decided, and not what they say.
     """
     choices: dict[str, Preferred] = {}
-    turned = 0
+    reversals = 0
     firsts: list[bool] = []
     for pair, one in verdicts.items():
         for verdict, first in ((one.trained_second, "before"), (one.trained_first, "after")):
@@ -109,14 +109,14 @@ def model_says(
                 firsts.append(verdict == first)
         if one.trained_first is None or one.trained_second is None:
             continue
-        is_turned = one.trained_first != one.trained_second
-        turned += is_turned
-        choices[pair] = "equal" if is_turned else one.trained_first
+        is_reversal = one.trained_first != one.trained_second
+        reversals += is_reversal
+        choices[pair] = "equal" if is_reversal else one.trained_first
     return LanguageModelSays(
         model=model,
-        asked=len(verdicts),
+        pairs=len(verdicts),
         unclear=len(verdicts) - len(choices),
-        turned=turned,
+        reversals=reversals,
         first_share=sum(firsts) / len(firsts) if firsts else None,
         rate=win_rate({pair: [one] for pair, one in choices.items()}),
         agreement=agreement(choices, {pair: majority(of_pair) for pair, of_pair in people.items()}),
@@ -141,7 +141,7 @@ def people_lines(people: PeopleSay | None) -> Iterator[str]:
 def model_lines(says: LanguageModelSays) -> Iterator[str]:
     """What a language model says, in Markdown."""
     yield from ("## A language model as judge", "")
-    yield f"{says.model} was asked twice of {says.asked} pairs, with the order swapped. It prefers "
+    yield f"{says.model} was asked twice of {says.pairs} pairs, with the order swapped. It prefers "
     yield f"the trained model's answer in {says.words}."
     if says.first_share is not None:
         yield f"Of its verdicts for one answer {100 * says.first_share:.1f}% are for the first one."

@@ -71,11 +71,12 @@ def show_votes(request: Request) -> Response:
         return PlainJSON(_result(votes))
     client = client_of(request)
     own = {vote.pair for vote in votes if vote.voter == client.name}
-    state = {"pairs": len(pairs), "own": len(own), "votes": len(votes), "next": None}
+    view = None
     if client.role != "read":
-        waiting = _waiting(pairs, own, request.query_params.get("after"))
-        state["next"] = None if waiting is None else _shown(waiting, client.name)
-    return PlainJSON(state)
+        pair = _next_pair(pairs, own, request.query_params.get("after"))
+        view = None if pair is None else _view(pair, client.name)
+    counts = {"pairs": len(pairs), "own": len(own), "votes": len(votes)}
+    return PlainJSON({**counts, "next": view})
 
 
 async def cast_vote(request: Request) -> Response:
@@ -104,7 +105,7 @@ def pairs_of(folder: Path) -> Sequence[AnswerPair]:
     return _pairs(path, mark(path))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _pairs(path: Path, facts: str) -> Sequence[AnswerPair]:
     """facts: a text that changes with the file."""
     return read_pairs(path)
@@ -116,14 +117,14 @@ def _content(path: Path) -> bytes:
     return b""
 
 
-def _waiting(pairs: Sequence[AnswerPair], own: set[str], after: str | None) -> AnswerPair | None:
+def _next_pair(pairs: Sequence[AnswerPair], own: set[str], after: str | None) -> AnswerPair | None:
     """The first pair without a vote of the client behind the pair `after`, else from the start."""
     place = next((n + 1 for n, one in enumerate(pairs) if one.digest == after), 0)
     ordered = [*pairs[place:], *pairs[:place]]
     return next((one for one in ordered if one.digest not in own), None)
 
 
-def _shown(pair: AnswerPair, voter: str) -> dict[str, Any]:
+def _view(pair: AnswerPair, voter: str) -> dict[str, Any]:
     """A pair as a voter sees it."""
     left = pair.left_of(voter)
     answers = [pair.answer(left), pair.answer("before" if left == "after" else "after")]

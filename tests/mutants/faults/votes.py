@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/verdict/opinions.py",
-        'choices[pair] = "equal" if is_turned else one.trained_first',
+        'choices[pair] = "equal" if is_reversal else one.trained_first',
         "choices[pair] = one.trained_first",
         why="a judge that likes the first answer prefers the trained model",
         tests=f"{VOTES} {MODEL}",
