@@ -23,8 +23,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/verdict/paired.py",
-        "if len(after) > 1:",
-        "if len(after) > 99:",
+        "if len(before) == len(after) == 1:\n        low",
+        "if len(before) > 0:\n        low",
         why="the interval of several seeds is that of one",
         tests=PAIRED,
     ),
