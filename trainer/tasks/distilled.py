@@ -134,7 +134,7 @@ class DistilledTask(TokenTask[D], Generic[D]):
         train = {"base_bits": None, "gradient_checkpointing": False, "neftune_alpha": None}
         changes = {
             **{"base": base, "tokenizer": own, "teacher": None},
-            **{"lora": None, "init_from": None, "continues": None},
+            **dict.fromkeys(("lora", "init_from", "continues", "metrics", "judge")),
             "train": self.cfg.train.model_copy(update={**train, "freeze": ()}),
         }
         try:
