@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts import experiment, write_facts
+from tests.bases import base_of
+from tests.facts import TINY_T5, experiment, write_facts
 from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.data import left_out, lookup
@@ -127,6 +128,63 @@ def test_a_reward_model_judges_the_last_token_of_a_cut_answer(facts: Path, tmp_p
     encoded = task.encode(next(iter(task.rows("train"))))
     assert len(encoded["chosen"]) == 20
     assert encoded["chosen"][-1] == task.end
+    assert encoded.is_truncated
+
+
+# Encoder-decoders
+# --------------------------------------------------------------------------------------------------
+
+
+def with_base(facts: Path, base: Any, **blocks: Any) -> Any:
+    values = experiment("preference", facts, base=base, **blocks)
+    return tasks.load(tasks.parse(values), Places(facts, facts / "cache", facts))
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "what"),
+    [
+        ("t5", {"data": CHAT}, fault("preference_chat_of_two", family="t5")),
+        ("longt5", {"preference": {"loss": "reward"}}, fault("preference_reward_of_two", family="longt5")),
+        ("t5gemma2", {}, fault("preference_pictures", family="t5gemma2")),
+    ],
+)  # fmt: skip
+def test_what_no_encoder_decoder_learns_is_refused(
+    name: str, blocks: dict[str, Any], what: Fault, facts: Path
+) -> None:
+    base = base_of("summariser", name, vocab_size=384)
+    with refused(what):
+        with_base(facts, base, **blocks)
+
+
+def test_an_encoder_decoder_reads_the_prompt_and_writes_the_answers(
+    facts: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "Where?", "chosen": " Here.", "rejected": " There it is."}]
+    (tmp_path / "train.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    task = with_base(tmp_path, TINY_T5, tokenizer=str(facts / "tokenizer"))
+    encoded = task.encode(next(iter(task.rows("train"))))
+    read = {name: task.decode(encoded[name]) for name in ("prompt", "chosen", "rejected")}
+    end = task.decode([task.end])
+    assert read == {
+        "prompt": f"Where?{end}",
+        "chosen": f" Here.{end}",
+        "rejected": f" There it is.{end}",
+    }
+    batch = task.collate([encoded, encoded])
+    assert batch["tokens"].tolist() == [*encoded["prompt"]] * 2, "each prompt is read once"
+    assert len(batch["target_starts"]) == 5
+
+
+def test_a_cut_prompt_keeps_its_end_and_a_cut_answer_does_not(facts: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "Where? " * 30, "chosen": " Here." * 30, "rejected": " There."}]
+    (tmp_path / "train.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    how = {"tokenizer": str(facts / "tokenizer"), "data": {"max_tokens": 20}}
+    task = with_base(tmp_path, TINY_T5, **how)
+    encoded = task.encode(next(iter(task.rows("train"))))
+    assert [len(encoded[name]) for name in ("prompt", "chosen")] == [20, 20]
+    assert encoded["prompt"][-1] == task.end != encoded["chosen"][-1]
+    lost, learnt = encoded.lost_labels
+    assert 0 < lost < learnt
     assert encoded.is_truncated
 
 

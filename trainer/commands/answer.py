@@ -25,7 +25,16 @@ from trainer.evaluation.run import Question, open_model
 from trainer.files.atomic import read_json
 from trainer.metrics.mergeable import cut_at
 from trainer.models.texts import GrowingText, grown
-from trainer.protocol.abilities import GREEDY, Answers, CutRow, Embeds, Prediction, Search
+from trainer.protocol.abilities import (
+    GREEDY,
+    Answers,
+    CutRow,
+    Embeds,
+    Prediction,
+    Search,
+    continues,
+)
+from trainer.tasks import continuation
 from trainer.training.options import Options
 
 
@@ -67,7 +76,7 @@ def answers(opened_run: OpenExport, questions: list[dict[str, Any]]) -> Iterator
     choices: list[tuple[int, int]] = []  # of each text: its question, its number among the answers
     others: list[int] = []
     for number, one in enumerate(questions):
-        if task.cfg.task != "causal_lm" or not ("prompt" in one or "messages" in one):
+        if not (continues(task) and ("prompt" in one or "messages" in one)):
             others.append(number)
             continue
         try:
@@ -93,10 +102,9 @@ def answers(opened_run: OpenExport, questions: list[dict[str, Any]]) -> Iterator
 
 def _continuations(task: Any, base: Any, one: dict[str, Any]) -> list[GrowingText]:
     """The texts that answer a question: messages, or a prompt that is continued as it stands."""
-    trained = module_of("causal_lm", "trained", "answer")
     is_chat = "messages" in one
     raw = {"messages": one["messages"], "tools": one.get("tools")} if is_chat else {}
-    row = trained.row_to_predict(task, raw or {"text": one["prompt"]}, "the request")
+    row = continuation.row_to_predict(task, raw or {"text": one["prompt"]}, "the request")
     temperature = 1.0 if one["temperature"] is None else one["temperature"]
     search = Search(
         num_answers=one.get("n", 1),
@@ -105,7 +113,7 @@ def _continuations(task: Any, base: Any, one: dict[str, Any]) -> list[GrowingTex
         seed=one["seed"],
     )
     how = {"stops": one["stop"], "is_told": True, "num_likeliest": one.get("logprobs")}
-    return trained.continuations(task, base, row, search, max_tokens=one["max_tokens"], **how)
+    return continuation.continuations(task, base, row, search, max_tokens=one["max_tokens"], **how)
 
 
 def _lines(
