@@ -14,6 +14,7 @@ from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.data import left_out, lookup
 from trainer.protocol.task import Places
+from trainer.tasks.preference import trained
 from trainer.tasks.preference.rows import EQUAL
 
 CHAT = {"source": "chat", "chat_template": "plain"}
@@ -129,6 +130,22 @@ def test_a_reward_model_judges_the_last_token_of_a_cut_answer(facts: Path, tmp_p
     assert len(encoded["chosen"]) == 20
     assert encoded["chosen"][-1] == task.end
     assert encoded.is_truncated
+
+
+def test_a_prompt_is_answered_and_an_answer_behind_it_is_scored(
+    facts: Path, tmp_path: Path
+) -> None:
+    prompt = {"prompt": "Where?"}
+    row = {"prompt": "Where?", "completion": " Here."}
+    task = task_of(facts, tmp_path, [])
+    asked = trained.row_to_predict(task, prompt, "row 1")
+    assert task.decode(asked["ids"]) == "Where?"
+    scored = trained.row_to_predict(task, row, "row 1")
+    assert "is_turn" not in scored
+    assert sum(scored["scored"]) == len(scored["ids"]) - len(asked["ids"])
+    judge = task_of(facts, tmp_path, [], loss="reward")
+    with refused("answer_scored_absent", at="row 1"):
+        trained.row_to_predict(judge, prompt, "row 1")
 
 
 # Encoder-decoders

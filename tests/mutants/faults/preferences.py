@@ -102,6 +102,6 @@ FAULTS = [
         '    if raw.get("completion") is not None:\n',
         '    if "prompt" in raw:\n',
         why="a tuned model answers no prompt",
-        tests="tests/runs/test_preference_exports.py",
+        tests=ROWS,
     ),
 ]
