@@ -13,6 +13,7 @@ from tests.facts import TINY_T5, experiment, write_facts
 from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.data import left_out, lookup
+from trainer.data.control_tokens import controls_of
 from trainer.protocol.task import Places
 from trainer.tasks.preference import trained
 from trainer.tasks.preference.rows import EQUAL
@@ -130,6 +131,14 @@ def test_a_reward_model_judges_the_last_token_of_a_cut_answer(facts: Path, tmp_p
     assert len(encoded["chosen"]) == 20
     assert encoded["chosen"][-1] == task.end
     assert encoded.is_truncated
+
+
+def test_conversations_are_looked_through_for_tokens_that_end_a_turn(
+    facts: Path, tmp_path: Path
+) -> None:
+    controls = controls_of(task_of(facts, tmp_path, [], CHAT))
+    assert controls is not None
+    assert list(controls.in_row({"prompt": "Where<|endoftext|>?"})) == [("prompt", "<|endoftext|>")]
 
 
 def test_a_prompt_is_answered_and_an_answer_behind_it_is_scored(
