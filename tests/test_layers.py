@@ -12,7 +12,7 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 2  models/, data/, telemetry/, tasks/{token_task,generated,continuation,continuation_program}.py
 1  runtime/, files/, metrics/, protocol/
 0  config/, errors.py, program.py, version.py, data/formats/,
-   files/{atomic,survive,survival_events}.py, metrics/{direction,own,stated}.py, runtime/process.py,
+   files/{atomic,survive,survival_events}.py, metrics/{judge_record,own,test_record}.py, runtime/process.py,
    tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
    exp_configs.py, job_configs.py, service.py
 jobs/ stands on floor 0 alone.
@@ -45,6 +45,7 @@ FLOORS = {
     "trainer.files.atomic": 0,
     "trainer.files.survive": 0,
     "trainer.files.survival_events": 0,
+    "trainer.metrics.judge_record": 0,
     "trainer.metrics.own": 0,
     "trainer.metrics.test_record": 0,
     "trainer.plan.time.rates": 0,
@@ -55,6 +56,7 @@ FLOORS = {
     "trainer.metrics": 1,
     "trainer.protocol": 1,
     "trainer.runtime": 1,
+    "trainer.verdict": 2,
     "trainer.data": 2,
     "trainer.models": 2,
     "trainer.telemetry": 2,

@@ -1130,7 +1130,25 @@ PREFERENCES = wording(
 
 PREFERENCES |= wording(LatheError, start_unread="has not read these rows: call read_start() first")
 
+# Two models on the same rows
+JUDGING = wording(
+    ConfigError,
+    gate_kept_base="experiment {run}, which it names, has no final/: its gate kept it back",
+    gate_score_unknown="judge.gate={name!r}: no such score by row",
+    gate_score_untested="judge.gate: {name!r} has no result by row",
+    gate_no_json="is not JSON ({reason}). Write it such as",
+    gate_without_bound="nothing must hold: give gain, at_least or at_most",
+    gate_of_slices="is a number of slices: want",
+    gate_of_no_text="with keep=None: no text is read",
+    judged_run_absent="judge {run}: is no run in",
+    judge_of_two_kinds="Give the one or the other",
+) | wording(
+    DataError,
+    judged_rows_trained="judge: {count} of {rows} rows of the {split} split are training rows",
+)
+
 ROOMS: dict[str, dict[str, Wording]] = {
+    "judging": JUDGING,
     "preferences": PREFERENCES,
     "files": FILES,
     "streams": STREAMS,

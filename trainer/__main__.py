@@ -12,13 +12,13 @@ import typer
 from trainer.commands import (
     dictionaries,
     evaluate,
+    judge,
     models,
     plan,
     predict,
     prepare,
     proof,
     retrieval,
-    stats,
     verifier,
 )
 from trainer.program import PartOfLathe
@@ -52,13 +52,13 @@ app.command()(prepare.prepare)
 app.command()(retrieval.encode)
 app.command()(retrieval.search)
 app.command()(retrieval.bm25)
-app.command()(retrieval.judge)
+app.command()(judge.judge)
 app.command()(retrieval.mine)
 app.command()(retrieval.contexts)
 app.command()(verifier.convert)
 app.command()(verifier.calibrate)
 app.command()(verifier.score)
-app.command()(stats.stats)
+app.command()(plan.stats)
 app.command()(plan.plan)
 app.command()(plan.calibrate_device)
 app.command()(proof.verify)

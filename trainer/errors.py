@@ -22,6 +22,7 @@ _MAX_LISTED = 60  # legal names in one message
 EXIT_OK = 0
 EXIT_BAD_INPUT = 2
 EXIT_PAUSED = 10  # --until stopped the run at its step: it is saved, and not done
+EXIT_REFUSED = 11  # `judge --gate`: something of the gate does not hold
 EXIT_PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: run the same command again
 # The ranks of a run that ends with one of these have all come to the same point.
 IN_ORDER = (EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED)

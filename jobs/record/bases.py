@@ -21,6 +21,7 @@ from trainer.config.identity import base_id
 from trainer.config.origin.continues import MANIFEST
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json
+from trainer.metrics.judge_record import refusals_of
 
 if TYPE_CHECKING:
     from jobs.job_state import JobState
@@ -74,6 +75,10 @@ def sentence(base: RunFolder) -> tuple[str, bool]:
     if state in ENDED_BADLY:
         because = f": {reason}" if reason else ""
         return f"its base {name} is {state}{because}. `retry {name}` first", True
+    refusals = refusals_of(base.path) if state == "succeeded" else []
+    if refusals:
+        because = "; ".join(refusals)
+        return f"the gate of its base {name} kept its model back: {because}. Name another", True
     if state == "succeeded":
         return f"its base {name} has succeeded, but left no model in final/. `reset` it", True
     if state == "paused":

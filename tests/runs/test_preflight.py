@@ -24,6 +24,7 @@ from trainer.data.token_store import TokenStore, open_store
 from trainer.launch import preflight
 from trainer.launch.preflight import Findings, look
 from trainer.protocol.task import Encoded
+from trainer.statistics.overlap import shared_rows
 from trainer.training.options import Options
 from trainer.training.run_plan import plan
 
@@ -238,7 +239,7 @@ def test_validation_rows_that_are_training_rows_are_counted(tmp_path: Path) -> N
     known = {tuple(row) for row in rows[:2000]}
     slowly = sum(tuple(row) in known for row in rows[2000:])
     assert 0 < slowly < 1000
-    assert len(preflight.shared_rows(train, valid)) == slowly
+    assert len(shared_rows(train, valid)) == slowly
     assert len(np.unique(train.row_hashes(["ids"]))) == len(known)
 
 

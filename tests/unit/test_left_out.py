@@ -23,10 +23,10 @@ from trainer.data.readers.row_files import files_in
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError
 from trainer.launch import run as launch
-from trainer.launch.preflight import shared_rows
 from trainer.protocol.task import Encoded
 from trainer.retrieval.negatives import write_rows
 from trainer.statistics.opening import opening_line
+from trainer.statistics.overlap import shared_rows
 
 BLANK = "blank summaries (left out)"
 

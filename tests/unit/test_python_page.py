@@ -27,6 +27,7 @@ print(plan(CHAT, data="data", device="24GiB"))        # will it fit, and how lon
 run = fine_tune(CHAT, data="data")                    # results/<id>, as `lathe train` makes it
 run.metrics(), run.plot()                             # a table, a picture
 run.answer("Where is the red key?")
+run.judge(data="data")["verdict"]                     # is it better than its base, and what broke?
 load("results/3f1c...").predict([{"messages": [...]}])
 submit([CHAT, {**CHAT, "optim": {"lr": 1e-5}}], data="data", backend="slurm")
 ```

@@ -235,6 +235,52 @@ class Run:
             raise ConfigError(problems[0])
         return "".join(piece.get("text", "") for piece in pieces)
 
+    def judge(
+        self,
+        against: str = "base",
+        data: str | Path | None = None,
+        *,
+        model: str | None = None,
+        limit: int | None = None,
+        batch: int | None = None,
+        **how: Any,
+    ) -> dict[str, Any]:
+        """Whether the trained model is better than another one, what broke and what it forgot, as
+        `lathe judge` says it.
+
+        against: "base", what the run began with, or the id of a run beside this one.
+        data: the folder of the rows (`--data_path`).
+        model: "best" or "final"; None: best/, else final/.
+        limit: use only so many rows, the first ones.
+        batch: rows of one forward; None: train.eval_batch.
+        how: values of the block `judge` ([keys.md](keys.md)), such as split="valid" or
+            gate={"em": {"gain": 0.01}}.
+
+        Returns what it also writes into judge.json of the run: "verdict", a sentence; "scores",
+        each with "before", "after", "effect", its 95% interval ("low", "high"), "p_corrected" and
+        "result"; "slices", "broken", "keep", "calibration" and "gate" (docs/judging.md).
+
+        Raises ConfigError where there is no model or other run, DataError for rows that are
+        training rows.
+        """
+        refuse_below_one(limit=limit, batch=batch)
+        with as_found():
+            from trainer.evaluation import sides
+            from trainer.evaluation.judge import FILE, run_judge
+            from trainer.training.options import Options
+
+            base = self.folder.resolve().parent
+            where: dict[str, Any] = {"model": model, "limit": limit, "batch": batch}
+            stated = {"against": against, **how}
+            comparison = sides.compared(base, [self.values], stated, **where)
+            place = None if data is None else Path(data)
+            run_judge(
+                comparison,
+                Options(base, data_path=place, cache_dir=self._cache_dir),
+                self.folder,
+            )
+            return read_json(self.folder / FILE) or {}
+
     @functools.cached_property
     def _model(self) -> OpenExport:
         from trainer.evaluation.predict import open_export

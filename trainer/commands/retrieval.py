@@ -1,7 +1,10 @@
-"""The commands between a corpus and a reader: encode, search, bm25, judge, mine, contexts."""
+"""The commands between a corpus and a reader: encode, search, bm25, mine, contexts; and
+the measures of a run file, which judge tells.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -238,38 +241,40 @@ def bm25(
     )
 
 
-@options.guard
-def judge(
+@dataclass(frozen=True)
+class RankingOptions:
+    """What of a run file is measured."""
+
     run: Annotated[
         Path | None, typer.Option("--run", help="The run file to measure; mine says which formats.")
-    ] = None,
-    qrels: QrelsFile = None,
-    queries: Annotated[
-        Path | None, typer.Option("--queries", help="JSON lines of questions.")
-    ] = None,
+    ] = None
+    qrels: QrelsFile = None
+    queries: Annotated[Path | None, typer.Option("--queries", help="JSON lines of questions.")] = (
+        None
+    )
     passages: Annotated[
         Path | None,
         typer.Option(
             "--passages", help="The corpus, to measure answer_recall@k of questions with answers."
         ),
-    ] = None,
-    split: OfSplit = None,
+    ] = None
     only: Annotated[
         Path | None,
         typer.Option(
             "--only", help="A file with one question id per line; only these questions count."
         ),
-    ] = None,
-    at: At = None,
+    ] = None
+    at: At = None
     remove_query: Annotated[
         bool,
         typer.Option("--remove_query", help="Leave out the passage with the question's own id."),
-    ] = False,
-    scored: Scored = None,
-    strict: Strict = False,
-) -> None:
-    """Measure a run: recall, MRR, nDCG and MAP as trec_eval defines them, and DPR's answer
-    recall.
+    ] = False
+    scored: Scored = None
+
+
+def measures_of(asked: RankingOptions, split: str | None, *, strict: bool) -> dict[str, float]:
+    """The measures of a run file: recall, MRR, nDCG and MAP as trec_eval defines them, and DPR's
+    answer recall; or how far a reader agrees with a ranking.
     """
     from trainer.config.own_rows import OwnRows, Splits
     from trainer.data import left_out
@@ -279,33 +284,29 @@ def judge(
     from trainer.retrieval import rankings
     from trainer.retrieval.judging import run_measures
 
-    if (run is None) == (scored is None):
+    if (asked.run is None) == (asked.scored is None):
         raise ConfigError("give --run or --scored, one of them.")
-    if run is None:
-        path = scored or Path()
+    if asked.run is None:
+        path = asked.scored or Path()
         of_file = OwnRows(files=Splits(test=path.name))
         how: dict[str, Any] = {"source": "fid", "contexts": 10**9, "sort_by_score": False}
         rows = retrieved.rows(path.parent, "test", own=of_file, **how)
         scores = ([ctx["score"] for ctx in row["ctxs"] if "score" in ctx] for row in rows)
-        measures = rankings.mean_agreement(scores, at=at or [1, 2, 5])
-    else:
-        questions = _queries(queries, split)
-        only_ids = (
-            None if only is None else {one for _, text in lines(only) for one in text.split()}
+        return rankings.mean_agreement(scores, at=asked.at or [1, 2, 5])
+    questions = _queries(asked.queries, split)
+    only = None if asked.only is None else lines(asked.only)
+    only_ids = None if only is None else {one for _, text in only for one in text.split()}
+    read = read_run(asked.run)
+    if asked.remove_query:
+        read = rankings.without_query(read)
+    of_split = {query.id for query in questions} if split is not None else None
+    for names in (only_ids, of_split):
+        read = read if names is None else {name: read[name] for name in read if name in names}
+    cuts = asked.at or [1, 5, 10, 20, 100]
+    with left_out.one_reading(str(asked.run), strict=strict):
+        return run_measures(
+            read, questions, asked.qrels, passages=asked.passages, only=only_ids, at=cuts
         )
-        read = read_run(run)
-        if remove_query:
-            read = rankings.without_query(read)
-        of_split = {query.id for query in questions} if split is not None else None
-        for names in (only_ids, of_split):
-            read = read if names is None else {name: read[name] for name in read if name in names}
-        cuts = at or [1, 5, 10, 20, 100]
-        with left_out.one_reading(str(run), strict=strict):
-            measures = run_measures(
-                read, questions, qrels, passages=passages, only=only_ids, at=cuts
-            )
-    for name, value in measures.items():
-        typer.echo(f"{name} {value:.6f}")
 
 
 @options.guard

@@ -23,6 +23,7 @@ from trainer.config.optimizer.optim import Optim
 from trainer.config.optimizer.schedule import Schedule
 from trainer.config.origin.continues import Continues
 from trainer.config.scores.direction import Direction
+from trainer.config.scores.judged import Judging
 from trainer.config.scores.stated import Best, BestIs, OwnMetrics
 from trainer.config.synonyms import SYNONYMS
 
@@ -364,7 +365,7 @@ class Experiment(Strict):
     encoded = frozenset({"task", "base", "tokenizer"})  # the base may bring the tokenizer
     not_encoded = frozenset(
         {"label", "train", "optim", "schedule", "lora", "continues", "init_from", "deepspeed"}
-        | {"metrics"}
+        | {"metrics", "judge"}
     )
     # Whether the loss is over the tokens of a vocabulary, so that it may be smoothed.
     scores_vocabulary: ClassVar[bool] = False
@@ -399,6 +400,10 @@ class Experiment(Strict):
     """Metrics of your own, a function in a Python file, "mine.py:style", or a list of them: of
     (predictions, references, rows) of the rows that train.answers says, it gives numbers by name,
     which are logged as "valid/style/...". Only of tasks that answer.
+    """
+    judge: Judging | None = None
+    """At the end of the run: whether the model is better than another one, what broke, and whether
+    it may become final/: docs/judging.md. None: nobody asks.
     """
     deepspeed: str = "zero2"
     """ZeRO and the rest: ds_configs/<name>.json, or a path. The flag --deepspeed overrides it and

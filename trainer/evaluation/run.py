@@ -32,7 +32,8 @@ from trainer.evaluation.row_scores import (
 from trainer.evaluation.search import check_search
 from trainer.files.atomic import write_json
 from trainer.metrics.intervals import intervals
-from trainer.metrics.mergeable import answer_scores, cut_at, scores_by_dataset
+from trainer.metrics.judge_record import CANDIDATE
+from trainer.metrics.mergeable import cut_at, scores_by_dataset
 from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
 from trainer.models import base_model, base_source
 from trainer.models.weights import unsound, weight_files
@@ -40,7 +41,6 @@ from trainer.protocol.abilities import (
     GREEDY,
     Answers,
     ComparesWithStart,
-    JudgesAnswers,
     ReadsContexts,
     ScoresPassages,
     Search,
@@ -50,7 +50,14 @@ from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.telemetry.wandb_run import tell_wandb
 from trainer.training.options import Options
-from trainer.training.scoring import Frozen, answer, evaluate, evaluate_rows, pool
+from trainer.training.scoring import (
+    Frozen,
+    answer,
+    evaluate,
+    evaluate_rows,
+    pool,
+    scores_of_answer,
+)
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Places, Row, Task
@@ -124,11 +131,11 @@ def evaluated(
     folder = model_folder(question, options)
     with left_out.settling(None, strict=options.strict):
         store = _store(task, question, options)
-    _read_start(task, store, question)
+    read_start(task, store, question)
     loaded = task.load_export(folder).to(distributed.device()).eval()
-    _check_weights(loaded, task.cfg, folder, options.places)
+    check_weights(loaded, task.cfg, folder, options.places)
     model = Frozen(loaded)
-    batch = _batch(question)
+    batch = batch_of(question)
     raw = [question_of(task, row) for row in _rows(task, question)]
     logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), question.split, batch)
     predicted_rows: list[Row] = []
@@ -174,7 +181,7 @@ def evaluated(
     )
 
 
-def _read_start(task: Any, store: Any, question: Question) -> None:
+def read_start(task: Any, store: Any, question: Question) -> None:
     """Let a task that compares with the model that its run began with compute what it needs of it.
     A collective.
     """
@@ -183,7 +190,7 @@ def _read_start(task: Any, store: Any, question: Question) -> None:
         task.read_start(
             lambda: begun.model().to(distributed.device()).eval(),
             {question.split: store},
-            batch=_batch(question),
+            batch=batch_of(question),
         )
 
 
@@ -291,7 +298,7 @@ def pooled_values(question: Question, options: Options, name: str) -> Tensor:
     model = Frozen(
         task.load_export(model_folder(question, options)).to(distributed.device()).eval()
     )
-    values = pool(model, task, store, name=name, batch=_batch(question))
+    values = pool(model, task, store, name=name, batch=batch_of(question))
     if values is None:
         raise ConfigError(f"task {question.values['task']!r} has no {name} to be calibrated on.")
     return values
@@ -304,11 +311,11 @@ def open_model(question: Question, options: Options) -> tuple[Task, nn.Module, P
     """
     task, folder = _task(question, options), model_folder(question, options)
     model = task.load_export(folder).to(distributed.device()).eval()
-    _check_weights(model, task.cfg, folder, options.places)
+    check_weights(model, task.cfg, folder, options.places)
     return task, model, folder
 
 
-def _check_weights(model: nn.Module, cfg: Experiment, folder: Path, places: Places) -> None:
+def check_weights(model: nn.Module, cfg: Experiment, folder: Path, places: Places) -> None:
     """ConfigError if a weight is no finite number: what is generated or ranked does not show it.
 
     Every rank reads the weights, and tells by itself.
@@ -329,7 +336,8 @@ def _task(question: Question, options: Options) -> Task:
     return tasks.load(tasks.parse(question.values), options.places)
 
 
-def _batch(question: Question) -> int:
+def batch_of(question: Question) -> int:
+    """Rows of one forward."""
     train = tasks.parse(question.values).train
     return question.batch or train.eval_batch or train.micro_batch
 
@@ -360,7 +368,7 @@ def model_folder(question: Question, options: Options) -> Path:
                 "the Hub gives out. Give --model a folder."
             )
         return files[0].parent
-    if question.model not in _EXPORTS:
+    if question.model not in (*_EXPORTS, CANDIDATE):
         folder = Path(base_source.folder_or_id(question.model, options.cache_dir))
         if not folder.is_dir():
             legal = [*_EXPORTS, _UNTRAINED]
@@ -369,7 +377,7 @@ def model_folder(question: Question, options: Options) -> Path:
             )
         return folder
     run_folder = options.savedir_base / exp_id(question.values)
-    there = [name for name in _EXPORTS if (run_folder / name).is_dir()]
+    there = [name for name in (*_EXPORTS, CANDIDATE) if (run_folder / name).is_dir()]
     if question.model in there:
         return run_folder / question.model
     other = f"Use --model {there[0]}" if there else "Train it first, into the same --savedir_base"
@@ -400,13 +408,7 @@ def _final_answers(
         raw, answers = merge_equal_questions(raw, answers, _rows(task, question))
     rows: list[Row] = []
     for row, texts in zip(raw, answers, strict=True):
-        references = row["answers"]
-        row_scores: dict[str, float] = {}
-        if references and isinstance(task, JudgesAnswers):
-            row_scores = task.answer_scores(texts[0], references)
-        elif references:
-            ratios = answer_scores([texts[0]], [references])
-            row_scores = {name: float(ratio.num) for name, ratio in ratios.items()}
+        row_scores = scores_of_answer(task, texts[0], row["answers"])
         rows.append({**row, "prediction": texts[0], "scores": row_scores})
         if question.search.num_answers > 1:
             rows[-1]["n_best"] = texts

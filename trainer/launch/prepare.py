@@ -18,6 +18,7 @@ from trainer.data.order import sizes_of
 from trainer.data.stream.row_index import open_index
 from trainer.data.stream.store import StreamStore, is_streamed
 from trainer.data.token_store import TokenStore, store_of
+from trainer.evaluation.judge_run import check_early
 from trainer.evaluation.run import TEST
 from trainer.launch import preflight
 from trainer.launch.origin import going_on
@@ -149,6 +150,8 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
         for line in opening_lines(split, stores[split]):
             logger.info("%s", line)
     on_main(lambda: _judge_rows(task, stores, plan, options))
+    if cfg.judge is not None:
+        check_early(plan, options, task, stores["train"])
     metrics = preflight.own_metrics(plan, options, task)
     own = questions.pop("valid"), questions, metrics
     return PreparedRun(plan, task, stores, options.places, *own, identity, newest)
@@ -225,8 +228,10 @@ def open_stores(
     content: gives (digest of the rows, number of rows) of a split.
     """
     stores: dict[str, TokenStore] = {}
-    # with --test that split is read now, so that its errors do not come behind the last step
-    for split in (*valid_splits(task.cfg), *([TEST] if options.test else []), "train"):
+    # what is scored at the end is read now, so that its errors do not come behind the last step
+    is_judged_by_test = task.cfg.judge is not None and task.cfg.judge.split == TEST
+    scored_last = [TEST] if options.test or is_judged_by_test else []
+    for split in (*valid_splits(task.cfg), *scored_last, "train"):
         if split == "train" and is_streamed(task):
             index = open_index(task, options.cache_dir)
             stores[split] = StreamStore(task, index, options.cache_dir)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data import left_out
 from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED, DataError, StorageError
+from trainer.evaluation.judge_run import judge_at_end
 from trainer.evaluation.test_split import run_test
 from trainer.exports import record as export_record
 from trainer.files.atomic import read_json
@@ -21,6 +22,7 @@ from trainer.launch.choose import Chosen, choose
 from trainer.launch.prepare import is_in_memory, prepare
 from trainer.launch.run_folder import claim_folder, open_record, push
 from trainer.launch.start import ReadyRun, start
+from trainer.metrics.judge_record import CANDIDATE
 from trainer.metrics.test_record import is_tested
 from trainer.runtime import device_defaults, distributed
 from trainer.runtime.distributed import on_main
@@ -75,21 +77,40 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
             open_record(choice.plan, options) as record,
         ):
             ended = _train_or_stop(choice, options, record, preemption, lock)
-            is_tested_now = ended == "succeeded" and options.test
-            if is_tested_now and not _test(choice.plan, options, record, preemption):
-                ended = "preempted"
+            if ended == "succeeded":
+                ended = _look_at_end(choice.plan, options, record, preemption)
             record.status(ended)
             logger.info("%s: %s", SENTENCES[ended], plan.folder)
     return EXIT_CODES[ended]
 
 
-def _test(plan: RunPlan, options: Options, record: RunRecord, preemption: Preemption) -> bool:
-    """Score the test split at the end of a run. False when a signal ended it."""
+def exported_at_end(plan: RunPlan) -> str | None:
+    """The name of the export that the end of training writes: "final"; under a gate "candidate",
+    and none where best/ is what the gate looks at.
+    """
+    if plan.cfg.judge is None or not plan.cfg.judge.gate:
+        return "final"
+    return None if on_main(lambda: (plan.folder / "best").is_dir()) else CANDIDATE
+
+
+def _look_at_end(plan: RunPlan, options: Options, record: RunRecord, preemption: Preemption) -> End:
+    """Compare the trained model with another one, score the test split, and give the model away,
+    as far as that is asked for. "preempted" when a signal ended it.
+    """
 
     def log(step: int, scalars: Mapping[str, float]) -> None:
         record.log(step, **scalars)
 
-    return run_test(plan, options, preemption, step=record.step, log=log)
+    how: dict[str, Any] = {"step": record.step, "log": log}
+    if plan.cfg.judge is not None and not judge_at_end(plan, options, preemption, **how):
+        return "preempted"
+    if on_main(lambda: (plan.folder / "final").is_dir()):
+        record.log_model(plan.folder / "final", export_record.NAME)
+        if options.push_to_hub:
+            on_main(lambda: push(plan))
+    if options.test and not run_test(plan, options, preemption, **how):
+        return "preempted"
+    return "succeeded"
 
 
 def test_finished(plan: RunPlan, options: Options, preemption: Preemption) -> int:
@@ -142,21 +163,20 @@ def _train_or_stop(
             distributed.leave_alone()
             return "preempted"
         with contextlib.suppress(RolledBack):  # then the run is prepared again, as for a resume
-            return _train(choice.plan, ready, pushes=options.push_to_hub)
+            return _train(choice.plan, ready)
         choice = Chosen(choice.plan)  # reads the rows again, to notice changes
 
 
-def _train(plan: RunPlan, ready: ReadyRun, *, pushes: bool) -> End:
+def _train(plan: RunPlan, ready: ReadyRun) -> End:
     """Train the remaining steps, and export once all are done."""
     session = ready.session
     try:
         ended = run_session(session, ready.progress, inside=ready.around_steps)
         ready.tell_costs()
         if ended == "succeeded":
-            ready.export("final")
-            session.record.log_model(plan.folder / "final", export_record.NAME)
-            if pushes:
-                on_main(lambda: push(plan))
+            name = exported_at_end(plan)
+            if name is not None:
+                ready.export(name)
         with session.meter.pause("saving"):
             ready.saves.wait()
         if ended == "succeeded":

@@ -12,8 +12,11 @@ FILE = "test.json"
 
 
 def tested_model(run_folder: Path) -> str:
-    """The export that --test scores: "best", or "final" where a run has no best/."""
-    return "best" if (run_folder / "best").is_dir() else "final"
+    """The export that --test scores: "best", or "final" where a run has no best/; "candidate" where
+    a gate kept that back.
+    """
+    names = ("best", "final", "candidate")
+    return next((name for name in names if (run_folder / name).is_dir()), "final")
 
 
 def weights_of(model: Path) -> str | None:

@@ -19,6 +19,7 @@ from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import hub, packages
 from trainer.files.remembered import cached_sha256
+from trainer.metrics.judge_record import refusals_of
 from trainer.models import adapters
 from trainer.models.decoder.halves import adapted_source
 from trainer.models.weights import config_file, weight_files
@@ -52,7 +53,13 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
         if adapters.are_in(folder):
             whole = _whole(folder, places)
             return _as_adapted(whole, base, places)
-        if not (run_folder / "final" / "config.json").is_file():
+        refusals = refusals_of(run_folder)
+        if refusals and base.model == "final":
+            raise ConfigError(
+                f"base: experiment {run_folder.name}, which it names, has no final/: its gate kept "
+                f'it back ({"; ".join(refusals)}). Name another run, or its "best".'
+            )
+        if not refusals and not (run_folder / "final" / "config.json").is_file():
             raise ConfigError(
                 f"base: experiment {run_folder.name} (task {base.experiment.get('task')}), which "
                 f"it names, has not finished: {run_folder / 'final'} holds no model. Run it first, "

@@ -178,6 +178,32 @@ def question_of(task: object, row: Row) -> Row:
     return {key: row[key] for key in ("id", "dataset", "question", "answers") if key in row}
 
 
+@dataclass(frozen=True)
+class ReplyText:
+    """What a language model says behind a prompt."""
+
+    text: str
+    probability: float  # of the whole text, with the token that ends it
+
+
+@runtime_checkable
+class Replies(Protocol):
+    """The ability of a language model to answer the rows that it is evaluated on: a row then is a
+    prompt and what should follow it.
+    """
+
+    def reply_row(self, encoded: Mapping[str, Any]) -> Row | None:
+        """`ids` (of all that stands before the last answer), `is_turn` (whether that is a
+        conversation), `reference` (the text of the answer) and `reference_tokens` of an encoded
+        row. None for a row without such an answer, or of which a limit may have cut it.
+        """
+        ...
+
+    def replies(self, model: nn.Module, rows: Sequence[Row], *, max_tokens: int) -> list[ReplyText]:
+        """The likeliest texts behind rows of reply_row(), of at most max_tokens tokens."""
+        ...
+
+
 @runtime_checkable
 class ScoresPassages(Protocol):
     """The ability to score how much the model used each passage of a row.

@@ -4,6 +4,7 @@ that it writes, for `predict` and the service.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from trainer.data.padding import pad_right
 from trainer.data.readers import fields
 from trainer.errors import ConfigError
 from trainer.models.texts import Fit, GrowingText, chance_of, fitted, grown
-from trainer.protocol.abilities import CutRow, Prediction, Search, by_row
+from trainer.protocol.abilities import GREEDY, CutRow, Prediction, ReplyText, Search, by_row
 from trainer.protocol.task import Cut
 from trainer.tasks.generated import predictions, text_of
 from trainer.tasks.token_task import C, TokenTask
@@ -199,6 +200,45 @@ def predict(
         if fit.most < most:
             one["max_tokens"] = fit.most
     return results
+
+
+@torch.no_grad()
+def replies(task: Any, base: Any, rows: Sequence[Row], *, max_tokens: int) -> list[ReplyText]:
+    """The likeliest text behind each row of Task.reply_row, of at most max_tokens tokens."""
+    texts = [
+        text
+        for row in rows
+        for text in continuations(task, base, row, GREEDY, max_tokens=max_tokens, num_likeliest=1)
+    ]
+    for _ in grown(base, texts, pad=task.pad):
+        pass
+    sums = [sum(choice.logprob for choice in text.chosen) for text in texts]
+    return [
+        ReplyText(text.whole().text, math.exp(total))
+        for text, total in zip(texts, sums, strict=True)
+    ]
+
+
+def reply_row(task: Any, ids: Sequence[int], scored: Sequence[int], *, most: int) -> Row | None:
+    """What Replies.reply_row says, of the ids of a whole row and which of them are answers.
+
+    most: ids of a row; where there are so many, some may have been cut off.
+    """
+    flags = [int(one) for one in scored]
+    if not any(flags) or len(ids) >= most:
+        return None
+    end = len(flags) - flags[::-1].index(1)  # behind the last answer
+    start = end
+    while start and flags[start - 1]:
+        start -= 1
+    if not start:
+        return None
+    tokens = [int(one) for one in ids]
+    reference = text_of(task.tokenizer, tokens[start:end], ends=task.ends).text
+    is_chat = task.chat is not None
+    text = reference.strip().removesuffix(task.closing) if is_chat else reference
+    prompt: Row = {"ids": tokens[:start], "is_turn": is_chat}
+    return {**prompt, "reference": text, "reference_tokens": end - start}
 
 
 def _search_beams(task: Any, base: Any, texts: Sequence[GrowingText], search: Search) -> None:

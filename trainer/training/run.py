@@ -6,7 +6,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 from trainer.training.loop import fit
-from trainer.training.validation import evaluate_pause, refuse_unknown_best
+from trainer.training.validation import (
+    evaluate_pause,
+    refuse_unknown_best,
+    refuse_unknown_gate,
+)
 
 if TYPE_CHECKING:
     from trainer.training.session import Progress, Session
@@ -22,6 +26,7 @@ def run(session: Session, progress: Progress, *, inside: AbstractContextManager[
     """
     with inside:
         refuse_unknown_best(session, progress)
+        refuse_unknown_gate(session)
         session.record.goodput.begin_steps()
         if not fit(session, progress):
             return "preempted"

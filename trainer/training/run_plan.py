@@ -19,6 +19,7 @@ from trainer.data.mixed.task import refuse_missing
 from trainer.data.order import Sharding, Sizes, padding_share
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import read_json
+from trainer.metrics.judge_record import refusals_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -196,9 +197,12 @@ def rests(plan: RunPlan, until: int | None) -> bool:
 
 
 def is_finished(plan: RunPlan) -> bool:
-    """True when an earlier run of the same dictionary reached its end and left final/."""
+    """True when an earlier run of the same dictionary reached its end and left final/, or a model
+    that its gate refused.
+    """
     has_ended = (read_json(plan.folder / "status.json") or {}).get("state") == "succeeded"
-    has_export = any((plan.folder / "final").glob("*"))
+    is_refused = bool(refusals_of(plan.folder))  # by its gate, which keeps the model back
+    has_export = is_refused or any((plan.folder / "final").glob("*"))
     if has_ended and not has_export:
         logger.warning('%s says "succeeded", but there is no final/: it goes on', plan.folder)
     return has_ended and has_export

@@ -20,8 +20,8 @@ from trainer.data.mixed.store import parts_of
 from trainer.data.order import evaluation_batches
 from trainer.errors import ConfigError
 from trainer.metrics.intervals import RowSums
-from trainer.metrics.mergeable import GatheredValues, Ratio, scores_by_dataset
-from trainer.protocol.abilities import GREEDY, Answers, Search, question_of
+from trainer.metrics.mergeable import GatheredValues, Ratio, answer_scores, scores_by_dataset
+from trainer.protocol.abilities import GREEDY, Answers, JudgesAnswers, Search, question_of
 from trainer.runtime import distributed, rng
 from trainer.runtime.batch import name_batch_when_out_of_memory, to_device
 
@@ -196,6 +196,16 @@ def answer(
     by_row = {row: texts for part in distributed.gather(list(own.items())) for row, texts in part}
     answers = [by_row[row] for row in range(len(questions))]
     return means | scores_by_dataset(questions, [best for best, *_ in answers]), answers
+
+
+def scores_of_answer(task: object, text: str, references: Sequence[str]) -> dict[str, float]:
+    """The scores of one answer, as its task or SQuAD defines them; none without references."""
+    if not references:
+        return {}
+    if isinstance(task, JudgesAnswers):
+        return task.answer_scores(text, references)
+    ratios = answer_scores([text], [references])
+    return {name: float(ratio.num) for name, ratio in ratios.items()}
 
 
 @contextmanager

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.config.scores.direction import direction_of
+from trainer.config.scores.judged import KEPT_LOSS, WORSE_SLICES
+from trainer.errors import ConfigError, nearest
 from trainer.metrics import own
-from trainer.protocol.abilities import Answers
+from trainer.protocol.abilities import Answers, Replies
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Stopped
@@ -21,13 +24,14 @@ from trainer.training.choice.best import (
     take_best,
     tell_old_direction,
 )
-from trainer.training.scoring import answer, evaluate
+from trainer.training.scoring import answer, evaluate, evaluate_rows, scores_of_answer
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
     from trainer.training.session import Progress, Session, ValidSet
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
+_OF_JUDGE = {KEPT_LOSS, WORSE_SLICES}  # what a gate may name besides scores of the split
 
 
 def refuse_unknown_best(session: Session, progress: Progress) -> None:
@@ -53,6 +57,36 @@ def refuse_unknown_best(session: Session, progress: Progress) -> None:
                 direction_of_best(train, progress, metric)
             return
     refuse_absent(train, dict.fromkeys(names))
+
+
+def refuse_unknown_gate(session: Session) -> None:
+    """ConfigError, before the first step, when the gate of `judge` names a score that no comparison
+    will have by row, or nothing says which of its values is better. Every rank calls it.
+    """
+    how = session.cfg.judge
+    asked = {} if how is None else {k: v for k, v in how.gate.items() if k not in _OF_JUDGE}
+    if set(asked) <= {"loss"}:
+        return
+    train, task = session.cfg.train, session.task
+    rows = session.all_valid_sets()["valid"].store
+    with session.meter.pause():
+        batch = train.eval_batch or train.micro_batch
+        first = min(batch, len(rows))
+        _, sums = evaluate_rows(session.engine, task, rows, batch=batch, num_rows=first)
+    names = set(sums)
+    if isinstance(task, Answers | Replies):
+        names |= set(scores_of_answer(task, "", [""]) or scores_of_answer(task, "a", ["a"]))
+    for name, bound in asked.items():
+        if not any(name == one or name.startswith(f"{one}_") for one in names):
+            raise ConfigError(
+                f"judge.gate={name!r}: no such score by row. "
+                f"{nearest(name, sorted({*names, *_OF_JUDGE}))}"
+            )
+        if bound.gain is not None and (bound.best_is or direction_of(name)) is None:
+            raise ConfigError(
+                f"judge.gate={name!r}: got a gain and no best_is, and the name does not say "
+                'whether lower or higher is better. Add "best_is": "min" or "max".'
+            )
 
 
 def _first_scores(session: Session, rows: ValidSet, count: int, batch: int) -> dict[str, float]:

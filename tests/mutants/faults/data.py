@@ -683,7 +683,7 @@ FAULTS = [
         tests=STRICT,
     ),
     Fault(
-        "trainer/launch/preflight.py",
+        "trainer/statistics/overlap.py",
         "shared = _rows_in_both(trained, validated) | shared",
         "pass",
         why="a validation row in capitals is not seen to be a training row",

@@ -22,10 +22,10 @@ from trainer.models.inputs.neftune import noisy
 from trainer.models.losses import IGNORED, PLAIN, Terms, scored_before
 from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack_labelled
-from trainer.protocol.abilities import Uncut
+from trainer.protocol.abilities import ReplyText, Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.config import Config
-from trainer.tasks.continuation import ContinuationTask
+from trainer.tasks.continuation import ContinuationTask, replies, reply_row
 from trainer.tasks.token_task import refuse_beyond_positions
 
 
@@ -242,3 +242,16 @@ class Task(ContinuationTask[Config]):
 
     def units(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["scored"]), device=batch["scored"].device)
+
+    # Answers
+    # ----------------------------------------------------------------------------------------------
+
+    def reply_row(self, encoded: Mapping[str, Any]) -> Row | None:
+        if "scored" not in encoded:  # a text: every token is a label
+            return None
+        limit = self.cfg.data.max_tokens
+        return reply_row(self, encoded["ids"], encoded["scored"], most=limit)
+
+    def replies(self, model: nn.Module, rows: Sequence[Row], *, max_tokens: int) -> list[ReplyText]:
+        base: Any = model.base
+        return replies(self, base, rows, max_tokens=max_tokens)

@@ -1,0 +1,87 @@
+"""Faults in the comparison of two models, and in what it holds back."""
+
+from tests.mutants.fault import Fault
+
+PAIRED = "tests/unit/test_verdict.py"
+JUDGEMENT = "tests/unit/test_judgement.py"
+RUNS = "tests/runs/test_judge.py"
+
+FAULTS = [
+    Fault(
+        "trainer/verdict/paired.py",
+        "rows = draws.integers(num_rows, size=num_rows)",
+        "rows = np.arange(num_rows)",
+        why="an interval is a point",
+        tests=PAIRED,
+    ),
+    Fault(
+        "trainer/verdict/paired.py",
+        "largest = max(largest, min(1.0, p_values[name] * (len(p_values) - place)))",
+        "largest = max(largest, min(1.0, p_values[name]))",
+        why="of many scores one is always better",
+        tests=PAIRED,
+    ),
+    Fault(
+        "trainer/verdict/paired.py",
+        "if len(after) > 1:",
+        "if len(after) > 99:",
+        why="the interval of several seeds is that of one",
+        tests=PAIRED,
+    ),
+    Fault(
+        "trainer/verdict/slices.py",
+        "largest.append((sums / scale_C).max(axis=1))",
+        "largest.append((sums / scale_C)[:, 0])",
+        why="the worst of many slices of equal models is named",
+        tests=PAIRED,
+    ),
+    Fault(
+        "trainer/verdict/slices.py",
+        "if scores_C[worst] <= bound * (1 + _ROUNDING):",
+        "if scores_C[worst] <= bound:",
+        why="of scores that are often equal one in ten comparisons names a slice by chance",
+        tests=PAIRED,
+    ),
+    Fault(
+        "trainer/verdict/judgement.py",
+        "return -one.effect, -one.high, -one.low",
+        "return -one.effect, -one.low, -one.high",
+        why="the gate of a loss looks at the better end of its interval",
+        tests=f"{JUDGEMENT} {RUNS} -k 'gate or gain or holds'",
+    ),
+    Fault(
+        "trainer/verdict/judgement.py",
+        "if not low >= bound.gain:",
+        "if not gain >= bound.gain:",
+        why="a gate lets through what may be no gain",
+        tests=JUDGEMENT,
+    ),
+    Fault(
+        "trainer/verdict/judgement.py",
+        "if not all(np.array_equal(weights[0], one) for one in weights[1:]):",
+        "if not weights:",
+        why="losses by token of two tokenizers are compared",
+        tests=JUDGEMENT,
+    ),
+    Fault(
+        "trainer/evaluation/judge_run.py",
+        "    elif is_gated:\n",
+        "    if is_gated:\n",
+        why="a model that its gate refuses becomes final/",
+        tests=RUNS,
+    ),
+    Fault(
+        "trainer/evaluation/judge.py",
+        'if how.overlap == "refuse":',
+        'if how.overlap == "never":',
+        why="a model is judged on rows that it was trained on",
+        tests=RUNS,
+    ),
+    Fault(
+        "trainer/training/run_plan.py",
+        "has_export = is_refused or any",
+        "has_export = any",
+        why="a run that its gate refused trains its end again at every start",
+        tests=RUNS,
+    ),
+]

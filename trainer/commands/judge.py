@@ -1,0 +1,172 @@
+"""Judges: a trained model against another one, or a run file of retrieval by its measures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainer.commands import options
+from trainer.commands.retrieval import RankingOptions, measures_of
+from trainer.config.flags import CacheDir, DataPath, Strict
+from trainer.errors import EXIT_REFUSED, ConfigError
+
+if TYPE_CHECKING:
+    from trainer.evaluation.sides import ComparedModels
+    from trainer.verdict.judgement import Judgement
+
+Runs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]...",
+        help="A finished run: its id, the beginning of it, or its folder. Several are seeds of one "
+        "recipe. None: a run file of retrieval is measured (--run).",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """How a trained model is compared; what is not given is as in the "judge" of its dictionary."""
+
+    savedir_base: options.SavedirBase = Path("results")
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            help="base (default): what the run began with; or a run. Several runs, with commas "
+            "between, are seeds.",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="best or final of the runs; default: best, else final."),
+    ] = None
+    limit: options.Limit = None
+    batch: options.BatchSize = None
+    answers: Annotated[
+        int | None,
+        typer.Option("--answers", min=0, help="Rows that both language models answer."),
+    ] = None
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            "--keep",
+            help="Texts by which forgetting is measured: a file below --data_path, stdlib_docs "
+            "(default), or nothing.",
+        ),
+    ] = None
+    overlap: Annotated[
+        str | None,
+        typer.Option(
+            "--overlap", help="Rows that are training rows, too: refuse (default) or leave_out."
+        ),
+    ] = None
+    slices_by: Annotated[
+        str | None, typer.Option("--slices_by", help="The score by which slices are compared.")
+    ] = None
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            "--gate",
+            help='What must hold, as JSON: {"em": {"gain": 0.01}}. Exit code 11 if it does not.',
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder of judge.json and judge.md; default: the run's."),
+    ] = None
+    data_path: DataPath = None
+    cache_dir: CacheDir = Path("tmp-cache")
+
+
+@options.guard
+def judge(
+    ranking: RankingOptions,
+    how: JudgeOptions,
+    runs: Runs = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            "--split",
+            help="Of runs: test (default) or valid. Of a run file: only questions of this split.",
+        ),
+    ] = None,
+    strict: Strict = False,
+) -> None:
+    """Say whether a trained model is better than its base or than another run, what broke and what
+    it forgot; under torchrun, on all its ranks. Or measure a run file of retrieval: recall, MRR,
+    nDCG and MAP as trec_eval defines them, and DPR's answer recall.
+    """
+    if not runs:
+        _refuse(how, JudgeOptions, "without a RUN, whose model would be judged")
+        for name, value in measures_of(ranking, split, strict=strict).items():
+            typer.echo(f"{name} {value:.6f}")
+        return
+    _refuse(ranking, RankingOptions, f"with the RUN {runs[0]}: a run file needs none")
+    from trainer.evaluation.judge import run_judge
+    from trainer.runtime import distributed
+    from trainer.training.options import Options
+
+    comparison = _comparison(how, runs, split)
+    distributed.init()
+    run_options = Options(
+        how.savedir_base, data_path=how.data_path, cache_dir=how.cache_dir, strict=strict
+    )
+    folder = how.out or how.savedir_base / options.id_of(comparison.after.experiments[0])
+    judgement = run_judge(comparison, run_options, folder)
+    if distributed.is_main():
+        _tell(judgement, folder)
+    if judgement.refusals:
+        raise typer.Exit(EXIT_REFUSED)
+
+
+def _refuse(asked: Any, kind: type, why: str) -> None:
+    """ConfigError for flags of the other use of this command."""
+    usual = {field.name: field.default for field in fields(kind)}
+    given = [f"--{name}" for name, one in vars(asked).items() if one != usual[name]]
+    if given:
+        raise ConfigError(f"judge: got {', '.join(given)} {why}. Give the one or the other.")
+
+
+def _comparison(how: JudgeOptions, runs: list[str], split: str | None) -> ComparedModels:
+    from trainer.evaluation import sides
+
+    experiments = [sides.dictionary_of(how.savedir_base, one) for one in runs]
+    flags = {"against": how.against, "split": split, "answers": how.answers}
+    flags |= {"overlap": how.overlap, "slices_by": how.slices_by}
+    stated: dict[str, Any] = {name: one for name, one in flags.items() if one is not None}
+    if how.keep is not None:
+        stated["keep"] = None if how.keep == "nothing" else how.keep
+    if how.gate is not None:
+        stated["gate"] = _gate(how.gate)
+    where: dict[str, Any] = {"model": how.model, "limit": how.limit, "batch": how.batch}
+    return sides.compared(how.savedir_base, experiments, stated, **where)
+
+
+def _gate(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--gate {text!r} is not JSON ({error}). Write it such as "
+            '--gate \'{"em": {"gain": 0.01}}\'.'
+        ) from None
+
+
+def _tell(judgement: Judgement, folder: Path) -> None:
+    for name, score in judgement.scores.items():
+        one = score.outcome
+        typer.echo(
+            f"{name} {one.before:.6f} -> {one.after:.6f} ({one.effect:+.6f}, 95%: {one.low:+.6f} "
+            f"to {one.high:+.6f}, p {score.p:.4g}): {score.result}"
+        )
+    for name, (before, after, why) in judgement.untested.items():
+        typer.echo(f"{name} {before} -> {after}: not tested, {why}")
+    typer.echo(f"verdict: {judgement.words}")
+    for line in judgement.refusals:
+        typer.echo(f"refused: {line}")
+    typer.echo(f"wrote {folder / 'judge.json'} and {folder / 'judge.md'}")

@@ -1,0 +1,264 @@
+"""Whether a trained model is better than another one, what broke, and what it forgot: judge.json,
+judge.md and judge_answers.jsonl of a run.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer import tasks
+from trainer.config.identity import exp_id
+from trainer.config.scores.judged import Judging
+from trainer.data.stream.store import is_streamed
+from trainer.data.token_store import store_of
+from trainer.errors import ConfigError, DataError
+from trainer.evaluation.by_row import RowTexts, results_of
+from trainer.evaluation.general_texts import loss_on_texts
+from trainer.evaluation.sides import ComparedModels, Side
+from trainer.files.atomic import replace_file, write_json
+from trainer.metrics.intervals import RowSums
+from trainer.metrics.test_record import weights_of
+from trainer.runtime.distributed import on_main
+from trainer.statistics.overlap import shared_rows
+from trainer.verdict.judgement import Judgement, ScoredRows, judge
+from trainer.verdict.report import report, text_of
+
+if TYPE_CHECKING:
+    from trainer.protocol.task import Row
+    from trainer.training.options import Options
+
+logger = logging.getLogger(__name__)
+
+FILE, REPORT, ANSWERS = "judge.json", "judge.md", "judge_answers.jsonl"
+_FIRST = 5  # rows that a refusal names
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """What one side scored."""
+
+    results: list[ScoredRows]  # by seed
+    texts: list[RowTexts]
+    general: RowSums | None  # the first seed's loss on general texts
+
+
+def run_judge(
+    comparison: ComparedModels,
+    options: Options,
+    folder: Path,
+    *,
+    stop: Callable[[], None] | None = None,
+) -> Judgement:
+    """Compare the two models, and write FILE, REPORT and ANSWERS into a folder. A collective.
+
+    ConfigError for models that cannot be compared, and for a gate on a score that nobody has
+    computed. DataError for rows that are training rows, unless they are to be left out.
+    """
+    how, options = comparison.how, replace(options, wandb_project_name=None)
+    left_out = _overlap(comparison.after.experiments[0], how, options, comparison.limit)
+    sides = [
+        _evaluated(side, comparison, options, stop)
+        for side in (comparison.before, comparison.after)
+    ]
+    _refuse_other_rows(comparison, [rows for side in sides for rows in side.texts])
+    rows = sides[0].texts[0]
+    keeps_N = np.ones(len(rows.rows), dtype=bool)
+    keeps_N[left_out] = False
+    before, after = ([_part(one, keeps_N) for one in side.results] for side in sides)
+    rows = _rows_part(rows, keeps_N)
+    try:
+        judgement = judge(
+            before,
+            after,
+            rows.rows,
+            general=_pair(sides[0].general, sides[1].general),
+            slices_by=how.slices_by,
+            gate=how.gate,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    facts = _facts(comparison, options, left_out)
+    on_main(lambda: _write(folder, facts, judgement, before[0], after[0], rows))
+    return judgement
+
+
+def _evaluated(
+    side: Side, comparison: ComparedModels, options: Options, stop: Callable[[], None] | None
+) -> _Evaluated:
+    how, results, texts = comparison.how, list[ScoredRows](), list[RowTexts]()
+    questions = [*side.questions(how, comparison.limit, comparison.batch)]
+    for question in questions:
+        task = tasks.load(tasks.parse(question.values), options.places)
+        result, rows = results_of(task, question, options, num_replies=how.answers, stop=stop)
+        results.append(result)
+        texts.append(rows)
+        gc.collect()  # the model
+    general = None
+    if how.keep is not None:
+        general = loss_on_texts(questions[0], how.keep, options, stop=stop)
+        gc.collect()
+    return _Evaluated(results, texts, general)
+
+
+def _pair(before: RowSums | None, after: RowSums | None) -> tuple[RowSums, RowSums] | None:
+    """The losses of both models on general texts, where they are of the same tokens."""
+    if before is None or after is None:
+        return None
+    if not np.array_equal(before.den_N, after.den_N):
+        logger.info("the two models have other tokens: their losses on texts are not compared")
+        return None
+    return before, after
+
+
+# Rows
+# --------------------------------------------------------------------------------------------------
+
+
+def _overlap(
+    values: dict[str, Any], how: Judging, options: Options, limit: int | None
+) -> list[int]:
+    """The rows, from 0, that are training rows too and are left out. DataError where they are to be
+    refused. A collective.
+    """
+    task: Any = tasks.load(tasks.parse(values), options.places)
+    if is_streamed(task):
+        logger.info("%s rows that a stream trains on, too, are not looked for", how.split)
+        return []
+    train, split = (store_of(task, one, options.cache_dir) for one in ("train", how.split))
+    pairs: list[tuple[int, int]] = on_main(lambda: shared_rows(train, split))
+    pairs = [(row, trained) for row, trained in pairs if limit is None or row < limit]
+    refuse_overlap(how, pairs, len(split))
+    return [row for row, _ in pairs]
+
+
+def refuse_overlap(how: Judging, pairs: Sequence[tuple[int, int]], num_rows: int) -> None:
+    """DataError for rows of the split that are training rows, unless they are to be left out.
+
+    pairs: the row and the training row of each, from 0.
+    """
+    if not pairs:
+        return
+    first = ", ".join(f"row {row + 1} is training row {one + 1}" for row, one in pairs[:_FIRST])
+    more = ", ..." if len(pairs) > _FIRST else ""
+    line = (
+        f"{len(pairs):,} of {num_rows:,} rows of the {how.split} split are training rows "
+        f"({first}{more}): what is measured on them is remembered, not learnt"
+    )
+    if how.overlap == "refuse":
+        raise DataError(
+            f"judge: {line}. Take them out of one of the two, or use --overlap leave_out "
+            '("overlap": "leave_out" in a dictionary).'
+        )
+    logger.warning("%s; they are left out", line)
+
+
+def _refuse_other_rows(comparison: ComparedModels, texts: Sequence[RowTexts]) -> None:
+    """ConfigError when the runs were not evaluated on the same rows."""
+    digests = [_digest(one.rows) for one in texts]
+    names = [exp_id(values) for values in _experiments(comparison)]
+    for name, digest in zip(names, digests, strict=True):
+        if digest != digests[0]:
+            raise ConfigError(
+                f"judge: run {name} has other rows in its {comparison.how.split} split than run "
+                f"{names[0]}: two models are compared on the same rows. Give both dictionaries the "
+                "same data, and --data_path."
+            )
+
+
+def _experiments(comparison: ComparedModels) -> list[dict[str, Any]]:
+    return [*comparison.before.experiments, *comparison.after.experiments]
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    total = hashlib.sha256()
+    for row in rows:
+        total.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return total.hexdigest()
+
+
+def _part(result: ScoredRows, keeps_N: np.ndarray) -> ScoredRows:
+    """The results of some rows."""
+    sums = {
+        name: RowSums(one.num_N[keeps_N], one.den_N[keeps_N]) for name, one in result.sums.items()
+    }
+    answers = [text for text, keeps in zip(result.answers, keeps_N, strict=True) if keeps]
+    return replace(result, sums=sums, answers=answers)
+
+
+def _rows_part(rows: RowTexts, keeps_N: np.ndarray) -> RowTexts:
+    places: list[int] = np.flatnonzero(keeps_N).tolist()
+    return RowTexts([rows.rows[at] for at in places], [rows.references[at] for at in places])
+
+
+# Files
+# --------------------------------------------------------------------------------------------------
+
+
+def _facts(comparison: ComparedModels, options: Options, left_out: Sequence[int]) -> dict[str, Any]:
+    """What was compared."""
+    after = comparison.after
+    folder = options.savedir_base / exp_id(after.experiments[0]) / after.model
+    return {
+        "model": after.model,
+        "weights": weights_of(folder),
+        "runs": [exp_id(values) for values in after.experiments],
+        "against": comparison.before.name,
+        "against_runs": [exp_id(values) for values in comparison.before.experiments],
+        "split": comparison.how.split,
+        "limit": comparison.limit,
+        "left_out_rows": [row + 1 for row in left_out],
+    }
+
+
+def _write(
+    folder: Path,
+    facts: Mapping[str, Any],
+    judgement: Judgement,
+    before: ScoredRows,
+    after: ScoredRows,
+    rows: RowTexts,
+) -> None:
+    text = report(facts, judgement, rows.rows, rows.references, (before.answers, after.answers))
+    replace_file(folder / REPORT, text.encode())
+    lines = [json.dumps(one, ensure_ascii=False) for one in _pairs_of_answers(before, after, rows)]
+    replace_file(folder / ANSWERS, "".join(f"{line}\n" for line in lines).encode())
+    write_json(folder / FILE, {**facts, **judgement.record()})
+
+
+def _pairs_of_answers(
+    before: ScoredRows, after: ScoredRows, rows: RowTexts
+) -> Iterator[dict[str, Any]]:
+    """Each row that both models answered, for people who say which answer is better: its number,
+    `prompt` (turns of a conversation, or a text), the right answers, and `before` and `after`.
+    """
+    answers = zip(before.answers, after.answers, strict=True)
+    for number, (one, other) in enumerate(answers):
+        if one is None or other is None:
+            continue
+        yield {
+            "row": number + 1,
+            "prompt": _prompt_of(rows.rows[number]),
+            "references": list(rows.references[number]),
+            "before": one,
+            "after": other,
+        }
+
+
+def _prompt_of(row: Row) -> Any:
+    """What a row asks: the turns before the last answer, or the text before it."""
+    turns: list[Row] | None = row.get("messages")
+    if turns is not None:
+        last = max(at for at, turn in enumerate(turns) if turn.get("role") == "assistant")
+        return turns[:last]
+    if "answer_spans" in row:
+        return row["text"][: row["answer_spans"][-1][0]]
+    return text_of(row)
