@@ -26,12 +26,12 @@ from trainer.protocol.task import Places
 LR, BETA, CLIP = 1e-4, 0.1, 1.0
 LLAMA = {
     "model_type": "llama",
-    "vocab_size": 16384,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 1024,
     "bos_token_id": 0,
     "eos_token_id": 0,
