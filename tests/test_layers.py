@@ -9,7 +9,8 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 5  launch/, survival/, evaluation/, judging/, averages/, harness/
 4  training/, plan/, retrieval/, statistics/, exports/
 3  tasks/<name>/
-2  models/, data/, telemetry/, tasks/{token_task,distilled,generated}.py
+2  models/, data/, telemetry/,
+   tasks/{token_task,distilled,generated,continuation,continuation_program}.py
 1  runtime/, files/, metrics/, protocol/
 0  config/, errors.py, program.py, version.py, data/formats/,
    files/{atomic,survive,survival_events}.py, runtime/process.py,
@@ -65,6 +66,8 @@ FLOORS = {
     "trainer.models": 2,
     "trainer.telemetry": 2,
     "trainer.tasks.distilled": 2,
+    "trainer.tasks.continuation": 2,
+    "trainer.tasks.continuation_program": 2,
     "trainer.tasks.generated": 2,
     "trainer.tasks.merged_base": 3,
     "trainer.tasks.token_task": 2,

@@ -1174,12 +1174,16 @@ PREFERENCES = wording(
     preference_not_text="the {part} is {value}, want text. Lists of turns are conversations",
     preference_answer="an answer is {value}, want text, or a list of turns",
     preference_input="'input' is {value}, want an object with a list of messages",
+    answer_scored_absent="want 'prompt' and 'completion', the answer that is scored",
     start_row_unread="was not read by the model that the run began with",
     start_part_torn="{part}: ...the next start of the run makes it again",
 ) | wording(
     ConfigError,
     preference_key="{key} with loss='{loss}', which does not read it",
     preference_stream="data.stream=true with preference.loss='{loss}'",
+    preference_chat_of_two='data.source="chat" with a {family}, whose encoder reads the prompt',
+    preference_reward_of_two="preference.loss='reward' with a {family}, of which nothing here takes",
+    preference_pictures="base: a {family} reads pictures, too; want a model of texts alone",
 )
 
 PREFERENCES |= wording(LatheError, start_unread="has not read these rows: call read_start() first")

@@ -25,11 +25,19 @@ from trainer.commands.texts.pieces import AnswerText, choices_of, pieces
 from trainer.commands.texts.wishes import WrongWish, begun
 from trainer.errors import ConfigError, LatheError
 from trainer.evaluation.predict import OpenExport, rows_at_once
-from trainer.evaluation.run import Question, model_folder, open_model
+from trainer.evaluation.run import Question, open_model
 from trainer.files.atomic import read_json
 from trainer.metrics.mergeable import cut_at
-from trainer.protocol.abilities import GREEDY, Answers, CutRow, Embeds, Prediction, Search, Side
-from trainer.tasks.preference.language_model import as_language_model
+from trainer.protocol.abilities import (
+    GREEDY,
+    Answers,
+    CutRow,
+    Embeds,
+    Prediction,
+    Search,
+    Side,
+    continues,
+)
 from trainer.training.options import Options
 
 _PROMPTS = {"prompt", "prompts", "messages"}  # of a language model's questions
@@ -49,11 +57,7 @@ def main() -> int:
     try:
         if weights.startswith("step-"):
             export_step(run, int(weights.removeprefix("step-")), options.places)
-        folder_or_name = weights
-        if values["task"] == "preference":
-            folder_or_name = str(model_folder(Question(values, model=weights), options))
-            values = as_language_model(values)
-        model_of_run = OpenExport(*open_model(Question(values, model=folder_or_name), options))
+        model_of_run = OpenExport(*open_model(Question(values, model=weights), options))
     except LatheError as error:
         _say(out, {"error": str(error)})
         return error.exit_code
@@ -77,7 +81,7 @@ def answers(opened_run: OpenExport, questions: list[dict[str, Any]]) -> Iterator
     choices: list[AnswerText] = []
     others: list[int] = []
     for number, one in enumerate(questions):
-        if task.cfg.task != "causal_lm" or not _PROMPTS & one.keys():
+        if not (continues(task) and _PROMPTS & one.keys()):
             others.append(number)
             continue
         try:

@@ -41,21 +41,21 @@ FAULTS = [
         tests=CHAT,
     ),
     Fault(
-        "trainer/tasks/causal_lm/trained.py",
+        "trainer/tasks/continuation_program.py",
         "prompt = _STILL + prompt",
         "pass",
         why="the program of a card writes the day on which it runs",
         tests=CHAT,
     ),
     Fault(
-        "trainer/tasks/causal_lm/trained.py",
+        "trainer/tasks/continuation_program.py",
         "if ids[:1] != {opening}:",
         "if ids:",
         why="the program of a card opens a text twice",
         tests=PROMPTS,
     ),
     Fault(
-        "trainer/tasks/causal_lm/task.py",
+        "trainer/tasks/continuation.py",
         "return self._ids(self.chat.opened(row))",
         "return self._begun(self._ids(self.chat.opened(row)))",
         why="predict opens a conversation that its template opened behind a blank once more",
@@ -244,7 +244,7 @@ FAULTS = [
         tests=LONG,
     ),
     Fault(
-        "trainer/tasks/causal_lm/trained.py",
+        "trainer/tasks/continuation.py",
         "[one for one in texts if one.most == length]",
         "texts",
         why="beams go on behind the positions of the model",

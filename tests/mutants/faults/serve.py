@@ -158,7 +158,7 @@ FAULTS = [
         tests="tests/unit/test_spelling.py",
     ),
     Fault(
-        "trainer/tasks/causal_lm/trained.py",
+        "trainer/tasks/continuation.py",
         "grown(base, texts[start : start + len(rows)], pad=task.pad)",
         "grown(base, texts[start:], pad=task.pad)",
         why="the batch does not bound the texts of one forward",

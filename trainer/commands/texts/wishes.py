@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.commands.options import module_of
 from trainer.data.chat.calls import CallSyntax, Said, syntax_of
 from trainer.data.formats.conversation import opened
 from trainer.errors import ConfigError, LatheError
@@ -14,6 +13,7 @@ from trainer.models.generation.grammar import Grammar, grammar_of
 from trainer.models.generation.sampling import Adjustment
 from trainer.models.generation.texts import GrowingText
 from trainer.protocol.abilities import Search
+from trainer.tasks import continuation
 
 _PLACE = "the request"
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -85,9 +85,8 @@ def begun(task: Any, base: Any, one: Mapping[str, Any]) -> list[PromptOfText]:
 
 def _row(task: Any, base: Any, prompt: Any, *, is_with_tools: bool) -> dict[str, Any]:
     """The row of one prompt: a text, token ids, or an object with messages."""
-    trained = module_of("causal_lm", "trained", "answer")
     if isinstance(prompt, str):
-        return trained.row_to_predict(task, {"text": prompt}, _PLACE)
+        return continuation.row_to_predict(task, {"text": prompt}, _PLACE)
     if isinstance(prompt, list):
         size = base.get_input_embeddings().weight.shape[0]
         wrong = next((token for token in prompt if not 0 <= token < size), None)
@@ -98,7 +97,7 @@ def _row(task: Any, base: Any, prompt: Any, *, is_with_tools: bool) -> dict[str,
             )
         return {"ids": prompt, "is_turn": False}
     raw = {"messages": prompt["messages"], "tools": prompt.get("tools") if is_with_tools else None}
-    row = trained.row_to_predict(task, raw, _PLACE)
+    row = continuation.row_to_predict(task, raw, _PLACE)
     conversation = opened(raw, _PLACE)
     _refuse_unwritten(task, conversation["messages"], task.chat.opened(conversation))
     return row
@@ -122,7 +121,6 @@ def _refuse_unwritten(task: Any, messages: list[dict[str, Any]], whole: str) -> 
 def _texts(
     task: Any, base: Any, row: dict[str, Any], one: Mapping[str, Any], adjustment: Adjustment | None
 ) -> list[GrowingText]:
-    trained = module_of("causal_lm", "trained", "answer")
     temperature = 1.0 if one["temperature"] is None else one["temperature"]
     search = Search(
         num_answers=one.get("n", 1),
@@ -131,7 +129,7 @@ def _texts(
         seed=one["seed"],
     )
     how = {"stops": one["stop"], "is_told": True, "num_likeliest": one.get("logprobs")}
-    texts = trained.continuations(task, base, row, search, max_tokens=one["max_tokens"], **how)
+    texts = continuation.continuations(task, base, row, search, max_tokens=one["max_tokens"], **how)
     for text in texts:
         text.adjustment = adjustment.copy() if adjustment is not None else None
     return texts
