@@ -182,9 +182,10 @@ def _language_model(how: JudgeOptions) -> LanguageModel | None:
 
 
 def _comparison(how: JudgeOptions, runs: list[str], split: str | None) -> ComparedModels:
+    from trainer.evaluation.named_run import dictionary_of
     from trainer.judging import sides
 
-    experiments = [sides.dictionary_of(how.savedir_base, one) for one in runs]
+    experiments = [dictionary_of(how.savedir_base, one) for one in runs]
     flags = {"against": how.against, "split": split, "answers": how.answers}
     flags |= {"overlap": how.overlap, "slices_by": how.slices_by}
     stated: dict[str, Any] = {name: one for name, one in flags.items() if one is not None}

@@ -1,4 +1,4 @@
-"""BatchFolders as files, so that a server that was killed, or another one, goes on with them.
+"""Batches as files, so that a server that was killed, or another one, goes on with them.
 
 <savedir_base>/_service/batches/<batch id>/
     batch.json          the request; written once

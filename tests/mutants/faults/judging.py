@@ -30,8 +30,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/verdict/slices.py",
-        "largest.append((sums / scale_C).max(axis=1))",
-        "largest.append((sums / scale_C)[:, 0])",
+        "return (sums_RC / scale_C.astype(np.float32)).max(axis=1)",
+        "return (sums_RC / scale_C.astype(np.float32))[:, 0]",
         why="the worst of many slices of equal models is named",
         tests=PAIRED,
     ),
