@@ -36,7 +36,7 @@ from jobs.serve.answers import routes as answer_routes
 from jobs.serve.answers.workers import Workers
 from jobs.serve.batches import routes as batch_routes
 from jobs.serve.batches.asking import Asking
-from jobs.serve.batches.folder import Batches
+from jobs.serve.batches.folder import BatchFolders
 from jobs.serve.batches.runner import BatchRunner
 from jobs.serve.dialect import checkpoints as checkpoint_routes
 from jobs.serve.dialect import files as file_routes
@@ -223,7 +223,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
     app.state.keeper, app.state.shares = keeper, shares
     app.state.workers = Workers(keeper.folder.cache, keeper.config.loaded_models)
     veil = Veil.of(keeper.folder.base.path, [PROJECT])
-    app.state.batches = Batches(keeper.folder)
+    app.state.batches = BatchFolders(keeper.folder)
     webhooks = Webhooks.of(keeper, app.state.batches)
     app.state.batch_runner = BatchRunner(keeper, app.state.batches, Asking(keeper, HANDLERS, veil))
     return Door(app, gate, shares, veil)

@@ -15,7 +15,7 @@ from openai import OpenAI
 from jobs.serve.batches import routes as batch_routes
 from jobs.serve.batches import runner as batch_runner
 from jobs.serve.batches.asking import TOGETHER
-from jobs.serve.batches.folder import Batch, Batches, BatchFolder, ids_of_lines
+from jobs.serve.batches.folder import Batch, BatchFolder, BatchFolders, ids_of_lines
 from jobs.serve.batches.turn import append
 from tests.serve.answering import StandIn, line, stand_in, tuned_model
 from tests.serve.conftest import Service, Stub, jsonl, own_queue, serving, wait_until
@@ -155,6 +155,19 @@ def test_a_file_of_another_purpose_makes_no_batch(world: World) -> None:
     says("upload_purpose", other.value, key="training_file", purpose="batch")
 
 
+def test_the_same_key_is_the_same_batch(world: World) -> None:
+    _, _, client, model = world
+    key = {"extra_headers": {"Idempotency-Key": "monday"}}
+    file = client.files.create(file=("b.jsonl", jsonl([line(0, model, "i")])), purpose="batch")
+    options: Any = {"input_file_id": file.id, "completion_window": "24h", **key}
+    ids = {client.batches.create(endpoint="/v1/chat/completions", **options).id for _ in range(3)}
+    assert len(ids) == 1
+    with pytest.raises(openai.ConflictError) as caught:
+        client.batches.create(endpoint="/v1/completions", **options)
+    says("job_of_another_request", caught.value)
+    until_end(client, ids.pop())
+
+
 def test_a_cancelled_batch_keeps_what_was_answered(world: World) -> None:
     _, _, client, model = world
     rows = [line(number, model, f"d{number}") for number in range(16)]
@@ -271,7 +284,7 @@ def test_a_service_without_workers_for_batches_refuses_them(
 
 
 def test_owners_take_turns_and_the_one_who_waited_longest_is_next(tmp_path: Path) -> None:
-    runner = batch_runner.BatchRunner(None, Batches(None), None)  # type: ignore[arg-type]
+    runner = batch_runner.BatchRunner(None, BatchFolders(None), None)  # type: ignore[arg-type]
 
     def batch(owner: str, number: int) -> tuple[Batch, BatchFolder]:
         at = f"2026-01-01T00:00:{number:02}.000+00:00"

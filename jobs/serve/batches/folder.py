@@ -184,7 +184,7 @@ class BatchFolder:
 
 
 @dataclass
-class Batches:
+class BatchFolders:
     """All batches of a service. What has ended is read once."""
 
     service: ServiceFolder
@@ -200,7 +200,8 @@ class Batches:
         """Write a new batch durably. content: of its file. StorageError."""
         folder = BatchFolder(self.service.batches / batch.id)
         with refusals(folder.path):
-            folder.path.mkdir(parents=True)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.input.unlink(missing_ok=True)  # of a server that was killed here
             try:
                 os.link(content, folder.input)
             except OSError:  # a file system without hard links
