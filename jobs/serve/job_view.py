@@ -153,7 +153,7 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
         "batch_size": ticket.batch,
         "learning_rate_multiplier": ticket.lr_factor,
     }
-    of_method = dict(numbers_used)
+    of_method: dict[str, Any] = dict(numbers_used)
     if ticket.method == "dpo":
         of_method["beta"] = ticket.beta
     has_succeeded = now_.status == "succeeded"

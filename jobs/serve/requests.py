@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 32  # of JSON
 MAX_ERRORS = 20  # in the message about one body
+MAX_KEY = 255  # letters of an Idempotency-Key
 Auto = Literal["auto"]
 Epochs = Annotated[int, Field(ge=1, le=10_000)] | Auto
 Batch = Annotated[int, Field(ge=1, le=1_000_000)] | Auto
@@ -149,7 +150,7 @@ class Method(Body):
                 "'reinforcement' is not served: want 'supervised' or 'dpo'. Write graded answers "
                 "as pairs, the better one as preferred_output, and use dpo"
             )
-        return values
+        return cast("Any", values)
 
     @model_validator(mode="after")
     def _has_one_block(self) -> Method:
@@ -196,6 +197,14 @@ class CreateJob(Body):
         # earlier versions, which have made jobs of the same requests, knew no method but one
         without = {"method": {"dpo"}} if self.method_name == "supervised" else None
         return hashlib.sha256(self.model_dump_json(exclude=without).encode()).hexdigest()
+
+
+def idempotency_key(request: Request) -> str | None:
+    """The key by which a repeated request is known; None without one. Refusal for a long one."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= MAX_KEY:
+        raise Refusal(400, f"Idempotency-Key: want 1 to {MAX_KEY} letters.")
+    return key
 
 
 B = TypeVar("B", bound=Body)

@@ -363,10 +363,10 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(ID_DIGITS // 2)
 
 
-def id_of_key(owner: str, key: str) -> str:
-    """The job id of an Idempotency-Key of a token: always the same."""
+def id_of_key(owner: str, key: str, prefix: str = JOB) -> str:
+    """The id of what a request with an Idempotency-Key of a token makes: always the same."""
     digest = hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
-    return JOB + digest[:ID_DIGITS]
+    return prefix + digest[:ID_DIGITS]
 
 
 def is_id(text: str, prefix: str) -> bool:

@@ -155,6 +155,19 @@ def test_a_file_of_another_purpose_makes_no_batch(world: World) -> None:
     says("upload_purpose", other.value, key="training_file", purpose="batch")
 
 
+def test_the_same_key_is_the_same_batch(world: World) -> None:
+    _, _, client, model = world
+    key = {"extra_headers": {"Idempotency-Key": "monday"}}
+    file = client.files.create(file=("b.jsonl", jsonl([line(0, model, "i")])), purpose="batch")
+    options: Any = {"input_file_id": file.id, "completion_window": "24h", **key}
+    ids = {client.batches.create(endpoint="/v1/chat/completions", **options).id for _ in range(3)}
+    assert len(ids) == 1
+    with pytest.raises(openai.ConflictError) as caught:
+        client.batches.create(endpoint="/v1/completions", **options)
+    says("job_of_another_request", caught.value)
+    until_end(client, ids.pop())
+
+
 def test_a_cancelled_batch_keeps_what_was_answered(world: World) -> None:
     _, _, client, model = world
     rows = [line(number, model, f"d{number}") for number in range(16)]

@@ -19,7 +19,7 @@ from openai import InvalidWebhookSignatureError, OpenAI
 from jobs.serve import offers
 from jobs.serve.webhooks import sender
 from jobs.serve.webhooks.endpoints import EVERY_EVENT, Webhook
-from jobs.serve.webhooks.outbox import JobEnding, Outbox, WebhookMessage
+from jobs.serve.webhooks.outbox import Outbox, WebhookEvent, WebhookMessage
 from jobs.serve.webhooks.sender import after_try
 from tests.serve.answering import line, stand_in, tuned_model
 from tests.serve.conftest import CHAT, Service, Stub, jsonl, serving, until_status, wait_until
@@ -221,7 +221,7 @@ def test_tries_are_further_and_further_apart_and_end_after_three_days(
 
 
 def test_a_message_is_written_once_whatever_comes_of_it(tmp_path: Path) -> None:
-    outbox, ending = Outbox(tmp_path / "box"), JobEnding("batch.completed", "batch_1", 5)
+    outbox, ending = Outbox(tmp_path / "box"), WebhookEvent("batch.completed", "batch_1", 5)
     assert outbox.since(3) == 3
     assert outbox.since(9) == 3
     outbox.add(ending)
@@ -232,7 +232,7 @@ def test_a_message_is_written_once_whatever_comes_of_it(tmp_path: Path) -> None:
     assert outbox.messages() == []
     with outbox.alone() as is_ours, outbox.alone() as is_theirs:
         assert (is_ours, is_theirs) == (True, False)
-    outbox.add(JobEnding("batch.completed", "batch_1", 6))
+    outbox.add(WebhookEvent("batch.completed", "batch_1", 6))
     assert len(outbox.messages()) == 1
 
 

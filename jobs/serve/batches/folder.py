@@ -200,7 +200,8 @@ class BatchFolders:
         """Write a new batch durably. content: of its file. StorageError."""
         folder = BatchFolder(self.service.batches / batch.id)
         with refusals(folder.path):
-            folder.path.mkdir(parents=True)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.input.unlink(missing_ok=True)  # of a server that was killed here
             try:
                 os.link(content, folder.input)
             except OSError:  # a file system without hard links

@@ -30,6 +30,7 @@ from jobs.serve.requests import (
     PlainJSON,
     Refusal,
     client_of,
+    idempotency_key,
     keeper_of,
     list_object,
     page_query,
@@ -38,7 +39,7 @@ from jobs.serve.requests import (
     shares_of,
     writer_of,
 )
-from jobs.serve.tickets import UploadFolder, new_id
+from jobs.serve.tickets import UploadFolder, id_of_key, new_id
 
 WINDOW = timedelta(hours=24)
 
@@ -59,14 +60,24 @@ async def create_batch(request: Request) -> Response:
         text = "batches: this service answers none (batch_models=0). Send the requests one by one."
         raise Refusal(400, text, code="unsupported")
     body = await read_body(request, CreateBatch, keeper.config)
+    key = idempotency_key(request)
     async with shares_of(request).turn("create", client.name):
-        batch = await run_in_threadpool(_create, request, body)
+        batch = await run_in_threadpool(_create, request, body, key)
     runner_of(request).poke()
     return PlainJSON(batch)
 
 
-def _create(request: Request, body: CreateBatch) -> dict[str, Any]:
+def _create(request: Request, body: CreateBatch, key: str | None) -> dict[str, Any]:
+    """The new batch, or the one that a request with the same key has made before."""
     keeper, client, batches = keeper_of(request), writer_of(request), batches_of(request)
+    batch_id = new_id(BATCH) if key is None else id_of_key(client.name, key, BATCH)
+    before = batches.state(batch_id)
+    if before is not None:
+        told = before.batch.model_dump()
+        if any(told[name] != value for name, value in body.model_dump().items()):
+            text = f"The Idempotency-Key {quote(key)} made {batch_id} of another request."
+            raise Refusal(409, f"{text} Use a new key.", code="idempotency_error")
+        return batch_object(before)
     content = _content(request, body.input_file_id)
     most = keeper.config.batches_at_once
     open_ones = sum(batch.owner == client.name for batch, _ in batches.open())
@@ -76,7 +87,7 @@ def _create(request: Request, body: CreateBatch) -> dict[str, Any]:
     uploads.refuse_on_full_disk(keeper, 0)
     created = now()
     batch = Batch(
-        id=new_id(BATCH),
+        id=batch_id,
         created_at=created,
         expires_at=(datetime.fromisoformat(created) + WINDOW).isoformat(timespec="milliseconds"),
         owner=client.name,

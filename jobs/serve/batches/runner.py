@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
@@ -22,7 +21,7 @@ from jobs.record.paths import is_exp_id
 from jobs.serve.access import Client
 from jobs.serve.batches.asking import Asking
 from jobs.serve.batches.ends import fail, finish
-from jobs.serve.batches.folder import Batch, BatchCheck, BatchFolder, BatchFolders
+from jobs.serve.batches.folder import Batch, BatchCheck, BatchFolder, BatchFolders, EndStatus
 from jobs.serve.batches.lines import LineCheck
 from jobs.serve.batches.turn import BatchTurn
 from jobs.serve.dialect.names import model_of
@@ -124,13 +123,13 @@ class BatchRunner:
             is_done = False
             if check is not None and not folder.is_cancelled() and not batch.has_expired:
                 is_done = await turn.is_done()
-            end = partial(run_in_threadpool, finish, self.keeper, turn)
-            if is_done:
-                await end("completed")
-            elif folder.is_cancelled():
-                await end("cancelled")
-            elif batch.has_expired:
-                await end("expired")
+            status: EndStatus | None = "completed" if is_done else None
+            if status is None and folder.is_cancelled():
+                status = "cancelled"
+            elif status is None and batch.has_expired:
+                status = "expired"
+            if status is not None:
+                await run_in_threadpool(finish, self.keeper, turn, status)
 
     def _gives_way(self, batch: Batch) -> Callable[[], bool]:
         """Whether a batch has had its time, and another one waits."""

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from jobs.record.paths import is_there
 from jobs.serve.dialect.saved_steps import exportable_steps
 from jobs.serve.requests import Refusal, client_of, keeper_of, quote
+from jobs.serve.uploads import refuse_on_full_disk
 
 if TYPE_CHECKING:
     from jobs.serve.keeper import Keeper
@@ -69,6 +71,11 @@ def named_model(request: Request, name: str) -> NamedModel:
 
 
 def run_of(request: Request, name: str) -> tuple[Path, str]:
-    """The run folder of a named model, and which of its models it is (NamedModel.weights)."""
-    model = named_model(request, name)
-    return keeper_of(request).folder.base.run(model.exp_id).path, model.weights
+    """The run folder of a named model, and which of its models it is (NamedModel.weights). Refusal
+    where the disk has no room for a model that is yet to be made of a checkpoint.
+    """
+    keeper, model = keeper_of(request), named_model(request, name)
+    run = keeper.folder.base.run(model.exp_id).path
+    if model.step is not None and not is_there(run / model.weights):
+        refuse_on_full_disk(keeper, 0)
+    return run, model.weights

@@ -27,6 +27,7 @@ from jobs.serve.requests import (
     CreateJob,
     PlainJSON,
     Refusal,
+    idempotency_key,
     keeper_of,
     quote,
     read_body,
@@ -43,15 +44,11 @@ if TYPE_CHECKING:
     from jobs.serve.keeper import Keeper
     from jobs.serve.offers import Offer
 
-MAX_KEY = 255  # letters of an Idempotency-Key
-
 
 async def create_job(request: Request) -> Response:
     keeper, client = keeper_of(request), writer_of(request)
     body = await read_body(request, CreateJob, keeper.config)
-    key = request.headers.get("idempotency-key")
-    if key is not None and not 0 < len(key) <= MAX_KEY:
-        raise Refusal(400, f"Idempotency-Key: want 1 to {MAX_KEY} letters.")
+    key = idempotency_key(request)
     async with shares_of(request).turn("create", client.name):
         return PlainJSON(await run_in_threadpool(_create, keeper, client, body, key))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from jobs.serve.rows.turns import Row, quote
 from trainer.data.formats import conversation
@@ -15,7 +15,8 @@ _TURNS = 'a list of turns, such as [{"role": "assistant", "content": "..."}]'
 def preference_problems(row: Row) -> Iterator[tuple[str, str]]:
     """The mistakes of a row, as (got, want). Two answers that are equal teach nothing."""
     prompt = row["input"]
-    if not isinstance(prompt, dict) or not _is_list(prompt.get("messages")):
+    turns = cast("Row", prompt).get("messages") if isinstance(prompt, dict) else None
+    if not _is_list(turns):
         yield f"input={quote(prompt)}", 'an object with "messages", a list of turns'
         return
     wrong = [name for name in ANSWERS if not _is_list(row[name])]

@@ -30,17 +30,17 @@ from trainer.files.atomic import create_json, refusals, write_json
 
 
 @dataclass(frozen=True)
-class JobEnding:
-    """Something that ended. at: seconds since 1970."""
+class WebhookEvent:
+    """Something that ended. type: as OpenAI calls it. at: seconds since 1970."""
 
-    event: str
+    type: str
     object_id: str
     at: int
 
     @property
     def id(self) -> str:
         """The id of the event, the same for every address."""
-        text = f"{self.event}\0{self.object_id}\0{self.at}"
+        text = f"{self.type}\0{self.object_id}\0{self.at}"
         return f"evt_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
@@ -100,19 +100,19 @@ class Outbox:
         first = read_model(self.path / "since.json", FirstSeen)
         return at if first is None else first.at
 
-    def add(self, ending: JobEnding) -> None:
+    def add(self, event: WebhookEvent) -> None:
         """Write a message about what ended, unless there is one, or was. StorageError."""
-        digest = hashlib.sha256(f"{self.path.name}\0{ending.id}".encode()).hexdigest()[:24]
+        digest = hashlib.sha256(f"{self.path.name}\0{event.id}".encode()).hexdigest()[:24]
         name = f"wh_{digest}"
         if is_there(self.told / f"{name}.json"):
             return
         message = WebhookMessage(
             id=name,
             created_at=now(),
-            event_id=ending.id,
-            event=ending.event,
-            object_id=ending.object_id,
-            ended_at=ending.at,
+            event_id=event.id,
+            event=event.type,
+            object_id=event.object_id,
+            ended_at=event.at,
         )
         create_json(self.waiting / f"{name}.json", message.model_dump(mode="json"))
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from jobs.record.times import now
 from jobs.serve.job_view import seconds
 from jobs.serve.webhooks.endpoints import Webhook, signature
-from jobs.serve.webhooks.outbox import JobEnding, Outbox, WebhookMessage
+from jobs.serve.webhooks.outbox import Outbox, WebhookEvent, WebhookMessage
 
 if TYPE_CHECKING:
     from jobs.serve.batches.folder import BatchFolders
@@ -49,7 +49,7 @@ class Webhooks:
         for number, webhook in enumerate(keeper.config.webhooks):
             webhook.secret()
             outbox = Outbox(keeper.folder.webhooks / webhook.digest)
-            source = Endings(keeper, batches)
+            source = NewEvents(keeper, batches)
             senders.append(WebhookSender(f"webhooks[{number}]", webhook, outbox, source))
         return cls(senders)
 
@@ -70,7 +70,7 @@ class Webhooks:
 
 
 @dataclass
-class Endings:
+class NewEvents:
     """What has ended, job or batch, since it was last looked at."""
 
     keeper: Keeper
@@ -78,17 +78,17 @@ class Endings:
     _tick: int = 0
     _batches: set[str] = field(default_factory=set[str])
 
-    def new(self) -> Iterator[JobEnding]:
+    def new(self) -> Iterator[WebhookEvent]:
         """What has ended since the last look; everything at the first one. sqlite3.Error."""
         tick = self.keeper.index.tick()
         if tick < self._tick:  # the index was deleted, and is made again
             self._tick = 0
         for body in self.keeper.index.ended_jobs(self._tick):
-            event = f"fine_tuning.job.{body['status']}"
-            yield JobEnding(event, body["id"], body["finished_at"] or body["created_at"])
+            at = body["finished_at"] or body["created_at"]
+            yield WebhookEvent(f"fine_tuning.job.{body['status']}", body["id"], at)
         for batch, end in self.batches.ended():
             if batch.id not in self._batches:
-                yield JobEnding(f"batch.{end.status}", batch.id, int(seconds(end.at)))
+                yield WebhookEvent(f"batch.{end.status}", batch.id, int(seconds(end.at)))
                 self._batches.add(batch.id)
         self._tick = tick
 
@@ -105,7 +105,7 @@ class WebhookSender:
     name: str
     webhook: Webhook
     outbox: Outbox
-    source: Endings
+    source: NewEvents
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
@@ -129,9 +129,9 @@ class WebhookSender:
             if not is_ours:
                 self.source.forget()
                 return None
-            for ending in self.source.new():
-                if ending.event in self.webhook.events and ending.at >= since:
-                    self.outbox.add(ending)
+            for event in self.source.new():
+                if event.type in self.webhook.events and event.at >= since:
+                    self.outbox.add(event)
             return self._send(self.outbox.messages())
 
     def _send(self, messages: Iterable[WebhookMessage]) -> str | None:
