@@ -2,7 +2,8 @@
 
     python -m tests.harnesses.ours < asked.json > told.json
 
-Asked: {name: {"run", "model", "data_path", "cache_dir", "flags"}}. Told, by name: "lines" that the
+Asked: {name: {"run", "model", "data_path", "cache_dir", "flags"}}; with "is_padded" rows are padded and
+go through lm-eval's own forward. Told, by name: "lines" that the
 command prints, and "answers" as theirs.py tells them; or "error".
 """
 
@@ -35,10 +36,19 @@ def main() -> None:
             answers.append([kind, list(one.args), value])
         return given
 
+    begin = TrainedLM.__init__
+    is_padded = False
+
+    def begun(lm: TrainedLM, *args: Any, **how: Any) -> None:
+        begin(lm, *args, **how)
+        lm._read = None if is_padded else lm._read
+
     TrainedLM._shared = heard  # type: ignore[method-assign]
+    TrainedLM.__init__ = begun  # type: ignore[method-assign]
     told: dict[str, Any] = {}
     for name, asked in json.load(sys.stdin).items():
         answers.clear()
+        is_padded = asked.get("is_padded", False)
         paths = {key: Path(path) for key, path in asked["flags"].pop("paths", {}).items()}
         flags = HarnessFlags(**asked["flags"], **paths)
         assert flags.is_set

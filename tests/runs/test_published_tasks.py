@@ -128,11 +128,13 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     how: dict[str, Any] = {"train": SHORT, "optim": {"lr": 1e-2}}
     chat = {"source": "chat", "chat_template": "own.jinja", "files": {"train": "chat.jsonl"}}
     lora = {"r": 4, "targets": "all-linear"}
+    bits: dict[str, Any] = {**how, "train": {**SHORT, "base_bits": 4}}
     values = {
         "plain": experiment("causal_lm", folder, **how) | base,
         "adapters": experiment("causal_lm", folder, lora=lora, **how) | base,
         "chat": experiment("causal_lm", folder, data={**chat, "valid_share": 0.3}, **how) | base,
         "preference": experiment("preference", folder, **how) | base,
+        "4 bits": experiment("causal_lm", folder, lora=lora, **bits) | base,
         "retriever": experiment("retriever", folder, **how),
     }
     savedir = tmp_path_factory.mktemp("runs")
@@ -205,6 +207,8 @@ def ours(python: Path, folder: Path, runs: dict[str, Path]) -> dict[str, Any]:
         name: {**places, "run": str(runs[name]), "flags": {**flags}} for name in TEXTS
     }
     asked["plain"]["flags"] |= {"against": "base"}
+    asked["4 bits"] = {**asked["plain"], "run": str(runs["4 bits"]), "flags": {**flags}}
+    asked["4 bits padded"] = {**asked["4 bits"], "flags": {**flags}, "is_padded": True}
     own = {"include_path": str(Path(room).with_name("places.py"))}
     retrieval = {"mteb": "PlacesRetrieval", "paths": own}
     asked["retriever"] = {**places, "run": str(runs["retriever"]), "flags": retrieval}
@@ -231,18 +235,7 @@ def test_answers_and_scores_are_those_of_lm_evals_own_model_on_the_export(
 ) -> None:
     given = ours[name]["answers"][: len(theirs[name]["answers"])]  # behind them those of the base
     mine, others = by_request(given), by_request(theirs[name]["answers"])
-    assert mine.keys() == others.keys()
-    kinds = {json.loads(request)[0] for request in mine}
-    assert kinds == {"choice", "text", "answer"}
-    for request, answer in mine.items():
-        kind = json.loads(request)[0]
-        if kind == "choice":
-            assert answer[0] == pytest.approx(others[request][0], abs=CHOICE, rel=0)
-            assert answer[1] == others[request][1]
-        elif kind == "text":
-            assert answer == pytest.approx(others[request], abs=TEXT, rel=0)
-        else:
-            assert answer == others[request]
+    assert_like(mine, others)
     entry = entry_of(runs[name])
     assert entry["how"]["apply_chat_template"] == (name == "chat")
     results = theirs[name]
@@ -257,6 +250,30 @@ def test_answers_and_scores_are_those_of_lm_evals_own_model_on_the_export(
             error = of_lm_eval[f"{metric}_stderr,none"]
             assert score["stderr"] == (None if error == "N/A" else pytest.approx(error, rel=1e-3))
     assert "Assistant:" in next(iter(mine)) or name != "chat"
+
+
+def assert_like(mine: dict[str, Any], others: dict[str, Any]) -> None:
+    """Choices and texts are scored alike, and the same is written."""
+    assert mine.keys() == others.keys()
+    kinds = {json.loads(request)[0] for request in mine}
+    assert kinds == {"choice", "text", "answer"}
+    for request, answer in mine.items():
+        kind = json.loads(request)[0]
+        if kind == "choice":
+            assert answer[0] == pytest.approx(others[request][0], abs=CHOICE, rel=0)
+            assert answer[1] == others[request][1]
+        elif kind == "text":
+            assert answer == pytest.approx(others[request], abs=TEXT, rel=0)
+        else:
+            assert answer == others[request]
+
+
+def test_rows_without_padding_say_what_padded_ones_do_of_a_base_in_4_bits(
+    ours: dict[str, Any],
+) -> None:
+    packed, padded = (by_request(ours[name]["answers"]) for name in ("4 bits", "4 bits padded"))
+    assert_like(packed, padded)
+    assert packed != by_request(ours["adapters"]["answers"]), "its base is another one"
 
 
 def log_probability(model: Any, ids: list[int], length: int) -> float:
