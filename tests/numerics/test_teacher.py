@@ -5,6 +5,7 @@ gradients are those of the formula; and which teachers, rows and folders are ref
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -21,9 +22,16 @@ from tests.facts import LLAMA, TINY_BERT, TINY_T5, experiment, write_facts
 from tests.tolerance import assert_all_close
 from tests.wording import refused
 from trainer import tasks
+from trainer.config import deepspeed_config
+from trainer.data.order import Sharding
 from trainer.data.readings import likely_tokens
+from trainer.data.token_store import store_of
 from trainer.errors import ConfigError, StorageError
+from trainer.models import base_source
 from trainer.models.head import OutputLayer
+from trainer.plan.memory import plan_text
+from trainer.plan.memory.plan import make
+from trainer.plan.memory.subject import subject_of
 from trainer.protocol.task import DRAW, EPOCH, Places
 
 TOKENS = 384  # of the tokenizer; the teacher's vocabulary is padded to more
@@ -106,13 +114,17 @@ def divergence(name: str, teacher: Tensor, student: Tensor) -> Tensor:
     return ((p * (log_p - mean)).sum(-1) + (q * (log_q - mean)).sum(-1)) / 2
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize(
+    ("name", "is_packed"),
+    [
+        *(("causal_lm", True), ("causal_lm", False)),
+        *(("summariser", True), ("summariser", False)),
+        ("fid", True),  # which reads streams alone
+    ],
+)
 def test_a_batch_holds_what_the_teacher_says_of_the_targets_that_are_drawn(
     name: str, is_packed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "fid" and not is_packed:
-        pytest.skip("a reader is always packed")
     task = load(name, folder, {"top_k": 5})
     if not is_packed:
         monkeypatch.setattr(type(task), "is_packed", False)
@@ -307,8 +319,7 @@ def test_a_teacher_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path)
     from transformers import AutoTokenizer
 
     teacher = load("causal_lm", folder).task_of_teacher()
-    model = teacher.model()
-    model.base.save_pretrained(tmp_path / "teacher")
+    base_source.config_of(teacher.cfg.base, teacher.places).save_pretrained(tmp_path / "teacher")
     assert refusal_of("causal_lm", folder, str(tmp_path / "teacher"))  # it brings no tokenizer
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     tokenizer.save_pretrained(tmp_path / "teacher")
@@ -339,3 +350,82 @@ def test_a_trained_student_needs_no_teacher(folder: Path, tmp_path: Path) -> Non
     assert list(scores) == ["loss"]
     with pytest.raises(ConfigError):
         again.teacher_fingerprint()
+
+
+def test_the_rows_of_a_mix_are_read_whatever_their_source(folder: Path) -> None:
+    mix = {"train.jsonl": 0.5, "train.jsonl[:9]": 0.5}
+    task = load("causal_lm", folder, {"top_k": 2}, data={"mix": mix})
+    store = store_of(task, "train", folder / "cache")
+    task.read_teacher({"train": store}, batch=16)
+    rows = [store[0], store[len(store) - 1]]  # of both sources
+    batch = task.collate(drawn(rows, 0))
+    assert len(batch["teacher_ids"]) == len(batch["scored"])
+    assert batch["teacher_logps"].isfinite().all()
+
+
+def test_a_reader_with_few_cross_attention_learns_from_a_whole_one(folder: Path) -> None:
+    few = {"cross_attention_every": 3, "cross_attention_multi_query": True}
+    task = load("fid", folder, {"top_k": 2}, reader=few)
+    rows = some_rows(task, 2)
+    task.read_teacher({"train": rows}, batch=2)
+    reader = task.task_of_teacher().cfg.reader
+    assert (reader.cross_attention_every, reader.cross_attention_multi_query) == (1, False)
+    (loss,) = task.losses(task.model().train(), [task.collate(drawn(rows, 0))])
+    assert math.isfinite(float(loss.detach()))
+
+
+@pytest.mark.long
+def test_adapters_teach_as_the_model_that_they_make(folder: Path, tmp_path: Path) -> None:
+    base = load("causal_lm", folder)
+    saved = tmp_path / "base"
+    base.export(dict(base.model().named_parameters()), saved)
+    values = base.cfg.model_dump(mode="json", exclude_unset=True)
+    values = {**values, "base": str(saved), "lora": {"r": 2}, "teacher": None}
+    tuned = tasks.load(tasks.parse(values), base.places)
+    model = tuned.model()
+    torch.manual_seed(2)
+    weights = {n: w.detach() + 0.1 * torch.randn_like(w) for n, w in model.named_parameters()}
+    weights = {name: weight for name, weight in weights.items() if "lora_" in name}
+    tuned.export(weights, tmp_path / "adapters")
+    record = {"experiment": values}
+    (tmp_path / "adapters" / "lathe.json").write_text(json.dumps(record))
+    task = load("causal_lm", folder, {"base": str(tmp_path / "adapters"), "top_k": 3})
+    rows = some_rows(task, 3)
+    task.read_teacher({"train": rows}, batch=4)
+    batch = task.collate(drawn(rows, 0))
+    with torch.no_grad():
+        logits = logits_by_row(tuned, tuned.load_export(tmp_path / "adapters").eval(), rows)
+    want = logits.log_softmax(-1).gather(1, batch["teacher_ids"].long())
+    torch.testing.assert_close(batch["teacher_logps"], want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.long
+def test_the_plan_has_a_column_of_the_teachers_pass(folder: Path) -> None:
+    """Before the student is in memory each rank holds the whole teacher, and nothing that trains."""
+    task = load("causal_lm", folder, {"base": wider(LLAMA, hidden_size=256)})
+    values = task.cfg.model_dump(mode="json", exclude_unset=True)
+    ds = deepspeed_config.build(
+        deepspeed_config.read("zero2"),
+        train=task.cfg.train,
+        optim=task.cfg.optim,
+        world=1,
+        source="zero2",
+    )
+    subject = subject_of(
+        values,
+        ds=ds,
+        sharding=Sharding(8, 2, world=1, rank=0),
+        places=task.places,
+        store_of=lambda of, split: store_of(of, split, folder / "cache"),
+        answers=False,
+    )
+    plan = make(subject, cublas=0).plan
+    phases = {phase.name: phase.peak for phase in plan.phases}
+    assert list(phases) == ["training step", "evaluation", "teacher's pass"]
+    of_teacher = phases["teacher's pass"]
+    weights = sum(weight.numel() for weight in task.task_of_teacher().skeleton().parameters())
+    assert of_teacher.weights == 4 * weights
+    assert (of_teacher.gradients, of_teacher.optimizer) == (0, 0)
+    assert of_teacher.activations > 0
+    assert plan.peak.name == "teacher's pass", "the teacher is larger than all of the training"
+    assert "in the teacher's pass" in plan_text.summary(plan, None)

@@ -38,8 +38,8 @@ TEACHER: dict[str, Any] = {
 STUDENT = vary(
     TEACHER,
     base=llama(32, 1),
-    train={"steps": 120, "global_batch": 8, "micro_batch": 8}
-    | dict.fromkeys(("log_every", "eval_every", "save_every"), 120),
+    train={"steps": 200, "global_batch": 8, "micro_batch": 8}
+    | dict.fromkeys(("log_every", "eval_every", "save_every"), 200),
 )
 
 
@@ -64,7 +64,7 @@ def test_a_student_of_a_trained_teacher_has_a_lower_loss_than_on_labels_alone(
     seeds, gains = (1, 2, 3), list[float]()
     for seed in seeds:
         alone = vary(STUDENT, train={"seed": seed}, base={**STUDENT["base"], "seed": seed})
-        block = {"base": {"experiment": TEACHER}, "top_k": 32, "weight": 0.9}
+        block = {"base": {"experiment": TEACHER}, "top_k": 256, "weight": 0.5}
         labels, both = score(alone), score({**alone, "teacher": block})
         gains.append(labels["valid/loss"] - both["valid/loss"])
         print(
@@ -73,3 +73,25 @@ def test_a_student_of_a_trained_teacher_has_a_lower_loss_than_on_labels_alone(
             f"(divergence {both['valid/divergence']:.4f})"
         )
     assert min(gains) > 0
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "distillation.md"
+
+
+@pytest.mark.long
+def test_the_example_of_the_page_trains_both(tmp_path: Path) -> None:
+    from trainer.config.groups import with_steps
+
+    example = PAGE.read_text().split("```python\n")[-1].partition("```")[0]
+    defined: dict[str, Any] = {}
+    exec(example, defined)
+    for split, count in (("train", 80), ("valid", 20)):
+        rows = itertools.islice(lookup.texts(split, facts=2), count)
+        lines = (json.dumps({"text": row["text"]}) + "\n" for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    teacher, student = with_steps(defined["EXP_GROUPS"]["pair"], 4)
+    assert student["teacher"]["base"]["experiment"] == teacher
+    scores = [
+        run_on_ranks(1, _score, one, tmp_path, tmp_path / "runs")[0] for one in (teacher, student)
+    ]
+    assert ["valid/divergence" in one for one in scores] == [False, True]
