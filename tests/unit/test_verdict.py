@@ -220,3 +220,14 @@ def test_a_model_that_is_worse_nowhere_names_nothing() -> None:
     before = right(0.5, 300, 1)
     assert worse_slices(before, np.ones(300), features(300, 1)) == []
     assert worse_slices(before, before, features(300, 1)) == []
+
+
+@pytest.mark.parametrize("num", [45, 55, 69, 83])
+def test_a_loss_that_chance_reaches_more_often_than_its_level_is_not_named(num: int) -> None:
+    """Five rows that broke all lie in one half: of 32 deals one gives as much, more than one in 50.
+    Rounding must not make the sum of the rows larger than that of the deal.
+    """
+    after = np.ones(num)
+    after[:5] = 0
+    halves = ["left" if row < num // 2 else "right" for row in range(num)]
+    assert worse_slices(np.ones(num), after, {"half": halves}) == []

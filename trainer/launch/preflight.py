@@ -26,10 +26,10 @@ from trainer.data.content import reader_of, valid_splits
 from trainer.data.control_tokens import controls_of, reason
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError, LatheError
-from trainer.evaluation.judge import refuse_overlap
-from trainer.evaluation.judge_run import other_model
 from trainer.evaluation.run import TEST
 from trainer.files.atomic import size_of
+from trainer.judging.compare import refuse_overlap
+from trainer.judging.end_of_run import other_model
 from trainer.launch.origin import going_on
 from trainer.metrics.own import OwnMetric, load, try_out
 from trainer.models import base_model, base_source, recomputation
@@ -38,7 +38,7 @@ from trainer.models.optimizers import saved_nbytes
 from trainer.models.optimizers.rates import freeze_whole, places, rules
 from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
-from trainer.protocol.abilities import Answers, Mixes
+from trainer.protocol.abilities import Answers, LearnsFromTeacher, Mixes
 from trainer.protocol.task import DRAW, EPOCH, Encoded, Places
 from trainer.runtime.distributed import on_main
 from trainer.statistics.examples import Segment, texts
@@ -77,7 +77,8 @@ class Findings:
 def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findings:
     """Check everything that needs no training. Reads the first rows and headers of weights.
 
-    is_awaited: what the run begins with is trained by an earlier experiment of the same group.
+    is_awaited: what the run begins with, or its teacher, is trained by an earlier experiment of the
+    same group.
     """
     findings = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
     (findings.warnings if options.is_shortened else findings.problems).extend(_of_schedule(plan))
@@ -88,6 +89,8 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
         (findings.warnings if is_awaited else findings.problems).append(str(error))
     try:
         task = tasks.load(plan.cfg, options.places)
+        if isinstance(task, LearnsFromTeacher):
+            task.teacher_fingerprint()
         findings.parameters, problems = _of_model(plan, options.places, task)
         findings.problems += problems
     except LatheError as error:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -34,7 +34,7 @@ from trainer.verdict.judgement import FEWEST_ROWS
 if TYPE_CHECKING:
     from trainer.config.scores.judged import Judging
     from trainer.data.token_store import TokenStore
-    from trainer.protocol.task import Row, Task
+    from trainer.protocol.task import Places, Row, Task
     from trainer.training.session import Progress, Session, ValidSet
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
@@ -75,7 +75,8 @@ def refuse_unknown_gate(session: Session) -> None:
     if how is None or not asked:
         return
     train, task = session.cfg.train, session.task
-    store: Any = store_of(task, how.split, task.places.cache_dir)
+    places: Places = cast("Any", task).places
+    store: Any = store_of(task, how.split, places.cache_dir)
     rows_by_score = _rows_of_answers(task, store, how)
     if not set(asked) <= {"loss"}:
         rows = session.all_valid_sets()["valid"].store

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.verdict.judgement import Judgement, ScoreChange
+from trainer.verdict.opinions import PeopleSay, people_lines
 from trainer.verdict.slices import LEVEL_OF_ONE, LEVEL_OF_TWO
 
 MOST_ROWS = 20  # whose answers stand side by side
@@ -23,8 +24,12 @@ def report(
     rows: Sequence[Mapping[str, Any]],
     references: Sequence[Sequence[str]],
     answers: tuple[Texts, Texts],
+    *,
+    people: PeopleSay | None = None,
 ) -> str:
-    """The page. facts: of judge.json, what was compared. answers: of both models, by row."""
+    """The page. facts: of judge.json, what was compared. answers: of both models, by row. people:
+    what they voted.
+    """
     lines = ["# Better or worse?", "", f"**{_plain(judgement.words)}.**", ""]
     lines += [
         f"{facts['model']} of {', '.join(facts['runs'])} against {_plain(facts['against'])}, on "
@@ -35,6 +40,7 @@ def report(
         lines += ["The gate refuses this model:", ""]
         lines += [*(f"- {_plain(one)}" for one in judgement.refusals), ""]
     lines += [*_scores(judgement), *_slices(judgement), *_calibrations(judgement)]
+    lines += people_lines(people)
     lines += _broken(judgement, rows, references)
     lines += _side_by_side(rows, references, answers)
     return "\n".join(lines).rstrip() + "\n"

@@ -28,7 +28,7 @@ MIN_ROWS = 20  # of a slice: the results of fewer say nothing
 MOST_PAIRS = 2000  # slices of two conditions; the largest are looked at
 QUANTILES = (0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 0.95)
 MOST_VALUES = 40  # of a feature that is text; the most frequent are looked at
-_ROUNDING = 1e-6  # of scores that are summed in fp32: equal ones may differ by so much
+_ROUNDING = 1e-5  # of scores that are summed in fp32: equal ones may differ by so much
 _MOST_CHARACTERS = 60  # of a value in a condition
 _ROWS_AT_ONCE = 4096  # whose masks are numbers, which take many times the memory of truth values
 

@@ -30,16 +30,16 @@ FAULTS = [
     ),
     Fault(
         "trainer/verdict/slices.py",
-        "largest.append((sums / scale_C).max(axis=1))",
-        "largest.append((sums / scale_C)[:, 0])",
+        "return (sums_RC / scale_C.astype(np.float32)).max(axis=1)",
+        "return (sums_RC / scale_C.astype(np.float32))[:, 0]",
         why="the worst of many slices of equal models is named",
         tests=PAIRED,
     ),
     Fault(
         "trainer/verdict/slices.py",
-        "is_left_N &= ~mask_N",
-        "is_left_N &= mask_N | ~mask_N",
-        why="one slice is named for ever, or again by each that overlaps it",
+        "if scores_C[worst] <= bound * (1 + _ROUNDING):",
+        "if scores_C[worst] <= bound:",
+        why="of scores that are often equal one in ten comparisons names a slice by chance",
         tests=PAIRED,
     ),
     Fault(
@@ -64,14 +64,14 @@ FAULTS = [
         tests=JUDGEMENT,
     ),
     Fault(
-        "trainer/evaluation/judge_run.py",
+        "trainer/judging/end_of_run.py",
         "    elif is_gated:\n",
         "    if is_gated:\n",
         why="a model that its gate refuses becomes final/",
         tests=RUNS,
     ),
     Fault(
-        "trainer/evaluation/judge.py",
+        "trainer/judging/compare.py",
         'if how.overlap == "refuse":',
         'if how.overlap == "never":',
         why="a model is judged on rows that it was trained on",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
 from trainer.data.token_store import store_of
-from trainer.evaluation.by_row import START, model_of
 from trainer.evaluation.run import Question, batch_of, model_folder
+from trainer.judging.by_row import START, model_of
 from trainer.metrics.intervals import RowSums
 from trainer.training.scoring import Frozen, evaluate_rows
 

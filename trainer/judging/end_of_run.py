@@ -13,10 +13,10 @@ import torch
 
 from trainer.config.scores.judged import KEPT_LOSS
 from trainer.errors import ConfigError
-from trainer.evaluation import sides
-from trainer.evaluation.general_texts import is_language_model, store_of_texts
-from trainer.evaluation.judge import ComparedModels, run_judge, shared_with_training
 from trainer.files.atomic import refusals
+from trainer.judging import sides
+from trainer.judging.compare import ComparedModels, run_judge, shared_with_training
+from trainer.judging.general_texts import is_language_model, store_of_texts
 from trainer.metrics import judge_record
 from trainer.metrics.judge_record import is_judged, judged_model, refusals_of
 from trainer.runtime import distributed

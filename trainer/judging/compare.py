@@ -8,8 +8,8 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,17 @@ from trainer.config.scores.judged import Judging
 from trainer.data.stream.store import is_streamed
 from trainer.data.token_store import store_of
 from trainer.errors import ConfigError, DataError
-from trainer.evaluation.by_row import START, RowTexts, results_of
-from trainer.evaluation.general_texts import loss_on_texts
-from trainer.evaluation.sides import ComparedModels, Side
 from trainer.files.atomic import replace_file, write_json
+from trainer.judging.by_row import START, RowTexts, results_of
+from trainer.judging.general_texts import loss_on_texts
+from trainer.judging.sides import ComparedModels, Side
+from trainer.judging.votes import ANSWERS, choices_of, read_pairs, read_votes
 from trainer.metrics.intervals import RowSums
 from trainer.metrics.test_record import weights_of
 from trainer.runtime.distributed import on_main
 from trainer.statistics.overlap import shared_rows
 from trainer.verdict.judgement import Judgement, ScoredRows, judge
+from trainer.verdict.opinions import PeopleSay, people_say
 from trainer.verdict.report import report, text_of
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILE, REPORT, ANSWERS = "judge.json", "judge.md", "judge_answers.jsonl"
+FILE, REPORT = "judge.json", "judge.md"
 _FIRST = 5  # rows that a refusal names
 
 
@@ -89,7 +91,17 @@ def run_judge(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     facts = _facts(comparison, options, left_out)
-    on_main(lambda: _write(folder, facts, judgement, before[0], after[0], rows))
+    run_folder = options.savedir_base / exp_id(comparison.after.experiments[0])
+
+    def write() -> None:
+        people = _write_answers(folder, run_folder, before[0], after[0], rows)
+        texts = (before[0].answers, after[0].answers)
+        page = report(facts, judgement, rows.rows, rows.references, texts, people=people)
+        replace_file(folder / REPORT, page.encode(errors="replace"))
+        votes = None if people is None else asdict(people)
+        write_json(folder / FILE, {**facts, **judgement.record(), "votes": votes})
+
+    on_main(write)
     return judgement
 
 
@@ -245,39 +257,40 @@ def _facts(comparison: ComparedModels, options: Options, left_out: Sequence[int]
     }
 
 
-def _write(
-    folder: Path,
-    facts: Mapping[str, Any],
-    judgement: Judgement,
-    before: ScoredRows,
-    after: ScoredRows,
-    rows: RowTexts,
-) -> None:
-    text = report(facts, judgement, rows.rows, rows.references, (before.answers, after.answers))
-    # half of a surrogate pair, which a model or a row may hold, is no text of a file
-    replace_file(folder / REPORT, text.encode(errors="replace"))
+def _write_answers(
+    folder: Path, run_folder: Path, before: ScoredRows, after: ScoredRows, rows: RowTexts
+) -> PeopleSay | None:
+    """Write ANSWERS into `folder`. Returns what people have voted of these answers before, by the
+    files of the trained model's run folder.
+    """
     lines = [json.dumps(one, ensure_ascii=False) for one in _pairs_of_answers(before, after, rows)]
+    # half of a surrogate pair, which a model or a row may hold, is no text of a file
     replace_file(folder / ANSWERS, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
-    write_json(folder / FILE, {**facts, **judgement.record()})
+    votes = read_votes(run_folder, read_pairs(folder / ANSWERS, most=None))
+    return people_say(choices_of(votes), len({vote.voter for vote in votes}))
 
 
 def _pairs_of_answers(
     before: ScoredRows, after: ScoredRows, rows: RowTexts
 ) -> Iterator[dict[str, Any]]:
     """Each row that both models answered, for people who say which answer is better: its number,
-    `prompt` (turns of a conversation, or a text), the right answers, and `before` and `after`.
+    `prompt` (turns of a conversation, or a text), the right answers, `before` and `after`, and the
+    `tools` of a conversation that has some.
     """
     answers = zip(before.answers, after.answers, strict=True)
     for number, (one, other) in enumerate(answers):
         if one is None or other is None:
             continue
-        yield {
+        pair: dict[str, Any] = {
             "row": number + 1,
             "prompt": _prompt_of(rows.rows[number]),
             "references": list(rows.references[number]),
             "before": one,
             "after": other,
         }
+        if rows.rows[number].get("tools"):
+            pair["tools"] = rows.rows[number]["tools"]
+        yield pair
 
 
 def _prompt_of(row: Row) -> Any:
