@@ -74,7 +74,8 @@ def refuse_unknown_gate(session: Session) -> None:
     asked = {} if how is None else {k: v for k, v in how.gate.items() if k not in _OF_JUDGE}
     if how is None or not asked:
         return
-    train, task = session.cfg.train, session.task
+    train = session.cfg.train
+    task: Any = session.task
     store: Any = store_of(task, how.split, task.places.cache_dir)
     rows_by_score = _rows_of_answers(task, store, how)
     if not set(asked) <= {"loss"}:
