@@ -8,7 +8,7 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
 START, END = "<!-- made by tests/clients -->\n", "<!-- end of clients -->\n"
 ABSENT = "-"
-_REASON = re.compile(r"^- (.+?): `(.+)`$", re.M)
+_REASON = re.compile(r"^- (.+):\n\n```\n(.*)\n```$", re.M)
 
 
 def read() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
@@ -35,9 +35,9 @@ def write(client: str, results: dict[str, str], reasons: dict[str, str], order: 
     lines += [[call, *(columns[one].get(call, ABSENT) for one in names)] for call in calls]
     table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
     why = {call: reason for call, reason in {**earlier, **reasons}.items() if call in calls}
-    told = "".join(f"- {call}: `{reason}`\n" for call, reason in sorted(why.items()))
+    words = "".join(f"- {call}:\n\n```\n{why[call]}\n```\n\n" for call in sorted(why))
     before, _, rest = PAGE.read_text().partition(START)
     after = rest.partition(END)[2]
     PAGE.write_text(
-        f"{before}{START}\n{table}\nWhat is refused, and in which words:\n\n{told}{END}{after}"
+        f"{before}{START}\n{table}\nWhat is refused, and in which words:\n\n{words}{END}{after}"
     )

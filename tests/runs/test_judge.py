@@ -201,7 +201,7 @@ def test_rows_that_the_other_run_was_trained_on_are_refused(data: Path, tmp_path
     rows = [(data / f"{name}.jsonl").read_text() for name in ("train", "test")]
     (data / "more.jsonl").write_text("".join(rows))
     for values in (other, values_of(data)):
-        assert run_on_ranks(1, _train, values, data, tmp_path) == [0]
+        assert run_on_ranks(1, train_run, values, data, tmp_path) == [0]
     where = ["-sb", str(tmp_path), "--data_path", str(data), "--cache_dir", str(data / "cache")]
     where += ["--keep", "nothing", "--answers", "0"]
     code, text = judge(exp_id(values_of(data)), "--against", exp_id(other), *where)

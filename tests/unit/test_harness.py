@@ -145,8 +145,7 @@ def test_a_model_that_cannot_do_the_tasks_is_refused_before_it_is_read(
 
 
 class OfReward:
-    class how:
-        loss = "reward"
+    continues_prompts = False
 
 
 class WithoutTemplate:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,7 +34,7 @@ from trainer.verdict.judgement import FEWEST_ROWS
 if TYPE_CHECKING:
     from trainer.config.scores.judged import Judging
     from trainer.data.token_store import TokenStore
-    from trainer.protocol.task import Places, Row, Task
+    from trainer.protocol.task import Row, Task
     from trainer.training.session import Progress, Session, ValidSet
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
@@ -74,9 +74,9 @@ def refuse_unknown_gate(session: Session) -> None:
     asked = {} if how is None else {k: v for k, v in how.gate.items() if k not in _OF_JUDGE}
     if how is None or not asked:
         return
-    train, task = session.cfg.train, session.task
-    places: Places = cast("Any", task).places
-    store: Any = store_of(task, how.split, places.cache_dir)
+    train = session.cfg.train
+    task: Any = session.task
+    store: Any = store_of(task, how.split, task.places.cache_dir)
     rows_by_score = _rows_of_answers(task, store, how)
     if not set(asked) <= {"loss"}:
         rows = session.all_valid_sets()["valid"].store
