@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainer.models import encoder_decoder
-from trainer.models.encoder_decoder import Written
+from trainer.models.encoder_decoder import DecoderTexts
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy, without_noise
 from trainer.models.losses import IGNORED, PLAIN, Terms
@@ -56,7 +56,7 @@ class Summariser(nn.Module):
         if scored is None:
             scored = (labels.flatten() != IGNORED).nonzero()[:, 0]
         with noisy(self.base.get_encoder().get_input_embeddings(), source):
-            hidden_ND = Written(labels, scored, target_starts).states(
+            hidden_ND = DecoderTexts(labels, scored, target_starts).states(
                 self.base, without_noise(source), recompute_every=self.recompute_every
             )
         terms = self.terms if self.training else PLAIN
