@@ -11,7 +11,7 @@ import torch
 from tests.bases import OF_TASK, VOCABULARY
 from tests.families import END, PAD, base, ids_of
 from tests.wording import refused
-from trainer.models.texts import GrowingText, chance_of, grown, unsure
+from trainer.models.generation.texts import GrowingText, chance_of, grown, unsure
 from trainer.protocol.abilities import Prediction, Search
 from trainer.tasks.continuation import continuations, predict
 

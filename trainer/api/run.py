@@ -265,8 +265,8 @@ class Run:
         """
         refuse_below_one(limit=limit, batch=batch)
         with as_found():
-            from trainer.evaluation import sides
-            from trainer.evaluation.judge import FILE, run_judge
+            from trainer.judging import sides
+            from trainer.judging.compare import FILE, run_judge
             from trainer.training.options import Options
 
             base = self.folder.resolve().parent

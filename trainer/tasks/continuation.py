@@ -18,7 +18,7 @@ from trainer.data.formats.conversation import opened, with_input
 from trainer.data.padding import pad_right
 from trainer.data.readers import fields
 from trainer.errors import ConfigError
-from trainer.models.texts import Fit, GrowingText, chance_of, fitted, grown
+from trainer.models.generation.texts import Fit, GrowingText, chance_of, fitted, grown
 from trainer.protocol.abilities import GREEDY, CutRow, Prediction, ReplyText, Search, by_row
 from trainer.protocol.task import Cut
 from trainer.tasks.generated import predictions, text_of

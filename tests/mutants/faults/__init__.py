@@ -8,6 +8,7 @@ from tests.mutants.faults import (
     chat,
     data,
     device,
+    dialect,
     exports,
     jobs,
     judging,
@@ -19,8 +20,10 @@ from tests.mutants.faults import (
     serve,
     streams,
     tasks,
+    teachers,
     terminal,
     training,
+    votes,
 )
 
 FAULTS = [
@@ -28,6 +31,7 @@ FAULTS = [
     *training.FAULTS,
     *optimizers.FAULTS,
     *preferences.FAULTS,
+    *teachers.FAULTS,
     *tasks.FAULTS,
     *jobs.FAULTS,
     *judging.FAULTS,
@@ -36,10 +40,12 @@ FAULTS = [
     *chat.FAULTS,
     *device.FAULTS,
     *serve.FAULTS,
+    *dialect.FAULTS,
     *terminal.FAULTS,
     *reliability.FAULTS,
     *search.FAULTS,
     *exports.FAULTS,
     *agents.FAULTS,
     *api.FAULTS,
+    *votes.FAULTS,
 ]

@@ -216,14 +216,14 @@ FAULTS = [
         tests=PREDICT,
     ),
     Fault(
-        "trainer/models/texts.py",
+        "trainer/models/generation/texts.py",
         "    if room >= least:",
         "    if room >= most:",
         why="predict cuts prompts that the service answers whole",
         tests=LONG,
     ),
     Fault(
-        "trainer/models/texts.py",
+        "trainer/models/generation/texts.py",
         "    shorter = [*opening, *ids[-rest:]] if is_opened else list(ids[-capacity:])",
         "    shorter = list(ids[-capacity:])",
         why="a prompt that is cut no longer begins as every text",

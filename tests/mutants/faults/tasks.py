@@ -480,7 +480,7 @@ FAULTS = [
     # Summariser
     Fault(
         "trainer/tasks/summariser/model.py",
-        "terms = self.terms if self.training else PLAIN",
+        "terms = self.terms if self.training else None",
         "terms = self.terms",
         why="the validation loss is smoothed, so that runs cannot be compared",
         tests=SUMMARISER,
@@ -721,8 +721,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/config/groups.py",
-        'values = {**values, "base": {**base, "experiment": first}}',
-        'values = {**values, "base": {"experiment": first}}',
+        'return {**block, "base": {**base, "experiment": changed',
+        'return {**block, "base": {"experiment": changed',
         why="--steps takes the decoder-only model for the encoder-decoder made of it",
         tests=HALVES,
     ),

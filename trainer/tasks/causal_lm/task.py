@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from trainer.data.chat.writer import naming
 from trainer.data.padding import pad_right
 from trainer.data.readers import questions
 from trainer.models.decoder.streams import Read
+from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy
 from trainer.models.losses import IGNORED, PLAIN, Terms, scored_before
@@ -26,6 +28,7 @@ from trainer.protocol.abilities import ReplyText, Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.config import Config
 from trainer.tasks.continuation import ContinuationTask, replies, reply_row
+from trainer.tasks.distilled import DistilledTask
 from trainer.tasks.token_task import refuse_beyond_positions
 
 
@@ -35,24 +38,37 @@ class CausalLM(nn.Module):
     The head runs on labelled positions only.
     """
 
-    def __init__(self, base: Any, read: Read | None = None, terms: Terms = PLAIN) -> None:
+    def __init__(
+        self,
+        base: Any,
+        read: Read | None = None,
+        terms: Terms = PLAIN,
+        distillation: DistillationTerms | None = None,
+    ) -> None:
         """read: the function with which the body reads streams (streams.reader_of); None: rows are
-        padded. terms: of the loss in training mode.
+        padded. terms: of the loss in training mode. distillation: how a teacher is learnt from.
         """
         super().__init__()
         self.base, self._read, self.terms = base, read, terms
+        self.distillation = distillation
 
     def forward(self, labels: Tensor, scored: Tensor, **batch: Tensor) -> dict[str, Tensor]:
-        """{"loss": () fp32, the sum over labelled tokens}.
+        """OutputLayer.sums over labelled tokens.
 
         batch: rows as layout.pack_labelled packs them, or (B, T) input_ids, attention_mask and
-        labels with scored = losses.scored_before(labels).
+        labels with scored = losses.scored_before(labels); perhaps distillation.teacher_fields.
         """
-        with noisy(self.base.get_input_embeddings(), batch):
-            hidden_MD = self._states(**batch).index_select(0, scored)
+        hidden_ND = self.scored_states(scored=scored, **without_teacher(batch))
         targets_N = labels.flatten().index_select(0, scored + 1)
-        terms = self.terms if self.training else PLAIN
-        return {"loss": OutputLayer(self.base).loss(hidden_MD, targets_N, terms)}
+        terms = self.terms if self.training else None
+        lesson = Lesson.of(self.distillation, batch)
+        return OutputLayer(self.base).sums(hidden_ND, targets_N, terms, lesson)
+
+    def scored_states(self, scored: Tensor, **batch: Tensor) -> Tensor:
+        """(N, D) states of the tokens whose next token has a label."""
+        batch.pop("labels", None)
+        with noisy(self.base.get_input_embeddings(), batch):
+            return self._states(**batch).index_select(0, scored)
 
     def _states(self, **batch: Tensor) -> Tensor:
         """Last hidden states: (M, D) of a stream, (B * T, D) of padded rows."""
@@ -69,7 +85,7 @@ class CausalLM(nn.Module):
         ).last_hidden_state.flatten(0, 1)
 
 
-class Task(ContinuationTask[Config]):
+class Task(DistilledTask[Config], ContinuationTask[Config]):
     """Texts in, a language model out."""
 
     rows_are_of_files: ClassVar[bool] = True
@@ -85,7 +101,7 @@ class Task(ContinuationTask[Config]):
     def operate(self, base: Any) -> nn.Module:
         refuse_beyond_positions(base, self.cfg.data.max_tokens)
         read = self.reader(getattr(base, base.base_model_prefix))
-        return CausalLM(base, read, Terms.of(self.cfg.train))
+        return CausalLM(base, read, Terms.of(self.cfg.train), self.distillation)
 
     def generation(self) -> dict[str, Any]:
         return {"eos_token_id": self.exported_ends, "pad_token_id": self.pad}
@@ -228,17 +244,22 @@ class Task(ContinuationTask[Config]):
         lengths = [len(row["ids"]) for row in rows]
         if self.is_packed:
             packed = pack_labelled([row["ids"] for row in rows], flags)
-            return {**packed, **self.noise(rows, lengths)}
+            return self.with_lesson({**packed, **self.noise(rows, lengths)}, rows)
         ids, mask = pad_right([row["ids"] for row in rows], self.pad)
         is_label, _ = pad_right(flags, 0)
         labels = ids.masked_fill(is_label == 0, IGNORED)
-        return {
+        batch = {
             "input_ids": ids,
             "attention_mask": mask,
             "labels": labels,
             "scored": scored_before(labels),
             **self.noise(rows, lengths, width=ids.shape[1]),
         }
+        return self.with_lesson(batch, rows)
+
+    def num_labels(self, row: Mapping[str, Any]) -> int:
+        is_label = row["scored"] if "scored" in row else np.ones(len(row["ids"]))
+        return int(np.sum(is_label[1:]))
 
     def units(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["scored"]), device=batch["scored"].device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from trainer.models.adapters import are_in
 from trainer.protocol.abilities import Usage
@@ -24,3 +25,8 @@ def usage(cfg: Config, folder: Path) -> Usage:
     ]
     library = "peft" if are_in(folder) else "transformers"
     return Usage(library, [("Load it", program(folder, is_chat=is_chat))], limits)
+
+
+def language_model(task: Any, model: Any) -> Any:
+    """The model of transformers, with its output layer, that continues texts."""
+    return model.base

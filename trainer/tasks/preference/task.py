@@ -17,6 +17,7 @@ from trainer.config.userfile import placed
 from trainer.data import lookup
 from trainer.data.chat.chat_template import ChatTemplate
 from trainer.data.readers.own_rows import own_rows
+from trainer.data.readings.row_store import key_of
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import base_source, encoder_decoder
@@ -31,7 +32,7 @@ from trainer.tasks.preference.config import Config
 from trainer.tasks.preference.forms import Form, OneText, TwoTexts
 from trainer.tasks.preference.losses import ScoredAnswers
 from trainer.tasks.preference.model import EncoderDecoderPolicy, Policy, RewardModel
-from trainer.tasks.preference.start_store import StartStore, key_of
+from trainer.tasks.preference.start_store import StartStore
 from trainer.tasks.token_task import refuse_beyond_positions
 
 # What a batch says besides what the model reads.

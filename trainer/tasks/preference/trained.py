@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.data.readers import fields
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.models import encoder_decoder
 from trainer.models.adapters import ADAPTER, are_in, loading
 from trainer.models.families import SUMMARISERS
@@ -162,6 +162,19 @@ def _score(
         return [{"reward": score} for score in out["scores"].double().tolist()]
     pairs = zip(out["logps"].double().tolist(), encoded, strict=True)
     return [{"log_probability": one, "tokens": form.num_learnt(row, name)} for one, row in pairs]
+
+
+def language_model(task: Any, model: Any) -> Any:
+    """The model of transformers, with its output layer, that continues texts. ConfigError for a
+    reward model, which has none, and for an encoder-decoder.
+    """
+    if not task.continues_prompts:
+        raise ConfigError(
+            "this model continues no texts: it is a reward model, which has a score in place of an "
+            "output layer, or an encoder-decoder. Give a decoder that was trained by another "
+            "preference.loss."
+        )
+    return model.base
 
 
 def _answer(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainer.models import encoder_decoder
+from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
 from trainer.models.encoder_decoder import DecoderTexts
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy, without_noise
@@ -23,14 +24,19 @@ class Summariser(nn.Module):
     """Any seq2seq model of the T5 families. For a loss, its head reads labelled positions only."""
 
     def __init__(
-        self, base: Any, *, terms: Terms = PLAIN, recompute_every: int | None = None
+        self,
+        base: Any,
+        *,
+        terms: Terms = PLAIN,
+        recompute_every: int | None = None,
+        distillation: DistillationTerms | None = None,
     ) -> None:
         """terms: of the loss in training mode. recompute_every: k computes every k-th block of a
-        stream again in the backward pass.
+        stream again in the backward pass. distillation: how a teacher is learnt from.
         """
         super().__init__()
         self.base, self.terms = base, terms
-        self.recompute_every = recompute_every
+        self.recompute_every, self.distillation = recompute_every, distillation
 
     def forward(
         self,
@@ -41,27 +47,40 @@ class Summariser(nn.Module):
         generation: Any = None,
         **source: Tensor,
     ) -> dict[str, Tensor]:
-        """{"loss": () fp32, the sum over labelled tokens}.
+        """OutputLayer.sums over labelled tokens.
 
-        source: documents as layout.pack packs them, or (B, S) input_ids and attention_mask. labels,
-        scored, target_starts: summaries as layout.pack_targets packs them; scored=None computes it
-        from the labels, which waits for the device. generation: arguments of `generate`; the result
-        is then {"tokens": (rows * answers, G) with the start token}.
+        source: documents as layout.pack packs them, or (B, S) input_ids and attention_mask; perhaps
+        distillation.teacher_fields. labels, scored, target_starts: summaries as layout.pack_targets
+        packs them; scored=None computes it from the labels, which waits for the device. generation:
+        arguments of `generate`; the result is then {"tokens": (rows * answers, G) with the start
+        token}.
         """
         if generation is not None:
-            every = self.recompute_every
-            tokens = encoder_decoder.generate(self.base, source, generation, recompute_every=every)
+            own, every = without_teacher(source), self.recompute_every
+            tokens = encoder_decoder.generate(self.base, own, generation, recompute_every=every)
             return {"tokens": tokens}
         assert labels is not None, "a loss needs summaries"
         if scored is None:
             scored = (labels.flatten() != IGNORED).nonzero()[:, 0]
+        read = {"labels": labels, "scored": scored, "target_starts": target_starts}
+        hidden_ND = self.scored_states(**read, **without_teacher(source))
+        terms = self.terms if self.training else None
+        targets_N = labels.flatten().index_select(0, scored)
+        lesson = Lesson.of(self.distillation, source)
+        return OutputLayer(self.base).sums(hidden_ND, targets_N, terms, lesson)
+
+    def scored_states(
+        self,
+        labels: Tensor,
+        scored: Tensor,
+        target_starts: Tensor | None = None,
+        **source: Tensor,
+    ) -> Tensor:
+        """(N, D) states of the decoder at labelled positions, under teacher forcing."""
         with noisy(self.base.get_encoder().get_input_embeddings(), source):
-            hidden_ND = DecoderTexts(labels, scored, target_starts).states(
+            return DecoderTexts(labels, scored, target_starts).states(
                 self.base, without_noise(source), recompute_every=self.recompute_every
             )
-        terms = self.terms if self.training else PLAIN
-        targets_N = labels.flatten().index_select(0, scored)
-        return {"loss": OutputLayer(self.base).loss(hidden_ND, targets_N, terms)}
 
 
 def arguments(

@@ -26,16 +26,16 @@ from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, 
 from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
+from trainer.tasks.distilled import DistilledTask
 from trainer.tasks.generated import refuse_sampling, text_of
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments
-from trainer.tasks.token_task import TokenTask
 
 ALIGNED = 8  # tensor cores and CUDA's attention kernels want widths that are multiples of 8
 
 
-class Task(TokenTask[Config]):
+class Task(DistilledTask[Config]):
     """A document in the encoder, its summary in the decoder."""
 
     kind: ClassVar[base_model.Kind] = "seq2seq_lm"
@@ -64,8 +64,12 @@ class Task(TokenTask[Config]):
                 module.requires_grad_(False)
         if not self.is_packed:
             self.recompute(base)
-        terms = Terms.of(self.cfg.train)
-        return Summariser(base, terms=terms, recompute_every=self.cfg.train.recompute_every)
+        return Summariser(
+            base,
+            terms=Terms.of(self.cfg.train),
+            recompute_every=self.cfg.train.recompute_every,
+            distillation=self.distillation,
+        )
 
     def fingerprint(self) -> str:
         if not self._has_frozen_weights:
@@ -168,29 +172,34 @@ class Task(TokenTask[Config]):
         For a base that reads no streams, documents are input_ids and attention_mask (B, S), with S
         and T rounded up to multiples of 8.
         """
-        sources, targets = [row["source"] for row in rows], [self._target(row) for row in rows]
+        sources, targets = [row["source"] for row in rows], [self.target_of(row) for row in rows]
         lengths = [len(source) for source in sources]
         if self.is_packed:
             packed = pack(sources, bucketed=True) | pack_targets(targets)
-            return packed | self.noise(rows, lengths)
+            return self.with_lesson(packed | self.noise(rows, lengths), rows)
         ids, mask = pad_right(sources, self.pad)
         ids, mask = _align(ids, self.pad), _align(mask, 0)
         ids_of_targets, is_target = pad_right(targets, self.pad)
         labels = _align(ids_of_targets.masked_fill(is_target == 0, IGNORED), IGNORED)
-        return {
+        batch = {
             "input_ids": ids,
             "attention_mask": mask,
             "labels": labels,
             "scored": (labels.flatten() != IGNORED).nonzero()[:, 0],
             **self.noise(rows, lengths, width=ids.shape[1]),
         }
+        return self.with_lesson(batch, rows)
 
-    def _target(self, row: Mapping[str, Any]) -> Sequence[int]:
+    @property
+    def draws_targets(self) -> bool:
+        return self.cfg.data.sample_summaries
+
+    def target_of(self, row: Mapping[str, Any]) -> Sequence[int]:
         """The first reference; in training a random one if data.sample_summaries; [] if there is
         none.
         """
         targets = unflat(row, "targets")
-        is_drawn = self.cfg.data.sample_summaries and DRAW in row
+        is_drawn = self.draws_targets and DRAW in row
         return targets[int(row[DRAW][0]) % len(targets) if is_drawn else 0] if targets else []
 
     # Summaries
