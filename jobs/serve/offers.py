@@ -69,7 +69,7 @@ class ServiceConfig(Strict):
     origins: list[str] = Field(default_factory=list)  # of other servers' pages that may call it
     roots: list[str] = Field(default_factory=list)  # folders that dictionaries may name
     max_file: Positive = 512 * MEBIBYTE
-    max_body: Positive = MEBIBYTE  # of a JSON document
+    max_body: Positive = 4 * MEBIBYTE  # of a JSON document: 2,048 texts of 2 kB
     reserve: Annotated[int, Field(ge=0)] = 1024 * MEBIBYTE  # of the disk, never filled by uploads
     requests_per_minute: Positive = 1200  # of one token, or one address without
     requests_at_once: Positive = 32  # in progress, of one token, or one address without
@@ -95,7 +95,7 @@ class TuningRequest:
     """The values that a request sets. None and "auto": the value of the offer."""
 
     num_rows: int
-    kind: str  # of the rows, a key of rows.KINDS
+    kind: str  # of the rows, a key of KINDS (rows/kinds.py)
     seed: int
     label: str
     epochs: int | Auto | None = None
@@ -334,7 +334,7 @@ def after(offer: Offer, before: Values, run: Path, model: str) -> Offer:
 
 def held_out_per_mille(offer: Offer, places: Mapping[int, int]) -> int:
     """The share of the rows that is held out when the request names no validation file, as the
-    rule of data.valid_share takes it. places: how many rows have each place (rows.RowReport).
+    rule of data.valid_share takes it. places: how many rows have each place (RowReport).
 
     It is the offer's share, or the nearest one that leaves rows on both sides. DataError when there
     is none.

@@ -273,7 +273,7 @@ async def _parts(
 
 
 def places_of(keeper: Keeper, upload: Upload) -> dict[int, int]:
-    """How many rows of a file have each place (rows.RowReport)."""
+    """How many rows of a file have each place (RowReport)."""
     if upload.places is None:
         return dict(rows.check(keeper.folder.uploads / upload.id / "content").places)
     return {int(place): count for place, count in upload.places.items()}

@@ -1,4 +1,4 @@
-"""Batches: OpenAI's client asks for many answers at once, over kills, cancellations and time."""
+"""BatchFolders: OpenAI's client asks for many answers at once, over kills, cancellations and time."""
 
 from __future__ import annotations
 

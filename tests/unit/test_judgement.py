@@ -77,6 +77,8 @@ def test_a_loss_that_falls_is_better_and_its_slices_are_told_as_losses() -> None
     lower = np.where(of_own, loss + 0.5, loss - 0.2)
     judgement = judge([scored(right, loss)], [scored(right, lower)], ROWS, slices_by="loss")
     assert judgement.scores["loss"].result == "better"
+    gain, worse_end, better_end = judgement.scores["loss"].gain
+    assert 0 < worse_end < gain < better_end
     (slice, *_) = judgement.slices
     assert slice.conditions == ("source = own",)
     assert slice.effect == pytest.approx(0.5)

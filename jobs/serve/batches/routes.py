@@ -1,4 +1,4 @@
-"""/v1/batches of the OpenAI dialect. Every shape is that of openai 3.54, types/batch.py."""
+"""/v1/batches of the OpenAI dialect. Every shape is that of openai 3.54, its type Batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WINDOW = timedelta(hours=24)
 
 
 class CreateBatch(Body):
-    """The request for a batch. Source: openai 3.54, types/batch_create_params.py."""
+    """The request for a batch. Source: openai 3.54, its type BatchCreateParams."""
 
     input_file_id: Annotated[str, Field(max_length=64)]
     endpoint: Endpoint

@@ -112,7 +112,7 @@ def _write_rows(keeper: Keeper, ticket: Ticket, offer: Offer, folder: Path) -> V
         if file_id is None:
             continue
         upload = UploadFolder(keeper.folder.uploads / file_id)
-        _refuse_mistakes(param, upload.read())  # so that no line is longer than rows.MAX_LINE
+        _refuse_mistakes(param, upload.read())  # so that no line is too long
         files[place] = start = folder / f"{param}.jsonl"
         with open_file(upload.content) as whole, start.open("wb") as file:
             file.writelines(islice(whole, MOST_ROWS))

@@ -1,7 +1,7 @@
 """The addresses that are told what ended, and the signatures by which they know us.
 
-Signatures are those of Standard Webhooks (standardwebhooks.com), as OpenAI's are: its client's
-`webhooks.unwrap` takes them.
+Signatures are those of Standard Webhooks (standardwebhooks.com), as OpenAI's are:
+its client verifies them so.
 """
 
 from __future__ import annotations

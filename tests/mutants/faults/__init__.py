@@ -20,8 +20,10 @@ from tests.mutants.faults import (
     serve,
     streams,
     tasks,
+    teachers,
     terminal,
     training,
+    votes,
 )
 
 FAULTS = [
@@ -29,6 +31,7 @@ FAULTS = [
     *training.FAULTS,
     *optimizers.FAULTS,
     *preferences.FAULTS,
+    *teachers.FAULTS,
     *tasks.FAULTS,
     *jobs.FAULTS,
     *judging.FAULTS,
@@ -44,4 +47,5 @@ FAULTS = [
     *exports.FAULTS,
     *agents.FAULTS,
     *api.FAULTS,
+    *votes.FAULTS,
 ]

@@ -235,8 +235,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/losses.py",
-        'reduction="sum" if parts',
-        'reduction="mean" if parts',
+        '_cross_entropy(logits_NV, targets_N, terms, reduction="sum")',
+        '_cross_entropy(logits_NV, targets_N, terms, reduction="mean")',
         why="short and long micro-batches weigh the same",
         tests="tests/contract/test_task_contract.py -k 'losses_yields and causal_lm'",
     ),
