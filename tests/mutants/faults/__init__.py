@@ -9,6 +9,7 @@ from tests.mutants.faults import (
     data,
     device,
     exports,
+    harness,
     jobs,
     judging,
     loop,
@@ -40,6 +41,7 @@ FAULTS = [
     *reliability.FAULTS,
     *search.FAULTS,
     *exports.FAULTS,
+    *harness.FAULTS,
     *agents.FAULTS,
     *api.FAULTS,
 ]
