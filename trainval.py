@@ -16,7 +16,7 @@ import typer
 
 from trainer.commands.options import FlagsOnOff, spread
 from trainer.config.flags import RunFlags
-from trainer.config.identity import base_id
+from trainer.config.identity import base_id, teacher_id
 from trainer.config.identity import exp_id as id_of
 from trainer.config.origin.continues import continued
 from trainer.config.userfile import kind
@@ -343,7 +343,7 @@ def _dry_run(
     earlier: set[str] = set()  # whose weights a later experiment of the group may start from
     for values in experiments:
         run_plan = plan(values, run_options, world=world, rank=0)
-        is_awaited = base_id(values) in earlier
+        is_awaited = not earlier.isdisjoint({base_id(values), teacher_id(values)})
         findings = look(run_plan, run_options, is_awaited=is_awaited)
         typer.echo(show(run_plan, findings))
         refused += [f"{run_plan.id}: {problem}" for problem in findings.problems]

@@ -46,6 +46,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "schedule.power": {"schedule": {"shape": "polynomial"}},
     "schedule.decay_ratio": {"schedule": {"shape": "wsd"}},
     "schedule.decay": {"schedule": {"shape": "wsd"}},
+    "teacher": {"teacher": {"base": TINY_BASE}},
     "data.subset": {"data": {"dataset": "someones/rows", "files": {}}},
     "data.revision": {"data": {"dataset": "someones/rows", "files": {}}},
     "data.splits": {"data": {"dataset": "someones/rows", "files": {}}},
@@ -134,12 +135,19 @@ VALUES: dict[str, list[Any]] = {
     "lora.tokens": [[]],
     "continues.experiment": [{"label": "other"}],
     "continues.manifest": ["0" * 64],
+    "teacher.base.config": [{"vocab_size": 385}],
     "tokenizer": [{"vocab_size": 320}],
     "train.base_bits": [8],
     "train.spike_window": [20],
 }
 # Keys that have one value alone: no format of other people has statements.
 FIXED = {("vera", "data.format")}
+# A teacher's base is what a base is: a name, or a block of one kind.
+FIXED |= {
+    (name, f"teacher.base.{key}")
+    for name in ("causal_lm", "fid", "summariser")
+    for key in ("experiment", "model", "adapted.window", "sha256")
+}
 # The items of a list are blocks, which are tried in no place of their own.
 FIXED |= {(name, f"data.mixing.changes.{key}") for name in TASKS for key in ("after", "weights")}
 # Terms of a loss over a vocabulary, which these three do not have.

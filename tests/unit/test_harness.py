@@ -21,7 +21,7 @@ from trainer.evaluation.run import Question
 from trainer.harness import lm_eval, mteb, records
 from trainer.harness.flags import HarnessFlags
 from trainer.harness.mteb import TrainedEncoder
-from trainer.harness.records import Evaluation, Gain, ModelScores, Score, TaskScores
+from trainer.harness.records import Evaluation, Gain, ModelScores, TaskScore, TaskScores
 from trainer.harness.run import run
 from trainer.runtime import distributed
 from trainer.tasks.preference import trained
@@ -145,8 +145,7 @@ def test_a_model_that_cannot_do_the_tasks_is_refused_before_it_is_read(
 
 
 class OfReward:
-    class how:
-        loss = "reward"
+    continues_prompts = False
 
 
 class WithoutTemplate:
@@ -181,16 +180,16 @@ RESULTS = {
 
 def test_scores_have_lm_evals_names_and_errors() -> None:
     tasks = lm_eval.tasks_of(RESULTS)
-    assert tasks["places"] == TaskScores(1.0, 4, {"acc": Score(0.5, 0.25)}, {"num_fewshot": 5})
+    assert tasks["places"] == TaskScores(1.0, 4, {"acc": TaskScore(0.5, 0.25)}, {"num_fewshot": 5})
     assert tasks["sums"].scores == {
-        "exact_match,strict": Score(0.75),
-        "exact_match,loose": Score(1.0, 0.0),
+        "exact_match,strict": TaskScore(0.75),
+        "exact_match,loose": TaskScore(1.0, 0.0),
     }
     assert (tasks["all"].version, tasks["all"].rows) == (2, 4)
 
 
 def model_of(values: list[float], folder: Path) -> ModelScores:
-    scores = {"acc": Score(sum(values) / len(values)), "perplexity": Score(9.0)}
+    scores = {"acc": TaskScore(sum(values) / len(values)), "perplexity": TaskScore(9.0)}
     return ModelScores(folder.name, folder, folder.name, {"places": TaskScores(1, 4, scores)})
 
 

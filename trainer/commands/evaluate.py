@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer.commands import options
 from trainer.config.flags import Strict
 from trainer.harness.flags import HarnessFlags
+
+if TYPE_CHECKING:
+    from trainer.evaluation.run import Evaluated
 
 Temperature = Annotated[
     float | None,
@@ -100,8 +104,7 @@ def evaluate(
     """Score a trained model on a split, or on published tasks, every row exactly once; under
     torchrun, on all its ranks.
     """
-    from trainer.evaluation.run import TEST, evaluated
-    from trainer.metrics.intervals import OF_ALL_ROWS
+    from trainer.evaluation.run import evaluated
     from trainer.metrics.similarity import BERTSCORE_MODEL
     from trainer.protocol.abilities import Search
     from trainer.runtime import distributed
@@ -138,12 +141,21 @@ def evaluate(
             if distributed.is_main():
                 typer.echo(line)
         return
-    found = evaluated(question, run_options)
-    for name, value in found.scores.items() if distributed.is_main() else ():
+    result = evaluated(question, run_options)
+    for line in _lines(result, split) if distributed.is_main() else ():
+        typer.echo(line)
+
+
+def _lines(result: Evaluated, split: str) -> Iterator[str]:
+    """Each score; of the test split with its interval."""
+    from trainer.evaluation.run import TEST
+    from trainer.metrics.intervals import OF_ALL_ROWS
+
+    for name, value in result.scores.items():
         interval = ""
-        if split == TEST and name in found.intervals:
-            low, high = found.intervals[name]
+        if split == TEST and name in result.intervals:
+            low, high = result.intervals[name]
             interval = f" (95%: {low:.6f} to {high:.6f})"
         elif split == TEST:
             interval = f" (no interval: {OF_ALL_ROWS})"
-        typer.echo(f"{split}/{name} {value:.6f}{interval}")
+        yield f"{split}/{name} {value:.6f}{interval}"

@@ -121,24 +121,33 @@ def names(group: str, experiments: list[Values]) -> dict[str, str]:
 
 def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
     """The experiments with `steps` written in, in place of epochs, also into those that others name
-    as their base.
+    as their base or teacher.
     """
     if steps is None:
         return experiments
     changed: dict[str, Values] = {}  # by the id that each had before
     changed_experiments: list[Values] = []
     for values in experiments:
-        name, base = exp_id(values), values.get("base")
+        name = exp_id(values)
         if isinstance(values.get("train"), dict):
             train = {key: value for key, value in values["train"].items() if key != "epochs"}
             values = {**values, "train": {**train, "steps": steps}}
-        if isinstance(base, dict) and isinstance(base.get("experiment"), dict):
-            before = base["experiment"]
-            first = changed.get(exp_id(before), before)
-            values = {**values, "base": {**base, "experiment": first}}
+        values = _with_changed_base(values, changed)
+        teacher = values.get("teacher")
+        if isinstance(teacher, dict):
+            values = {**values, "teacher": _with_changed_base(teacher, changed)}
         changed[name] = values
         changed_experiments.append(values)
     return changed_experiments
+
+
+def _with_changed_base(block: Values, changed: dict[str, Values]) -> Values:
+    """A block whose base is another experiment, with what became of that one."""
+    base = block.get("base")
+    if not (isinstance(base, dict) and isinstance(base.get("experiment"), dict)):
+        return block
+    before = base["experiment"]
+    return {**block, "base": {**base, "experiment": changed.get(exp_id(before), before)}}
 
 
 def read(path: Path) -> dict[str, list[Values]]:

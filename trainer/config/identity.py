@@ -62,6 +62,12 @@ def base_id(values: Mapping[str, Any]) -> str | None:
     return None
 
 
+def teacher_id(values: Mapping[str, Any]) -> str | None:
+    """The id of the experiment whose model is the teacher of this one; None when there is none."""
+    teacher = values.get("teacher")
+    return base_id(cast("dict[str, Any]", teacher)) if isinstance(teacher, dict) else None
+
+
 def base_label(values: Mapping[str, Any]) -> str:
     """A short name of the model that an experiment begins with, for people: "starcoderbase-1b",
     "random t5", "experiment 0f3a...".

@@ -12,13 +12,14 @@ whatever the number of ranks: a restart writes those without a record and nothin
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.errors import ConfigError, DataError, LatheError, UserError
-from trainer.files.atomic import aside, refusals, write_json
+from trainer.errors import ConfigError, DataError, LatheError, StorageError, UserError
+from trainer.files.atomic import aside, refusals, size_of, write_json
 from trainer.files.safetensors_file import Block, WrittenFile, write_blocks
 from trainer.runtime import distributed
 
@@ -129,6 +130,18 @@ class ShardFolder:
         with aside(path, is_durable=False) as temporary:
             record = write_blocks(temporary, blocks)
         write_json(path.with_suffix(".json"), {**asdict(record), "name": path.name, **facts})
+
+    def refuse_small_disk(self, needed: int, what: str, advice: str) -> None:
+        """StorageError when the disk has no room for `needed` bytes that are still to be
+        written.
+        """
+        with refusals(self.path):
+            free = shutil.disk_usage(self.path).free
+        if needed > free:
+            raise StorageError(
+                f"{self.path}: {size_of(needed)} of {what} are still to be written, "
+                f"{size_of(free)} are free. {advice}"
+            )
 
     def finish(self, count: int, facts: Callable[[list[Values]], Values] = lambda _: {}) -> None:
         """Write meta.json, when every shard is whole. A collective.

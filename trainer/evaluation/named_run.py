@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.config.identity import exp_id
+from trainer.errors import ConfigError
 from trainer.evaluation.predict import export_of
 from trainer.evaluation.run import Question
-from trainer.evaluation.sides import dictionary_of
 from trainer.exports import record
 from trainer.files.atomic import read_json
 
 _RECORD = "exp_dict.json"
+_LISTED = 5  # runs that an error names
 UNTRAINED, _EXPORTS = "base", ("best", "final")
 
 
@@ -66,3 +68,43 @@ def named_run(word: str, savedir_base: Path) -> NamedRun:
     about = record.read(export)
     values = own if about is None else about.experiment
     return NamedRun(values, savedir_base, export, export, own)
+
+
+def dictionary_of(savedir_base: Path, text: str, *, command: str = "judge") -> dict[str, Any]:
+    """The dictionary of a run, by its id, the beginning of that, or its folder. ConfigError where
+    that is none, or more than one.
+
+    command: the word that was typed before it, for messages.
+    """
+    folder = _folder_of(savedir_base, text.strip(), command)
+    path = folder / _RECORD
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{command} {text}: {path} cannot be read ({error}).") from None
+    if not isinstance(values, dict) or exp_id(values) != folder.name:
+        raise ConfigError(
+            f"{command} {text}: {path} holds no dictionary with the id {folder.name}. Put it back "
+            "from a copy."
+        )
+    return values
+
+
+def _folder_of(savedir_base: Path, text: str, command: str) -> Path:
+    if "/" in text and Path(text).is_dir():
+        folder = Path(text).resolve()
+        if folder.parent != savedir_base.resolve():
+            raise ConfigError(
+                f"{command} {text}: got a run below {folder.parent}, want one below "
+                f"{savedir_base}. Use -sb {folder.parent}."
+            )
+        return savedir_base / folder.name
+    runs = sorted(one.parent.name for one in savedir_base.glob(f"*/{_RECORD}"))
+    matches = [name for name in runs if text and name.startswith(text)]
+    if len(matches) == 1:
+        return savedir_base / matches[0]
+    wrong = "fits several runs" if matches else "is no run"
+    some = ", ".join((matches or runs)[:_LISTED]) or "none"
+    raise ConfigError(
+        f"{command} {text}: {wrong} in {savedir_base}. Give an id, or its beginning: {some}."
+    )

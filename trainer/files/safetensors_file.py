@@ -9,7 +9,8 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,14 @@ def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {error}. Use another checkpoint.") from error
+
+
+def checksum_of(parts: Sequence[Tensor]) -> int:
+    """CRC-32 over the bytes of some tensors."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
+    return crc
 
 
 def checksum_problem(folder: Path, record: WrittenFile) -> str | None:

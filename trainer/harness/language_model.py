@@ -25,7 +25,9 @@ from trainer.runtime.batch import to_device
 
 # A request of lm-eval: what it is called in its cache, and the tokens of context and continuation.
 TokenRequest = tuple[Any, list[int], list[int]]
-Score = tuple[float, bool]  # a log-probability, and whether greedy decoding would write the same
+TaskScore = tuple[
+    float, bool
+]  # a log-probability, and whether greedy decoding would write the same
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +62,7 @@ class TrainedLM(HFLM):
     # Requests, shared by the ranks
     # ----------------------------------------------------------------------------------------------
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[TaskScore]:
         answers = self._shared(super().loglikelihood, requests)
         return [(log_probability, is_greedy) for log_probability, is_greedy in answers]
 
@@ -102,7 +104,7 @@ class TrainedLM(HFLM):
         requests: Sequence[TokenRequest],
         disable_tqdm: bool = False,
         override_bs: int | None = None,
-    ) -> list[Score]:
+    ) -> list[TaskScore]:
         """The score of each continuation behind its context. Tokens that several requests begin
         with alike and read alike, such as those before the letters of four choices, run once.
         """
@@ -131,7 +133,7 @@ class TrainedLM(HFLM):
             )
         order = sorted(rows, key=len, reverse=True)
         batch = int(self.batch_size)
-        scores: dict[int, Score] = {}
+        scores: dict[int, TaskScore] = {}
         for start in range(0, len(order), batch):
             of_batch = {ids: rows[ids] for ids in order[start : start + batch]}
             continuations = {
@@ -142,7 +144,7 @@ class TrainedLM(HFLM):
 
     def _scores_of_rows(
         self, rows: dict[tuple[int, ...], list[int]], continuations: dict[int, list[int]]
-    ) -> dict[int, Score]:
+    ) -> dict[int, TaskScore]:
         """By request, the score of its continuation.
 
         rows: tokens that are read, and the requests whose continuation is the last of them and one
@@ -165,7 +167,7 @@ class TrainedLM(HFLM):
         log_probabilities, is_greedy = self._log_probabilities(
             hidden_MD, place_N, target_N.to(device)
         )
-        scores: dict[int, Score] = {}
+        scores: dict[int, TaskScore] = {}
         start = 0
         for number in numbers:
             stop = start + len(continuations[number])

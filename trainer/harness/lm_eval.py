@@ -20,7 +20,7 @@ from trainer.harness.records import (
     Evaluation,
     Gain,
     ModelScores,
-    Score,
+    TaskScore,
     TaskScores,
     called,
 )
@@ -209,14 +209,14 @@ def tasks_of(results: Mapping[str, Any]) -> dict[str, TaskScores]:
     """
     of_tasks: dict[str, TaskScores] = {}
     for name, metrics in {**results["results"], **results.get("groups", {})}.items():
-        scores: dict[str, Score] = {}
+        scores: dict[str, TaskScore] = {}
         for key, value in metrics.items():
             metric, comma, chooser = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             error = metrics.get(f"{metric}_stderr,{chooser}")
             stderr = float(error) if isinstance(error, int | float) else None
-            scores[metric if chooser == _NO_FILTER else key] = Score(float(value), stderr)
+            scores[metric if chooser == _NO_FILTER else key] = TaskScore(float(value), stderr)
         counts = results["n-samples"].get(name, {})
         rows = counts.get("effective", metrics.get("sample_len"))
         more = {"num_fewshot": results["n-shot"].get(name)}

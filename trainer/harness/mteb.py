@@ -22,7 +22,7 @@ from trainer.harness.records import (
     Evaluation,
     Gain,
     ModelScores,
-    Score,
+    TaskScore,
     TaskScores,
     called,
 )
@@ -208,7 +208,7 @@ def _scores(result: Any, metadata: Any) -> TaskScores:
     """Every metric of a result of MTEB, under "test/ndcg_at_10", and "test/german/ndcg_at_10" where
     a task has subsets. Its main metric is told, the others stand in the file.
     """
-    scores: dict[str, Score] = {}
+    scores: dict[str, TaskScore] = {}
     for split, subsets in result.scores.items():
         for of_subset in subsets:
             subset = of_subset["hf_subset"]
@@ -217,5 +217,5 @@ def _scores(result: Any, metadata: Any) -> TaskScores:
                 is_number = isinstance(value, Real) and not isinstance(value, bool)
                 if is_number and metric != "main_score":
                     is_main = metric == metadata.main_score
-                    scores[f"{place}/{metric}"] = Score(float(value), is_told=is_main)
+                    scores[f"{place}/{metric}"] = TaskScore(float(value), is_told=is_main)
     return TaskScores(result.dataset_revision, None, scores, {"type": metadata.type})

@@ -19,7 +19,7 @@ _QUESTION = ("weights", "how")
 
 
 @dataclass(frozen=True)
-class Score:
+class TaskScore:
     """A metric of a task."""
 
     value: float
@@ -33,7 +33,7 @@ class TaskScores:
 
     version: Any  # of the task
     rows: int | None  # that were evaluated
-    scores: Mapping[str, Score]  # by metric
+    scores: Mapping[str, TaskScore]  # by metric
     more: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else the file says
 
     def as_json(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Evaluation:
         return entry
 
 
-def _told(score: Score) -> str:
+def _told(score: TaskScore) -> str:
     error = "" if score.stderr is None else f" (stderr {score.stderr:.6f})"
     return f"{score.value:.6f}{error}"
 

@@ -24,6 +24,7 @@ from trainer.files.atomic import read_json, refusals, refuse_link_out, write_jso
 from trainer.files.held_lock import HeldLock
 from trainer.metrics import own
 from trainer.models import base_source
+from trainer.protocol.abilities import LearnsFromTeacher
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.survival import groups, lifeline
@@ -51,6 +52,7 @@ WRITTEN_AGAIN = (
     "data.json",
     "memory_plan.json",
 )
+_TEACHER = "teacher"  # the key of its digest in data.json
 _OF_RUN = "weights of the run before"  # the key of their digest in data.json
 _NEW_SHARES = (
     " The rule of data.valid_share is another one than before 2026-11-26 (CHANGELOG.md): a run "
@@ -228,11 +230,16 @@ def _check_dictionary(plan: RunPlan) -> None:
 def identity_of(
     plan: RunPlan, task: Task, stores: Mapping[str, TokenStore], places: Places
 ) -> dict[str, str]:
-    """The digests of the base and of the rows of each split, and of the run that the base is of."""
+    """The digests of the base, of the teacher, if any, of the rows of each split, and of the run
+    that the base is of.
+    """
     base = task.fingerprint()
     if not base and any(one.is_whole for one in plan.cfg.train.freeze):
         base = base_source.fingerprint(plan.cfg.base, places)
     now = {"base": base, **{split: store.digest for split, store in stores.items()}}
+    teacher = task.teacher_fingerprint() if isinstance(task, LearnsFromTeacher) else None
+    if teacher is not None:
+        now[_TEACHER] = teacher
     of_run = base_source.begun_with(plan.cfg.base, places)
     return now if of_run is None else {**now, _OF_RUN: of_run}
 
@@ -331,7 +338,7 @@ def tell_changed_data(plan: RunPlan, options: Options) -> None:
     try:
         began = _beginning(plan.folder / "data.json", None) or {}
         task = tasks.load(plan.cfg, options.places)
-        for split in set(began) - {"base", _OF_RUN}:
+        for split in set(began) - {"base", _OF_RUN, _TEACHER}:
             with left_out.gathering():
                 digest_now = content_of(task, split, options.cache_dir)[0]
             is_same = digest_now == began[split]

@@ -21,7 +21,7 @@ from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
 from trainer.models.optimizers.rates import freeze_whole
 from trainer.models.weights import unsound
-from trainer.protocol.abilities import ComparesWithStart
+from trainer.protocol.abilities import ComparesWithStart, LearnsFromTeacher
 from trainer.runtime import distributed, rng
 from trainer.runtime.beside import Beside
 from trainer.runtime.deepspeed_optimizers import keep_frozen_whole
@@ -202,6 +202,7 @@ def _refuse_unsound_base(run: PreparedRun) -> None:
 def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:
     """The task's model under DeepSpeed, in the state to resume from. A collective."""
     plan, newest = run.plan, run.newest
+    _read_teacher(run, lap)
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = run.task.model()
@@ -229,6 +230,19 @@ def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progr
     lifeline.tell("resumed", step=progress.step, source=str(newest))
     lap("checkpoint")
     return live, progress
+
+
+def _read_teacher(run: PreparedRun, lap: Callable[[str], None]) -> None:
+    """Let the teacher of a task that has one read the rows, before any other weight is in memory. A
+    collective.
+    """
+    task, train = run.task, run.plan.cfg.train
+    if not isinstance(task, LearnsFromTeacher) or task.cfg.teacher is None:
+        return
+    before = rng.capture()
+    task.read_teacher(run.stores, batch=train.eval_batch or train.micro_batch)
+    rng.restore(before)
+    lap("teacher")
 
 
 def _read_start(run: PreparedRun, start: Callable[[], Any]) -> None:

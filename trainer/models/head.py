@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
+from trainer.models import losses
+from trainer.models.distillation import DistillationTerms, Lesson, likeliest
 from trainer.models.families import family_of
 from trainer.models.losses import (
     PLAIN,
@@ -25,7 +27,6 @@ from trainer.models.losses import (
     chunked_cross_entropy,
     positions_of_chunk,
     target_losses,
-    token_cross_entropy,
 )
 from trainer.models.packed.replaced import replaced
 from trainer.models.weights.weight_files import find_file
@@ -85,19 +86,58 @@ class OutputLayer:
         """(..., D) decoder states -> (..., V) logits."""
         return self._finish(self._layer(self._apply_scale(hidden)))
 
-    def loss(self, hidden_ND: Tensor, targets_N: Tensor, terms: Terms = PLAIN) -> Tensor:
-        """() fp32: losses.token_cross_entropy of the logits, in chunks where there are many.
+    def sums(
+        self, hidden_ND: Tensor, targets_N: Tensor, terms: Terms | None, lesson: Lesson | None
+    ) -> dict[str, Tensor]:
+        """{"loss": () fp32}, summed over the targets: in training as the experiment states it, with
+        its terms and its teacher. In evaluation (terms None) it is the plain cross-entropy, and
+        where a teacher has read the targets, "divergence" from it stands beside it.
+        """
+        if terms is not None:
+            return {"loss": self.loss(hidden_ND, targets_N, terms, lesson)}
+        of_labels = {"loss": self.loss(hidden_ND, targets_N)}
+        if lesson is None:
+            return of_labels
+        scaled = self.loss(hidden_ND, targets_N, lesson=lesson.alone())
+        return {**of_labels, "divergence": scaled / lesson.how.temperature**2}
+
+    def loss(
+        self,
+        hidden_ND: Tensor,
+        targets_N: Tensor,
+        terms: Terms = PLAIN,
+        lesson: Lesson | None = None,
+    ) -> Tensor:
+        """() fp32: losses.token_cross_entropy of the logits, with a teacher
+        losses.student_loss, in chunks where there are many.
 
         Under ZeRO-3 a call of a layer gathers it, and every rank must make the same calls: each
         layer is called once, however many positions there are.
         """
-        return self._scored(hidden_ND, Scoring(targets_N, self.chunk, self._finish, terms))
+        return self._scored(
+            hidden_ND, Scoring(targets_N, self.chunk, self._finish, terms, lesson=lesson)
+        )
 
     def losses(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """(N,) fp32: losses.target_losses of the logits, in chunks where there are many. The same
         holds under ZeRO-3.
         """
         return self._scored(hidden_ND, Scoring(targets_N, self.chunk, self._finish, by_target=True))
+
+    @torch.no_grad()
+    def likeliest(
+        self, hidden_ND: Tensor, how: DistillationTerms, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """distillation.likeliest of the logits, in chunks where there are many: (N, k) int32 ids,
+        (N, k) fp32 log-probabilities, (N,) fp32 of all other tokens together. Not under ZeRO-3.
+        """
+        count, chunk = len(hidden_ND), self.chunk
+        ids_NK = hidden_ND.new_empty(count, k, dtype=torch.int32)
+        logps_NK = hidden_ND.new_empty(count, k, dtype=torch.float32)
+        rest_N = hidden_ND.new_empty(count, dtype=torch.float32)
+        for rows in losses.chunks_of(max(1, count), chunk):
+            ids_NK[rows], logps_NK[rows], rest_N[rows] = likeliest(self(hidden_ND[rows]), how, k)
+        return ids_NK, logps_NK, rest_N
 
     def _scored(self, hidden_ND: Tensor, scoring: Scoring) -> Tensor:
         if _has_adapters(self._layer):
@@ -107,7 +147,7 @@ class OutputLayer:
             return _loss(self._layer, self._apply_scale(hidden_ND), scoring)
         if scoring.by_target:
             return target_losses(self(hidden_ND), targets_N)
-        return token_cross_entropy(self(hidden_ND), targets_N, **vars(scoring.terms))
+        return scoring.loss(self(hidden_ND), slice(None))
 
     def _apply_scale(self, hidden: Tensor) -> Tensor:
         return hidden if self._scale_of_states == 1.0 else hidden * self._scale_of_states

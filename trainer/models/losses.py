@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from trainer.models.distillation import Lesson, divergences
 
 if TYPE_CHECKING:
     from trainer.config.schema import Train
@@ -50,22 +52,50 @@ def token_cross_entropy(
     of log Z is added, where Z is the sum of the exponentials of a target's logits. Source: PaLM
     (Chowdhery et al. 2022, sec. 5), where it is 1e-4.
     """
-    parts = _kept.get()
+    terms = Terms(smoothing, z_loss)
+    if _kept.get() is None:
+        return _cross_entropy(logits_NV, targets_N, terms, reduction="sum")
+    return _sum_of(_cross_entropy(logits_NV, targets_N, terms, reduction="none"))
+
+
+def _cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, terms: Terms, *, reduction: Literal["sum", "none"]
+) -> Tensor:
+    """() or (N,) fp32: token_cross_entropy, or the losses of single targets."""
     logits_NV = logits_NV.float()
     loss = F.cross_entropy(
         logits_NV,
         targets_N,
         ignore_index=IGNORED,
-        reduction="sum" if parts is None else "none",
-        label_smoothing=smoothing,
+        reduction=reduction,
+        label_smoothing=terms.smoothing,
     )
-    if z_loss:
+    if terms.z_loss:
         squares_N = logits_NV.logsumexp(-1).square().masked_fill(targets_N == IGNORED, 0.0)
-        loss = loss + z_loss * (squares_N.sum() if parts is None else squares_N)
-    if parts is None:
-        return loss
-    parts.append(loss.detach())
-    return loss.sum()
+        loss = loss + terms.z_loss * (squares_N.sum() if reduction == "sum" else squares_N)
+    return loss
+
+
+def student_loss(
+    logits_NV: Tensor, targets_N: Tensor, lesson: Lesson, terms: Terms = PLAIN
+) -> Tensor:
+    """() fp32: the SUM over the targets of (1 - weight) x cross-entropy + weight x temperature^2 x
+    divergence from the teacher (distillation.divergences). No target is IGNORED.
+    """
+    weight, scale = lesson.how.weight, lesson.how.temperature**2
+    losses_N = weight * scale * divergences(logits_NV, lesson)
+    if weight < 1:
+        hard_N = _cross_entropy(logits_NV, targets_N, terms, reduction="none")
+        losses_N = losses_N + (1 - weight) * hard_N
+    return _sum_of(losses_N)
+
+
+def _sum_of(losses_N: Tensor) -> Tensor:
+    """() the sum of single losses, which keeping_losses() gets."""
+    parts = _kept.get()
+    if parts is not None:
+        parts.append(losses_N.detach())
+    return losses_N.sum()
 
 
 def target_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
@@ -79,7 +109,7 @@ _kept: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
 @contextmanager
 def keeping_losses(keeps: bool = True) -> Iterator[list[Tensor]]:
     """Inside, the losses of single targets are appended to the list that this yields, (N,) fp32 for
-    each call of token_cross_entropy. keeps: with False none is.
+    each call of token_cross_entropy or student_loss. keeps: with False none is.
     """
     losses: list[Tensor] = []
     token = _kept.set(losses if keeps else None)
@@ -138,6 +168,14 @@ class Scoring:
     finish: Callable[[Tensor], Tensor]  # what a family does to its logits, element by element
     terms: Terms = PLAIN
     by_target: bool = False  # the losses of single targets are wanted, not their sum
+    lesson: Lesson | None = None  # what a teacher says of the same positions
+
+    def loss(self, logits_CV: Tensor, rows: slice) -> Tensor:
+        """() fp32: the summed loss of some of the positions."""
+        targets_C = self.targets_N[rows]
+        if self.lesson is None:
+            return token_cross_entropy(logits_CV, targets_C, **vars(self.terms))
+        return student_loss(logits_CV, targets_C, self.lesson.part(rows), self.terms)
 
 
 @dataclass(frozen=True)
@@ -155,7 +193,7 @@ class Scorer:
 
 def chunked_cross_entropy(hidden_ND: Tensor, scorer: Scorer, scoring: Scoring) -> Tensor:
     """token_cross_entropy of a layer's logits, of which only those of one chunk exist at a time;
-    with Scoring.by_target (N,) target_losses.
+    with Scoring.lesson student_loss, with Scoring.by_target (N,) target_losses.
 
     The gradients of a chunk are computed right after its logits, so that nothing is computed twice.
     In fp16 they wait for the loss scale, and by target for the gradient of each loss: the logits
@@ -272,13 +310,14 @@ class _Gradients:
         has_gradient = any(self._needed)
         leaf_CV = self._logits(rows).requires_grad_(has_gradient)
         with torch.set_grad_enabled(has_gradient):
-            logits_CV, targets_C = scoring.finish(leaf_CV), scoring.targets_N[rows]
+            logits_CV = scoring.finish(leaf_CV)
             if scoring.by_target:
                 assert factor is not None, "its gradients are computed in backward alone"
+                targets_C = scoring.targets_N[rows]
                 loss = (target_losses(logits_CV, targets_C) * factor[rows]).sum()
                 factor = None
             else:
-                loss = token_cross_entropy(logits_CV, targets_C, **vars(scoring.terms))
+                loss = scoring.loss(logits_CV, rows)
         if has_gradient:
             (gradient_CV,) = torch.autograd.grad(loss, leaf_CV, factor)
             del leaf_CV

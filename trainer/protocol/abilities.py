@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.metrics.mergeable import Ratio
-    from trainer.protocol.task import Cut, Encoded, Row, Task
+    from trainer.protocol.task import Batch, Cut, Encoded, Row, Task
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,27 @@ class Answers(Protocol):
 
 
 @runtime_checkable
+class ContinuesPrompts(Protocol):
+    """The ability to write texts behind prompts, for `predict` and the service, which take it by
+    trainer/tasks/continuation.py.
+    """
+
+    @property
+    def continues_prompts(self) -> bool:
+        """Whether the model of this experiment does."""
+        ...
+
+    def prompt_ids(self, raw: Row, place: str) -> list[int]:
+        """The token ids that the model continues, of a raw row with a prompt or a conversation."""
+        ...
+
+
+def continues(task: object) -> bool:
+    """Whether a task has the ability, and its experiment a model that writes texts."""
+    return isinstance(task, ContinuesPrompts) and task.continues_prompts
+
+
+@runtime_checkable
 class JudgesAnswers(Protocol):
     """The ability of a task that answers to compute its own scores.
 
@@ -231,6 +252,35 @@ class ComparesWithStart(Protocol):
         start: gives the model that the run begins with, in evaluation mode; it is called where
         something is missing. batch: rows per device and forward.
         """
+        ...
+
+
+@runtime_checkable
+class LearnsFromTeacher(Protocol):
+    """The ability to learn what a trained model says of each row (the key `teacher`, which may be
+    missing). It reads the rows once, before the model that is trained is in memory.
+    """
+
+    cfg: Any
+
+    def task_of_teacher(self) -> Task:
+        """The teacher's task."""
+        ...
+
+    def teacher_fingerprint(self) -> str | None:
+        """Names the teacher's weights; None without a teacher. ConfigError when it is not there, or
+        cannot teach this model.
+        """
+        ...
+
+    def read_teacher(self, stores: Mapping[str, EncodedRows], *, batch: int) -> None:
+        """Have the teacher read what is not stored yet of the rows of these splits, and collate()
+        give what it says from now on. A collective. batch: rows per device and forward.
+        """
+        ...
+
+    def likeliest(self, model: nn.Module, batch: Batch) -> Any:
+        """What the teacher's model says of a batch that its task has collated."""
         ...
 
 

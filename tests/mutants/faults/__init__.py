@@ -8,6 +8,7 @@ from tests.mutants.faults import (
     chat,
     data,
     device,
+    dialect,
     exports,
     harness,
     jobs,
@@ -20,8 +21,10 @@ from tests.mutants.faults import (
     serve,
     streams,
     tasks,
+    teachers,
     terminal,
     training,
+    votes,
 )
 
 FAULTS = [
@@ -29,6 +32,7 @@ FAULTS = [
     *training.FAULTS,
     *optimizers.FAULTS,
     *preferences.FAULTS,
+    *teachers.FAULTS,
     *tasks.FAULTS,
     *jobs.FAULTS,
     *judging.FAULTS,
@@ -37,6 +41,7 @@ FAULTS = [
     *chat.FAULTS,
     *device.FAULTS,
     *serve.FAULTS,
+    *dialect.FAULTS,
     *terminal.FAULTS,
     *reliability.FAULTS,
     *search.FAULTS,
@@ -44,4 +49,5 @@ FAULTS = [
     *harness.FAULTS,
     *agents.FAULTS,
     *api.FAULTS,
+    *votes.FAULTS,
 ]

@@ -381,8 +381,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/packed/t5_decoder.py",
-        "own = replace(rows, keys=rows.queries, is_causal=True)",
-        "own = replace(rows, keys=rows.queries)",
+        "own = replace(rows, queries=starts, keys=starts, is_causal=True)",
+        "own = replace(rows, queries=starts, keys=starts)",
         why="a summary sees its own next token",
         tests=f"{FAMILIES} -k 'packed_rows and summariser'",
     ),
@@ -480,7 +480,7 @@ FAULTS = [
     # Summariser
     Fault(
         "trainer/tasks/summariser/model.py",
-        "terms = self.terms if self.training else PLAIN",
+        "terms = self.terms if self.training else None",
         "terms = self.terms",
         why="the validation loss is smoothed, so that runs cannot be compared",
         tests=SUMMARISER,
@@ -721,8 +721,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/config/groups.py",
-        'values = {**values, "base": {**base, "experiment": first}}',
-        'values = {**values, "base": {"experiment": first}}',
+        'return {**block, "base": {**base, "experiment": changed',
+        'return {**block, "base": {"experiment": changed',
         why="--steps takes the decoder-only model for the encoder-decoder made of it",
         tests=HALVES,
     ),

@@ -103,9 +103,9 @@ FAULTS = [
         tests=f"{AVERAGES} -k 'by_their_weights or weigh_differently'",
     ),
     Fault(
-        "trainer/averages/average.py",
-        "if any(one.is_whole for one in cfg.train.freeze):",
-        "if False:",
+        "trainer/averages/frozen.py",
+        "if not any(one.is_whole for one in cfg.train.freeze):",
+        "if True:",
         why="an average of saved steps lacks the weights that train.freeze never lets train",
         tests=f"{AVERAGES} -k 'last_steps'",
     ),
@@ -235,8 +235,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/losses.py",
-        'reduction="sum" if parts',
-        'reduction="mean" if parts',
+        '_cross_entropy(logits_NV, targets_N, terms, reduction="sum")',
+        '_cross_entropy(logits_NV, targets_N, terms, reduction="mean")',
         why="short and long micro-batches weigh the same",
         tests="tests/contract/test_task_contract.py -k 'losses_yields and causal_lm'",
     ),

@@ -1,1 +1,3 @@
-"""Where the weights of an experiment come from, when that is another run. Imports no torch."""
+"""What an experiment takes from another model: a run that it goes on with, or a teacher. Imports no
+torch.
+"""

@@ -23,6 +23,7 @@ MANIFEST = "manifest.json"  # of a saved step: the sha256 of each of its files
 # The keys that a run which goes on may have otherwise than the run before: they say how long it
 # trains and how fast, and what is logged, saved and chosen. All others say what a step is made of.
 _FREE = ("label", "deepspeed", "continues", "optim", "schedule", "train", "lora.export")
+_FREE += ("teacher.store",)
 _BOUND = ("optim.name",)
 _BOUND += tuple(
     f"train.{key}"

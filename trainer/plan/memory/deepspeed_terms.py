@@ -171,6 +171,20 @@ def inference(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
     )
 
 
+def teaching(step: Measured, *, cublas: int) -> Breakdown:
+    """The memory peak of a teacher's pass, before the run's own weights are read: each rank holds
+    the whole teacher.
+    """
+    most = step.peak
+    return Breakdown(
+        weights=step.weights,
+        activations=most.activations,
+        logits=most.logits,
+        buffers=step.buffers,
+        workspace=cublas,
+    )
+
+
 def host(step: Measured, zero: Zero) -> int:
     """Bytes of host memory that a rank needs because of offloading."""
     P, F, w = step.trainable, step.frozen, zero.world

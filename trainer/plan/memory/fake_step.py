@@ -112,7 +112,11 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
 
     started = time.process_time()
     cfg = tasks.parse(request.experiment)
-    task = tasks.load(cfg, places)
+    task: Any = tasks.load(cfg, places)
+    student = task
+    if request.kind == "teach":
+        task = student.task_of_teacher()
+        cfg = task.cfg
     model = task.skeleton().to(DTYPES[cfg.train.precision])
     freeze_whole(model, cfg.train.freeze)
     blocks = recomputation.num_blocks(model)
@@ -137,7 +141,10 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
         tracker.restart()
         grouping = rows_in_groups(tracker) if request.groups_rows else nullcontext()
         with grouping, equal_chunks_once(tracker):
-            _run(request, task, model, device, batch=batch, rows=rows)
+            if request.kind == "teach":
+                student.likeliest(model.eval(), device.copy_of(batch))
+            else:
+                _run(request, task, model, device, batch=batch, rows=rows)
         moments, reading = tracker.highest()
         of_one, of_last = _micro_batches(request, forwards_in(tracker.parts()))
         return Measured(

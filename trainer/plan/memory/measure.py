@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIME_LIMIT_S = 600.0
 _SHOWN_LINES = 12  # of the error output of a failed process
-TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"  # phases of a run
-Kind = Literal["train", "evaluate", "answer"]
+# The phases of a run.
+TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"
+TEACHING = "teacher's pass"  # the first one, of a run that learns from a teacher
+Kind = Literal["train", "evaluate", "answer", "teach"]
 
 
 @dataclass(frozen=True)
@@ -270,11 +272,16 @@ def _read(path: Path) -> Measured | None:
 
 def _key(request: MeasureRequest, program: str) -> str:
     """A digest of everything that a step's bytes and operators depend on."""
-    base = request.experiment.get("base")
-    folder = Path(base) if isinstance(base, str) else None
-    config = folder / "config.json" if folder is not None else None
-    shape = config.read_text() if config is not None and config.is_file() else ""
-    return digest({"program": program, "base": shape, **vars(request)})
+    shapes = [_shape_of(request.experiment.get("base"))]
+    if request.kind == "teach":
+        shapes.append(_shape_of(request.experiment["teacher"].get("base")))
+    return digest({"program": program, "base": shapes, **vars(request)})
+
+
+def _shape_of(base: Any) -> str:
+    """The config.json of a folder; "" of any other base."""
+    config = Path(base) / "config.json" if isinstance(base, str) else None
+    return config.read_text() if config is not None and config.is_file() else ""
 
 
 @cache

@@ -18,11 +18,13 @@ from trainer.plan.memory.deepspeed_terms import (
     host,
     host_to_read,
     inference,
+    teaching,
     training,
 )
 from trainer.plan.memory.measure import (
     EVALUATION,
     GENERATION,
+    TEACHING,
     TRAINING,
     Measured,
     measure,
@@ -31,7 +33,9 @@ from trainer.plan.memory.planned_rows import (
     SHORT_ANSWERS,
     answer_requests,
     first_evaluated,
+    first_read,
     request_of,
+    teacher_requests,
     training_batches,
 )
 from trainer.protocol.abilities import Answers
@@ -47,7 +51,7 @@ _PROCESS = 2 * 2**30
 
 @dataclass(frozen=True)
 class Phase:
-    """The memory peak of training, evaluation or generation."""
+    """The memory peak of training, evaluation or generation, or of the teacher's pass before."""
 
     name: str
     peak: Breakdown
@@ -119,12 +123,14 @@ def make(subject: Subject, *, cublas: int) -> Basis:
     requests = [subject.training_request(batch.numbers) for batch in batches]
     requests.append(request_of(subject, "evaluate", subject.valid, eval_rows))
     requests += answer_requests(subject, eval_rows)
-    steps_of_requests = measure(requests, subject.places)
+    of_teacher = teacher_requests(subject, batch=eval_batch)
+    steps_of_requests = measure([*requests, *of_teacher], subject.places)
     check(subject.cfg.train.recompute_every, steps_of_requests[0].blocks)
-    steps, evaluated, answered = (
+    steps, evaluated, answered, of_pass = (
         steps_of_requests[: len(batches)],
         steps_of_requests[len(batches)],
-        steps_of_requests[len(batches) + 1 :],
+        steps_of_requests[len(batches) + 1 : len(requests)],
+        steps_of_requests[len(requests) :],
     )
     peaks = [
         training(step, subject.zero, cublas=cublas, is_first=batch.is_first)
@@ -152,13 +158,16 @@ def make(subject: Subject, *, cublas: int) -> Basis:
         )
         peak = inference(grown, subject.zero, cublas=cublas)
         phases.append(phase(GENERATION, peak, grown, subject.valid, eval_rows))
+    for step in of_pass:
+        read = first_read(subject, batch=eval_batch)
+        phases.append(phase(TEACHING, teaching(step, cublas=cublas), step, *read))
     # checkpoints kept, the best one, the one being written, and the exports best/ and final/
     kept = subject.cfg.train.keep_last + 1 + (subject.cfg.train.best is not None)
     exports = 2 * subject.zero.width * steps[worst].trainable
     on_disk = kept * _saved_numbers(steps[worst], subject.zero) + exports
     plan = MemoryPlan(
         phases=phases,
-        host=_on_host(steps[worst], subject),
+        host=max([_on_host(steps[worst], subject), *(_PROCESS + one.weights for one in of_pass)]),
         checkpoints=on_disk,
         download=_to_download(steps[worst], subject),
         heaviest=[int(number) for number in numbers],

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.devices import GIB, Device
-from trainer.plan.memory.measure import TRAINING
+from trainer.plan.memory.measure import TEACHING, TRAINING
 
 if TYPE_CHECKING:
     from trainer.plan.memory.advice import Advice
@@ -70,7 +70,12 @@ def summary(plan: MemoryPlan, device: Device | None) -> str:
         for name, size in peak.peak.parts().items()
         if size > 0.01 * peak.peak.total
     )
-    return f"memory: {_gib(peak.peak.total)} GiB{of} in the {peak.name}: {parts}"
+    before = "".join(
+        f"; {_gib(phase.peak.total)} in the {phase.name}, which is over before the others begin"
+        for phase in plan.phases
+        if phase.name == TEACHING and phase is not peak
+    )
+    return f"memory: {_gib(peak.peak.total)} GiB{of} in the {peak.name}: {parts}{before}"
 
 
 def comparison(plan: int, measured: int) -> str:

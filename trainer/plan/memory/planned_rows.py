@@ -186,6 +186,19 @@ def request_of(subject: Subject, kind: Kind, rows: RowsByNumber, numbers: Any) -
     return MeasureRequest(subject.values, kind, rows.encoded_rows(numbers, is_drawn=False))
 
 
+def first_read(subject: Subject, *, batch: int) -> tuple[RowsByNumber, np.ndarray]:
+    """The longest rows that a teacher reads, and the numbers of its heaviest batch."""
+    rows = max(subject.train, subject.valid, key=lambda one: int(one.lengths.max()))
+    return rows, first_evaluated(rows.lengths, batch=batch)
+
+
+def teacher_requests(subject: Subject, *, batch: int) -> list[MeasureRequest]:
+    """The request to measure the teacher's pass; [] without a teacher."""
+    if getattr(subject.cfg, "teacher", None) is None:
+        return []
+    return [request_of(subject, "teach", *first_read(subject, batch=batch))]
+
+
 def answer_requests(subject: Subject, numbers: Any) -> list[MeasureRequest]:
     """Requests to generate answers of two short lengths; other lengths are extrapolated."""
     if not subject.answers or not isinstance(subject.task, Answers):

@@ -9,8 +9,8 @@ from pydantic import model_validator
 from trainer.config.block import Positive
 from trainer.config.formats.layouts import CHATS, COMPLETIONS, TEXTS, Layout, Purpose
 from trainer.config.formats.table import FORMATS
+from trainer.config.origin.teacher import DistilledExperiment
 from trainer.config.own_rows import OwnRows
-from trainer.config.schema import Experiment
 
 
 class Data(OwnRows):
@@ -100,7 +100,7 @@ class Data(OwnRows):
         return self
 
 
-class Config(Experiment):
+class Config(DistilledExperiment):
     """A language-modelling experiment; without `lora` every weight of the base trains."""
 
     scores_vocabulary = True

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,11 +15,10 @@ from trainer.data.chat.chat_template import ChatTemplate, flags
 from trainer.data.chat.rows import chats
 from trainer.data.chat.unwritten import TOOLS
 from trainer.data.chat.writer import naming
-from trainer.data.formats.conversation import opened, with_input
 from trainer.data.padding import pad_right
-from trainer.data.readers import fields, questions
-from trainer.errors import ConfigError
+from trainer.data.readers import questions
 from trainer.models.decoder.streams import Read
+from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy
 from trainer.models.losses import IGNORED, PLAIN, Terms, scored_before
@@ -27,8 +27,9 @@ from trainer.models.packed.layout import pack_labelled
 from trainer.protocol.abilities import ReplyText, Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.config import Config
-from trainer.tasks.causal_lm.trained import replies, reply_row
-from trainer.tasks.token_task import TokenTask, refuse_beyond_positions
+from trainer.tasks.continuation import ContinuationTask, replies, reply_row
+from trainer.tasks.distilled import DistilledTask
+from trainer.tasks.token_task import refuse_beyond_positions
 
 
 class CausalLM(nn.Module):
@@ -37,24 +38,37 @@ class CausalLM(nn.Module):
     The head runs on labelled positions only.
     """
 
-    def __init__(self, base: Any, read: Read | None = None, terms: Terms = PLAIN) -> None:
+    def __init__(
+        self,
+        base: Any,
+        read: Read | None = None,
+        terms: Terms = PLAIN,
+        distillation: DistillationTerms | None = None,
+    ) -> None:
         """read: the function with which the body reads streams (streams.reader_of); None: rows are
-        padded. terms: of the loss in training mode.
+        padded. terms: of the loss in training mode. distillation: how a teacher is learnt from.
         """
         super().__init__()
         self.base, self._read, self.terms = base, read, terms
+        self.distillation = distillation
 
     def forward(self, labels: Tensor, scored: Tensor, **batch: Tensor) -> dict[str, Tensor]:
-        """{"loss": () fp32, the sum over labelled tokens}.
+        """OutputLayer.sums over labelled tokens.
 
         batch: rows as layout.pack_labelled packs them, or (B, T) input_ids, attention_mask and
-        labels with scored = losses.scored_before(labels).
+        labels with scored = losses.scored_before(labels); perhaps distillation.teacher_fields.
         """
-        with noisy(self.base.get_input_embeddings(), batch):
-            hidden_MD = self._states(**batch).index_select(0, scored)
+        hidden_ND = self.scored_states(scored=scored, **without_teacher(batch))
         targets_N = labels.flatten().index_select(0, scored + 1)
-        terms = self.terms if self.training else PLAIN
-        return {"loss": OutputLayer(self.base).loss(hidden_MD, targets_N, terms)}
+        terms = self.terms if self.training else None
+        lesson = Lesson.of(self.distillation, batch)
+        return OutputLayer(self.base).sums(hidden_ND, targets_N, terms, lesson)
+
+    def scored_states(self, scored: Tensor, **batch: Tensor) -> Tensor:
+        """(N, D) states of the tokens whose next token has a label."""
+        batch.pop("labels", None)
+        with noisy(self.base.get_input_embeddings(), batch):
+            return self._states(**batch).index_select(0, scored)
 
     def _states(self, **batch: Tensor) -> Tensor:
         """Last hidden states: (M, D) of a stream, (B * T, D) of padded rows."""
@@ -71,7 +85,7 @@ class CausalLM(nn.Module):
         ).last_hidden_state.flatten(0, 1)
 
 
-class Task(TokenTask[Config]):
+class Task(DistilledTask[Config], ContinuationTask[Config]):
     """Texts in, a language model out."""
 
     rows_are_of_files: ClassVar[bool] = True
@@ -79,7 +93,7 @@ class Task(TokenTask[Config]):
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
         self._last_tokens: tuple[Any, dict[str, list[int]]] | None = None
-        self.chat: ChatTemplate | None = None  # how conversations are written
+        self.chat = None
         if cfg.data.purpose == "conversation":
             template, folder = cfg.data.chat_template, places.data_path
             self.chat = ChatTemplate.of(self.tokenizer, template, folder)
@@ -87,71 +101,10 @@ class Task(TokenTask[Config]):
     def operate(self, base: Any) -> nn.Module:
         refuse_beyond_positions(base, self.cfg.data.max_tokens)
         read = self.reader(getattr(base, base.base_model_prefix))
-        return CausalLM(base, read, Terms.of(self.cfg.train))
+        return CausalLM(base, read, Terms.of(self.cfg.train), self.distillation)
 
     def generation(self) -> dict[str, Any]:
         return {"eos_token_id": self.exported_ends, "pad_token_id": self.pad}
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """The token that ends a turn of a conversation, the end token, and those of the base's own
-        generation_config.json.
-        """
-        return list(dict.fromkeys([self.turn_end, *super().ends]))
-
-    @cached_property
-    def turn_end(self) -> int:
-        """The token behind an answer: in a conversation the one that ends a turn, else the end
-        token.
-        """
-        return self.end if self.chat is None else self.chat.turn_end(self.end)
-
-    @cached_property
-    def closing(self) -> str:
-        """What a conversation's template writes behind an answer before its end token, without a
-        token of its own: "" of texts.
-        """
-        return "" if self.chat is None else self.chat.closing
-
-    @cached_property
-    def opening(self) -> list[int]:
-        """The ids that begin every text: the beginning-of-text token of a tokenizer that writes one
-        by itself, as Llama's and Gemma's do.
-        """
-        return vocabulary.opening_of(self.tokenizer)
-
-    def prompt_ids(self, raw: Row, place: str) -> list[int]:
-        """The token ids that the model continues: the one way from a prompt to ids, for evaluation,
-        predict and the service.
-
-        raw: {"messages", "tools"?}: a conversation; its roles are checked, turns of the assistant
-        at its end are left out, and the chat template opens the next one, on the date of training.
-        {"prompt"}: a turn of the user if the task is trained on conversations, else a text.
-        {"text"}: a text that is continued as it stands. place: where it was read, for messages.
-        DataError for what cannot be read; ConfigError for messages if the task is not trained on
-        conversations.
-        """
-        if raw.get("messages") is None and (self.chat is None or raw.get("prompt") is None):
-            name, text = fields.first_given(raw, ("prompt", "text"))
-            text = with_input(raw) if name == "prompt" else text
-            return self._begun(self._ids(fields.text(text, place, name)))
-        if self.chat is None:
-            raise ConfigError(
-                f"{place}: got messages, but the model has not learnt from conversations. Give a "
-                '"prompt".'
-            )
-        row = opened(raw, place)
-        if row.get("tools") and "tools" not in self.chat.words:
-            left_out.note(place, TOOLS, field="tools")
-        return self._ids(self.chat.opened(row))  # the template writes the opening
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _begun(self, ids: list[int]) -> list[int]:
-        """The ids of a text with the opening before them, where they do not begin with it."""
-        is_there = ids[: len(self.opening)] == self.opening
-        return ids if is_there else [*self.opening, *ids]
 
     def rows(self, split: str) -> Iterable[Row]:
         if self.chat is not None:
@@ -291,17 +244,22 @@ class Task(TokenTask[Config]):
         lengths = [len(row["ids"]) for row in rows]
         if self.is_packed:
             packed = pack_labelled([row["ids"] for row in rows], flags)
-            return {**packed, **self.noise(rows, lengths)}
+            return self.with_lesson({**packed, **self.noise(rows, lengths)}, rows)
         ids, mask = pad_right([row["ids"] for row in rows], self.pad)
         is_label, _ = pad_right(flags, 0)
         labels = ids.masked_fill(is_label == 0, IGNORED)
-        return {
+        batch = {
             "input_ids": ids,
             "attention_mask": mask,
             "labels": labels,
             "scored": scored_before(labels),
             **self.noise(rows, lengths, width=ids.shape[1]),
         }
+        return self.with_lesson(batch, rows)
+
+    def num_labels(self, row: Mapping[str, Any]) -> int:
+        is_label = row["scored"] if "scored" in row else np.ones(len(row["ids"]))
+        return int(np.sum(is_label[1:]))
 
     def units(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["scored"]), device=batch["scored"].device)

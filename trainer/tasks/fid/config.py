@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.formats.layouts import QUESTIONS, Layout, Purpose
+from trainer.config.origin.teacher import DistilledExperiment
 from trainer.config.own_rows import OwnRows, Splits
-from trainer.config.schema import Experiment
 
 
 class Data(OwnRows):
@@ -117,7 +117,7 @@ class Reader(Strict):
         return self
 
 
-class Config(Experiment):
+class Config(DistilledExperiment):
     """A Fusion-in-Decoder experiment; without `lora` every weight of the base trains."""
 
     not_encoded = frozenset({"reader"})

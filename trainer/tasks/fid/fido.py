@@ -129,6 +129,18 @@ def check_base(config: Any, reader: Reader, *, has_adapters: bool) -> None:
         )
 
 
+def reader_of(config: Any, reader: Reader) -> Reader:
+    """`reader` for a model with this config: its own switches, its own dropout."""
+    has = Switches.of_config(config)
+    changes = {
+        "dropout": None,
+        "compat_cross_bias": reader.compat_cross_bias and has == Switches(1, False),
+        "cross_attention_every": has.every,
+        "cross_attention_multi_query": has.multi_query,
+    }
+    return reader.model_copy(update=changes)
+
+
 def reader_config(config: Any, reader: Reader) -> Any:
     """The config.json of a reader that is trained on a base with this config."""
     wants = Switches.of_reader(reader)

@@ -118,7 +118,7 @@ def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
         _write_t5(read, out, None)
 
 
-# Reading
+# RowsToRead
 # --------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.models import base_model
+from trainer.models.distillation import DistillationTerms, Lesson
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy
 from trainer.models.losses import PLAIN, Terms
@@ -50,18 +51,24 @@ class FiD(nn.Module):
     """A T5 whose forward reads a packed batch (fused_layout.pack)."""
 
     def __init__(
-        self, t5: Any, reader: Reader, *, recompute_every: int | None = None, terms: Terms = PLAIN
+        self,
+        t5: Any,
+        reader: Reader,
+        *,
+        recompute_every: int | None = None,
+        terms: Terms = PLAIN,
+        distillation: DistillationTerms | None = None,
     ) -> None:
         """t5: a T5ForConditionalGeneration; fido.switch removes cross-attention weights from it as
         reader.cross_attention_every and reader.cross_attention_multi_query say.
 
         recompute_every: k computes every k-th encoder block again in the backward pass. terms: of
-        the loss in training mode.
+        the loss in training mode. distillation: how a teacher is learnt from.
         """
         super().__init__()
         fido.switch(t5, reader)
         self.t5, self.reader, self.recompute_every = t5, reader, recompute_every
-        self.terms = terms
+        self.terms, self.distillation = terms, distillation
         if reader.dropout is not None:
             base_model.set_dropout(t5, reader.dropout)
         if reader.compat_cross_bias:
@@ -72,41 +79,43 @@ class FiD(nn.Module):
     ) -> dict[str, Tensor]:
         """The loss, the answers or the passage scores of a packed batch with labels (B, T).
 
-        By default {"loss": () fp32, the sum over labelled tokens}. With `generation` {"tokens":
+        By default OutputLayer.sums over labelled tokens. With `generation` {"tokens":
         (B * num_answers, G) with the start token, "scores": (B * num_answers,) of beams}. With
         score_passages {"passage_scores": (P,) fp32}.
         """
-        states_MD = self.encode(batch)
-        if generation is None and not score_passages and not self.reader.compat_cross_bias:
-            return {"loss": self._loss(states_MD, batch)}
-        fused_BSD = self.fuse(states_MD, batch)
+        if generation is None and not score_passages:
+            hidden_ND = self.scored_states(**batch)
+            targets_N = batch["labels"].flatten().index_select(0, batch["scored"])
+            terms = self.terms if self.training else None
+            lesson = Lesson.of(self.distillation, batch)
+            return OutputLayer(self.t5).sums(hidden_ND, targets_N, terms, lesson)
+        fused_BSD = self.fuse(self.encode(batch), batch)
         if score_passages:
             return {"passage_scores": self._passage_scores(fused_BSD, batch)}
-        if generation is not None:
-            return self._generate(fused_BSD, batch["fused_mask"], generation)
-        hidden_BTD = self.decode(fused_BSD, batch["fused_mask"], batch["labels"])
-        return {"loss": self._loss_of_tokens(hidden_BTD.flatten(0, 1), batch["labels"].flatten())}
+        assert generation is not None
+        return self._generate(fused_BSD, batch["fused_mask"], generation)
 
-    def _loss(self, states_MD: Tensor, batch: Batch) -> Tensor:
-        """() fp32, the summed loss; the decoder attends to the tokens of its question, not to
-        pads.
-        """
+    def scored_states(self, **batch: Tensor) -> Tensor:
+        """(N, D) states of the decoder at labelled positions, under teacher forcing."""
+        states_MD = self.encode(batch)
+        if not self.reader.compat_cross_bias:
+            return self._decode_stream(states_MD, batch)
+        fused_BSD = self.fuse(states_MD, batch)
+        hidden_BTD = self.decode(fused_BSD, batch["fused_mask"], batch["labels"])
+        return hidden_BTD.flatten(0, 1).index_select(0, batch["scored"])
+
+    def _decode_stream(self, states_MD: Tensor, batch: Batch) -> Tensor:
+        """The decoder attends to the tokens of its question, not to pads."""
         labels_BT, scored_N = batch["labels"], batch["scored"]
         written_BT = self.t5.prepare_decoder_input_ids_from_labels(labels_BT)
         longest = max(labels_BT.shape[1], batch["fused_mask"].shape[1])
-        hidden_ND = t5_decoder.decode(
+        return t5_decoder.decode(
             self.t5.decoder,
             written_BT.flatten().index_select(0, scored_N),
             states_MD,
             RowStarts(batch["target_starts"], batch["question_starts"], longest),
             few=self._few(states_MD, batch),
         )
-        targets_N = labels_BT.flatten().index_select(0, scored_N)
-        return self._loss_of_tokens(hidden_ND, targets_N)
-
-    def _loss_of_tokens(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        terms = self.terms if self.training else PLAIN
-        return OutputLayer(self.t5).loss(hidden_ND, targets_N, terms)
 
     def _few(self, states_MD: Tensor, batch: Batch) -> absorbed.FewQueries | None:
         """The decoder's input for absorbed attention, which projects no keys of the encoder states.

@@ -33,6 +33,7 @@ from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, 
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
+from trainer.tasks.distilled import DistilledTask
 from trainer.tasks.fid import fido
 from trainer.tasks.fid.config import Config
 from trainer.tasks.fid.fused_layout import pack
@@ -40,12 +41,11 @@ from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.tokens import Prompts, drawn_target
 from trainer.tasks.fid.weights import add_cross_bias
 from trainer.tasks.generated import refuse_sampling
-from trainer.tasks.token_task import TokenTask
 
 _MADE_UP = "is_made_up"  # marks the raw row of specimen()
 
 
-class Task(TokenTask[Config]):
+class Task(DistilledTask[Config]):
     """A question with its passages in the encoder, its answer in the decoder."""
 
     kind: ClassVar[base_model.Kind] = "seq2seq_lm"
@@ -101,8 +101,21 @@ class Task(TokenTask[Config]):
                 "base.config.decoder_start_token_id: missing. A T5 starts answers with its pad, "
                 "id 0."
             )
-        terms, every = Terms.of(self.cfg.train), self.cfg.train.recompute_every
-        return FiD(base, self.cfg.reader, recompute_every=every, terms=terms)
+        return FiD(
+            base,
+            self.cfg.reader,
+            recompute_every=self.cfg.train.recompute_every,
+            terms=Terms.of(self.cfg.train),
+            distillation=self.distillation,
+        )
+
+    def read_as_trained(self) -> None:
+        """A teacher's cross-attention is what its own config.json says, not what the student's
+        reader does.
+        """
+        config = base_source.config_of(self.cfg.base, self.places)
+        reader = fido.reader_of(config, self.cfg.reader)
+        self.cfg = self.cfg.model_copy(update={"reader": reader})
 
     def load_export(self, folder: Path) -> nn.Module:
         base = base_source.resolve(self.cfg.base, self.places)
@@ -283,10 +296,17 @@ class Task(TokenTask[Config]):
             bucketed=reader.attention == "bucketed",
             cross_width=data.passage_tokens if reader.compat_cross_bias else None,
         )
-        targets = [drawn_target(row, is_random=data.sample_targets) for row in rows]
+        targets = [self.target_of(row) for row in rows]
         # a row is what its passages are together, as the decoder reads them
         noise = self.noise(rows, [sum(map(len, passages)) for passages in prompts])
-        return batch | pack_targets(targets) | noise
+        return self.with_lesson(batch | pack_targets(targets) | noise, rows)
+
+    @property
+    def draws_targets(self) -> bool:
+        return self.cfg.data.sample_targets
+
+    def target_of(self, row: Mapping[str, Any]) -> Sequence[int]:
+        return drawn_target(row, is_random=self.draws_targets)
 
     # Answers
     # ----------------------------------------------------------------------------------------------

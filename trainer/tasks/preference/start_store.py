@@ -1,5 +1,5 @@
-"""Log-probabilities of answers under the model that a run begins with: computed once, kept in a
-folder of shards (trainer/data/shard_folder.py), and found by the token ids of a row.
+"""Log-probabilities of answers under the model that a run begins with: computed once, stored in a
+folder of shards (trainer/data/readings/row_store.py), and found by the token ids of a row.
 
 <root>/<name>/        one for each identity (base, precision, ...) and the rows of a split
   start-<n>.safetensors  `keys` (rows, 32) uint8 and `values` (rows, 2) fp32, of both answers
@@ -7,20 +7,18 @@ folder of shards (trainer/data/shard_folder.py), and found by the token ids of a
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from trainer.config.identity import digest
 from trainer.data.order import evaluation_batches
-from trainer.data.shard_folder import FORMAT, META, ShardFolder
-from trainer.errors import DataError, DivergedError, StorageError
+from trainer.data.readings.row_store import Row, RowStore, bounds_of, key_of, table_of
+from trainer.data.shard_folder import FORMAT, META
+from trainer.errors import DataError, DivergedError
 from trainer.files.safetensors_file import WrittenFile, blocks_of, checksum_problem, tensors_of
 from trainer.protocol.abilities import EncodedRows
 from trainer.runtime import distributed
@@ -28,47 +26,28 @@ from trainer.runtime import distributed
 logger = logging.getLogger(__name__)
 
 SHARD_ROWS = 2048  # what a kill costs at most
-_KEY_BYTES = 32
 
-Row = Mapping[str, Any]  # an encoded row
 # encoded rows -> (B, 2) log-probabilities of their answers under the start
 Compute = Callable[[Sequence[Row]], torch.Tensor]
 
 
-def key_of(row: Row, names: Sequence[str]) -> bytes:
-    """SHA-256 of some fields of an encoded row."""
-    total = hashlib.sha256()
-    for name in names:
-        values = np.ascontiguousarray(row[name], dtype="<i4")
-        total.update(len(values).to_bytes(8, "little"))
-        total.update(values.tobytes())
-    return total.digest()
-
-
 @dataclass(frozen=True)
-class StartStore:
+class StartStore(RowStore):
     """Where the log-probabilities of one experiment are, whatever the split."""
 
-    root: Path
-    is_named: bool  # by the experiment: a folder for each split, which is refused for other rows
-    identity: Mapping[str, Any]  # all that they depend on besides rows
-    names: Sequence[str]  # of the fields that they depend on
+    content: ClassVar[str] = "start"
+    flag: ClassVar[str] = "preference.reference"
 
-    def folder(self, split: str, rows: EncodedRows) -> ShardFolder:
-        """The folder of the rows of a split."""
-        name = split if self.is_named else digest(self._plan(rows))[:32]
-        where = {"command": "train", "flag": "preference.reference", "refusal": StorageError}
-        return ShardFolder(self.root / name, "start", ".safetensors", **where)  # pyright: ignore[reportArgumentType]
+    names: Sequence[str]  # of the fields that they depend on
 
     def fill(self, split: str, rows: EncodedRows, compute: Compute, *, batch: int) -> None:
         """Write what the folder of a split still lacks. A collective: of every shard each rank
         computes some batches, and rank 0 writes it. ConfigError for a folder that was begun for
         another base or other rows.
         """
-        shards = self.folder(split, rows)
+        shards = self.shards(split, self._plan(rows))
         plan = shards.begin({"format": FORMAT, **self._plan(rows)}, choice="shard_rows")
-        size = int(plan["shard_rows"])
-        bounds = [range(at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
+        bounds = bounds_of(len(rows), int(plan["shard_rows"]))
         missing = distributed.broadcast(shards.missing(len(bounds)))
         if missing:
             told = (split, f"{len(rows):,}", len(missing), len(bounds), shards.path)
@@ -83,7 +62,7 @@ class StartStore:
         """(key, (2,) values) of every row of a split that was filled. DataError for a damaged
         file.
         """
-        shards = self.folder(split, rows)
+        shards = self.shards(split, self._plan(rows))
         records = shards.read(META, lambda meta: [WrittenFile(**one) for one in meta["shards"]])
         for record in records:
             problem = checksum_problem(shards.path, record)
@@ -117,9 +96,9 @@ class StartStore:
                 )
             own += zip(places.tolist(), values.tolist(), strict=True)
         by_place = {place: one for part in distributed.gather(own) for place, one in part}
-        keys = b"".join(key_of(rows[number], self.names) for number in numbers)
+        keys = [key_of(rows[number], self.names) for number in numbers]
         table = [by_place[place] for place in range(len(numbers))]
         return {
-            "keys": torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, _KEY_BYTES),
+            "keys": table_of(keys),
             "values": torch.tensor(table, dtype=torch.float32),
         }

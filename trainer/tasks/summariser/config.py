@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from trainer.config.block import Positive, Strict
 from trainer.config.formats.layouts import SUMMARIES, Layout, Purpose
+from trainer.config.origin.teacher import DistilledExperiment
 from trainer.config.own_rows import OwnRows, Splits
-from trainer.config.schema import Experiment
 
 TokensWithEnd = Annotated[int, Field(ge=2)]
 
@@ -127,7 +127,7 @@ class Rouge(Strict):
     """Porter's, on words of more than three letters."""
 
 
-class Config(Experiment):
+class Config(DistilledExperiment):
     """A summarisation experiment; without `lora` every weight of the base trains that reads or
     writes texts.
     """

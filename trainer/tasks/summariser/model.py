@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
+from trainer.models import encoder_decoder
+from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
+from trainer.models.encoder_decoder import Written
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy, without_noise
 from trainer.models.losses import IGNORED, PLAIN, Terms
-from trainer.models.packed import t5_decoder, t5_encoder
-from trainer.models.packed.layout import grids_of
-from trainer.models.packed.stream_attention import RowStarts
-from trainer.models.weights import generation_file
 
 if TYPE_CHECKING:
     from trainer.tasks.summariser.config import Generation
@@ -27,14 +24,19 @@ class Summariser(nn.Module):
     """Any seq2seq model of the T5 families. For a loss, its head reads labelled positions only."""
 
     def __init__(
-        self, base: Any, *, terms: Terms = PLAIN, recompute_every: int | None = None
+        self,
+        base: Any,
+        *,
+        terms: Terms = PLAIN,
+        recompute_every: int | None = None,
+        distillation: DistillationTerms | None = None,
     ) -> None:
         """terms: of the loss in training mode. recompute_every: k computes every k-th block of a
-        stream again in the backward pass.
+        stream again in the backward pass. distillation: how a teacher is learnt from.
         """
         super().__init__()
         self.base, self.terms = base, terms
-        self.recompute_every = recompute_every
+        self.recompute_every, self.distillation = recompute_every, distillation
 
     def forward(
         self,
@@ -45,80 +47,40 @@ class Summariser(nn.Module):
         generation: Any = None,
         **source: Tensor,
     ) -> dict[str, Tensor]:
-        """{"loss": () fp32, the sum over labelled tokens}.
+        """OutputLayer.sums over labelled tokens.
 
-        source: documents as layout.pack packs them, or (B, S) input_ids and attention_mask. labels,
-        scored, target_starts: summaries as layout.pack_targets packs them; scored=None computes it
-        from the labels, which waits for the device. generation: arguments of `generate`; the result
-        is then {"tokens": (rows * answers, G) with the start token}.
+        source: documents as layout.pack packs them, or (B, S) input_ids and attention_mask; perhaps
+        distillation.teacher_fields. labels, scored, target_starts: summaries as layout.pack_targets
+        packs them; scored=None computes it from the labels, which waits for the device. generation:
+        arguments of `generate`; the result is then {"tokens": (rows * answers, G) with the start
+        token}.
         """
         if generation is not None:
-            return {"tokens": self._generate(source, generation)}
+            own, every = without_teacher(source), self.recompute_every
+            tokens = encoder_decoder.generate(self.base, own, generation, recompute_every=every)
+            return {"tokens": tokens}
         assert labels is not None, "a loss needs summaries"
         if scored is None:
             scored = (labels.flatten() != IGNORED).nonzero()[:, 0]
-        with noisy(self.base.get_encoder().get_input_embeddings(), source):
-            hidden_ND = self._states(without_noise(source), labels, scored, target_starts)
-        terms = self.terms if self.training else PLAIN
+        read = {"labels": labels, "scored": scored, "target_starts": target_starts}
+        hidden_ND = self.scored_states(**read, **without_teacher(source))
+        terms = self.terms if self.training else None
         targets_N = labels.flatten().index_select(0, scored)
-        return {"loss": OutputLayer(self.base).loss(hidden_ND, targets_N, terms)}
+        lesson = Lesson.of(self.distillation, source)
+        return OutputLayer(self.base).sums(hidden_ND, targets_N, terms, lesson)
 
-    def _states(
-        self, source: Mapping[str, Tensor], labels: Tensor, scored: Tensor, starts: Tensor | None
+    def scored_states(
+        self,
+        labels: Tensor,
+        scored: Tensor,
+        target_starts: Tensor | None = None,
+        **source: Tensor,
     ) -> Tensor:
         """(N, D) states of the decoder at labelled positions, under teacher forcing."""
-        if starts is not None and "tokens" in source:
-            return self._decode(source, labels, scored, starts)
-        written = self.base.prepare_decoder_input_ids_from_labels(labels)
-        if hasattr(self.base, "model"):  # a T5Gemma, which has its body in one module
-            decoded = self.base.model(**source, decoder_input_ids=written, use_cache=False)
-        else:
-            decoded = self.base.decoder(
-                input_ids=written,
-                encoder_hidden_states=self.base.encoder(**source).last_hidden_state,
-                encoder_attention_mask=source["attention_mask"],
-                use_cache=False,
+        with noisy(self.base.get_encoder().get_input_embeddings(), source):
+            return Written(labels, scored, target_starts).states(
+                self.base, without_noise(source), recompute_every=self.recompute_every
             )
-        # pads are dropped first, for the logits of all pads would be most of the cost
-        return decoded.last_hidden_state.flatten(0, 1).index_select(0, scored)
-
-    def _encode(self, source: Mapping[str, Tensor]) -> Tensor:
-        """(M, D) states of the tokens of all documents."""
-        return t5_encoder.encode(self.base.encoder, source, recompute_every=self.recompute_every)
-
-    def _decode(
-        self, source: Mapping[str, Tensor], labels: Tensor, scored: Tensor, starts: Tensor
-    ) -> Tensor:
-        """(N, D) states of the decoder at labelled positions, under teacher forcing."""
-        written = self.base.prepare_decoder_input_ids_from_labels(labels)
-        return t5_decoder.decode(
-            self.base.decoder,
-            written.flatten().index_select(0, scored),
-            self._encode(source),
-            RowStarts(starts, source["starts"], max(labels.shape[1], _longest(source))),
-            recompute_every=self.recompute_every,
-        )
-
-    def _generate(self, source: Mapping[str, Tensor], how: Any) -> Tensor:
-        cache = generation_file.cache_of(self.base.config)
-        if "tokens" not in source:
-            return self.base.generate(**source, past_key_values=cache, **how)
-        states_MD, width = self._encode(source), _longest(source)
-        rows = len(source["starts"]) - 1
-        places_M = source["passage"] * width + source["position"]
-        flat = states_MD.new_zeros(rows * width, states_MD.shape[1]).index_copy(
-            0, places_M, states_MD
-        )
-        mask = places_M.new_zeros(rows * width).index_fill(0, places_M, 1).view(rows, width)
-        states = BaseModelOutput(last_hidden_state=flat.view(rows, width, -1))  # pyright: ignore
-        return self.base.generate(
-            encoder_outputs=states, attention_mask=mask, past_key_values=cache, **how
-        )
-
-
-def _longest(source: Mapping[str, Tensor]) -> int:
-    """The number of places for the longest document."""
-    return max(grid.shape[1] for grid in grids_of(source))
 
 
 def arguments(

@@ -18,24 +18,24 @@ from trainer.data.padding import flat, pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.files import packages
 from trainer.metrics.mergeable import Ratio
-from trainer.models import base_model, base_source
-from trainer.models.families import SUMMARISERS, family_of, start_of
+from trainer.models import base_model, base_source, encoder_decoder
+from trainer.models.families import family_of
 from trainer.models.losses import IGNORED, Terms
 from trainer.models.packed.layout import pack, pack_targets
 from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, scored_answers
 from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
+from trainer.tasks.distilled import DistilledTask
 from trainer.tasks.generated import refuse_sampling, text_of
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments
-from trainer.tasks.token_task import TokenTask
 
 ALIGNED = 8  # tensor cores and CUDA's attention kernels want widths that are multiples of 8
 
 
-class Task(TokenTask[Config]):
+class Task(DistilledTask[Config]):
     """A document in the encoder, its summary in the decoder."""
 
     kind: ClassVar[base_model.Kind] = "seq2seq_lm"
@@ -51,22 +51,7 @@ class Task(TokenTask[Config]):
     def operate(self, base: Any) -> Summariser:
         config = base.config
         family = family_of(config)
-        if family.start_key is None:
-            raise ConfigError(
-                f"base: a {config.model_type}, want one of the T5 families "
-                f"({', '.join(SUMMARISERS)})."
-            )
-        ends = config.eos_token_id
-        if self.end not in (ends if isinstance(ends, list) else [ends]):
-            raise ConfigError(
-                f"base.config.eos_token_id={ends}, but the tokenizer ends texts with {self.end}: "
-                "summaries would never end. Make them equal, or use the base's own tokenizer."
-            )
-        if start_of(config) is None:
-            raise ConfigError(
-                f"base.config.{family.start_key}: missing. A {family.name} starts every summary "
-                "with this token. Published T5 models use their pad, id 0."
-            )
+        encoder_decoder.refuse_unfit(base, end=self.end, texts="summaries")
         if family.reads_pictures and self.cfg.lora is not None:
             raise ConfigError(
                 f"lora: got a {config.model_type}, of which a part reads pictures, want a base of "
@@ -79,8 +64,12 @@ class Task(TokenTask[Config]):
                 module.requires_grad_(False)
         if not self.is_packed:
             self.recompute(base)
-        terms = Terms.of(self.cfg.train)
-        return Summariser(base, terms=terms, recompute_every=self.cfg.train.recompute_every)
+        return Summariser(
+            base,
+            terms=Terms.of(self.cfg.train),
+            recompute_every=self.cfg.train.recompute_every,
+            distillation=self.distillation,
+        )
 
     def fingerprint(self) -> str:
         if not self._has_frozen_weights:
@@ -183,29 +172,34 @@ class Task(TokenTask[Config]):
         For a base that reads no streams, documents are input_ids and attention_mask (B, S), with S
         and T rounded up to multiples of 8.
         """
-        sources, targets = [row["source"] for row in rows], [self._target(row) for row in rows]
+        sources, targets = [row["source"] for row in rows], [self.target_of(row) for row in rows]
         lengths = [len(source) for source in sources]
         if self.is_packed:
             packed = pack(sources, bucketed=True) | pack_targets(targets)
-            return packed | self.noise(rows, lengths)
+            return self.with_lesson(packed | self.noise(rows, lengths), rows)
         ids, mask = pad_right(sources, self.pad)
         ids, mask = _align(ids, self.pad), _align(mask, 0)
         ids_of_targets, is_target = pad_right(targets, self.pad)
         labels = _align(ids_of_targets.masked_fill(is_target == 0, IGNORED), IGNORED)
-        return {
+        batch = {
             "input_ids": ids,
             "attention_mask": mask,
             "labels": labels,
             "scored": (labels.flatten() != IGNORED).nonzero()[:, 0],
             **self.noise(rows, lengths, width=ids.shape[1]),
         }
+        return self.with_lesson(batch, rows)
 
-    def _target(self, row: Mapping[str, Any]) -> Sequence[int]:
+    @property
+    def draws_targets(self) -> bool:
+        return self.cfg.data.sample_summaries
+
+    def target_of(self, row: Mapping[str, Any]) -> Sequence[int]:
         """The first reference; in training a random one if data.sample_summaries; [] if there is
         none.
         """
         targets = unflat(row, "targets")
-        is_drawn = self.cfg.data.sample_summaries and DRAW in row
+        is_drawn = self.draws_targets and DRAW in row
         return targets[int(row[DRAW][0]) % len(targets) if is_drawn else 0] if targets else []
 
     # Summaries

@@ -12,7 +12,6 @@ A shard's bytes depend on nothing but its own contexts.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,11 +127,3 @@ def dequantise(numbers_LD: Tensor, scale_L: Tensor) -> Tensor:
 
 def _digest(keys: np.ndarray) -> str:
     return hashlib.sha256(keys.tobytes()).hexdigest()
-
-
-def checksum(parts: Sequence[Tensor]) -> int:
-    """CRC-32 over the bytes of some tensors."""
-    crc = 0
-    for part in parts:
-        crc = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, crc)
-    return crc

@@ -9,22 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.data.readings.key_index import KeyIndex
 from trainer.data.shard_folder import META, PLAN
 from trainer.errors import CheckpointError, ConfigError, DataError
-from trainer.files.safetensors_file import WrittenFile, tensors_of
+from trainer.files.safetensors_file import WrittenFile, checksum_of, tensors_of
 from trainer.tasks.cross_attention.encoder_states.layout import (
-    KEY_BYTES,
     Identity,
     StatesPlan,
-    checksum,
     dequantise,
     folder_name,
     key_of,
     shards_in,
 )
-
-# numpy searches among these; it ignores zeros at their end, on both sides alike
-_KEY = f"S{KEY_BYTES}"
 
 
 class StateCache:
@@ -37,19 +33,14 @@ class StateCache:
             META, lambda meta: [WrittenFile(**record) for record in meta["shards"]]
         )
         self._shards = [self._map(record) for record in self.records]
-        sizes = [len(shard["checksums"]) for shard in self._shards]
-        keys = np.concatenate([shard["keys"].numpy().view(_KEY)[:, 0] for shard in self._shards])
-        self._order = np.argsort(keys, kind="stable")
-        self._sorted = keys[self._order]
-        self._shard_of = np.repeat(np.arange(len(sizes)), sizes)
-        self._first_of = np.cumsum([0, *sizes])
-        self._is_checked = np.zeros(len(keys), dtype=bool)
+        self._index = KeyIndex([shard["keys"] for shard in self._shards])
+        self._is_checked = [np.zeros(len(shard["checksums"]), bool) for shard in self._shards]
 
     def __len__(self) -> int:
-        return len(self._sorted)
+        return len(self._index)
 
     def __contains__(self, ids: Sequence[int] | np.ndarray) -> bool:
-        return self._find(ids) is not None
+        return self._index.find(key_of(ids)) is not None
 
     def states(self, ids: Sequence[int] | np.ndarray) -> Tensor:
         """(L, D) states of a context by its token ids: a view of the file (fp32, bf16), or a bf16
@@ -57,30 +48,24 @@ class StateCache:
 
         DataError when the context was not prepared, or its bytes are not those that were written.
         """
-        entry = self._find(ids)
-        if entry is None:
+        where = self._index.find(key_of(ids))
+        if where is None:
             raise DataError(
                 f"{self.folder}: holds no states of a context of {len(ids)} tokens. The data "
                 "changed since they were "
                 "prepared: run `python -m trainer prepare` on it, with a new --out."
             )
-        number = int(self._shard_of[entry])
-        shard, place = self._shards[number], entry - int(self._first_of[number])
+        number, place = where
+        shard = self._shards[number]
         start, stop = shard["offsets"][place : place + 2].tolist()
         parts = [shard[field][start:stop] for field in ("states", "scales") if field in shard]
-        if not self._is_checked[entry]:
-            if checksum(parts) != int(shard["checksums"][place]):
+        if not self._is_checked[number][place]:
+            if checksum_of(parts) != int(shard["checksums"][place]):
                 raise self._alteration(
                     self.records[number], f"the checksum of its context {place} is another"
                 )
-            self._is_checked[entry] = True
+            self._is_checked[number][place] = True
         return parts[0] if len(parts) == 1 else dequantise(*parts)
-
-    def _find(self, ids: Sequence[int] | np.ndarray) -> int | None:
-        key = np.frombuffer(key_of(ids), dtype=_KEY)[0]
-        place = int(np.searchsorted(self._sorted, key))
-        is_there = place < len(self._sorted) and self._sorted[place] == key
-        return int(self._order[place]) if is_there else None
 
     def _map(self, record: WrittenFile) -> dict[str, Tensor]:
         path = self.folder / record.name

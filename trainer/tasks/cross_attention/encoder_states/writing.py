@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 
 from trainer.data.shard_folder import FORMAT
-from trainer.errors import DivergedError, StorageError
-from trainer.files.safetensors_file import blocks_of
+from trainer.errors import DivergedError
+from trainer.files.safetensors_file import blocks_of, checksum_of
 from trainer.tasks.cross_attention.encoder_states.layout import (
     KEY_BYTES,
     TORCH,
     Dtype,
     StatesPlan,
-    checksum,
     key_of,
     quantise,
     shard_bounds,
@@ -98,13 +96,11 @@ def missing(folder: Path, contexts: Contexts, plan: StatesPlan) -> Missing:
 
 def refuse_small_disk(folder: Path, lacking: Missing) -> None:
     """StorageError when the disk of `folder` has no room for what is still to be written."""
-    free = shutil.disk_usage(folder).free
-    if lacking.bytes > free:
-        raise StorageError(
-            f"{folder}: {gib(lacking.bytes)} of states are still to be written, {gib(free)} are "
-            "free. Free some space, write elsewhere with --out, or take data.state_dtype='int8' or "
-            "a lower data.context_tokens."
-        )
+    advice = (
+        "Free some space, write elsewhere with --out, or take data.state_dtype='int8' or a lower "
+        "data.context_tokens."
+    )
+    shards_in(folder).refuse_small_disk(lacking.bytes, "states", advice)
 
 
 def gib(size: int) -> str:
@@ -205,5 +201,7 @@ def _tensors(keys: np.ndarray, states: list[Tensor], dtype: Dtype) -> dict[str, 
         tensors["states"] = joined.to(TORCH[dtype])
     spans = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
     parts = [tensors[field] for field in ("states", "scales") if field in tensors]
-    tensors["checksums"] = torch.tensor([checksum([part[a:b] for part in parts]) for a, b in spans])
+    tensors["checksums"] = torch.tensor(
+        [checksum_of([part[a:b] for part in parts]) for a, b in spans]
+    )
     return tensors

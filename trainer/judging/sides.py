@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,15 @@ from trainer.config.block import validate
 from trainer.config.identity import base_label, exp_id
 from trainer.config.scores.judged import Judging
 from trainer.errors import ConfigError
-from trainer.evaluation.by_row import START
+from trainer.evaluation.named_run import dictionary_of
 from trainer.evaluation.run import Question
+from trainer.judging.by_row import START
 from trainer.metrics.judge_record import CANDIDATE
 
 Values = dict[str, Any]
 
 BASE = "base"
 _EXPORTS = ("best", "final", CANDIDATE)
-_LISTED = 5  # runs that an error names
 
 
 @dataclass(frozen=True)
@@ -97,43 +96,3 @@ def other_side(savedir_base: Path, values: Values, how: Judging, model: str | No
         return Side([values], START, f"what it began with ({base_label(values)})")
     experiments = [dictionary_of(savedir_base, one) for one in how.against.split(",")]
     return of_runs(savedir_base, experiments, model)
-
-
-def dictionary_of(savedir_base: Path, text: str, *, command: str = "judge") -> Values:
-    """The dictionary of a run, by its id, the beginning of that, or its folder. ConfigError where
-    that is none, or more than one.
-
-    command: the word that was typed before it, for messages.
-    """
-    folder = _folder_of(savedir_base, text.strip(), command)
-    path = folder / "exp_dict.json"
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{command} {text}: {path} cannot be read ({error}).") from None
-    if not isinstance(values, dict) or exp_id(values) != folder.name:
-        raise ConfigError(
-            f"{command} {text}: {path} holds no dictionary with the id {folder.name}. Put it back "
-            "from a copy."
-        )
-    return values
-
-
-def _folder_of(savedir_base: Path, text: str, command: str) -> Path:
-    if "/" in text and Path(text).is_dir():
-        folder = Path(text).resolve()
-        if folder.parent != savedir_base.resolve():
-            raise ConfigError(
-                f"{command} {text}: got a run below {folder.parent}, want one below "
-                f"{savedir_base}. Use -sb {folder.parent}."
-            )
-        return savedir_base / folder.name
-    runs = sorted(one.parent.name for one in savedir_base.glob("*/exp_dict.json"))
-    matches = [name for name in runs if text and name.startswith(text)]
-    if len(matches) == 1:
-        return savedir_base / matches[0]
-    wrong = "fits several runs" if matches else "is no run"
-    some = ", ".join((matches or runs)[:_LISTED]) or "none"
-    raise ConfigError(
-        f"{command} {text}: {wrong} in {savedir_base}. Give an id, or its beginning: {some}."
-    )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
 from trainer.data.token_store import store_of
-from trainer.evaluation.by_row import START, model_of
 from trainer.evaluation.run import Question, batch_of, model_folder
+from trainer.judging.by_row import START, model_of
 from trainer.metrics.intervals import RowSums
 from trainer.training.scoring import Frozen, evaluate_rows
 
@@ -56,12 +56,17 @@ def store_of_texts(
     a task that trains no language model. A collective. ConfigError and DataError for texts that
     cannot be read.
     """
-    is_reward = values.get("preference", {}).get("loss") == "reward"
-    if values["task"] not in ("causal_lm", "preference") or is_reward:
+    if not is_language_model(values):
         return None
     own = _experiment(values, texts)
     task = tasks.load(tasks.parse(own, source="judge.keep"), options.places)
     return own, task, store_of(task, "valid", options.cache_dir)
+
+
+def is_language_model(values: dict[str, Any]) -> bool:
+    """Whether an experiment trains a model that continues texts."""
+    is_reward = values.get("preference", {}).get("loss") == "reward"
+    return values["task"] in ("causal_lm", "preference") and not is_reward
 
 
 def _experiment(values: dict[str, Any], texts: str) -> dict[str, Any]:

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.config.scores.judged import KEPT_LOSS
-from trainer.data.stream.store import StreamStore
-from trainer.data.token_store import store_of
 from trainer.errors import ConfigError
-from trainer.evaluation import sides
-from trainer.evaluation.general_texts import store_of_texts
-from trainer.evaluation.judge import ComparedModels, refuse_overlap, run_judge
 from trainer.files.atomic import refusals
+from trainer.judging import sides
+from trainer.judging.compare import ComparedModels, run_judge, shared_with_training
+from trainer.judging.general_texts import is_language_model, store_of_texts
 from trainer.metrics import judge_record
 from trainer.metrics.judge_record import is_judged, judged_model, refusals_of
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Stopped
-from trainer.statistics.overlap import shared_rows
+from trainer.telemetry.metrics_file import has_line
+from trainer.telemetry.run_record import METRICS
+from trainer.training.validation import refuse_few_rows
 from trainer.verdict.judgement import Judgement
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_WORSE_SLICES = "judge/worse_slices"  # in every line of a comparison
+
 Log = Callable[[int, Mapping[str, float]], None]
 
 
@@ -45,19 +47,25 @@ def check_early(plan: RunPlan, options: Options, task: Task, train: TokenStore) 
     training rows, another run that is not there, texts that cannot be read. A collective.
     """
     how: Judging = plan.cfg.judge  # pyright: ignore[reportAssignmentType] (the caller has looked)
-    if isinstance(train, StreamStore):
-        logger.info("%s rows that a stream trains on, too, are not looked for", how.split)
-    else:
-        split = store_of(task, how.split, options.cache_dir)
-        pairs: list[tuple[int, int]] = on_main(lambda: [*shared_rows(train, split)])
-        refuse_overlap(how, pairs, len(split))
-    sides.other_side(options.savedir_base, plan.values, how, None)
+    other = other_model(plan, options)
+    comparison = ComparedModels(other, sides.Side([plan.values], "final", plan.id), how)
+    shared_with_training(comparison, options, ours=(task, train))
     texts = None if how.keep is None else store_of_texts(plan.values, how.keep, options)
-    if texts is None and KEPT_LOSS in how.gate:
+    if texts is not None and KEPT_LOSS in how.gate and how.gate[KEPT_LOSS].gain is not None:
+        refuse_few_rows(KEPT_LOSS, len(texts[2]))
+
+
+def other_model(plan: RunPlan, options: Options) -> sides.Side:
+    """What the trained model will be compared with. ConfigError for another run that is not there,
+    and for a gate on the loss of texts where the task trains no language model.
+    """
+    how: Judging = plan.cfg.judge  # pyright: ignore[reportAssignmentType] (the caller has looked)
+    if KEPT_LOSS in how.gate and not is_language_model(plan.values):
         raise ConfigError(
             f"judge.gate={KEPT_LOSS!r}: task {plan.cfg.task!r} trains no language model, whose "
             "loss on texts could be measured. Leave it out."
         )
+    return sides.other_side(options.savedir_base, plan.values, how, None)
 
 
 def judge_at_end(
@@ -75,7 +83,7 @@ def judge_at_end(
     if not on_main(lambda: is_judged(plan.folder, name)):
         train = plan.cfg.train
         comparison = ComparedModels(
-            sides.other_side(options.savedir_base, plan.values, how, None),
+            other_model(plan, options),
             sides.Side([plan.values], name, f"{name} of {plan.id}"),
             how,
             batch=train.eval_batch or train.micro_batch,
@@ -90,7 +98,8 @@ def judge_at_end(
             judgement = run_judge(comparison, options, plan.folder, stop=stop)
         except Stopped:
             return False
-        log(step, _scalars(judgement))
+        if not on_main(lambda: has_line(plan.folder / METRICS, step, _WORSE_SLICES)):
+            log(step, _scalars(judgement))
         logger.info("%s", judgement.words)
         on_main(lambda: judge_record.record(plan.folder, name, judgement.refusals))
     reasons = on_main(lambda: refusals_of(plan.folder))
@@ -111,7 +120,7 @@ def _scalars(judgement: Judgement) -> dict[str, float]:
     if judgement.general is not None:
         outcome = judgement.general.outcome
         scalars |= {"judge/keep_loss_before": outcome.before, "judge/keep_loss": outcome.after}
-    return {**scalars, "judge/worse_slices": len(judgement.slices)}
+    return {**scalars, _WORSE_SLICES: len(judgement.slices)}
 
 
 def _promote(run_folder: Path, name: str) -> None:

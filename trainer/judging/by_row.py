@@ -70,12 +70,16 @@ def results_of(
     logger.info("%s: %d rows of %s", question.model, len(raw), question.split)
     how: dict[str, Any] = {"batch": batch_of(question), "stop": stop}
     scores, sums = evaluate_rows(model, task, store, num_rows=len(raw), **how)
+    labels: list[str | None] = [None] * len(raw)  # the data set, or the source of a mix
+    for source, numbers in parts_of(store, len(raw)):
+        labels[numbers.start : numbers.stop] = [source] * len(numbers)
     texts: list[str | None] = [None] * len(raw)
     references: list[Sequence[str]] = [[] for _ in raw]
     confidence: dict[int, float] = {}
     if isinstance(task, Answers):
         questions = [question_of(task, row) for row in raw]
         references = [row["answers"] for row in questions]
+        labels = [row.get("dataset", label) for row, label in zip(questions, labels, strict=True)]
         _, n_best = answer(model, task, store, questions, **how)
         texts = [best for best, *_ in n_best]
         rows = [{**row, "prediction": text} for row, text in zip(questions, texts, strict=True)]
@@ -87,6 +91,8 @@ def results_of(
             texts[row], references[row] = reply.text, [asked[row]["reference"]]
             confidence[row] = reply.probability
     for name, one in _sums_of_texts(task, texts, references).items():
+        scores[name], sums[name] = one.value(), one
+    for name, one in sums_by_label(sums, labels).items():
         scores[name], sums[name] = one.value(), one
     calibrated = _calibration(confidence, sums.get(_RIGHT))
     return ScoredRows(scores, sums, texts, calibrated), RowTexts(
@@ -178,6 +184,19 @@ def _sums_of_texts(
         )
         for name in names
     }
+
+
+def sums_by_label(sums: Mapping[str, RowSums], labels: Sequence[str | None]) -> dict[str, RowSums]:
+    """The same scores over the rows of each data set or source alone, "em_nq"; none of them where
+    every row has the same label.
+    """
+    parts: dict[str, RowSums] = {}
+    kinds = sorted({label for label in labels if label is not None})
+    for label in kinds if len(kinds) > 1 or None in labels else ():
+        has_label_N = np.array([one == label for one in labels], dtype=np.float64)
+        for name, one in sums.items():
+            parts[f"{name}_{label}"] = RowSums(one.num_N * has_label_N, one.den_N * has_label_N)
+    return parts
 
 
 def _with_columns(task: Any, store: Any, question: Question, raw: Sequence[Row]) -> list[Row]:

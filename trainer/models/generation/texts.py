@@ -16,12 +16,11 @@ from torch import Tensor
 
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
+from trainer.models.generation.sampling import Adjustment, draw
 from trainer.protocol.abilities import GeneratedText
 
 TORN = "\ufffd"  # stands for a character of which only some tokens are there yet
 _WINDOW = 12  # tokens: enough for a character of several tokens, and for an accent behind a letter
-# Lower ones choose as this one does; their quotients would leave the numbers of 32 bits.
-_LEAST_TEMPERATURE = 1e-6
 Piece = dict[str, Any]
 
 
@@ -98,6 +97,7 @@ class GrowingText:
     temperature: float | None = None  # None: the most likely token is chosen
     top_p: float = 1.0  # tokens are drawn from the likeliest, whose probabilities sum up to this
     chance: torch.Generator = field(default_factory=torch.Generator)  # for the draws
+    adjustment: Adjustment | None = None  # of the logits, before a token is chosen
     stops: Sequence[str] = ()  # the text ends before the first of these
     closing: str = ""  # is no part of the text where a token ends it behind this
     is_told: bool = False  # whether its pieces are read while it grows
@@ -117,9 +117,12 @@ class GrowingText:
         if token in self.ends:
             return self._end("stop", self.spell(self.made).removesuffix(self.closing))
         self.made.append(token)
-        is_last = len(self.made) == self.most
+        grammar = self.adjustment.grammar if self.adjustment is not None else None
+        end = grammar.take(token) if grammar is not None else ""
+        is_last = bool(end) or len(self.made) == self.most
+        finish = end or "length"
         if not (self.is_told or self.stops or self.num_likeliest is not None):
-            return self._end("length", self.spell(self.made)) if is_last else None
+            return self._end(finish, self.spell(self.made)) if is_last else None
         safe_start = len(self.text.rstrip(TORN)) - max(map(len, self.stops), default=0)
         self.text = self._spelling.add(token)
         self.bounds.append(max(len(self.text.rstrip(TORN)), *self.bounds[-1:], 0))
@@ -130,7 +133,7 @@ class GrowingText:
             del self.chosen[sum(start < first for start in starts) :]  # text begins behind it
             return self._end("stop", self.text[:first])
         if is_last:
-            return self._end("length", self.spell(self.made))
+            return self._end(finish, self.spell(self.made))
         rest = self.text[self.told :]
         return self._until(len(self.text) - unsure(rest, self.stops, closing=self.closing))
 
@@ -142,6 +145,15 @@ class GrowingText:
         piece = self.text[self.told : sure]
         self.told = max(self.told, sure)
         return {"text": piece} if piece and self.is_told else None
+
+    def next_token(self, logits_V: Tensor, likeliest: int) -> int:
+        """The token to take next, by the model's (V,) logits and the likeliest token by them."""
+        if self.adjustment is not None:
+            logits_V = self.adjustment.of(logits_V, self.made)
+            likeliest = int(logits_V.argmax())
+        if self.temperature is None:
+            return likeliest
+        return draw(logits_V, temperature=self.temperature, top_p=self.top_p, chance=self.chance)
 
     def keep_logprobs(self, logits_V: Tensor, token: int) -> None:
         """Remember how likely a token was that is taken next, and what was likelier."""
@@ -159,7 +171,7 @@ class GrowingText:
         """
         ends = [min(bound, len(self.text)) for bound in self.bounds[: len(self.chosen)]]
         ends[-1:] = [len(self.text)] if ends else []
-        starts = [0, *ends[:-1]]
+        starts = [0, *ends][: len(ends)]
         return [self.text[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def last(self) -> Piece:
@@ -242,11 +254,7 @@ def grown(base: Any, texts: Sequence[GrowingText], *, pad: int) -> Iterator[tupl
         likeliest_R = logits_RV.argmax(-1).tolist()
         for number, logits_V, likeliest in zip(alive, logits_RV, likeliest_R, strict=True):
             text = texts[number]
-            token = likeliest
-            if text.temperature is not None:
-                token = _draw(
-                    logits_V.float().cpu() / max(text.temperature, _LEAST_TEMPERATURE), text
-                )
+            token = text.next_token(logits_V, likeliest)
             text.keep_logprobs(logits_V, token)
             piece = text.take(token)
             if piece is not None:
@@ -273,16 +281,3 @@ def unsure(text: str, stops: Sequence[str], *, closing: str = "") -> int:
     begun += [closing[:length] for length in range(1, len(closing) + 1)]
     starts = [len(start) for start in begun if whole.endswith(start)]
     return len(text) - len(whole) + max(starts, default=0)
-
-
-def _draw(logits_V: Tensor, text: GrowingText) -> int:
-    """A token that is drawn by (V,) logits, from the likeliest ones that its top_p leaves."""
-    chances_V = logits_V.softmax(-1)
-    if text.top_p < 1:
-        ordered_V, tokens_V = chances_V.sort(descending=True, stable=True)
-        # a token stays if those before it do not have the share yet; the likeliest always does
-        is_behind_V = ordered_V.cumsum(-1) - ordered_V >= text.top_p
-        is_behind_V[0] = False
-        ordered_V[is_behind_V] = 0
-        return int(tokens_V[torch.multinomial(ordered_V, 1, generator=text.chance)])
-    return int(torch.multinomial(chances_V, 1, generator=text.chance))

@@ -8,8 +8,9 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +22,27 @@ from trainer.config.scores.judged import Judging
 from trainer.data.stream.store import is_streamed
 from trainer.data.token_store import store_of
 from trainer.errors import ConfigError, DataError
-from trainer.evaluation.by_row import RowTexts, results_of
-from trainer.evaluation.general_texts import loss_on_texts
-from trainer.evaluation.sides import ComparedModels, Side
 from trainer.files.atomic import replace_file, write_json
+from trainer.judging.by_row import START, RowTexts, results_of
+from trainer.judging.general_texts import loss_on_texts
+from trainer.judging.sides import ComparedModels, Side
+from trainer.judging.votes import ANSWERS, choices_of, read_pairs, read_votes
 from trainer.metrics.intervals import RowSums
 from trainer.metrics.test_record import weights_of
 from trainer.runtime.distributed import on_main
 from trainer.statistics.overlap import shared_rows
 from trainer.verdict.judgement import Judgement, ScoredRows, judge
+from trainer.verdict.opinions import PeopleSay, people_say
 from trainer.verdict.report import report, text_of
 
 if TYPE_CHECKING:
-    from trainer.protocol.task import Row
+    from trainer.data.token_store import TokenStore
+    from trainer.protocol.task import Row, Task
     from trainer.training.options import Options
 
 logger = logging.getLogger(__name__)
 
-FILE, REPORT, ANSWERS = "judge.json", "judge.md", "judge_answers.jsonl"
+FILE, REPORT = "judge.json", "judge.md"
 _FIRST = 5  # rows that a refusal names
 
 
@@ -64,7 +68,7 @@ def run_judge(
     computed. DataError for rows that are training rows, unless they are to be left out.
     """
     how, options = comparison.how, replace(options, wandb_project_name=None)
-    left_out = _overlap(comparison.after.experiments[0], how, options, comparison.limit)
+    left_out = shared_with_training(comparison, options)
     sides = [
         _evaluated(side, comparison, options, stop)
         for side in (comparison.before, comparison.after)
@@ -87,7 +91,17 @@ def run_judge(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     facts = _facts(comparison, options, left_out)
-    on_main(lambda: _write(folder, facts, judgement, before[0], after[0], rows))
+    run_folder = options.savedir_base / exp_id(comparison.after.experiments[0])
+
+    def write() -> None:
+        people = _write_answers(folder, run_folder, before[0], after[0], rows)
+        texts = (before[0].answers, after[0].answers)
+        page = report(facts, judgement, rows.rows, rows.references, texts, people=people)
+        replace_file(folder / REPORT, page.encode(errors="replace"))
+        votes = None if people is None else asdict(people)
+        write_json(folder / FILE, {**facts, **judgement.record(), "votes": votes})
+
+    on_main(write)
     return judgement
 
 
@@ -123,35 +137,59 @@ def _pair(before: RowSums | None, after: RowSums | None) -> tuple[RowSums, RowSu
 # --------------------------------------------------------------------------------------------------
 
 
-def _overlap(
-    values: dict[str, Any], how: Judging, options: Options, limit: int | None
+def shared_with_training(
+    comparison: ComparedModels,
+    options: Options,
+    *,
+    ours: tuple[Task, TokenStore] | None = None,
 ) -> list[int]:
-    """The rows, from 0, that are training rows too and are left out. DataError where they are to be
-    refused. A collective.
+    """The rows, from 0, that one of the compared runs has trained on and that are left out. A
+    DataError where they are to be refused. A collective.
+
+    ours: the task and the training rows of the run that is about to begin.
     """
-    task: Any = tasks.load(tasks.parse(values), options.places)
-    if is_streamed(task):
-        logger.info("%s rows that a stream trains on, too, are not looked for", how.split)
-        return []
-    train, split = (store_of(task, one, options.cache_dir) for one in ("train", how.split))
-    pairs: list[tuple[int, int]] = on_main(lambda: shared_rows(train, split))
-    pairs = [(row, trained) for row, trained in pairs if limit is None or row < limit]
-    refuse_overlap(how, pairs, len(split))
-    return [row for row, _ in pairs]
+    how, limit = comparison.how, comparison.limit
+    experiments = [*comparison.after.experiments]
+    if comparison.before.model != START:
+        experiments += comparison.before.experiments
+    seen: set[tuple[str, str]] = set()
+    left_out: set[int] = set()
+    for number, values in enumerate(experiments):
+        if ours is None or number:
+            task: Any = tasks.load(tasks.parse(values), options.places)
+            train: Any = None if is_streamed(task) else store_of(task, "train", options.cache_dir)
+        else:
+            task, train = ours
+        if is_streamed(task):
+            logger.info("%s rows that a stream trains on, too, are not looked for", how.split)
+            continue
+        split = store_of(task, how.split, options.cache_dir)
+        if (key := (str(train.digest), str(split.digest))) in seen:  # another seed
+            continue
+        seen.add(key)
+        pairs: list[tuple[int, int]] = on_main(partial(shared_rows, train, split))
+        pairs = [(row, trained) for row, trained in pairs if limit is None or row < limit]
+        refuse_overlap(how, pairs, len(split), run=exp_id(values) if number else None)
+        left_out |= {row for row, _ in pairs}
+    return sorted(left_out)
 
 
-def refuse_overlap(how: Judging, pairs: Sequence[tuple[int, int]], num_rows: int) -> None:
+def refuse_overlap(
+    how: Judging, pairs: Sequence[tuple[int, int]], num_rows: int, *, run: str | None = None
+) -> None:
     """DataError for rows of the split that are training rows, unless they are to be left out.
 
-    pairs: the row and the training row of each, from 0.
+    pairs: the row and the training row of each, from 0. run: whose training rows; None: of the run
+    that is judged.
     """
     if not pairs:
         return
     first = ", ".join(f"row {row + 1} is training row {one + 1}" for row, one in pairs[:_FIRST])
     more = ", ..." if len(pairs) > _FIRST else ""
+    whose = "" if run is None else f" of run {run}"
     line = (
-        f"{len(pairs):,} of {num_rows:,} rows of the {how.split} split are training rows "
-        f"({first}{more}): what is measured on them is remembered, not learnt"
+        f"{len(pairs):,} of {num_rows:,} rows of the {how.split} split are training rows"
+        f"{whose} ({first}{more}): what is measured on them is remembered, not learnt"
     )
     if how.overlap == "refuse":
         raise DataError(
@@ -219,38 +257,40 @@ def _facts(comparison: ComparedModels, options: Options, left_out: Sequence[int]
     }
 
 
-def _write(
-    folder: Path,
-    facts: Mapping[str, Any],
-    judgement: Judgement,
-    before: ScoredRows,
-    after: ScoredRows,
-    rows: RowTexts,
-) -> None:
-    text = report(facts, judgement, rows.rows, rows.references, (before.answers, after.answers))
-    replace_file(folder / REPORT, text.encode())
+def _write_answers(
+    folder: Path, run_folder: Path, before: ScoredRows, after: ScoredRows, rows: RowTexts
+) -> PeopleSay | None:
+    """Write ANSWERS into `folder`. Returns what people have voted of these answers before, by the
+    files of the trained model's run folder.
+    """
     lines = [json.dumps(one, ensure_ascii=False) for one in _pairs_of_answers(before, after, rows)]
-    replace_file(folder / ANSWERS, "".join(f"{line}\n" for line in lines).encode())
-    write_json(folder / FILE, {**facts, **judgement.record()})
+    # half of a surrogate pair, which a model or a row may hold, is no text of a file
+    replace_file(folder / ANSWERS, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
+    votes = read_votes(run_folder, read_pairs(folder / ANSWERS, most=None))
+    return people_say(choices_of(votes), len({vote.voter for vote in votes}))
 
 
 def _pairs_of_answers(
     before: ScoredRows, after: ScoredRows, rows: RowTexts
 ) -> Iterator[dict[str, Any]]:
     """Each row that both models answered, for people who say which answer is better: its number,
-    `prompt` (turns of a conversation, or a text), the right answers, and `before` and `after`.
+    `prompt` (turns of a conversation, or a text), the right answers, `before` and `after`, and the
+    `tools` of a conversation that has some.
     """
     answers = zip(before.answers, after.answers, strict=True)
     for number, (one, other) in enumerate(answers):
         if one is None or other is None:
             continue
-        yield {
+        pair: dict[str, Any] = {
             "row": number + 1,
             "prompt": _prompt_of(rows.rows[number]),
             "references": list(rows.references[number]),
             "before": one,
             "after": other,
         }
+        if rows.rows[number].get("tools"):
+            pair["tools"] = rows.rows[number]["tools"]
+        yield pair
 
 
 def _prompt_of(row: Row) -> Any:

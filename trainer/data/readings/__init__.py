@@ -1,0 +1,1 @@
+"""What a frozen model says of each row: computed once, then read from the disk."""
