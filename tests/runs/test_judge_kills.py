@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.runs.test_judge import _train, data, values_of
+from tests.runs.test_judge import data, train_run, values_of
 from trainer.config.identity import exp_id
 
 __all__ = ["data"]  # the fixture
@@ -48,7 +48,7 @@ def _train_dying(
 
     setattr(owner, name, dying)
     try:
-        return _train(values, data, savedir)
+        return train_run(values, data, savedir)
     except Killed:
         return None
     finally:
@@ -69,7 +69,7 @@ def _all(values: dict[str, Any], data: Path, savedir: Path, best: bool) -> list[
         ):
             faults.append(f"{place}: it has died and says that it succeeded")
         for start in range(2):
-            if _train(values, data, savedir_of_place) != 0:
+            if train_run(values, data, savedir_of_place) != 0:
                 faults.append(f"{place}: start {start} fails")
         names = sorted(one.name for one in folder.iterdir())
         if not (folder / "final" / "lathe.json").is_file() or "candidate" in names:
