@@ -20,7 +20,7 @@ sys.path.insert(
 
 from tests.numerics.test_trl_masks import found
 from tests.trl_1_16 import masks
-from tests.trl_1_16.environment import python
+from tests.trl_1_16.environment import TRL
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     flags.add_argument("--base", choices=("bytes", "starcoder"), default="bytes")
     flags.add_argument("--form", action="store_true", help="TRL's form is our template, too.")
     given = flags.parse_args()
-    trl = python()
+    trl = TRL.python()
     pairs = masks.templates(trl)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -262,22 +262,34 @@ OF_TASK = {
         "loss": {"query_chunk": 2, "passage_chunk": 3},
     },
 }
+# Forms of tasks that have a loss or a model of their own, by "task, form".
+_OF_PREFERENCE = OF_TASK["preference"]
+_OF_T5 = {**_OF_PREFERENCE, "base": TINY_T5}
+FORMS: dict[str, dict[str, Any]] = {
+    "preference, kto": {**_OF_PREFERENCE, "preference": {"loss": "kto"}},
+    "preference, orpo": {**_OF_PREFERENCE, "preference": {"loss": "orpo"}},
+    "preference, reward": {**_OF_PREFERENCE, "preference": {"loss": "reward"}},
+    "preference, t5": _OF_T5,
+    "preference, t5 kto": {**_OF_T5, "preference": {"loss": "kto"}},
+    "preference, t5 orpo": {**_OF_T5, "preference": {"loss": "orpo"}},
+    "preference, t5 reward": {**_OF_T5, "preference": {"loss": "reward"}},
+}
 EVERY_BLOCK: Any = {**OF_TASK["cross_attention"]["layers"], "stride": 1}  # of a base of two blocks
 
 
 def experiment(task: str, folder: Path, **changes: object) -> dict[str, object]:
-    """A six-step experiment of `task` on the facts in `folder`; blocks in `changes` are merged one
-    level deep.
+    """A six-step experiment of `task`, or of one of FORMS, on the facts in `folder`; blocks in
+    `changes` are merged one level deep.
     """
     values: dict[str, object] = {
-        "task": task,
+        "task": task.partition(", ")[0],
         "base": TINY_BASE,
         "tokenizer": str(folder / "tokenizer"),
         "train": _TRAIN,
         "optim": {"lr": 0.01, "weight_decay": 0.1},
         "schedule": {"shape": "cosine", "warmup_steps": 1},
         "deepspeed": "zero0",
-        **OF_TASK[task],
+        **(OF_TASK | FORMS)[task],
     }
     return vary(values, **changes)
 

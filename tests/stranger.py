@@ -107,6 +107,10 @@ def vera(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
     return {"scores": torch.tensor(scorer(asked["texts"]))}
 
 
+def preference(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
+    return {}  # its card's program says all
+
+
 def shown(folder: Path) -> dict[str, Any]:
     """What each program of a card prints, run in its folder; of a retriever's last one "plain",
     the vectors of its query and its passage.

@@ -6,13 +6,15 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 8  lathe.py, api/ and demo/, which are also above jobs/
 7  trainval.py, trainer/__main__.py, commands/
 6  proof/, recipes/
-5  launch/, survival/, evaluation/, averages/
+5  launch/, survival/, evaluation/, judging/, averages/, harness/
 4  training/, plan/, retrieval/, statistics/, exports/
 3  tasks/<name>/
-2  models/, data/, telemetry/, tasks/{token_task,distilled,generated}.py
+2  models/, data/, telemetry/,
+   tasks/{token_task,distilled,generated,continuation,continuation_program}.py
 1  runtime/, files/, metrics/, protocol/
 0  config/, errors.py, program.py, version.py, data/formats/,
-   files/{atomic,survive,survival_events}.py, metrics/{judge_record,own,test_record}.py, runtime/process.py,
+   files/{atomic,survive,survival_events}.py, runtime/process.py,
+   metrics/{judge_record,own,test_record,win_rate}.py, judging/votes.py,
    tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
    exp_configs.py, job_configs.py, service.py
 jobs/ stands on floor 0 alone.
@@ -48,6 +50,9 @@ FLOORS = {
     "trainer.metrics.judge_record": 0,
     "trainer.metrics.own": 0,
     "trainer.metrics.test_record": 0,
+    "trainer.judging": 5,
+    "trainer.judging.votes": 0,
+    "trainer.metrics.win_rate": 0,
     "trainer.plan.time.rates": 0,
     "trainer.recipes.lookup_groups": 0,
     "trainer.runtime.process": 0,
@@ -61,6 +66,8 @@ FLOORS = {
     "trainer.models": 2,
     "trainer.telemetry": 2,
     "trainer.tasks.distilled": 2,
+    "trainer.tasks.continuation": 2,
+    "trainer.tasks.continuation_program": 2,
     "trainer.tasks.generated": 2,
     "trainer.tasks.merged_base": 3,
     "trainer.tasks.token_task": 2,
@@ -71,6 +78,7 @@ FLOORS = {
     "trainer.training": 4,
     "trainer.averages": 5,
     "trainer.evaluation": 5,
+    "trainer.harness": 5,
     "trainer.launch": 5,
     "trainer.survival": 5,
     "trainer.proof": 6,

@@ -119,6 +119,25 @@ FILES = (
     )
 )
 
+# Runs that a word names, and published tasks on them
+HARNESSES = wording(
+    ConfigError,
+    run_twice="evaluate {word}: it names a run, and {flag} names another",
+    harness_names_wanted="{flag} {text!r}: want names of tasks",
+    harness_twice="--lm_eval and --mteb: a model either writes texts or embeds them",
+    harness_flag_alone="{flags}: got no {wanted}, to which that belongs",
+    harness_with_split="got {flags} as well, which say how a split of the run's own data",
+    lm_eval_without_texts="task {task!r} trains no model that continues texts...do: {others}.",
+    lm_eval_of_reward="this model continues no texts: it is a reward model",
+    lm_eval_without_template="the tokenizer of this run has no chat template",
+    lm_eval_task_unknown="--lm_eval {task}: lm-eval {version} has no such task",
+    lm_eval_data_absent="--lm_eval {task}: lm-eval cannot read the tasks or their data",
+    mteb_without_vectors="task {task!r} computes no vectors of texts",
+    mteb_with_limit="MTEB's tasks are run as a whole",
+    mteb_task_unknown="--mteb {task}: mteb {version} has no such task",
+    mteb_data_absent="--mteb {task}: their data cannot be read",
+)
+
 # Rows that are encoded while they are trained on
 STREAMS = (
     wording(ResumeError, stream_grew="{then} rows then, {now} now")
@@ -682,6 +701,10 @@ BASES = wording(
     module_not_installed="No module named {name!r}. Install it: pip install -e '.[{extra}]'",
     package_of_backend="needs Ray. pip install -e '.[{extra}]'",
     generation_file_tokens="generation_config.json...Mend the file",
+    token_out="got the token {token}, want 0 to {most}",
+    schema_beyond="the schema cannot be held: {reason}. Simplify that part",
+    tools_unwritten="the chat template of this model writes no tools",
+    message_unwritten="message {number}: this model's chat template writes nothing of it",
     prompt_length_wanted="the prompt has {count} tokens, want 1 to {most}",
     positions_taken="{most} tokens to generate: the model has {positions} positions, which leaves none",
     question_shortened="{why}: this is one of them. Ask a shorter question",
@@ -1028,11 +1051,32 @@ SNAPSHOTS = (
         code_is_folder="Move the folder away",
     )
 )
+VOTES = wording(
+    ConfigError,
+    answers_malformed="no row of two answers ({reason})",
+    llm_address="--llm_judge: got {url!r}, want the address of an endpoint",
+    llm_key_in_the_clear="--llm_judge {url}: the key would cross the network unencrypted",
+    llm_silent="--llm_judge {url}: nobody answers ({reason})",
+    llm_refuses="--llm_judge {url}: status {status}: {reason}",
+    llm_other_dialect="--llm_judge {url}: it answers, and not as /chat/completions",
+    llm_refuses_every_pair="It refuses every pair so far",
+    llm_has_no_pair="has no row with two different answers",
+    llm_key_unreadable="--llm_key_file {path}: cannot be read",
+    llm_key_words="--llm_key_file {path}: got {count} words, want one",
+    llm_without_model="--llm_judge {url}: no --llm_model",
+    llm_flags_alone="judge: got {flags} without --llm_judge",
+) | wording(pair_gone="is none of this run now: it was judged anew")
 SERVICE = (
     wording(
         ConfigError,
         open_address="Give --token_file",
         token_file_mode="mode {mode}, want 0o600: ...chmod 600",
+        method_not_taken="method: {model} does not take {name!r}",
+        webhook_secret_mode="webhooks: secret_file {file}: mode {mode}, want 0o600",
+        webhook_secret_none="webhooks: secret_file {file}: it holds no secret, want whsec_",
+        webhook_secret_unreadable="webhooks: secret_file {file}: {reason}. Make one",
+        dpo_alone="{model} learns from preferences alone, want type 'dpo'",
+        dpo_loss='preference.loss={loss!r}: want "dpo"',
         batch_of_devices="Use a multiple of {devices}, such as {fix}.",
         steps_too_many="at most {most} are allowed",
         no_service_address="--url: got {url!r}, want the address that `lathe serve` prints",
@@ -1057,10 +1101,24 @@ SERVICE = (
         model_unknown="model: got {model!r}, want one of {models}, or a model that you have tuned.",
         upload_unknown="{key}: there is no file {file!r} of yours. Upload it first",
         request_value="{key}...: got {value!r}. {reason}",
+        method_not_served="{name!r} is not served: want 'supervised' or 'dpo'",
+        method_block_twice="a block {block!r} with type={name!r}",
+        row_keys_unknown="line {line}: got the keys {keys}, want",
+        not_judged="This run has no judge.json. Make one on the server's machine: lathe judge {run}",
+        gate_refused_job="The gate kept its model back: {reasons}.",
+        batch_unknown="No such batch: {name!r}",
+        batch_purpose="input_file_id: {file} has the purpose {purpose!r}, want 'batch'",
+        batches_unserved="batches: this service answers none (batch_models=0)",
+        answers_equal="line {line}: got two equal answers, {answer}",
+        upload_purpose="{key}: {file} has the purpose {purpose!r}, want 'fine-tune'",
+        checkpoint_unknown="The checkpoint {name!r} does not exist, or is not yours",
+        checkpoint_stays="{name} is a checkpoint, from which its job may go on",
+        permissions_unserved="Permissions of a checkpoint: got a request to share it",
         request_key_unknown="{key}: there is no such parameter",
         contexts_wanted="wants contexts",
         contexts_unread="reads no contexts",
         makes_none="makes no {things}",
+        dimensions_fixed="dimensions: got {got}, want {width}:",
         service_token_wanted="want a token",
         share_used="{holder} has {count} {things}; at most {most} are allowed ({key}). Wait",
         server_busy="The server has {total} requests and streams in progress; at most {most}",
@@ -1116,12 +1174,16 @@ PREFERENCES = wording(
     preference_not_text="the {part} is {value}, want text. Lists of turns are conversations",
     preference_answer="an answer is {value}, want text, or a list of turns",
     preference_input="'input' is {value}, want an object with a list of messages",
+    answer_scored_absent="want 'prompt' and 'completion', the answer that is scored",
     start_row_unread="was not read by the model that the run began with",
     start_part_torn="{part}: ...the next start of the run makes it again",
 ) | wording(
     ConfigError,
     preference_key="{key} with loss='{loss}', which does not read it",
     preference_stream="data.stream=true with preference.loss='{loss}'",
+    preference_chat_of_two='data.source="chat" with a {family}, whose encoder reads the prompt',
+    preference_reward_of_two="preference.loss='reward' with a {family}, of which nothing here takes",
+    preference_pictures="base: a {family} reads pictures, too; want a model of texts alone",
 )
 
 PREFERENCES |= wording(LatheError, start_unread="has not read these rows: call read_start() first")
@@ -1151,11 +1213,12 @@ JUDGING = wording(
     gate_kept_base="experiment {run}, which it names, has no final/: its gate kept it back",
     gate_score_unknown="judge.gate={name!r}: no such score by row",
     gate_score_untested="judge.gate: {name!r} has no result by row",
+    gate_rows_few="judge.gate={name!r}: {count} rows have this score, and a gain needs",
     gate_no_json="is not JSON ({reason}). Write it such as",
     gate_without_bound="nothing must hold: give gain, at_least or at_most",
     gate_of_slices="is a number of slices: want",
     gate_of_no_text="with keep=None: no text is read",
-    judged_run_absent="judge {run}: is no run in",
+    judged_run_absent="{command} {run}: is no run in",
     judge_of_two_kinds="Give the one or the other",
 ) | wording(
     DataError,
@@ -1167,6 +1230,7 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "judging": JUDGING,
     "preferences": PREFERENCES,
     "files": FILES,
+    "harnesses": HARNESSES,
     "streams": STREAMS,
     "odd text": ODD_TEXT,
     "shards": SHARDS,
@@ -1196,6 +1260,7 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "jobs": JOBS,
     "submission": SUBMISSION,
     "snapshots": SNAPSHOTS,
+    "votes": VOTES,
     "service": SERVICE,
 }
 WORDINGS = {code: wording for room in ROOMS.values() for code, wording in room.items()}

@@ -157,5 +157,6 @@ def results_command(
         if of_tests is not None:
             screen.print()
             screen.print(of_tests)
+        typer.echo(tables.refused_lines(results), nl=False)
     if not as_json:
         typer.echo(tables.unreadable_lines(results), err=True, nl=False)

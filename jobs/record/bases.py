@@ -27,22 +27,25 @@ if TYPE_CHECKING:
     from jobs.job_state import JobState
 
 
-def has_model(folder: Path) -> bool:
+def has_model(folder: Path, model: str = "final") -> bool:
     """Whether the run in `folder` has left the model that others begin with, whole or as adapters.
-    False where it cannot be read.
+    False where it cannot be read. model: "final", or "step-N", made of a saved step.
     """
     names = ("config.json", "adapter_config.json")
-    return any(os.path.isfile(folder / "final" / name) for name in names)
+    return any(os.path.isfile(folder / model / name) for name in names)
 
 
 def has_needed(folder: Path, values: Mapping[str, Any]) -> bool:
     """Whether the run in `folder` has left what an experiment begins with: the saved step that it
     goes on from, or a model.
     """
-    continues = values.get("continues")
+    continues, base = values.get("continues"), values.get("base")
     if isinstance(continues, dict):
         step = cast("dict[str, Any]", continues).get("step")
         return os.path.isfile(folder / "checkpoints" / f"step-{step}" / MANIFEST)
+    model = cast("dict[str, Any]", base).get("model") if isinstance(base, dict) else None
+    if isinstance(model, str) and model.startswith("step-"):
+        return has_model(folder, model)
     return has_model(folder)
 
 

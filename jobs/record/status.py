@@ -32,6 +32,7 @@ from trainer.data.formats.json_text import preview
 from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import read_json
 from trainer.files.survival_events import read as recoveries
+from trainer.metrics.judge_record import why_refused
 
 if TYPE_CHECKING:
     from jobs.protocol import Backend
@@ -294,6 +295,8 @@ def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Ro
     for name in ("error", "early"):  # why it failed, or why it ended before its last step
         if reason is None and row.state in DECIDED and isinstance(status.get(name), str):
             reason = status[name]
+    if row.state == "succeeded":
+        reason = why_refused(folder.path) or reason
     lost = tuple(recoveries(folder.path))
     progress = replace(row, step=step, total=total, metrics=last, eta_s=eta_s, reason=reason)
     return replace(progress, recoveries=lost) if lost else progress

@@ -22,6 +22,7 @@ from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
 from trainer.config.scores.direction import direction_of, is_of_validation
 from trainer.files.atomic import read_json
+from trainer.metrics.judge_record import why_refused
 
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
 ID_WIDTH, GAP = 8, 2
@@ -62,6 +63,7 @@ class ExperimentScores:
     step_s: float | None = None
     tflops: float | None = None
     test: TestResult | None = None  # of --test
+    refused: str | None = None  # why a gate keeps its model back
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
         last.get("step_s"),
         last.get("tflops"),
         read_test(folder, _directions(values)),
+        why_refused(folder.path),
     )
 
 
@@ -242,6 +245,14 @@ def unreadable_lines(results: Results) -> str:
         f"{exp_id[:ID_WIDTH]}: its folder cannot be read: {visible(reason)}\n"
         for exp_id, reason in results.unreadable.items()
     )
+
+
+def refused_lines(results: Results) -> str:
+    """A line for each experiment whose gate keeps its model back, with the reasons; "" without
+    any.
+    """
+    refused = [(one.exp_id, one.refused) for one in results.results if one.refused is not None]
+    return "".join(f"{exp_id[:ID_WIDTH]}: {visible(why)}\n" for exp_id, why in refused)
 
 
 def _head(metric: str) -> Text:
@@ -383,6 +394,7 @@ def as_json(results: Results) -> list[dict[str, Any]]:
             },
             "metrics": {name: vars(score) for name, score in result.scores.items()},
             "test": None if result.test is None else result.test.plain(),
+            "refused": result.refused,
             "steps": result.steps,
             "wall_s": result.wall_s,
             **{name: getattr(result, name) for name in SPEEDS.values()},
@@ -391,6 +403,7 @@ def as_json(results: Results) -> list[dict[str, Any]]:
         for result in results.results
     ]
     nothing: dict[str, Any] = {"group": "", "parameters": {}, "metrics": {}, "test": None}
+    nothing |= {"refused": None}
     nothing |= dict.fromkeys(_RUN_HEADS)
     return documents + [
         {"exp_id": exp_id, **nothing, "read_error": reason}

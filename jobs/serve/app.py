@@ -5,24 +5,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import errno
 import functools
 import logging
 import socket
-import sqlite3
 import ssl
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import anyio.to_thread
 import typer
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,13 +28,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
 from jobs import backends
-from jobs.errors import is_transient, reason_for_client, without_base, without_places
 from jobs.options import BackendName, Base, PythonBinary, report_errors
 from jobs.record.paths import BaseFolder, check_base
-from jobs.serve import lathe_routes, offers, openai_routes
+from jobs.serve import lathe_routes, offers
 from jobs.serve.access import Client, Gate, gate, read_tokens
 from jobs.serve.answers import routes as answer_routes
 from jobs.serve.answers.workers import Workers
+from jobs.serve.batches import routes as batch_routes
+from jobs.serve.batches.asking import Asking
+from jobs.serve.batches.folder import BatchFolders
+from jobs.serve.batches.runner import BatchRunner
+from jobs.serve.dialect import checkpoints as checkpoint_routes
+from jobs.serve.dialect import files as file_routes
+from jobs.serve.dialect import jobs as job_routes
+from jobs.serve.dialect import models as model_routes
+from jobs.serve.faults import HANDLERS
 from jobs.serve.keeper import Keeper, Send
 from jobs.serve.limits.connections import Connection, IdleConnections, raise_file_limit
 from jobs.serve.limits.disclosure import Veil
@@ -44,11 +50,11 @@ from jobs.serve.limits.handshakes import Handshake
 from jobs.serve.limits.shares import THREADS, Shares, holder_of
 from jobs.serve.live import routes as live_routes
 from jobs.serve.preview import routes as preview_routes
-from jobs.serve.requests import Refusal, is_operator
+from jobs.serve.requests import Refusal
 from jobs.serve.tickets import ServiceFolder
+from jobs.serve.webhooks.sender import Webhooks
 from jobs.submit.prepare import PROJECT
-from trainer.errors import ConfigError, LatheError, StorageError
-from trainer.files.atomic import disk_error
+from trainer.errors import ConfigError
 
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
 MOST_NAMES = 100  # of folders that cannot be read, in one answer
@@ -59,10 +65,6 @@ POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-MANY_FILES = (errno.EMFILE, errno.ENFILE)
-# SQLite's own words for the same; Python 3.10 has no error codes for them.
-FULL_INDEX = ("disk is full", "readonly database", "disk I/O error", "unable to open database")
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -190,90 +192,6 @@ async def health(request: Request) -> Response:
     return Response("\n".join(lines) + "\n", media_type="text/plain")
 
 
-async def on_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal), "registered for it"
-    return error.response()
-
-
-async def on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for it"
-    texts = {404: f"Unknown request URL: {request.method} {request.url.path}.", 405: "Not allowed."}
-    return Refusal(error.status_code, texts.get(error.status_code, error.detail)).response()
-
-
-async def on_disk(request: Request, error: Exception) -> Response:
-    """The answer when a disk or the index refuses: 507 when it is full, 503 for what passes, 404
-    when the file or folder that was asked for has gone meanwhile.
-    """
-    kind = disk_trouble(error)
-    if kind is None and isinstance(error, StorageError | OSError):
-        return await on_unreadable(request, error)
-    if kind is None:
-        raise error
-    log.warning("%s %s: %s", request.method, request.url.path, error)
-    if kind == "busy":
-        text = "The server has too many files open, or waits for its index. Ask again."
-        return Refusal(503, text, code="overloaded", retry_after_s=5).response()
-    text = "The disk is full or refuses writes, so this was not done. Ask whoever runs the service."
-    return Refusal(507, text, code="insufficient_storage").response()
-
-
-def disk_trouble(error: BaseException | None) -> Literal["full", "busy"] | None:
-    """What an error says about the disk: "full" (or read-only), "busy" (too many open files, an
-    index that is locked), None for another error.
-    """
-    if isinstance(error, OSError | StorageError):
-        is_full, is_busy = disk_number(error) in FULL, disk_number(error) in MANY_FILES
-    elif isinstance(error, sqlite3.Error):
-        is_full = any(words in str(error) for words in FULL_INDEX)
-        is_busy = "locked" in str(error)
-    else:
-        return None
-    if is_full:
-        return "full"
-    return "busy" if is_busy else None
-
-
-def disk_number(error: OSError | StorageError) -> int | None:
-    """The errno with which a disk refused; None for a StorageError that is about something else."""
-    cause = error.__cause__ if isinstance(error, StorageError) else error
-    return disk_error(cause) if isinstance(cause, Exception) else None
-
-
-async def on_our_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, LatheError), "registered for it"
-    log.info("%s %s: %s", request.method, request.url.path, error)
-    refusal = lathe_routes.refusal_of(error)
-    refusal.message = without_base(refusal.message, base_of(request))
-    if not is_operator(request):
-        refusal.message = without_places(refusal.message)
-    return refusal.response()
-
-
-def base_of(request: Request) -> Path:
-    """The savedir_base of the server."""
-    return lathe_routes.keeper_of(request).folder.base.path
-
-
-async def on_unreadable(request: Request, error: Exception) -> Response:
-    """The answer when a file is gone (404), or is none that this server may read or write (409)."""
-    assert isinstance(error, OSError | StorageError), "registered for it"
-    number = disk_number(error)
-    if number is not None and is_transient(error):
-        return await on_fault(request, error)
-    log.warning("%s %s: %s", request.method, request.url.path, error)
-    if number == errno.ENOENT and request.path_params:
-        text = f"{request.url.path}: it was deleted a moment ago."
-        return Refusal(404, text, param="id").response()
-    reason = reason_for_client(error, Path(request.url.path), base_of(request))
-    return Refusal(409, f"It cannot be read or written: {reason.rstrip('.')}.").response()
-
-
-async def on_fault(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return Refusal(500, "The server failed. Its log says why.").response()
-
-
 def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
     """The application. has_keeper: a thread of the server looks after the jobs."""
 
@@ -281,30 +199,34 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
     async def life(app: Starlette) -> AsyncGenerator[None]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
         thread = threading.Thread(target=keeper.run, name="keeper", daemon=True)
+        tasks: list[asyncio.Task[None]] = []
         if has_keeper:
             thread.start()
+            tasks.append(asyncio.create_task(app.state.batch_runner.run()))
+            webhooks.start()
         yield
         keeper.stop()
+        webhooks.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await app.state.workers.stop()
 
-    handlers: dict[Any, Any] = {
-        Refusal: on_refusal,
-        HTTPException: on_http,
-        StorageError: on_disk,
-        OSError: on_disk,
-        sqlite3.Error: on_disk,
-        LatheError: on_our_error,
-        Exception: on_fault,
-    }
-    routes = [Route(PROBE, health), *openai_routes.ROUTES, *lathe_routes.ROUTES]
+    routes = [Route(PROBE, health), *lathe_routes.ROUTES]
+    routes += [*file_routes.ROUTES, *job_routes.ROUTES, *checkpoint_routes.ROUTES]
+    routes += [*model_routes.ROUTES, *batch_routes.ROUTES]
     routes += [*answer_routes.ROUTES, *preview_routes.ROUTES]
     routes += [*live_routes.PAGE_ROUTES, *live_routes.ROUTES]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
+    app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=life)
     app.router.redirect_slashes = False
     shares = Shares(keeper.config)
     app.state.keeper, app.state.shares = keeper, shares
     app.state.workers = Workers(keeper.folder.cache, keeper.config.loaded_models)
-    return Door(app, gate, shares, Veil.of(keeper.folder.base.path, [PROJECT]))
+    veil = Veil.of(keeper.folder.base.path, [PROJECT])
+    app.state.batches = BatchFolders(keeper.folder)
+    webhooks = Webhooks.of(keeper, app.state.batches)
+    app.state.batch_runner = BatchRunner(keeper, app.state.batches, Asking(keeper, HANDLERS, veil))
+    return Door(app, gate, shares, veil)
 
 
 def options_of(door: Door, **where: Any) -> uvicorn.Config:

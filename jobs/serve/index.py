@@ -183,9 +183,12 @@ class Index:
         row = self.connection.execute("select body from jobs where id = ?", (job_id,)).fetchone()
         return None if row is None else json.loads(row[0])
 
-    def job_of_model(self, model: str) -> dict[str, Any] | None:
-        """The succeeded job whose model has this name and was not deleted."""
-        query = "select body from jobs where model = ? and status = 'succeeded' and not is_deleted"
+    def job_of_model(self, model: str, *, has_ended: bool = True) -> dict[str, Any] | None:
+        """The job whose model has this name and was not deleted. has_ended: only a succeeded one,
+        for others have no model yet.
+        """
+        query = "select body from jobs where model = ? and not is_deleted"
+        query += " and status = 'succeeded'" if has_ended else ""
         row = self.connection.execute(query, (model,)).fetchone()
         return None if row is None else json.loads(row[0])
 
@@ -218,6 +221,11 @@ class Index:
         where += ["status = 'succeeded'", "not is_deleted"]
         query = f"select body from jobs where {' and '.join(where)} order by created desc, id desc"
         return [json.loads(row[0]) for row in self.connection.execute(query, values)]
+
+    def ended_jobs(self, since: int) -> list[dict[str, Any]]:
+        """The jobs that have ended, of those that changed after a tick."""
+        query = f"select body from jobs where tick > ? and status in ({_marks(FINAL)})"
+        return [json.loads(row[0]) for row in self.connection.execute(query, (since, *FINAL))]
 
     def live_jobs(self, owner: str) -> int:
         """How many jobs of a token have not ended."""

@@ -50,6 +50,7 @@ class Facts:
     wishes: list[Wish]
     row: Row | None
     failure: Failure | None = None  # what keeps it from going on, for good
+    refusals: tuple[str, ...] = ()  # why the gate of its run keeps its model back
 
     def last_wish(self, *kinds: str) -> Wish | None:
         """The last wish of one of these kinds."""
@@ -91,6 +92,9 @@ def standing(facts: Facts) -> Standing:
         return Standing("failed", facts.checked.at, error)
     if row is not None and row.state in ("succeeded", *FAILED):
         is_first_end = not ends or (row.ended_at or "") <= min(ends)
+        if is_first_end and row.state == "succeeded" and facts.refusals:
+            message = f"The gate kept its model back: {'; '.join(facts.refusals)}."
+            return Standing("failed", _ended_at(row), _error("gate_refused", message, None))
         if is_first_end and row.state == "succeeded":
             return Standing("succeeded", _ended_at(row))
         if is_first_end and row.ended_at is not None and cancel is None:
@@ -149,6 +153,9 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
         "batch_size": ticket.batch,
         "learning_rate_multiplier": ticket.lr_factor,
     }
+    of_method: dict[str, Any] = dict(numbers_used)
+    if ticket.method == "dpo":
+        of_method["beta"] = ticket.beta
     has_succeeded = now_.status == "succeeded"
     eta_s = row.eta_s if row is not None and now_.status == "running" else None
     tokens = row.metrics.get("tokens") if row is not None and has_succeeded else None
@@ -171,7 +178,7 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
         "estimated_finish": None if eta_s is None else int(time.time() + eta_s),
         "integrations": [],
         "metadata": ticket.metadata,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": numbers_used}},
+        "method": {"type": ticket.method, ticket.method: {"hyperparameters": of_method}},
         # facts that the OpenAI API has no field for; clients ignore this extra object
         "lathe": {
             "exp_id": ticket.exp_id,
@@ -334,37 +341,8 @@ def event_object(event: JobEvent) -> dict[str, Any]:
     }
 
 
-# Checkpoints
+# Metrics
 # --------------------------------------------------------------------------------------------------
-
-
-def checkpoints(ticket: Ticket, folder: RunFolder, organization: str) -> list[dict[str, Any]]:
-    """The complete checkpoints of a run that still exist, the newest first."""
-    times: dict[int, float] = {}
-    for path in (folder.path / "checkpoints").glob("step-*/manifest.json"):
-        number = path.parent.name.removeprefix("step-")
-        with suppress(OSError, ValueError):
-            times[int(number)] = path.stat().st_mtime
-    metrics: dict[int, dict[str, float]] = {}
-    for line in metric_lines(folder.metrics):
-        step = line.get("step")
-        if step in times:
-            values = numbers(line)
-            scores = {theirs: values[ours] for theirs, ours in SCORES.items() if ours in values}
-            metrics.setdefault(step, {}).update(scores)
-    name = ticket.tuned_model(organization)
-    return [
-        {
-            "id": f"ftckpt-{ticket.digits}-{step}",
-            "object": "fine_tuning.job.checkpoint",
-            "created_at": int(times[step]),
-            "fine_tuned_model_checkpoint": f"{name}:ckpt-step-{step}",
-            "fine_tuning_job_id": ticket.id,
-            "metrics": {"step": step, **metrics.get(step, {})},
-            "step_number": step,
-        }
-        for step in sorted(times, reverse=True)
-    ]
 
 
 def metric_lines(path: Path) -> list[dict[str, Any]]:

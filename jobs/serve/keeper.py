@@ -13,19 +13,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 from jobs.backends import BackendCache
 from jobs.code.snapshot import Snapshot, take
 from jobs.config import JobConfig
-from jobs.errors import Unreachable, is_transient, kind_of, reason_for_client, reason_of
+from jobs.errors import (
+    Unreachable,
+    for_client,
+    is_transient,
+    kind_of,
+    reason_for_client,
+    reason_of,
+)
 from jobs.job_state import ACTIVE, JobState
 from jobs.record import events as record
 from jobs.record.paths import RunFolder, is_there
 from jobs.record.patience import PatientBackends
 from jobs.record.row import Row
 from jobs.record.times import now
-from jobs.serve import rows as uploaded_rows
+from jobs.serve.exported_step import export_step
 from jobs.serve.index import Index
 from jobs.serve.job_view import (
     FINAL,
@@ -34,6 +41,7 @@ from jobs.serve.job_view import (
     standing,
 )
 from jobs.serve.offers import Offer, ServiceConfig, held_out_per_mille
+from jobs.serve.rows import checks as uploaded_rows
 from jobs.serve.tickets import (
     Checked,
     Failure,
@@ -49,6 +57,7 @@ from jobs.submit import group as group_of_jobs
 from jobs.submit.policy import Limits
 from jobs.submit.request import ActionResult, Request
 from trainer.config.block import validate
+from trainer.config.identity import exp_id
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import create_json, refusals
 
@@ -267,9 +276,23 @@ class Keeper:
             places = places or report.places  # of the first one, which is trained on
         if message is None:
             self._write_data(folder, ticket, places)
+            message, param = self._export_step(ticket), "model"
+        param = None if message is None else param
         values = Checked(at=now(), param=param, message=message).model_dump(mode="json")
         create_json(folder.check_file, values)
         return True
+
+    def _export_step(self, ticket: Ticket) -> str | None:
+        """Make the model of the saved step that a job begins with, before its run removes that
+        step; returns why there is none, or None.
+        """
+        base: Any = ticket.experiment.get("base")
+        model = cast("dict[str, Any]", base).get("model") if isinstance(base, dict) else None
+        if model is None or not str(model).startswith("step-"):
+            return None
+        run = self.folder.base.run(exp_id(cast("dict[str, Any]", base)["experiment"]))
+        error = export_step(run.path, str(model), self.folder.cache)
+        return error and f"model {ticket.begins_with}: {for_client(error, self.folder.base.path)}"
 
     def _write_data(self, folder: TicketFolder, ticket: Ticket, places: Mapping[int, int]) -> None:
         """Write both splits. places: how many rows of the training file have each place."""
@@ -290,7 +313,7 @@ class Keeper:
             values["python_binary"] = self.send.python_binary
         job = validate(JobConfig, values, source=f"job of model {ticket.model!r}")
         flags = {"data_path": str(folder.data), "cache_dir": str(self.folder.cache)}
-        if self._offer(ticket).test:
+        if self._offer(ticket).test and ticket.method == "supervised":
             flags["test"] = ""
         request = self.request([ticket.experiment], GROUP, job, flags)
         # a turn waits for nobody: what has no answer, or is locked, is tried again in the next ones

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 MAX_LINES = 5000  # of metrics in one answer
 MAX_TAIL = 2000  # lines of a log
 CODE_KEYS = ("trust_remote_code", "auto_map", "custom_pipelines", "metrics")
-MEMORY_PLAN = "memory_plan.json"
+MEMORY_PLAN, JUDGE = "memory_plan.json", "judge.json"
 DRY_RUN_S = 600.0
 ONE_DOCTOR = threading.Lock()
 
@@ -138,6 +138,17 @@ def show_memory(request: Request) -> Response:
     if plan is None:
         raise Refusal(404, "This run has no memory plan: only a run on a GPU has one.")
     return _for_reader(request, plan)
+
+
+def show_judgement(request: Request) -> Response:
+    """Whether a run is better than what it began with, and what it broke: judge.json."""
+    folder = find_run(request)
+    judgement = read_json(folder.path / JUDGE)
+    if judgement is None:
+        name = folder.path.name
+        text = f"This run has no {JUDGE}. Make one on the server's machine: lathe judge {name}."
+        raise Refusal(404, text, param="exp_id", code="not_judged")
+    return _for_reader(request, judgement)
 
 
 def list_results(request: Request) -> Response:
@@ -394,6 +405,7 @@ ROUTES = [
     Route(f"{RUN}/metrics", show_metrics),
     Route(f"{RUN}/logs", show_logs),
     Route(f"{RUN}/memory", show_memory),
+    Route(f"{RUN}/judge", show_judgement),
     Route(f"{RUN}/cancel", cancel_run, methods=["POST"]),
     Route(f"{RUN}/retry", retry_run, methods=["POST"]),
 ]

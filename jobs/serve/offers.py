@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field
 
 from jobs.config import JobConfig
-from jobs.serve.rows import KINDS
+from jobs.serve.rows.kinds import KINDS
+from jobs.serve.webhooks.endpoints import Webhook
 from trainer import tasks
 from trainer.config import userfile
 from trainer.config.block import Fraction as Share
@@ -30,7 +31,10 @@ from trainer.files.atomic import read_json
 Values = dict[str, Any]
 Auto = Literal["auto"]
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Method = Literal["supervised", "dpo"]
 MEBIBYTE = 1 << 20
+DPO_SLOWER = 10  # than the learning rate of the offer
+BETA = 0.1  # of a preference task that names none
 TRAIN, VALID = "train.jsonl", "valid.jsonl"  # the files of a job's rows
 # Read by its path: other packages may have a module of this name.
 BUILT_IN = Path(__file__).resolve().parents[2] / "service.py"
@@ -47,6 +51,10 @@ class Offer(Strict):
     # score the test split of each job at its end: data.files.test of the experiment, a whole path
     test: bool = False
     max_steps: Positive = 1_000_000
+    # what is other when a causal_lm learns from preferences (method dpo): blocks that are laid over
+    # its dictionary, such as {"optim": {"lr": 1e-6}, "preference": {"beta": 0.2}}; None: it never
+    # does. Without a rate of its own a tenth of the offer's (Tulu 3: 5e-6 and 5e-7).
+    dpo: Values | None = Field(default_factory=dict)
     # one device of those it runs on, for the plan before a start: h200, 24GiB, or the file of
     # `lathe calibrate-device`
     device: str | None = None
@@ -61,7 +69,7 @@ class ServiceConfig(Strict):
     origins: list[str] = Field(default_factory=list)  # of other servers' pages that may call it
     roots: list[str] = Field(default_factory=list)  # folders that dictionaries may name
     max_file: Positive = 512 * MEBIBYTE
-    max_body: Positive = MEBIBYTE  # of a JSON document
+    max_body: Positive = 4 * MEBIBYTE  # of a JSON document: 2,048 texts of 2 kB
     reserve: Annotated[int, Field(ge=0)] = 1024 * MEBIBYTE  # of the disk, never filled by uploads
     requests_per_minute: Positive = 1200  # of one token, or one address without
     requests_at_once: Positive = 32  # in progress, of one token, or one address without
@@ -70,7 +78,12 @@ class ServiceConfig(Strict):
     all_at_once: Positive = 512  # requests and streams in progress, of everybody
     idle_connections: Positive = 256  # without a request; above that the oldest ones are closed
     head_s: Annotated[float, Field(gt=0)] = 10.0  # within which the head of a request must arrive
-    loaded_models: Positive = 2  # at the same time, for answers
+    loaded_models: Positive = 2  # at the same time, for answers to people
+    batch_models: Annotated[int, Field(ge=0)] = 1  # beside them, for batches; 0: no batches
+    batch_lines: Positive = 50_000  # requests of a batch
+    batch_bytes: Positive = 200 * MEBIBYTE  # of its file
+    batches_at_once: Positive = 16  # that have not ended, of one token
+    webhooks: list[Webhook] = Field(default_factory=list[Webhook])  # that are told what ended
     body_s: Annotated[float, Field(gt=0)] = 30.0  # within which a JSON document must arrive
     silence_s: Annotated[float, Field(gt=0)] = (
         30.0  # an upload that sends nothing for so long is aborted
@@ -82,23 +95,25 @@ class TuningRequest:
     """The values that a request sets. None and "auto": the value of the offer."""
 
     num_rows: int
-    kind: str  # of the rows, a key of rows.KINDS
+    kind: str  # of the rows, a key of KINDS (rows/kinds.py)
     seed: int
     label: str
     epochs: int | Auto | None = None
     batch: int | Auto | None = None
     lr_factor: float | Auto | None = None
+    beta: float | Auto | None = None  # of a method that learns from preferences
 
 
 @dataclass(frozen=True)
 class FilledOffer:
-    """The experiment of a request, and the numbers that were filled in."""
+    """The experiment of a request, and the numbers that were filled in. beta: of preferences."""
 
     experiment: Values
     epochs: int
     steps: int  # that the epochs are
     batch: int
     lr_factor: float
+    beta: float | None = None
 
 
 def read(file: Path | None) -> ServiceConfig:
@@ -118,13 +133,57 @@ def read(file: Path | None) -> ServiceConfig:
             if offer.device is not None and not offer.device.endswith(".json"):
                 device_of(offer.device)
             for kind in kinds_of(offer):
-                trial = TuningRequest(num_rows=100, kind=kind, seed=0, label="trial")
-                tasks.parse(fill(offer, trial).experiment, source=f"{source}: model {name!r}")
+                _try(offer, kind, source=f"{source}: model {name!r}")
+            if offer.dpo:  # without a block of its own, a request is told why it is refused
+                offer_for(offer, name, "dpo")
         except ConfigError as error:
             mistakes.append(str(error))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return config
+
+
+def _try(offer: Offer, kind: str, *, source: str) -> None:
+    """ConfigError where the experiment of a request would not be one."""
+    trial = TuningRequest(num_rows=100, kind=kind, seed=0, label="trial")
+    tasks.parse(fill(offer, trial).experiment, source=source)
+
+
+def offer_for(offer: Offer, name: str, method: Method) -> Offer:
+    """The offer of a model as a method trains it. ConfigError where it does not take the method."""
+    learns = "dpo" if offer.experiment.get("task") == "preference" else "supervised"
+    if method == learns:
+        return offer
+    if method == "supervised":
+        raise ConfigError(f"method: {name} learns from preferences alone, want type 'dpo'.")
+    if offer.dpo is None or offer.experiment.get("task") != "causal_lm":
+        models = "a language model whose offer takes it"
+        raise ConfigError(f"method: {name} does not take 'dpo', want {models}, or 'supervised'.")
+    preferring = _of_preferences(offer)
+    try:
+        _try(preferring, "preference", source=f"dpo of model {name!r}")
+    except ConfigError as error:
+        raise ConfigError(f"method: {name} does not take 'dpo', for {error}") from None
+    return preferring
+
+
+def _of_preferences(offer: Offer) -> Offer:
+    """The offer whose experiment is that of task `preference` with the same base and adapters.
+
+    Both answers of a row are in one forward: a micro-batch has half as many rows.
+    """
+    before, own = offer.experiment, offer.dpo or {}
+    values = copy.deepcopy({key: one for key, one in before.items() if key != "task"})
+    data: Values = values["data"]
+    data = {key: data[key] for key in ("max_tokens", "chat_template") if key in data}
+    values |= {"task": "preference", "data": {"source": "chat", **data}}
+    values["optim"]["lr"] /= DPO_SLOWER
+    if isinstance(values["train"].get("micro_batch"), int):
+        values["train"]["micro_batch"] = max(values["train"]["micro_batch"] // 2, 1)
+    for key, one in own.items():
+        block = values.get(key)
+        values[key] = {**cast("Values", block), **one} if isinstance(block, dict) else one
+    return offer.model_copy(update={"experiment": values, "test": False})
 
 
 def _check_test(offer: Offer) -> None:
@@ -143,6 +202,10 @@ def kinds_of(offer: Offer) -> list[str]:
     """The kinds of rows that a model can be tuned on. ConfigError for a task without any."""
     task = offer.experiment.get("task")
     kinds = [name for name, kind in KINDS.items() if task in kind.data]
+    if task == "preference":
+        loss: Any = offer.experiment.get("preference", {}).get("loss", "dpo")
+        if loss != "dpo":
+            raise ConfigError(f'preference.loss={loss!r}: want "dpo", for clients name it so.')
     if not kinds:
         tasks_with_rows = sorted({name for kind in KINDS.values() for name in kind.data})
         raise ConfigError(
@@ -220,7 +283,17 @@ def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
     elif own_files and "files" in of_kind:  # the file of a test split is the offer's
         values["data"]["files"] = {**own_files, **of_kind["files"]}
     values["label"] = request.label
-    return FilledOffer(values, epochs, steps, batch, factor)
+    beta = _with_beta(values, request.beta) if values["task"] == "preference" else None
+    return FilledOffer(values, epochs, steps, batch, factor, beta)
+
+
+def _with_beta(values: Values, beta: float | Auto | None) -> float:
+    """The beta of an experiment, into which that of a request is put."""
+    block: Values = {"loss": "dpo", **values.get("preference", {})}
+    if beta not in (None, "auto"):
+        block["beta"] = beta
+    values["preference"] = block
+    return float(block.get("beta", BETA))
 
 
 def _rows_of_epoch(values: Values, num_rows: int) -> Fraction:
@@ -241,13 +314,16 @@ def _rows_of_epoch(values: Values, num_rows: int) -> Fraction:
     return num_rows / Fraction(str(weight))
 
 
-def after(offer: Offer, before: Values, final: Path) -> Offer:
-    """The offer whose base is the model that an earlier job trained, by the digest of its weights.
+def after(offer: Offer, before: Values, run: Path, model: str) -> Offer:
+    """The offer whose base is a model that an earlier job trained, by the digest of its weights.
 
-    before: the experiment of that job. final: the folder of its model.
+    before: the experiment of that job. run: its folder. model: which of its models, "final" or
+    "step-N"; a step that is not exported yet has no digest.
     """
     base: Values = {"experiment": before}
-    files = (read_json(final / "lathe.json") or {}).get("files", {})
+    if model != "final":
+        base["model"] = model
+    files = (read_json(run / model / "lathe.json") or {}).get("files", {})
     for name in ("adapter_model.safetensors", "model.safetensors"):
         if name in files:
             base["sha256"] = files[name]
@@ -258,7 +334,7 @@ def after(offer: Offer, before: Values, final: Path) -> Offer:
 
 def held_out_per_mille(offer: Offer, places: Mapping[int, int]) -> int:
     """The share of the rows that is held out when the request names no validation file, as the
-    rule of data.valid_share takes it. places: how many rows have each place (rows.RowReport).
+    rule of data.valid_share takes it. places: how many rows have each place (RowReport).
 
     It is the offer's share, or the nearest one that leaves rows on both sides. DataError when there
     is none.

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import anyio
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
@@ -25,12 +32,24 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 32  # of JSON
 MAX_ERRORS = 20  # in the message about one body
+MAX_KEY = 255  # letters of an Idempotency-Key
 Auto = Literal["auto"]
 Epochs = Annotated[int, Field(ge=1, le=10_000)] | Auto
 Batch = Annotated[int, Field(ge=1, le=1_000_000)] | Auto
 Factor = Annotated[float, Field(gt=0, le=1e6)] | Auto
+Beta = Annotated[float, Field(gt=0, le=1e3)] | Auto
 MetaKey = Annotated[str, Field(max_length=64)]
 MetaValue = Annotated[str, Field(max_length=512)]
+
+
+def _of_text(values: dict[str, str]) -> dict[str, str]:
+    for text in [*values, *values.values()]:
+        if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError("text must have no NUL and no lone surrogate")
+    return values
+
+
+Metadata = Annotated[dict[MetaKey, MetaValue], Field(max_length=16), AfterValidator(_of_text)]
 
 
 class PlainJSON(JSONResponse):
@@ -97,17 +116,48 @@ class Hyperparameters(Body):
     learning_rate_multiplier: Factor | None = None
 
 
+class PreferenceHyperparameters(Hyperparameters):
+    """The same of a job that learns from preferences. beta: how closely it stays at its start."""
+
+    beta: Beta | None = None
+
+
 class Supervised(Body):
     """The method of learning from examples."""
 
     hyperparameters: Hyperparameters | None = None
 
 
-class Method(Body):
-    """The method of tuning: by examples only. Preferences and rewards are not offered."""
+class Preferences(Body):
+    """The method of learning from preferences (DPO)."""
 
-    type: Literal["supervised"]
+    hyperparameters: PreferenceHyperparameters | None = None
+
+
+class Method(Body):
+    """The method of tuning: by examples, or by preferences. Rewards are not offered."""
+
+    type: Literal["supervised", "dpo"]
     supervised: Supervised | None = None
+    dpo: Preferences | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rewards_are_not_served(cls, values: Any) -> Any:
+        kind = cast("dict[str, Any]", values).get("type") if isinstance(values, dict) else None
+        if kind == "reinforcement":
+            raise ValueError(
+                "'reinforcement' is not served: want 'supervised' or 'dpo'. Write graded answers "
+                "as pairs, the better one as preferred_output, and use dpo"
+            )
+        return cast("Any", values)
+
+    @model_validator(mode="after")
+    def _has_one_block(self) -> Method:
+        other = "dpo" if self.type == "supervised" else "supervised"
+        if getattr(self, other) is not None:
+            raise ValueError(f"a block {other!r} with type={self.type!r}: take one of them out")
+        return self
 
 
 class CreateJob(Body):
@@ -120,27 +170,41 @@ class CreateJob(Body):
     method: Method | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
-    metadata: Annotated[dict[MetaKey, MetaValue], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     integrations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    @field_validator("metadata")
-    @classmethod
-    def _is_text(cls, value: dict[str, str] | None) -> dict[str, str] | None:
-        for text in [*(value or {}), *(value or {}).values()]:
-            if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise ValueError("text must have no NUL and no lone surrogate")
-        return value
 
     @property
     def effective_hyperparameters(self) -> Hyperparameters:
         """The hyper-parameters inside `method`; else those beside it, as older clients do."""
-        method = self.method.supervised if self.method is not None else None
+        method = self.method and (self.method.supervised or self.method.dpo)
         inner = method.hyperparameters if method is not None else None
         return inner or self.hyperparameters or Hyperparameters()
 
+    @property
+    def method_name(self) -> Literal["supervised", "dpo"]:
+        """The method of tuning."""
+        return "supervised" if self.method is None else self.method.type
+
+    @property
+    def beta(self) -> float | Auto | None:
+        """How closely a job that learns from preferences stays at its start."""
+        dpo = None if self.method is None else self.method.dpo
+        inner = None if dpo is None else dpo.hyperparameters
+        return None if inner is None else inner.beta
+
     def digest(self) -> str:
         """A digest that is the same for the same request."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        # earlier versions, which have made jobs of the same requests, knew no method but one
+        without = {"method": {"dpo"}} if self.method_name == "supervised" else None
+        return hashlib.sha256(self.model_dump_json(exclude=without).encode()).hexdigest()
+
+
+def idempotency_key(request: Request) -> str | None:
+    """The key by which a repeated request is known; None without one. Refusal for a long one."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= MAX_KEY:
+        raise Refusal(400, f"Idempotency-Key: want 1 to {MAX_KEY} letters.")
+    return key
 
 
 B = TypeVar("B", bound=Body)
@@ -315,12 +379,3 @@ def writer_of(request: Request) -> Client:
     if client.role == "read":
         raise Refusal(403, f"{client.name} may only read. Use a token of the role run or admin.")
     return client
-
-
-def tuned_job(request: Request, name: str) -> dict[str, Any]:
-    """The job that trained a model, if this client sees it. Refusal for any other name."""
-    job = keeper_of(request).index.job_of_model(name)
-    if job is None or not client_of(request).sees(job["lathe"]["owner"]):
-        text = f"The model {quote(name)} does not exist, or is not yours."
-        raise Refusal(404, text, param="model", code="model_not_found")
-    return job

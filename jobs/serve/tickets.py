@@ -10,6 +10,8 @@
         wish-<k>.json       the k-th wish: pause, resume, cancel, delete
     uploads/<file id>/      content, file.json; made by one rename
     uploads/.<file id>.tmp/ an upload in progress; the server that receives it locks `content`
+    batches/<batch id>/     requests that are answered in the background, see batches/folder.py
+    webhooks/               what is told to webhooks, see webhooks/outbox.py
     cache/                  tokenizers and encoded rows of the trainings
     locks/<token's name>    empty; locked while the quota of a token is checked and used
     index-<host>.sqlite     a copy of the facts, for fast lists; may be deleted at any time
@@ -77,6 +79,8 @@ class Ticket(Strict):
     steps: int | None = None  # that the epochs are; None: a ticket of before
     batch: int
     lr_factor: float
+    method: Literal["supervised", "dpo"] = "supervised"
+    beta: float | None = None  # of dpo
     training_file: str
     validation_file: str | None = None
     suffix: str | None = None
@@ -164,23 +168,23 @@ class TicketFolder:
         """The ticket; None when there is none. OSError, or LatheError when it is no ticket of this
         folder, or of another version.
         """
-        ticket = _read(self.file, Ticket)
+        ticket = read_model(self.file, Ticket)
         if ticket is not None and ticket.id != self.path.name:
             raise LatheError(f"{self.file}: it is the ticket of {ticket.id!r}. Remove the folder.")
         return ticket
 
     def read_checked(self) -> Checked | None:
         """The result of the check; None before the check. OSError, LatheError."""
-        return _read(self.check_file, Checked)
+        return read_model(self.check_file, Checked)
 
     def read_failure(self) -> Failure | None:
         """Why the job cannot go on; None when it can. OSError, LatheError."""
-        return _read(self.failure_file, Failure)
+        return read_model(self.failure_file, Failure)
 
     def wishes(self) -> list[Wish]:
         """All wishes, in order. OSError, LatheError."""
         wishes: list[Wish] = []
-        while (wish := _read(self._wish(len(wishes) + 1), Wish)) is not None:
+        while (wish := read_model(self._wish(len(wishes) + 1), Wish)) is not None:
             wishes.append(wish)
         return wishes
 
@@ -209,7 +213,7 @@ class UploadFolder:
 
     def read(self) -> Upload | None:
         """The facts of the upload; None when there is none. OSError, LatheError."""
-        return _read(self.path / "file.json", Upload)
+        return read_model(self.path / "file.json", Upload)
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,14 @@ class ServiceFolder:
         return self.path / "uploads"
 
     @property
+    def batches(self) -> Path:
+        return self.path / "batches"
+
+    @property
+    def webhooks(self) -> Path:
+        return self.path / "webhooks"
+
+    @property
     def cache(self) -> Path:
         return self.path / "cache"
 
@@ -246,7 +258,8 @@ class ServiceFolder:
     def make(self) -> None:
         """Make the folders, and remove uploads that were cut off. StorageError."""
         with refusals(self.path):
-            for folder in (self.tickets, self.uploads, self.cache):
+            parts = (self.tickets, self.uploads, self.batches, self.webhooks, self.cache)
+            for folder in parts:
                 folder.mkdir(parents=True, exist_ok=True)
         for folder in self.uploads.glob(".*.tmp"):
             with suppress(OSError):
@@ -322,7 +335,7 @@ class ReceivedUpload:
 R = TypeVar("R", bound=Strict)
 
 
-def _read(path: Path, kind: type[R]) -> R | None:
+def read_model(path: Path, kind: type[R]) -> R | None:
     """What one of our files holds, which was written at once; None when there is none. OSError, or
     LatheError when it holds something else.
     """
@@ -350,10 +363,10 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(ID_DIGITS // 2)
 
 
-def id_of_key(owner: str, key: str) -> str:
-    """The job id of an Idempotency-Key of a token: always the same."""
+def id_of_key(owner: str, key: str, prefix: str = JOB) -> str:
+    """The id of what a request with an Idempotency-Key of a token makes: always the same."""
     digest = hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
-    return JOB + digest[:ID_DIGITS]
+    return prefix + digest[:ID_DIGITS]
 
 
 def is_id(text: str, prefix: str) -> bool:

@@ -23,18 +23,19 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 
 from jobs.record.times import now
-from jobs.serve import rows
 from jobs.serve.index import may_lag
 from jobs.serve.job_view import seconds
 from jobs.serve.limits.quotas import bytes_kept, refuse_bytes, room_for_file
 from jobs.serve.requests import Refusal, quote, shares_of
+from jobs.serve.rows import checks as rows
 from jobs.serve.tickets import ReceivedUpload, Upload, UploadFolder
 
 if TYPE_CHECKING:
     from jobs.serve.access import Client
     from jobs.serve.keeper import Keeper
 
-PURPOSE = "fine-tune"
+FINE_TUNE, BATCH = "fine-tune", "batch"
+PURPOSES = (FINE_TUNE, BATCH)  # of what clients upload
 MAX_FIELD, MAX_HEADER, MAX_PARTS = 1024, 4096, 8  # bytes, bytes, parts
 MAX_NAME = 255
 LOOK_BYTES = 8 << 20  # between two checks of the free disk
@@ -51,6 +52,7 @@ class Parts:
     filename: str | None = None
     size: int = 0
     is_whole: bool = False
+    purpose: str = FINE_TUNE
     digest: Any = field(default_factory=hashlib.sha256)
     _header: dict[str, bytes] = field(default_factory=lambda: {"name": b"", "value": b""})
     _headers: dict[str, bytes] = field(default_factory=dict[str, bytes])
@@ -84,8 +86,10 @@ class Parts:
         if self.filename is None:
             raise Refusal(400, "file: required, but not given.", param="file")
         purpose = self.fields.pop("purpose", None)
-        if purpose != PURPOSE:
-            raise Refusal(400, f"purpose: got {quote(purpose)}, want '{PURPOSE}'.", param="purpose")
+        if purpose not in PURPOSES:
+            want = " or ".join(map(repr, PURPOSES))
+            raise Refusal(400, f"purpose: got {quote(purpose)}, want {want}.", param="purpose")
+        self.purpose = purpose
         if self.fields:
             name = next(iter(self.fields))
             raise Refusal(400, f"{quote(name)}: there is no such parameter. Remove it.", param=name)
@@ -166,13 +170,14 @@ async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
         filename = parts.checked_filename()
         # one file of an owner at a time: the files of another owner do not wait for all of his
         async with shares.turn("check", client.name), shares.checks:
-            report = await run_in_threadpool(rows.check, received.content)
+            check = rows.check if parts.purpose == FINE_TUNE else rows.count
+            report = await run_in_threadpool(check, received.content)
         upload = Upload(
             id=received.id,
             created_at=now(),
             owner=client.name,
             filename=filename,
-            purpose=PURPOSE,
+            purpose=parts.purpose,
             bytes=parts.size,
             sha256=parts.digest.hexdigest(),
             num_rows=report.num_rows,
@@ -268,7 +273,7 @@ async def _parts(
 
 
 def places_of(keeper: Keeper, upload: Upload) -> dict[int, int]:
-    """How many rows of a file have each place (rows.RowReport)."""
+    """How many rows of a file have each place (RowReport)."""
     if upload.places is None:
         return dict(rows.check(keeper.folder.uploads / upload.id / "content").places)
     return {int(place): count for place, count in upload.places.items()}
@@ -288,7 +293,7 @@ def unreadable(file_id: str, reason: str, at: float, known: Mapping[str, Any] | 
     """
     created_at = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
     nothing = {"id": file_id, "created_at": created_at, "owner": "", "filename": "unknown"}
-    facts: dict[str, Any] = {"purpose": PURPOSE, "bytes": 0, "sha256": "", "num_rows": 0}
+    facts: dict[str, Any] = {"purpose": FINE_TUNE, "bytes": 0, "sha256": "", "num_rows": 0}
     facts |= {**nothing, "kind": None, **(known or {})}
     mistake = f"its facts cannot be read: {reason}"
     return Upload.model_validate({**facts, "num_mistakes": 1, "mistakes": [mistake]})

@@ -13,11 +13,13 @@ import pytest
 
 from tests import golden_files
 from tests.contract.runs import Runs, losses, train, usual
+from tests.facts import FORMS
 from tests.long import long_but
 from tests.ranks import run_on_ranks
 from trainer import tasks
 
 TASKS = tasks.names()
+EVERY_FORM = [*TASKS, *FORMS]
 
 
 # Another world size
@@ -29,7 +31,7 @@ def _go_on(values: dict[str, Any], folder: Path, savedir: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("name", long_but(("causal_lm", "fid"), TASKS))
+@pytest.mark.parametrize("name", long_but(("causal_lm", "fid"), EVERY_FORM))
 def test_a_run_resumed_on_another_number_of_ranks_goes_on_with_the_same_losses(
     name: str, first: int, then: int, runs: Runs, tmp_path: Path
 ) -> None:
@@ -49,7 +51,7 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_with_the_same_losses(
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", long_but(("fid",), TASKS))
+@pytest.mark.parametrize("name", long_but(("fid",), EVERY_FORM))
 def test_gradient_checkpointing_changes_no_loss_even_with_dropout(
     name: str, stage: int, runs: Runs
 ) -> None:
@@ -106,7 +108,7 @@ def _read_again(values: dict[str, Any], folder: Path, run_folder: Path) -> dict[
     return metrics(model, task, store, batch=3)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", long_but(TASKS, EVERY_FORM))
 def test_an_exported_model_reads_back_with_the_metrics_of_its_run(name: str, runs: Runs) -> None:
     trained = runs.of(name, "plain", 1, 2)
     values = runs.values(name, "plain")

@@ -29,7 +29,7 @@ from jobs.record.status import record_state, survey
 from jobs.record.verdict import AttemptFiles
 from jobs.report import table
 from jobs.report.html import report
-from jobs.report.scores import gather
+from jobs.report.scores import gather, refused_lines
 from jobs.report.text import duration
 from jobs.serve.live.cards import run_card
 from tests.facts import EVENT
@@ -695,3 +695,20 @@ def test_a_record_that_calls_a_paused_job_cancelled_is_read_as_paused(base: Base
     record.append(folder, {"event": "observed", "attempt": 1, "state": "cancelled", "reason": "C"})
     row = only_row(base, Scheduler(is_reachable=False))
     assert (row.state, row.reason) == ("paused", "paused by anna")
+
+
+def test_a_run_whose_gate_refused_the_model_says_so_in_status_and_results(base: BaseFolder) -> None:
+    folder = base.run(IDS[0])
+    write(folder.exp_dict, {"task": "causal_lm"})
+    write(folder.status, {"state": "succeeded", "step": 4, "total": 4, "updated_at": at(0)})
+    refusals = ["em: the gain is 0.01 and may be -0.2, at least 0 is asked for"]
+    write(folder.path / "gate.json", {"model": "best", "weights": "w", "refusals": refusals})
+    (row,) = survey(base, backend_of=Scheduler(), include_unsubmitted=True)
+    assert row.state == "succeeded"
+    assert refusals[0] in str(row.reason)
+    results = gather(base)
+    assert refused_lines(results).startswith(IDS[0][:8])
+    assert refusals[0] in refused_lines(results)
+    write(folder.path / "gate.json", {"model": "best", "weights": "w", "refusals": []})
+    assert survey(base, backend_of=Scheduler(), include_unsubmitted=True)[0].reason is None
+    assert refused_lines(gather(base)) == ""

@@ -21,7 +21,7 @@ from trainer.commands.answer import answers
 from trainer.data.readers.row_files import placed_rows
 from trainer.evaluation import predict
 from trainer.evaluation.predict import OpenExport
-from trainer.models.texts import Fit, fitted
+from trainer.models.generation.texts import Fit, fitted
 from trainer.models.weights import generation_file
 from trainer.protocol.abilities import Prediction, Search
 from trainer.protocol.task import Places

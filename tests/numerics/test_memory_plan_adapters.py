@@ -43,6 +43,7 @@ LONGER: dict[str, dict[str, Any]] = {
     "causal_lm": {"max_tokens": 256},
     "cross_attention": {"decoder_tokens": 128, "context_tokens": 256},
     "fid": {"passage_tokens": 256, "contexts": 2},
+    "preference": {"max_tokens": 128},
     "retriever": {"query_tokens": 64, "passage_tokens": 256},
     "summariser": {"source_tokens": 256, "target_tokens": 64},
     "vera": {"max_tokens": 128},

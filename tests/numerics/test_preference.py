@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.facts import experiment, write_facts
+from tests.bases import base_of
+from tests.facts import TINY_T5, experiment, write_facts
 from tests.wording import refused
 from trainer import tasks
 from trainer.errors import ConfigError
@@ -33,6 +34,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "orpo": {"loss": "orpo", "beta": 0.4},
     "kto": {"loss": "kto", "desirable": 1.5, "undesirable": 0.5},
     "reward": {"loss": "reward", "margin": True, "centre": 0.1},
+}
+
+# Encoder-decoders, the last two of which read padded rows.
+T5: dict[str, Any] = {
+    "t5": TINY_T5,
+    "umt5": base_of("summariser", "umt5", vocab_size=384),
+    "longt5": base_of("summariser", "longt5", vocab_size=384),
+    "t5gemma": base_of("summariser", "t5gemma", vocab_size=384),
 }
 
 
@@ -77,11 +86,17 @@ def other_start(task: Any) -> Any:
 
 def logps(model: Any, rows: list[Any], name: str, *, whole: bool = False) -> list[Tensor]:
     """By row the log-probabilities of the answer's tokens, each row read by itself, without
-    padding; whole: of all tokens but the first.
+    padding; whole: of all tokens but the first. An encoder-decoder reads the prompt again for each
+    answer.
     """
     by_row: list[Tensor] = []
     for row in rows:
         ids = torch.tensor(row[name])
+        if "prompt" in row:
+            source = torch.tensor(row["prompt"])[None]
+            logits = model.base(input_ids=source, labels=ids[None]).logits[0].float()
+            by_row.append(logits.log_softmax(-1)[torch.arange(len(ids)), ids])
+            continue
         logits = model.base(ids[None]).logits[0, :-1].float()
         every = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
         scored = torch.tensor(row[f"{name}_scored"][1:], dtype=torch.bool)
@@ -137,15 +152,26 @@ def as_written(task: Any, model: Any, start: Any, rows: list[Any], block: dict[s
     return (-(1 - epsilon) * good - epsilon * bad).mean()
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_loss_and_its_gradients_are_those_of_its_formula(name: str, folder: Path) -> None:
+CASES = [
+    *(("decoder", name) for name in BLOCKS),
+    *(("t5", name) for name in BLOCKS),
+    ("umt5", "dpo"),
+    *((base, name) for base in ("longt5", "t5gemma") for name in ("dpo", "orpo", "kto")),
+]
+
+
+@pytest.mark.parametrize(("base", "name"), CASES)
+def test_a_loss_and_its_gradients_are_those_of_its_formula(
+    base: str, name: str, folder: Path
+) -> None:
     """Over two micro-batches of different lengths."""
     block = BLOCKS[name]
-    task = load(folder, block)
+    task = load(folder, block, **({"base": T5[base]} if base in T5 else {}))
     rows = task.encode_rows(list(task.rows("train"))[:5])
+    assert ("prompt" in rows[0]) == (base in T5 and name != "reward")
     start, model = other_start(task), task.model().train()
     of_store = Rows(rows)
-    of_store.digest = name
+    of_store.digest = f"{base} {name}"
     task.read_start(lambda: start, {"train": of_store}, batch=2)
     window = [task.collate(rows[:2]), task.collate(rows[2:])]
     for loss in task.losses(model, window):

@@ -11,9 +11,9 @@ import torch
 from tests.bases import OF_TASK, VOCABULARY
 from tests.families import END, PAD, base, ids_of
 from tests.wording import refused
-from trainer.models.texts import GrowingText, chance_of, grown, unsure
+from trainer.models.generation.texts import GrowingText, chance_of, grown, unsure
 from trainer.protocol.abilities import Prediction, Search
-from trainer.tasks.causal_lm.trained import continuations, predict
+from trainer.tasks.continuation import continuations, predict
 
 LETTERS = "".join(map(chr, range(0x100, 0x100 + VOCABULARY)))
 ASKED: list[dict[str, Any]] = [

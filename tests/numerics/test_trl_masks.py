@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,8 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tests.environments import interpreter_or_skip
 from tests.trl_1_16 import masks
-from tests.trl_1_16.environment import VERSION, NotInstalledError, python
+from tests.trl_1_16.environment import TRL
 from trainer.data.chat.chat_template import ChatTemplate
 
 # By the words of masks.difference: each template of which TRL has a form that marks what is said,
@@ -103,11 +103,7 @@ def written(in_trls_form: bool) -> Cells:
 
 def interpreter() -> Path:
     """TRL's; without it the test is skipped, or fails where LATHE_REQUIRE_TRL=1."""
-    try:
-        return python()
-    except NotInstalledError as error:
-        must = os.environ.get("LATHE_REQUIRE_TRL") == "1"
-        (pytest.fail if must else pytest.skip)(f"TRL {VERSION} cannot be installed: {error}")
+    return interpreter_or_skip(TRL, "LATHE_REQUIRE_TRL")
 
 
 @pytest.mark.long
@@ -134,7 +130,7 @@ def test_ids_and_masks_are_those_of_trl_but_for_the_exceptions(tmp_path: Path) -
                         f"{base}, {cell}, {in_trls_form=}: {word}, not {want[cell]}: {seen}"
                     )
     print(
-        f"SHOW TRL {VERSION}: {len(pairs)} templates x {len(masks.ROWS)} rows, tokenizers "
+        f"SHOW {TRL.name}: {len(pairs)} templates x {len(masks.ROWS)} rows, tokenizers "
         f"{' and '.join(bases)}: template as published: {summary(counts[False])}; template in "
         f"TRL's form: {summary(counts[True])} ({made_s:.0f} s for the environment, "
         f"{time.monotonic() - begun - made_s:.0f} s for the rest)"

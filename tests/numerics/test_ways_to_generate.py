@@ -23,7 +23,7 @@ from trainer import tasks
 from trainer.commands.answer import answers
 from trainer.commands.options import module_of
 from trainer.evaluation.predict import OpenExport
-from trainer.models.texts import TORN
+from trainer.models.generation.texts import TORN
 from trainer.models.weights import generation_file
 from trainer.protocol.abilities import Prediction, Search
 from trainer.protocol.task import Places
@@ -49,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def values_of(kind: str, folder: Path) -> dict[str, Any]:
+def values_of(kind: str, folder: Path, **more: Any) -> dict[str, Any]:
+    """An experiment of a kind. more: keys of the dictionary that replace its own."""
     task = kind if kind in ("summariser", "fid", "cross_attention") else "causal_lm"
     own: dict[str, Any] = {}
     if task == "causal_lm":
@@ -63,7 +64,7 @@ def values_of(kind: str, folder: Path) -> dict[str, Any]:
     if kind == "summariser":
         how = {"max_tokens": LONGEST, "min_tokens": 0, "num_beams": 1}
         own = {"base": {**TINY_T5, "seed": 3}, "generation": how}
-    return from_folder(experiment(task, folder, **own), folder / "bases")
+    return from_folder(experiment(task, folder, **own | more), folder / "bases")
 
 
 def exported(values: dict[str, Any], folder: Path, out: Path) -> tuple[Any, Any, Any]:

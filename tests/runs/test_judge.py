@@ -11,7 +11,7 @@ import pytest
 from tests import forked
 from tests.facts import OF_TASK, experiment, facts, write_facts
 from tests.ranks import run_alone, run_on_ranks
-from tests.wording import is_said, refused, says
+from tests.wording import fault, is_said, refused, says
 from trainer.config.identity import exp_id
 
 COLUMNS = {"prompt": "question", "completion": "answer"}
@@ -39,7 +39,7 @@ def values_of(data: Path, judge: dict[str, Any] | None = None, **changes: Any) -
     return values if judge is None else {**values, "judge": {"keep": None, "answers": 4, **judge}}
 
 
-def _train(values: dict[str, Any], data: Path, savedir: Path) -> int:
+def train_run(values: dict[str, Any], data: Path, savedir: Path) -> int:
     from trainer.launch.group import run_group
     from trainer.runtime import distributed
     from trainer.training.options import Options
@@ -52,15 +52,15 @@ def _train(values: dict[str, Any], data: Path, savedir: Path) -> int:
 
 def _killed_in_the_comparison(values: dict[str, Any], data: Path, savedir: Path) -> int:
     """A run that dies in its comparison, and is started again."""
-    from trainer.evaluation import judge_run
+    from trainer.judging import end_of_run
 
-    good = judge_run.run_judge
-    judge_run.run_judge = lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt)
+    good = end_of_run.run_judge
+    end_of_run.run_judge = lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        _train(values, data, savedir)
+        train_run(values, data, savedir)
     assert not (savedir / exp_id(values) / "final").exists(), "nothing was judged yet"
-    judge_run.run_judge = good
-    return _train(values, data, savedir)
+    end_of_run.run_judge = good
+    return train_run(values, data, savedir)
 
 
 def _refusal(values: dict[str, Any], data: Path, savedir: Path) -> str:
@@ -68,7 +68,7 @@ def _refusal(values: dict[str, Any], data: Path, savedir: Path) -> str:
     from trainer.errors import LatheError
 
     try:
-        _train(values, data, savedir)
+        train_run(values, data, savedir)
     except LatheError as error:
         return f"{error.exit_code}: {error}"
     return ""
@@ -88,7 +88,7 @@ def test_a_run_is_compared_with_its_start_the_same_on_two_ranks(data: Path, tmp_
     values = values_of(data, {})
     folders = {world: tmp_path / str(world) / exp_id(values) for world in (1, 2)}
     for world, folder in folders.items():
-        assert set(run_on_ranks(world, _train, values, data, folder.parent)) == {0}
+        assert set(run_on_ranks(world, train_run, values, data, folder.parent)) == {0}
     one, two = (judgement_of(folder) for folder in folders.values())
     assert one["rows"] == 22
     assert one["model"] == "best"
@@ -126,7 +126,7 @@ def test_a_gate_that_does_not_hold_leaves_no_final_and_says_why(data: Path, tmp_
     folder = tmp_path / exp_id(values)
     statuses: list[str] = []
     for _ in range(2):
-        assert run_on_ranks(1, _train, values, data, tmp_path) == [0]
+        assert run_on_ranks(1, train_run, values, data, tmp_path) == [0]
         assert not (folder / "final").exists()
         assert (folder / "candidate" / "lathe.json").is_file()
         statuses.append((folder / "status.json").read_text())
@@ -150,11 +150,17 @@ def test_what_the_comparison_would_refuse_is_refused_before_the_first_step(
         values_of(data, {"gate": gates[0]}),
         values_of(data, {"against": "0123"}),
         values_of(data, {"gate": {"keep/loss": {"gain": 0}}, "keep": "absent.jsonl"}),
+        values_of(data, {"gate": {"f1": {"gain": 0.0}}}),
+        values_of(data, {"gate": {"em_zz": {"at_least": 0.0}}}),
+        values_of(data, {"gate": {"em": {"at_least": 0.0}}, "answers": 0}),
     ]
     texts = run_on_ranks(1, _refusals, every, data, tmp_path)[0]
     says("gate_score_unknown", texts[0], name="emm", nearest="em")
     says("judged_run_absent", texts[1], run="0123")
     assert "absent.jsonl" in texts[2]
+    says("gate_rows_few", texts[3], name="f1", count=4)
+    says("gate_score_unknown", texts[4], name="em_zz")
+    says("gate_score_unknown", texts[5], name="em")
     rows = (data / "train.jsonl").read_text().splitlines(keepends=True)
     with (data / "test.jsonl").open("a") as file:
         file.writelines(rows[:2])
@@ -164,11 +170,51 @@ def test_what_the_comparison_would_refuse_is_refused_before_the_first_step(
     assert not is_said("gate_score_unknown", text)
 
 
+def _problems(values: dict[str, Any], data: Path, savedir: Path) -> list[str]:
+    """What a dry run says that a run would refuse."""
+    from trainer.launch.preflight import look
+    from trainer.training.options import Options
+    from trainer.training.run_plan import plan
+
+    options = Options(savedir, data_path=data, cache_dir=data / "cache")
+    return look(plan(values, options, world=1, rank=0), options).problems
+
+
+def test_a_dry_run_looks_at_the_other_run_and_at_the_rows_that_are_judged(
+    data: Path, tmp_path: Path
+) -> None:
+    assert run_on_ranks(1, _problems, values_of(data, {}), data, tmp_path)[0] == []
+    with (data / "test.jsonl").open("a") as file:
+        file.writelines((data / "train.jsonl").read_text().splitlines(keepends=True)[:2])
+    (trained,) = run_on_ranks(1, _problems, values_of(data, {}), data, tmp_path)[0]
+    says("judged_rows_trained", trained, count=2, rows=24, split="test")
+    other = values_of(data, {"against": "0123", "overlap": "leave_out"})
+    (absent,) = run_on_ranks(1, _problems, other, data, tmp_path)[0]
+    says("judged_run_absent", absent, run="0123")
+
+
+@pytest.mark.long
+def test_rows_that_the_other_run_was_trained_on_are_refused(data: Path, tmp_path: Path) -> None:
+    other = values_of(data)
+    other["data"] = {**other["data"], "files": {"train": "more.jsonl", "valid": "valid.jsonl"}}
+    other["data"]["files"]["test"] = "test.jsonl"
+    rows = [(data / f"{name}.jsonl").read_text() for name in ("train", "test")]
+    (data / "more.jsonl").write_text("".join(rows))
+    for values in (other, values_of(data)):
+        assert run_on_ranks(1, train_run, values, data, tmp_path) == [0]
+    where = ["-sb", str(tmp_path), "--data_path", str(data), "--cache_dir", str(data / "cache")]
+    where += ["--keep", "nothing", "--answers", "0"]
+    code, text = judge(exp_id(values_of(data)), "--against", exp_id(other), *where)
+    assert code == 2, text
+    says("judged_rows_trained", text, count=22, rows=22, split="test")
+    assert f"of run {exp_id(other)}" in text
+
+
 @pytest.mark.long
 def test_runs_are_judged_by_the_command(data: Path, tmp_path: Path) -> None:
     runs = [values_of(data), values_of(data, train={"seed": 7})]
     for values in runs:
-        assert run_on_ranks(1, _train, values, data, tmp_path / "runs") == [0]
+        assert run_on_ranks(1, train_run, values, data, tmp_path / "runs") == [0]
     where = ["-sb", str(tmp_path / "runs"), "--data_path", str(data)]
     where += ["--cache_dir", str(data / "cache"), "--keep", "nothing", "--answers", "2"]
     ids = [exp_id(values) for values in runs]
@@ -185,11 +231,11 @@ def test_runs_are_judged_by_the_command(data: Path, tmp_path: Path) -> None:
     assert code == 11, text
     assert "refused: loss" in text
     for words, refusal in (
-        (["zz"], "judged_run_absent"),
-        ([ids[0], "--gate", "{"], "gate_no_json"),
-        ([ids[0], "--run", "x"], "judge_of_two_kinds"),
-        (["--against", "base"], "judge_of_two_kinds"),
-        ([ids[0], "--gate", '{"auroc": {"gain": 0}}'], "gate_score_untested"),
+        (["zz"], fault("judged_run_absent", run="zz")),
+        ([ids[0], "--gate", "{"], fault("gate_no_json")),
+        ([ids[0], "--run", "x"], fault("judge_of_two_kinds")),
+        (["--against", "base"], fault("judge_of_two_kinds")),
+        ([ids[0], "--gate", '{"auroc": {"gain": 0}}'], fault("gate_score_untested", name="auroc")),
     ):
         flags = words if words[0].startswith("--") else [*words, *where]
         code, text = judge(*flags)
@@ -214,7 +260,7 @@ def test_a_gate_asks_for_something() -> None:
 def test_every_task_is_judged_against_its_start(task: str, data: Path, tmp_path: Path) -> None:
     how = {"split": "valid", "overlap": "leave_out", "answers": 3}
     values = {**experiment(task, data), "judge": how}
-    assert run_on_ranks(1, _train, values, data, tmp_path) == [0]
+    assert run_on_ranks(1, train_run, values, data, tmp_path) == [0]
     judgement = judgement_of(tmp_path / exp_id(values))
     judged = {**judgement["scores"], **judgement["untested"]}
     assert "loss" in judged

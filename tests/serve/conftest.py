@@ -48,7 +48,8 @@ def say(state, step):
 def save(step):
     path = os.path.join(folder, "checkpoints", "step-%d" % step)
     os.makedirs(path, exist_ok=True)
-    open(os.path.join(path, "manifest.json"), "w").write("{{}}")
+    manifest = json.dumps({{"version": 2, "step": step, "files": []}})
+    open(os.path.join(path, "manifest.json"), "w").write(manifest)
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 what = open({what!r}).read().strip()

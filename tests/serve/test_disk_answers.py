@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from jobs.errors import reason_for_client
-from jobs.serve import openai_routes, uploads
+from jobs.serve import uploads
 from jobs.serve.access import add_token
+from jobs.serve.dialect import models as model_routes
 from jobs.serve.job_view import Facts, standing
 from jobs.serve.live.stream import Watch
 from jobs.serve.tickets import Failure, UploadFolder
@@ -107,7 +108,7 @@ def test_a_model_that_a_disk_did_not_let_go_is_not_called_deleted(
     model = until_all_ended(world)[job["id"]]["fine_tuned_model"]
     path = f"/v1/models/{model}"
     with monkeypatch.context() as patch:
-        patch.setattr(openai_routes.os, "rename", refusing(errno.ENOSPC))
+        patch.setattr(model_routes.os, "rename", refusing(errno.ENOSPC))
         answer = answer_to(world, "DELETE", path)
     assert answer.status_code == 507
     says("disk_refuses", message_of(answer))

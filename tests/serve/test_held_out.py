@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jobs.serve import offers, rows
+from jobs.serve import offers
+from jobs.serve.rows import checks as rows
 from tests.serve.conftest import Stub, jsonl
 from tests.serve.poisoned import JOBS, World, new_world
 from tests.serve.test_job_view import OFFER

@@ -12,13 +12,14 @@ import pytest
 from jobs.record.events import Sent
 from jobs.record.paths import RunFolder
 from jobs.record.row import Row
-from jobs.serve import offers, rows
+from jobs.serve import offers
 from jobs.serve.index import MetricsPlace
-from jobs.serve.job_view import Facts, seconds, standing, state_events
+from jobs.serve.job_view import Facts, job_object, seconds, standing, state_events
+from jobs.serve.rows import checks as rows
 from jobs.serve.tickets import JOB, Checked, Ticket, Wish, id_of_key
 from jobs.serve.turn.reader import new_metric_events
 from tests.facts import EVENT
-from tests.wording import refused
+from tests.wording import refused, says
 from trainer.config.own_rows import OwnRows
 from trainer.data.chat.rows import chats
 from trainer.errors import DataError
@@ -95,6 +96,17 @@ def test_a_job_stands_as_its_files_say(case: Any) -> None:
     assert now.status == wanted
     assert (now.error is not None) == (wanted == "failed")
     assert (now.finished_at is not None) == (wanted in ("succeeded", "failed", "cancelled"))
+
+
+def test_a_job_whose_gate_keeps_its_model_back_has_failed_with_the_reason() -> None:
+    done = Facts(ticket(), DONE, [], row("succeeded", ended=9), refusals=("em fell by 3 points",))
+    now = standing(done)
+    assert (now.status, now.finished_at) == ("failed", at(9))
+    assert now.error is not None
+    assert now.error["code"] == "gate_refused"
+    says("gate_refused_job", now.error["message"], reasons="em fell by 3 points")
+    body = job_object(done, "lathe")
+    assert (body["fine_tuned_model"], body["result_files"]) == (None, [])
 
 
 def test_a_rank_that_was_lost_is_an_event_of_its_job() -> None:
@@ -183,6 +195,11 @@ KINDS = {
     "chat": {"messages": CHAT},
     "completion": {"prompt": "a", "completion": "b"},
     "text": {"text": "a"},
+    "preference": {
+        "input": {"messages": CHAT[:1], "tools": [], "parallel_tool_calls": True},
+        "preferred_output": CHAT[1:],
+        "non_preferred_output": [{"role": "assistant", "content": "c"}],
+    },
     "triple": {"query": "a", "positive": ["b"], "negative": "c"},
     "question": {"question": "a", "contexts": ["b"], "answers": "c"},
     "document": {"document": "a", "summary": "b"},
@@ -219,6 +236,11 @@ def test_rows_of_every_kind_are_known_and_written_as_their_tasks_read_them(
             "answers": ["c"],
             "contexts": ["b"],
             "ctxs": [{"title": "", "text": "b"}],
+        },
+        "preference": {
+            "prompt": CHAT[:1],
+            "chosen": CHAT[1:],
+            "rejected": [{"role": "assistant", "content": "c"}],
         },
         "statement": {"statement": "a", "label": "false"},
         "group": {"golds": ["a"], "distractors": ["b", "c"]},

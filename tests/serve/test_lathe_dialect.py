@@ -24,6 +24,7 @@ from tests.serve.conftest import (
     until_status,
     wait_until,
 )
+from tests.wording import says
 from trainer.config.identity import exp_id
 
 BY_HAND = {"task": "causal_lm", "train": {"steps": 2}}
@@ -40,6 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, T
     (run / "status.json").write_text('{"state": "succeeded", "step": 2, "total": 2}')
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
     (run / "memory_plan.json").write_text('{"peak_gib": 1.5}')
+    (run / "judge.json").write_text('{"verdict": "better on 1 of 1"}')
     with own_queue(folder / "queue"), serving(folder / "base", python=stub.python) as running:
         client = running.client()
         file = client.files.create(file=("a.jsonl", jsonl(CHAT)), purpose="fine-tune")
@@ -88,6 +90,10 @@ def test_a_run_shows_its_dictionary_its_job_its_metrics_and_its_log(world: Any) 
     assert here.get(f"{path}/memory").status_code == 404
     by_hand = f"/lathe/v1/runs/{exp_id(BY_HAND)}"
     assert here.get(f"{by_hand}/memory").json() == {"peak_gib": 1.5}
+    answer = here.get(f"{path}/judge")
+    assert answer.status_code == 404
+    says("not_judged", answer.json()["error"]["message"], run=job["lathe"]["exp_id"])
+    assert here.get(f"{by_hand}/judge").json() == {"verdict": "better on 1 of 1"}
     assert here.get(by_hand).json()["by_hand"] is True
     assert here.post(f"{by_hand}/retry").status_code == 400
     assert here.post(f"{path}/cancel").status_code == 409  # its client decides

@@ -290,11 +290,19 @@ REFUSED: list[tuple[dict[str, Any], type[openai.APIStatusError], Fault]] = [
         fault("request_value", key="metadata.k"),
     ),
     (
-        {"method": {"type": "dpo"}},
+        {"method": {"type": "reinforcement", "reinforcement": {"grader": {}}}},
         openai.BadRequestError,
-        fault(
-            "request_value", key="method.type", value="dpo", reason="Input should be 'supervised'"
-        ),
+        fault("method_not_served", name="reinforcement"),
+    ),
+    (
+        {"method": {"type": "dpo", "supervised": {}}},
+        openai.BadRequestError,
+        fault("method_block_twice", block="supervised", name="dpo"),
+    ),
+    (
+        {"model": "tiny-retriever", "method": {"type": "dpo"}},
+        openai.BadRequestError,
+        fault("method_not_taken", model="tiny-retriever", name="dpo"),
     ),
     (
         {"integrations": [{"type": "wandb"}]},

@@ -21,7 +21,11 @@ from typer.testing import CliRunner
 from jobs.cli import app as command
 from jobs.serve import app as server
 from jobs.serve import offers
+from jobs.serve.webhooks.endpoints import EVERY_EVENT
+from tests.serve.answering import line
 from tests.serve.conftest import CHAT, Stub, jsonl, serving, until_status, wait_until
+from tests.serve.test_batches import until_end
+from tests.serve.test_preference_jobs import preferences
 from tests.serve.test_service_chaos import free_port
 from tests.wording import says
 
@@ -71,6 +75,8 @@ def test_the_pages_commands_and_python_run_as_they_stand(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_bytes(jsonl(CHAT))
+    Path("pairs.jsonl").write_bytes(jsonl(preferences()))
+    Path("questions.jsonl").write_bytes(jsonl([line(0, "none", "What is 1?")]))
     (serve,) = commands("lathe-jobs serve")
     port = free_port()
     words = [word if word != "results" else str(tmp_path / "results") for word in serve[1:]]
@@ -79,17 +85,18 @@ def test_the_pages_commands_and_python_run_as_they_stand(
     names: dict[str, Any] = {}
     with served(words, tmp_path / "log"):
         wait_until(lambda: is_up(url), bool)
-        first, again, _ = blocks("python")
-        for block in (first, again):
+        first, again, _, preferred, batch, _ = blocks("python")
+        for block in (first, again, preferred, batch):
             exec(block.replace("http://127.0.0.1:8100", url), names)
-        until_status(names["client"], names["job"].id, "succeeded")
-        until_status(names["client"], names["again"].id, "succeeded")
+        for name in ("job", "again", "preferred"):
+            until_status(names["client"], names[name].id, "succeeded")
+        assert until_end(names["client"], names["batch"].id).status == "failed"  # of no model
         (curl,) = commands("curl")
         listed = curl[-1].replace("http://127.0.0.1:8100", url)  # as of the server's last turn
         wait_until(lambda: urllib.request.urlopen(listed).read(), lambda text: b"succeeded" in text)
     assert "Created fine-tuning job: ftjob-" in capsys.readouterr().out
     assert names["job"].id != names["again"].id
-    assert len(stub.starts()) == 2
+    assert len(stub.starts()) == 3
 
 
 def test_the_pages_token_lets_its_owner_in_and_nobody_else(
@@ -112,6 +119,18 @@ def test_the_pages_own_offer_is_read(tmp_path: Path) -> None:
     config = offers.read(path)
     assert list(config.models) == ["acme-chat"]
     assert (config.organization, config.reserve) == ("acme", 0)
+
+
+def test_the_pages_webhook_is_read_and_every_event_named(tmp_path: Path) -> None:
+    path = tmp_path / "hooks.py"
+    path.write_text(blocks("python")[5])
+    (webhook,) = offers.read(path).webhooks
+    assert webhook.url == "https://acme.org/tuned"
+    section = PAGE.partition("## Webhooks")[2].partition("\n## ")[0]
+    for event in EVERY_EVENT:
+        assert event.rpartition(".")[2] in section
+    for key in ("batch_models", "batch_lines", "batch_bytes", "batches_at_once"):
+        assert f"`{key}`" in PAGE
 
 
 def test_the_page_names_every_kind_of_row_with_its_keys() -> None:

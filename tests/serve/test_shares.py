@@ -19,12 +19,12 @@ import httpx
 import pytest
 
 from jobs.serve import offers
-from jobs.serve import rows as uploaded_rows
 from jobs.serve.access import MAX_CLIENTS, add_token, gate
-from jobs.serve.app import disk_trouble
+from jobs.serve.faults import disk_trouble
 from jobs.serve.index import Index
 from jobs.serve.limits.shares import Kind, Shares, address_of
 from jobs.serve.requests import Refusal
+from jobs.serve.rows import checks as uploaded_rows
 from jobs.serve.tickets import ReceivedUpload, ServiceFolder
 from tests.serve.conftest import CHAT, Service, jsonl, serving, wait_until
 from tests.wording import says

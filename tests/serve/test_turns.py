@@ -24,8 +24,8 @@ from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.record.times import now
 from jobs.serve import keeper as keeper_module
-from jobs.serve import rows
 from jobs.serve.live.stream import Watch
+from jobs.serve.rows import checks as rows
 from jobs.serve.turn.troubles import Troubles
 from jobs.submit import prepare
 from tests.jobs.odd_folders import folder_at, status_of, text_at

@@ -14,6 +14,7 @@ from exp_configs import EXP_GROUPS
 from tests.wording import refused
 from trainer import tasks
 from trainer.api.run import Run
+from trainer.harness import lm_eval, mteb
 from trainer.protocol.task import Places
 from trainer.tasks.vera import use
 from trainer.training.options import Options
@@ -27,6 +28,8 @@ USES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "wandb": ("wandb", lambda folder: Options(folder, wandb_project_name="p")),
     "rouge": ("rouge_score", lambda folder: load("summarise_tiny", folder)),
     "vera": ("sklearn", lambda folder: load("vera_tiny", folder)),
+    "lm-eval": ("lm_eval", lambda folder: lm_eval.version()),
+    "mteb": ("mteb", lambda folder: mteb.version()),
     "plots": ("matplotlib", lambda folder: Run(folder, {}, cache_dir=folder).plot()),
 }
 

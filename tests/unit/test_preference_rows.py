@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.facts import experiment, write_facts
+from tests.bases import base_of
+from tests.facts import TINY_T5, experiment, write_facts
 from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.data import left_out, lookup
+from trainer.data.control_tokens import controls_of
 from trainer.protocol.task import Places
+from trainer.tasks.preference import trained
 from trainer.tasks.preference.rows import EQUAL
 
 CHAT = {"source": "chat", "chat_template": "plain"}
@@ -127,6 +130,87 @@ def test_a_reward_model_judges_the_last_token_of_a_cut_answer(facts: Path, tmp_p
     encoded = task.encode(next(iter(task.rows("train"))))
     assert len(encoded["chosen"]) == 20
     assert encoded["chosen"][-1] == task.end
+    assert encoded.is_truncated
+
+
+def test_conversations_are_looked_through_for_tokens_that_end_a_turn(
+    facts: Path, tmp_path: Path
+) -> None:
+    controls = controls_of(task_of(facts, tmp_path, [], CHAT))
+    assert controls is not None
+    assert list(controls.in_row({"prompt": "Where<|endoftext|>?"})) == [("prompt", "<|endoftext|>")]
+
+
+def test_a_prompt_is_answered_and_an_answer_behind_it_is_scored(
+    facts: Path, tmp_path: Path
+) -> None:
+    prompt = {"prompt": "Where?"}
+    row = {"prompt": "Where?", "completion": " Here."}
+    task = task_of(facts, tmp_path, [])
+    asked = trained.row_to_predict(task, prompt, "row 1")
+    assert task.decode(asked["ids"]) == "Where?"
+    scored = trained.row_to_predict(task, row, "row 1")
+    assert "is_turn" not in scored
+    assert sum(scored["scored"]) == len(scored["ids"]) - len(asked["ids"])
+    judge = task_of(facts, tmp_path, [], loss="reward")
+    with refused("answer_scored_absent", at="row 1"):
+        trained.row_to_predict(judge, prompt, "row 1")
+
+
+# Encoder-decoders
+# --------------------------------------------------------------------------------------------------
+
+
+def with_base(facts: Path, base: Any, **blocks: Any) -> Any:
+    values = experiment("preference", facts, base=base, **blocks)
+    return tasks.load(tasks.parse(values), Places(facts, facts / "cache", facts))
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "what"),
+    [
+        ("t5", {"data": CHAT}, fault("preference_chat_of_two", family="t5")),
+        ("longt5", {"preference": {"loss": "reward"}}, fault("preference_reward_of_two", family="longt5")),
+        ("t5gemma2", {}, fault("preference_pictures", family="t5gemma2")),
+    ],
+)  # fmt: skip
+def test_what_no_encoder_decoder_learns_is_refused(
+    name: str, blocks: dict[str, Any], what: Fault, facts: Path
+) -> None:
+    base = base_of("summariser", name, vocab_size=384)
+    with refused(what):
+        with_base(facts, base, **blocks)
+
+
+def test_an_encoder_decoder_reads_the_prompt_and_writes_the_answers(
+    facts: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "Where?", "chosen": " Here.", "rejected": " There it is."}]
+    (tmp_path / "train.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    task = with_base(tmp_path, TINY_T5, tokenizer=str(facts / "tokenizer"))
+    encoded = task.encode(next(iter(task.rows("train"))))
+    read = {name: task.decode(encoded[name]) for name in ("prompt", "chosen", "rejected")}
+    end = task.decode([task.end])
+    assert read == {
+        "prompt": f"Where?{end}",
+        "chosen": f" Here.{end}",
+        "rejected": f" There it is.{end}",
+    }
+    batch = task.collate([encoded, encoded])
+    assert batch["tokens"].tolist() == [*encoded["prompt"]] * 2, "each prompt is read once"
+    assert len(batch["target_starts"]) == 5
+
+
+def test_a_cut_prompt_keeps_its_end_and_a_cut_answer_does_not(facts: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "Where? " * 30, "chosen": " Here." * 30, "rejected": " There."}]
+    (tmp_path / "train.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    how = {"tokenizer": str(facts / "tokenizer"), "data": {"max_tokens": 20}}
+    task = with_base(tmp_path, TINY_T5, **how)
+    encoded = task.encode(next(iter(task.rows("train"))))
+    assert [len(encoded[name]) for name in ("prompt", "chosen")] == [20, 20]
+    assert encoded["prompt"][-1] == task.end != encoded["chosen"][-1]
+    lost, learnt = encoded.lost_labels
+    assert 0 < lost < learnt
     assert encoded.is_truncated
 
 

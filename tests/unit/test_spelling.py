@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from trainer.data import vocabulary
-from trainer.models.texts import TORN, GrowingText, Spelling, TokenChoice
+from trainer.models.generation.texts import TORN, GrowingText, Spelling, TokenChoice
 
 _ROOT = Path(__file__).parents[2]
 _DATA = _ROOT / os.environ.get("LATHE_DATA", "../shared/data")

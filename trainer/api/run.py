@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _DICTIONARY, _METRICS, _STATUS = "exp_dict.json", "metrics.jsonl", "status.json"
 _NOT_SHOWN = ("proof", "seal")  # what proves a line (trainer/telemetry/chain.py)
 _OF_PARAMETERS = "grad_norm/"  # norms of single parameters, with --wandb_log_gradients
+_WRITING = ("causal_lm", "preference")  # tasks whose model continues prompts, but for some losses
 _MAX_TOKENS = 256  # of a text, where nobody says a number: as lathe predict and the service have it
 _NO_LIMIT = 1 << 20  # tokens of a reader's answer: more than its experiment allows
 
@@ -198,7 +199,7 @@ class Run:
         """
         refuse_below_one(max_tokens=max_tokens)
         contexts, stops = _texts(contexts, "contexts"), _texts(stop, "stop")
-        is_decoder = self.values.get("task") == "causal_lm"
+        is_decoder = self.values.get("task") in _WRITING
         request: dict[str, Any] = {
             "max_tokens": max_tokens or (_MAX_TOKENS if is_decoder else _NO_LIMIT),
             "temperature": temperature or 0,
@@ -264,8 +265,8 @@ class Run:
         """
         refuse_below_one(limit=limit, batch=batch)
         with as_found():
-            from trainer.evaluation import sides
-            from trainer.evaluation.judge import FILE, run_judge
+            from trainer.judging import sides
+            from trainer.judging.compare import FILE, run_judge
             from trainer.training.options import Options
 
             base = self.folder.resolve().parent

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from trainer import tasks
 from trainer.averages.folders import Sources, tensors_of_folder
+from trainer.averages.frozen import frozen_weights
 from trainer.config.schema import Train
 from trainer.errors import ConfigError
 from trainer.exports import card, record
 from trainer.files.atomic import read_json, refusals
 from trainer.files.safetensors_file import write_tensors
-from trainer.models import base_model
-from trainer.models.optimizers.rates import freeze_whole, frozen_by_name
 from trainer.protocol.task import Places
 from trainer.training import checkpoint
 from trainer.training.optimizer_state import MASTER
@@ -61,10 +60,7 @@ def average_steps(
         parts = [one[master] for one in masters] if is_exact else [one[name] for one in saved]
         averages[name] = mean(parts, shares).to(saved[0][name].dtype)
     task = tasks.load(cfg, places)
-    if any(one.is_whole for one in cfg.train.freeze):  # no saved step holds these weights
-        model = task.model().to(base_model.DTYPES[cfg.train.precision])
-        freeze_whole(model, cfg.train.freeze)
-        averages |= {name: weight.detach() for name, weight in frozen_by_name(model).items()}
+    averages |= frozen_weights(cfg, task)
     with _written(out) as temporary:
         task.export(averages, temporary)
         result = record.of_run(temporary, values=values, task=task, run_folder=run)

@@ -1,5 +1,6 @@
 """Answers questions with one trained model, for the service, which lets people try a model:
-`python -m trainer.commands.answer RUN CACHE [WEIGHTS]`. WEIGHTS: final, or base (untrained).
+`python -m trainer.commands.answer RUN CACHE [WEIGHTS]`. WEIGHTS: final, base (untrained), or
+step-N, a saved step, of which a model is made where there is none (averages/saved_step.py).
 
 It reads lines of JSON: `{"many": [questions]}`, the waiting questions. For these it writes lines of
 JSON, each with the number of its question (`of`), and at last `{"done": true}`.
@@ -7,10 +8,10 @@ JSON, each with the number of its question (`of`), and at last `{"done": true}`.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -18,15 +19,28 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from trainer.averages.saved_step import export_step
 from trainer.commands.options import module_of
+from trainer.commands.texts.pieces import AnswerText, choices_of, pieces
+from trainer.commands.texts.wishes import WrongWish, begun
 from trainer.errors import ConfigError, LatheError
-from trainer.evaluation.predict import OpenExport
+from trainer.evaluation.predict import OpenExport, rows_at_once
 from trainer.evaluation.run import Question, open_model
 from trainer.files.atomic import read_json
 from trainer.metrics.mergeable import cut_at
-from trainer.models.texts import GrowingText, grown
-from trainer.protocol.abilities import GREEDY, Answers, CutRow, Embeds, Prediction, Search
+from trainer.protocol.abilities import (
+    GREEDY,
+    Answers,
+    CutRow,
+    Embeds,
+    Prediction,
+    Search,
+    Side,
+    continues,
+)
 from trainer.training.options import Options
+
+_PROMPTS = {"prompt", "prompts", "messages"}  # of a language model's questions
 
 
 def main() -> int:
@@ -39,10 +53,11 @@ def main() -> int:
     if values is None:
         _say(out, {"error": f"{run} holds no exp_dict.json"})
         return ConfigError.exit_code
+    options = Options(run.parent, cache_dir=cache_dir)
     try:
-        model_of_run = OpenExport(
-            *open_model(Question(values, model=weights), Options(run.parent, cache_dir=cache_dir))
-        )
+        if weights.startswith("step-"):
+            export_step(run, int(weights.removeprefix("step-")), options.places)
+        model_of_run = OpenExport(*open_model(Question(values, model=weights), options))
     except LatheError as error:
         _say(out, {"error": str(error)})
         return error.exit_code
@@ -63,20 +78,16 @@ def _say(out: IO[str], answer: dict[str, Any]) -> None:
 def answers(opened_run: OpenExport, questions: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Pieces of the answers to waiting questions, each with the number of its question."""
     task, model = opened_run.task, opened_run.model
-    texts: list[GrowingText] = []
-    choices: list[tuple[int, int]] = []  # of each text: its question, its number among the answers
+    choices: list[AnswerText] = []
     others: list[int] = []
     for number, one in enumerate(questions):
-        if task.cfg.task != "causal_lm" or not ("prompt" in one or "messages" in one):
+        if not (continues(task) and _PROMPTS & one.keys()):
             others.append(number)
             continue
         try:
-            own = _continuations(task, model.base, one)
-        except LatheError as error:
-            yield {"of": number, "error": str(error)}
-            continue
-        texts += own
-        choices += [(number, choice) for choice in range(len(own))]
+            choices += choices_of(number, begun(task, model.base, one))
+        except WrongWish as error:
+            yield {"of": number, "error": str(error), "param": error.param}
     alike: dict[str, list[int]] = {}  # the numbers of questions that one forward answers
     for number in others:
         one = questions[number]
@@ -87,62 +98,8 @@ def answers(opened_run: OpenExport, questions: list[dict[str, Any]]) -> Iterator
     for group in alike.values():
         answers = _answer(opened_run, [questions[number] for number in group])
         yield from ({"of": number, **one} for number, one in zip(group, answers, strict=True))
-    if texts:
-        yield from _lines(task, model.base, texts, choices)
-
-
-def _continuations(task: Any, base: Any, one: dict[str, Any]) -> list[GrowingText]:
-    """The texts that answer a question: messages, or a prompt that is continued as it stands."""
-    trained = module_of("causal_lm", "trained", "answer")
-    is_chat = "messages" in one
-    raw = {"messages": one["messages"], "tools": one.get("tools")} if is_chat else {}
-    row = trained.row_to_predict(task, raw or {"text": one["prompt"]}, "the request")
-    temperature = 1.0 if one["temperature"] is None else one["temperature"]
-    search = Search(
-        num_answers=one.get("n", 1),
-        temperature=temperature or None,  # 0: the likeliest tokens
-        top_p=one.get("top_p", 1.0),
-        seed=one["seed"],
-    )
-    how = {"stops": one["stop"], "is_told": True, "num_likeliest": one.get("logprobs")}
-    return trained.continuations(task, base, row, search, max_tokens=one["max_tokens"], **how)
-
-
-def _lines(
-    task: Any, base: Any, texts: list[GrowingText], choices: list[tuple[int, int]]
-) -> Iterator[dict[str, Any]]:
-    """The pieces of growing texts, each with the number of its question.
-
-    Of a question with several answers each piece also says of which answer it is (`choice`), and
-    the last piece of an answer whether the question is over (`is_last`). With log-probabilities
-    that piece holds one object for each token.
-    """
-    growing = Counter(number for number, _ in choices)
-    several = {number for number, count in growing.items() if count > 1}
-    for row, piece in grown(base, texts, pad=task.pad):
-        number, choice = choices[row]
-        line = {"of": number, **piece}
-        if number in several:
-            line["choice"] = choice
-        if "finish" in piece:
-            growing[number] -= 1
-            if number in several:
-                line["is_last"] = not growing[number]
-            if texts[row].num_likeliest is not None:
-                line["logprobs"] = _logprobs(texts[row])
-        yield line
-
-
-def _logprobs(text: GrowingText) -> list[dict[str, Any]]:
-    """One object for each token of a text that has ended; their texts together are the text."""
-    entries: list[dict[str, Any]] = []
-    for choice, own in zip(text.chosen, text.texts_of_choices(), strict=True):
-        likeliest = [
-            {"token": own if token == choice.token else spelt, "logprob": value}
-            for (token, value), spelt in zip(choice.likeliest, choice.spelt, strict=True)
-        ]
-        entries.append({"token": own, "logprob": choice.logprob, "likeliest": likeliest})
-    return entries
+    if choices:
+        yield from pieces(task, model.base, choices)
 
 
 def _answer(opened_run: OpenExport, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,7 +108,8 @@ def _answer(opened_run: OpenExport, group: list[dict[str, Any]]) -> list[dict[st
         return _of_kind(opened_run, group)
     except LatheError as error:
         if len(group) == 1:
-            return [{"error": str(error)}]
+            param = {"param": error.param} if isinstance(error, WrongWish) else {}
+            return [{"error": str(error), **param}]
         return [answer for one in group for answer in _answer(opened_run, [one])]
 
 
@@ -179,12 +137,13 @@ def _of_kind(opened_run: OpenExport, group: list[dict[str, Any]]) -> list[dict[s
 
 def _vectors(task: Embeds, model: Any, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
     side = group[0]["side"]
+    group = [{**one, "texts": _spelt(task, one["texts"])} for one in group]
     rows = [task.ids([{"text": text} for text in one["texts"]], side=side) for one in group]
-    vectors = iter(task.embed(model, [ids for of_one in rows for ids in of_one], side=side).float())
+    vectors = iter(_embedded(task, model, [ids for of_one in rows for ids in of_one], side))
     answers: list[dict[str, Any]] = []
     for one, of_one in zip(group, rows, strict=True):
         passages = [{"text": text} for text in one["texts"]]
-        answer = {"vectors": [next(vectors).tolist() for _ in of_one]}
+        answer: dict[str, Any] = {"vectors": [next(vectors) for _ in of_one]}
         answers.append({**answer, "tokens": sum(map(len, of_one))})
         queries = one["texts"] if side == "query" else []
         texts = [{"query": text, "ctxs": None} for text in queries]
@@ -193,6 +152,28 @@ def _vectors(task: Embeds, model: Any, group: list[dict[str, Any]]) -> list[dict
         if lost:
             answers[-1]["cut_tokens"] = lost
     return answers
+
+
+def _spelt(task: Any, texts: list[Any]) -> list[str]:
+    """Texts, of which some may be lists of ids of the model's own tokenizer."""
+    size = len(task.tokenizer)
+    ids = (token for text in texts if isinstance(text, list) for token in text)
+    wrong = next((token for token in ids if not 0 <= token < size), None)
+    if wrong is not None:
+        raise WrongWish(
+            f"input: got the token {wrong}, want 0 to {size - 1}: ids are those of this model's "
+            "own tokenizer. Send texts (LangChain: check_embedding_ctx_length=False)",
+            "input",
+        )
+    return [text if isinstance(text, str) else task.tokenizer.decode(text) for text in texts]
+
+
+def _embedded(task: Any, model: Any, rows: list[list[int]], side: Side) -> Iterator[str]:
+    """The vector of each row of ids: its numbers as fp32, in base64."""
+    batch = rows_at_once(task)
+    for start in range(0, len(rows), batch):
+        vectors = task.embed(model, rows[start : start + batch], side=side).float().cpu().numpy()
+        yield from (base64.b64encode(one.astype("<f4").tobytes()).decode() for one in vectors)
 
 
 def _read(task: Any, model: Any, group: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer.commands import options
 from trainer.config.flags import Strict
+from trainer.harness.flags import HarnessFlags
+
+if TYPE_CHECKING:
+    from trainer.evaluation.run import Evaluated
 
 Temperature = Annotated[
     float | None,
@@ -73,7 +79,8 @@ BertscoreModel = Annotated[
 
 @options.guard
 def evaluate(
-    which: options.ExperimentOptions,
+    which: options.RunOptions,
+    harness: HarnessFlags,
     model: options.Model = "best",
     split: options.Split = "valid",
     limit: options.Limit = None,
@@ -94,25 +101,27 @@ def evaluate(
     wandb_entity_name: Entity = None,
     wandb_project_name: Project = None,
 ) -> None:
-    """Score a trained model on a split, every row exactly once; under torchrun, on all its
-    ranks.
+    """Score a trained model on a split, or on published tasks, every row exactly once; under
+    torchrun, on all its ranks.
     """
-    from trainer.evaluation.run import TEST, Question, evaluated
-    from trainer.metrics.intervals import OF_ALL_ROWS
+    from trainer.evaluation.run import evaluated
     from trainer.metrics.similarity import BERTSCORE_MODEL
     from trainer.protocol.abilities import Search
     from trainer.runtime import distributed
 
-    values = which.values()
+    has_tasks = harness.is_set
+    named = which.named_run()
     distributed.init()
-    run_options = which.run_options(
-        wandb_entity_name=wandb_entity_name,
-        wandb_project_name=wandb_project_name,
-        strict=strict,
+    run_options = replace(
+        which.run_options(
+            wandb_entity_name=wandb_entity_name,
+            wandb_project_name=wandb_project_name,
+            strict=strict,
+        ),
+        savedir_base=named.savedir_base,
     )
-    question = Question(
-        values,
-        model=model,
+    question = named.question(
+        model,
         split=split,
         limit=limit,
         batch=batch,
@@ -125,12 +134,28 @@ def evaluate(
         bertscore_model=bertscore_model or BERTSCORE_MODEL,
         passage_scores=write_scores,
     )
-    found = evaluated(question, run_options)
-    for name, value in found.scores.items() if distributed.is_main() else ():
+    if has_tasks:
+        from trainer.harness.run import run
+
+        for line in run(named, question, harness, run_options):
+            if distributed.is_main():
+                typer.echo(line)
+        return
+    result = evaluated(question, run_options)
+    for line in _lines(result, split) if distributed.is_main() else ():
+        typer.echo(line)
+
+
+def _lines(result: Evaluated, split: str) -> Iterator[str]:
+    """Each score; of the test split with its interval."""
+    from trainer.evaluation.run import TEST
+    from trainer.metrics.intervals import OF_ALL_ROWS
+
+    for name, value in result.scores.items():
         interval = ""
-        if split == TEST and name in found.intervals:
-            low, high = found.intervals[name]
+        if split == TEST and name in result.intervals:
+            low, high = result.intervals[name]
             interval = f" (95%: {low:.6f} to {high:.6f})"
         elif split == TEST:
             interval = f" (no interval: {OF_ALL_ROWS})"
-        typer.echo(f"{split}/{name} {value:.6f}{interval}")
+        yield f"{split}/{name} {value:.6f}{interval}"

@@ -13,9 +13,12 @@ from trainer.commands import options
 from trainer.commands.retrieval import RankingOptions, measures_of
 from trainer.config.flags import CacheDir, DataPath, Strict
 from trainer.errors import EXIT_REFUSED, ConfigError
+from trainer.files.atomic import read_json
+from trainer.metrics.win_rate import WinRate
 
 if TYPE_CHECKING:
-    from trainer.evaluation.sides import ComparedModels
+    from trainer.judging.llm_judge import LanguageModel
+    from trainer.judging.sides import ComparedModels
     from trainer.verdict.judgement import Judgement
 
 Runs = Annotated[
@@ -81,6 +84,24 @@ class JudgeOptions:
     ] = None
     data_path: DataPath = None
     cache_dir: CacheDir = Path("tmp-cache")
+    llm_judge: Annotated[
+        str | None,
+        typer.Option(
+            "--llm_judge",
+            help="Address of an endpoint of the OpenAI dialect, such as http://127.0.0.1:8000/v1: "
+            "a language model says of each pair of answers which is better, in both orders.",
+        ),
+    ] = None
+    llm_model: Annotated[
+        str | None, typer.Option("--llm_model", help="Name of the model at --llm_judge.")
+    ] = None
+    llm_key_file: Annotated[
+        Path | None,
+        typer.Option("--llm_key_file", help="File that holds the key of --llm_judge alone."),
+    ] = None
+    llm_rows: Annotated[
+        int, typer.Option("--llm_rows", min=1, help="Pairs that --llm_judge is asked about.")
+    ] = 200
 
 
 @options.guard
@@ -107,19 +128,26 @@ def judge(
             typer.echo(f"{name} {value:.6f}")
         return
     _refuse(ranking, RankingOptions, f"with the RUN {runs[0]}: a run file needs none")
-    from trainer.evaluation.judge import run_judge
+    from trainer.judging.compare import run_judge
     from trainer.runtime import distributed
     from trainer.training.options import Options
 
+    language_model = _language_model(how)
     comparison = _comparison(how, runs, split)
     distributed.init()
     run_options = Options(
         how.savedir_base, data_path=how.data_path, cache_dir=how.cache_dir, strict=strict
     )
-    folder = how.out or how.savedir_base / options.id_of(comparison.after.experiments[0])
+    run_folder = how.savedir_base / options.id_of(comparison.after.experiments[0])
+    folder = how.out or run_folder
     judgement = run_judge(comparison, run_options, folder)
     if distributed.is_main():
         _tell(judgement, folder)
+        if language_model is not None:
+            from trainer.judging.llm_judge import ask_language_model
+
+            says = ask_language_model(language_model, folder, run_folder, most=how.llm_rows)
+            typer.echo(f"{says.model} prefers the trained model's answer in {says.words}")
     if judgement.refusals:
         raise typer.Exit(EXIT_REFUSED)
 
@@ -132,10 +160,32 @@ def _refuse(asked: Any, kind: type, why: str) -> None:
         raise ConfigError(f"judge: got {', '.join(given)} {why}. Give the one or the other.")
 
 
-def _comparison(how: JudgeOptions, runs: list[str], split: str | None) -> ComparedModels:
-    from trainer.evaluation import sides
+def _language_model(how: JudgeOptions) -> LanguageModel | None:
+    """The language model that judges, if one is to."""
+    if how.llm_judge is None:
+        flags = {"--llm_model": how.llm_model, "--llm_key_file": how.llm_key_file}
+        stray = [name for name, value in flags.items() if value is not None]
+        if stray:
+            raise ConfigError(
+                f"judge: got {', '.join(stray)} without --llm_judge, the address of the endpoint. "
+                "Give both, or neither."
+            )
+        return None
+    if how.llm_model is None:
+        raise ConfigError(
+            f"--llm_judge {how.llm_judge}: no --llm_model. Give the name of a model there."
+        )
+    from trainer.judging.llm_judge import LanguageModel, read_key
 
-    experiments = [sides.dictionary_of(how.savedir_base, one) for one in runs]
+    key = None if how.llm_key_file is None else read_key(how.llm_key_file)
+    return LanguageModel(how.llm_judge, how.llm_model, key)
+
+
+def _comparison(how: JudgeOptions, runs: list[str], split: str | None) -> ComparedModels:
+    from trainer.evaluation.named_run import dictionary_of
+    from trainer.judging import sides
+
+    experiments = [dictionary_of(how.savedir_base, one) for one in runs]
     flags = {"against": how.against, "split": split, "answers": how.answers}
     flags |= {"overlap": how.overlap, "slices_by": how.slices_by}
     stated: dict[str, Any] = {name: one for name, one in flags.items() if one is not None}
@@ -166,6 +216,10 @@ def _tell(judgement: Judgement, folder: Path) -> None:
         )
     for name, (before, after, why) in judgement.untested.items():
         typer.echo(f"{name} {before} -> {after}: not tested, {why}")
+    votes = (read_json(folder / "judge.json") or {}).get("votes")
+    if votes is not None:
+        rate = WinRate(**votes["rate"])
+        typer.echo(f"{votes['votes']} votes prefer the trained model's answer in {rate.words}")
     typer.echo(f"verdict: {judgement.words}")
     for line in judgement.refusals:
         typer.echo(f"refused: {line}")

@@ -25,6 +25,7 @@ from trainer.errors import EXIT_OK, ConfigError, LatheError
 from trainer.launch.ending import EXIT_FAILED, set_up_logging
 
 if TYPE_CHECKING:
+    from trainer.evaluation.named_run import NamedRun
     from trainer.training.options import Options
 
 R = TypeVar("R")
@@ -98,6 +99,36 @@ class UntrainedOptions(ExperimentOptions):
     """
 
     savedir_base: SavedirBase = Path("results")
+
+
+@dataclass(frozen=True)
+class RunOptions(UntrainedOptions):
+    """UntrainedOptions of a command that may name a run, or an exported folder, by its first
+    word.
+    """
+
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run, in place of -e and --exp_id: its id in --savedir_base, the beginning of "
+            "it, or its folder; or an exported folder.",
+        ),
+    ] = None
+
+    def named_run(self) -> NamedRun:
+        """The run that the word names, else that of the experiment. Imports torch."""
+        from trainer.evaluation.named_run import experiment_run, named_run
+
+        if self.run is None:
+            return experiment_run(self.values(), self.savedir_base)
+        flags = {"-e": self.exp_group, "--exp_id": self.exp_id}
+        others = [flag for flag, value in flags.items() if value is not None]
+        if others:
+            raise ConfigError(
+                f"evaluate {self.run}: it names a run, and {others[0]} names another. Give one."
+            )
+        return named_run(self.run, self.savedir_base)
 
 
 Model = Annotated[

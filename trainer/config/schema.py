@@ -312,8 +312,9 @@ class ExperimentBase(Strict):
 
     experiment: dict[str, Any]
     """The whole dictionary of that experiment."""
-    model: Literal["final", "best"] = "final"
-    """Which of its models, once it has finished: that of its last step, or of its best evaluation.
+    model: Annotated[str, Field(pattern=r"^(final|best|step-[1-9]\d*)$")] = "final"
+    """Which of its models: "final", that of its last step, or "best", of its best evaluation, once
+    it has finished; "step-N", a saved step that the service has made a model of.
     """
     adapted: Adapted | None = None
     """Makes an encoder-decoder of it, which both halves begin with. None: the model as it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EXPORTS = ("best", "final")
+_SAVED_STEP = re.compile(r"step-[1-9]\d*")  # exported by averages/saved_step.py
 _UNTRAINED = "base"
 TEST = "test"  # the split whose scores have intervals
 _UNUSABLE = "What the model computes is not finite"
@@ -368,7 +370,8 @@ def model_folder(question: Question, options: Options) -> Path:
                 "the Hub gives out. Give --model a folder."
             )
         return files[0].parent
-    if question.model not in (*_EXPORTS, CANDIDATE):
+    is_own = question.model in (*_EXPORTS, CANDIDATE) or _SAVED_STEP.fullmatch(question.model)
+    if not is_own:
         folder = Path(base_source.folder_or_id(question.model, options.cache_dir))
         if not folder.is_dir():
             legal = [*_EXPORTS, _UNTRAINED]
@@ -378,7 +381,7 @@ def model_folder(question: Question, options: Options) -> Path:
         return folder
     run_folder = options.savedir_base / exp_id(question.values)
     there = [name for name in (*_EXPORTS, CANDIDATE) if (run_folder / name).is_dir()]
-    if question.model in there:
+    if (run_folder / question.model).is_dir():
         return run_folder / question.model
     other = f"Use --model {there[0]}" if there else "Train it first, into the same --savedir_base"
     raise ConfigError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +17,7 @@ from trainer.metrics.test_record import FILE, is_tested, tested_model, weights_o
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Stopped
+from trainer.telemetry.metrics_file import has_line
 from trainer.telemetry.run_record import METRICS
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def run_test(
     except Stopped:
         return False
     scalars = _scalars(found)
-    if not on_main(lambda: _is_logged(plan.folder / METRICS, step)):
+    if not on_main(lambda: has_line(plan.folder / METRICS, step, f"{TEST}/rows")):
         log(step, scalars)
     on_main(lambda: write_json(plan.folder / FILE, _record(plan, name, step, found)))
     on_main(lambda: _tell(found))
@@ -76,16 +75,6 @@ def _scalars(found: Evaluated) -> dict[str, float]:
             low, high = found.intervals[name]
             scalars |= {f"{TEST}/{name}_low": low, f"{TEST}/{name}_high": high}
     return {**scalars, f"{TEST}/rows": found.num_rows, f"{TEST}/seconds": round(found.seconds, 1)}
-
-
-def _is_logged(path: Path, step: int) -> bool:
-    """Whether a start that was killed before it wrote test.json has logged the scores."""
-    if not path.is_file():
-        return False
-    content = path.read_bytes().splitlines(keepends=True)
-    # a full disk may have torn the last line
-    lines = [line for line in content if b'"test/rows"' in line and line.endswith(b"\n")]
-    return any(json.loads(line)["step"] == step for line in lines)
 
 
 def _record(plan: RunPlan, model: str, step: int, found: Evaluated) -> dict[str, Any]:

@@ -26,7 +26,10 @@ from trainer.data.content import reader_of, valid_splits
 from trainer.data.control_tokens import controls_of, reason
 from trainer.data.formats.normal_form import row_hash
 from trainer.errors import ConfigError, DataError, LatheError
+from trainer.evaluation.run import TEST
 from trainer.files.atomic import size_of
+from trainer.judging.compare import refuse_overlap
+from trainer.judging.end_of_run import other_model
 from trainer.launch.origin import going_on
 from trainer.metrics.own import OwnMetric, load, try_out
 from trainer.models import base_model, base_source, recomputation
@@ -98,8 +101,10 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
         own_metrics(plan, options, task)
     except LatheError as error:
         findings.problems.append(str(error))
+    how = plan.cfg.judge
     first: dict[str, list[Encoded]] = {}
-    for split in ("train", *valid_splits(plan.cfg), *(["test"] if options.test else [])):
+    is_test_read = options.test or (how is not None and how.split == TEST)
+    for split in ("train", *valid_splits(plan.cfg), *([TEST] if is_test_read else [])):
         with left_out.reading() as notes:
             first[split] = _first_rows(task, split, findings.problems)
         if notes:
@@ -115,13 +120,19 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
     ]
     if first["train"] and not _units(task, first["train"]):
         findings.problems.append(_no_label(len(first["train"])))
-    shared = _num_shared(first["train"], first["valid"])
+    shared = len(_shared(first["train"], first["valid"]))
     if shared:
         (findings.problems if options.strict else findings.warnings).append(
             f"{shared:,} of {len(first['valid']):,} of the first validation rows are also first "
             "training rows: what is measured on them is remembered, not learnt. Take them out of "
             "one of the two."
         )
+    if how is not None:
+        try:
+            other_model(plan, options)
+            refuse_overlap(how, _shared(first["train"], first[how.split]), len(first[how.split]))
+        except LatheError as error:
+            findings.problems.append(str(error))
     # Two splits of one file are read up to the same row, which is wrong once.
     findings.problems = [*dict.fromkeys(findings.problems)]
     return findings
@@ -390,14 +401,16 @@ def _no_label(count: int) -> str:
     )
 
 
-def _num_shared(train: Sequence[Encoded], valid: Sequence[Encoded]) -> int:
-    """How many of these validation rows are among these training rows, as shared_rows() compares
-    them.
+def _shared(train: Sequence[Encoded], rows: Sequence[Encoded]) -> list[tuple[int, int]]:
+    """(row, training row) of those rows that are among these training rows, as shared_rows()
+    compares them.
     """
-    common = set.intersection(*(set(row) for row in (*train, *valid))) if train else set[str]()
+    common = set.intersection(*(set(row) for row in (*train, *rows))) if train else set[str]()
 
     def ids_of(row: Encoded) -> str:
         return repr([list(row[name]) for name in sorted(common)])
 
-    hashes, contents = {row.row_hash for row in train}, {ids_of(row) for row in train}
-    return sum(row.row_hash in hashes or ids_of(row) in contents for row in valid)
+    hashes = {row.row_hash: number for number, row in enumerate(train)}
+    contents = {ids_of(row): number for number, row in enumerate(train)}
+    places = (hashes.get(row.row_hash, contents.get(ids_of(row))) for row in rows)
+    return [(number, place) for number, place in enumerate(places) if place is not None]

@@ -18,8 +18,8 @@ from trainer.data.order import sizes_of
 from trainer.data.stream.row_index import open_index
 from trainer.data.stream.store import StreamStore, is_streamed
 from trainer.data.token_store import TokenStore, store_of
-from trainer.evaluation.judge_run import check_early
 from trainer.evaluation.run import TEST
+from trainer.judging.end_of_run import check_early
 from trainer.launch import preflight
 from trainer.launch.origin import going_on
 from trainer.launch.run_folder import check_hub, check_identity

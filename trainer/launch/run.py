@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data import left_out
 from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED, DataError, StorageError
-from trainer.evaluation.judge_run import judge_at_end
 from trainer.evaluation.test_split import run_test
 from trainer.exports import record as export_record
 from trainer.files.atomic import read_json
+from trainer.judging.end_of_run import judge_at_end
 from trainer.launch import preflight
 from trainer.launch.choose import Chosen, choose
 from trainer.launch.prepare import is_in_memory, prepare
 from trainer.launch.run_folder import claim_folder, open_record, push
 from trainer.launch.start import ReadyRun, start
-from trainer.metrics.judge_record import CANDIDATE
+from trainer.metrics.judge_record import CANDIDATE, is_judged
 from trainer.metrics.test_record import is_tested
 from trainer.runtime import device_defaults, distributed
 from trainer.runtime.distributed import on_main
@@ -86,11 +86,14 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
 
 def exported_at_end(plan: RunPlan) -> str | None:
     """The name of the export that the end of training writes: "final"; under a gate "candidate",
-    and none where best/ is what the gate looks at.
+    and none where best/ is what the gate looks at, or where an earlier start has let the model
+    through.
     """
     if plan.cfg.judge is None or not plan.cfg.judge.gate:
         return "final"
-    return None if on_main(lambda: (plan.folder / "best").is_dir()) else CANDIDATE
+    folder = plan.folder
+    is_there = on_main(lambda: (folder / "best").is_dir() or is_judged(folder, "final"))
+    return None if is_there else CANDIDATE
 
 
 def _look_at_end(plan: RunPlan, options: Options, record: RunRecord, preemption: Preemption) -> End:

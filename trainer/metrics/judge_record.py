@@ -42,6 +42,14 @@ def refusals_of(run_folder: Path) -> list[str]:
     return [str(one) for one in _record(run_folder).get("refusals") or []]
 
 
+def why_refused(run_folder: Path) -> str | None:
+    """For lists of runs: that a gate keeps the model of this one back, and why. None where it does
+    not.
+    """
+    reasons = "; ".join(refusals_of(run_folder))
+    return f"its gate refused the model, there is no final/: {reasons}" if reasons else None
+
+
 def _record(run_folder: Path) -> dict[str, Any]:
     record: Any = read_json(run_folder / FILE)
     return cast("dict[str, Any]", record) if isinstance(record, dict) else {}

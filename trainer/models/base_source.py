@@ -53,6 +53,13 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
         if adapters.are_in(folder):
             whole = _whole(folder, places)
             return _as_adapted(whole, base, places)
+        if base.model.startswith("step-"):
+            if not (folder / "config.json").is_file():
+                raise ConfigError(
+                    f"base.model={base.model!r}: {folder} is not there. The service makes it when "
+                    'a job names that checkpoint. Name it there, or use "final".'
+                )
+            return _as_adapted(str(folder), base, places)
         refusals = refusals_of(run_folder)
         if refusals and base.model == "final":
             raise ConfigError(

@@ -77,6 +77,11 @@ class OutputLayer:
         scale /= getattr(config, "logits_scaling", None) or 1.0
         self._scale = scale
 
+    @property
+    def chunk(self) -> int:
+        """How many positions have their logits at once (losses.positions_of_chunk)."""
+        return positions_of_chunk(_plain(self._layer).out_features)
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """(..., D) decoder states -> (..., V) logits."""
         return self._finish(self._layer(self._apply_scale(hidden)))
@@ -109,17 +114,15 @@ class OutputLayer:
         Under ZeRO-3 a call of a layer gathers it, and every rank must make the same calls: each
         layer is called once, however many positions there are.
         """
-        chunk = positions_of_chunk(_plain(self._layer).out_features)
         return self._scored(
-            hidden_ND, Scoring(targets_N, chunk, self._finish, terms, lesson=lesson)
+            hidden_ND, Scoring(targets_N, self.chunk, self._finish, terms, lesson=lesson)
         )
 
     def losses(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """(N,) fp32: losses.target_losses of the logits, in chunks where there are many. The same
         holds under ZeRO-3.
         """
-        chunk = positions_of_chunk(_plain(self._layer).out_features)
-        return self._scored(hidden_ND, Scoring(targets_N, chunk, self._finish, by_target=True))
+        return self._scored(hidden_ND, Scoring(targets_N, self.chunk, self._finish, by_target=True))
 
     @torch.no_grad()
     def likeliest(
@@ -128,7 +131,7 @@ class OutputLayer:
         """distillation.likeliest of the logits, in chunks where there are many: (N, k) int32 ids,
         (N, k) fp32 log-probabilities, (N,) fp32 of all other tokens together. Not under ZeRO-3.
         """
-        count, chunk = len(hidden_ND), positions_of_chunk(_plain(self._layer).out_features)
+        count, chunk = len(hidden_ND), self.chunk
         ids_NK = hidden_ND.new_empty(count, k, dtype=torch.int32)
         logps_NK = hidden_ND.new_empty(count, k, dtype=torch.float32)
         rest_N = hidden_ND.new_empty(count, dtype=torch.float32)

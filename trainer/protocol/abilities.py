@@ -133,6 +133,27 @@ class Answers(Protocol):
 
 
 @runtime_checkable
+class ContinuesPrompts(Protocol):
+    """The ability to write texts behind prompts, for `predict` and the service, which take it by
+    trainer/tasks/continuation.py.
+    """
+
+    @property
+    def continues_prompts(self) -> bool:
+        """Whether the model of this experiment does."""
+        ...
+
+    def prompt_ids(self, raw: Row, place: str) -> list[int]:
+        """The token ids that the model continues, of a raw row with a prompt or a conversation."""
+        ...
+
+
+def continues(task: object) -> bool:
+    """Whether a task has the ability, and its experiment a model that writes texts."""
+    return isinstance(task, ContinuesPrompts) and task.continues_prompts
+
+
+@runtime_checkable
 class JudgesAnswers(Protocol):
     """The ability of a task that answers to compute its own scores.
 

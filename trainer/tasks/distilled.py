@@ -76,7 +76,8 @@ class DistilledTask(TokenTask[D], Generic[D]):
         """The row once with each target that an epoch may have."""
         if not self.draws_targets:
             return [self.with_one_target(row)]
-        every = [{**_without_draw(row), **flat([one], "targets")} for one in unflat(row, "targets")]
+        rest = _without_draw(row)
+        every: list[Row] = [{**rest, **flat([one], "targets")} for one in unflat(row, "targets")]
         return every or [self.with_one_target(row)]
 
     def with_lesson(self, batch: Batch, rows: Sequence[Mapping[str, Any]]) -> Batch:
@@ -101,8 +102,8 @@ class DistilledTask(TokenTask[D], Generic[D]):
         values = self._lessons.of(self.with_one_target(row))
         if values is None:
             raise DataError(
-                f"a row of {self.length(row)} tokens was not read by the teacher: the rows have "
-                "changed since. Start again, with another teacher.store if it is given."
+                f"a row of {self.num_labels(row)} labels was not read by the teacher: the rows "
+                "have changed since. Start again, with another teacher.store if it is given."
             )
         return values
 

@@ -120,6 +120,18 @@ class MetricsFile:
         self._open()
 
 
+def has_line(path: Path, step: int, key: str) -> bool:
+    """Whether a line of this step has the key: a start that was killed before it wrote down what it
+    had computed has logged it.
+    """
+    if not path.is_file():
+        return False
+    content = path.read_bytes().splitlines(keepends=True)
+    # a full disk may have torn the last line
+    lines = [line for line in content if f'"{key}"'.encode() in line and line.endswith(b"\n")]
+    return any(json.loads(line)["step"] == step for line in lines)
+
+
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 

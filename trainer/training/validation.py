@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import islice, product
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.config.scores.direction import direction_of
 from trainer.config.scores.judged import KEPT_LOSS, WORSE_SLICES
+from trainer.data.content import rows_of
+from trainer.data.mixed.store import parts_of
+from trainer.data.token_store import store_of
 from trainer.errors import ConfigError, nearest
 from trainer.metrics import own
 from trainer.protocol.abilities import Answers, Replies
@@ -25,9 +29,12 @@ from trainer.training.choice.best import (
     tell_old_direction,
 )
 from trainer.training.scoring import answer, evaluate, evaluate_rows, scores_of_answer
+from trainer.verdict.judgement import FEWEST_ROWS
 
 if TYPE_CHECKING:
-    from trainer.protocol.task import Row
+    from trainer.config.scores.judged import Judging
+    from trainer.data.token_store import TokenStore
+    from trainer.protocol.task import Row, Task
     from trainer.training.session import Progress, Session, ValidSet
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
@@ -65,28 +72,60 @@ def refuse_unknown_gate(session: Session) -> None:
     """
     how = session.cfg.judge
     asked = {} if how is None else {k: v for k, v in how.gate.items() if k not in _OF_JUDGE}
-    if set(asked) <= {"loss"}:
+    if how is None or not asked:
         return
-    train, task = session.cfg.train, session.task
-    rows = session.all_valid_sets()["valid"].store
-    with session.meter.pause():
-        batch = train.eval_batch or train.micro_batch
-        first = min(batch, len(rows))
-        _, sums = evaluate_rows(session.engine, task, rows, batch=batch, num_rows=first)
-    names = set(sums)
-    if isinstance(task, Answers | Replies):
-        names |= set(scores_of_answer(task, "", [""]) or scores_of_answer(task, "a", ["a"]))
+    train = session.cfg.train
+    task: Any = session.task
+    store: Any = store_of(task, how.split, task.places.cache_dir)
+    rows_by_score = _rows_of_answers(task, store, how)
+    if not set(asked) <= {"loss"}:
+        rows = session.all_valid_sets()["valid"].store
+        with session.meter.pause():
+            batch = train.eval_batch or train.micro_batch
+            first = min(batch, len(rows))
+            _, sums = evaluate_rows(session.engine, task, rows, batch=batch, num_rows=first)
+        rows_by_score = dict.fromkeys(sums, len(store)) | rows_by_score
+    labels = {str(source) for source, _ in parts_of(store, len(store)) if source is not None}
+    if isinstance(task, Answers):
+        labels |= {row["dataset"] for row in rows_of(task, how.split)() if "dataset" in row}
+    for label, name in product(labels, [*rows_by_score]):
+        rows_by_score[f"{name}_{label}"] = rows_by_score[name]
+    rows_by_score.setdefault("loss", len(store))
     for name, bound in asked.items():
-        if not any(name == one or name.startswith(f"{one}_") for one in names):
+        if name not in rows_by_score:
             raise ConfigError(
                 f"judge.gate={name!r}: no such score by row. "
-                f"{nearest(name, sorted({*names, *_OF_JUDGE}))}"
+                f"{nearest(name, sorted({*rows_by_score, *_OF_JUDGE}))}"
             )
-        if bound.gain is not None and (bound.best_is or direction_of(name)) is None:
+        if bound.gain is None:
+            continue
+        if (bound.best_is or direction_of(name)) is None:
             raise ConfigError(
                 f"judge.gate={name!r}: got a gain and no best_is, and the name does not say "
                 'whether lower or higher is better. Add "best_is": "min" or "max".'
             )
+        refuse_few_rows(name, rows_by_score[name])
+
+
+def refuse_few_rows(name: str, num_rows: int) -> None:
+    """ConfigError for the gain of a score that too few rows have to show one."""
+    if num_rows < FEWEST_ROWS:
+        raise ConfigError(
+            f"judge.gate={name!r}: {num_rows} rows have this score, and a gain needs "
+            f"{FEWEST_ROWS} to be shown. Give the split more rows, or bound the score itself by "
+            "at_least or at_most."
+        )
+
+
+def _rows_of_answers(task: Task, store: TokenStore, how: Judging) -> dict[str, int]:
+    """How many rows of the split that is judged have each score of an answer; none without rows."""
+    count = 0
+    if isinstance(task, Answers):
+        count = len(store)
+    elif isinstance(task, Replies):
+        replied = (row for row in range(len(store)) if task.reply_row(store[row]) is not None)
+        count = len([*islice(replied, how.answers)])
+    return dict.fromkeys(scores_of_answer(task, "a", ["a"]), count) if count else {}
 
 
 def _first_scores(session: Session, rows: ValidSet, count: int, batch: int) -> dict[str, float]:

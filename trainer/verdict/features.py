@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +44,7 @@ def _values(field: str, content: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(content, bool):
         yield field, "true" if content else "false"
     elif isinstance(content, (int, float)):
-        yield field, float(content)
+        yield field, _number(content)
     elif isinstance(content, str):
         yield from _of_text(field, content)
     elif isinstance(content, (list, tuple)):
@@ -53,6 +55,15 @@ def _values(field: str, content: Any) -> Iterable[tuple[str, Any]]:
         asked = [item for item in items if isinstance(item, Mapping) and item.get("role") == "user"]
         if asked and isinstance(asked[0].get("content"), str):
             yield from _of_text("first question", asked[0]["content"])
+
+
+def _number(value: float) -> float | None:
+    """A number as a feature; None for one that is not finite, or too large for a float."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _of_text(field: str, text: str) -> Iterable[tuple[str, Any]]:
@@ -82,8 +93,13 @@ def _script(row: Row) -> str | None:
     texts = _texts({key: value for key, value in row.items() if key not in _NAMES})
     longest = max(texts, key=len, default="")
     letters = [one for one in longest[: 5 * _SCRIPT_LETTERS] if one.isalpha()][:_SCRIPT_LETTERS]
-    scripts = Counter(unicodedata.name(one, "unknown").split()[0].lower() for one in letters)
+    scripts = Counter(map(_script_of, letters))
     return scripts.most_common(1)[0][0] if scripts else None
+
+
+@functools.cache
+def _script_of(letter: str) -> str:
+    return unicodedata.name(letter, "unknown").split()[0].lower()
 
 
 def _is_feature(column: Sequence[Any]) -> bool:

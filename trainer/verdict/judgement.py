@@ -19,6 +19,7 @@ from trainer.verdict.slices import Slice, worse_slices
 
 SIGNIFICANT = 0.05  # of the p values that are corrected for the number of scores
 MOST_BROKEN = 100  # rows that are listed
+FEWEST_ROWS = 20  # by which a gain can be shown: the interval of fewer says nothing
 _LOSS = "loss"
 # Scores that say right or wrong by row, the one that is looked at first.
 _RIGHT = ("em", "accuracy", "exact_match", "acc")
@@ -88,9 +89,8 @@ class Judgement:
             parts.append("worse where " + "; where ".join(worst))
         if self.general is not None:
             general = self.general
-            change = "the same" if general.result == "no difference shown" else general.result
             numbers = f"{general.outcome.before:.4g} to {general.outcome.after:.4g}"
-            parts.append(f"on general texts {change} (loss {numbers})")
+            parts.append(f"on general texts {general.result} (loss {numbers})")
         return "; ".join(parts) or "nothing could be compared"
 
     def record(self) -> dict[str, Any]:
@@ -127,6 +127,8 @@ def judge(
     several ScoredRows are several seeds.
 
     rows: as they were read; they name the slices. general: the loss of both on other texts.
+    ValueError for a gate, or slices_by, with a score that nobody has computed or whose direction
+    nobody knows.
     """
     bounds = gate or {}
     outcomes: dict[str, Difference] = {}
@@ -146,7 +148,13 @@ def judge(
         name: _score(one, directions[name], corrected.get(name, one.p))
         for name, one in outcomes.items()
     }
-    by = slices_by if slices_by in scores else _slices_by(scores)
+    if slices_by is not None and (slices_by not in scores or directions[slices_by] is None):
+        known = [name for name in scores if directions[name] is not None]
+        raise ValueError(
+            f"judge: slices_by={slices_by!r} has no result by row, or nothing says whether more of "
+            f"it is better. Use one of {known}."
+        )
+    by = slices_by or _slices_by(scores)
     loss_N = _losses(by, scores, before, after) if by is not None else np.zeros(len(rows))
     slices: list[Slice] = []
     if by is not None:
@@ -166,15 +174,15 @@ def judge(
             for row in worst
         ],
         num_broken=len(broken),
-        general=None if general is None else _of_general(*general),
+        general=_of_general(general),
         calibrations=_calibrations(before[0], after[0]),
     )
     return Judgement(**{**vars(judgement), "refusals": list(refusals(judgement, bounds))})
 
 
 def refusals(judgement: Judgement, gate: Mapping[str, Bound]) -> list[str]:
-    """What of a gate does not hold, each as a sentence. ValueError for a score that nobody has
-    computed, or one whose direction nobody knows.
+    """What of a gate does not hold, each as a sentence; what could not be tested does not hold.
+    ValueError for a score that nobody has computed, or one whose direction nobody knows.
     """
     known = {**judgement.scores}
     if judgement.general is not None:
@@ -185,10 +193,14 @@ def refusals(judgement: Judgement, gate: Mapping[str, Bound]) -> list[str]:
             most, count = bound.at_most or 0, len(judgement.slices)
             if count > most:
                 lines.append(f"{count} slices are worse, at most {most:g} may be")
-            continue
-        if name not in known:
+        elif name in known:
+            lines += _refusals(name, known[name], bound)
+        elif name == KEPT_LOSS:
+            lines.append(f"{name}: the losses of the two models on general texts do not compare")
+        elif name in judgement.untested and judgement.untested[name][2] != OF_ALL_ROWS:
+            lines.append(f"{name} could not be tested: {judgement.untested[name][2]}")
+        else:
             raise ValueError(f"judge.gate: {name!r} has no result by row. Use one of {[*known]}.")
-        lines += _refusals(name, known[name], bound)
     return lines
 
 
@@ -199,7 +211,12 @@ def _refusals(name: str, score: ScoreChange, bound: Bound) -> list[str]:
         if score.direction is None:
             raise ValueError(f"judge.gate: {name!r} needs best_is, which says what is better.")
         gain, low, _ = score.gain
-        if not low >= bound.gain:
+        if score.outcome.num_rows < FEWEST_ROWS:
+            lines.append(
+                f"{name}: {score.outcome.num_rows} rows count for it, and a gain needs "
+                f"{FEWEST_ROWS} to be shown"
+            )
+        elif not low >= bound.gain:
             lines.append(
                 f"{name}: the gain is {gain:.4g} and may be {low:.4g}, at least {bound.gain:g} is "
                 "asked for"
@@ -225,7 +242,10 @@ def _untested(name: str, before: Sequence[ScoredRows], after: Sequence[ScoredRow
     weights = [one.sums[name].den_N for one in sides]
     if not all(np.array_equal(weights[0], one) for one in weights[1:]):
         return "its rows count differently under the two models, as tokens of two tokenizers do"
-    return "" if weights[0].sum() else "no row counts for it"
+    if not weights[0].sum():
+        return "no row counts for it"
+    is_sound = all(math.isfinite(one.sums[name].value()) for one in sides)
+    return "" if is_sound else "it is not a finite number under both models"
 
 
 def _mean_of(name: str, side: Sequence[ScoredRows]) -> float | None:
@@ -248,8 +268,10 @@ def _score(outcome: Difference, direction: Direction | None, p: float) -> ScoreC
     return ScoreChange(outcome, direction, p, "better" if is_better else "worse")
 
 
-def _of_general(before: RowSums, after: RowSums) -> ScoreChange:
-    outcome = compare([before], [after])
+def _of_general(losses: tuple[RowSums, RowSums] | None) -> ScoreChange | None:
+    if losses is None or not all(math.isfinite(one.value()) for one in losses):
+        return None
+    outcome = compare([losses[0]], [losses[1]])
     return _score(outcome, "min", outcome.p)
 
 
@@ -319,6 +341,7 @@ def _record(score: ScoreChange) -> dict[str, Any]:
         "high": one.high,
         "p": one.p,
         "p_corrected": score.p,
+        "rows": one.num_rows,
         "best_is": score.direction,
         "result": score.result,
         "mcnemar": None if one.mcnemar is None else asdict(one.mcnemar),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.verdict.judgement import Judgement, ScoreChange
+from trainer.verdict.opinions import PeopleSay, people_lines
 from trainer.verdict.slices import LEVEL_OF_ONE, LEVEL_OF_TWO
 
 MOST_ROWS = 20  # whose answers stand side by side
 _MOST_CHARACTERS = 300
+_MARKS = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)")  # an underscore in a word is no mark
 
 Texts = Sequence[str | None]
 
@@ -21,18 +24,23 @@ def report(
     rows: Sequence[Mapping[str, Any]],
     references: Sequence[Sequence[str]],
     answers: tuple[Texts, Texts],
+    *,
+    people: PeopleSay | None = None,
 ) -> str:
-    """The page. facts: of judge.json, what was compared. answers: of both models, by row."""
-    lines = ["# Better or worse?", "", f"**{judgement.words}.**", ""]
+    """The page. facts: of judge.json, what was compared. answers: of both models, by row. people:
+    what they voted.
+    """
+    lines = ["# Better or worse?", "", f"**{_plain(judgement.words)}.**", ""]
     lines += [
-        f"{facts['model']} of {', '.join(facts['runs'])} against {facts['against']}, on "
+        f"{facts['model']} of {', '.join(facts['runs'])} against {_plain(facts['against'])}, on "
         f"{judgement.num_rows:,} rows of the {facts['split']} split.",
         "",
     ]
     if judgement.refusals:
         lines += ["The gate refuses this model:", ""]
-        lines += [*(f"- {one}" for one in judgement.refusals), ""]
+        lines += [*(f"- {_plain(one)}" for one in judgement.refusals), ""]
     lines += [*_scores(judgement), *_slices(judgement), *_calibrations(judgement)]
+    lines += people_lines(people)
     lines += _broken(judgement, rows, references)
     lines += _side_by_side(rows, references, answers)
     return "\n".join(lines).rstrip() + "\n"
@@ -46,20 +54,20 @@ def _scores(judgement: Judgement) -> Iterator[str]:
     for name, score in {**judgement.scores, **general}.items():
         yield _line(name, score)
     for name, (before, after, why) in judgement.untested.items():
-        yield f"| {name} | {_number(before)} | {_number(after)} | | | | not tested: {why} |"
+        yield f"| {_cell(name)} | {_number(before)} | {_number(after)} | | | | not tested: {why} |"
     yield ""
     yield (
-        "Intervals: bootstrap over rows, both models on the same rows (and over seeds where there "
-        "are several). p: rows dealt to the models at random, corrected for the number of scores "
-        "(Holm)."
+        "Intervals: bootstrap over rows, both models on the same rows. p: rows dealt to the models "
+        "at random, corrected for the number of scores (Holm). With several seeds both cover the "
+        "choice of seeds, too."
     )
     yield ""
     for name, score in judgement.scores.items():
         test = score.outcome.mcnemar
         if test is not None:
             yield (
-                f"{name}: {test.broken} rows were right and are wrong now, {test.mended} were "
-                f"wrong and are right now (McNemar's exact p = {test.p:.3g})."
+                f"{_plain(name)}: {test.broken} rows were right and are wrong now, {test.mended} "
+                f"were wrong and are right now (McNemar's exact p = {test.p:.3g})."
             )
             yield ""
 
@@ -67,7 +75,7 @@ def _scores(judgement: Judgement) -> Iterator[str]:
 def _line(name: str, score: ScoreChange) -> str:
     one = score.outcome
     return (
-        f"| {name} | {one.before:.4g} | {one.after:.4g} | {one.effect:+.4g} | "
+        f"| {_cell(name)} | {one.before:.4g} | {one.after:.4g} | {one.effect:+.4g} | "
         f"{one.low:+.4g} to {one.high:+.4g} | {score.p:.3g} | {score.result} |"
     )
 
@@ -76,7 +84,7 @@ def _slices(judgement: Judgement) -> Iterator[str]:
     by = judgement.slices_by
     if by is None:
         return
-    yield from (f"## Slices that are worse by {by}", "")
+    yield from (f"## Slices that are worse by {_plain(by)}", "")
     if not judgement.slices:
         yield from ("None.", "")
         return
@@ -115,7 +123,7 @@ def _broken(
 ) -> Iterator[str]:
     if not judgement.broken:
         return
-    yield from (f"## Rows that are worse now by {judgement.slices_by}", "")
+    yield from (f"## Rows that are worse now by {_plain(str(judgement.slices_by))}", "")
     shown = judgement.broken[:MOST_ROWS]
     yield f"{judgement.num_broken:,} in all; the first {len(shown)}:"
     yield ""
@@ -169,9 +177,16 @@ def _cell(text: str) -> str:
     line = " ".join(text.split())
     if len(line) > _MOST_CHARACTERS:
         line = f"{line[:_MOST_CHARACTERS]}..."
-    for mark, escaped in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("`", "\\`")):
-        line = line.replace(mark, escaped)
-    return line
+    return _plain(line)
+
+
+def _plain(text: str) -> str:
+    """A text on one line that Markdown shows as it is: no mark, no tag, no picture that is loaded.
+    Half of a surrogate pair, which no file can hold, is replaced.
+    """
+    line = " ".join(text.split()).encode(errors="replace").decode()
+    line = line.replace("&", "&amp;").replace("<", "&lt;")
+    return _MARKS.sub(r"\\\g<0>", line)
 
 
 def _number(value: float | None) -> str:

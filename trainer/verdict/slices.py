@@ -8,10 +8,11 @@ Source: Westfall & Young 1993, Resampling-Based Multiple Testing (the maximum st
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
@@ -27,9 +28,9 @@ MIN_ROWS = 20  # of a slice: the results of fewer say nothing
 MOST_PAIRS = 2000  # slices of two conditions; the largest are looked at
 QUANTILES = (0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 0.95)
 MOST_VALUES = 40  # of a feature that is text; the most frequent are looked at
-
-# Scores of few values are often equal, and deals are summed in 32 bits.
-_ROUNDING = 1e-5
+_ROUNDING = 1e-5  # of scores that are summed in fp32: equal ones may differ by so much
+_MOST_CHARACTERS = 60  # of a value in a condition
+_ROWS_AT_ONCE = 4096  # whose masks are numbers, which take many times the memory of truth values
 
 Feature = Sequence[float] | Sequence[str | None]
 
@@ -75,18 +76,22 @@ def worse_slices(
         if not candidates:
             continue
         masks_CN = np.stack([mask for _, mask in candidates])
-        largest_R = _largest(masks_CN, losses_N)
+        scale_C = math.sqrt(float((losses_N**2).mean())) * np.sqrt(masks_CN.sum(axis=1))
+        largest_R = _largest(masks_CN, losses_N, scale_C)
         bound = float(np.quantile(largest_R, 1 - level, method="higher"))
+        # What the rows of a candidate lost together, in standard deviations of such a sum when
+        # losses are as large as over all rows and of random sign. Rows of slices that are named
+        # already count for nothing in the ones after them.
+        sums_C = _sums(masks_CN, losses_N * is_left_N)
         while True:
-            # rows of slices that are named already count for nothing in the ones after them
-            scores_C = _scores(masks_CN, losses_N, is_left_N)
+            scores_C = sums_C / scale_C
             worst = int(scores_C.argmax())
             if scores_C[worst] <= bound * (1 + _ROUNDING):
                 break
             conditions, mask_N = candidates[worst]
-            as_large = largest_R >= scores_C[worst] * (1 - _ROUNDING)
-            p = (1 + int(as_large.sum())) / (1 + DEALS)
+            p = (1 + int((largest_R >= scores_C[worst] * (1 - _ROUNDING)).sum())) / (1 + DEALS)
             worse.append(_slice(conditions, mask_N, before_N, after_N, bound=bound, p=p))
+            sums_C = sums_C - _sums(masks_CN, losses_N * (is_left_N & mask_N))
             is_left_N &= ~mask_N
     return worse
 
@@ -99,29 +104,38 @@ def _singles(features: Mapping[str, Feature]) -> list[tuple[tuple[str, ...], np.
     for name, values in features.items():
         for condition, mask_N in _conditions(name, values):
             if min(mask_N.sum(), (~mask_N).sum()) >= MIN_ROWS:
-                by_rows.setdefault(np.packbits(mask_N).tobytes(), ((condition,), mask_N))
+                by_rows.setdefault(_key(mask_N), ((condition,), mask_N))
     return list(by_rows.values())
 
 
-def _conditions(name: str, values: Feature) -> list[tuple[str, np.ndarray]]:
+def _key(mask_N: np.ndarray) -> bytes:
+    """The same for the same rows."""
+    return hashlib.sha256(np.packbits(mask_N).tobytes()).digest()
+
+
+def _conditions(name: str, values: Feature) -> Iterable[tuple[str, np.ndarray]]:
     if any(isinstance(value, str) for value in values):
-        texts = np.array(["" if value is None else f"={value}" for value in values], dtype=object)
-        kinds, counts = np.unique(texts.astype(str), return_counts=True)
-        frequent = [str(kinds[place]) for place in np.argsort(-counts, kind="stable")]
-        return [
-            (f"{name} = {kind[1:]}" if kind else f"no {name}", texts == kind)
-            for kind in frequent[:MOST_VALUES]
-        ]
+        counts = Counter(None if value is None else str(value) for value in values)
+        for kind, _ in counts.most_common(MOST_VALUES):
+            mask_N = np.fromiter(
+                ((value is None) if kind is None else str(value) == kind for value in values),
+                dtype=bool,
+                count=len(values),
+            )
+            yield f"no {name}" if kind is None else f"{name} = {_shown(kind)}", mask_N
+        return
     numbers = np.array([math.nan if value is None else float(value) for value in values])
     known = numbers[np.isfinite(numbers)]
-    if not len(known):
-        return []
-    cuts = sorted({float(cut) for cut in np.quantile(known, QUANTILES, method="lower")})
-    return [
-        (f"{name} {sign} {cut:g}", numbers > cut if sign == ">" else numbers <= cut)
-        for cut in cuts
-        for sign in (">", "<=")
-    ]
+    cuts = set(np.quantile(known, QUANTILES, method="lower").tolist()) if len(known) else set()
+    for cut in sorted(cuts):
+        yield f"{name} > {cut:g}", numbers > cut
+        yield f"{name} <= {cut:g}", numbers <= cut
+
+
+def _shown(value: str) -> str:
+    """A value on one line, cut where it is long."""
+    line = " ".join(value.split()) or repr(value)
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
 
 
 def _pairs(
@@ -130,40 +144,47 @@ def _pairs(
     """The largest slices of two conditions that are smaller than each alone. Which ones are taken
     follows from their rows, never from results, or their level would not hold.
     """
-    by_rows: dict[bytes, tuple[tuple[str, ...], np.ndarray]] = {}
-    for (first, first_N), (second, second_N) in combinations(singles, 2):
-        both_N = first_N & second_N
-        if MIN_ROWS <= both_N.sum() < min(first_N.sum(), second_N.sum()):
-            by_rows.setdefault(np.packbits(both_N).tobytes(), ((*first, *second), both_N))
-    alone = {np.packbits(mask_N).tobytes() for _, mask_N in singles}
-    pairs = [pair for key, pair in by_rows.items() if key not in alone]
-    return sorted(pairs, key=lambda pair: -int(pair[1].sum()))[:MOST_PAIRS]
+    if not singles:
+        return []
+    masks_CN = np.stack([mask for _, mask in singles])
+    both_CC = _sums(masks_CN, masks_CN.T)  # rows that two slices share
+    sizes_C = both_CC.diagonal()
+    fits_CC = (both_CC >= MIN_ROWS) & (both_CC < np.minimum(sizes_C[:, None], sizes_C))
+    first_P, second_P = np.nonzero(np.triu(fits_CC, 1))
+    order = np.argsort(-both_CC[first_P, second_P], kind="stable")
+    keys = {_key(mask) for mask in masks_CN}
+    pairs: list[tuple[tuple[str, ...], np.ndarray]] = []
+    for first, second in zip(first_P[order].tolist(), second_P[order].tolist(), strict=True):
+        if len(pairs) == MOST_PAIRS:
+            break
+        mask_N = masks_CN[first] & masks_CN[second]
+        if (key := _key(mask_N)) not in keys:
+            keys.add(key)
+            pairs.append(((*singles[first][0], *singles[second][0]), mask_N))
+    return pairs
 
 
-def _scores(masks_CN: np.ndarray, losses_N: np.ndarray, is_left_N: np.ndarray) -> np.ndarray:
-    """What the rows of a candidate lost together, in standard deviations of such a sum when losses
-    are as large as over all rows and of random sign.
-    """
-    sizes_C = masks_CN.sum(axis=1)
-    spread = math.sqrt(float((losses_N**2).mean()))
-    return masks_CN @ (losses_N * is_left_N) / (spread * np.sqrt(sizes_C))
+def _sums(masks_CN: np.ndarray, values_NX: np.ndarray) -> np.ndarray:
+    """(C,) or (C, X) the sums of values over the rows of each candidate, in fp64."""
+    total = np.zeros((len(masks_CN), *values_NX.shape[1:]))
+    counted = np.flatnonzero(values_NX if values_NX.ndim == 1 else values_NX.any(axis=1))
+    for first in range(0, len(counted), _ROWS_AT_ONCE):
+        rows = counted[first : first + _ROWS_AT_ONCE]
+        total += masks_CN[:, rows].astype(np.float64) @ values_NX[rows].astype(np.float64)
+    return total
 
 
-def _largest(masks_CN: np.ndarray, losses_N: np.ndarray) -> np.ndarray:
+def _largest(masks_CN: np.ndarray, losses_N: np.ndarray, scale_C: np.ndarray) -> np.ndarray:
     """By deal, the largest score of any candidate when the sign of each row's loss is drawn."""
     draws = np.random.default_rng([SEED, len(losses_N), len(masks_CN)])
-    spread = math.sqrt(float((losses_N**2).mean()))
-    scale_C = (spread * np.sqrt(masks_CN.sum(axis=1))).astype(np.float32)
-    masks_NC = np.ascontiguousarray(masks_CN.T, dtype=np.float32)
+    sums_RC = np.zeros((DEALS, len(masks_CN)), dtype=np.float32)
     counted = np.flatnonzero(losses_N)
-    values = losses_N[counted].astype(np.float32)
-    masks_NC = masks_NC[counted]
-    largest: list[np.ndarray] = []
-    for _ in range(DEALS // 500):
-        signs = draws.integers(2, size=(500, len(counted)), dtype=np.int8).astype(np.float32)
-        sums = ((2 * signs - 1) * values) @ masks_NC
-        largest.append((sums / scale_C).max(axis=1))
-    return np.concatenate(largest).astype(np.float64)
+    for first in range(0, len(counted), _ROWS_AT_ONCE):
+        rows = counted[first : first + _ROWS_AT_ONCE]
+        signs_RN = draws.integers(2, size=(DEALS, len(rows)), dtype=np.int8).astype(np.float32)
+        values_NC = (masks_CN[:, rows] * losses_N[rows]).astype(np.float32).T
+        sums_RC += (2 * signs_RN - 1) @ values_NC
+    return (sums_RC / scale_C.astype(np.float32)).max(axis=1).astype(np.float64)
 
 
 def _slice(

@@ -25,7 +25,13 @@ GONE = "the model's process has ended, or is stuck"
 
 
 class CannotAnswer(Exception):
-    """A worker's reason why it cannot answer a request or load its model."""
+    """A worker's reason why it cannot answer a request or load its model. param: the parameter of
+    the request that is wrong.
+    """
+
+    def __init__(self, message: str, param: str = "model") -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class Overloaded(Exception):
@@ -96,7 +102,7 @@ class Worker:
         try:
             while (piece := await one.pieces.get()) is not None:
                 if "error" in piece:
-                    raise CannotAnswer(piece["error"])
+                    raise CannotAnswer(piece["error"], piece.get("param", "model"))
                 yield piece
         finally:
             self._waiting -= 1

@@ -13,6 +13,7 @@ from jobs.report.curves import Place
 from jobs.report.page import ASSETS, STYLE
 from jobs.serve.lathe_routes import find_run
 from jobs.serve.limits.disclosure import for_tenant
+from jobs.serve.live import votes
 from jobs.serve.live.series import answers_of, curves_of, place_of
 from jobs.serve.live.stream import Watch
 from jobs.serve.offers import kinds_of
@@ -25,7 +26,7 @@ from jobs.serve.requests import (
     quote,
     shares_of,
 )
-from jobs.serve.rows import KINDS
+from jobs.serve.rows.kinds import KINDS
 from trainer.config.differences import differing, flatten, short_names, written
 
 FOLDER = Path(__file__).with_name("page")
@@ -164,4 +165,5 @@ ROUTES = [
     Route("/lathe/v1/differences", show_differences),
     Route(f"{RUN}/curves", show_curves),
     Route(f"{RUN}/answers", show_answers),
+    *votes.ROUTES,
 ]

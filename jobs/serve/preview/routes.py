@@ -17,9 +17,8 @@ from starlette.routing import Route
 
 from jobs.config import JobConfig
 from jobs.errors import without_places
-from jobs.serve import rows
+from jobs.serve.dialect.new_jobs import new_ticket
 from jobs.serve.offers import held_out_per_mille, world_of
-from jobs.serve.openai_routes import new_ticket
 from jobs.serve.preview.command import MAX_OUTPUT, look
 from jobs.serve.requests import (
     CreateJob,
@@ -31,6 +30,7 @@ from jobs.serve.requests import (
     shares_of,
     writer_of,
 )
+from jobs.serve.rows import checks as rows
 from jobs.serve.tickets import UploadFolder
 from trainer.config.groups import with_steps
 from trainer.devices import device_of
@@ -112,7 +112,7 @@ def _write_rows(keeper: Keeper, ticket: Ticket, offer: Offer, folder: Path) -> V
         if file_id is None:
             continue
         upload = UploadFolder(keeper.folder.uploads / file_id)
-        _refuse_mistakes(param, upload.read())  # so that no line is longer than rows.MAX_LINE
+        _refuse_mistakes(param, upload.read())  # so that no line is too long
         files[place] = start = folder / f"{param}.jsonl"
         with open_file(upload.content) as whole, start.open("wb") as file:
             file.writelines(islice(whole, MOST_ROWS))

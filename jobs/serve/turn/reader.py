@@ -53,6 +53,7 @@ from jobs.serve.turn.troubles import Troubles
 from jobs.serve.uploads import unreadable
 from trainer.errors import LatheError
 from trainer.files.atomic import open_file, refusals
+from trainer.metrics.judge_record import refusals_of
 
 # before a place in metrics.jsonl; their digest shows whether the file is the same
 MARK_BYTES = 4096
@@ -185,8 +186,10 @@ class FolderReader:
         ticket = folder.read() if folder is not None else None
         if folder is None or ticket is None:
             return None
-        failure = folder.read_failure()
-        return Facts(ticket, folder.read_checked(), folder.wishes(), row, failure)
+        failure, checked = folder.read_failure(), folder.read_checked()
+        run = self._run(ticket).path
+        refusals = tuple(_readable(lambda: refusals_of(run)) or ())
+        return Facts(ticket, checked, folder.wishes(), row, failure, refusals)
 
     def rows(self, exp_ids: Collection[str]) -> dict[str, Row]:
         """The states of these experiments; those that were never submitted are missing. Reasons are

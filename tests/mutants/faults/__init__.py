@@ -8,7 +8,9 @@ from tests.mutants.faults import (
     chat,
     data,
     device,
+    dialect,
     exports,
+    harness,
     jobs,
     judging,
     loop,
@@ -22,6 +24,7 @@ from tests.mutants.faults import (
     teachers,
     terminal,
     training,
+    votes,
 )
 
 FAULTS = [
@@ -38,10 +41,13 @@ FAULTS = [
     *chat.FAULTS,
     *device.FAULTS,
     *serve.FAULTS,
+    *dialect.FAULTS,
     *terminal.FAULTS,
     *reliability.FAULTS,
     *search.FAULTS,
     *exports.FAULTS,
+    *harness.FAULTS,
     *agents.FAULTS,
     *api.FAULTS,
+    *votes.FAULTS,
 ]

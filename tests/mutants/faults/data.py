@@ -570,7 +570,7 @@ FAULTS = [
         tests="tests/unit/test_causal_lm_task.py",
     ),
     Fault(
-        "trainer/tasks/causal_lm/task.py",
+        "trainer/tasks/continuation.py",
         "return ids if is_there else [*self.opening, *ids]",
         "return ids",
         why="texts lack the token with which their base was trained to begin",

@@ -83,4 +83,25 @@ FAULTS = [
         why="the plan of a mix of conversations does not end",
         tests=ROWS,
     ),
+    Fault(
+        "trainer/models/encoder_decoder.py",
+        "            texts=self.starts,\n",
+        "",
+        why="the second answer to a prompt of a T5 reads the first one",
+        tests=FORMULAS,
+    ),
+    Fault(
+        "trainer/tasks/preference/model.py",
+        "by_answer.view(len(rows), -1).t().flatten()",
+        "by_answer.view(len(rows), -1).flatten()",
+        why="chosen and rejected answers of a T5 change places",
+        tests=FORMULAS,
+    ),
+    Fault(
+        "trainer/tasks/preference/trained.py",
+        "    if has_prompt and has_answer:\n",
+        "    if has_prompt:\n",
+        why="a tuned model answers no prompt",
+        tests=ROWS,
+    ),
 ]

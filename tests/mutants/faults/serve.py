@@ -2,6 +2,8 @@
 
 from tests.mutants.fault import Fault
 
+WISHES = "tests/numerics/test_wishes.py"
+ASKED = "tests/serve/test_asked_dialect.py"
 VIEW = "tests/serve/test_job_view.py"
 HOSTILE = "tests/serve/test_hostile_requests.py"
 STREAM = "tests/serve/test_live_stream.py"
@@ -86,7 +88,7 @@ FAULTS = [
         tests=f"{HELD_OUT} -k few_rows",
     ),
     Fault(
-        "jobs/serve/openai_routes.py",
+        "jobs/serve/dialect/new_jobs.py",
         "if place < limit)",
         "if place < 0)",
         why="a job has more steps, and a larger batch, than the rows that are left to train on",
@@ -107,63 +109,63 @@ FAULTS = [
         tests="tests/serve/test_tls.py -k comes_with_the_end",
     ),
     Fault(
-        "trainer/models/texts.py",
+        "trainer/models/generation/texts.py",
         "positions_RL = (mask_RL.cumsum(-1) - 1).clamp(min=0)[:, -step_RL.shape[1] :]",
         "positions_RL = (mask_RL * 0 + 1).cumsum(-1)[:, -step_RL.shape[1] :] - 1",
         why="a text that waits beside a longer one is another than alone",
         tests="tests/numerics/test_texts.py",
     ),
     Fault(
-        "trainer/models/texts.py",
+        "trainer/models/generation/sampling.py",
         "is_behind_V[0] = False",
         "pass",
         why="--top_p 0 leaves no token to draw",
         tests="tests/numerics/test_texts.py",
     ),
     Fault(
-        "trainer/models/texts.py",
-        "max(text.temperature, _LEAST_TEMPERATURE)",
-        "text.temperature",
+        "trainer/models/generation/sampling.py",
+        "max(temperature, _LEAST_TEMPERATURE)",
+        "temperature",
         why="a temperature near 0 makes the logits infinite",
         tests="tests/numerics/test_texts.py",
     ),
     Fault(
-        "trainer/models/texts.py",
+        "trainer/models/generation/texts.py",
         "del self.chosen[sum(start < first for start in starts) :]",
         "pass",
         why="log-probabilities tell the tokens of a stop text",
         tests="tests/unit/test_spelling.py",
     ),
     Fault(
-        "trainer/models/texts.py",
+        "trainer/models/generation/texts.py",
         "safe_start = len(self.text.rstrip(TORN)) - max(map(len, self.stops), default=0)",
         "safe_start = len(self.text.rstrip(TORN))",
         why="a stop text of several tokens is not seen",
         tests="tests/unit/test_spelling.py",
     ),
     Fault(
-        "trainer/models/texts.py",
+        "trainer/models/generation/texts.py",
         "return self._before + spelt[len(self._head) :]",
         "return self._before + spelt",
         why="settled tokens are spelt twice",
         tests="tests/unit/test_spelling.py",
     ),
     Fault(
-        "trainer/models/texts.py",
+        "trainer/models/generation/texts.py",
         "            self._settle()",
         "            pass",
         why="every token of a streamed text costs as much as the whole text",
         tests="tests/unit/test_spelling.py",
     ),
     Fault(
-        "trainer/tasks/causal_lm/trained.py",
+        "trainer/tasks/continuation.py",
         "grown(base, texts[start : start + len(rows)], pad=task.pad)",
         "grown(base, texts[start:], pad=task.pad)",
         why="the batch does not bound the texts of one forward",
         tests="tests/numerics/test_texts.py",
     ),
     Fault(
-        "trainer/models/texts.py",
+        "trainer/models/generation/texts.py",
         "if token in self.ends:",
         "if token == min(self.ends):",
         why="a text goes on behind the second token that ends it",
@@ -177,7 +179,7 @@ FAULTS = [
         tests="tests/numerics/test_ways_to_generate.py -k fid",
     ),
     Fault(
-        "trainer/models/texts.py",
+        "trainer/models/generation/texts.py",
         "self.spell(self.made).removesuffix(self.closing)",
         "self.spell(self.made)",
         why="answers end in the <|im_end|> that a tokenizer without that token spells",
@@ -217,6 +219,55 @@ FAULTS = [
         '        key = (run, "final")',
         why="a base is answered for by the trained weights",
         tests="tests/serve/test_answers.py -k base_of_a_run",
+    ),
+    Fault(
+        "trainer/models/generation/sampling.py",
+        "changed_V[~self.grammar.allowed()] = -torch.inf",
+        "pass",
+        why="an answer does not follow its schema",
+        tests=WISHES,
+    ),
+    Fault(
+        "trainer/models/generation/sampling.py",
+        "grammar=self.grammar and self.grammar.copy()",
+        "grammar=self.grammar",
+        why="the second of n answers goes on where the grammar of the first one is",
+        tests=WISHES,
+    ),
+    Fault(
+        "trainer/models/generation/texts.py",
+        "starts = [0, *ends][: len(ends)]",
+        "starts = [0, *ends[:-1]]",
+        why="log-probabilities of an answer without a token end the model's process",
+        tests=WISHES,
+    ),
+    Fault(
+        "trainer/commands/texts/echo.py",
+        "logprobs_V = logprobs_LV[place - 1 - before]",
+        "logprobs_V = logprobs_LV[max(place - 2 - before, 0)]",
+        why="a prompt is scored by the logits of other places",
+        tests=WISHES,
+    ),
+    Fault(
+        "trainer/data/chat/calls.py",
+        "            if call is None:",
+        "            if False:",
+        why="a torn call ends the model's process, or is told as one",
+        tests="tests/unit/test_calls.py",
+    ),
+    Fault(
+        "jobs/serve/answers/replies.py",
+        "if number % self.num_texts == 0",
+        "if True",
+        why="a prompt with several answers is counted several times",
+        tests=ASKED,
+    ),
+    Fault(
+        "jobs/serve/answers/messages.py",
+        "        if kind not in _TEXT_PARTS:",
+        "        if False:",
+        why="a picture in a message is passed over",
+        tests=ASKED,
     ),
     Fault(
         "jobs/serve/preview/routes.py",
@@ -366,14 +417,14 @@ FAULTS = [
         tests=SHARES,
     ),
     Fault(
-        "jobs/serve/rows.py",
+        "jobs/serve/rows/kinds.py",
         'values = as_list(row.get(name), "row", name)',
         "values = row.get(name)",
         why="the text of a list in an upload is learnt as one answer",
         tests=f"{VIEW} -k lists_and_titles",
     ),
     Fault(
-        "jobs/serve/rows.py",
+        "jobs/serve/rows/checks.py",
         "    if _has_many_values(content):\n",
         "    if False:\n",
         why="a row of empty objects costs 60 times its size",
@@ -555,14 +606,14 @@ FAULTS = [
         tests=f"{DISK} -k token_file",
     ),
     Fault(
-        "jobs/serve/app.py",
+        "jobs/serve/faults.py",
         "if number == errno.ENOENT and request.path_params:",
         "if number == -1:",
         why="the second of two deletions is told that it may not read the file",
         tests=f"{DISK} -k two_deletions",
     ),
     Fault(
-        "jobs/serve/openai_routes.py",
+        "jobs/serve/dialect/models.py",
         """    # last: a disk that refuses has deleted nothing, and the same request may come again
     folder.add_wish("delete", client.name)
 """,
@@ -592,7 +643,7 @@ FAULTS = [
         tests=f"{TURNS} -k while_it_runs",
     ),
     Fault(
-        "jobs/serve/rows.py",
+        "jobs/serve/rows/checks.py",
         "value: Any = json_value(content.decode())  # as the trainings read it",
         "value: Any = json.loads(content.decode())",
         why="half of an emoji is taken in, and no training can read it",

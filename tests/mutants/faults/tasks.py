@@ -381,8 +381,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/packed/t5_decoder.py",
-        "own = replace(rows, keys=rows.queries, is_causal=True)",
-        "own = replace(rows, keys=rows.queries)",
+        "own = replace(rows, queries=starts, keys=starts, is_causal=True)",
+        "own = replace(rows, queries=starts, keys=starts)",
         why="a summary sees its own next token",
         tests=f"{FAMILIES} -k 'packed_rows and summariser'",
     ),

@@ -103,9 +103,9 @@ FAULTS = [
         tests=f"{AVERAGES} -k 'by_their_weights or weigh_differently'",
     ),
     Fault(
-        "trainer/averages/average.py",
-        "if any(one.is_whole for one in cfg.train.freeze):",
-        "if False:",
+        "trainer/averages/frozen.py",
+        "if not any(one.is_whole for one in cfg.train.freeze):",
+        "if True:",
         why="an average of saved steps lacks the weights that train.freeze never lets train",
         tests=f"{AVERAGES} -k 'last_steps'",
     ),

@@ -307,6 +307,10 @@ class ChatTemplate:
             return ""
         return spoken.text.rpartition(content)[2] if spoken.needs_end else ""
 
+    def lost_turns(self, messages: Sequence[Message], whole: str) -> list[int]:
+        """The numbers of the messages of which nothing stands in a text that the template wrote."""
+        return self._unwritten.lost_turns(messages, whole)
+
     def opened(self, row: Row) -> str:
         """A conversation as text, up to where the assistant begins to speak."""
         text = self._writer.text(row["messages"], row.get("tools"), is_opened=True)

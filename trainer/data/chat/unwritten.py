@@ -58,21 +58,29 @@ class Unwritten:
 
     def tell_of_others(self, messages: Sequence[Message], whole: str) -> None:
         """Say once of each role that a template writes nothing of one of its turns."""
+        for number in self.lost_turns(messages, whole):
+            role, content = str(messages[number]["role"]), str(messages[number]["content"]).strip()
+            if role in self._told_roles:
+                continue
+            self._told_roles.add(role)
+            log.warning(
+                "the chat template %s writes nothing of a turn of %r, such as %s: the model "
+                "never sees such turns. Name another template in data.chat_template: %s",
+                *(self._writer.name, role, preview(content), legal()),
+            )
+
+    def lost_turns(self, messages: Sequence[Message], whole: str) -> list[int]:
+        """The numbers of the messages of which nothing stands in a text that the template wrote."""
+        lost: list[int] = []
         place = 0
-        for message in messages:
-            role, content = str(message["role"]), str(message["content"]).strip()
+        for number, message in enumerate(messages):
+            content = str(message["content"]).rpartition(_END)[2].strip()  # without thoughts
             start = whole.find(content, place)
             place = max(place, start)
-            if start >= 0 or role in self._told_roles:
-                continue
-            words = re.findall(r"\w+", content)
+            words = re.findall(r"\w+", content) if start < 0 else []
             if words and max(words, key=len) not in whole:
-                self._told_roles.add(role)
-                log.warning(
-                    "the chat template %s writes nothing of a turn of %r, such as %s: the model "
-                    "never sees such turns. Name another template in data.chat_template: %s",
-                    *(self._writer.name, role, preview(content), legal()),
-                )
+                lost.append(number)
+        return lost
 
     def _lost(self, message: Message, text: str) -> str | None:
         """The words for a call or a content that is not in a text."""

@@ -25,6 +25,7 @@ def decode(
     states_SD: Tensor,
     rows: RowStarts,
     *,
+    texts: Tensor | None = None,
     few: absorbed.FewQueries | None = None,
     recompute_every: int | None = None,
 ) -> Tensor:
@@ -32,11 +33,14 @@ def decode(
 
     decoder: a T5Stack, MT5Stack or UMT5Stack; blocks of FiDO's may lack cross-attention. tokens_T:
     what each row's decoder is given. states_SD: what rows read. rows: of the targets, with the
-    tokens that each reads as its keys. few: the same as rectangles, where rows have so few targets
-    that their states need no keys and values. recompute_every: as the encoder's.
+    tokens that each reads as its keys. texts: where each text begins, and where the last one ends,
+    if a row has several, which know nothing of each other. few: the same as rectangles, where rows
+    have so few targets that their states need no keys and values. recompute_every: as the
+    encoder's.
     """
     hidden_TD = decoder.dropout(decoder.embed_tokens(tokens_T))
-    own = replace(rows, keys=rows.queries, is_causal=True)
+    starts = rows.queries if texts is None else texts
+    own = replace(rows, queries=starts, keys=starts, is_causal=True)
     # In umT5 every block has a table of position biases; in other models the first block's serves
     # all.
     is_shared = not decoder.block[-1].layer[0].SelfAttention.has_relative_attention_bias

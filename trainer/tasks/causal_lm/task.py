@@ -15,10 +15,8 @@ from trainer.data.chat.chat_template import ChatTemplate, flags
 from trainer.data.chat.rows import chats
 from trainer.data.chat.unwritten import TOOLS
 from trainer.data.chat.writer import naming
-from trainer.data.formats.conversation import opened, with_input
 from trainer.data.padding import pad_right
-from trainer.data.readers import fields, questions
-from trainer.errors import ConfigError
+from trainer.data.readers import questions
 from trainer.models.decoder.streams import Read
 from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
 from trainer.models.head import OutputLayer
@@ -29,7 +27,7 @@ from trainer.models.packed.layout import pack_labelled
 from trainer.protocol.abilities import ReplyText, Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.config import Config
-from trainer.tasks.causal_lm.trained import replies, reply_row
+from trainer.tasks.continuation import ContinuationTask, replies, reply_row
 from trainer.tasks.distilled import DistilledTask
 from trainer.tasks.token_task import refuse_beyond_positions
 
@@ -87,7 +85,7 @@ class CausalLM(nn.Module):
         ).last_hidden_state.flatten(0, 1)
 
 
-class Task(DistilledTask[Config]):
+class Task(DistilledTask[Config], ContinuationTask[Config]):
     """Texts in, a language model out."""
 
     rows_are_of_files: ClassVar[bool] = True
@@ -95,7 +93,7 @@ class Task(DistilledTask[Config]):
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
         self._last_tokens: tuple[Any, dict[str, list[int]]] | None = None
-        self.chat: ChatTemplate | None = None  # how conversations are written
+        self.chat = None
         if cfg.data.purpose == "conversation":
             template, folder = cfg.data.chat_template, places.data_path
             self.chat = ChatTemplate.of(self.tokenizer, template, folder)
@@ -107,67 +105,6 @@ class Task(DistilledTask[Config]):
 
     def generation(self) -> dict[str, Any]:
         return {"eos_token_id": self.exported_ends, "pad_token_id": self.pad}
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """The token that ends a turn of a conversation, the end token, and those of the base's own
-        generation_config.json.
-        """
-        return list(dict.fromkeys([self.turn_end, *super().ends]))
-
-    @cached_property
-    def turn_end(self) -> int:
-        """The token behind an answer: in a conversation the one that ends a turn, else the end
-        token.
-        """
-        return self.end if self.chat is None else self.chat.turn_end(self.end)
-
-    @cached_property
-    def closing(self) -> str:
-        """What a conversation's template writes behind an answer before its end token, without a
-        token of its own: "" of texts.
-        """
-        return "" if self.chat is None else self.chat.closing
-
-    @cached_property
-    def opening(self) -> list[int]:
-        """The ids that begin every text: the beginning-of-text token of a tokenizer that writes one
-        by itself, as Llama's and Gemma's do.
-        """
-        return vocabulary.opening_of(self.tokenizer)
-
-    def prompt_ids(self, raw: Row, place: str) -> list[int]:
-        """The token ids that the model continues: the one way from a prompt to ids, for evaluation,
-        predict and the service.
-
-        raw: {"messages", "tools"?}: a conversation; its roles are checked, turns of the assistant
-        at its end are left out, and the chat template opens the next one, on the date of training.
-        {"prompt"}: a turn of the user if the task is trained on conversations, else a text.
-        {"text"}: a text that is continued as it stands. place: where it was read, for messages.
-        DataError for what cannot be read; ConfigError for messages if the task is not trained on
-        conversations.
-        """
-        if raw.get("messages") is None and (self.chat is None or raw.get("prompt") is None):
-            name, text = fields.first_given(raw, ("prompt", "text"))
-            text = with_input(raw) if name == "prompt" else text
-            return self._begun(self._ids(fields.text(text, place, name)))
-        if self.chat is None:
-            raise ConfigError(
-                f"{place}: got messages, but the model has not learnt from conversations. Give a "
-                '"prompt".'
-            )
-        row = opened(raw, place)
-        if row.get("tools") and "tools" not in self.chat.words:
-            left_out.note(place, TOOLS, field="tools")
-        return self._ids(self.chat.opened(row))  # the template writes the opening
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _begun(self, ids: list[int]) -> list[int]:
-        """The ids of a text with the opening before them, where they do not begin with it."""
-        is_there = ids[: len(self.opening)] == self.opening
-        return ids if is_there else [*self.opening, *ids]
 
     def rows(self, split: str) -> Iterable[Row]:
         if self.chat is not None:

@@ -44,7 +44,9 @@ class Data(OwnRows):
     lookup: made-up facts.
     """
     max_tokens: Positive = 1024
-    """Of a prompt with one answer: what is longer loses its end."""
+    """Of a prompt with one answer: what is longer loses its end. With an encoder-decoder: of the
+    prompt, and of each answer.
+    """
     chat_template: str | None = None
     """Of conversations: a file (also below --data_path) or the name of a built-in one, "chatml" or
     "plain"; None: the tokenizer's own.

@@ -1,7 +1,7 @@
 """Models that are trained on preferences, and the batches that they read.
 
 S sequences: of pairs the P chosen answers with their prompts, then the P rejected ones. L tokens of
-the longest answer, N scored tokens, A tokens of answers, D width.
+the longest answer, N scored tokens, A tokens of answers, B prompts of an encoder, D width.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from trainer.data.padding import pad_right
 from trainer.models.decoder.streams import Read
+from trainer.models.encoder_decoder import DecoderTexts
 from trainer.models.head import Head, OutputLayer
 from trainer.models.losses import IGNORED, scored_before
 from trainer.models.masks import of_right_padded
-from trainer.models.packed.layout import pack, pack_labelled
+from trainer.models.packed.layout import pack, pack_labelled, pack_targets
 from trainer.protocol.task import Batch
 
 
@@ -59,8 +60,42 @@ class Policy(nn.Module):
         return out
 
 
+class EncoderDecoderPolicy(nn.Module):
+    """An encoder-decoder whose forward gives the log-probability of each answer. Its encoder reads
+    a prompt once for all of its answers.
+    """
+
+    def __init__(self, base: Any, *, recompute_every: int | None = None) -> None:
+        """recompute_every: k computes every k-th block of a stream again in the backward pass."""
+        super().__init__()
+        self.base, self._recompute_every = base, recompute_every
+
+    def forward(
+        self,
+        labels: Tensor,
+        scored: Tensor,
+        target_starts: Tensor | None = None,
+        whole: Tensor | None = None,
+        **prompts: Tensor,
+    ) -> dict[str, Tensor]:
+        """As Policy's, of a batch of `prompts_and_answers`; nll is that of the chosen answers."""
+        texts = DecoderTexts(labels, scored, target_starts)
+        hidden_ND = texts.states(self.base, prompts, recompute_every=self._recompute_every)
+        targets_N = labels.flatten().index_select(0, scored)
+        losses_N = OutputLayer(self.base).losses(hidden_ND, targets_N)
+        grid = losses_N.new_zeros(labels.numel()).index_copy(0, scored, losses_N)
+        by_answer = grid.view_as(labels).sum(1)
+        rows = prompts["starts"][1:] if "starts" in prompts else prompts["input_ids"]
+        out = {"logps": -by_answer.view(len(rows), -1).t().flatten()}
+        if whole is not None:
+            out["nll"] = losses_N.index_select(0, whole).sum()
+        return out
+
+
 class RewardModel(nn.Module):
-    """The body of a language model with a new head on the state of an answer's last token."""
+    """The body of a language model with a new head on the state of an answer's last token. Of a T5
+    it is the encoder.
+    """
 
     def __init__(self, base: Any, read: Read | None, *, seed: int) -> None:
         super().__init__()
@@ -147,3 +182,33 @@ def whole_sequences(ids: Sequence[Sequence[int]], *, pad: int | None) -> Batch:
     tokens, mask = pad_right(ids, pad)
     last = torch.arange(len(ids)) * tokens.shape[1] + lengths - 1
     return {"input_ids": tokens, "attention_mask": mask, "last": last}
+
+
+def prompts_and_answers(
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[Sequence[int]]],
+    *,
+    counts_whole: bool = False,
+    pad: int | None,
+) -> Batch:
+    """B prompts and the answers to each, equally many, as EncoderDecoderPolicy reads them.
+
+    - the prompts as layout.pack packs them; with `pad` input_ids and attention_mask.
+    - labels, scored, target_starts: all answers, those to one prompt side by side, as
+      layout.pack_targets has them; with `pad` without target_starts.
+    - whole (W,): which of the scored tokens belong to the first answer to each prompt; missing
+      without counts_whole.
+    """
+    texts = [answer for of_prompt in answers for answer in of_prompt]
+    batch = pack_targets(texts)
+    if counts_whole:
+        is_first = np.tile(np.arange(len(answers[0])) == 0, len(answers))
+        whole = np.flatnonzero(np.repeat(is_first, [len(text) for text in texts]))
+        batch["whole"] = torch.from_numpy(whole)
+    if pad is None:
+        packed = pack(prompts, bucketed=True)
+        del packed["passage"]
+        return {**packed, **batch}
+    del batch["target_starts"]
+    tokens, mask = pad_right(prompts, pad)
+    return {"input_ids": tokens, "attention_mask": mask, **batch}

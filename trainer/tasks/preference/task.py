@@ -5,7 +5,7 @@ models.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,23 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.userfile import placed
-from trainer.data import lookup, vocabulary
-from trainer.data.chat.chat_template import ChatTemplate, flags
+from trainer.data import lookup
+from trainer.data.chat.chat_template import ChatTemplate
 from trainer.data.readers.own_rows import own_rows
 from trainer.data.readings.row_store import key_of
-from trainer.errors import DataError, LatheError
+from trainer.errors import ConfigError, DataError, LatheError
 from trainer.metrics.mergeable import GatheredValues, Ratio
-from trainer.models import base_source
+from trainer.models import base_source, encoder_decoder
+from trainer.models.families import T5, family_of
 from trainer.protocol.abilities import EncodedRows, Uncut
-from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
+from trainer.protocol.task import Batch, Encoded, Places, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
+from trainer.tasks.continuation import ContinuationTask
 from trainer.tasks.preference import losses, metrics, rows
 from trainer.tasks.preference.config import Config
+from trainer.tasks.preference.forms import Form, OneText, TwoTexts
 from trainer.tasks.preference.losses import ScoredAnswers
-from trainer.tasks.preference.model import Policy, RewardModel, sequences, whole_sequences
+from trainer.tasks.preference.model import EncoderDecoderPolicy, Policy, RewardModel
 from trainer.tasks.preference.start_store import StartStore
-from trainer.tasks.token_task import TokenTask, refuse_beyond_positions
+from trainer.tasks.token_task import refuse_beyond_positions
 
 # What a batch says besides what the model reads.
 _BESIDE = ("start", "margin", "is_desired", "answer_tokens")
@@ -39,7 +42,7 @@ _OTHER = "other_"  # KTO: before the names of the batch of answers behind prompt
 _PAIR, _SINGLE = ("chosen", "rejected"), ("answer", "other")
 
 
-class Task(TokenTask[Config]):
+class Task(ContinuationTask[Config]):
     """A row is a pair of answers, or one answer with a label; the loss is a mean over rows."""
 
     unit: ClassVar[str] = "pairs"
@@ -47,12 +50,19 @@ class Task(TokenTask[Config]):
 
     def __init__(self, cfg: Config, places: Places) -> None:
         self.how = cfg.preference
+        self.form: Form = OneText(self)
+        config = base_source.config_of(cfg.base, places)
         if self.how.loss == "reward":
             self.kind = "encoder"  # pyright: ignore[reportAttributeAccessIssue] (of the experiment)
+        elif config.is_encoder_decoder:
+            self.kind = "seq2seq_lm"  # pyright: ignore[reportAttributeAccessIssue] (of the experiment)
+            self.form = TwoTexts(self)
+        if config.is_encoder_decoder:
+            _refuse_encoder_decoder(cfg, config)
         if not self.how.has_pairs:
             self.unit = "answers"  # pyright: ignore[reportAttributeAccessIssue] (of the experiment)
         super().__init__(cfg, places)
-        self.chat: ChatTemplate | None = None  # how conversations are written
+        self.chat = None
         if cfg.data.source == "chat":
             template, folder = cfg.data.chat_template, places.data_path
             self.chat = ChatTemplate.of(self.tokenizer, template, folder)
@@ -65,6 +75,11 @@ class Task(TokenTask[Config]):
         refuse_beyond_positions(base, self.cfg.data.max_tokens)
         if self.how.loss == "reward":
             return RewardModel(base, self.reader(base), seed=self.cfg.train.seed)
+        if self.kind == "seq2seq_lm":
+            encoder_decoder.refuse_unfit(base, end=self.end, texts="answers")
+            if not self.is_packed:
+                self.recompute(base)
+            return EncoderDecoderPolicy(base, recompute_every=self.cfg.train.recompute_every)
         return Policy(base, self.reader(getattr(base, base.base_model_prefix)))
 
     def generation(self) -> dict[str, Any]:
@@ -72,13 +87,10 @@ class Task(TokenTask[Config]):
             return {}
         return {"eos_token_id": self.exported_ends, "pad_token_id": self.pad}
 
-    @cached_property
-    def ends(self) -> list[int]:
-        """The token that ends a turn of a conversation, the end token, and those of the base's own
-        generation_config.json.
-        """
-        turn_end = self.end if self.chat is None else self.chat.turn_end(self.end)
-        return list(dict.fromkeys([turn_end, *super().ends]))
+    @property
+    def continues_prompts(self) -> bool:
+        """Whether it is a language model; an encoder-decoder answers prompts by trained.py."""
+        return self.kind == "causal_lm"
 
     # Data
     # ----------------------------------------------------------------------------------------------
@@ -107,11 +119,6 @@ class Task(TokenTask[Config]):
                 )
             yield place, raw
 
-    @cached_property
-    def opening(self) -> list[int]:
-        """The ids that begin every text, of a tokenizer that writes some by itself."""
-        return vocabulary.opening_of(self.tokenizer)
-
     @property
     def names(self) -> tuple[str, str]:
         """Of the two answers of an encoded row."""
@@ -122,69 +129,32 @@ class Task(TokenTask[Config]):
 
     def encode_rows(self, rows: Sequence[Row]) -> list[Encoded]:
         """Both answers of each row with their prompts, and which of their tokens are scored."""
-        answers = self.whole_answers([answer for row in rows for answer in row["answers"]])
+        answers = self.form.whole([answer for row in rows for answer in row["answers"]])
         pairs = zip(answers[::2], answers[1::2], strict=True)
         return [self._encoded(row, pair) for row, pair in zip(rows, pairs, strict=True)]
 
-    def whole_answers(self, answers: Sequence[Row]) -> list[dict[str, list[int]]]:
-        """ "ids" and "scored" of each whole answer with its prompt."""
-        if self.chat is not None:
-            return self.chat.tokens(answers, self.end)
-        texts = [answer["text"] for answer in answers]
-        encoding = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        of_answers: list[dict[str, list[int]]] = []
-        for number, answer in enumerate(answers):
-            ids = encoding["input_ids"][number]
-            scored = flags(encoding["offset_mapping"][number], answer["answer_spans"])
-            opening = [] if ids[: len(self.opening)] == self.opening else self.opening
-            whole = {"ids": [*opening, *ids, self.end]}
-            whole["scored"] = [*([0] * len(opening)), *scored, 1]
-            of_answers.append(whole)
-        return of_answers
-
     def _encoded(self, row: Row, answers: Sequence[Mapping[str, list[int]]]) -> Encoded:
-        """The first data.max_tokens tokens of each answer with its prompt. A reward model judges
-        the last token: it stays.
-        """
-        limit, content = self.cfg.data.max_tokens, dict[str, list[int]]()
-        for name, whole in zip(self.names, answers, strict=True):
-            content[name], content[f"{name}_scored"] = self.cut_answer(whole)
+        form = self.form
+        cut = dict(zip(self.names, map(form.cut, answers), strict=True))
+        content, cuts = form.fields(cut), form.cuts(answers)
         content["margin"] = np.asarray([row["margin"]], np.float32).view(np.int32).tolist()
         content["is_desired"] = [int(row["label"])]
-        lost = sum(sum(whole["scored"][limit:]) for whole in answers)
-        lengths = [len(whole["ids"]) for whole in answers]
+        lost, learnt = zip(*map(form.losses_of, answers), strict=True)
         return Encoded(
             content,
-            is_truncated=max(lengths) > limit,
-            lost_labels=(lost, sum(sum(whole["scored"]) for whole in answers)),
-            cuts={"answers": Cut("data.max_tokens", limit, lengths)},
+            is_truncated=any(any(one.lost) for one in cuts.values()),
+            lost_labels=(sum(lost), sum(learnt)),
+            cuts=cuts,
         )
 
-    def cut_answer(self, whole: Mapping[str, list[int]]) -> tuple[list[int], list[int]]:
-        """The ids of an answer with its prompt and which are scored, cut to data.max_tokens."""
-        limit, ids = self.cfg.data.max_tokens, whole["ids"]
-        keeps_last = self.how.loss == "reward" and len(ids) > limit
-        kept = [*ids[: limit - 1], ids[-1]] if keeps_last else ids[:limit]
-        return kept, whole["scored"][:limit]
-
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
-        """The two answers, each with its prompt."""
-        whole = self.whole_answers(row["answers"])
-        return {
-            name: Uncut(
-                [one["ids"]],
-                self.cfg.data.max_tokens,
-                "data.max_tokens",
-                labels_from=one["scored"].index(1),
-            )
-            for name, one in zip(self.names, whole, strict=True)
-        }
+        """The two answers, each with its prompt; of an encoder-decoder also the prompt."""
+        return self.form.uncut(dict(zip(self.names, self.form.whole(row["answers"]), strict=True)))
 
     def encoding_id(self) -> str:
         chat = {} if self.chat is None else self.chat.identity()
         kind = self.how.loss if self.how.loss in ("kto", "reward") else "pairs"
-        opening = self.opening if self.chat is None else []
-        settings = {"max_tokens": self.cfg.data.max_tokens, "kind": kind, "opening": opening}
+        settings = {"max_tokens": self.cfg.data.max_tokens, "kind": kind, **self.form.identity}
         return self.encoded_under(**settings, **chat)
 
     def limits(self) -> dict[str, int]:
@@ -193,11 +163,13 @@ class Task(TokenTask[Config]):
     def specimen(self) -> Row:
         text = self.filler()
         write = rows.text if self.chat is None else rows.conversation
-        answers = [write("word ", text, {}, "specimen") for _ in self.names]
+        prompt = text if self.kind == "seq2seq_lm" else "word "
+        answers = [write(prompt, text, {}, "specimen") for _ in self.names]
         return {"answers": answers, "margin": 0.0, "label": True}
 
     def length(self, encoded: Mapping[str, Any]) -> int:
-        return sum(len(encoded[name]) for name in self.names)
+        names = [*self.names, *(["prompt"] if self.kind == "seq2seq_lm" else [])]
+        return sum(len(encoded[name]) for name in names)
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """What the model reads of the answers: of pairs the chosen ones before the rejected ones;
@@ -209,16 +181,13 @@ class Task(TokenTask[Config]):
         - start (S,) fp32: the answers' log-probabilities under the model that the run begins with;
           of KTO those of the others behind them. Missing before read_start().
         """
-        one, other = self.names
-        sides = [self._side(rows, name) for name in (one, other)]
         if self.how.has_pairs:
-            batch = self.read_answers([*sides[0][0], *sides[1][0]], [*sides[0][1], *sides[1][1]])
+            batch = self.form.batch(rows, self.names)
         else:
-            others = self.read_answers(*sides[1])
-            batch = self.read_answers(*sides[0])
-            batch |= {f"{_OTHER}{name}": tensor for name, tensor in others.items()}
-        scored = [*sides[0][1], *(sides[1][1] if self.how.has_pairs else [])]
-        tokens = [max(1, int(np.asarray(of_row)[1:].sum())) for of_row in scored]
+            answers, others = (self.form.batch(rows, [name]) for name in self.names)
+            batch = answers | {f"{_OTHER}{name}": tensor for name, tensor in others.items()}
+        learnt = self.names if self.how.has_pairs else self.names[:1]
+        tokens = [max(1, self.form.num_learnt(row, name)) for name in learnt for row in rows]
         batch["answer_tokens"] = torch.tensor(tokens)
         margins = np.concatenate([np.asarray(row["margin"], np.int32) for row in rows])
         batch["margin"] = torch.from_numpy(margins.view(np.float32).copy())
@@ -226,17 +195,6 @@ class Task(TokenTask[Config]):
         if self._start is not None:
             batch["start"] = self._of_start(rows)
         return batch
-
-    def _side(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Any], list[Any]]:
-        return [row[name] for row in rows], [row[f"{name}_scored"] for row in rows]
-
-    def read_answers(self, ids: list[Any], scored: list[Any]) -> Batch:
-        """Answers with their prompts as the model reads them."""
-        pad = None if self.is_packed else self.pad
-        if self.how.loss == "reward":
-            return whole_sequences(ids, pad=pad)
-        num_whole = len(ids) // 2 if self.how.loss == "orpo" else 0
-        return sequences(ids, scored, num_whole=num_whole, pad=pad)
 
     # What the start says
     # ----------------------------------------------------------------------------------------------
@@ -282,7 +240,7 @@ class Task(TokenTask[Config]):
 
     @property
     def _keyed(self) -> list[str]:
-        return [field for name in self.names for field in (name, f"{name}_scored")]
+        return self.form.names_of_fields(self.names)
 
     def _of_start(self, rows: Sequence[Mapping[str, Any]]) -> Tensor:
         """(2 B,) of all first answers, then of all second ones."""
@@ -395,6 +353,27 @@ class Task(TokenTask[Config]):
         referred = self.how.is_referred
         more = metrics.of_pairs(rewards, batch["answer_tokens"], answers, is_referred=referred)
         return {"loss": Ratio(loss_P.sum(), self.units(batch)), **more}
+
+
+def _refuse_encoder_decoder(cfg: Config, config: Any) -> None:
+    """ConfigError for what no encoder-decoder of this configuration learns."""
+    family, loss = family_of(config), cfg.preference.loss
+    if loss == "reward" and config.model_type not in T5:
+        raise ConfigError(
+            f"preference.loss='reward' with a {config.model_type}, of which nothing here takes the "
+            f"encoder alone. Use a base of {', '.join(T5)}, or a decoder."
+        )
+    if family.reads_pictures:
+        raise ConfigError(
+            f"base: a {config.model_type} reads pictures, too; want a model of texts alone. Choose "
+            "a T5, a T5Gemma or a decoder."
+        )
+    if loss != "reward" and cfg.data.source == "chat":
+        raise ConfigError(
+            f'data.source="chat" with a {config.model_type}, whose encoder reads the prompt and '
+            "whose decoder writes the answer, each a text: no chat template writes them. Use "
+            'data.source="files" with texts, or a decoder.'
+        )
 
 
 def _read_by_model(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

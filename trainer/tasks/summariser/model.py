@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
+from trainer.models import encoder_decoder
 from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
+from trainer.models.encoder_decoder import DecoderTexts
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy, without_noise
 from trainer.models.losses import IGNORED, PLAIN, Terms
-from trainer.models.packed import t5_decoder, t5_encoder
-from trainer.models.packed.layout import grids_of
-from trainer.models.packed.stream_attention import RowStarts
-from trainer.models.weights import generation_file
 
 if TYPE_CHECKING:
     from trainer.tasks.summariser.config import Generation
@@ -60,7 +56,9 @@ class Summariser(nn.Module):
         token}.
         """
         if generation is not None:
-            return {"tokens": self._generate(without_teacher(source), generation)}
+            own, every = without_teacher(source), self.recompute_every
+            tokens = encoder_decoder.generate(self.base, own, generation, recompute_every=every)
+            return {"tokens": tokens}
         assert labels is not None, "a loss needs summaries"
         if scored is None:
             scored = (labels.flatten() != IGNORED).nonzero()[:, 0]
@@ -80,63 +78,9 @@ class Summariser(nn.Module):
     ) -> Tensor:
         """(N, D) states of the decoder at labelled positions, under teacher forcing."""
         with noisy(self.base.get_encoder().get_input_embeddings(), source):
-            return self._states(without_noise(source), labels, scored, target_starts)
-
-    def _states(
-        self, source: Mapping[str, Tensor], labels: Tensor, scored: Tensor, starts: Tensor | None
-    ) -> Tensor:
-        if starts is not None and "tokens" in source:
-            return self._decode(source, labels, scored, starts)
-        written = self.base.prepare_decoder_input_ids_from_labels(labels)
-        if hasattr(self.base, "model"):  # a T5Gemma, which has its body in one module
-            decoded = self.base.model(**source, decoder_input_ids=written, use_cache=False)
-        else:
-            decoded = self.base.decoder(
-                input_ids=written,
-                encoder_hidden_states=self.base.encoder(**source).last_hidden_state,
-                encoder_attention_mask=source["attention_mask"],
-                use_cache=False,
+            return DecoderTexts(labels, scored, target_starts).states(
+                self.base, without_noise(source), recompute_every=self.recompute_every
             )
-        # pads are dropped first, for the logits of all pads would be most of the cost
-        return decoded.last_hidden_state.flatten(0, 1).index_select(0, scored)
-
-    def _encode(self, source: Mapping[str, Tensor]) -> Tensor:
-        """(M, D) states of the tokens of all documents."""
-        return t5_encoder.encode(self.base.encoder, source, recompute_every=self.recompute_every)
-
-    def _decode(
-        self, source: Mapping[str, Tensor], labels: Tensor, scored: Tensor, starts: Tensor
-    ) -> Tensor:
-        """(N, D) states of the decoder at labelled positions, under teacher forcing."""
-        written = self.base.prepare_decoder_input_ids_from_labels(labels)
-        return t5_decoder.decode(
-            self.base.decoder,
-            written.flatten().index_select(0, scored),
-            self._encode(source),
-            RowStarts(starts, source["starts"], max(labels.shape[1], _longest(source))),
-            recompute_every=self.recompute_every,
-        )
-
-    def _generate(self, source: Mapping[str, Tensor], how: Any) -> Tensor:
-        cache = generation_file.cache_of(self.base.config)
-        if "tokens" not in source:
-            return self.base.generate(**source, past_key_values=cache, **how)
-        states_MD, width = self._encode(source), _longest(source)
-        rows = len(source["starts"]) - 1
-        places_M = source["passage"] * width + source["position"]
-        flat = states_MD.new_zeros(rows * width, states_MD.shape[1]).index_copy(
-            0, places_M, states_MD
-        )
-        mask = places_M.new_zeros(rows * width).index_fill(0, places_M, 1).view(rows, width)
-        states = BaseModelOutput(last_hidden_state=flat.view(rows, width, -1))  # pyright: ignore
-        return self.base.generate(
-            encoder_outputs=states, attention_mask=mask, past_key_values=cache, **how
-        )
-
-
-def _longest(source: Mapping[str, Tensor]) -> int:
-    """The number of places for the longest document."""
-    return max(grid.shape[1] for grid in grids_of(source))
 
 
 def arguments(

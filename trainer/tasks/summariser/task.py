@@ -18,8 +18,8 @@ from trainer.data.padding import flat, pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.files import packages
 from trainer.metrics.mergeable import Ratio
-from trainer.models import base_model, base_source
-from trainer.models.families import SUMMARISERS, family_of, start_of
+from trainer.models import base_model, base_source, encoder_decoder
+from trainer.models.families import family_of
 from trainer.models.losses import IGNORED, Terms
 from trainer.models.packed.layout import pack, pack_targets
 from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, scored_answers
@@ -51,22 +51,7 @@ class Task(DistilledTask[Config]):
     def operate(self, base: Any) -> Summariser:
         config = base.config
         family = family_of(config)
-        if family.start_key is None:
-            raise ConfigError(
-                f"base: a {config.model_type}, want one of the T5 families "
-                f"({', '.join(SUMMARISERS)})."
-            )
-        ends = config.eos_token_id
-        if self.end not in (ends if isinstance(ends, list) else [ends]):
-            raise ConfigError(
-                f"base.config.eos_token_id={ends}, but the tokenizer ends texts with {self.end}: "
-                "summaries would never end. Make them equal, or use the base's own tokenizer."
-            )
-        if start_of(config) is None:
-            raise ConfigError(
-                f"base.config.{family.start_key}: missing. A {family.name} starts every summary "
-                "with this token. Published T5 models use their pad, id 0."
-            )
+        encoder_decoder.refuse_unfit(base, end=self.end, texts="summaries")
         if family.reads_pictures and self.cfg.lora is not None:
             raise ConfigError(
                 f"lora: got a {config.model_type}, of which a part reads pictures, want a base of "

@@ -61,6 +61,7 @@ export function buttons(line, me, say) {
 async function cloneJob(job, say) {
   const full = await get(DIALECT + job.id);
   const used = full.hyperparameters;
+  const method = full.method.type;
   const inputs = {};
   const row = (name, label, value) => {
     inputs[name] = h("input", { id: `clone-${name}`, value });
@@ -72,9 +73,10 @@ async function cloneJob(job, say) {
   const body = await ask("Copy with changes", content, "Start it", () => {
     const value = name => Number(inputs[name].value);
     const hyperparameters = { n_epochs: value("n_epochs"), batch_size: value("batch_size"), learning_rate_multiplier: value("learning_rate_multiplier") };
+    if (method === "dpo") hyperparameters.beta = full.method.dpo.hyperparameters.beta;
     for (const [name, one] of Object.entries({ ...hyperparameters, seed: value("seed") })) if (!Number.isFinite(one)) throw new Error(`${name}: want a number.`);
     return { model: full.model, training_file: full.training_file, validation_file: full.validation_file, seed: value("seed"),
-      suffix: inputs.suffix.value || null, method: { type: "supervised", supervised: { hyperparameters } } };
+      suffix: inputs.suffix.value || null, method: { type: method, [method]: { hyperparameters } } };
   });
   if (body) await sayResult(say, async () => `Started ${(await post("/v1/fine_tuning/jobs", body, { "idempotency-key": newKey() })).id}.`);
 }

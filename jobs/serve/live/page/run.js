@@ -6,6 +6,7 @@ import { Chart, thin } from "./chart.js";
 import { ago, bytes, clean, day, h, number, panel, table } from "./dom.js";
 import { progress } from "./overview.js";
 import { canTalk, Talk } from "./talk.js";
+import { Votes } from "./votes.js";
 
 const LOG_EVERY_MS = 3000, LOG_LINES = 200, HIDDEN = ["tokens", "step"];
 // Charts stand in the order of their groups, each under the name of the first group whose rule the metric's name fits.
@@ -92,7 +93,8 @@ export class Run {
     this.dictionary = panel("Dictionary");
     this.log = new Log(id);
     this.talk = h("div", {});
-    this.node = h("div", {}, h("p", {}, h("a", { href: "#/" }, "All runs")), this.title, this.facts, this.acts, this.message, this.talk, this.curves.node,
+    this.votes = new Votes(id, me);
+    this.node = h("div", {}, h("p", {}, h("a", { href: "#/" }, "All runs")), this.title, this.facts, this.acts, this.message, this.talk, this.votes.node, this.curves.node,
       h("div", { class: "pair" }, this.memory.node, this.attempts.node), this.answers.node, this.log.node, this.dictionary.node);
     this.isMissing = this.isWaiting = Boolean(board.of(id)?.isWaiting);
     this.update();
@@ -138,6 +140,7 @@ export class Run {
     if (line.isWaiting) return;
     if (!before || !has || before.attempts !== line.attempts) this.drawAttempts();
     if (before && Object.keys(before.scores).length + before.step !== Object.keys(line.scores).length + line.step) this.drawAnswers();
+    if (!before || !has) this.votes.load();
     if (canTalk(line) && !this.talk.firstChild) this.talk.append(new Talk(line).node);
     this.log.update();
   }

@@ -15,7 +15,7 @@ from trainer.data import vocabulary
 from trainer.data.control_tokens import ControlTokens
 from trainer.data.padding import flat, pad_right
 from trainer.errors import DataError
-from trainer.models.texts import fitted
+from trainer.models.generation.texts import fitted
 from trainer.protocol.abilities import GREEDY, GeneratedText, Search, by_row
 from trainer.protocol.task import Batch, Cut, Encoded, Row
 from trainer.tasks.cross_attention.decoder.context import Past

@@ -1,0 +1,145 @@
+"""What an address is to be told, as files, so that a server that was killed goes on telling it.
+
+<savedir_base>/_service/webhooks/<digest of the address>/
+    since.json             when the address was first configured: what ended before is not told
+    waiting/<id>.json      a message that has not arrived yet, with its tries
+    told/<id>.json         one that has arrived, or was given up after GIVE_UP_S
+    lock                   held by the server that sends
+
+The id of a message follows from the address, the event and its time: every server makes the same,
+and a repeated message has the same `webhook-id`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs.record.paths import is_there
+from jobs.record.times import now
+from jobs.serve.tickets import Time, read_model
+from trainer.config.block import Strict
+from trainer.files.atomic import create_json, refusals, write_json
+
+
+@dataclass(frozen=True)
+class WebhookEvent:
+    """Something that ended. type: as OpenAI calls it. at: seconds since 1970."""
+
+    type: str
+    object_id: str
+    at: int
+
+    @property
+    def id(self) -> str:
+        """The id of the event, the same for every address."""
+        text = f"{self.type}\0{self.object_id}\0{self.at}"
+        return f"evt_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+class WebhookMessage(Strict):
+    """A message to one address. after_s: seconds since 1970, from which on it is sent again."""
+
+    id: str
+    created_at: Time
+    event_id: str
+    event: str
+    object_id: str
+    ended_at: int
+    tries: int = 0
+    after_s: float = 0.0
+    error: str | None = None  # of the last try
+    arrived_at: Time | None = None
+    given_up_at: Time | None = None
+
+    def payload(self) -> str:
+        """The body of the request, in the format of the OpenAI API."""
+        values: dict[str, Any] = {
+            "id": self.event_id,
+            "object": "event",
+            "created_at": self.ended_at,
+            "type": self.event,
+            "data": {"id": self.object_id},
+        }
+        return json.dumps(values)
+
+
+class FirstSeen(Strict):
+    """When an address was first configured, in seconds since 1970."""
+
+    at: int
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """The messages to one address."""
+
+    path: Path
+
+    @property
+    def waiting(self) -> Path:
+        return self.path / "waiting"
+
+    @property
+    def told(self) -> Path:
+        return self.path / "told"
+
+    def since(self, at: int) -> int:
+        """When the address was first configured: now, if it is new. StorageError."""
+        with refusals(self.path):
+            for folder in (self.waiting, self.told):
+                folder.mkdir(parents=True, exist_ok=True)
+        create_json(self.path / "since.json", {"at": at})
+        first = read_model(self.path / "since.json", FirstSeen)
+        return at if first is None else first.at
+
+    def add(self, event: WebhookEvent) -> None:
+        """Write a message about what ended, unless there is one, or was. StorageError."""
+        digest = hashlib.sha256(f"{self.path.name}\0{event.id}".encode()).hexdigest()[:24]
+        name = f"wh_{digest}"
+        if is_there(self.told / f"{name}.json"):
+            return
+        message = WebhookMessage(
+            id=name,
+            created_at=now(),
+            event_id=event.id,
+            event=event.type,
+            object_id=event.object_id,
+            ended_at=event.at,
+        )
+        create_json(self.waiting / f"{name}.json", message.model_dump(mode="json"))
+
+    def messages(self) -> list[WebhookMessage]:
+        """The messages that have not arrived, the oldest first. OSError, LatheError."""
+        names = sorted(name for name in os.listdir(self.waiting) if name.endswith(".json"))
+        read = (read_model(self.waiting / name, WebhookMessage) for name in names)
+        messages = [message for message in read if message is not None]
+        return sorted(messages, key=lambda message: (message.ended_at, message.id))
+
+    def write(self, message: WebhookMessage) -> None:
+        """Write down how the last try of a message went. StorageError."""
+        path = self.waiting / f"{message.id}.json"
+        write_json(path, message.model_dump(mode="json"))
+        if message.arrived_at or message.given_up_at:
+            with refusals(path):
+                os.replace(path, self.told / path.name)
+
+    @contextmanager
+    def alone(self) -> Generator[bool]:
+        """Whether no other server sends to this address; then none does inside. StorageError."""
+        with refusals(self.path):
+            file = (self.path / "lock").open("ab")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+                return
+            yield True

@@ -1,0 +1,1 @@
+"""`lathe judge`: a trained model against another one, row by row, and the gate before final/."""
