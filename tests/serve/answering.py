@@ -41,7 +41,7 @@ for line in sys.stdin:
         time.sleep(0.01)
     for of, text in enumerate(texts):
         if "texts" in many[of]:
-            say(of=of, vectors=[[1.0, 2.0]], tokens=1)
+            say(of=of, vectors=["AACAPwAAAEA="], tokens=1)  # [1.0, 2.0] in fp32
             continue
         say(of=of, text="you said " + text)
         say(of=of, finish="stop", prompt_tokens=1, tokens=3)
