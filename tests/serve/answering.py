@@ -32,7 +32,8 @@ say(ready=True)
 for line in sys.stdin:
     many = json.loads(line)["many"]
     said = [one["messages"][-1]["content"] if "messages" in one else "" for one in many]
-    texts = [text or one.get("prompt") or one["texts"][0] for text, one in zip(said, many)]
+    others = [(one.get("prompts") or one.get("texts") or [""])[0] for one in many]
+    texts = [text or other for text, other in zip(said, others)]
     with open("asked", "a") as file:
         file.write("".join(text + "\\n" for text in texts))
     if "die" in texts:
