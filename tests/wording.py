@@ -1213,6 +1213,7 @@ JUDGING = wording(
     gate_kept_base="experiment {run}, which it names, has no final/: its gate kept it back",
     gate_score_unknown="judge.gate={name!r}: no such score by row",
     gate_score_untested="judge.gate: {name!r} has no result by row",
+    gate_rows_few="judge.gate={name!r}: {count} rows have this score, and a gain needs",
     gate_no_json="is not JSON ({reason}). Write it such as",
     gate_without_bound="nothing must hold: give gain, at_least or at_most",
     gate_of_slices="is a number of slices: want",

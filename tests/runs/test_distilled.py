@@ -28,8 +28,8 @@ TEACHER: dict[str, Any] = {
     "tokenizer": {"vocab_size": 768, "corpus": "lookup"},
     "data": {"source": "files", "max_tokens": 96},
     "train": {
-        **{"steps": 250, "global_batch": 32, "micro_batch": 32, "eval_batch": 50},
-        **{"precision": "fp32", "log_every": 250, "eval_every": 250, "save_every": 250},
+        **{"steps": 150, "global_batch": 32, "micro_batch": 32, "eval_batch": 50},
+        **{"precision": "fp32", "log_every": 150, "eval_every": 150, "save_every": 150},
     },
     "optim": {"lr": 3e-3},
     "schedule": {"shape": "cosine", "warmup_steps": 20},
@@ -48,6 +48,7 @@ def _score(values: dict[str, Any], folder: Path, savedir: Path) -> dict[str, flo
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_a_student_of_a_trained_teacher_has_a_lower_loss_than_on_labels_alone(
     tmp_path: Path,
 ) -> None:
@@ -61,8 +62,8 @@ def test_a_student_of_a_trained_teacher_has_a_lower_loss_than_on_labels_alone(
         return run_on_ranks(1, _score, values, tmp_path, tmp_path / "runs")[0]
 
     teacher = score(TEACHER)["valid/loss"]
-    seeds, gains = (1, 2, 3), list[float]()
-    for seed in seeds:
+    gains = list[float]()
+    for seed in (1, 2):
         alone = vary(STUDENT, train={"seed": seed}, base={**STUDENT["base"], "seed": seed})
         block = {"base": {"experiment": TEACHER}, "top_k": 256, "weight": 0.5}
         labels, both = score(alone), score({**alone, "teacher": block})

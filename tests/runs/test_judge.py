@@ -150,11 +150,17 @@ def test_what_the_comparison_would_refuse_is_refused_before_the_first_step(
         values_of(data, {"gate": gates[0]}),
         values_of(data, {"against": "0123"}),
         values_of(data, {"gate": {"keep/loss": {"gain": 0}}, "keep": "absent.jsonl"}),
+        values_of(data, {"gate": {"f1": {"gain": 0.0}}}),
+        values_of(data, {"gate": {"em_zz": {"at_least": 0.0}}}),
+        values_of(data, {"gate": {"em": {"at_least": 0.0}}, "answers": 0}),
     ]
     texts = run_on_ranks(1, _refusals, every, data, tmp_path)[0]
     says("gate_score_unknown", texts[0], name="emm", nearest="em")
     says("judged_run_absent", texts[1], run="0123")
     assert "absent.jsonl" in texts[2]
+    says("gate_rows_few", texts[3], name="f1", count=4)
+    says("gate_score_unknown", texts[4], name="em_zz")
+    says("gate_score_unknown", texts[5], name="em")
     rows = (data / "train.jsonl").read_text().splitlines(keepends=True)
     with (data / "test.jsonl").open("a") as file:
         file.writelines(rows[:2])
@@ -162,6 +168,46 @@ def test_what_the_comparison_would_refuse_is_refused_before_the_first_step(
     says("judged_rows_trained", text, count=2, rows=24, split="test")
     assert "row 23 is training row 1" in text
     assert not is_said("gate_score_unknown", text)
+
+
+def _problems(values: dict[str, Any], data: Path, savedir: Path) -> list[str]:
+    """What a dry run says that a run would refuse."""
+    from trainer.launch.preflight import look
+    from trainer.training.options import Options
+    from trainer.training.run_plan import plan
+
+    options = Options(savedir, data_path=data, cache_dir=data / "cache")
+    return look(plan(values, options, world=1, rank=0), options).problems
+
+
+def test_a_dry_run_looks_at_the_other_run_and_at_the_rows_that_are_judged(
+    data: Path, tmp_path: Path
+) -> None:
+    assert run_on_ranks(1, _problems, values_of(data, {}), data, tmp_path)[0] == []
+    with (data / "test.jsonl").open("a") as file:
+        file.writelines((data / "train.jsonl").read_text().splitlines(keepends=True)[:2])
+    (trained,) = run_on_ranks(1, _problems, values_of(data, {}), data, tmp_path)[0]
+    says("judged_rows_trained", trained, count=2, rows=24, split="test")
+    other = values_of(data, {"against": "0123", "overlap": "leave_out"})
+    (absent,) = run_on_ranks(1, _problems, other, data, tmp_path)[0]
+    says("judged_run_absent", absent, run="0123")
+
+
+@pytest.mark.long
+def test_rows_that_the_other_run_was_trained_on_are_refused(data: Path, tmp_path: Path) -> None:
+    other = values_of(data)
+    other["data"] = {**other["data"], "files": {"train": "more.jsonl", "valid": "valid.jsonl"}}
+    other["data"]["files"]["test"] = "test.jsonl"
+    rows = [(data / f"{name}.jsonl").read_text() for name in ("train", "test")]
+    (data / "more.jsonl").write_text("".join(rows))
+    for values in (other, values_of(data)):
+        assert run_on_ranks(1, train_run, values, data, tmp_path) == [0]
+    where = ["-sb", str(tmp_path), "--data_path", str(data), "--cache_dir", str(data / "cache")]
+    where += ["--keep", "nothing", "--answers", "0"]
+    code, text = judge(exp_id(values_of(data)), "--against", exp_id(other), *where)
+    assert code == 2, text
+    says("judged_rows_trained", text, count=22, rows=22, split="test")
+    assert f"of run {exp_id(other)}" in text
 
 
 @pytest.mark.long

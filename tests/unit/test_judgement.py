@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -115,6 +117,66 @@ def test_the_gain_of_a_gate_is_the_worse_end_of_the_interval() -> None:
     between = (low + effect) / 2
     assert refusals(judgement, {"em": Bound(gain=between)})
     assert not refusals(judgement, {"em": Bound(gain=low - 1e-9)})
+
+
+def test_a_gain_of_few_rows_is_not_shown() -> None:
+    before, after = np.zeros(8, dtype=bool), np.ones(8, dtype=bool)
+    judgement = judge([scored(before)], [scored(after)], ROWS[:8])
+    (line,) = refusals(judgement, {"em": Bound(gain=0.0, at_least=0.5)})
+    assert "8 rows count for it" in line
+
+
+def test_what_could_not_be_tested_does_not_hold() -> None:
+    right = draws(0.5, 0)
+    broken = np.ones(400)
+    broken[3] = np.nan
+    before, after = scored(right, np.ones(400)), scored(right, broken)
+    judgement = judge([before], [after], ROWS, gate={"loss": Bound(gain=-1.0)})
+    assert judgement.untested["loss"][:2] == (1.0, None)
+    assert judgement.refusals == [
+        "loss could not be tested: it is not a finite number under both models"
+    ]
+    json.dumps(judgement.record(), allow_nan=False)
+    (line,) = refusals(judgement, {"keep/loss": Bound(gain=-1.0)})
+    assert line.startswith("keep/loss: ")
+
+
+@pytest.mark.parametrize("name", ["emm", "kl"])
+def test_slices_by_a_score_of_no_direction_are_refused(name: str) -> None:
+    right = draws(0.5, 0)
+    sides = [scored(right), scored(right)]
+    for side in sides:
+        side.sums["kl"] = RowSums(np.ones(400), np.ones(400))  # type: ignore[index]
+        side.scores["kl"] = 1.0  # type: ignore[index]
+    with pytest.raises(ValueError, match="slices_by"):
+        judge(sides[:1], sides[1:], ROWS, slices_by=name)
+
+
+def test_texts_of_rows_and_models_are_no_marks_of_the_page() -> None:
+    wild = "a | b\n# x ![p](http://x/y.png) **b** <script> &lt; `c` \ud83d 😀 _i_ $x$"
+    rows = [{**row, "source": wild if n % 8 == 0 else "nq"} for n, row in enumerate(ROWS)]
+    before = np.ones(400, dtype=bool)
+    after = np.array([row["source"] == "nq" for row in rows])
+    judgement = judge([scored(before)], [scored(after)], rows)
+    facts = {"model": "best", "runs": ["a"], "against": "base", "split": "test"}
+    answers = ([wild] * 400, ["b"] * 400)
+    page = report(facts, judgement, rows, [[wild]] * 400, answers)
+    page.encode()
+    from markdown_it import MarkdownIt
+
+    html = MarkdownIt("js-default", {"html": True}).render(page)
+    assert "<img" not in html
+    assert "<script" not in html
+    assert "<em>" not in html
+    assert "😀" in html
+    assert "&amp;lt;" in html
+    cells = {line.count("<td") for line in html.split("<tr>")[1:] if "<td" in line}
+    assert cells <= {5, 6, 7}
+
+
+def test_a_row_with_a_number_that_is_no_float_is_a_row() -> None:
+    table = features([{"size": 10**400 if n % 2 else n, "share": float("nan")} for n in range(80)])
+    assert set(table) == {"size"}
 
 
 def test_a_gate_on_slices_counts_them() -> None:

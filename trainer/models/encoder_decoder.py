@@ -48,7 +48,7 @@ def refuse_unfit(base: Any, *, end: int, texts: str) -> None:
 
 
 @dataclass(frozen=True)
-class Written:
+class DecoderTexts:
     """What a decoder is to write: A texts, the same number for each row of the source, those of a
     row side by side.
     """
@@ -109,7 +109,7 @@ def generate(
 ) -> Tensor:
     """(rows * answers, G) tokens that the decoder writes, with the start token.
 
-    source: as in Written.states, with layout.pack's `passage`. how: arguments of `generate`.
+    source: as in DecoderTexts.states, with layout.pack's `passage`. how: arguments of `generate`.
     """
     cache = generation_file.cache_of(base.config)
     if "tokens" not in source:

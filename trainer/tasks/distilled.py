@@ -5,6 +5,7 @@ every row once before the first step, and what it said goes into batches.
 from __future__ import annotations
 
 import gc
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -50,6 +51,9 @@ class DistilledTask(TokenTask[D], Generic[D]):
     # Rows
     # ----------------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def length(self, encoded: Mapping[str, Any]) -> int: ...
+
     @property
     def draws_targets(self) -> bool:
         """Whether one of several targets of a row is drawn for each epoch."""
@@ -68,7 +72,7 @@ class DistilledTask(TokenTask[D], Generic[D]):
         target, fields = self.target_of(row), _without_draw(row)
         return fields if target is None else {**fields, **flat([target], "targets")}
 
-    def by_target(self, row: Row) -> list[Row]:
+    def by_target(self, row: Row) -> Sequence[Row]:
         """The row once with each target that an epoch may have."""
         if not self.draws_targets:
             return [self.with_one_target(row)]

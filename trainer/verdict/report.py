@@ -57,9 +57,9 @@ def _scores(judgement: Judgement) -> Iterator[str]:
         yield f"| {_cell(name)} | {_number(before)} | {_number(after)} | | | | not tested: {why} |"
     yield ""
     yield (
-        "Intervals: bootstrap over rows, both models on the same rows (and over seeds where there "
-        "are several). p: rows dealt to the models at random, corrected for the number of scores "
-        "(Holm)."
+        "Intervals: bootstrap over rows, both models on the same rows. p: rows dealt to the models "
+        "at random, corrected for the number of scores (Holm). With several seeds both cover the "
+        "choice of seeds, too."
     )
     yield ""
     for name, score in judgement.scores.items():

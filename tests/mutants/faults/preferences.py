@@ -99,8 +99,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/preference/trained.py",
-        '    if raw.get("completion") is not None:\n',
-        '    if "prompt" in raw:\n',
+        "    if has_prompt and has_answer:\n",
+        "    if has_prompt:\n",
         why="a tuned model answers no prompt",
         tests=ROWS,
     ),

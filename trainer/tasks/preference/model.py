@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.data.padding import pad_right
 from trainer.models.decoder.streams import Read
-from trainer.models.encoder_decoder import Written
+from trainer.models.encoder_decoder import DecoderTexts
 from trainer.models.head import Head, OutputLayer
 from trainer.models.losses import IGNORED, scored_before
 from trainer.models.masks import of_right_padded
@@ -79,8 +79,8 @@ class EncoderDecoderPolicy(nn.Module):
         **prompts: Tensor,
     ) -> dict[str, Tensor]:
         """As Policy's, of a batch of `prompts_and_answers`; nll is that of the chosen answers."""
-        written = Written(labels, scored, target_starts)
-        hidden_ND = written.states(self.base, prompts, recompute_every=self._recompute_every)
+        texts = DecoderTexts(labels, scored, target_starts)
+        hidden_ND = texts.states(self.base, prompts, recompute_every=self._recompute_every)
         targets_N = labels.flatten().index_select(0, scored)
         losses_N = OutputLayer(self.base).losses(hidden_ND, targets_N)
         grid = losses_N.new_zeros(labels.numel()).index_copy(0, scored, losses_N)

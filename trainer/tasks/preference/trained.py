@@ -103,13 +103,14 @@ def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     """Of an object with "prompt" and "completion", an answer that is scored, what the task makes of
     both. Of a prompt alone {"ids", "is_turn"}, which is answered.
     """
-    if raw.get("completion") is not None:
+    has_prompt, has_answer = (raw.get(name) is not None for name in ("prompt", "completion"))
+    if has_prompt and has_answer:
         write = rows_of_task.text if task.chat is None else rows_of_task.conversation
-        answer = write(raw.get("prompt"), raw["completion"], raw, place)
+        answer = write(raw["prompt"], raw["completion"], raw, place)
         return dict(task.form.whole([answer])[0])
-    if task.continues_prompts:
+    if task.continues_prompts and not has_answer:
         return continuation.row_to_predict(task, raw, place)
-    if task.how.loss == "reward":
+    if has_answer or task.how.loss == "reward":
         raise DataError(
             f"{place}: want 'prompt' and 'completion', the answer that is scored (keys: "
             f"{', '.join(raw) or 'none'}).",
@@ -144,14 +145,14 @@ def predict(
         numbers["is_turn" in row].append(number)
     of_rows: dict[int, dict[str, Any]] = {}
     for is_prompt, own in numbers.items():
-        answer = _answered if is_prompt else _scored
+        of_kind = _answer if is_prompt else _score
         if own:
-            found = answer(task, model, [rows[number] for number in own], how)
-            of_rows.update(zip(own, found, strict=True))
+            results = of_kind(task, model, [rows[number] for number in own], how)
+            of_rows.update(zip(own, results, strict=True))
     return [of_rows[number] for number in range(len(rows))]
 
 
-def _scored(
+def _score(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
     name, form = task.names[0], task.form
@@ -176,7 +177,7 @@ def language_model(task: Any, model: Any) -> Any:
     return model.base
 
 
-def _answered(
+def _answer(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
     if task.continues_prompts:

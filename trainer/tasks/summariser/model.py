@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainer.models import encoder_decoder
 from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
-from trainer.models.encoder_decoder import Written
+from trainer.models.encoder_decoder import DecoderTexts
 from trainer.models.head import OutputLayer
 from trainer.models.inputs.neftune import noisy, without_noise
 from trainer.models.losses import IGNORED, PLAIN, Terms
@@ -78,7 +78,7 @@ class Summariser(nn.Module):
     ) -> Tensor:
         """(N, D) states of the decoder at labelled positions, under teacher forcing."""
         with noisy(self.base.get_encoder().get_input_embeddings(), source):
-            return Written(labels, scored, target_starts).states(
+            return DecoderTexts(labels, scored, target_starts).states(
                 self.base, without_noise(source), recompute_every=self.recompute_every
             )
 
