@@ -32,7 +32,8 @@ say(ready=True)
 for line in sys.stdin:
     many = json.loads(line)["many"]
     said = [one["messages"][-1]["content"] if "messages" in one else "" for one in many]
-    texts = [text or one.get("prompt") or one["texts"][0] for text, one in zip(said, many)]
+    others = [(one.get("prompts") or one.get("texts") or [""])[0] for one in many]
+    texts = [text or other for text, other in zip(said, others)]
     with open("asked", "a") as file:
         file.write("".join(text + "\\n" for text in texts))
     if "die" in texts:
@@ -41,7 +42,7 @@ for line in sys.stdin:
         time.sleep(0.01)
     for of, text in enumerate(texts):
         if "texts" in many[of]:
-            say(of=of, vectors=[[1.0, 2.0]], tokens=1)
+            say(of=of, vectors=["AACAPwAAAEA="], tokens=1)  # [1.0, 2.0] in fp32
             continue
         say(of=of, text="you said " + text)
         say(of=of, finish="stop", prompt_tokens=1, tokens=3)
