@@ -100,6 +100,7 @@ def copy(tmp_path: Path) -> Iterator[Copy]:
             os.killpg(facts["pid"], 9)
 
 
+@pytest.mark.long
 def test_the_commands_of_the_page_run_an_experiment(copy: Copy) -> None:
     assert len(COMMAND.findall(PAGE.read_text())) == 3
     assert "ok" in copy.command(0)

@@ -146,7 +146,7 @@ def test_on_slurm(place: Make, tmp_path: Path, words: tuple[str, ...]) -> None:
         assert {row["attempts"] for row in rows} == {1}
 
 
-@pytest.mark.parametrize("count", long_but((24,), (24, 40)))
+@pytest.mark.parametrize("count", long_but((), (24, 40)))
 def test_on_the_local_queue(place: Make, queue: Path, count: int) -> None:
     here = place(count)
     happened = storm(here, "local", within_s=150, seed=3)

@@ -49,6 +49,7 @@ def sky(spec: JobSpec) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.long
 def test_an_export_begins_with_how_far_it_was_validated(kind: Kind) -> None:
     lines = export(make(JOBS[kind]), kind).splitlines()
     assert any(line.startswith("# Validated: ") for line in lines[:2])

@@ -193,6 +193,7 @@ def test_a_drained_node_and_a_held_job_are_explained(
     made.until_all("succeeded")
 
 
+@pytest.mark.long
 def test_a_job_that_slurm_has_forgotten_is_lost_unless_it_left_an_outcome(
     place: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -312,6 +312,7 @@ def test_the_script_of_the_tasks_page_answers(
     )
 
 
+@pytest.mark.long
 def test_an_evaluation_is_told_to_the_run_in_wandb(
     values: dict[str, Any],
     folder: Path,

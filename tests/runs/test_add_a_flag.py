@@ -33,6 +33,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in COMMAND.findall(PAGE.read_text())]
 
 
+@pytest.mark.long
 def test_the_flag_of_the_page_is_passed_on_to_a_job(copy: Path) -> None:
     test, _ = commands()
     printed = run_python(copy, *test, *NO_CACHE, "-k", "note or knows")

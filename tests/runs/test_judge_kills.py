@@ -19,23 +19,23 @@ pytestmark = pytest.mark.long
 # Where a start dies: a function that is called in the comparison or behind it, and whether the
 # process ends before it or after it.
 PLACES = [
-    ("judge_run.run_judge", "after"),
-    ("judge_run.judge_record.record", "after"),
-    ("judge_run._promote", "after"),
-    ("judge_run._link", "after"),
-    ("judge._pairs_of_answers", "before"),
+    ("end_of_run.run_judge", "after"),
+    ("end_of_run.judge_record.record", "after"),
+    ("end_of_run._promote", "after"),
+    ("end_of_run._link", "after"),
+    ("compare._pairs_of_answers", "before"),
 ]
 
 
 def _train_dying(
     values: dict[str, Any], data: Path, savedir: Path, place: str, when: str
 ) -> int | None:
-    from trainer.evaluation import judge, judge_run
+    from trainer.judging import compare, end_of_run
 
     class Killed(BaseException):
         pass
 
-    owner: Any = {"judge": judge, "judge_run": judge_run}[place.partition(".")[0]]
+    owner: Any = {"compare": compare, "end_of_run": end_of_run}[place.partition(".")[0]]
     *between, name = place.split(".")[1:]
     for one in between:
         owner = getattr(owner, one)
@@ -61,7 +61,7 @@ def _all(values: dict[str, Any], data: Path, savedir: Path, best: bool) -> list[
         savedir_of_place = savedir / str(number)
         folder = savedir_of_place / exp_id(values)
         died = _train_dying(values, data, savedir_of_place, place, when)
-        if died is not None and (best or place != "judge_run._link"):
+        if died is not None and (best or place != "end_of_run._link"):
             faults.append(f"{place}: nothing died")
         if (
             json.loads((folder / "status.json").read_text())["state"] == "succeeded"

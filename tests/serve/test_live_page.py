@@ -343,6 +343,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, world: Service) -> No
     assert "at step 1" in browser.texts(".readout")[0]
 
 
+@pytest.mark.long
 def test_a_token_is_asked_for_and_stays_in_memory(
     browser: Browser, world: Service, tmp_path: Path, token_file: tuple[Path, dict[str, str]]
 ) -> None:

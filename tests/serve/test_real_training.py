@@ -56,6 +56,7 @@ def losses(client: OpenAI, job_id: str) -> list[float]:
     return [data["train_loss"] for data in reversed(found) if "train_loss" in data]
 
 
+@pytest.mark.long
 def test_the_tiny_chat_model_learns_and_everything_of_it_is_there(real: Service) -> None:
     client = real.client()
     made = tuned(client, "tiny-chat", CHAT, hyperparameters={"learning_rate_multiplier": 2.0})

@@ -216,6 +216,7 @@ def test_a_save_killed_at_any_file_boundary_leaves_the_old_or_the_new_checkpoint
     assert boundary > 20
 
 
+@pytest.mark.long
 def test_a_replacement_killed_at_any_file_boundary_never_loses_the_step(tmp_path: Path) -> None:
     boundary, code = 0, KILLED
     while code == KILLED:

@@ -46,6 +46,7 @@ def test_meteor_of_equal_texts_is_that_of_one_chunk() -> None:
     )  # all words match, in 1 chunk of 4
 
 
+@pytest.mark.long
 def test_meteor_without_wordnet_says_how_to_get_it(tmp_path: Path) -> None:
     """In a process of its own: NLTK remembers what it has read."""
     pytest.importorskip("nltk")

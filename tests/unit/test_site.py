@@ -52,6 +52,7 @@ def test_every_page_is_in_the_menu_of_the_site() -> None:
     assert {page for page in found if not page.startswith(OUTSIDE_THE_MENU)} == set(pages_of(menu))
 
 
+@pytest.mark.long
 def test_the_site_builds_and_every_link_and_anchor_leads_somewhere(tmp_path: Path) -> None:
     pytest.importorskip("zensical")
     shutil.copytree(ROOT / "docs", tmp_path / "docs")

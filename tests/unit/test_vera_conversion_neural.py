@@ -92,6 +92,7 @@ def cache_of(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_batch_says_what_each_text_alone_says(model: str, tmp_path: Path) -> None:
     together = converter(model, tmp_path / "a")(TEXTS)
     alone = converter(model, tmp_path / "b", batch=1)
@@ -99,6 +100,7 @@ def test_a_batch_says_what_each_text_alone_says(model: str, tmp_path: Path) -> N
     assert len(set(together)) > 1
 
 
+@pytest.mark.long
 def test_answers_are_greedy_and_end_by_256_tokens(model: str, tmp_path: Path) -> None:
     loaded = T5ForConditionalGeneration.from_pretrained(model).eval()
     used = converter(model, tmp_path)

@@ -130,6 +130,45 @@ def tune():
     assert ask(messages=QUESTION, **{**HOW, "model": done.fine_tuned_model}).choices
 
 
+def preferences():
+    lines = [
+        {
+            "input": {"messages": QUESTION},
+            "preferred_output": [{"role": "assistant", "content": f"It is red, {number}."}],
+            "non_preferred_output": [{"role": "assistant", "content": f"No, {number}."}],
+        }
+        for number in range(8)
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("pairs.jsonl", content), purpose="fine-tune")
+    method = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 1, "beta": 0.1}}}
+    jobs = client.fine_tuning.jobs
+    job = jobs.create(model=MODEL, training_file=file.id, method=method)
+    done = until(lambda: jobs.retrieve(job.id), lambda one: one.status in ("succeeded", "failed"))
+    assert done.status == "succeeded", done.error
+    assert ask(messages=QUESTION, **{**HOW, "model": done.fine_tuned_model}).choices
+    (point, *_) = jobs.checkpoints.list(job.id)
+    assert ask(messages=QUESTION, **{**HOW, "model": point.fine_tuned_model_checkpoint}).choices
+
+
+def batch():
+    bodies = [{**HOW, "messages": QUESTION, "n": number} for number in (1, 2)]
+    lines = [
+        {"custom_id": str(at), "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for at, body in enumerate(bodies)
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("asked.jsonl", content), purpose="batch")
+    how = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    made = client.batches.create(input_file_id=file.id, **how)
+    over = ("completed", "failed", "expired", "cancelled")
+    done = until(lambda: client.batches.retrieve(made.id), lambda one: one.status in over)
+    assert done.status == "completed", done
+    told = client.files.content(done.output_file_id).text.splitlines()
+    bodies = {one["custom_id"]: one["response"]["body"] for one in map(json.loads, told)}
+    assert [len(bodies[name]["choices"]) for name in ("0", "1")] == [1, 2]
+
+
 tried("models", models)
 tried("chat", chat)
 tried("chat: an answer's message sent back", answer_back)
@@ -146,3 +185,6 @@ tried("embeddings: floats, token ids", floats)
 tried("embeddings: fewer dimensions", dimensions)
 tried("files", files)
 tried("fine-tuning, to an answer of the model", tune)
+if hasattr(client.fine_tuning.jobs, "pause"):  # the types of older ones know one method
+    tried("fine-tuning by preferences, a checkpoint asked", preferences)
+tried("batches", batch)

@@ -84,4 +84,32 @@ FAULTS = [
         why="a run that its gate refused trains its end again at every start",
         tests=RUNS,
     ),
+    Fault(
+        "trainer/verdict/paired.py",
+        "p = second - first - half, second - first + half, max(p, p_of_seeds)",
+        "p = second - first - half, second - first + half, p",
+        why="two groups of seeds of one recipe are said to differ",
+        tests=PAIRED,
+    ),
+    Fault(
+        "trainer/verdict/judgement.py",
+        "if score.outcome.num_rows < FEWEST_ROWS:",
+        "if score.outcome.num_rows < 0:",
+        why="a gate lets through what eight rows say",
+        tests=JUDGEMENT,
+    ),
+    Fault(
+        "trainer/judging/compare.py",
+        "if comparison.before.model != START:",
+        "if not comparison.before.model:",
+        why="a run is compared with one that has trained on the rows",
+        tests=RUNS,
+    ),
+    Fault(
+        "trainer/judging/end_of_run.py",
+        "if not on_main(lambda: has_line(plan.folder / METRICS, step, _WORSE_SLICES)):",
+        "if step:",
+        why="a comparison that died is logged twice",
+        tests="tests/runs/test_judge_kills.py",
+    ),
 ]

@@ -43,8 +43,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/distilled.py",
-        '        every = [{**_without_draw(row), **flat([one], "targets")}',
-        '        every = [{**_without_draw(row), **flat([list(one)[:1]], "targets")}',
+        'every: list[Row] = [{**rest, **flat([one], "targets")}',
+        'every: list[Row] = [{**rest, **flat([list(one)[:1]], "targets")}',
         why="an answer that an epoch draws was never read",
         tests=VALUES,
     ),
