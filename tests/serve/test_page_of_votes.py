@@ -134,8 +134,9 @@ def test_answers_are_never_a_script_and_axe_finds_nothing_wrong(
                 assert violations(browser) == [], (scheme, width)
                 assert browser.run("return document.documentElement.scrollWidth") <= width
         browser.press("They are equal")
+        browser.until(f"{TEXT}.includes('You voted on all 1')")
         browser.press("Show the result so far")
-        browser.until(f"{TEXT}.includes('1 vote')")
+        browser.until(f"{TEXT}.includes('1 vote of 1 person')")
         assert violations(browser) == []
     finally:
         browser.prefer("light")

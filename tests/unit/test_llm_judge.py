@@ -45,16 +45,16 @@ Answer = Callable[[str], "str | tuple[int, dict[str, str], Any]"]
 @contextmanager
 def endpoint(answer: Answer) -> Iterator[Endpoint]:
     """An endpoint of the OpenAI dialect on the loopback."""
-    asked, lock = Endpoint(), threading.Lock()
+    place, lock = Endpoint(), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             (message,) = body["messages"]
             with lock:
-                asked.bodies.append(body)
-                asked.keys.add(self.headers.get("authorization"))
-                asked.messages.append(message["content"])
+                place.bodies.append(body)
+                place.keys.add(self.headers.get("authorization"))
+                place.messages.append(message["content"])
                 said = answer(message["content"])
             if isinstance(said, str):
                 choice = {"index": 0, "message": {"role": "assistant", "content": said}}
@@ -67,6 +67,10 @@ def endpoint(answer: Answer) -> Iterator[Endpoint]:
             self.end_headers()
             self.wfile.write(content)
 
+        def do_GET(self) -> None:  # what follows a redirect of a POST
+            place.keys.add(self.headers.get("authorization"))
+            self.send_error(404)
+
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
@@ -74,8 +78,8 @@ def endpoint(answer: Answer) -> Iterator[Endpoint]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        asked.url = f"http://127.0.0.1:{server.server_port}/v1"
-        yield asked
+        place.url = f"http://127.0.0.1:{server.server_port}/v1"
+        yield place
     finally:
         server.shutdown()
         server.server_close()
@@ -251,7 +255,7 @@ def test_what_is_no_endpoint_of_the_dialect_is_told(folder: Path, document: Any)
 def test_a_redirect_does_not_take_the_key_elsewhere(folder: Path) -> None:
     with endpoint(prefers_yes) as other:
         leads = {"location": f"{other.url}/chat/completions"}
-        with endpoint(lambda _: (307, leads, {})) as place, refused("llm_refuses", status=307):
+        with endpoint(lambda _: (302, leads, {})) as place, refused("llm_refuses", status=302):
             ask(place, folder, key=KEY)
     assert other.keys == set()
 
