@@ -17,7 +17,14 @@ from tests.unit.test_formats import FIXTURES, NONE, facts, one_tokenizer, task_o
 from tests.unit.test_own_rows import write_lines, write_table
 from tests.wording import Fault, fault, refused
 from trainer import tasks
-from trainer.config.formats.layouts import CHATS, COMPLETIONS, QUERIES, QUESTIONS, SUMMARIES
+from trainer.config.formats.layouts import (
+    CHATS,
+    COMPLETIONS,
+    QUERIES,
+    QUESTIONS,
+    SUMMARIES,
+    Layout,
+)
 from trainer.config.identity import exp_id
 from trainer.config.own_rows import OwnRows, Splits
 from trainer.data import left_out
@@ -570,3 +577,9 @@ def test_json_that_is_one_object_over_several_lines_is_a_row(tmp_path: Path) -> 
     (tmp_path / "torn.json").write_text('{"text": "a",\n"more": [1]\n')
     with refused("json_malformed", at="line 1"):
         list(placed_rows(tmp_path / "torn.json"))
+
+
+def test_rows_to_predict_are_read_where_the_task_trained_on_made_up_ones(tmp_path: Path) -> None:
+    row = {"prompt": "Where does Bal Kor live?"}
+    found = unlabelled([("row 1", row)], OwnRows(), Layout(()), tmp_path)
+    assert [dict(one) for _, one in found] == [row]
