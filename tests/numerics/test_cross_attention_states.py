@@ -24,7 +24,6 @@ from trainer.data.token_store import TokenStore, store_of
 from trainer.protocol.task import Batch, Places
 from trainer.recipes.cross_attention import preparation
 from trainer.recipes.cross_attention.preparation import Preparation, Prepared
-from trainer.tasks.cross_attention.encoder_states import writing
 from trainer.tasks.cross_attention.encoder_states.reading import StateCache
 from trainer.tasks.cross_attention.task import Task
 
@@ -311,9 +310,9 @@ def test_a_full_disk_is_refused_before_the_base_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage: Callable[[Path], Any] = shutil.disk_usage
-    monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
     monkeypatch.setattr(Task, "model", lambda _: pytest.fail("the model was loaded"))
-    with refused("states_do_not_fit", free="0.0 KiB"):
+    with refused("states_do_not_fit", free="1.0 KiB"):
         prepare(values_of(folder), folder, tmp_path / "out")
 
 
