@@ -29,6 +29,7 @@ from trainer.config import deepspeed_config
 from trainer.config.optimizer.lora import Lora
 from trainer.config.schema import Optim, Train
 from trainer.models import adapters
+from trainer.models.head import OutputLayer
 from trainer.models.packed import absorbed, t5_decoder
 from trainer.models.packed.stream_attention import RowStarts
 from trainer.runtime import distributed
@@ -134,7 +135,9 @@ def test_nothing_as_long_as_the_passages_is_kept_but_their_states() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model._loss(encoded, batch)
+        hidden_ND = model._decode_stream(encoded, batch)
+        targets_N = batch["labels"].flatten().index_select(0, batch["scored"])
+        loss = OutputLayer(model.t5).loss(hidden_ND, targets_N)
     assert list(kept.values()) == [encoded.numel()]
     assert weights
     assert weights <= {weight.untyped_storage().data_ptr() for weight in model.parameters()}
