@@ -34,7 +34,8 @@ def write(client: str, results: dict[str, str], reasons: dict[str, str], order: 
     lines = [["call", *names], ["---"] * (len(names) + 1)]
     lines += [[call, *(columns[one].get(call, ABSENT) for one in names)] for call in calls]
     table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-    why = {call: reason for call, reason in {**earlier, **reasons}.items() if call in calls}
+    refused = {call for one in names for call, end in columns[one].items() if end == "refused"}
+    why = {call: reason for call, reason in {**earlier, **reasons}.items() if call in refused}
     words = "".join(f"- {call}:\n\n```\n{why[call]}\n```\n\n" for call in sorted(why))
     before, _, rest = PAGE.read_text().partition(START)
     after = rest.partition(END)[2]

@@ -3,7 +3,7 @@
 import json
 
 from calls import CHAT, LOOK_UP, MODEL, QUESTION, ROWS, SCHEMA, TOOLS, URL, VECTORS, tried, until
-from openai import OpenAI
+from openai import VERSION, OpenAI
 
 HERE = {"base_url": URL, "api_key": "none", "max_retries": 0}
 client = OpenAI(**HERE, _strict_response_validation=True)
@@ -133,7 +133,7 @@ def tune():
 def preferences():
     lines = [
         {
-            "input": {"messages": QUESTION},
+            "input": {"messages": [{"role": "user", "content": f"What colour is {number}?"}]},
             "preferred_output": [{"role": "assistant", "content": f"It is red, {number}."}],
             "non_preferred_output": [{"role": "assistant", "content": f"No, {number}."}],
         }
@@ -185,6 +185,6 @@ tried("embeddings: floats, token ids", floats)
 tried("embeddings: fewer dimensions", dimensions)
 tried("files", files)
 tried("fine-tuning, to an answer of the model", tune)
-if hasattr(client.fine_tuning.jobs, "pause"):  # the types of older ones know one method
+if VERSION.startswith("3."):
     tried("fine-tuning by preferences, a checkpoint asked", preferences)
 tried("batches", batch)
