@@ -112,6 +112,7 @@ VALUES: dict[str, list[Any]] = {
     "data.splits": [{"train": "other"}],
     "data.valid_sets": [{"hard": "hard.jsonl"}],
     "metrics": ["mine.py:style"],
+    "judge.gate": [{"loss": {"gain": 0.0}}],
     "train.best_is": ["min"],
     "data.mix": [_MIX, _MIX_OF_TASKS],
     "data.rankings": [{"train": "other.trec"}],
@@ -166,7 +167,8 @@ def leaves(block: Any, above: str = "", of_block: str | None = None) -> Iterator
         inner = [] if get_origin(field.annotation) is list else inner
         kind = of_block or block.list_of(name)
         assert kind or inner, f"{block.__name__}.{name} stands in neither list (docs/add-a-key.md)"
-        is_list = get_origin(field.annotation) is tuple  # of blocks, which change as a whole
+        # blocks in a list or by a name change as a whole
+        is_list = get_origin(field.annotation) in (tuple, dict)
         if kind == "encoded" or not inner or is_list:
             yield path, str(kind)
             continue
