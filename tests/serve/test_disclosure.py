@@ -4,6 +4,7 @@ there.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -79,14 +80,12 @@ def talkative(world: World, exp_id: str) -> None:
 def requests(world: World, ids: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
     """(method, path) of every route of the server, for each of these values of its parameters."""
     for route in world.client.app.app.routes:  # type: ignore[attr-defined]
-        names = re.findall(r"{(\w+)}", route.path)
         for method in sorted(route.methods - {"HEAD"}):
             for query in QUERIES.get(route.path, ("",)):
                 path = f"{route.path}{query}"
-                needed = re.findall(r"{(\w+)}", path)
-                values = ids[needed[0]] if needed else [""]
-                assert len(names) <= 1
-                yield from ((method, re.sub(r"{\w+}", value, path)) for value in values)
+                needed = list(dict.fromkeys(re.findall(r"{(\w+)}", path)))
+                for values in itertools.product(*(ids[name] for name in needed)):
+                    yield method, path.format(**dict(zip(needed, values, strict=True)))
 
 
 def test_no_answer_tells_a_tenant_of_places_tracebacks_or_others(
@@ -113,6 +112,9 @@ def test_no_answer_tells_a_tenant_of_places_tracebacks_or_others(
         "file_id": [job["training_file"] for job in everything] + jobs[good["id"]]["result_files"],
         "model": ["tiny-chat", tuned],
         "name": ["index.html", "page.js", "none"],
+        "checkpoint": [f"{tuned}:ckpt-step-1", "none"],
+        "permission_id": ["none"],
+        "batch_id": ["batch_none"],
     }
     bodies: list[Any] = [
         {},
