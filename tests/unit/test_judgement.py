@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -213,3 +214,14 @@ def test_calibration_is_the_mean_distance_over_bins_of_equally_many_rows() -> No
     assert one.confidence == pytest.approx(0.5)
     # bins of ten rows: .1 above 0 five times; then .1 below 1 four times, .9 above 0 once
     assert one.error == pytest.approx((5 * 0.1 + 4 * 0.1 + 0.9) / 10)
+
+
+def test_the_confidence_of_answers_is_that_of_rows_that_were_asked() -> None:
+    right = np.array([True] * 40 + [False] * 360)
+    asked_N = np.full(400, np.nan)
+    asked_N[:80] = 0.75
+    sides = [replace(scored(right), confidence_N=one) for one in (asked_N, asked_N)]
+    first, _ = judge(sides[:1], sides[1:], ROWS).calibrations or (None, None)
+    assert first is not None
+    assert (first.num_rows, first.right, first.confidence) == (80, 0.5, 0.75)
+    assert judge([scored(right)], [scored(right)], ROWS).calibrations is None

@@ -27,7 +27,6 @@ from trainer.metrics.intervals import RowSums
 from trainer.protocol.abilities import Answers, Replies, ReplyText, question_of
 from trainer.runtime import distributed, rng
 from trainer.training.scoring import Frozen, answer, evaluate_rows, scores_of_answer
-from trainer.verdict.calibration import Confidence, calibration
 from trainer.verdict.judgement import ScoredRows
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def results_of(
         labels[numbers.start : numbers.stop] = [source] * len(numbers)
     texts: list[str | None] = [None] * len(raw)
     references: list[Sequence[str]] = [[] for _ in raw]
-    confidence: dict[int, float] = {}
+    confidence_N = np.full(len(raw), np.nan)
     if isinstance(task, Answers):
         questions = [question_of(task, row) for row in raw]
         references = [row["answers"] for row in questions]
@@ -89,13 +88,12 @@ def results_of(
         asked = _reply_rows(task, store, len(raw), num_replies)
         for row, reply in _replies(model.model, task, asked, **how):
             texts[row], references[row] = reply.text, [asked[row]["reference"]]
-            confidence[row] = reply.probability
+            confidence_N[row] = reply.probability
     for name, one in _sums_of_texts(task, texts, references).items():
         scores[name], sums[name] = one.value(), one
     for name, one in sums_by_label(sums, labels).items():
         scores[name], sums[name] = one.value(), one
-    calibrated = _calibration(confidence, sums.get(_RIGHT))
-    return ScoredRows(scores, sums, texts, calibrated), RowTexts(
+    return ScoredRows(scores, sums, texts, confidence_N), RowTexts(
         _with_columns(task, store, question, raw), references
     )
 
@@ -154,14 +152,6 @@ def _reply_rows(task: Replies, store: Any, num_rows: int, most: int) -> dict[int
     """The first `most` rows of a store that have a prompt and an answer, by their numbers."""
     pairs = ((number, task.reply_row(store[number])) for number in range(num_rows))
     return dict(islice(((number, row) for number, row in pairs if row is not None), most))
-
-
-def _calibration(confidence: Mapping[int, float], right: RowSums | None) -> Confidence | None:
-    if not confidence or right is None:
-        return None
-    places = sorted(confidence)
-    values = np.array([confidence[place] for place in places])
-    return calibration(values, right.num_N[places])
 
 
 # Rows

@@ -229,7 +229,9 @@ def _part(result: ScoredRows, keeps_N: np.ndarray) -> ScoredRows:
         name: RowSums(one.num_N[keeps_N], one.den_N[keeps_N]) for name, one in result.sums.items()
     }
     answers = [text for text, keeps in zip(result.answers, keeps_N, strict=True) if keeps]
-    return replace(result, sums=sums, answers=answers)
+    known_N = result.confidence_N
+    confidence_N = None if known_N is None else known_N[keeps_N]
+    return replace(result, sums=sums, answers=answers, confidence_N=confidence_N)
 
 
 def _rows_part(rows: RowTexts, keeps_N: np.ndarray) -> RowTexts:

@@ -12,7 +12,7 @@ import numpy as np
 from trainer.config.scores.direction import Direction, direction_of
 from trainer.config.scores.judged import KEPT_LOSS, WORSE_SLICES, Bound
 from trainer.metrics.intervals import OF_ALL_ROWS, RowSums
-from trainer.verdict.calibration import Confidence
+from trainer.verdict.calibration import Confidence, calibration
 from trainer.verdict.features import features
 from trainer.verdict.paired import Difference, compare, holm
 from trainer.verdict.slices import Slice, worse_slices
@@ -34,7 +34,8 @@ class ScoredRows:
     scores: Mapping[str, float]
     sums: Mapping[str, RowSums]  # of those that are means over rows: what each of the N rows adds
     answers: Sequence[str | None] = ()  # what it said to each row; None: it was not asked
-    calibration: Confidence | None = None
+    # (N,) the probability of what it said to each row; NaN: it was not asked. None: nobody knows
+    confidence_N: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -326,9 +327,19 @@ def _answer(side: Sequence[ScoredRows], row: int) -> str | None:
 
 
 def _calibrations(before: ScoredRows, after: ScoredRows) -> tuple[Confidence, Confidence] | None:
-    if before.calibration is None or after.calibration is None:
+    first, second = _calibration(before), _calibration(after)
+    return None if first is None or second is None else (first, second)
+
+
+def _calibration(rows: ScoredRows) -> Confidence | None:
+    """Of the rows that have an answer with a probability, and right answers."""
+    right = rows.sums.get(_RIGHT[0])
+    if rows.confidence_N is None or right is None:
         return None
-    return before.calibration, after.calibration
+    counts_N = np.isfinite(rows.confidence_N) & (right.den_N > 0)
+    if not counts_N.any():
+        return None
+    return calibration(rows.confidence_N[counts_N], right.num_N[counts_N])
 
 
 def _record(score: ScoreChange) -> dict[str, Any]:
