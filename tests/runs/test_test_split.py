@@ -107,14 +107,14 @@ def test_sets_own_metrics_and_the_test_split_are_the_same_on_two_ranks(
 
 
 def test_scores_in_a_torn_line_are_not_taken_for_logged(tmp_path: Path) -> None:
-    from trainer.evaluation.test_split import _is_logged
+    from trainer.telemetry.metrics_file import has_line
 
     path, line = tmp_path / "metrics.jsonl", '{"step": 4, "test/loss": 1.5, "test/rows": 9}'
     path.write_text(f"{line[:-1]}")  # a full disk has torn it
-    assert not _is_logged(path, 4)
+    assert not has_line(path, 4, "test/rows")
     path.write_text(f"{line}\n")
-    assert _is_logged(path, 4)
-    assert not _is_logged(path, 5)
+    assert has_line(path, 4, "test/rows")
+    assert not has_line(path, 5, "test/rows")
 
 
 def test_a_test_that_is_killed_or_asked_for_later_is_made_once(data: Path, tmp_path: Path) -> None:
