@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from jobs.serve.answers import workers
 from tests.serve.conftest import CHAT, Service, jsonl, until_status
 
 # It answers with the last message and notes each question in `asked`. "die" ends the process, and
-# "wait" is answered when the file `go` is there.
+# "wait" is answered when the file `go` is there; while the file `slow` is there, questions that are
+# asked together take a tenth of a second.
 STANDIN = """
 import json, os, sys, time
 
@@ -40,6 +43,8 @@ for line in sys.stdin:
         sys.exit(1)
     while "wait" in texts and not os.path.exists("go"):
         time.sleep(0.01)
+    if os.path.exists("slow"):
+        time.sleep(0.1)
     for of, text in enumerate(texts):
         if "texts" in many[of]:
             say(of=of, vectors=["AACAPwAAAEA="], tokens=1)  # [1.0, 2.0] in fp32
@@ -67,6 +72,13 @@ class StandIn:
         path = self.folder / "asked"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line.removeprefix("start ") for line in lines if line.startswith("start ")]
+
+    @contextmanager
+    def slowed(self) -> Iterator[None]:
+        """Inside, no batch is done before somebody could look."""
+        (self.folder / "slow").touch()
+        yield
+        (self.folder / "slow").unlink()
 
     def go(self) -> None:
         """Answer what waits."""
