@@ -47,7 +47,7 @@ FAULTS = [
         "return -one.effect, -one.high, -one.low",
         "return -one.effect, -one.low, -one.high",
         why="the gate of a loss looks at the better end of its interval",
-        tests=f"{JUDGEMENT} {RUNS} -k 'gate or gain or holds'",
+        tests=JUDGEMENT,
     ),
     Fault(
         "trainer/verdict/judgement.py",
