@@ -171,10 +171,8 @@ class ResultWriter(Results):
 def _differs(old: OperationResult, new: OperationResult) -> ReplayDiffers:
     was, now = dict(old.fields), dict(new.fields)
     keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
-    where = (
-        f"{', '.join(keys)}: {[was.get(k) for k in keys]} then, {[now.get(k) for k in keys]} now"
-    )
-    where = where if keys else "its tensors"
+    differences = [f"{key}: {was.get(key)} then, {now.get(key)} now" for key in keys]
+    where = "; ".join(differences) or "its tensors"
     return ReplayDiffers(
         f"operation {old.seq} was run again and gave another result than before ({where}). What "
         "the client knows is not what this run computes: the worker must run on the same kind of "
