@@ -42,12 +42,12 @@ from trainer.errors import (
     DoesNotFitError,
     LatheError,
     RankLostError,
+    ReplayDiffers,
     ResumeError,
     StorageError,
     UserError,
 )
 from trainer.operations.operation_log import OperationConflict, OperationGap
-from trainer.operations.results import ReplayDiffers
 from trainer.plan.memory.measure import MeasuringError
 from trainer.recipes.vera.problem import BadRecord
 
