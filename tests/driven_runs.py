@@ -116,9 +116,7 @@ def drive(
         return outcome
 
     DrivenModel.do = dying
-    options = Options(
-        savedir, data_path=facts, cache_dir=facts / "cache", deepspeed=f"zero{stage}"
-    )
+    options = Options(savedir, data_path=facts, cache_dir=facts / "cache", deepspeed=f"zero{stage}")
     world, rank = distributed.world(), distributed.rank()
     return run(plan(values, options, world=world, rank=rank), options, Preemption())
 

@@ -714,6 +714,8 @@ BASES = wording(
 ADAPTERS = wording(
     ConfigError,
     targets_unknown='lora.targets={targets!r}: there is no {target!r}...The linear layers of a {family} are {layers}. ..."all-linear"',
+    parts_merged="lora.parts={parts} with lora.export=\"merged\": the output layer",
+    output_unmerged="the output layer has adapters, and shares its matrix with",
     targets_shared='lora.targets={targets!r}: {target!r} shares its matrix with the embedding..."all-linear"',
     targets_not_linear='lora.targets={targets!r}: {target!r} is no linear layer but a {kind}...."all-linear"',
     targets_kind='lora.targets: Value error, ..."all-linear"',
@@ -1249,6 +1251,30 @@ OPERATIONS = (
         driven_inputs_differ="row {index} has the loss inputs",
         driven_axis_differs="row {index}: {name} has the shape",
         payload_unreadable="the payload of rows is no safetensors file",
+        driven_inputs_foreign="; {name} wants target_tokens",
+        driven_row_long="got {count} tokens, want 1 to {limit} (data.max_tokens)",
+        driven_id_foreign="got the id {id} at position",
+        driven_not_finite=", {key}: got nan at position",
+        driven_shape=", {key}: got the shape",
+        driven_no_rows="got no rows. Send at least one",
+        driven_state_absent="load_state: there is no folder",
+    )
+    | wording(
+        ConfigError,
+        driven_no_gradient="optim_step: there is no gradient. Send",
+        driven_loss_unknown="loss_fn={name!r} is not computed here",
+        driven_loss_config="loss_fn_config: {key!r} is no number of {name}",
+        driven_adam="optim_step: {name}: got",
+        driven_name="name={name!r}: want letters, digits",
+        driven_name_there="save_state: {name!r} is there already",
+        driven_create_differs="create: lora rank={rank}, but the dictionary",
+        driven_kind="{kind!r} is no kind of operation",
+        driven_not_created="the run was not created yet. Send create first",
+        driven_has_ended="the run has ended. Create another one",
+        driven_key="data.source=\"client\" with {key}: the client sends",
+        driven_without_lora="trains adapters beside a frozen base",
+        driven_reads_files="reads no rows from files: leave",
+        put_aside_of_files="put_aside_s with source",
     )
 )
 
@@ -1313,6 +1339,30 @@ OPERATIONS = (
         driven_inputs_differ="row {index} has the loss inputs",
         driven_axis_differs="row {index}: {name} has the shape",
         payload_unreadable="the payload of rows is no safetensors file",
+        driven_inputs_foreign="; {name} wants target_tokens",
+        driven_row_long="got {count} tokens, want 1 to {limit} (data.max_tokens)",
+        driven_id_foreign="got the id {id} at position",
+        driven_not_finite=", {key}: got nan at position",
+        driven_shape=", {key}: got the shape",
+        driven_no_rows="got no rows. Send at least one",
+        driven_state_absent="load_state: there is no folder",
+    )
+    | wording(
+        ConfigError,
+        driven_no_gradient="optim_step: there is no gradient. Send",
+        driven_loss_unknown="loss_fn={name!r} is not computed here",
+        driven_loss_config="loss_fn_config: {key!r} is no number of {name}",
+        driven_adam="optim_step: {name}: got",
+        driven_name="name={name!r}: want letters, digits",
+        driven_name_there="save_state: {name!r} is there already",
+        driven_create_differs="create: lora rank={rank}, but the dictionary",
+        driven_kind="{kind!r} is no kind of operation",
+        driven_not_created="the run was not created yet. Send create first",
+        driven_has_ended="the run has ended. Create another one",
+        driven_key="data.source=\"client\" with {key}: the client sends",
+        driven_without_lora="trains adapters beside a frozen base",
+        driven_reads_files="reads no rows from files: leave",
+        put_aside_of_files="put_aside_s with source",
     )
 )
 
