@@ -53,7 +53,9 @@ def test_parts_are_the_layers_of_their_names(family: str) -> None:
         assert names
         for name in names:
             assert any(f".{name}".endswith(f".{end}") for end in ends), name
-        assert {end for end in ends if any(f".{name}".endswith(f".{end}") for name in names)} == ends
+        assert {
+            end for end in ends if any(f".{name}".endswith(f".{end}") for name in names)
+        } == ends
 
 
 def test_an_output_layer_that_shares_its_matrix_gets_adapters_of_its_own(tmp_path: Path) -> None:

@@ -51,21 +51,20 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_loss(
-    name: str, l: Tensor, row: Mapping[str, Tensor], config: Mapping[str, Any]
-) -> Tensor:  # noqa: E741
-    """() the loss of the targets of a row; l: their log-probabilities."""
+    name: str, logp: Tensor, row: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> Tensor:
+    """() the loss of the targets of a row; logp: their log-probabilities."""
     if name == "cross_entropy":
-        return -(l * row["weights"]).sum()
-    q, a = row["logprobs"], row["advantages"]
-    ratio, beta = torch.exp(l - q), config.get("beta", 0.05)
-    clipped = ratio.clamp(
-        config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
-    )
+        return -(logp * row["weights"]).sum()
+    old, a = row["logprobs"], row["advantages"]
+    ratio, beta = torch.exp(logp - old), config.get("beta", 0.05)
+    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+    clipped = ratio.clamp(low, high)
     return {
         "importance_sampling": -(ratio * a).sum(),
         "ppo": -torch.min(ratio * a, clipped * a).sum(),
-        "cispo": -(clipped.detach() * l * a).sum(),
-        "dro": -(l * a - beta / 2 * (l - q) ** 2).sum(),
+        "cispo": -(clipped.detach() * logp * a).sum(),
+        "dro": -(logp * a - beta / 2 * (logp - old) ** 2).sum(),
     }[name]
 
 
@@ -80,7 +79,9 @@ def plain_logps(base: Any, row: DrivenRow) -> Tensor:
 def plain_run(values: dict[str, Any], steps: list[Step]) -> tuple[list[Any], dict[str, Tensor]]:
     """What each operation gives, (loss, log-probabilities by row), and the adapters at the end."""
     torch.manual_seed(0)
-    base: Any = tasks.load(tasks.parse(values), Places(None, Path("unread"), Path("unread"))).model().base
+    base: Any = (
+        tasks.load(tasks.parse(values), Places(None, Path("unread"), Path("unread"))).model().base
+    )
     weights = {name: p for name, p in base.named_parameters() if p.requires_grad}
     optimizer, results = torch.optim.AdamW(weights.values()), []
     for kind, fields, payload in steps:
@@ -100,7 +101,8 @@ def plain_run(values: dict[str, Any], steps: list[Step]) -> tuple[list[Any], dic
         inputs = [{k: torch.from_numpy(v) for k, v in row.inputs.items()} for row in rows]
         config = fields.get("loss_fn_config", {})
         pairs = zip(logps, inputs, strict=True)
-        loss = torch.stack([plain_loss(fields["loss_fn"], l, i, config) for l, i in pairs]).sum()  # noqa: E741
+        losses = [plain_loss(fields["loss_fn"], logp, one, config) for logp, one in pairs]
+        loss = torch.stack(losses).sum()
         loss.backward()
         results.append((float(loss), [one.detach().numpy() for one in logps]))
     return results, {in_file(name): weight.detach() for name, weight in weights.items()}

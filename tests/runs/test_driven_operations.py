@@ -48,7 +48,6 @@ def bad_operations() -> list[tuple[Any, str, dict[str, Any]]]:
     nan = np.full(length, np.nan, np.float32)
     foreign = np.full(length, VOCABULARY, np.int64)
     long = DrivenRow(np.full(25, 3, np.int32), {"target_tokens": np.full(25, 3, np.int64)})
-    sampled = {"logprobs": nan * 0 - 1, "advantages": nan}
     return [
         (step(), "driven_no_gradient", {}),
         (passed([good], loss_fn="gspo"), "driven_loss_unknown", {"name": "gspo"}),

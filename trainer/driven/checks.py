@@ -103,8 +103,8 @@ def check_rows(
             is_whole = values.shape == targets.shape or values.shape == tokens.shape
             if values.ndim > 2 or len(values) != len(tokens) or not is_whole:
                 raise DataError(
-                    f"{place}, {key}: got the shape {list(values.shape)} with {len(tokens)} tokens. "
-                    "Give one number, or one list of K, for each token."
+                    f"{place}, {key}: got the shape {list(values.shape)} with {len(tokens)} "
+                    "tokens. Give one number, or one list of K, for each token."
                 )
             if key != TARGETS and not np.isfinite(values).all():
                 position = int(np.flatnonzero(~np.isfinite(values.reshape(-1)))[0])

@@ -43,9 +43,7 @@ class DrivenLoop:
     beat: Callable[[], None]  # writes status.json
 
     def __post_init__(self) -> None:
-        self._results = (
-            ResultWriter(self.folder / FOLDER) if distributed.is_main() else None
-        )
+        self._results = ResultWriter(self.folder / FOLDER) if distributed.is_main() else None
         self._kept = self.after  # the last operation before the newest state
         self._kept_step = self.model.progress.step
         self._bytes = 0  # of the operations since then
@@ -122,4 +120,3 @@ class DrivenLoop:
             return
         self.model.states.keep(self.model.progress, self.after)
         self._kept, self._kept_step, self._bytes = self.after, self.model.progress.step, 0
-

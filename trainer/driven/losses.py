@@ -53,9 +53,7 @@ def _ratio(logps_N: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     return (logps_N - inputs["logprobs"]).exp()
 
 
-def _clipped(
-    ratio_N: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> Tensor:
+def _clipped(ratio_N: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
     """The ratio between its thresholds, which may differ by token."""
     low, high = (
         inputs.get(name, torch.full_like(ratio_N, config[name]))

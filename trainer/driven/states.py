@@ -1,4 +1,4 @@
-"""The states of a driven run: those that it goes on from, and those that its client saves and loads.
+"""The states of a driven run: those that it goes on from, and those that its client saves.
 
     checkpoints/step-<n>/        written by itself, after optim_step n (training/checkpoint.py)
     saved/NAME/step-<n>/         of save_state, in the same layout
@@ -125,7 +125,8 @@ class States:
                 wrong = [f"sha256 {content_sha256(folder)}, want {sha256}"]
             if wrong:
                 raise DataError(
-                    f"load_state: {folder} is not what was saved ({'; '.join(wrong)}). Load another."
+                    f"load_state: {folder} is not what was saved ({'; '.join(wrong)}). Load "
+                    "another."
                 )
             base = checkpoint.read_state(folder).get("identity", {}).get("base")
             if base != self.base:

@@ -12,7 +12,6 @@ from trainer.config.formats.table import FORMATS
 from trainer.config.origin.teacher import DistilledExperiment
 from trainer.config.own_rows import OwnRows
 
-
 CLIENT = "client"
 # Keys that need rows before the first step, or that say what each operation of a client says.
 _NOT_DRIVEN = (
@@ -44,9 +43,10 @@ class Data(OwnRows):
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "jsonl", "chat")
 
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files", "chat", "client"]
-    """client: a client sends rows and steps over HTTP (docs/driven.md). files: rows of your own with "text", or "prompt" and "completion"; "jsonl" is its older name.
+    """files: rows of your own with "text", or "prompt" and "completion"; "jsonl" is its older name.
     chat: rows of your own with "messages" (docs/own-data.md). stdlib_docs: the embedded corpus.
-    lookup: made-up facts. nq: corpus.tsv of NaturalQuestions.
+    lookup: made-up facts. nq: corpus.tsv of NaturalQuestions. client: a client sends rows and
+    steps (docs/driven.md).
     """
     facts: Positive = 8
     """Of "lookup": the most facts that a text tells."""
@@ -113,7 +113,7 @@ class Data(OwnRows):
     def _a_client_brings_its_rows(self) -> Data:
         if self.source != CLIENT and self.put_aside_s is not None:
             raise ValueError(
-                f'put_aside_s with source={self.source!r}, whose rows wait for nobody: leave it out'
+                f"put_aside_s with source={self.source!r}, whose rows wait for nobody: leave it out"
             )
         foreign = [key for key in ("mix", "stream", "facts") if key in self.model_fields_set]
         if self.source == CLIENT and foreign:
