@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ranks import run_on_ranks
+from trainer.data.readings import likely_tokens
 from trainer.data.readings.likely_tokens import LikelyTokens, Row, RowsToRead, TeacherStore
 
 
@@ -81,3 +83,23 @@ def test_a_folder_that_is_whole_is_not_written_again(tmp_path: Path) -> None:
     before = {path: path.stat() for path in tmp_path.rglob("*") if path.is_file()}
     store_in(tmp_path).fill("train", READING, nobody, batch=2)
     assert {path: path.stat() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def _filled(folder: Path) -> tuple[int, int]:
+    """The rows that this rank computes, and those that are on the disk afterwards."""
+    likely_tokens.MIN_SHARDS, likely_tokens.MIN_SHARD_ROWS = 3, 2
+    rows_read: list[Row] = []
+
+    def counting(rows: Sequence[Row]) -> list[LikelyTokens]:
+        rows_read.extend(rows)
+        return likeliest(rows)
+
+    store = store_in(folder)
+    store.fill("train", READING, counting, batch=2)
+    values = store.read({"train": READING})
+    return len(rows_read), sum(values.of(row) is not None for row in READING.rows)
+
+
+def test_ranks_share_the_parts_that_are_missing(tmp_path: Path) -> None:
+    counts = run_on_ranks(2, _filled, tmp_path)
+    assert counts == [(3, 5), (2, 5)], "rank 0 has the first and the third part of 2, 2 and 1 rows"
