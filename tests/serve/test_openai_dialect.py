@@ -11,7 +11,9 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import ValidationError
 
+from jobs.serve.requests import CreateJob
 from tests.serve.conftest import (
     CHAT,
     TRIPLES,
@@ -330,6 +332,16 @@ def test_a_bad_request_is_one_error_that_says_what_is_wanted(
     says(text, caught.value)
     assert set(caught.value.body) == {"message", "type", "param", "code"}  # type: ignore[call-overload]
     assert len(list((running.base / "_service/tickets").iterdir())) == tickets
+
+
+def test_a_number_that_stands_twice_is_no_silent_choice(world: Any) -> None:
+    body = {"model": "tiny-chat", "training_file": "file-x"}
+    inside = {"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 2}}}
+    same, other = {"batch_size": 2, "n_epochs": "auto"}, {"n_epochs": 3}
+    CreateJob.model_validate({**body, "hyperparameters": same, "method": inside})
+    with pytest.raises(ValidationError) as caught:
+        CreateJob.model_validate({**body, "hyperparameters": other, "method": inside})
+    says("two_values", str(caught.value), name="n_epochs", beside="3", inside="None")
 
 
 def test_the_asynchronous_client_gets_the_same(world: Any) -> None:

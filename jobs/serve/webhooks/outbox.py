@@ -12,21 +12,23 @@ and a repeated message has the same `webhook-id`.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jobs.record.paths import is_there
 from jobs.record.times import now
-from jobs.serve.tickets import Time, read_model
+from jobs.serve.tickets import Time, alone, read_model
 from trainer.config.block import Strict
+from trainer.errors import LatheError
 from trainer.files.atomic import create_json, refusals, write_json
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,27 @@ class Outbox:
         )
         create_json(self.waiting / f"{name}.json", message.model_dump(mode="json"))
 
-    def messages(self) -> list[WebhookMessage]:
-        """The messages that have not arrived, the oldest first. OSError, LatheError."""
-        names = sorted(name for name in os.listdir(self.waiting) if name.endswith(".json"))
-        read = (read_model(self.waiting / name, WebhookMessage) for name in names)
-        messages = [message for message in read if message is not None]
-        return sorted(messages, key=lambda message: (message.ended_at, message.id))
+    def messages(self) -> tuple[list[WebhookMessage], bool]:
+        """The messages that have not arrived, the oldest first, and whether all could be read. One
+        that is no message is removed, to be written again. OSError.
+        """
+        messages: list[WebhookMessage] = []
+        are_all = True
+        for name in sorted(os.listdir(self.waiting)):
+            if not name.endswith(".json"):
+                continue
+            path = self.waiting / name
+            try:
+                message = read_model(path, WebhookMessage)
+            except LatheError as error:
+                log.warning("%s", error)
+                path.unlink(missing_ok=True)
+                are_all = False
+                continue
+            if message is not None:
+                messages.append(message)
+        messages.sort(key=lambda message: (message.ended_at, message.id))
+        return messages, are_all
 
     def write(self, message: WebhookMessage) -> None:
         """Write down how the last try of a message went. StorageError."""
@@ -131,15 +148,6 @@ class Outbox:
             with refusals(path):
                 os.replace(path, self.told / path.name)
 
-    @contextmanager
-    def alone(self) -> Generator[bool]:
+    def alone(self) -> AbstractContextManager[bool]:
         """Whether no other server sends to this address; then none does inside. StorageError."""
-        with refusals(self.path):
-            file = (self.path / "lock").open("ab")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-                return
-            yield True
+        return alone(self.path / "lock")
