@@ -1117,6 +1117,7 @@ SERVICE = (
         upload_purpose="{key}: {file} has the purpose {purpose!r}, want 'fine-tune'",
         checkpoint_unknown="The checkpoint {name!r} does not exist, or is not yours",
         checkpoint_stays="{name} is a checkpoint, from which its job may go on",
+        model_in_use="{model}: {jobs!r} begin with it and have not ended",
         permissions_unserved="Permissions of a checkpoint: got a request to share it",
         request_key_unknown="{key}: there is no such parameter",
         contexts_wanted="wants contexts",

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import ValidationError
 
 from jobs.serve.requests import CreateJob
+from tests.serve.answering import tuned_model
 from tests.serve.conftest import (
     CHAT,
     TRIPLES,
@@ -188,6 +189,20 @@ def test_a_deleted_model_is_moved_aside_and_its_job_stays(world: Any) -> None:
     assert not (run / "final").exists()
     assert len(list((running.base / "deleted").glob(f"{run.name}-*-model/final/config.json"))) == 1
     assert client.fine_tuning.jobs.retrieve(job.id).status == "succeeded"
+
+
+def test_a_model_with_which_a_job_begins_is_not_deleted_before_that_has_ended(
+    service: Service, stub: Stub
+) -> None:
+    client, model = service.client(), tuned_model(service)
+    stub.says("slow")
+    file = client.files.create(file=("chat.jsonl", jsonl(CHAT)), purpose="fine-tune")
+    later = client.fine_tuning.jobs.create(model=model, training_file=file.id)
+    with pytest.raises(openai.ConflictError) as caught:
+        client.models.delete(model)
+    says("model_in_use", caught.value, model=model, jobs=later.id)
+    client.fine_tuning.jobs.cancel(later.id)
+    assert client.models.delete(model).deleted
 
 
 def test_files_come_back_byte_for_byte_and_can_be_deleted(world: Any) -> None:

@@ -65,7 +65,11 @@ class LineCheck:
             return
         try:
             value: Any = json_value(content.decode())
-        except (UnicodeDecodeError, BadJson) as error:
+        except UnicodeDecodeError as error:
+            text = f"got byte {error.start} that is not UTF-8, want a file saved as UTF-8."
+            self._add("invalid_json_line", text, number, None)
+            return
+        except BadJson as error:
             self._add("invalid_json_line", f"{error}, want one JSON object.", number, None)
             return
         if not isinstance(value, dict):
