@@ -32,6 +32,7 @@ Values = dict[str, Any]
 Auto = Literal["auto"]
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Method = Literal["supervised", "dpo"]
+METHODS: tuple[Method, ...] = ("supervised", "dpo")
 MEBIBYTE = 1 << 20
 DPO_SLOWER = 10  # than the learning rate of the offer
 BETA = 0.1  # of a preference task that names none

@@ -51,8 +51,8 @@ def delete_model(request: Request) -> Response:
         raise Refusal(400, f"{text} its checkpoints are no longer listed.", param="model")
     later = jobs_after(keeper, name)
     if later:
-        text = f"{name}: {quote(', '.join(later))} begin with it and have not ended. Cancel them, or"
-        raise Refusal(409, f"{text} wait.", param="model", code="model_in_use")
+        text = f"{name}: {quote(', '.join(later))} begin with it and have not ended. Cancel them."
+        raise Refusal(409, text, param="model", code="model_in_use")
     folder = keeper.folder.ticket(job["id"])
     assert folder is not None, "a job has a ticket"
     run, base = keeper.folder.base.run(job["lathe"]["exp_id"]), keeper.folder.base
