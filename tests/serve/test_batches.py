@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from datetime import timedelta
@@ -429,6 +430,19 @@ def test_a_service_without_workers_for_batches_refuses_them(
     says("batches_unserved", caught.value)
 
 
+def test_a_batch_of_before_is_cancelled_by_a_service_that_answers_none(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, standin, client, model = world
+    monkeypatch.setattr(batch_runner, "AGAIN_S", 0.2)
+    with standin.slowed():
+        batch = created(client, [line(number, model, "n") for number in range(400)])
+        limits = running.keeper.config.model_copy(update={"batch_models": 0})
+        monkeypatch.setattr(running.keeper, "config", limits)
+        client.batches.cancel(batch.id)
+        assert until_end(client, batch.id).status == "cancelled"
+
+
 def test_owners_take_turns_and_the_one_who_waited_longest_is_next(tmp_path: Path) -> None:
     runner = batch_runner.BatchRunner(None, BatchFolders(None), None)  # type: ignore[arg-type]
 
@@ -455,6 +469,22 @@ def test_owners_take_turns_and_the_one_who_waited_longest_is_next(tmp_path: Path
         runner._turns[one[0].owner] = number + 1
         runner._last[one[0].id] = number + 1.0
     assert order == ["anna1", "ben4", "anna2", "ben4", "anna3", "ben4"]
+
+
+def test_a_line_that_the_disk_refuses_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, longer = tmp_path / "output.jsonl", "x" * 5000
+    append(path, {"custom_id": "a"})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # Python ignores its signal
+    try:
+        with pytest.raises(StorageError):
+            append(path, {"custom_id": longer})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    append(path, {"custom_id": "b"})
+    assert path.read_text() == '{"custom_id": "a"}\n{"custom_id": "b"}\n'
 
 
 def test_a_line_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -222,8 +222,9 @@ def test_tries_are_further_and_further_apart_and_end_after_three_days(
 
 def test_a_message_is_written_once_whatever_comes_of_it(tmp_path: Path) -> None:
     outbox, ending = Outbox(tmp_path / "box"), WebhookEvent("batch.completed", "batch_1", 5)
-    assert outbox.since(3) == 3
-    assert outbox.since(9) == 3
+    outbox.make()
+    assert outbox.since(["batch.failed"], 3) == {"batch.failed": 3}
+    assert outbox.since(["batch.failed"], 9) == {"batch.failed": 3}
     outbox.add(ending)
     outbox.add(ending)
     ((one,), _) = outbox.messages()
@@ -234,6 +235,17 @@ def test_a_message_is_written_once_whatever_comes_of_it(tmp_path: Path) -> None:
         assert (is_ours, is_theirs) == (True, False)
     outbox.add(WebhookEvent("batch.completed", "batch_1", 6))
     assert len(outbox.messages()[0]) == 1
+
+
+def test_an_event_that_is_added_to_an_address_is_told_from_then_on(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "box")
+    outbox.make()
+    outbox.since(["batch.failed"], 3)
+    assert outbox.since(["batch.failed", "batch.expired"], 9) == {
+        "batch.failed": 3,
+        "batch.expired": 9,
+    }
+    assert outbox.since(["batch.expired"], 12) == {"batch.expired": 9}
 
 
 def test_a_message_that_is_broken_on_the_disk_is_written_again_and_stops_no_other(
@@ -255,7 +267,8 @@ def test_a_message_that_is_broken_on_the_disk_is_written_again_and_stops_no_othe
     with receiving() as listed:
         webhook = Webhook(url=listed.url, secret_file=str(secret_file))
         outbox = Outbox(tmp_path / "box")
-        outbox.since(0)
+        outbox.make()
+        outbox.since(webhook.events, 0)
         outbox.add(endings[0])
         (broken,) = outbox.waiting.iterdir()
         broken.write_text('{"id": ')
@@ -270,7 +283,7 @@ def test_an_address_is_named_as_long_as_one_message_has_not_arrived(
     with receiving() as listed:
         webhook = Webhook(url=listed.url, secret_file=str(secret_file))
         outbox = Outbox(tmp_path / "box")
-        outbox.since(0)
+        outbox.make()
         one = sender.WebhookSender("webhooks[0]", webhook, outbox, None)  # type: ignore[arg-type]
         late = message(error="no answer", after_s=time.time() + 60)
         outbox.write(late)
@@ -302,6 +315,7 @@ def test_a_secret_that_others_may_read_or_that_is_none_is_refused(
         {"url": "https:///x"},
         {"url": "https://me:word@a.org/"},
         {"url": "https://a.org:99999/"},
+        {"url": f"https://{'a' * 64}.org/"},
         {"url": "https://a.org/a b"},
         {"url": "https://a.org/\n"},
         {"url": "https://\u00fc.org/"},

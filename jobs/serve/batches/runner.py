@@ -52,7 +52,8 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Work on batches until the task is cancelled."""
-        slots = [self._serve() for _ in range(self.keeper.config.batch_models)]
+        # without models, batches of before can still be cancelled, and expire
+        slots = [self._serve() for _ in range(max(self.keeper.config.batch_models, 1))]
         try:
             await asyncio.gather(*slots)
         finally:
@@ -148,6 +149,9 @@ class BatchRunner:
                 return
             is_done = False
             if check is not None and not folder.is_cancelled() and not batch.has_expired:
+                if not self.keeper.config.batch_models:
+                    self._not_before[batch.id] = time.monotonic() + AGAIN_S
+                    return
                 is_done = await turn.is_done()
             status: EndStatus | None = "completed" if is_done else None
             if status is None and folder.is_cancelled():

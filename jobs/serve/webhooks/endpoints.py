@@ -43,7 +43,7 @@ def _address(url: str) -> str:
         raise ValueError("want an address as it is sent: ASCII without spaces (%20, xn--...)")
     if parts.username or parts.password or parts.fragment:
         raise ValueError("want an address without a user, a password or a #fragment")
-    _ = parts.port  # ValueError for what is no port
+    _ = parts.port, parts.hostname.encode("idna")  # ValueError for what is no port, and no name
     return url
 
 

@@ -1,7 +1,7 @@
 """What an address is to be told, as files, so that a server that was killed goes on telling it.
 
 <savedir_base>/_service/webhooks/<digest of the address>/
-    since.json             when the address was first configured: what ended before is not told
+    since.json             since when it is told of each event: what ended before is not told
     waiting/<id>.json      a message that has not arrived yet, with its tries
     told/<id>.json         one that has arrived, or was given up after GIVE_UP_S
     lock                   held by the server that sends
@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +74,10 @@ class WebhookMessage(Strict):
         return json.dumps(values)
 
 
-class FirstSeen(Strict):
-    """When an address was first configured, in seconds since 1970."""
+class FirstAsked(Strict):
+    """Since when an address is told of each event, in seconds since 1970."""
 
-    at: int
+    events: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,22 @@ class Outbox:
     def told(self) -> Path:
         return self.path / "told"
 
-    def since(self, at: int) -> int:
-        """When the address was first configured: now, if it is new. StorageError."""
+    def make(self) -> None:
+        """Make the folders. StorageError."""
         with refusals(self.path):
             for folder in (self.waiting, self.told):
                 folder.mkdir(parents=True, exist_ok=True)
-        create_json(self.path / "since.json", {"at": at})
-        first = read_model(self.path / "since.json", FirstSeen)
-        return at if first is None else first.at
+
+    def since(self, events: Iterable[str], at: int) -> dict[str, int]:
+        """event -> when the address was first to be told of it: at, if that is new. LatheError,
+        StorageError.
+        """
+        path = self.path / "since.json"
+        known = read_model(path, FirstAsked) or FirstAsked(events={})
+        times = {event: known.events.get(event, at) for event in events}
+        if times.keys() - known.events.keys():
+            write_json(path, {"events": {**known.events, **times}})
+        return times
 
     def add(self, event: WebhookEvent) -> None:
         """Write a message about what ended, unless there is one, or was. StorageError."""

@@ -124,13 +124,14 @@ class WebhookSender:
 
     def turn(self) -> str | None:
         """Write down what is to be told, and send what is due; returns what went wrong first."""
-        since = self.outbox.since(int(time.time()))
+        self.outbox.make()
         with self.outbox.alone() as is_ours:
             if not is_ours:
                 self.source.forget()
                 return None
+            since = self.outbox.since(self.webhook.events, int(time.time()))
             for event in self.source.new():
-                if event.type in self.webhook.events and event.at >= since:
+                if event.type in since and event.at >= since[event.type]:
                     self.outbox.add(event)
             messages, are_all = self.outbox.messages()
             if not are_all:
