@@ -114,11 +114,11 @@ class GrowingText:
 
     def take(self, token: int) -> Piece | None:
         """Add a token; returns the new characters that no later token can change, if any."""
-        if token in self.ends:
-            return self._end("stop", self.spell(self.made).removesuffix(self.closing))
-        self.made.append(token)
         grammar = self.adjustment.grammar if self.adjustment is not None else None
         end = grammar.take(token) if grammar is not None else ""
+        if token in self.ends:
+            return self._end(end or "stop", self.spell(self.made).removesuffix(self.closing))
+        self.made.append(token)
         is_last = bool(end) or len(self.made) == self.most
         finish = end or "length"
         if not (self.is_told or self.stops or self.num_likeliest is not None):
