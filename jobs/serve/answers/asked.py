@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from jobs.serve.answers.messages import Message
-from jobs.serve.requests import Body, Refusal
+from jobs.serve.requests import Body, Refusal, quote
 
 MAX_INPUTS = 2048  # texts of one request, as at OpenAI
 MAX_TOKENS = 32_768  # of an answer; a request may allow more, and gets no more
@@ -206,12 +206,20 @@ class AskCompletion(AskText):
 
 
 class Function(Body):
-    """A function that the model may call."""
+    """A function that the model may call. parameters: the JSON schema of an object."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Function:
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":
+            text = f"tools: got the type {quote(kind)} of the parameters of {self.name}, want "
+            raise Refusal(400, f"{text}'object', whose properties they are.", param="tools")
+        return self
 
 
 class Tool(Body):
@@ -299,8 +307,18 @@ class AskChat(AskText):
             raise Refusal(400, text, param="messages")
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal(400, "top_logprobs: want logprobs true beside it.", param="top_logprobs")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            text = f"max_tokens: got {self.max_tokens} beside max_completion_tokens, which is "
+            text += f"{self.max_completion_tokens}. Give one of them."
+            raise Refusal(400, text, param="max_tokens")
         self._check_tools()
         return self
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of the answer, if the request says so; the older name means the same."""
+        return self.max_completion_tokens or self.max_tokens
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or []]
