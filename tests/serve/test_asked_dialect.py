@@ -187,6 +187,12 @@ def test_two_limits_and_parameters_that_are_no_object_are_refused(
     says("parameters_of_no_object", error, type="string", name="f")
 
 
+def test_two_keys_for_one_token_are_refused(world: Any, standin: StandinWorker) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(world, logit_bias={"7": 1, "007": 2})
+    assert str(caught.value.param).startswith("logit_bias.007")
+
+
 def test_an_unknown_parameter_is_refused_by_name(world: Any, standin: StandinWorker) -> None:
     error = refused_by_name(lambda: chat(world, extra_body={"top_k": 3}), "top_k")
     says("request_key_unknown", error, key="top_k")

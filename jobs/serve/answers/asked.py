@@ -23,6 +23,8 @@ ModelId = Annotated[str, Field(max_length=256)]
 Weights = Literal["final", "base"]  # trained, or as they were before
 Limit = Annotated[int, Field(ge=1, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9]\d{0,8})$")]  # one key for each token
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Taken = Any  # changes no answer: who asks, where it is kept, how soon it comes
 
 
@@ -108,10 +110,7 @@ class AskText(Body):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: (
-        dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
-        | None
-    ) = None
+    logit_bias: dict[TokenId, Bias] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[Annotated[list[Text], Field(max_length=4)] | None, BeforeValidator(_listed)] = (

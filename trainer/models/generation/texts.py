@@ -277,7 +277,10 @@ def unsure(text: str, stops: Sequence[str], *, closing: str = "") -> int:
     part of the closing.
     """
     whole = text.rstrip(TORN)
-    begun = [stop[:length] for stop in stops for length in range(1, len(stop))]
-    begun += [closing[:length] for length in range(1, len(closing) + 1)]
-    starts = [len(start) for start in begun if whole.endswith(start)]
-    return len(text) - len(whole) + max(starts, default=0)
+    sure = len(whole)
+    for awaited, most in (*((stop, len(stop) - 1) for stop in stops), (closing, len(closing))):
+        for start in range(max(0, len(whole) - most), sure):
+            if awaited.startswith(whole[start:]):
+                sure = start
+                break
+    return len(text) - sure
