@@ -1220,7 +1220,7 @@ JUDGING = wording(
     gate_of_no_text="with keep=None: no text is read",
     judged_run_absent="{command} {run}: is no run in",
     judge_of_two_kinds="Give the one or the other",
-    judged_twice="judge: got run {run} twice, want different runs",
+    judged_seed_twice="judge: got run {run} twice, want different runs",
     judged_against_itself="judge: run {run} would be compared with itself",
 ) | wording(
     DataError,
