@@ -95,6 +95,18 @@ def test_a_score_that_is_not_finite_is_in_the_verdict() -> None:
     assert judgement.words == ("no difference shown on 1 of 1; not finite, and so not tested: loss")
 
 
+def test_a_gate_on_slices_does_not_hold_where_none_could_be_looked_at() -> None:
+    gate = {"slices": Bound(at_most=0)}
+    right, broken = draws(0.5, 0), np.full(400, np.nan)
+    sides = [scored(right, np.ones(400))], [scored(right, broken)]
+    (line,) = judge(*sides, ROWS, gate=gate, slices_by="loss").refusals
+    assert line.startswith("slices could not be looked at: 0 rows count")
+    few = [scored(right[:39])]
+    (line,) = judge(few, few, ROWS[:39], gate=gate).refusals
+    assert line.startswith("slices could not be looked at: 39 rows count")
+    assert not judge([scored(right)], [scored(right)], ROWS, gate=gate).refusals
+
+
 def test_of_many_scores_a_clear_difference_is_still_shown() -> None:
     num_scores, ones = 105, np.ones(24)
     noise = np.random.default_rng(0).normal(0, 1, (num_scores, 2, 24))

@@ -282,6 +282,8 @@ def _not_measured(
         reasons["what was forgotten"] = "the two models cut general texts into other tokens"
     elif judgement.general is None:
         reasons["what was forgotten"] = "the loss on general texts is not a finite number"
+    if judgement.slices_by is None:
+        reasons["slices"] = "the score by which they would be compared could not be tested"
     if judgement.calibrations is None:
         reasons["how sure the answers are"] = (
             "only greedy replies of language models have a probability, and there are none"

@@ -15,7 +15,7 @@ from trainer.metrics.intervals import OF_ALL_ROWS, RowSums
 from trainer.verdict.calibration import Confidence, calibration
 from trainer.verdict.features import features
 from trainer.verdict.paired import Difference, compare, holm
-from trainer.verdict.slices import Slice, worse_slices
+from trainer.verdict.slices import MIN_ROWS, Slice, worse_slices
 
 SIGNIFICANT = 0.05  # of the p values that are corrected for the number of scores
 MOST_BROKEN = 100  # rows that are listed
@@ -154,13 +154,14 @@ def judge(
         name: _score(one, directions[name], corrected.get(name, one.p))
         for name, one in outcomes.items()
     }
-    if slices_by is not None and (slices_by not in scores or directions[slices_by] is None):
+    is_unsound = reasons.get(str(slices_by)) == _NOT_FINITE  # a broken model, not a wrong name
+    if slices_by is not None and not is_unsound and directions.get(slices_by) is None:
         known = [name for name in scores if directions[name] is not None]
         raise ValueError(
             f"judge: slices_by={slices_by!r} has no result by row, or nothing says whether more of "
             f"it is better. Use one of {known}."
         )
-    by = slices_by or _slices_by(scores)
+    by = None if is_unsound else slices_by or _slices_by(scores)
     loss_N = _losses(by, scores, before, after) if by is not None else np.zeros(len(rows))
     slices: list[Slice] = []
     if by is not None:
@@ -201,7 +202,14 @@ def refusals(judgement: Judgement, gate: Mapping[str, Bound]) -> list[str]:
     for name, bound in gate.items():
         if name == WORSE_SLICES:
             most, count = bound.at_most or 0, len(judgement.slices)
-            if count > most:
+            by = judgement.slices_by
+            num_rows = 0 if by is None else judgement.scores[by].outcome.num_rows
+            if num_rows < 2 * MIN_ROWS:
+                lines.append(
+                    f"{name} could not be looked at: {num_rows} rows count, and a slice needs "
+                    f"{MIN_ROWS} in it and {MIN_ROWS} outside it"
+                )
+            elif count > most:
                 lines.append(f"{count} slices are worse, at most {most:g} may be")
         elif name in known:
             lines += _refusals(name, known[name], bound)
