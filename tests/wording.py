@@ -1228,6 +1228,8 @@ JUDGING = wording(
     gate_of_no_text="with keep=None: no text is read",
     judged_run_absent="{command} {run}: is no run in",
     judge_of_two_kinds="Give the one or the other",
+    judged_seed_twice="judge: got run {run} twice, want different runs",
+    judged_against_itself="judge: run {run} would be compared with itself",
 ) | wording(
     DataError,
     judged_rows_trained="judge: {count} of {rows} rows of the {split} split are training rows",
