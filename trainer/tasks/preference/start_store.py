@@ -7,6 +7,7 @@ folder of shards (trainer/data/readings/row_store.py), and found by the token id
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from trainer.data.order import evaluation_batches
 from trainer.data.readings.row_store import Row, RowStore, bounds_of, key_of, table_of
 from trainer.data.shard_folder import FORMAT, META
 from trainer.errors import DataError, DivergedError
+from trainer.files.build_once import only_one
 from trainer.files.safetensors_file import WrittenFile, blocks_of, checksum_problem, tensors_of
 from trainer.protocol.abilities import EncodedRows
 from trainer.runtime import distributed
@@ -42,21 +44,29 @@ class StartStore(RowStore):
 
     def fill(self, split: str, rows: EncodedRows, compute: Compute, *, batch: int) -> None:
         """Write what the folder of a split still lacks. A collective: of every shard each rank
-        computes some batches, and rank 0 writes it. ConfigError for a folder that was begun for
+        computes some batches, and rank 0 writes it. Of runs that begin together one does it and the
+        others wait; a whole folder is only read. ConfigError for a folder that was begun for
         another base or other rows.
         """
         shards = self.shards(split, self._plan(rows))
         plan = shards.begin({"format": FORMAT, **self._plan(rows)}, choice="shard_rows")
         bounds = bounds_of(len(rows), int(plan["shard_rows"]))
-        missing = distributed.broadcast(shards.missing(len(bounds)))
-        if missing:
-            told = (split, f"{len(rows):,}", len(missing), len(bounds), shards.path)
-            logger.info("%s: the start reads %s rows, %d of %d parts, into %s", *told)
-        for number in missing:
-            tensors = self._computed(rows, bounds[number], compute, batch)
-            if distributed.is_main():
-                shards.write_shard(number, blocks_of(tensors))
-        shards.finish(len(bounds))
+        if distributed.broadcast(shards.is_finished and not shards.missing(len(bounds))):
+            return
+        lock_file = shards.path.with_name(f"{shards.path.name}.lock")
+        with contextlib.ExitStack() as stack:
+            distributed.on_main(
+                lambda: stack.enter_context(only_one(lock_file, waiting_for=shards.path))
+            )
+            missing = distributed.broadcast(shards.missing(len(bounds)))
+            if missing:
+                facts = (split, f"{len(rows):,}", len(missing), len(bounds), shards.path)
+                logger.info("%s: the start reads %s rows, %d of %d parts, into %s", *facts)
+            for number in missing:
+                tensors = self._computed(rows, bounds[number], compute, batch)
+                if distributed.is_main():
+                    shards.write_shard(number, blocks_of(tensors))
+            shards.finish(len(bounds))
 
     def read(self, split: str, rows: EncodedRows) -> Iterator[tuple[bytes, np.ndarray]]:
         """(key, (2,) values) of every row of a split that was filled. DataError for a damaged
