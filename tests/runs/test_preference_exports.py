@@ -16,6 +16,7 @@ from tests.exported import SHORT
 from tests.facts import TINY_T5, experiment, write_facts
 from tests.ranks import run_on_ranks
 from tests.wording import refused
+from trainer import load
 from trainer.evaluation.predict import judge_rows, open_export, predict_rows
 from trainer.protocol.abilities import Prediction, Search
 
@@ -97,6 +98,20 @@ def test_a_policy_answers_prompts_and_scores_answers_of_one_file(
         ["id", "prediction"],
         ["id", "log_probability", "tokens"],
     ]
+
+
+@pytest.mark.long
+def test_an_encoder_decoder_answers_in_python_as_predict_does(
+    finals: dict[str, Path], tmp_path: Path
+) -> None:
+    (row,) = predicted(finals["t5"], [{"prompt": PROMPT}], tmp_path, Prediction(max_tokens=8))
+    run = load(finals["t5"], cache_dir=tmp_path / "cache")
+    assert run.answer(PROMPT, max_tokens=8) == row["prediction"] != ""
+    stop = row["prediction"][2]
+    before = row["prediction"].partition(stop)[0]
+    assert run.answer(PROMPT, max_tokens=8, stop=stop) == before
+    with refused("draws_no_answers"):
+        run.answer(PROMPT, temperature=0.5)
 
 
 @pytest.mark.long
