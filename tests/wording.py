@@ -1177,7 +1177,8 @@ PREFERENCES = wording(
     preference_side_absent="'{side}' is missing (keys: ...A row has a prompt, chosen and rejected",
     preference_prompt_absent="'prompt' is missing, and 'chosen' and 'rejected' begin with no turn",
     preference_label="'label' is {label}, want true or false",
-    preference_single="a completion with a label, and preference.loss='{loss}' learns from pairs",
+    preference_single="a completion without 'chosen' and 'rejected', and preference.loss='{loss}' learns",
+    preference_beginning="of 'chosen' and 'rejected' one is the beginning of the other, ...Give the 'prompt'",
     preference_margin="no 'margin', and no 'score_chosen' with 'score_rejected'",
     preference_not_text="the {part} is {value}, want text. Lists of turns are conversations",
     preference_answer="an answer is {value}, want text, or a list of turns",
@@ -1191,6 +1192,7 @@ PREFERENCES = wording(
     preference_stream="data.stream=true with preference.loss='{loss}'",
     preference_chat_of_two='data.source="chat" with a {family}, whose encoder reads the prompt',
     preference_reward_of_two="preference.loss='reward' with a {family}, of which nothing here takes",
+    draws_no_answers="draws no answers of an encoder-decoder. Leave out",
     preference_pictures="base: a {family} reads pictures, too; want a model of texts alone",
 )
 
