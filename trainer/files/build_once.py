@@ -47,11 +47,7 @@ def build_once(
         folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         _storage_errors(folder, _REFUSALS),
-<<<<<<< HEAD
         waiting_lock(folder.with_name(f"{folder.name}.lock"), waiting_for=folder),
-=======
-        only_one(folder.with_name(f"{folder.name}.lock"), waiting_for=folder),
->>>>>>> h-pref
     ):
         if not is_whole(folder):
             _build(folder, build)
@@ -88,13 +84,8 @@ def _advice(folder: Path, number: int) -> str:
 
 
 @contextmanager
-<<<<<<< HEAD
 def waiting_lock(lock_file: Path, *, waiting_for: Path) -> Iterator[None]:
     """Inside, no other process holds the lock; whoever comes later waits, and logs for what."""
-=======
-def only_one(lock_file: Path, *, waiting_for: Path) -> Iterator[None]:
-    """Inside, no other process is: it waits for this one, and says what it waits for."""
->>>>>>> h-pref
     lock = FileLock(lock_file)
     try:
         lock.acquire(timeout=0)

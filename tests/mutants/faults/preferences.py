@@ -112,13 +112,6 @@ FAULTS = [
         tests=ROWS,
     ),
     Fault(
-        "trainer/tasks/preference/start_store.py",
-        "lambda: stack.enter_context(only_one(lock_file, waiting_for=shards.path))",
-        "lambda: None",
-        why="runs that begin together write over each other's store",
-        tests=FORMULAS,
-    ),
-    Fault(
         "trainer/data/formats/normal_form.py",
         ', "beside"}',
         "}",
