@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,37 +90,62 @@ def results_of(run: Path) -> list[OperationResult]:
     return [one for one in every if one is not None]
 
 
-def drive(
-    values: dict[str, Any],
-    facts: Path,
-    savedir: Path,
-    stage: int,
-    killed_at: tuple[int, int] | None = None,
-) -> int:
-    """Run the worker on the ranks of this process group until the run ends; its exit code.
+@dataclass(frozen=True)
+class Kill:
+    """Rank `rank` sends itself a signal at the call number `count` (from 1) of a function of the worker.
 
-    killed_at: (rank, operation): that rank kills itself when the operation has run, before its
-    result is written.
+    place: "done", an operation has run; "torn", half of its result is written; "written", its
+    result is; "saving", the files of a state are written and not committed; "saved", a state is.
     """
-    from trainer.driven.model import DrivenModel
+
+    place: str
+    count: int
+    rank: int = 0
+    number: int = signal.SIGKILL
+
+
+def drive(
+    values: dict[str, Any], facts: Path, savedir: Path, stage: int, kill: Kill | None = None
+) -> int:
+    """Run the worker on the ranks of this process group until the run ends; its exit code."""
     from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
     from trainer.training.run_plan import plan
 
-    whole = DrivenModel.do
-
-    def dying(self: DrivenModel, operation: Any) -> Any:
-        outcome = whole(self, operation)
-        if killed_at == (distributed.rank(), operation.seq):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return outcome
-
-    DrivenModel.do = dying
+    if kill is not None and kill.rank == distributed.rank():
+        _arm(kill)
     options = Options(savedir, data_path=facts, cache_dir=facts / "cache", deepspeed=f"zero{stage}")
     world, rank = distributed.world(), distributed.rank()
     return run(plan(values, options, world=world, rank=rank), options, Preemption())
+
+
+def _arm(kill: Kill) -> None:
+    from trainer.driven.model import DrivenModel
+    from trainer.operations import records, results
+    from trainer.training import checkpoint
+
+    owner, name, when = {
+        "done": (DrivenModel, "do", "after"),
+        "torn": (records, "_write", "half"),
+        "written": (results.ResultWriter, "append", "after"),
+        "saving": (checkpoint, "commit", "before"),
+        "saved": (checkpoint, "commit", "after"),
+    }[kill.place]
+    whole, calls = getattr(owner, name), itertools.count(1)
+
+    def dying(*args: Any, **how: Any) -> Any:
+        is_last = next(calls) == kill.count
+        if is_last and when == "half":
+            descriptor, content, offset = args
+            os.pwrite(descriptor, content[: len(content) // 2], offset)
+        outcome = None if is_last and when != "after" else whole(*args, **how)
+        if is_last:
+            os.kill(os.getpid(), kill.number)
+        return outcome
+
+    setattr(owner, name, dying)
 
 
 def folder_of(values: dict[str, Any], savedir: Path) -> Path:

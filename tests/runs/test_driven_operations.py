@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.driven_runs import (
     VOCABULARY,
+    Kill,
     create,
     drive,
     driven_values,
@@ -24,7 +26,7 @@ from tests.facts import write_facts
 from tests.ranks import run_on_ranks
 from tests.wording import fault, refused, says
 from trainer import tasks
-from trainer.errors import EXIT_OK, EXIT_PAUSED, ReplayDiffers
+from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED, ReplayDiffers
 from trainer.operations.operation_log import FOLDER, needless_before
 from trainer.operations.results import ResultWriter
 from trainer.operations.rows import DrivenRow
@@ -172,6 +174,25 @@ def test_an_idle_run_is_put_aside_and_goes_on(facts: Path, tmp_path: Path) -> No
     assert [one.error for one in results_of(run)] == [None] * len(steps + more)
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert [line.count('"loss_sum"') for line in lines] == [1, 1, 1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
+    rank: int, facts: Path, tmp_path: Path
+) -> None:
+    values = driven_values(facts, world=2)
+    run = folder_of(values, tmp_path)
+    passes = [passed(rows_of_seed(number)) for number in range(3)]
+    steps = [create(values), passes[0], step(), passes[1], step(), passes[2], step()]
+    write_log(run, [*steps, ("end", {}, b"")])
+    asked = Kill("done", 5, rank, signal.SIGTERM)
+    stopped = run_on_ranks(2, drive, values, facts, tmp_path, 2, asked)
+    assert stopped == [EXIT_PREEMPTED] * 2
+    assert [step for step, _ in checkpoint.candidates(run / "checkpoints")] == [2]
+    assert len(results_of(run)) == 5
+    assert run_on_ranks(2, drive, values, facts, tmp_path, 2) == [EXIT_OK] * 2
+    assert [one.error for one in results_of(run)] == [None] * (len(steps) + 1)
 
 
 @pytest.mark.parametrize(
