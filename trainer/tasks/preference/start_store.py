@@ -42,7 +42,8 @@ class StartStore(RowStore):
 
     def fill(self, split: str, rows: EncodedRows, compute: Compute, *, batch: int) -> None:
         """Write what the folder of a split still lacks. A collective: of every shard each rank
-        computes some batches, and rank 0 writes it. ConfigError for a folder that was begun for
+        computes some batches, and rank 0 writes it. Of runs that begin together one does it and the
+        others wait; a whole folder is only read. ConfigError for a folder that was begun for
         another base or other rows.
         """
         shards = self.shards(split, self._plan(rows))
