@@ -702,6 +702,7 @@ BASES = wording(
     package_of_backend="needs Ray. pip install -e '.[{extra}]'",
     generation_file_tokens="generation_config.json...Mend the file",
     token_out="got the token {token}, want 0 to {most}",
+    ids_of_no_text="got ids that this model's tokenizer gives for no text",
     schema_beyond="the schema cannot be held: {reason}. Simplify that part",
     tools_unwritten="the chat template of this model writes no tools",
     message_unwritten="message {number}: this model's chat template writes nothing of it",
@@ -1121,6 +1122,8 @@ SERVICE = (
         model_in_use="{model}: {jobs!r} begin with it and have not ended",
         permissions_unserved="Permissions of a checkpoint: got a request to share it",
         request_key_unknown="{key}: there is no such parameter",
+        limits_twice="max_tokens: got {got} beside max_completion_tokens, which is {other}",
+        parameters_of_no_object="got the type {type!r} of the parameters of {name}, want 'object'",
         contexts_wanted="wants contexts",
         contexts_unread="reads no contexts",
         makes_none="makes no {things}",
@@ -1175,7 +1178,8 @@ PREFERENCES = wording(
     preference_side_absent="'{side}' is missing (keys: ...A row has a prompt, chosen and rejected",
     preference_prompt_absent="'prompt' is missing, and 'chosen' and 'rejected' begin with no turn",
     preference_label="'label' is {label}, want true or false",
-    preference_single="a completion with a label, and preference.loss='{loss}' learns from pairs",
+    preference_single="a completion without 'chosen' and 'rejected', and preference.loss='{loss}' learns",
+    preference_beginning="of 'chosen' and 'rejected' one is the beginning of the other, ...Give the 'prompt'",
     preference_margin="no 'margin', and no 'score_chosen' with 'score_rejected'",
     preference_not_text="the {part} is {value}, want text. Lists of turns are conversations",
     preference_answer="an answer is {value}, want text, or a list of turns",
@@ -1189,6 +1193,7 @@ PREFERENCES = wording(
     preference_stream="data.stream=true with preference.loss='{loss}'",
     preference_chat_of_two='data.source="chat" with a {family}, whose encoder reads the prompt',
     preference_reward_of_two="preference.loss='reward' with a {family}, of which nothing here takes",
+    draws_no_answers="draws no answers of an encoder-decoder. Leave out",
     preference_pictures="base: a {family} reads pictures, too; want a model of texts alone",
 )
 
@@ -1226,6 +1231,8 @@ JUDGING = wording(
     gate_of_no_text="with keep=None: no text is read",
     judged_run_absent="{command} {run}: is no run in",
     judge_of_two_kinds="Give the one or the other",
+    judged_seed_twice="judge: got run {run} twice, want different runs",
+    judged_against_itself="judge: run {run} would be compared with itself",
 ) | wording(
     DataError,
     judged_rows_trained="judge: {count} of {rows} rows of the {split} split are training rows",

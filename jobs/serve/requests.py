@@ -87,19 +87,19 @@ class Refusal(Exception):
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
 
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error in the format of the OpenAI API."""
+        words = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": words}
+
     def response(self) -> PlainJSON:
-        """The answer with the error in the format of the OpenAI API."""
-        error = {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
+        """The answer with the error."""
         # OpenAI's client repeats 409, 429 and 5xx by itself unless this header says false
         headers = {"x-should-retry": "true" if self.retry_after_s is not None else "false"}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
-        return PlainJSON({"error": error}, self.status, headers)
+        return PlainJSON(self.body, self.status, headers)
 
 
 class Body(BaseModel):
