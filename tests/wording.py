@@ -1112,6 +1112,7 @@ SERVICE = (
         line_streamed="body.stream: got {value!r}, want false",
         not_json="{file}: no JSON, or one that is nested too deeply",
         two_values="hyperparameters.{name} is {beside} beside `method` and {inside} in it",
+        batch_of_another_folder="it is the batch {name!r}. Remove the folder",
         batch_purpose="input_file_id: {file} has the purpose {purpose!r}, want 'batch'",
         batches_unserved="batches: this service answers none (batch_models=0)",
         answers_equal="line {line}: got two equal answers, {answer}",
