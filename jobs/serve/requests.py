@@ -174,6 +174,19 @@ class CreateJob(Body):
     metadata: Metadata | None = None
     integrations: Annotated[list[Any], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _has_one_value_of_each(self) -> CreateJob:
+        """No value beside `method` would be lost."""
+        beside, inside = self.hyperparameters, self.effective_hyperparameters
+        for name in Hyperparameters.model_fields:
+            value = getattr(beside, name, None)
+            if value not in (None, "auto") and value != getattr(inside, name):
+                raise ValueError(
+                    f"hyperparameters.{name} is {value} beside `method` and "
+                    f"{getattr(inside, name)} in it: give it inside `method` alone"
+                )
+        return self
+
     @property
     def effective_hyperparameters(self) -> Hyperparameters:
         """The hyper-parameters inside `method`; else those beside it, as older clients do."""
@@ -226,7 +239,8 @@ async def read_body(request: Request, schema: type[B], config: ServiceConfig) ->
             elif item["type"] == "missing":
                 lines.append(f"{place}: required, but not given.")
             else:
-                lines.append(f"{place}: got {quote(item['input'])}. {item['msg']}.")
+                message = item["msg"].removeprefix("Value error, ")
+                lines.append(f"{place}: got {quote(item['input'])}. {message}.")
         param = ".".join(str(part) for part in items[0]["loc"] if isinstance(part, str))
         raise Refusal(400, "\n".join(lines), param=param or None, code="invalid_value") from None
 

@@ -34,6 +34,7 @@ from trainer.protocol.abilities import (
     Answers,
     CutRow,
     Embeds,
+    GeneratedText,
     Prediction,
     Search,
     Side,
@@ -132,6 +133,8 @@ def _of_kind(opened_run: OpenExport, group: list[dict[str, Any]]) -> list[dict[s
         ]
     if "question" in group[0] and isinstance(task, Answers):
         return _read(task, model, group)
+    if "prompt" in group[0] and task.cfg.task == "preference":
+        return _written(task, model, group)
     kind = {"texts": "vectors", "statements": "scores"}
     word = next((name for key, name in kind.items() if key in group[0]), "texts")
     raise ConfigError(f"a model of the task {task.cfg.task!r} makes no {word}")
@@ -216,14 +219,33 @@ def _read(task: Any, model: Any, group: list[dict[str, Any]]) -> list[dict[str, 
     texts = task.answers(model, rows, questions, search=search, max_tokens=most).best
     answers: list[dict[str, Any]] = []
     for one, whole, row, cut_row in zip(group, texts, encoded, cut_rows, strict=True):
-        answer = {"text": whole.text, "finish": "length" if whole.is_cut else "stop"}
-        tokens = whole.tokens
-        if any(stop in whole.text for stop in one["stop"]):
-            answer = {"text": cut_at(whole.text, one["stop"]), "finish": "stop"}
-            tokens = len(task.tokenizer(answer["text"], add_special_tokens=False)["input_ids"])
-        answer |= {"prompt_tokens": task.length(row), "tokens": tokens}
+        answer = {"prompt_tokens": task.length(row), **_stopped(task, whole, one["stop"])}
         answers.append(_with_cut(answer, cut_row))
     return answers
+
+
+def _written(task: Any, model: Any, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What an encoder-decoder that was trained on preferences writes to prompts."""
+    trained = module_of("preference", "trained", "answer")
+    rows = [trained.row_to_predict(task, {"prompt": one["prompt"]}, "prompt") for one in group]
+    search = Search(temperature=group[0]["temperature"] or None)
+    how = Prediction(search, group[0]["max_tokens"])
+    answers: list[dict[str, Any]] = []
+    texts = trained.texts_to_prompts(task, model, rows, how)
+    for one, row, (whole,) in zip(group, rows, texts, strict=True):
+        answer = {"prompt_tokens": len(row["ids"]), **_stopped(task, whole, one["stop"])}
+        answers.append(_with_cut(answer, _cut_row(task, model, row, how)))
+    return answers
+
+
+def _stopped(task: Any, whole: GeneratedText, stops: list[str]) -> dict[str, Any]:
+    """A text up to the first of the stops: "text", "finish" and "tokens" of an answer."""
+    if any(stop in whole.text for stop in stops):
+        text = cut_at(whole.text, stops)
+        tokens = len(task.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return {"text": text, "finish": "stop", "tokens": tokens}
+    finish = "length" if whole.is_cut else "stop"
+    return {"text": whole.text, "finish": finish, "tokens": whole.tokens}
 
 
 def _cut_row(task: Any, model: Any, row: Any, how: Prediction) -> CutRow:
