@@ -1121,6 +1121,7 @@ SERVICE = (
         checkpoint_stays="{name} is a checkpoint, from which its job may go on",
         model_in_use="{model}: {jobs!r} begin with it and have not ended",
         permissions_unserved="Permissions of a checkpoint: got a request to share it",
+        offer_answers_nothing="{name!r} is tuned by jobs, and answers nothing itself",
         request_key_unknown="{key}: there is no such parameter",
         limits_twice="max_tokens: got {got} beside max_completion_tokens, which is {other}",
         parameters_of_no_object="got the type {type!r} of the parameters of {name}, want 'object'",
