@@ -172,6 +172,7 @@ def test_the_gain_of_a_gate_is_the_worse_end_of_the_interval() -> None:
 def test_a_gain_of_few_rows_is_not_shown() -> None:
     before, after = np.zeros(8, dtype=bool), np.ones(8, dtype=bool)
     judgement = judge([scored(before)], [scored(after)], ROWS[:8])
+    assert judgement.words.endswith("of only 8 rows, whose intervals say nothing")
     (line,) = refusals(judgement, {"em": Bound(gain=0.0, at_least=0.5)})
     assert "8 rows count for it" in line
 

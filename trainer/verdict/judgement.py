@@ -98,6 +98,9 @@ class Judgement:
             general = self.general
             numbers = f"{general.outcome.before:.4g} to {general.outcome.after:.4g}"
             parts.append(f"on general texts {general.result} (loss {numbers})")
+        if self.num_rows < FEWEST_ROWS:
+            rows = "1 row" if self.num_rows == 1 else f"{self.num_rows} rows"
+            parts.append(f"of only {rows}, whose intervals say nothing")
         return "; ".join(parts) or "nothing could be compared"
 
     def record(self) -> dict[str, Any]:
