@@ -47,7 +47,7 @@ def build_once(
         folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         _storage_errors(folder, _REFUSALS),
-        only_one(folder.with_name(f"{folder.name}.lock"), waiting_for=folder),
+        _lock(folder.with_name(f"{folder.name}.lock"), waiting_for=folder),
     ):
         if not is_whole(folder):
             _build(folder, build)
@@ -84,8 +84,7 @@ def _advice(folder: Path, number: int) -> str:
 
 
 @contextmanager
-def only_one(lock_file: Path, *, waiting_for: Path) -> Iterator[None]:
-    """Inside, no other process is: it waits for this one, and says what it waits for."""
+def _lock(lock_file: Path, *, waiting_for: Path) -> Iterator[None]:
     lock = FileLock(lock_file)
     try:
         lock.acquire(timeout=0)

@@ -11,16 +11,17 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 
 from trainer.data.order import evaluation_batches
 from trainer.data.readings.row_store import Row, RowStore, bounds_of, key_of, table_of
 from trainer.data.shard_folder import FORMAT, META
 from trainer.errors import DataError, DivergedError
-from trainer.files.build_once import only_one
 from trainer.files.safetensors_file import WrittenFile, blocks_of, checksum_problem, tensors_of
 from trainer.protocol.abilities import EncodedRows
 from trainer.runtime import distributed
@@ -28,6 +29,7 @@ from trainer.runtime import distributed
 logger = logging.getLogger(__name__)
 
 SHARD_ROWS = 2048  # what a kill costs at most
+TRY_S = 5.0  # for a lock: far below the timeout of a collective
 
 # encoded rows -> (B, 2) log-probabilities of their answers under the start
 Compute = Callable[[Sequence[Row]], torch.Tensor]
@@ -53,11 +55,7 @@ class StartStore(RowStore):
         bounds = bounds_of(len(rows), int(plan["shard_rows"]))
         if distributed.broadcast(shards.is_finished and not shards.missing(len(bounds))):
             return
-        lock_file = shards.path.with_name(f"{shards.path.name}.lock")
-        with contextlib.ExitStack() as stack:
-            distributed.on_main(
-                lambda: stack.enter_context(only_one(lock_file, waiting_for=shards.path))
-            )
+        with _alone(shards.path):
             missing = distributed.broadcast(shards.missing(len(bounds)))
             if missing:
                 facts = (split, f"{len(rows):,}", len(missing), len(bounds), shards.path)
@@ -112,3 +110,27 @@ class StartStore(RowStore):
             "keys": table_of(keys),
             "values": torch.tensor(table, dtype=torch.float32),
         }
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Inside, no other run fills the folder: rank 0 has its lock. A collective, which takes many
+    short ones to wait, because the other run may read its rows for hours.
+    """
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+    if not distributed.on_main(lambda: _has_taken(lock)):
+        logger.info("waiting for another run that fills %s", folder)
+        while not distributed.on_main(lambda: _has_taken(lock)):
+            pass
+    try:
+        yield
+    finally:
+        lock.release()  # of other ranks, which have not taken it, nothing
+
+
+def _has_taken(lock: FileLock) -> bool:
+    try:
+        lock.acquire(timeout=TRY_S)
+    except Timeout:
+        return False
+    return True
