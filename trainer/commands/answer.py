@@ -23,6 +23,7 @@ from trainer.averages.saved_step import export_step
 from trainer.commands.options import module_of
 from trainer.commands.texts.pieces import AnswerText, choices_of, pieces
 from trainer.commands.texts.wishes import WrongWish, begun
+from trainer.data.formats.json_text import preview
 from trainer.errors import ConfigError, LatheError
 from trainer.evaluation.predict import OpenExport, rows_at_once
 from trainer.evaluation.run import Question, open_model
@@ -41,6 +42,7 @@ from trainer.protocol.abilities import (
 )
 from trainer.training.options import Options
 
+_SEND_TEXTS = "Send texts (LangChain: check_embedding_ctx_length=False)"
 _PROMPTS = {"prompt", "prompts", "messages"}  # of a language model's questions
 
 
@@ -158,17 +160,36 @@ def _vectors(task: Embeds, model: Any, group: list[dict[str, Any]]) -> list[dict
 
 
 def _spelt(task: Any, texts: list[Any]) -> list[str]:
-    """Texts, of which some may be lists of ids of the model's own tokenizer."""
+    """Texts, of which some may be lists of ids of the model's own tokenizer. WrongWish for ids that
+    this tokenizer gives for no text, such as those of another one.
+    """
     size = len(task.tokenizer)
     ids = (token for text in texts if isinstance(text, list) for token in text)
     wrong = next((token for token in ids if not 0 <= token < size), None)
     if wrong is not None:
         raise WrongWish(
             f"input: got the token {wrong}, want 0 to {size - 1}: ids are those of this model's "
-            "own tokenizer. Send texts (LangChain: check_embedding_ctx_length=False)",
+            f"own tokenizer. {_SEND_TEXTS}",
             "input",
         )
-    return [text if isinstance(text, str) else task.tokenizer.decode(text) for text in texts]
+    return [text if isinstance(text, str) else _text_of_ids(task, text) for text in texts]
+
+
+def _text_of_ids(task: Any, ids: list[int]) -> str:
+    """The text for which the tokenizer gives these ids, with its special tokens around them or
+    without.
+    """
+    text = ""
+    for is_without in (True, False):
+        text = task.tokenizer.decode(ids, skip_special_tokens=is_without)
+        for is_around in {False, is_without}:
+            if text and task.tokenizer(text, add_special_tokens=is_around)["input_ids"] == ids:
+                return text
+    raise WrongWish(
+        "input: got ids that this model's tokenizer gives for no text (they spell "
+        f"{preview(text)}): they are of another tokenizer, or begin inside a word. {_SEND_TEXTS}",
+        "input",
+    )
 
 
 def _embedded(task: Any, model: Any, rows: list[list[int]], side: Side) -> Iterator[str]:

@@ -112,13 +112,6 @@ FAULTS = [
         tests=ROWS,
     ),
     Fault(
-        "trainer/tasks/preference/start_store.py",
-        "        lock.acquire(timeout=TRY_S)\n",
-        "        pass\n",
-        why="runs that begin together write over each other's store",
-        tests=FORMULAS,
-    ),
-    Fault(
         "trainer/data/formats/normal_form.py",
         ', "beside"}',
         "}",

@@ -7,16 +7,13 @@ folder of shards (trainer/data/readings/row_store.py), and found by the token id
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 
 from trainer.data.order import evaluation_batches
 from trainer.data.readings.row_store import Row, RowStore, bounds_of, key_of, table_of
@@ -29,7 +26,6 @@ from trainer.runtime import distributed
 logger = logging.getLogger(__name__)
 
 SHARD_ROWS = 2048  # what a kill costs at most
-TRY_S = 5.0  # for a lock: far below the timeout of a collective
 
 # encoded rows -> (B, 2) log-probabilities of their answers under the start
 Compute = Callable[[Sequence[Row]], torch.Tensor]
@@ -53,10 +49,7 @@ class StartStore(RowStore):
         shards = self.shards(split, self._plan(rows))
         plan = shards.begin({"format": FORMAT, **self._plan(rows)}, choice="shard_rows")
         bounds = bounds_of(len(rows), int(plan["shard_rows"]))
-        if distributed.broadcast(shards.is_finished and not shards.missing(len(bounds))):
-            return
-        with _alone(shards.path):
-            missing = distributed.broadcast(shards.missing(len(bounds)))
+        with self.filling(shards, len(bounds)) as missing:
             if missing:
                 facts = (split, f"{len(rows):,}", len(missing), len(bounds), shards.path)
                 logger.info("%s: the start reads %s rows, %d of %d parts, into %s", *facts)
@@ -64,7 +57,6 @@ class StartStore(RowStore):
                 tensors = self._computed(rows, bounds[number], compute, batch)
                 if distributed.is_main():
                     shards.write_shard(number, blocks_of(tensors))
-            shards.finish(len(bounds))
 
     def read(self, split: str, rows: EncodedRows) -> Iterator[tuple[bytes, np.ndarray]]:
         """(key, (2,) values) of every row of a split that was filled. DataError for a damaged
@@ -110,27 +102,3 @@ class StartStore(RowStore):
             "keys": table_of(keys),
             "values": torch.tensor(table, dtype=torch.float32),
         }
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Inside, no other run fills the folder: rank 0 has its lock. A collective, which takes many
-    short ones to wait, because the other run may read its rows for hours.
-    """
-    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
-    if not distributed.on_main(lambda: _has_taken(lock)):
-        logger.info("waiting for another run that fills %s", folder)
-        while not distributed.on_main(lambda: _has_taken(lock)):
-            pass
-    try:
-        yield
-    finally:
-        lock.release()  # of other ranks, which have not taken it, nothing
-
-
-def _has_taken(lock: FileLock) -> bool:
-    try:
-        lock.acquire(timeout=TRY_S)
-    except Timeout:
-        return False
-    return True
