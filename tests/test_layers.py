@@ -7,7 +7,7 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 7  trainval.py, trainer/__main__.py, commands/
 6  proof/, recipes/
 5  launch/, survival/, evaluation/, judging/, averages/, harness/
-4  training/, plan/, retrieval/, statistics/, exports/
+4  driven/, training/, plan/, retrieval/, statistics/, exports/
 3  tasks/<name>/
 2  models/, data/, telemetry/,
    tasks/{token_task,distilled,generated,continuation,continuation_program}.py
@@ -15,7 +15,7 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 0  config/, errors.py, program.py, version.py, data/formats/,
    files/{atomic,survive,survival_events}.py, runtime/process.py,
    metrics/{judge_record,own,test_record,win_rate}.py, judging/votes.py,
-   tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
+   operations/, tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
    exp_configs.py, job_configs.py, service.py
 jobs/ stands on floor 0 alone.
 """
@@ -48,6 +48,7 @@ FLOORS = {
     "trainer.files.survive": 0,
     "trainer.files.survival_events": 0,
     "trainer.metrics.judge_record": 0,
+    "trainer.operations": 0,
     "trainer.metrics.own": 0,
     "trainer.metrics.test_record": 0,
     "trainer.judging": 5,
@@ -77,6 +78,7 @@ FLOORS = {
     "trainer.statistics": 4,
     "trainer.training": 4,
     "trainer.averages": 5,
+    "trainer.driven": 4,
     "trainer.evaluation": 5,
     "trainer.harness": 5,
     "trainer.launch": 5,

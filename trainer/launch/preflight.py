@@ -103,6 +103,8 @@ def look(plan: RunPlan, options: Options, *, earlier: Collection[str] = ()) -> F
         own_metrics(plan, options, task)
     except LatheError as error:
         findings.problems.append(str(error))
+    if plan.cfg.is_driven:  # a client will send the rows
+        return findings
     how = plan.cfg.judge
     first: dict[str, list[Encoded]] = {}
     is_test_read = options.test or (how is not None and how.split == TEST)
