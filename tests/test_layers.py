@@ -15,7 +15,7 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 0  config/, errors.py, program.py, version.py, data/formats/,
    files/{atomic,survive,survival_events}.py, runtime/process.py,
    metrics/{judge_record,own,test_record,win_rate}.py, judging/votes.py,
-   tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
+   operations/, tasks/, recipes/lookup_groups.py, every config.py and published.py of a task,
    exp_configs.py, job_configs.py, service.py
 jobs/ stands on floor 0 alone.
 """
@@ -48,6 +48,7 @@ FLOORS = {
     "trainer.files.survive": 0,
     "trainer.files.survival_events": 0,
     "trainer.metrics.judge_record": 0,
+    "trainer.operations": 0,
     "trainer.metrics.own": 0,
     "trainer.metrics.test_record": 0,
     "trainer.judging": 5,

@@ -46,6 +46,8 @@ from trainer.errors import (
     StorageError,
     UserError,
 )
+from trainer.operations.operation_log import OperationConflict, OperationGap
+from trainer.operations.results import ReplayDiffers
 from trainer.plan.memory.measure import MeasuringError
 from trainer.recipes.vera.problem import BadRecord
 
@@ -1225,7 +1227,33 @@ JUDGING = wording(
     judged_rows_trained="judge: {count} of {rows} rows of the {split} split are training rows",
 )
 
+# The operations of a driven run
+OPERATIONS = (
+    wording(OperationConflict, operation_conflict="operation {seq} was sent before with another")
+    | wording(
+        OperationGap,
+        operation_gap="operation {seq} does not follow the last one, {last}. Send",
+        result_gap="the result of operation {seq} does not follow",
+    )
+    | wording(
+        ReplayDiffers, replay_differs="operation {seq} was run again ...{then}} then, ...{now}} now"
+    )
+    | wording(ResumeError, records_held="another process writes")
+    | wording(
+        CheckpointError,
+        records_altered="no whole record, although more was written behind it",
+        log_compacted="The log was compacted beyond the state",
+    )
+    | wording(
+        DataError,
+        driven_inputs_differ="row {index} has the loss inputs",
+        driven_axis_differs="row {index}: {name} has the shape",
+        payload_unreadable="the payload of rows is no safetensors file",
+    )
+)
+
 ROOMS: dict[str, dict[str, Wording]] = {
+    "operations": OPERATIONS,
     "teachers": TEACHERS,
     "judging": JUDGING,
     "preferences": PREFERENCES,
@@ -1263,6 +1291,31 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "votes": VOTES,
     "service": SERVICE,
 }
+# The operations of a driven run
+OPERATIONS = (
+    wording(OperationConflict, operation_conflict="operation {seq} was sent before with another")
+    | wording(
+        OperationGap,
+        operation_gap="operation {seq} does not follow the last one, {last}. Send",
+        result_gap="the result of operation {seq} does not follow",
+    )
+    | wording(
+        ReplayDiffers, replay_differs="operation {seq} was run again ...{then} then, {now} now"
+    )
+    | wording(ResumeError, records_held="another process writes")
+    | wording(
+        CheckpointError,
+        records_altered="no whole record, although more was written behind it",
+        log_compacted="The log was compacted beyond the state",
+    )
+    | wording(
+        DataError,
+        driven_inputs_differ="row {index} has the loss inputs",
+        driven_axis_differs="row {index}: {name} has the shape",
+        payload_unreadable="the payload of rows is no safetensors file",
+    )
+)
+
 WORDINGS = {code: wording for room in ROOMS.values() for code, wording in room.items()}
 # Sentences that end the messages of many faults.
 ENDS = {"nearest": "Did you mean {nearest!r}?", "legal": "Legal: {legal}."}

@@ -1,0 +1,180 @@
+"""What became of each operation of a driven run: written by rank 0, read by the server.
+
+`RUN/operations/results-000001.bin`, ... (records.py). The header of a record holds the operation's
+number `seq`, the `time`, the result's own `fields`, and `digest` = sha256 of seq, fields and
+payload, in hex.
+
+A result with the field "error" failed: it changed nothing. "category" says whose fault it was:
+"user" or "server".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import LatheError
+from trainer.operations.operation_log import OperationGap
+from trainer.operations.records import (
+    SEGMENT,
+    LogRecord,
+    Place,
+    RecordFiles,
+    RecordWriter,
+    altered,
+    encode_header,
+)
+
+RESULTS = "results"
+
+
+class ReplayDiffers(LatheError):
+    """An operation that was run again gave another result."""
+
+
+@dataclass(frozen=True)
+class OperationResult:
+    """What one operation gave."""
+
+    seq: int
+    fields: Mapping[str, Any]
+    payload: bytes
+    time: float  # seconds since 1970
+    digest: str
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed; None if it did not."""
+        return self.fields.get("error")
+
+
+def result_digest(seq: int, fields: Mapping[str, Any], payload: bytes) -> str:
+    """What a result says, without when: 64 hex characters."""
+    return hashlib.sha256(encode_header({"seq": seq, "fields": fields}) + payload).hexdigest()
+
+
+def _result(record: LogRecord) -> OperationResult:
+    return OperationResult(**record.header, payload=record.payload)
+
+
+class Results:
+    """The results of a run, for a reader; `follow` brings it up to date."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: the run's `operations/`, which need not be there yet."""
+        self._files = RecordFiles(folder, RESULTS)
+        self._places: dict[int, Place] = {}
+        self._end: Place | None = None
+        self.last_seq = -1
+
+    def follow(self) -> list[int]:
+        """Read what was written since the last call; its numbers. It costs the reading of one
+        header if nothing was. CheckpointError when a file was altered.
+        """
+        new: list[int] = []
+        while True:
+            if self._end is None:
+                segments = self._files.segments()
+                if not segments:
+                    return new
+                self._end = Place(segments[0], 0)
+            record = self._files.following(self._end)
+            if record is None:
+                return new
+            self._end = Place(record.place.segment, record.end)
+            self._add(int(record.header["seq"]), record.place)
+            new.append(self.last_seq)
+
+    def _add(self, seq: int, place: Place) -> None:
+        self._places[seq] = place
+        self.last_seq = seq
+
+    def get(self, seq: int) -> OperationResult | None:
+        """The result of an operation; None while there is none, or none any more."""
+        place = self._places.get(seq)
+        try:
+            record = place and self._files.read(place)
+        except FileNotFoundError:
+            return None  # dropped
+        if place is not None and record is None:
+            raise altered(self._files.path(place.segment), place)
+        return _result(record) if record else None
+
+    def size_bytes(self) -> int:
+        """Bytes of the results on the disk."""
+        return self._files.size_bytes()
+
+
+class ResultWriter(Results):
+    """The writer of the results of a run: rank 0."""
+
+    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT) -> None:
+        """Open the results, or begin them: a torn tail is cut. ResumeError when another process
+        writes them; CheckpointError when they were altered.
+        """
+        super().__init__(folder)
+        self._writer = RecordWriter(self._files, segment_bytes=segment_bytes)
+        try:
+            self.follow()
+            segments = self._files.segments()
+            self._writer.begin(self._end or Place(segments[-1] if segments else 1, 0))
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def append(self, seq: int, fields: Mapping[str, Any], payload: bytes = b"") -> OperationResult:
+        """Write the result of an operation durably. If it has one, nothing is written.
+
+        ReplayDiffers when the present one is another; OperationGap when the operation before has
+        no result; StorageError when the disk refuses: then nothing was written.
+        """
+        digest = result_digest(seq, fields, payload)
+        if seq <= self.last_seq:
+            old = self.get(seq)
+            if old is not None and old.digest != digest:
+                raise _differs(old, OperationResult(seq, fields, payload, 0.0, digest))
+            return old or OperationResult(seq, fields, payload, 0.0, digest)
+        if self._places and seq != self.last_seq + 1:
+            raise OperationGap(
+                f"the result of operation {seq} does not follow that of {self.last_seq}. This is a "
+                "fault of the worker: please report it."
+            )
+        result = OperationResult(seq, fields, payload, time.time(), digest)
+        header = {key: one for key, one in result.__dict__.items() if key != "payload"}
+        place = self._writer.append(header, payload)
+        self._add(seq, place)
+        self._end = self._writer.end
+        return result
+
+    def drop(self, *, most_bytes: int) -> int:
+        """Delete the oldest files until the results have at most so many bytes; the last file
+        stays. Returns the bytes that became free.
+        """
+        freed, size = 0, self.size_bytes()
+        for segment in self._files.segments()[:-1]:
+            if size - freed <= most_bytes:
+                break
+            path = self._files.path(segment)
+            freed += path.stat().st_size
+            path.unlink()
+            self._places = {s: p for s, p in self._places.items() if p.segment != segment}
+        return freed
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _differs(old: OperationResult, new: OperationResult) -> ReplayDiffers:
+    was, now = dict(old.fields), dict(new.fields)
+    keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+    differences = [f"{key}: {was.get(key)} then, {now.get(key)} now" for key in keys]
+    where = "; ".join(differences) or "its tensors"
+    return ReplayDiffers(
+        f"operation {old.seq} was run again and gave another result than before ({where}). What "
+        "the client knows is not what this run computes: the worker must run on the same kind of "
+        "device with the same versions, or the client goes on from a state that it saved."
+    )
