@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from jobs.serve.requests import Refusal, client_of, keeper_of, quote, writer_of
-from jobs.serve.steps.experiments import DrivenOffer, driven_offers
+from jobs.record.paths import is_there
+from jobs.serve.requests import Refusal, client_of, quote, writer_of
+from jobs.serve.steps.bodies import AdapterWish
+from jobs.serve.steps.experiments import DrivenOffer, driven_experiment, driven_offers
 from jobs.serve.steps.names import WeightsPath, absent, client_id
 from jobs.serve.steps.sessions import RunFacts, SamplerFacts, SavedFacts, SessionFacts, Sessions
+from trainer.config.identity import exp_id
 from trainer.errors import nearest
+from trainer.files.atomic import create_json, refusals
 
 if TYPE_CHECKING:
     from jobs.serve.access import Client, Gate
@@ -41,6 +45,11 @@ class Steps:
     runs: DrivenRuns
     samples: SampleQueues
     usage: Usage
+
+    async def stop(self) -> None:
+        """Let other servers go on with what is open here."""
+        await self.samples.stop()
+        self.runs.close()
 
     @property
     def offers(self) -> dict[str, DrivenOffer]:
@@ -69,6 +78,18 @@ class Steps:
             return True
         result = self.runs.of(run).result(facts.seq)
         return result is None or result.error is None
+
+    def base_folder(self, offer: DrivenOffer) -> Path:
+        """A folder with the dictionary of an offer, for the process that samples from its base and
+        from the adapters of all its runs.
+        """
+        values = driven_experiment(offer, AdapterWish(rank=1), "samples")
+        folder = self.sessions.root / "bases" / exp_id(values)
+        if not is_there(folder / "exp_dict.json"):
+            with refusals(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            create_json(folder / "exp_dict.json", values)
+        return folder
 
     def folder_of(self, run: RunFacts, facts: SavedFacts) -> Path:
         """The folder of saved weights."""

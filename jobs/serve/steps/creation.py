@@ -31,7 +31,7 @@ from jobs.serve.steps.futures import API
 from jobs.serve.steps.names import MOST_CLIENTS, weights_path
 from jobs.serve.steps.operations import Wrong, load_fields, load_into_run
 from jobs.serve.steps.sessions import RunFacts, refuse_finished
-from jobs.serve.tickets import JOB, Ticket, id_of_key
+from jobs.serve.tickets import Ticket, id_of_key
 from jobs.serve.uploads import refuse_on_full_disk
 from trainer import tasks
 from trainer.config.identity import exp_id

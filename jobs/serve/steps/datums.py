@@ -185,7 +185,7 @@ def dense(
     is_csr = len(shape) == 2 and len(crow) == shape[0] + 1 and len(col) == len(values)
     if is_csr:
         is_csr = crow[0] == 0 and crow[-1] == len(values) and bool((np.diff(crow) >= 0).all())
-    if not is_csr or (len(col) and not (0 <= col.min() and col.max() < shape[1])):
+    if not is_csr or (len(col) and not (col.min() >= 0 and col.max() < shape[1])):
         raise DataError(f"{place}: its indices are no CSR tensor of the shape {list(shape)}.")
     if math.prod(shape) > MOST_DENSE:
         raise DataError(f"{place}: {list(shape)} is more than {MOST_DENSE} numbers. Send fewer.")

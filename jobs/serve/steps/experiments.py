@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from jobs.serve.steps.bodies import AdapterWish
+from trainer import tasks
 from trainer.config.block import Positive, Strict
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from jobs.serve.offers import Offer, ServiceConfig
-    from jobs.serve.steps.bodies import AdapterWish
 
 Values = dict[str, Any]
 MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
@@ -69,6 +70,16 @@ def driven_offers(config: ServiceConfig) -> dict[str, DrivenOffer]:
     return offers
 
 
+def check_driven(config: ServiceConfig, key: str, offer: Offer, *, source: str) -> None:
+    """Return if an offer can be driven, under a name that no other offer has; else ConfigError."""
+    one = next(
+        one for one in driven_offers(config).values() if one.key == key or one.offer is offer
+    )
+    if one.key != key:
+        raise ConfigError(f"{source}: the name {one.name!r} is that of {one.key!r}. Use another.")
+    tasks.parse(driven_experiment(one, AdapterWish(rank=1), "trial"), source=source)
+
+
 def driven_experiment(one: DrivenOffer, adapters: AdapterWish, label: str) -> Values:
     """The experiment of a driven run. ConfigError for an offer that is none of a causal language
     model.
@@ -90,6 +101,8 @@ def driven_experiment(one: DrivenOffer, adapters: AdapterWish, label: str) -> Va
     values["train"] = train
     for key, block in one.driven.changes.items():
         old = values.get(key)
-        values[key] = {**old, **block} if isinstance(old, dict) and isinstance(block, dict) else block
+        values[key] = (
+            {**old, **block} if isinstance(old, dict) and isinstance(block, dict) else block
+        )
     values["label"] = label
     return values

@@ -100,7 +100,9 @@ async def optim_step(request: Request) -> Response:
     try:
         if body.optimizer_params is not None:
             kind = quote(body.optimizer_params.get("type"))
-            raise Wrong(f"optim_params: got {kind}, want AdamParams: no other optimizer steps here.")
+            raise Wrong(
+                f"optim_params: got {kind}, want AdamParams: no other optimizer steps here."
+            )
         params = AdamWish.model_validate(values or {}, strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -314,7 +316,9 @@ async def unload_model(request: Request) -> Response:
 async def end_run(request: Request, facts: RunFacts) -> int:
     """Write the last operation of a run, if it has none yet; its number."""
     steps = steps_of(request)
-    return await steps.runs.end(facts, most_bytes=2 * steps.offer(facts.base_model).driven.log_bytes)
+    return await steps.runs.end(
+        facts, most_bytes=2 * steps.offer(facts.base_model).driven.log_bytes
+    )
 
 
 async def acknowledge(
@@ -332,9 +336,7 @@ async def acknowledge(
         await run_in_threadpool(refuse_on_full_disk, keeper_of(request), len(payload))
     driven = steps.offer(facts.base_model).driven
     number = seq + facts.shift
-    await steps.runs.append(
-        facts, number, kind, fields, payload, most_bytes=driven.log_bytes
-    )
+    await steps.runs.append(facts, number, kind, fields, payload, most_bytes=driven.log_bytes)
     return PlainJSON(_future(facts, seq))
 
 

@@ -204,9 +204,7 @@ class DrivenRuns:
         last = await run_in_threadpool(_last, writer)
         if last is not None and last.kind == "end":
             return last.seq
-        operation = await self.append(
-            facts, writer.last_seq + 1, "end", {}, most_bytes=most_bytes
-        )
+        operation = await self.append(facts, writer.last_seq + 1, "end", {}, most_bytes=most_bytes)
         return operation.seq
 
     async def result(self, facts: RunFacts, seq: int, *, within_s: float) -> OperationResult | None:

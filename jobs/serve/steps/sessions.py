@@ -30,7 +30,7 @@ from pydantic import Field
 from jobs.record.times import now
 from jobs.serve.job_view import seconds
 from jobs.serve.requests import Refusal
-from jobs.serve.steps.names import SESSION, ClientId, WeightsKind, WeightsPath, absent
+from jobs.serve.steps.names import SESSION, ClientId, WeightsKind, WeightsPath, absent, client_id
 from jobs.serve.tickets import Time, is_id, read_model
 from trainer.config.block import Strict
 from trainer.files.atomic import create_json, refusals, sync, write_json
@@ -268,10 +268,15 @@ class Sessions:
         return _read(self._saved(run, seq), SavedFacts)
 
     def all_saved(
-        self, run: ClientId, counts: Callable[[SavedFacts], bool]
+        self,
+        run: ClientId,
+        counts: Callable[[SavedFacts], bool],
+        *,
+        has_expired: bool = False,
     ) -> Iterator[SavedFacts]:
         """What operations of a run save, by their numbers, without what was deleted, has expired,
         or was saved again by the same name. counts: whether an operation has done so.
+        has_expired: what has expired counts as well.
         """
         prefix = f"saved-{run.number}-"
         names = {name for name in self._names(run.session) if name.startswith(prefix)}
@@ -287,7 +292,7 @@ class Sessions:
             newest[facts.kind, facts.name] = facts
         for facts in newest.values():
             expires_at = self.expires_at(run, facts)
-            if expires_at is None or seconds(expires_at) > time.time():
+            if has_expired or expires_at is None or seconds(expires_at) > time.time():
                 yield facts
 
     def saved(self, path: WeightsPath, counts: Callable[[SavedFacts], bool]) -> SavedFacts | None:
@@ -315,10 +320,9 @@ class Sessions:
     def _saved(self, run: ClientId, seq: int, more: str = "", *, ending: str = ".json") -> Path:
         return self.folder(run.session) / f"saved-{run.number}-{seq}{more}{ending}"
 
-    def next_copy(self, session: str) -> int:
-        """The lowest number of a training client that is free in a session."""
-        numbers = {one.number for one in self.runs(session)}
-        return next(number for number in range(len(numbers) + 1) if number not in numbers)
+    def run_by_name(self, text: str) -> RunFacts | None:
+        """The training run of an id that was checked before."""
+        return self.run(client_id(text, "train"))
 
 
 def later(ttl_s: int | None) -> str | None:

@@ -104,5 +104,3 @@ def _refuse(client: Client, steps: Steps, num_tokens: int, num_bytes: int) -> No
                 f"quota of {quota.bytes}. Delete checkpoints."
             )
             raise Refusal(403, text, code="insufficient_quota")
-
-
