@@ -59,15 +59,8 @@ from trainer.errors import ConfigError
 
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
 MOST_NAMES = 100  # of folders that cannot be read, in one answer
-ONCE = (
-    "host",
-    "authorization",
-    "x-api-key",
-    "origin",
-    "content-length",
-    "content-type",
-    "idempotency-key",
-)
+ONCE = ("host", "authorization", "origin", "content-length", "content-type", "idempotency-key")
+ONCE += ("x-api-key", "x-idempotency-key", "content-encoding")
 # A page loads nothing from other servers, no page may frame it, only our own files are scripts.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

@@ -1,1 +1,1 @@
-"""The Tinker dialect: training driven by a client's own loop, over HTTP (docs/steps-over-http.md)."""
+"""The Tinker dialect: a client's own loop trains, step by step (docs/steps-over-http.md)."""

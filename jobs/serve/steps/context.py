@@ -1,4 +1,4 @@
-"""What the routes of the dialect share: the parts of the service, and what a client may see of them.
+"""What the routes of the dialect share: the parts of the service, and what a client may see.
 
 An id that names nothing and one of another token's are answered alike.
 """

@@ -128,7 +128,8 @@ def _add_run(
     """
     keeper, client, steps = keeper_of(request), writer_of(request), steps_of(request)
     session, number = body.session_id, body.model_seq_id
-    assert session is not None and number is not None, "the body was checked"
+    assert session is not None, "the body was checked"
+    assert number is not None, "the body was checked"
     if number >= MOST_CLIENTS:
         raise Refusal(400, f"model_seq_id: got {number}, want less than {MOST_CLIENTS}.")
     owner = visible_session(request, session).owner
@@ -167,7 +168,8 @@ def _create_ticket(
     keeper: Keeper, client: Client, offer: DrivenOffer, facts: RunFacts, values: dict[str, Any]
 ) -> None:
     """Write the job of a run durably. Refusal for what cannot become one."""
-    assert facts.job is not None and facts.exp_id is not None, "a run that trains has both"
+    assert facts.job is not None, "a run that trains has a job"
+    assert facts.exp_id is not None, "a run that trains has an experiment"
     folder = keeper.folder.ticket(facts.job)
     assert folder is not None, "the id is ours"
     if folder.read() is not None:

@@ -1,4 +1,4 @@
-"""Rows as the SDK sends them, as rows of an operation; outputs of an operation, as it reads them."""
+"""Rows of the SDK as rows of an operation, and outputs of an operation as the SDK reads them."""
 
 from __future__ import annotations
 

@@ -64,10 +64,15 @@ def driven_offers(config: ServiceConfig) -> dict[str, DrivenOffer]:
     offers: dict[str, DrivenOffer] = {}
     for key, offer in config.models.items():
         if offer.driven:
-            driven = offer.driven if isinstance(offer.driven, Driven) else Driven()
-            name = driven.name or key
-            offers[name] = DrivenOffer(key, name, offer, driven)
+            one = driven_offer(key, offer)
+            offers.setdefault(one.name, one)
     return offers
+
+
+def driven_offer(key: str, offer: Offer) -> DrivenOffer:
+    """An offer that may be driven, by its name in service.py."""
+    driven = offer.driven if isinstance(offer.driven, Driven) else Driven()
+    return DrivenOffer(key, driven.name or key, offer, driven)
 
 
 def check_driven(config: ServiceConfig, key: str, offer: Offer, *, source: str) -> None:

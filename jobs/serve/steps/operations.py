@@ -1,4 +1,4 @@
-"""Operations of training runs: /api/v1/create_model, forward_backward, optim_step, save_..., load_...
+"""Operations of training runs: forward_backward, optim_step, save_..., load_... below /api/v1.
 
 What is wrong with an operation is told by its future: its number is used, so that the operations
 behind it run. Only what cannot be an operation at all is refused with a 4xx.
@@ -234,7 +234,8 @@ def _add_sampler(
 
 async def load_into_run(request: Request, body: LoadWeights) -> Response:
     """Load saved weights into a run that exists."""
-    assert body.model_id is not None and body.seq_id is not None, "the body was checked"
+    assert body.model_id is not None, "the body was checked"
+    assert body.seq_id is not None, "the body was checked"
     facts = visible_run(request, body.model_id, writes=True)
     try:
         if body.optimizer_config is not None:
@@ -254,8 +255,8 @@ def load_fields(request: Request, facts: RunFacts, body: LoadWeights) -> dict[st
     source, saved = visible_weights(request, path, as_client=other)
     if saved.kind != "weights":
         raise Wrong(
-            f"path: {path} was saved for samplers, want tinker://RUN/weights/NAME, which save_state "
-            "makes."
+            f"path: {path} was saved for samplers, want tinker://RUN/weights/NAME, which "
+            "save_state makes."
         )
     for what, was, is_now in (
         ("base model", source.base_model, facts.base_model),

@@ -1,8 +1,8 @@
 """The driven runs of a server: their logs of operations, written here, and their results, which the
 ranks write.
 
-A log has one writer at a time, over all servers of a folder. What is in memory of a run is a copy of
-its files: a server that was killed goes on from them.
+A log has one writer at a time, over all servers of a folder. What is in memory of a run is a copy
+of its files: a server that was killed goes on from them.
 """
 
 from __future__ import annotations

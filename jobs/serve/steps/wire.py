@@ -24,8 +24,8 @@ ENUMS: dict[str, list[str]] = {
 FLOAT32, INT64, INT32 = 1, 2, 3  # of DType
 STOP, LENGTH = 0, 1  # of StopReason
 # The fields of each message in the order of their numbers, which count from 1. A type is that of
-# protobuf, another message or an enum; with [] behind it the field repeats, with ? it may be absent,
-# with |NAME it is one of a group, and {} around it makes a map whose keys are texts.
+# protobuf, another message or an enum; with [] behind it the field repeats, with ? it may be
+# absent, with |NAME it is one of a group, and {} around it makes a map whose keys are texts.
 MESSAGES: dict[str, dict[str, str]] = {
     "SampleResponse": {
         "sequences": "SampledSequence[]",

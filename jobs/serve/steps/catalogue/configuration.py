@@ -104,8 +104,8 @@ async def create_session(request: Request) -> Response:
     answer: dict[str, Any] = {"type": "create_session", "session_id": session.id}
     if body.sdk_version != SDK:
         answer["warning_message"] = (
-            f"This server understands tinker {SDK}, and you have {body.sdk_version}: what is new in "
-            f"it may be refused. pip install tinker=={SDK}"
+            f"This server understands tinker {SDK}, and you have {body.sdk_version}: what is new "
+            f"in it may be refused. pip install tinker=={SDK}"
         )
     return PlainJSON(answer)
 
