@@ -45,7 +45,7 @@ def token_command(
     """Make a token of the service. It is printed once; the file keeps only its hash."""
     from jobs.serve.access import add_token
 
-    quota = {"jobs": jobs, "gpu_hours": gpu_hours, "bytes": max_bytes}
+    quota = {"jobs": jobs, "gpu_hours": gpu_hours, "bytes": max_bytes, "tokens": tokens}
     typer.echo(add_token(token_file, name, role, quota))
 
 

@@ -52,6 +52,7 @@ from jobs.serve.live import routes as live_routes
 from jobs.serve.preview import routes as preview_routes
 from jobs.serve.requests import Refusal
 from jobs.serve.steps import dialect as steps_dialect
+from jobs.serve.steps.upkeep.expiry import sweep_always
 from jobs.serve.tickets import ServiceFolder
 from jobs.serve.webhooks.sender import Webhooks
 from jobs.submit.prepare import PROJECT
@@ -214,6 +215,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
         if has_keeper:
             thread.start()
             tasks.append(asyncio.create_task(app.state.batch_runner.run()))
+            tasks.append(asyncio.create_task(sweep_always(app.state.steps)))
             webhooks.start()
         yield
         keeper.stop()

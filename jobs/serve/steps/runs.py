@@ -113,6 +113,7 @@ class DrivenRuns:
     keeper: Keeper
     sessions: Sessions
     _open: OrderedDict[ClientId, OpenRun] = field(default_factory=OrderedDict[ClientId, OpenRun])
+    _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def folder(self, facts: RunFacts) -> Path:
         """The run folder. Refusal (400) for a copy, which has none."""
@@ -122,15 +123,17 @@ class DrivenRuns:
         return self.keeper.folder.base.run(facts.exp_id).path
 
     def of(self, facts: RunFacts) -> OpenRun:
-        """A run as this server has it open."""
-        run = self._open.pop(facts.id, None)
-        if run is None:
-            folder = self.folder(facts) / FOLDER
-            run = OpenRun(facts, folder, Results(folder))
-        self._open[facts.id] = run
-        idle = [name for name, one in self._open.items() if not one.users and not one.num_waiting]
-        for name in idle[: max(len(self._open) - MOST_OPEN, 0)]:
-            if name != facts.id:
+        """A run as this server has it open. Any thread may call this."""
+        folder = self.folder(facts) / FOLDER
+        with self._guard:
+            run = self._open.pop(facts.id, None)
+            if run is None:
+                run = OpenRun(facts, folder, Results(folder))
+            self._open[facts.id] = run
+            surplus = max(len(self._open) - MOST_OPEN, 0)
+            every = [*self._open.items()][:-1]
+            idle = [name for name, one in every if not one.users and not one.num_waiting]
+            for name in idle[:surplus]:
                 self._open.pop(name).close()
         return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -100,7 +101,7 @@ async def create_session(request: Request) -> Response:
         user_metadata=metadata_of(body.user_metadata),
         display_name=body.display_name,
     )
-    session = steps_of(request).sessions.create(facts)
+    session = await run_in_threadpool(steps_of(request).sessions.create, facts)
     answer: dict[str, Any] = {"type": "create_session", "session_id": session.id}
     if body.sdk_version != SDK:
         answer["warning_message"] = (
@@ -129,7 +130,7 @@ async def finish_session(request: Request) -> Response:
     for run in steps.sessions.runs(session.id):
         if run.exp_id is not None:
             await end_run(request, run)
-    steps.sessions.finish(session.id, end)
+    await run_in_threadpool(steps.sessions.finish, session.id, end)
     return Response(status_code=204)
 
 

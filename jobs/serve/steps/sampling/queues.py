@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -153,6 +154,10 @@ class SampleQueues:
         """A number of its own for one more client of a sampler, from 1 on."""
         queue = await self._queue(facts)
         return await run_in_threadpool(queue.log.next_clone)
+
+    def is_open(self, folder: Path) -> bool:
+        """Whether this server answers the sampler of a folder."""
+        return any(one.log.folder == folder for one in [*self._open.values()])
 
     async def stop(self) -> None:
         """End everything; what is not answered is answered by the next server."""
