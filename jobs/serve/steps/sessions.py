@@ -286,10 +286,11 @@ class Sessions:
             facts = _read(self._saved(run, number), SavedFacts)
             if facts is None or facts.sampler is not None:
                 continue
-            if f"{prefix}{number}-deleted" in names or not counts(facts):
+            if not counts(facts):
                 continue
-            newest.pop((facts.kind, facts.name), None)
-            newest[facts.kind, facts.name] = facts
+            newest.pop((facts.kind, facts.name), None)  # it was overwritten
+            if f"{prefix}{number}-deleted" not in names:
+                newest[facts.kind, facts.name] = facts
         for facts in newest.values():
             expires_at = self.expires_at(run, facts)
             if has_expired or expires_at is None or seconds(expires_at) > time.time():
