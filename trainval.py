@@ -16,7 +16,6 @@ import typer
 
 from trainer.commands.options import FlagsOnOff, spread
 from trainer.config.flags import RunFlags
-from trainer.config.identity import base_id, teacher_id
 from trainer.config.identity import exp_id as id_of
 from trainer.config.origin.continues import continued
 from trainer.config.userfile import kind
@@ -340,11 +339,10 @@ def _dry_run(
     run_options = Options(**options)
     world = ranks.ranks if ranks else int(os.environ.get("WORLD_SIZE", "1"))
     refused: list[str] = []
-    earlier: set[str] = set()  # whose weights a later experiment of the group may start from
+    earlier: set[str] = set()  # whose models a later experiment of the group may need
     for values in experiments:
         run_plan = plan(values, run_options, world=world, rank=0)
-        is_awaited = not earlier.isdisjoint({base_id(values), teacher_id(values)})
-        findings = look(run_plan, run_options, is_awaited=is_awaited)
+        findings = look(run_plan, run_options, earlier=earlier)
         typer.echo(show(run_plan, findings))
         refused += [f"{run_plan.id}: {problem}" for problem in findings.problems]
         earlier.add(run_plan.id)

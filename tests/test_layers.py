@@ -7,7 +7,7 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 7  trainval.py, trainer/__main__.py, commands/
 6  proof/, recipes/
 5  launch/, survival/, evaluation/, judging/, averages/, harness/
-4  training/, plan/, retrieval/, statistics/, exports/
+4  driven/, training/, plan/, retrieval/, statistics/, exports/
 3  tasks/<name>/
 2  models/, data/, telemetry/,
    tasks/{token_task,distilled,generated,continuation,continuation_program}.py
@@ -78,6 +78,7 @@ FLOORS = {
     "trainer.statistics": 4,
     "trainer.training": 4,
     "trainer.averages": 5,
+    "trainer.driven": 4,
     "trainer.evaluation": 5,
     "trainer.harness": 5,
     "trainer.launch": 5,

@@ -42,12 +42,12 @@ from trainer.errors import (
     DoesNotFitError,
     LatheError,
     RankLostError,
+    ReplayDiffers,
     ResumeError,
     StorageError,
     UserError,
 )
 from trainer.operations.operation_log import OperationConflict, OperationGap
-from trainer.operations.results import ReplayDiffers
 from trainer.plan.memory.measure import MeasuringError
 from trainer.recipes.vera.problem import BadRecord
 
@@ -704,6 +704,7 @@ BASES = wording(
     package_of_backend="needs Ray. pip install -e '.[{extra}]'",
     generation_file_tokens="generation_config.json...Mend the file",
     token_out="got the token {token}, want 0 to {most}",
+    ids_of_no_text="got ids that this model's tokenizer gives for no text",
     schema_beyond="the schema cannot be held: {reason}. Simplify that part",
     tools_unwritten="the chat template of this model writes no tools",
     message_unwritten="message {number}: this model's chat template writes nothing of it",
@@ -714,6 +715,8 @@ BASES = wording(
 ADAPTERS = wording(
     ConfigError,
     targets_unknown='lora.targets={targets!r}: there is no {target!r}...The linear layers of a {family} are {layers}. ..."all-linear"',
+    parts_merged='lora.parts={parts} with lora.export="merged": the output layer',
+    output_unmerged="the output layer has adapters, and shares its matrix with",
     targets_shared='lora.targets={targets!r}: {target!r} shares its matrix with the embedding..."all-linear"',
     targets_not_linear='lora.targets={targets!r}: {target!r} is no linear layer but a {kind}...."all-linear"',
     targets_kind='lora.targets: Value error, ..."all-linear"',
@@ -1075,6 +1078,7 @@ SERVICE = (
         token_file_mode="mode {mode}, want 0o600: ...chmod 600",
         method_not_taken="method: {model} does not take {name!r}",
         webhook_secret_mode="webhooks: secret_file {file}: mode {mode}, want 0o600",
+        webhook_twice="webhooks: ...want each url once: an address stands twice",
         webhook_secret_none="webhooks: secret_file {file}: it holds no secret, want whsec_",
         webhook_secret_unreadable="webhooks: secret_file {file}: {reason}. Make one",
         dpo_alone="{model} learns from preferences alone, want type 'dpo'",
@@ -1109,14 +1113,20 @@ SERVICE = (
         not_judged="This run has no judge.json. Make one on the server's machine: lathe judge {run}",
         gate_refused_job="The gate kept its model back: {reasons}.",
         batch_unknown="No such batch: {name!r}",
+        line_streamed="body.stream: got {value!r}, want false",
+        not_json="{file}: no JSON, or one that is nested too deeply",
+        two_values="hyperparameters.{name} is {beside} beside `method` and {inside} in it",
         batch_purpose="input_file_id: {file} has the purpose {purpose!r}, want 'batch'",
         batches_unserved="batches: this service answers none (batch_models=0)",
         answers_equal="line {line}: got two equal answers, {answer}",
         upload_purpose="{key}: {file} has the purpose {purpose!r}, want 'fine-tune'",
         checkpoint_unknown="The checkpoint {name!r} does not exist, or is not yours",
         checkpoint_stays="{name} is a checkpoint, from which its job may go on",
+        model_in_use="{model}: {jobs!r} begin with it and have not ended",
         permissions_unserved="Permissions of a checkpoint: got a request to share it",
         request_key_unknown="{key}: there is no such parameter",
+        limits_twice="max_tokens: got {got} beside max_completion_tokens, which is {other}",
+        parameters_of_no_object="got the type {type!r} of the parameters of {name}, want 'object'",
         contexts_wanted="wants contexts",
         contexts_unread="reads no contexts",
         makes_none="makes no {things}",
@@ -1171,7 +1181,8 @@ PREFERENCES = wording(
     preference_side_absent="'{side}' is missing (keys: ...A row has a prompt, chosen and rejected",
     preference_prompt_absent="'prompt' is missing, and 'chosen' and 'rejected' begin with no turn",
     preference_label="'label' is {label}, want true or false",
-    preference_single="a completion with a label, and preference.loss='{loss}' learns from pairs",
+    preference_single="a completion without 'chosen' and 'rejected', and preference.loss='{loss}' learns",
+    preference_beginning="of 'chosen' and 'rejected' one is the beginning of the other, ...Give the 'prompt'",
     preference_margin="no 'margin', and no 'score_chosen' with 'score_rejected'",
     preference_not_text="the {part} is {value}, want text. Lists of turns are conversations",
     preference_answer="an answer is {value}, want text, or a list of turns",
@@ -1185,6 +1196,7 @@ PREFERENCES = wording(
     preference_stream="data.stream=true with preference.loss='{loss}'",
     preference_chat_of_two='data.source="chat" with a {family}, whose encoder reads the prompt',
     preference_reward_of_two="preference.loss='reward' with a {family}, of which nothing here takes",
+    draws_no_answers="draws no answers of an encoder-decoder. Leave out",
     preference_pictures="base: a {family} reads pictures, too; want a model of texts alone",
 )
 
@@ -1222,6 +1234,8 @@ JUDGING = wording(
     gate_of_no_text="with keep=None: no text is read",
     judged_run_absent="{command} {run}: is no run in",
     judge_of_two_kinds="Give the one or the other",
+    judged_seed_twice="judge: got run {run} twice, want different runs",
+    judged_against_itself="judge: run {run} would be compared with itself",
 ) | wording(
     DataError,
     judged_rows_trained="judge: {count} of {rows} rows of the {split} split are training rows",
@@ -1249,6 +1263,30 @@ OPERATIONS = (
         driven_inputs_differ="row {index} has the loss inputs",
         driven_axis_differs="row {index}: {name} has the shape",
         payload_unreadable="the payload of rows is no safetensors file",
+        driven_inputs_foreign="; {name} wants target_tokens",
+        driven_row_long="got {count} tokens, want 1 to {limit} (data.max_tokens)",
+        driven_id_foreign="got the id {id} at position",
+        driven_not_finite=", {key}: got nan at position",
+        driven_shape=", {key}: got the shape",
+        driven_no_rows="got no rows. Send at least one",
+        driven_state_absent="load_state: there is no folder",
+    )
+    | wording(
+        ConfigError,
+        driven_no_gradient="optim_step: there is no gradient. Send",
+        driven_loss_unknown="loss_fn={name!r} is not computed here",
+        driven_loss_config="loss_fn_config: {key!r} is no number of {name}",
+        driven_adam="optim_step: {name}: got",
+        driven_name="name={name!r}: want letters, digits",
+        driven_name_there="save_state: {name!r} is there already",
+        driven_create_differs="create: lora rank={rank}, but the dictionary",
+        driven_kind="{kind!r} is no kind of operation",
+        driven_not_created="the run was not created yet. Send create first",
+        driven_has_ended="the run has ended. Create another one",
+        driven_key='data.source="client" with {key}: the client sends',
+        driven_without_lora="trains adapters beside a frozen base",
+        driven_reads_files="reads no rows from files: leave",
+        put_aside_of_files="put_aside_s with source",
     )
 )
 
@@ -1332,6 +1370,30 @@ OPERATIONS = (
         driven_inputs_differ="row {index} has the loss inputs",
         driven_axis_differs="row {index}: {name} has the shape",
         payload_unreadable="the payload of rows is no safetensors file",
+        driven_inputs_foreign="; {name} wants target_tokens",
+        driven_row_long="got {count} tokens, want 1 to {limit} (data.max_tokens)",
+        driven_id_foreign="got the id {id} at position",
+        driven_not_finite=", {key}: got nan at position",
+        driven_shape=", {key}: got the shape",
+        driven_no_rows="got no rows. Send at least one",
+        driven_state_absent="load_state: there is no folder",
+    )
+    | wording(
+        ConfigError,
+        driven_no_gradient="optim_step: there is no gradient. Send",
+        driven_loss_unknown="loss_fn={name!r} is not computed here",
+        driven_loss_config="loss_fn_config: {key!r} is no number of {name}",
+        driven_adam="optim_step: {name}: got",
+        driven_name="name={name!r}: want letters, digits",
+        driven_name_there="save_state: {name!r} is there already",
+        driven_create_differs="create: lora rank={rank}, but the dictionary",
+        driven_kind="{kind!r} is no kind of operation",
+        driven_not_created="the run was not created yet. Send create first",
+        driven_has_ended="the run has ended. Create another one",
+        driven_key='data.source="client" with {key}: the client sends',
+        driven_without_lora="trains adapters beside a frozen base",
+        driven_reads_files="reads no rows from files: leave",
+        put_aside_of_files="put_aside_s with source",
     )
 )
 

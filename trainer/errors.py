@@ -11,6 +11,7 @@ LatheError             1  something went wrong that no dictionary can mend
 │   └── DoesNotFitError   a device has less memory than the run needs
 ├── CheckpointError    1  a checkpoint that is torn or altered
 ├── RankLostError      1  another rank was killed, or has not been heard of for minutes
+├── ReplayDiffers      1  an operation of a driven run that was run again gave another result
 ├── ProofError         1  a run's record, or an engine, does not do what it says
 └── DivergedError      1  the loss or the gradient is not a finite number any more
 """
@@ -75,6 +76,10 @@ class CheckpointError(LatheError):
 
 class RankLostError(LatheError):
     """Another rank of the run is gone: the same command goes on from the last checkpoint."""
+
+
+class ReplayDiffers(LatheError):
+    """An operation of a driven run that was run again gave another result."""
 
 
 class ProofError(LatheError):

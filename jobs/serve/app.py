@@ -239,7 +239,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
     app.state.workers = Workers(keeper.folder.cache, keeper.config.loaded_models)
     app.state.steps = steps_dialect.make(keeper, gate)
     veil = Veil.of(keeper.folder.base.path, [PROJECT])
-    app.state.batches = BatchFolders(keeper.folder)
+    app.state.batches = BatchFolders(keeper.folder, keeper.unreadable)
     webhooks = Webhooks.of(keeper, app.state.batches)
     app.state.batch_runner = BatchRunner(keeper, app.state.batches, Asking(keeper, HANDLERS, veil))
     return Door(app, gate, shares, veil)

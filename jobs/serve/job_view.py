@@ -30,6 +30,7 @@ Status = Literal["validating_files", "queued", "running", "succeeded", "failed",
 Level = Literal["info", "warn", "error"]
 FINAL: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
 FAILED: tuple[JobState, ...] = ("failed", "timeout", "oom", "lost")
+GATE_REFUSED = "gate_refused"  # code of the error of a job whose gate kept its model back
 CANNOT_RUN = "cannot_run"  # code of the error of a job whose files or folders nobody understands
 # OpenAI's name -> our name of a metric
 SCORES = {
@@ -95,7 +96,7 @@ def standing(facts: Facts) -> Standing:
         is_first_end = not ends or (row.ended_at or "") <= min(ends)
         if is_first_end and row.state == "succeeded" and facts.refusals:
             message = f"The gate kept its model back: {'; '.join(facts.refusals)}."
-            return Standing("failed", _ended_at(row), _error("gate_refused", message, None))
+            return Standing("failed", _ended_at(row), _error(GATE_REFUSED, message, None))
         if is_first_end and row.state == "succeeded":
             return Standing("succeeded", _ended_at(row))
         may_go_on = facts.ticket.driven_by is not None and failure is None

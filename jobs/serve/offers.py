@@ -19,7 +19,7 @@ from pydantic import Field
 from jobs.config import JobConfig
 from jobs.serve.rows.kinds import KINDS
 from jobs.serve.steps.experiments import Driven, check_driven
-from jobs.serve.webhooks.endpoints import Webhook
+from jobs.serve.webhooks.endpoints import Webhook, WebhookList
 from trainer import tasks
 from trainer.config import userfile
 from trainer.config.block import Fraction as Share
@@ -33,6 +33,7 @@ Values = dict[str, Any]
 Auto = Literal["auto"]
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Method = Literal["supervised", "dpo"]
+METHODS: tuple[Method, ...] = ("supervised", "dpo")
 MEBIBYTE = 1 << 20
 DPO_SLOWER = 10  # than the learning rate of the offer
 BETA = 0.1  # of a preference task that names none
@@ -89,7 +90,7 @@ class ServiceConfig(Strict):
     batch_lines: Positive = 50_000  # requests of a batch
     batch_bytes: Positive = 200 * MEBIBYTE  # of its file
     batches_at_once: Positive = 16  # that have not ended, of one token
-    webhooks: list[Webhook] = Field(default_factory=list[Webhook])  # that are told what ended
+    webhooks: WebhookList = Field(default_factory=list[Webhook])  # that are told what ended
     body_s: Annotated[float, Field(gt=0)] = 30.0  # within which a JSON document must arrive
     silence_s: Annotated[float, Field(gt=0)] = (
         30.0  # an upload that sends nothing for so long is aborted

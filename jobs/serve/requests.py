@@ -87,19 +87,19 @@ class Refusal(Exception):
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
 
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error in the format of the OpenAI API."""
+        words = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": words}
+
     def response(self) -> PlainJSON:
-        """The answer with the error in the format of the OpenAI API."""
-        error = {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
+        """The answer with the error."""
         # OpenAI's client repeats 409, 429 and 5xx by itself unless this header says false
         headers = {"x-should-retry": "true" if self.retry_after_s is not None else "false"}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
-        return PlainJSON({"error": error}, self.status, headers)
+        return PlainJSON(self.body, self.status, headers)
 
 
 class Body(BaseModel):
@@ -173,6 +173,19 @@ class CreateJob(Body):
     metadata: Metadata | None = None
     integrations: Annotated[list[Any], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _has_one_value_of_each(self) -> CreateJob:
+        """No value beside `method` would be lost."""
+        beside, inside = self.hyperparameters, self.effective_hyperparameters
+        for name in Hyperparameters.model_fields:
+            value = getattr(beside, name, None)
+            if value not in (None, "auto") and value != getattr(inside, name):
+                raise ValueError(
+                    f"hyperparameters.{name} is {value} beside `method` and "
+                    f"{getattr(inside, name)} in it: give it inside `method` alone"
+                )
+        return self
+
     @property
     def effective_hyperparameters(self) -> Hyperparameters:
         """The hyper-parameters inside `method`; else those beside it, as older clients do."""
@@ -225,7 +238,8 @@ async def read_body(request: Request, schema: type[B], config: ServiceConfig) ->
             elif item["type"] == "missing":
                 lines.append(f"{place}: required, but not given.")
             else:
-                lines.append(f"{place}: got {quote(item['input'])}. {item['msg']}.")
+                message = item["msg"].removeprefix("Value error, ")
+                lines.append(f"{place}: got {quote(item['input'])}. {message}.")
         param = ".".join(str(part) for part in items[0]["loc"] if isinstance(part, str))
         raise Refusal(400, "\n".join(lines), param=param or None, code="invalid_value") from None
 

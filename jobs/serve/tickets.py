@@ -44,7 +44,7 @@ from jobs.record.paths import BaseFolder, is_there
 from jobs.record.times import now
 from trainer.config.block import Strict
 from trainer.data.formats.json_text import preview
-from trainer.errors import LatheError
+from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import create_json, open_file, refusals, sync, write_json
 
 WishKind = Literal["pause", "resume", "cancel", "delete"]
@@ -262,7 +262,7 @@ class ServiceFolder:
         return self.path / f"index-{socket.gethostname()}.sqlite"
 
     def make(self) -> None:
-        """Make the folders, and remove uploads that were cut off. StorageError."""
+        """Make the folders, and remove uploads and batches that were cut off. StorageError."""
         with refusals(self.path):
             parts = (
                 self.tickets,
@@ -274,14 +274,8 @@ class ServiceFolder:
             )
             for folder in parts:
                 folder.mkdir(parents=True, exist_ok=True)
-        for folder in self.uploads.glob(".*.tmp"):
-            with suppress(OSError):
-                if time.time() - folder.stat().st_mtime < YOUNG_S:
-                    continue  # another server may be about to lock it
-                # no process holds the lock of an upload whose server died
-                with (folder / "content").open("ab") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
+        _remove_torn(self.uploads, "content")
+        _remove_torn(self.batches, "lock")
 
     def ticket(self, job_id: str) -> TicketFolder | None:
         """The folder of a job's ticket; None for a malformed id."""
@@ -343,6 +337,34 @@ class ReceivedUpload:
             write_json(self.folder / "file.json", upload.model_dump(mode="json"))
             os.rename(self.folder, self.target)
             sync(self.target.parent)
+
+
+def _remove_torn(folder: Path, locked: str) -> None:
+    """Remove what a server that died was writing: nobody holds the lock of its file `locked`."""
+    for path in folder.glob(".*.tmp"):
+        with suppress(OSError, StorageError):
+            if time.time() - path.stat().st_mtime < YOUNG_S:
+                continue  # another server may be about to lock it
+            with alone(path / locked) as is_ours:
+                if is_ours:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def alone(path: Path) -> Generator[bool]:
+    """Whether no other process, and no other part of this one, holds the lock of a file; then none
+    does inside. StorageError where it cannot be locked.
+    """
+    with refusals(path):
+        file = path.open("ab")
+    with file:
+        is_free = True
+        with refusals(path):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_free = False
+        yield is_free
 
 
 R = TypeVar("R", bound=Strict)

@@ -7,6 +7,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +258,39 @@ def test_a_store_of_another_base_or_of_other_rows_is_refused(folder: Path, tmp_p
     how = {"differences": re.compile("rows was 'these rows', is 'other rows'.*")}
     with refused("shards_of_others", ConfigError, flag="preference.reference", **how):
         task.read_start(lambda: task.model().eval(), {"train": others}, batch=4)
+
+
+def test_of_runs_that_begin_together_one_reads_the_rows(folder: Path, tmp_path: Path) -> None:
+    """As the trials of a sweep do."""
+    tasks_of = [load(folder, {"reference": str(tmp_path / "start")}) for _ in range(2)]
+    rows = Rows(tasks_of[0].encode_rows(list(tasks_of[0].rows("train"))[:3]))
+    is_reading, may_read = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        is_reading.set()
+        assert may_read.wait(60)
+        return tasks_of[0].model().eval()
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(tasks_of[0].read_start, slow, {"train": rows}, batch=4)
+        assert is_reading.wait(60)
+        unread = partial(pytest.fail, "the other one reads")
+        second = pool.submit(tasks_of[1].read_start, unread, {"train": rows}, batch=4)
+        wait([second], timeout=0.3)
+        may_read.set()
+        first.result()
+        second.result()
+    assert tasks_of[1].collate(rows)["start"].equal(tasks_of[0].collate(rows)["start"])
+
+
+def test_a_whole_store_is_only_read(folder: Path, tmp_path: Path) -> None:
+    """As where it lies on a disk that takes no writes."""
+    task = load(folder, {"reference": str(tmp_path / "start")})
+    rows = Rows(task.encode_rows(list(task.rows("train"))[:3]))
+    task.read_start(lambda: task.model().eval(), {"train": rows}, batch=4)
+    files = {path: path.stat() for path in (tmp_path / "start").rglob("*")}
+    task.read_start(lambda: pytest.fail("all is there"), {"train": rows}, batch=4)
+    assert {path: path.stat().st_ino for path in files} == {p: s.st_ino for p, s in files.items()}
 
 
 def test_a_row_that_the_start_has_not_read_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exp_configs import vary
@@ -329,6 +330,21 @@ def test_a_teacher_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path)
     fields = {"count": 1, "tokens": 385, "token": "<extra>", "got": 384, "want": None}
     with refused("teacher_tokenizer", **fields):
         refusal_of("causal_lm", folder, str(tmp_path / "teacher"))
+
+
+def test_a_teacher_whose_files_lack_a_weight_is_refused(folder: Path, tmp_path: Path) -> None:
+    """It would be drawn at random, as the output layer of an encoder is: a student trains such a
+    weight, a teacher does not.
+    """
+    whole = load("causal_lm", folder)
+    whole.export(dict(whole.model().named_parameters()), tmp_path / "teacher")
+    path = tmp_path / "teacher" / "model.safetensors"
+    weights = load_file(path)
+    del weights["lm_head.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    task = load("causal_lm", folder, {"base": str(tmp_path / "teacher")})
+    with refused("base_lacks_weights", source=str(tmp_path / "teacher"), names="lm_head.weight"):
+        task.read_teacher({"train": some_rows(task, 2)}, batch=2)
 
 
 def test_keys_that_do_not_go_with_a_teacher_are_refused(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,3 +190,13 @@ def test_letters_that_may_become_a_stop_text_are_held_back() -> None:
     assert unsure("It \ufffd\ufffd", [" \u00e9"]) == 3
     assert unsure("It is.\n", [], closing=".\n") == 2
     assert unsure("It is.\n\n", ["s"], closing=".\n") == 0
+
+
+def test_a_long_stop_text_takes_no_memory_of_its_square() -> None:
+    stop = "a" * 10_000
+    tracemalloc.start()
+    try:
+        assert unsure("b" + stop[1:], [stop]) == len(stop) - 1
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(stop)
+    finally:
+        tracemalloc.stop()

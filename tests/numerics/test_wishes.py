@@ -16,7 +16,9 @@ from tests.unit.test_calls import HERMES
 from tests.wording import says
 from trainer.commands.answer import answers
 from trainer.evaluation.predict import OpenExport
+from trainer.models.generation import grammar
 from trainer.models.generation.sampling import Adjustment, draw
+from trainer.models.generation.texts import GrowingText
 
 ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "seed": 1, "stop": []}
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -105,6 +107,10 @@ def test_an_echo_repeats_the_prompt_and_scores_it_as_one_forward_does(
     want = logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
     assert told[0]["logprob"] is None
     assert [one["logprob"] for one in told[1:]] == pytest.approx(want.tolist(), abs=1e-5)
+    special = [model.task.end, *ids]  # what is repeated is what its tokens are together
+    text, last = asked(model, prompts=[special], echo=True, logprobs=0, max_tokens=0)
+    assert text == model.task.tokenizer.decode([model.task.end]) + QUESTION
+    assert "".join(one["token"] for one in last["logprobs"]) == text
     whole, last = asked(model, prompts=[QUESTION], echo=True, logprobs=1, max_tokens=3)
     assert whole.startswith(QUESTION)
     assert len(last["logprobs"]) == len(ids) + last["tokens"]
@@ -155,6 +161,44 @@ def test_an_answer_follows_its_schema_whatever_the_model_would_say(
     _, last = asked(model, schema={"type": "strange"}, **how)
     assert last["param"] == "response_format"
     says("schema_beyond", last["error"])
+    _, last = asked(model, schema={"$ref": "#"}, **how)  # no text fits it
+    assert last["param"] == "response_format"
+    says("schema_beyond", last["error"], reason="no text fits it")
+
+
+def test_a_text_whose_grammar_has_failed_is_not_called_whole(
+    opened: dict[str, OpenExport],
+) -> None:
+    pytest.importorskip("llguidance")
+    task = opened["hermes"].task
+    size = len(task.tokenizer)
+    library, tokens = grammar._tokens_of(task.tokenizer, tuple(task.ends), size)
+    for schema, want in (({"$ref": "#"}, "length"), ({"const": 7}, "stop")):
+        matcher = library.LLMatcher(tokens, library.LLMatcher.grammar_from_json_schema(schema))
+        text = GrowingText(
+            prompt=[1],
+            most=9,
+            ends=task.ends,
+            spell=task.tokenizer.decode,
+            adjustment=Adjustment(grammar=grammar.Grammar(matcher, size)),
+        )
+        while not text.finish:
+            text.take(text.next_token(torch.zeros(size), 0))
+        assert text.finish == want
+
+
+def test_a_call_follows_the_parts_that_its_schema_refers_to(
+    opened: dict[str, OpenExport],
+) -> None:
+    pytest.importorskip("llguidance")
+    part = {"type": "object", "additionalProperties": False, "required": ["colour"]}
+    part |= {"properties": {"colour": {"$ref": "#/$defs/colour"}}}
+    part |= {"$defs": {"colour": {"enum": ["red", "blue"]}}}
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": part}}]
+    how = {"messages": MESSAGES, "tools": tools, "tool_choice": "required", "max_tokens": 80}
+    _, last = asked(opened["hermes"], **how)
+    (call,) = last["calls"]
+    assert json.loads(call["arguments"])["colour"] in ("red", "blue")
 
 
 def test_a_forced_call_is_one_of_the_tools_and_its_opening_is_counted_as_answer(

@@ -170,14 +170,16 @@ def test_what_the_comparison_would_refuse_is_refused_before_the_first_step(
     assert not is_said("gate_score_unknown", text)
 
 
-def _problems(values: dict[str, Any], data: Path, savedir: Path) -> list[str]:
+def _problems(
+    values: dict[str, Any], data: Path, savedir: Path, earlier: tuple[str, ...] = ()
+) -> list[str]:
     """What a dry run says that a run would refuse."""
     from trainer.launch.preflight import look
     from trainer.training.options import Options
     from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=data, cache_dir=data / "cache")
-    return look(plan(values, options, world=1, rank=0), options).problems
+    return look(plan(values, options, world=1, rank=0), options, earlier=earlier).problems
 
 
 def test_a_dry_run_looks_at_the_other_run_and_at_the_rows_that_are_judged(
@@ -191,6 +193,11 @@ def test_a_dry_run_looks_at_the_other_run_and_at_the_rows_that_are_judged(
     other = values_of(data, {"against": "0123", "overlap": "leave_out"})
     (absent,) = run_on_ranks(1, _problems, other, data, tmp_path)[0]
     says("judged_run_absent", absent, run="0123")
+    awaited = run_on_ranks(1, _problems, other, data, tmp_path, ("0123abc",))[0]
+    assert awaited == [], "the same group trains that run before"
+    two = values_of(data, {"against": "0123,45", "overlap": "leave_out"})
+    (absent,) = run_on_ranks(1, _problems, two, data, tmp_path, ("0123abc",))[0]
+    says("judged_run_absent", absent, run="45")
 
 
 @pytest.mark.long
@@ -221,9 +228,13 @@ def test_runs_are_judged_by_the_command(data: Path, tmp_path: Path) -> None:
     code, text = judge(ids[0][:8], *where)
     assert code == 0, text
     assert "verdict: better on" in text
-    code, text = judge(ids[0], *where, "--against", ids[1][:9], "--out", str(tmp_path))
+    first = (tmp_path / "runs" / ids[0] / "judge.json").read_text()
+    code, text = judge(ids[0], *where, "--against", ids[1][:9])
     assert code == 0, text
-    assert judgement_of(tmp_path)["against_runs"] == [ids[1]]
+    assert "not measured: what was forgotten" in text
+    assert judgement_of(tmp_path / "runs" / ids[0])["against_runs"] == [ids[1]]
+    (earlier,) = (tmp_path / "runs" / ids[0] / "judge_earlier").iterdir()
+    assert (earlier / "judge.json").read_text() == first
     code, text = judge(*ids, *where, "--out", str(tmp_path))
     assert code == 0, text
     assert judgement_of(tmp_path)["runs"] == ids

@@ -16,6 +16,7 @@ from tests.exported import SHORT
 from tests.facts import TINY_T5, experiment, write_facts
 from tests.ranks import run_on_ranks
 from tests.wording import refused
+from trainer import load
 from trainer.evaluation.predict import judge_rows, open_export, predict_rows
 from trainer.protocol.abilities import Prediction, Search
 
@@ -26,6 +27,12 @@ EXPORTS: dict[str, dict[str, Any]] = {
     "decoder": {},
     "chat": {"data": {"source": "chat", "chat_template": "plain"}},
     "t5": {"base": TINY_T5},
+    "t5 that writes": {
+        "base": TINY_T5,
+        "preference": {"loss": "orpo"},
+        "train": {**SHORT, "steps": 30, "eval_every": 30},
+        "optim": {"lr": 1e-2},
+    },
     "reward": {"preference": {"loss": "reward"}},
     "t5 reward": {"base": TINY_T5, "preference": {"loss": "reward"}},
 }
@@ -45,7 +52,7 @@ def finals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """final/ of a run of each kind."""
     folder = write_facts(tmp_path_factory.mktemp("facts"), train=16, valid=4)
     how = {"train": SHORT, "optim": {"lr": 1e-3}}
-    values = {name: experiment("preference", folder, **how, **own) for name, own in EXPORTS.items()}
+    values = {name: experiment("preference", folder, **how | own) for name, own in EXPORTS.items()}
     for name in ADAPTED.keys() & values.keys():
         values[name] = from_folder(values[name], folder / "bases")
     return run_on_ranks(1, _trained, values, folder, tmp_path_factory.mktemp("runs"))[0]
@@ -97,6 +104,20 @@ def test_a_policy_answers_prompts_and_scores_answers_of_one_file(
         ["id", "prediction"],
         ["id", "log_probability", "tokens"],
     ]
+
+
+@pytest.mark.long
+def test_an_encoder_decoder_answers_in_python_as_predict_does(
+    finals: dict[str, Path], tmp_path: Path
+) -> None:
+    final = finals["t5 that writes"]
+    (row,) = predicted(final, [{"prompt": PROMPT}], tmp_path, Prediction(max_tokens=8))
+    text, run = row["prediction"], load(final, cache_dir=tmp_path / "cache")
+    assert run.answer(PROMPT, max_tokens=8) == text != ""
+    stop = text[len(text) // 2]
+    assert run.answer(PROMPT, max_tokens=8, stop=stop) == text.partition(stop)[0]
+    with refused("draws_no_answers"):
+        run.answer(PROMPT, temperature=0.5)
 
 
 @pytest.mark.long

@@ -57,7 +57,8 @@ TASKS = {
         "output_type": "generate_until",
         "doc_to_text": "{{question}}",
         "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
+        # max_gen_toks by another name that lm-eval takes: without it an answer has 256 tokens
+        "generation_kwargs": {"until": ["\n"], "max_new_tokens": 8, "do_sample": False},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     },
 }

@@ -79,7 +79,8 @@ def preview_of_commands(
 ) -> subprocess.CompletedProcess[str]:
     """What `stats --json` and `plan --json` say, in short."""
     lines = (folder / "train.jsonl").read_text().splitlines()
-    assert json.loads(lines[0]) in CHAT
+    first = json.loads(lines[0])
+    assert first in CHAT or {"prompt", "chosen", "rejected"} == first.keys()
     segments = [{"text": "What is 1?", "in_loss": False}, {"text": HOSTILE, "in_loss": True}]
     texts = [{"input": segments}, {"input": [{"text": "It is 1.", "in_loss": True}]}]
     counts = {"rows": len(lines), "fields": {"length": {"tokens": 99}}, "truncated_rows": 0}

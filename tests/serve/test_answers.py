@@ -72,6 +72,24 @@ def test_a_worker_that_ends_or_is_stuck_is_replaced_for_the_next_request(
     assert asyncio.run(story()) == [0, 1, 0, 0]
 
 
+def test_a_question_that_ends_the_process_spoils_no_other(standin: Path) -> None:
+    async def story() -> None:
+        worker = Worker(standin, standin)
+        first = asyncio.create_task(told(worker, "slow"))
+        while worker._together or not worker._turn.locked():
+            await asyncio.sleep(0.01)
+        rest = [asyncio.create_task(told(worker, text)) for text in ("a", "end", "b")]
+        await asyncio.sleep(0)
+        (standin / "go").touch()
+        _, one, ended, other = await asyncio.gather(first, *rest, return_exceptions=True)
+        assert one == [{"text": "a"}, {"finish": "stop", "line": 0}]
+        assert other == [{"text": "b"}, {"finish": "stop", "line": 0}]
+        says("worker_ended", ended)
+        await worker.stop()
+
+    asyncio.run(story())
+
+
 def test_an_answer_goes_on_until_everybody_has_left(standin: Path) -> None:
     async def story() -> list[int]:
         worker = Worker(standin, standin)

@@ -15,6 +15,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from jobs.serve.answers.replies import ModelAnswer
+from jobs.serve.answers.workers import GONE, CannotAnswer
 from tests.serve.conftest import CHAT, Service, Stub, jsonl, own_queue, serving, until_status
 from tests.wording import says
 
@@ -30,6 +32,7 @@ class StandinWorker:
 
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     calls: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    breaks: bool = False  # behind its first piece
 
     async def of(self, run: Any, weights: str) -> StandinWorker:
         return self
@@ -65,6 +68,8 @@ class StandinWorker:
                 end |= {"finish": "tool_calls"} if self.calls else {}
             for text in "ab":
                 yield {"text": text, "choice": choice}
+                if self.breaks:
+                    raise CannotAnswer(GONE)
             yield {**end, "is_last": choice == count - 1}
 
 
@@ -166,6 +171,28 @@ def test_what_cannot_be_obeyed_is_refused_by_name(
     assert not standin.asked
 
 
+def test_two_limits_and_parameters_that_are_no_object_are_refused(
+    world: Any, standin: StandinWorker
+) -> None:
+    limits = {"max_tokens": 3, "max_completion_tokens": 4}
+    says(
+        "limits_twice",
+        refused_by_name(lambda: chat(world, **limits), "max_tokens"),
+        **{"got": 3, "other": 4},
+    )
+    chat(world, max_tokens=3, max_completion_tokens=3)
+    assert standin.asked[-1]["max_tokens"] == 3
+    wrong: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]
+    error = refused_by_name(lambda: chat(world, tools=wrong), "tools")
+    says("parameters_of_no_object", error, type="string", name="f")
+
+
+def test_two_keys_for_one_token_are_refused(world: Any, standin: StandinWorker) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(world, logit_bias={"7": 1, "007": 2})
+    assert str(caught.value.param).startswith("logit_bias.007")
+
+
 def test_an_unknown_parameter_is_refused_by_name(world: Any, standin: StandinWorker) -> None:
     error = refused_by_name(lambda: chat(world, extra_body={"top_k": 3}), "top_k")
     says("request_key_unknown", error, key="top_k")
@@ -246,6 +273,18 @@ def test_a_stream_tells_each_choice_its_calls_and_the_usage(
     assert end.delta.content == "ab"
 
 
+def test_what_goes_wrong_in_the_middle_of_a_stream_is_said_in_it(
+    world: Any, standin: StandinWorker
+) -> None:
+    standin.breaks = True
+    chunks = iter(chat(world, stream=True))
+    assert next(chunks).choices[0].delta.content == "a"
+    with pytest.raises(openai.APIError) as caught:
+        list(chunks)
+    says("worker_ended", caught.value)
+    assert caught.value.param == "model"
+
+
 def test_log_probabilities_come_as_the_client_reads_them(
     world: Any, standin: StandinWorker
 ) -> None:
@@ -256,6 +295,11 @@ def test_log_probabilities_come_as_the_client_reads_them(
     assert (told.tokens, told.text_offset) == (["a", "b"], [0, 1])
     assert told.top_logprobs == [{"a": -1.5}, {"a": -0.5, "b": -1.5}]
     assert chat(world).choices[0].logprobs is None
+    reply = ModelAnswer("m", is_chat=True, num_answers=1, num_texts=1, has_logprobs=True)
+    torn = {"token": "\ufffd", "logprob": -1.0, "likeliest": []}
+    told = reply.logprobs({"logprobs": [torn]})
+    assert told is not None
+    assert told["content"][0]["bytes"] is None, "half of a character has other bytes than these"
 
 
 def test_tools_reach_the_model_with_the_choice(world: Any, standin: StandinWorker) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import resource
+import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,14 +16,17 @@ import openai
 import pytest
 from openai import OpenAI
 
+from jobs.record.paths import BaseFolder
 from jobs.serve.batches import routes as batch_routes
 from jobs.serve.batches import runner as batch_runner
 from jobs.serve.batches.asking import TOGETHER
 from jobs.serve.batches.folder import Batch, BatchFolder, BatchFolders, ids_of_lines
 from jobs.serve.batches.turn import append
+from jobs.serve.tickets import ServiceFolder, alone
 from tests.serve.answering import StandIn, line, stand_in, tuned_model
 from tests.serve.conftest import Service, Stub, jsonl, own_queue, serving, wait_until
 from tests.wording import says
+from trainer.errors import StorageError
 
 World = tuple[Service, StandIn, OpenAI, str]
 
@@ -35,7 +42,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def created(client: OpenAI, rows: list[dict[str, Any]], **options: Any) -> Any:
-    file = client.files.create(file=("batch.jsonl", jsonl(rows)), purpose="batch")
+    return created_of(client, jsonl(rows), **options)
+
+
+def created_of(client: OpenAI, content: bytes, **options: Any) -> Any:
+    file = client.files.create(file=("batch.jsonl", content), purpose="batch")
     options = {"endpoint": "/v1/chat/completions", **options}
     return client.batches.create(input_file_id=file.id, completion_window="24h", **options)
 
@@ -140,6 +151,140 @@ def test_a_file_without_sense_or_with_too_many_lines_fails(
     assert [one.code for one in unknown.errors.data] == ["model_not_found"]
 
 
+def test_a_byte_order_mark_and_the_line_ends_of_windows_are_read(world: World) -> None:
+    _, standin, client, model = world
+    content = jsonl([line(number, model, f"j{number}") for number in range(2)])
+    content = b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n")
+    end = until_end(client, created_of(client, content).id)
+    assert (end.status, end.request_counts.completed, end.errors) == ("completed", 2, None)
+    assert {"j0", "j1"} < {*standin.asked()}
+
+
+def test_a_line_that_is_short_enough_is_no_longer_when_it_is_asked(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, _, client, model = world
+    limits = running.keeper.config.model_copy(update={"max_body": 3000})
+    monkeypatch.setattr(running.keeper, "config", limits)
+    row = json.dumps(
+        line(0, model, "é" * 1200), ensure_ascii=False
+    )  # \\u00e9 has three times as many
+    end = until_end(client, created_of(client, row.encode()).id)
+    assert (end.request_counts.completed, end.request_counts.failed) == (1, 0)
+
+
+def test_what_stands_for_stream_is_told_as_it_is(world: World) -> None:
+    _, _, client, model = world
+    row = line(0, model, "x")
+    row["body"]["stream"] = "yes"
+    (error,) = until_end(client, created(client, [row]).id).errors.data
+    says("line_streamed", error.message, value="yes")
+
+
+def test_a_batch_that_cannot_be_read_is_listed_with_its_reason_and_stops_no_other(
+    world: World,
+) -> None:
+    running, _, client, model = world
+    folder = running.keeper.folder.batches
+    ids = {part: f"batch_{letter * 24}" for part, letter in (("batch", "a"), ("end", "b"))}
+    first = created(client, [line(0, model, "k")])
+    until_end(client, first.id)
+    for part, name in ids.items():
+        (folder / name).mkdir()
+        request = json.loads((folder / first.id / "batch.json").read_text())
+        (folder / name / "batch.json").write_text(json.dumps({**request, "id": name}))
+        (folder / name / f"{part}.json").write_text("{")
+    until_end(client, created(client, [line(1, model, "k")]).id)
+    listed = {one.id: one for one in client.batches.list()}
+    for part, name in ids.items():
+        one = client.batches.retrieve(name)
+        assert one == listed[name]
+        assert one.status == "failed"
+        (error,) = one.errors.data
+        assert (error.code, error.line) == ("cannot_run", None)
+        says("not_json", error.message, file=f"_service/batches/{name}/{part}.json")
+    wait_until(lambda: {*running.keeper.unreadable.reasons}, lambda names: names == {*ids.values()})
+    for name in ids.values():
+        shutil.rmtree(folder / name)
+    wait_until(lambda: running.keeper.unreadable.reasons, lambda names: not names)
+
+
+def test_a_batch_that_can_never_go_on_fails_and_keeps_its_answers(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, standin, client, model = world
+    monkeypatch.setattr(batch_runner, "AGAIN_S", 0.2)
+    with standin.slowed():
+        rows = [line(number, model, f"l{number}") for number in range(400)]
+        batch = created(client, rows)
+        folder = BatchFolder(running.keeper.folder.batches / batch.id)
+        wait_until(lambda: folder.output.exists(), bool)
+        (folder.path / "progress.json").unlink(missing_ok=True)
+        (folder.path / "progress.json").mkdir()
+        end = until_end(client, batch.id)
+    assert (end.status, [one.code for one in end.errors.data]) == ("failed", ["cannot_run"])
+    assert len(lines_of(client, end.output_file_id)) == end.request_counts.completed > 0
+
+
+def test_batches_go_on_after_a_look_that_failed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, _, client, model = world
+    with monkeypatch.context() as patch:
+
+        def refuse(folders: BatchFolders) -> Any:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        patch.setattr(BatchFolders, "open", refuse)
+        part = batch_runner.THE_BATCHES
+        wait_until(lambda: running.keeper.reader.failing.reasons, lambda told: part in told)
+    assert until_end(client, created(client, [line(0, model, "m")]).id).status == "completed"
+
+
+def test_of_two_servers_with_the_same_key_one_makes_the_batch(tmp_path: Path) -> None:
+    service = ServiceFolder(BaseFolder(tmp_path))
+    service.make()
+    batches, contents = BatchFolders(service), [tmp_path / "one", tmp_path / "two"]
+    made = []
+    for content in contents:
+        content.write_text(content.name)
+        at = "2026-01-01T00:00:00.000+00:00"
+        batch = Batch(
+            id=f"batch_{'0' * 24}",
+            created_at=at,
+            expires_at=at,
+            owner="anna",
+            role="run",
+            endpoint="/v1/embeddings",
+            completion_window="24h",
+            input_file_id=f"file-{content.name}",
+        )
+        made.append(batches.create(batch, content))
+    assert made == [True, False]
+    state = batches.state(f"batch_{'0' * 24}")
+    assert state is not None
+    assert state.batch.input_file_id == "file-one"
+    assert BatchFolder(service.batches / state.batch.id).input.read_text() == "one"
+    with pytest.raises(StorageError):
+        batches.create(state.batch.model_copy(update={"id": f"batch_{'1' * 24}"}), tmp_path / "no")
+    assert os.listdir(service.batches) == [state.batch.id]
+
+
+def test_what_a_killed_server_left_of_a_batch_is_removed(tmp_path: Path) -> None:
+    service = ServiceFolder(BaseFolder(tmp_path))
+    service.make()
+    torn, held, young = (service.batches / f".batch_{name}.tmp" for name in "abc")
+    for path in (torn, held, young):
+        path.mkdir()
+        (path / "lock").touch()
+    for path in (torn, held):
+        os.utime(path, (0, 0))
+    with alone(held / "lock") as is_ours:
+        assert is_ours
+        service.make()
+    assert sorted(path.name for path in service.batches.iterdir()) == [held.name, young.name]
+
+
 def test_a_file_of_another_purpose_makes_no_batch(world: World) -> None:
     _, _, client, model = world
     rows = jsonl([line(0, model, "x")])
@@ -184,6 +329,8 @@ def test_a_cancelled_batch_keeps_what_was_answered(world: World) -> None:
     ids = [one["custom_id"] for one in lines_of(client, end.output_file_id)]
     assert len(ids) == end.request_counts.completed == len({*ids})
     assert "row-99" not in ids
+    assert end.cancelling_at is not None
+    assert client.batches.retrieve(batch.id) == end  # also when it is not read anew
 
 
 def test_a_request_that_ends_the_models_process_spoils_no_other(world: World) -> None:
@@ -283,6 +430,19 @@ def test_a_service_without_workers_for_batches_refuses_them(
     says("batches_unserved", caught.value)
 
 
+def test_a_batch_of_before_is_cancelled_by_a_service_that_answers_none(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, standin, client, model = world
+    monkeypatch.setattr(batch_runner, "AGAIN_S", 0.2)
+    with standin.slowed():
+        batch = created(client, [line(number, model, "n") for number in range(400)])
+        limits = running.keeper.config.model_copy(update={"batch_models": 0})
+        monkeypatch.setattr(running.keeper, "config", limits)
+        client.batches.cancel(batch.id)
+        assert until_end(client, batch.id).status == "cancelled"
+
+
 def test_owners_take_turns_and_the_one_who_waited_longest_is_next(tmp_path: Path) -> None:
     runner = batch_runner.BatchRunner(None, BatchFolders(None), None)  # type: ignore[arg-type]
 
@@ -309,6 +469,22 @@ def test_owners_take_turns_and_the_one_who_waited_longest_is_next(tmp_path: Path
         runner._turns[one[0].owner] = number + 1
         runner._last[one[0].id] = number + 1.0
     assert order == ["anna1", "ben4", "anna2", "ben4", "anna3", "ben4"]
+
+
+def test_a_line_that_the_disk_refuses_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, longer = tmp_path / "output.jsonl", "x" * 5000
+    append(path, {"custom_id": "a"})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # Python ignores its signal
+    try:
+        with pytest.raises(StorageError):
+            append(path, {"custom_id": longer})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    append(path, {"custom_id": "b"})
+    assert path.read_text() == '{"custom_id": "a"}\n{"custom_id": "b"}\n'
 
 
 def test_a_line_is_whole_or_not_there(tmp_path: Path) -> None:

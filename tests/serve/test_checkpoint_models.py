@@ -20,6 +20,7 @@ from jobs.serve.dialect.saved_steps import exportable_steps
 from tests.serve.answering import StandIn, stand_in, tuned_model
 from tests.serve.conftest import CHAT, Service, Stub, jsonl, own_queue, serving, until_status
 from tests.wording import says
+from trainer.metrics.judge_record import record
 
 World = tuple[Service, StandIn, OpenAI, str]
 
@@ -110,6 +111,20 @@ def test_a_deleted_model_takes_its_checkpoints_with_it(world: World) -> None:
     assert not client.fine_tuning.jobs.checkpoints.list(job.id).data
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve(point.fine_tuned_model_checkpoint)
+
+
+def test_a_job_whose_gate_refused_its_model_has_no_checkpoints(world: World) -> None:
+    running, _, client, _ = world
+    model = tuned_model(running)
+    job = job_of(client, model)
+    (point,) = client.fine_tuning.jobs.checkpoints.list(job.id)
+    record(run_of(running, job), "final", ["em fell by 3 points"])
+    (run_of(running, job) / "metrics.jsonl").open("a").write("{}\n")  # so that it is read again
+    until_status(client, job.id, "failed")
+    assert not client.fine_tuning.jobs.checkpoints.list(job.id).data
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve(point.fine_tuned_model_checkpoint)
+    says("checkpoint_unknown", caught.value, name=point.fine_tuned_model_checkpoint)
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from jobs.record import events as record
 from jobs.record.patience import PatientBackends
 from jobs.serve import keeper as keeper_module
 from jobs.serve.index import Index
+from jobs.serve.turn import reader as reader_module
 from jobs.serve.turn.lanes import Lane
 from jobs.serve.turn.reader import failure_part, index_part
 from jobs.submit import control, prepare
@@ -189,6 +190,27 @@ def test_a_job_that_has_failed_stays_as_it_was_when_its_folder_cannot_be_read(
         world.keeper.turn()
     assert world.jobs()[job["id"]] == ended
     assert not (world.keeper.folder.tickets / job["id"] / "failed.json").exists()
+
+
+def test_a_failure_that_cannot_be_written_down_stays_at_its_time(
+    world: World, monkeypatch: pytest.MonkeyPatch, stub: Stub
+) -> None:
+    stub.says("slow")
+    job = world.asked("anna")
+    world.keeper.turn()
+    times = (f"2026-01-01T00:{minute:02}:00.000+00:00" for minute in range(60))
+    monkeypatch.setattr(reader_module, "now", lambda: next(times))
+
+    def refuse(path: Path, value: Any) -> bool:
+        raise StorageError(str(path)) from PermissionError(errno.EACCES, "denied", str(path))
+
+    monkeypatch.setattr(keeper_module, "create_json", refuse)
+    folder_at("checked.json")(world.keeper.folder.base.run(f"_service/tickets/{job['id']}"))
+    ends = set()
+    for _ in range(6):
+        world.keeper.turn()
+        ends.add(world.jobs()[job["id"]]["finished_at"])
+    assert len(ends - {None}) == 1
 
 
 def test_a_cancelled_job_stays_so_and_is_ended_though_its_ticket_cannot_be_read_any_more(

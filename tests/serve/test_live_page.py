@@ -13,7 +13,7 @@ import pytest
 from jobs.serve.answers import workers
 from jobs.serve.preview import routes as preview
 from tests.serve.browser import NARROW, Browser
-from tests.serve.conftest import CHAT, Service, serving
+from tests.serve.conftest import CHAT, Service, jsonl, serving
 from tests.serve.page_world import (
     ANSWERS,
     HOSTILE,
@@ -198,6 +198,40 @@ def test_a_run_is_started_from_the_page_and_followed(
     # the stand-in for the training stands at its third step
     browser.until("return document.querySelectorAll('.chartbox polyline').length > 0")
     world.client().fine_tuning.jobs.cancel(made.id)
+
+
+def test_a_run_that_learns_from_preferences_is_started_from_the_page(
+    browser: Browser, world: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preview, "look", preview_of_commands)
+    opened(browser, world, "/new")
+    browser.until("return !!document.querySelector('#method')")
+    change = "const it = document.getElementById(args[0]); it.value = args[1]; it.dispatchEvent(new Event('change'))"
+    ways = "return [...document.querySelectorAll('#method option')].map(one => one.value)"
+    browser.run(change, "model", "tiny-retriever")
+    assert browser.run(ways) == ["supervised"]
+    browser.run(change, "model", "tiny-chat")
+    assert browser.run(ways) == ["supervised", "dpo"]
+    browser.run(change, "method", "dpo")
+    browser.run(change, "new-suffix", "liked")
+    assert "non_preferred_output" in browser.run("return document.querySelector('.new').innerText")
+    turn = {"role": "assistant", "content": "yes"}
+    rows = [
+        {
+            "input": {"messages": [{"role": "user", "content": f"Is it {number}?"}]},
+            "preferred_output": [turn],
+            "non_preferred_output": [{**turn, "content": "no"}],
+        }
+        for number in range(10)
+    ]
+    browser.choose_file("#rows-file", "pairs.jsonl", jsonl(rows).decode())
+    browser.until("return !document.querySelector('.new .strong').disabled")
+    browser.press("Start")
+    browser.until("return location.hash.startsWith('#/run/')")
+    jobs = world.client().fine_tuning.jobs
+    (made,) = [job for job in jobs.list() if job.lathe["suffix"] == "liked"]
+    assert made.method.type == "dpo"
+    jobs.cancel(made.id)
 
 
 def test_a_finished_run_is_asked_beside_its_base(

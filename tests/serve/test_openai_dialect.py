@@ -11,7 +11,10 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import ValidationError
 
+from jobs.serve.requests import CreateJob
+from tests.serve.answering import tuned_model
 from tests.serve.conftest import (
     CHAT,
     TRIPLES,
@@ -188,6 +191,20 @@ def test_a_deleted_model_is_moved_aside_and_its_job_stays(world: Any) -> None:
     assert client.fine_tuning.jobs.retrieve(job.id).status == "succeeded"
 
 
+def test_a_model_with_which_a_job_begins_is_not_deleted_before_that_has_ended(
+    service: Service, stub: Stub
+) -> None:
+    client, model = service.client(), tuned_model(service)
+    stub.says("slow")
+    file = client.files.create(file=("chat.jsonl", jsonl(CHAT)), purpose="fine-tune")
+    later = client.fine_tuning.jobs.create(model=model, training_file=file.id)
+    with pytest.raises(openai.ConflictError) as caught:
+        client.models.delete(model)
+    says("model_in_use", caught.value, model=model, jobs=later.id)
+    client.fine_tuning.jobs.cancel(later.id)
+    assert client.models.delete(model).deleted
+
+
 def test_files_come_back_byte_for_byte_and_can_be_deleted(world: Any) -> None:
     running, _, client, _ = world
     content = jsonl(CHAT) * 3000  # more than one block of the upload
@@ -330,6 +347,16 @@ def test_a_bad_request_is_one_error_that_says_what_is_wanted(
     says(text, caught.value)
     assert set(caught.value.body) == {"message", "type", "param", "code"}  # type: ignore[call-overload]
     assert len(list((running.base / "_service/tickets").iterdir())) == tickets
+
+
+def test_a_number_that_stands_twice_is_no_silent_choice(world: Any) -> None:
+    body = {"model": "tiny-chat", "training_file": "file-x"}
+    inside = {"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 2}}}
+    same, other = {"batch_size": 2, "n_epochs": "auto"}, {"n_epochs": 3}
+    CreateJob.model_validate({**body, "hyperparameters": same, "method": inside})
+    with pytest.raises(ValidationError) as caught:
+        CreateJob.model_validate({**body, "hyperparameters": other, "method": inside})
+    says("two_values", str(caught.value), name="n_epochs", beside="3", inside="None")
 
 
 def test_the_asynchronous_client_gets_the_same(world: Any) -> None:

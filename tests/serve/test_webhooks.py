@@ -222,18 +222,73 @@ def test_tries_are_further_and_further_apart_and_end_after_three_days(
 
 def test_a_message_is_written_once_whatever_comes_of_it(tmp_path: Path) -> None:
     outbox, ending = Outbox(tmp_path / "box"), WebhookEvent("batch.completed", "batch_1", 5)
-    assert outbox.since(3) == 3
-    assert outbox.since(9) == 3
+    outbox.make()
+    assert outbox.since(["batch.failed"], 3) == {"batch.failed": 3}
+    assert outbox.since(["batch.failed"], 9) == {"batch.failed": 3}
     outbox.add(ending)
     outbox.add(ending)
-    (one,) = outbox.messages()
+    ((one,), _) = outbox.messages()
     outbox.write(after_try(one, None, 6.0))
     outbox.add(ending)
-    assert outbox.messages() == []
+    assert outbox.messages() == ([], True)
     with outbox.alone() as is_ours, outbox.alone() as is_theirs:
         assert (is_ours, is_theirs) == (True, False)
     outbox.add(WebhookEvent("batch.completed", "batch_1", 6))
-    assert len(outbox.messages()) == 1
+    assert len(outbox.messages()[0]) == 1
+
+
+def test_an_event_that_is_added_to_an_address_is_told_from_then_on(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "box")
+    outbox.make()
+    outbox.since(["batch.failed"], 3)
+    assert outbox.since(["batch.failed", "batch.expired"], 9) == {
+        "batch.failed": 3,
+        "batch.expired": 9,
+    }
+    assert outbox.since(["batch.expired"], 12) == {"batch.expired": 9}
+
+
+def test_a_message_that_is_broken_on_the_disk_is_written_again_and_stops_no_other(
+    tmp_path: Path, secret_file: Path
+) -> None:
+    endings = [WebhookEvent("batch.completed", f"batch_{number}", 5) for number in range(2)]
+
+    @dataclass
+    class Endings:
+        looks: int = 0
+
+        def new(self) -> list[WebhookEvent]:
+            self.looks += 1
+            return endings if self.looks == 1 else []
+
+        def forget(self) -> None:
+            self.looks = 0
+
+    with receiving() as listed:
+        webhook = Webhook(url=listed.url, secret_file=str(secret_file))
+        outbox = Outbox(tmp_path / "box")
+        outbox.make()
+        outbox.since(webhook.events, 0)
+        outbox.add(endings[0])
+        (broken,) = outbox.waiting.iterdir()
+        broken.write_text('{"id": ')
+        one = sender.WebhookSender("webhooks[0]", webhook, outbox, Endings())  # type: ignore[arg-type]
+        assert [one.turn() for _ in range(3)] == [None] * 3
+        assert sorted(listed.told()) == ["batch.completed batch_0", "batch.completed batch_1"]
+
+
+def test_an_address_is_named_as_long_as_one_message_has_not_arrived(
+    tmp_path: Path, secret_file: Path
+) -> None:
+    with receiving() as listed:
+        webhook = Webhook(url=listed.url, secret_file=str(secret_file))
+        outbox = Outbox(tmp_path / "box")
+        outbox.make()
+        one = sender.WebhookSender("webhooks[0]", webhook, outbox, None)  # type: ignore[arg-type]
+        late = message(error="no answer", after_s=time.time() + 60)
+        outbox.write(late)
+        assert one._send([late, message(id="wh_2")]) == "no answer"
+        assert listed.ids() == ["wh_2"]
 
 
 def test_a_secret_that_others_may_read_or_that_is_none_is_refused(
@@ -260,6 +315,10 @@ def test_a_secret_that_others_may_read_or_that_is_none_is_refused(
         {"url": "https:///x"},
         {"url": "https://me:word@a.org/"},
         {"url": "https://a.org:99999/"},
+        {"url": f"https://{'a' * 64}.org/"},
+        {"url": "https://a.org/a b"},
+        {"url": "https://a.org/\n"},
+        {"url": "https://\u00fc.org/"},
         {"events": ["job.done"]},
         {"events": []},
     ],
@@ -272,6 +331,17 @@ def test_a_webhook_of_a_service_file_is_checked(entry: dict[str, Any], tmp_path:
     with pytest.raises(ConfigError) as caught:
         offers.read(path)
     assert f"webhooks[0].{key}" in str(caught.value) or f"webhooks.0.{key}" in str(caught.value)
+
+
+def test_an_address_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "service.py"
+    webhooks = [
+        {"url": "https://a.org/", "secret_file": "secret", "events": [event]}
+        for event in ("batch.failed", "batch.expired")
+    ]
+    path.write_text(f"SERVICE = {{'models': {{}}, 'webhooks': {webhooks!r}}}\n")
+    with refused("webhook_twice", ConfigError):
+        offers.read(path)
 
 
 def test_every_event_is_one_that_openai_knows() -> None:

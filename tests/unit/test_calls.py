@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -115,3 +116,23 @@ def test_the_schema_of_a_forced_call_names_the_tools_and_their_arguments() -> No
     assert one["properties"] == {"name": {"const": "look_up"}, "parameters": arguments}
     assert len(OF_HERMES.schema({"look_up": arguments, "other": arguments})["anyOf"]) == 2
     assert OF_MISTRAL.schema({"look_up": arguments})["maxItems"] == 1
+
+
+def test_references_of_a_tool_lead_to_its_own_parts_inside_the_schema_of_a_call() -> None:
+    def at(place: str) -> Any:
+        return {
+            "type": "object",
+            "properties": {"enum": {"$ref": f"{place}/$defs/x"}, "again": {"$ref": place}},
+            "$defs": {"x": {"enum": ["red", {"$ref": "#"}]}},
+        }
+
+    def arguments(schema: Any) -> Any:
+        return schema["properties"]["arguments"]
+
+    tools = {"look_up": at("#"), "other": at("#")}
+    one = OF_HERMES.schema({"look_up": at("#")})
+    assert arguments(one) == at("#/properties/arguments")
+    of_both = OF_HERMES.schema(tools)["anyOf"]
+    assert arguments(of_both[1]) == at("#/anyOf/1/properties/arguments")
+    in_list = OF_MISTRAL.schema(tools)["items"]["anyOf"]
+    assert arguments(in_list[0]) == at("#/items/anyOf/0/properties/arguments")

@@ -1,11 +1,17 @@
-"""What the pages say about this repository is there: paths in backticks, and relative links."""
+"""What the pages say about this repository is there: paths in backticks, relative links, and flags of
+commands.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+
+from trainer.__main__ import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -23,6 +29,10 @@ _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 ADDED_BY_THE_READER = re.compile(
     r"^(trainer/tasks/reward|tests/golden/reward|jobs/backends/detached)"
 )
+_COMMAND = re.compile(r"python -m trainer ([a-z][\w-]*)((?:(?! -- )[^`\n|;])*)")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+# Pages that tell what was typed in the past.
+PAST = ("docs/log.md", "docs/decisions/")
 
 
 def named_paths(text: str) -> set[str]:
@@ -49,11 +59,29 @@ def broken_links(page: Path, text: str) -> list[str]:
     ]
 
 
+def unknown_flags(text: str) -> list[str]:
+    """The flags behind `python -m trainer NAME` that this command does not have."""
+    commands: Any = get_command(app)
+    unknown: list[str] = []
+    for name, rest in _COMMAND.findall(text):
+        parameters = commands.commands[name].params
+        options = [opt for one in parameters for opt in (*one.opts, *one.secondary_opts)]
+        unknown += [f"{name} {flag}" for flag in _FLAG.findall(rest) if flag not in options]
+    return unknown
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_and_link_of_a_page_leads_somewhere(page: Path) -> None:
     text = page.read_text()
     assert not missing_paths(text), "paths that are not in the repository"
     assert not broken_links(page, text), "links that lead nowhere"
+
+
+def test_every_flag_of_a_command_exists() -> None:
+    for page in PAGES:
+        if not str(page.relative_to(ROOT)).startswith(PAST):
+            assert not unknown_flags(page.read_text()), page
+    assert unknown_flags("`python -m trainer predict RUN --rows R`") == ["predict --rows"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

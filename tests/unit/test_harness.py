@@ -238,6 +238,22 @@ def test_a_file_keeps_each_question_once(tmp_path: Path) -> None:
     assert entries[0]["tasks"]["places"]["scores"]["acc"] == {"value": 1.0, "stderr": None}
 
 
+def test_a_comparison_stays_beside_another_one_and_the_model_alone(tmp_path: Path) -> None:
+    path = tmp_path / "lm_eval.json"
+    about = {"lm_eval": "0.4.13", "how": {"limit": None}}
+    alone = Evaluation(model_of([1.0], Path("final")))
+    for evaluation in (
+        evaluation_of([1.0], [0.0]),
+        alone,
+        Evaluation(alone.of, model_of([0.5], Path("best"))),
+        alone,
+        evaluation_of([1.0], [0.0]),
+    ):
+        records.add(path, evaluation, about)
+    entries = json.loads(path.read_text())["evaluations"]
+    assert [one.get("against", {}).get("model") for one in entries] == ["best", None, "base"]
+
+
 def encoded() -> list[tuple[list[Any], int]]:
     """What each rank gets of five passages, of one query and of sentences, and how many texts it
     read.

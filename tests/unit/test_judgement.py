@@ -74,6 +74,54 @@ def test_a_slice_that_broke_is_in_the_words_beside_a_mean_that_rose() -> None:
     assert "x \\| y" in page, "a reference does not end a cell of the table"
 
 
+def test_a_model_that_is_worse_everywhere_is_said_to_be_worse_once() -> None:
+    before = draws(0.7, 0)
+    everywhere = judge([scored(before)], [scored(before & draws(0.6, 1))], ROWS)
+    assert everywhere.scores["em"].result == "worse"
+    assert everywhere.slices, "each half of the rows is worse"
+    assert not any(one.is_worse_than_all for one in everywhere.slices)
+    assert "where" not in everywhere.words
+    of_own = np.array([row["source"] == "own" for row in ROWS])
+    after = np.where(of_own, False, before & draws(0.8, 1))
+    somewhere = judge([scored(before)], [scored(after)], ROWS)
+    assert somewhere.scores["em"].result == "worse"
+    assert "worse where source = own (50 rows" in somewhere.words
+    assert somewhere.words.count("(") == 2, "and the other slices are as all rows are"
+
+
+def test_a_score_that_is_not_finite_is_in_the_verdict() -> None:
+    right, broken = draws(0.5, 0), np.full(400, np.nan)
+    judgement = judge([scored(right, np.ones(400))], [scored(right, broken)], ROWS)
+    assert judgement.words == ("no difference shown on 1 of 1; not finite, and so not tested: loss")
+
+
+def test_a_gate_on_slices_does_not_hold_where_none_could_be_looked_at() -> None:
+    gate = {"slices": Bound(at_most=0)}
+    right, broken = draws(0.5, 0), np.full(400, np.nan)
+    sides = [scored(right, np.ones(400))], [scored(right, broken)]
+    (line,) = judge(*sides, ROWS, gate=gate, slices_by="loss").refusals
+    assert line.startswith("slices could not be looked at: 0 rows count")
+    few = [scored(right[:39])]
+    (line,) = judge(few, few, ROWS[:39], gate=gate).refusals
+    assert line.startswith("slices could not be looked at: 39 rows count")
+    assert not judge([scored(right)], [scored(right)], ROWS, gate=gate).refusals
+
+
+def test_of_many_scores_a_clear_difference_is_still_shown() -> None:
+    num_scores, ones = 105, np.ones(24)
+    noise = np.random.default_rng(0).normal(0, 1, (num_scores, 2, 24))
+    noise[7, 1] -= 9
+    before, after = (
+        {f"loss_{n}": RowSums(noise[n, side], ones) for n in range(num_scores)} for side in (0, 1)
+    )
+    sides = [
+        [ScoredRows({name: one.value() for name, one in sums.items()}, sums)]
+        for sums in (before, after)
+    ]
+    judgement = judge(*sides, [{}] * 24)
+    assert [name for name, one in judgement.scores.items() if one.result == "better"] == ["loss_7"]
+
+
 def test_a_loss_that_falls_is_better_and_its_slices_are_told_as_losses() -> None:
     right, loss = draws(0.5, 0), np.random.default_rng(2).normal(2, 0.1, 400)
     of_own = np.array([row["source"] == "own" for row in ROWS])

@@ -237,6 +237,13 @@ def test_the_key_is_stored_nowhere(folder: Path, capfd: pytest.CaptureFixture[st
     assert place.keys == {f"Bearer {KEY}"}
 
 
+def test_a_reply_that_repeats_the_key_is_stored_without_it(folder: Path) -> None:
+    with endpoint(lambda _: f"I was called with {KEY}") as place:
+        ask(place, folder, key=KEY)
+    assert record(folder)["unclear_answers"] == {"I was called with ***": 10}
+    assert not [p for p in folder.iterdir() if p.is_file() and KEY in p.read_text()]
+
+
 def test_where_nobody_listens_one_message_says_so_at_once(folder: Path, quick: list[float]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -250,6 +257,17 @@ def test_where_nobody_listens_one_message_says_so_at_once(folder: Path, quick: l
 def test_what_is_no_endpoint_of_the_dialect_is_told(folder: Path, document: Any) -> None:
     with endpoint(lambda _: (200, {}, document)) as place, refused("llm_other_dialect"):
         ask(place, folder)
+
+
+def test_half_an_answer_is_asked_for_again(folder: Path, quick: list[float]) -> None:
+    halves = [(200, {}, b'{"choices": [{"mess')] * 2
+
+    def answer(message: str) -> Any:
+        return halves.pop() if len(place.messages) > 3 and halves else prefers_yes(message)
+
+    with endpoint(answer) as place:
+        ask(place, folder)
+    assert (len(place.messages), record(folder)["rate"]["wins"]) == (12, 5)
 
 
 def test_a_redirect_does_not_take_the_key_elsewhere(folder: Path) -> None:

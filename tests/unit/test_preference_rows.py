@@ -14,9 +14,11 @@ from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.data import left_out, lookup
 from trainer.data.control_tokens import controls_of
+from trainer.data.formats.conversation import counts
+from trainer.data.formats.normal_form import row_hash
 from trainer.protocol.task import Places
 from trainer.tasks.preference import trained
-from trainer.tasks.preference.rows import EQUAL
+from trainer.tasks.preference.rows import EQUAL, LOWER, ONE_LABEL, REPEATED, TIED, UNHEARD
 
 CHAT = {"source": "chat", "chat_template": "plain"}
 USER, OTHER = {"role": "user", "content": "Where?"}, {"role": "user", "content": "Who?"}
@@ -35,8 +37,18 @@ def task_of(facts: Path, folder: Path, rows: list[Any], data: Any = None, **bloc
     return tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
 
 
-def texts(row: Any) -> list[str]:
-    return [answer["text"] for answer in row["answers"]]
+def singles(task: Any) -> list[tuple[str, str, bool]]:
+    """Of each row of KTO the answer, the other one and the label."""
+    rows = task.rows("train")
+    return [(r["answers"][0]["text"], r["beside"]["other"]["text"], r["label"]) for r in rows]
+
+
+def turns(row: Any) -> list[list[tuple[str, str, bool]]]:
+    """Of each answer the turns: who says what, and whether it is learnt."""
+    return [
+        [(turn["role"], turn["content"], counts(turn)) for turn in answer["messages"]]
+        for answer in row["answers"]
+    ]
 
 
 def test_the_prompt_of_two_texts_is_what_both_begin_with(facts: Path, tmp_path: Path) -> None:
@@ -55,16 +67,68 @@ def test_earlier_turns_of_the_assistant_are_not_learnt(facts: Path, tmp_path: Pa
         assert weights == [1, 0, 1, 1]
 
 
-def test_equal_answers_are_left_out_and_counted(facts: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": "Where?", "chosen": " Here.", "rejected": " Here."}]
-    rows.append({"prompt": "Where?", "chosen": " Here.", "rejected": " There."})
-    task = task_of(facts, tmp_path, rows)
-    with left_out.reading() as notes:
-        assert len(list(task.rows("train"))) == 1
-    assert EQUAL in str(notes.record())
-
-
 PAIR = {"prompt": "Where?", "chosen": " Here.", "rejected": " There."}
+
+
+@pytest.mark.parametrize("prompt", ["Where?", None])
+@pytest.mark.parametrize(("loss", "count"), [("dpo", 1), ("kto", 2)])
+def test_equal_answers_are_left_out_and_counted(
+    loss: str, count: int, prompt: str | None, facts: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": prompt, "chosen": "Where? Here.", "rejected": "Where? Here."}, PAIR]
+    task = task_of(facts, tmp_path, rows, loss=loss)
+    with left_out.reading() as notes:
+        assert len(list(task.rows("train"))) == count
+    assert notes.counts == {EQUAL: 1}
+
+
+ASKED, HERE, THERE = ("user", "Where?", False), *(("assistant", s, True) for s in ("a", "b"))
+BRIEF = {"role": "system", "content": "Be brief."}
+A, B = ({"role": "assistant", "content": said} for said in "ab")
+
+
+@pytest.mark.parametrize(
+    ("row", "before"),
+    [
+        ({"prompt": "Where?", "chosen": [SAID, USER, A], "rejected": [SAID, USER, B]}, None),
+        ({"prompt": "Where?", "chosen": [SAID, A], "rejected": [SAID, B]}, [ASKED, ("assistant", "In the cellar.", True)]),
+        ({"prompt": "Where?", "chosen": [BRIEF, A], "rejected": [BRIEF, B]}, [("system", "Be brief.", False), ASKED]),
+        ({"prompt": "Where?", "chosen": [USER, A], "rejected": [USER, B]}, [ASKED]),
+        ({"prompt": [USER], "chosen": [USER, A], "rejected": [USER, B]}, [ASKED]),
+        ({"chosen": json.dumps([USER, A]), "rejected": json.dumps([USER, B])}, [ASKED]),
+        ({"prompt": "Where?", "chosen": json.dumps([USER, A]), "rejected": json.dumps([USER, B])}, [ASKED]),
+        ({"prompt": [USER, {**SAID, "weight": 1}, USER], "chosen": "a", "rejected": "b"}, [ASKED, ("assistant", "In the cellar.", False), ASKED]),
+    ],
+)  # fmt: skip
+def test_no_turn_of_a_prompt_is_lost_doubled_or_learnt(
+    row: Any, before: Any, facts: Path, tmp_path: Path
+) -> None:
+    if before is None:  # both answers begin with what the assistant and the user say
+        before = [("assistant", "In the cellar.", False), ASKED]
+    (row,) = task_of(facts, tmp_path, [row], CHAT).rows("train")
+    assert turns(row) == [[*before, HERE], [*before, THERE]]
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "loss", "why"),
+    [
+        ({**PAIR, "score_chosen": 3, "score_rejected": 3}, {}, "dpo", TIED),
+        ({**PAIR, "score_chosen": 2, "score_rejected": 3}, {}, "dpo", LOWER),
+        ({**PAIR, "margin": -0.5}, {}, "reward", LOWER),
+        ({"prompt": "Where?", "chosen": "Where? Here.", "rejected": "Where? There."}, {}, "dpo", REPEATED),
+        ({"prompt": "Who?", "chosen": [USER, A], "rejected": [USER, B]}, CHAT, "dpo", UNHEARD),
+        ({"prompt": "Where?", "completion": " Here.", "label": 1.0}, {}, "kto", ONE_LABEL),
+    ],
+)  # fmt: skip
+def test_what_is_doubtful_in_a_row_is_counted(
+    row: Any, data: Any, loss: str, why: str, facts: Path, tmp_path: Path
+) -> None:
+    task = task_of(
+        facts, tmp_path, [row, PAIR] if loss != "kto" and not data else [row], data, loss=loss
+    )
+    with left_out.reading() as notes:
+        list(task.rows("train"))
+    assert notes.counts == {why: 1}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +140,8 @@ PAIR = {"prompt": "Where?", "chosen": " Here.", "rejected": " There."}
         ({**PAIR, "chosen": 3}, {}, {}, fault("preference_not_text", part="answer")),
         ({**PAIR, "chosen": [], "rejected": []}, CHAT, {}, fault("preference_answer", value="[]")),
         ({"chosen": [SAID], "rejected": [ELSE]}, CHAT, {}, fault("preference_prompt_absent")),
+        ({"chosen": "Where? In", "rejected": "Where? In it."}, {}, {}, fault("preference_beginning")),
+        ({"prompt": "Where?", "chosen": json.dumps([SAID]), "rejected": " b"}, {}, {}, fault("preference_not_text", part="answer")),
         (PAIR, {}, {"loss": "reward", "margin": True}, fault("preference_margin")),
         ({"prompt": "Where?", "completion": " Here.", "label": True}, {}, {}, fault("preference_single", loss="dpo")),
         ({"prompt": "Where?", "completion": " Here.", "label": 7}, {}, {"loss": "kto"}, fault("preference_label", label="7")),
@@ -115,13 +181,36 @@ def test_kto_takes_pairs_apart_and_answers_each_prompt_as_the_next_row(
         {"prompt": "C?", "chosen": " c", "rejected": " d"},
     ]
     task = task_of(facts, tmp_path, rows, loss="kto")
-    got = [(*texts(row), row["label"]) for row in task.rows("train")]
-    assert got == [
+    assert singles(task) == [
         ("A? a", "A? c", True),
         ("A? b", "A? d", False),
         ("C? c", "C? a", True),
         ("C? d", "C? b", False),
     ]
+
+
+def test_the_other_answer_of_kto_stands_behind_another_prompt(facts: Path, tmp_path: Path) -> None:
+    """Where rows behind one another have one prompt, as when each has its good and its bad
+    answer.
+    """
+    said = [("A?", " a", True), ("A?", " b", False), ("C?", " c", True), ("A?", " d", False)]
+    rows = [dict(zip(("prompt", "completion", "label"), one, strict=True)) for one in said]
+    got = singles(task_of(facts, tmp_path, rows, loss="kto"))
+    assert [other for _, other, _ in got] == ["A? c", "A? c", "C? d", "A? c"]
+    assert [answer for answer, _, _ in got] == ["A? a", "A? b", "C? c", "A? d"]
+
+
+@pytest.mark.parametrize("loss", ["reward", "kto"])
+def test_a_row_is_known_again_beside_other_rows_and_with_another_margin(
+    loss: str, facts: Path, tmp_path: Path
+) -> None:
+    """So that validation rows which are training rows are counted."""
+    more = {"prompt": "Who?", "chosen": " a", "rejected": " b"}
+    hashes: list[int] = []
+    for other in ([{**PAIR, "margin": 1.0}, more], [{**PAIR, "margin": 2.0}]):
+        rows = list(task_of(facts, tmp_path, other, loss=loss).rows("train"))
+        hashes.append(row_hash(rows[0]))
+    assert hashes[0] == hashes[1]
 
 
 def test_a_reward_model_judges_the_last_token_of_a_cut_answer(facts: Path, tmp_path: Path) -> None:
@@ -172,6 +261,7 @@ def with_base(facts: Path, base: Any, **blocks: Any) -> Any:
         ("t5", {"data": CHAT}, fault("preference_chat_of_two", family="t5")),
         ("longt5", {"preference": {"loss": "reward"}}, fault("preference_reward_of_two", family="longt5")),
         ("t5gemma2", {}, fault("preference_pictures", family="t5gemma2")),
+        ("t5", {"train": {"precision": "fp16"}}, fault("fp16_of_t5")),
     ],
 )  # fmt: skip
 def test_what_no_encoder_decoder_learns_is_refused(

@@ -26,6 +26,7 @@ from trainer.commands.options import module_of
 from trainer.commands.texts.exchanged import ExchangedWeights
 from trainer.commands.texts.pieces import AnswerText, choices_of, pieces
 from trainer.commands.texts.wishes import WrongWish, begun
+from trainer.data.formats.json_text import preview
 from trainer.errors import ConfigError, LatheError
 from trainer.evaluation.predict import OpenExport, rows_at_once
 from trainer.evaluation.run import Question, open_model
@@ -36,6 +37,7 @@ from trainer.protocol.abilities import (
     Answers,
     CutRow,
     Embeds,
+    GeneratedText,
     Prediction,
     Search,
     Side,
@@ -44,6 +46,7 @@ from trainer.protocol.abilities import (
 from trainer.training.options import Options
 
 SAMPLES = "samples"
+_SEND_TEXTS = "Send texts (LangChain: check_embedding_ctx_length=False)"
 _PROMPTS = {"prompt", "prompts", "messages"}  # of a language model's questions
 
 
@@ -137,6 +140,8 @@ def _of_kind(opened_run: OpenExport, group: list[dict[str, Any]]) -> list[dict[s
         ]
     if "question" in group[0] and isinstance(task, Answers):
         return _read(task, model, group)
+    if "prompt" in group[0] and task.cfg.task == "preference":
+        return _written(task, model, group)
     kind = {"texts": "vectors", "statements": "scores"}
     word = next((name for key, name in kind.items() if key in group[0]), "texts")
     raise ConfigError(f"a model of the task {task.cfg.task!r} makes no {word}")
@@ -162,17 +167,36 @@ def _vectors(task: Embeds, model: Any, group: list[dict[str, Any]]) -> list[dict
 
 
 def _spelt(task: Any, texts: list[Any]) -> list[str]:
-    """Texts, of which some may be lists of ids of the model's own tokenizer."""
+    """Texts, of which some may be lists of ids of the model's own tokenizer. WrongWish for ids that
+    this tokenizer gives for no text, such as those of another one.
+    """
     size = len(task.tokenizer)
     ids = (token for text in texts if isinstance(text, list) for token in text)
     wrong = next((token for token in ids if not 0 <= token < size), None)
     if wrong is not None:
         raise WrongWish(
             f"input: got the token {wrong}, want 0 to {size - 1}: ids are those of this model's "
-            "own tokenizer. Send texts (LangChain: check_embedding_ctx_length=False)",
+            f"own tokenizer. {_SEND_TEXTS}",
             "input",
         )
-    return [text if isinstance(text, str) else task.tokenizer.decode(text) for text in texts]
+    return [text if isinstance(text, str) else _text_of_ids(task, text) for text in texts]
+
+
+def _text_of_ids(task: Any, ids: list[int]) -> str:
+    """The text for which the tokenizer gives these ids, with its special tokens around them or
+    without.
+    """
+    text = ""
+    for is_without in (True, False):
+        text = task.tokenizer.decode(ids, skip_special_tokens=is_without)
+        for is_around in {False, is_without}:
+            if text and task.tokenizer(text, add_special_tokens=is_around)["input_ids"] == ids:
+                return text
+    raise WrongWish(
+        "input: got ids that this model's tokenizer gives for no text (they spell "
+        f"{preview(text)}): they are of another tokenizer, or begin inside a word. {_SEND_TEXTS}",
+        "input",
+    )
 
 
 def _embedded(task: Any, model: Any, rows: list[list[int]], side: Side) -> Iterator[str]:
@@ -202,14 +226,33 @@ def _read(task: Any, model: Any, group: list[dict[str, Any]]) -> list[dict[str, 
     texts = task.answers(model, rows, questions, search=search, max_tokens=most).best
     answers: list[dict[str, Any]] = []
     for one, whole, row, cut_row in zip(group, texts, encoded, cut_rows, strict=True):
-        answer = {"text": whole.text, "finish": "length" if whole.is_cut else "stop"}
-        tokens = whole.tokens
-        if any(stop in whole.text for stop in one["stop"]):
-            answer = {"text": cut_at(whole.text, one["stop"]), "finish": "stop"}
-            tokens = len(task.tokenizer(answer["text"], add_special_tokens=False)["input_ids"])
-        answer |= {"prompt_tokens": task.length(row), "tokens": tokens}
+        answer = {"prompt_tokens": task.length(row), **_stopped(task, whole, one["stop"])}
         answers.append(_with_cut(answer, cut_row))
     return answers
+
+
+def _written(task: Any, model: Any, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What an encoder-decoder that was trained on preferences writes to prompts."""
+    trained = module_of("preference", "trained", "answer")
+    rows = [trained.row_to_predict(task, {"prompt": one["prompt"]}, "prompt") for one in group]
+    search = Search(temperature=group[0]["temperature"] or None)
+    how = Prediction(search, group[0]["max_tokens"])
+    answers: list[dict[str, Any]] = []
+    texts = trained.texts_to_prompts(task, model, rows, how)
+    for one, row, (whole,) in zip(group, rows, texts, strict=True):
+        answer = {"prompt_tokens": len(row["ids"]), **_stopped(task, whole, one["stop"])}
+        answers.append(_with_cut(answer, _cut_row(task, model, row, how)))
+    return answers
+
+
+def _stopped(task: Any, whole: GeneratedText, stops: list[str]) -> dict[str, Any]:
+    """A text up to the first of the stops: "text", "finish" and "tokens" of an answer."""
+    if any(stop in whole.text for stop in stops):
+        text = cut_at(whole.text, stops)
+        tokens = len(task.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return {"text": text, "finish": "stop", "tokens": tokens}
+    finish = "length" if whole.is_cut else "stop"
+    return {"text": whole.text, "finish": finish, "tokens": whole.tokens}
 
 
 def _cut_row(task: Any, model: Any, row: Any, how: Prediction) -> CutRow:

@@ -216,8 +216,10 @@ def _tell(judgement: Judgement, folder: Path) -> None:
         )
     for name, (before, after, why) in judgement.untested.items():
         typer.echo(f"{name} {before} -> {after}: not tested, {why}")
-    votes = (read_json(folder / "judge.json") or {}).get("votes")
-    if votes is not None:
+    record: dict[str, Any] = read_json(folder / "judge.json") or {}
+    for name, why in record["not_measured"].items():
+        typer.echo(f"not measured: {name}; {why}")
+    if (votes := record["votes"]) is not None:
         rate = WinRate(**votes["rate"])
         typer.echo(f"{votes['votes']} votes prefer the trained model's answer in {rate.words}")
     typer.echo(f"verdict: {judgement.words}")

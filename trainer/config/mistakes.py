@@ -61,6 +61,11 @@ def secrets(values: Any, above: str = "") -> Iterator[str]:
 
 
 # What torch and others call them.
+FP16_OF_T5 = (
+    "train.precision='fp16': activations of the T5 families pass 65,504, the largest number of "
+    "fp16, and become NaN (huggingface/transformers #4586, #9295); they were trained in bf16. Use "
+    "'bf16' or 'fp32'"
+)
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 

@@ -458,6 +458,11 @@ class Experiment(Strict):
         return [self.metrics] if isinstance(self.metrics, str) else list(self.metrics or ())
 
     @property
+    def is_driven(self) -> bool:
+        """Whether a client sends the operations of the run, in place of rows in files."""
+        return False
+
+    @property
     def freezes_base(self) -> bool:
         """Whether the base's own weights stay as they are."""
         return self.lora is not None

@@ -117,6 +117,10 @@ class ShardFolder:
         """Those of `count` shards that are not whole."""
         return [number for number in range(count) if self.record(number) is None]
 
+    def is_whole(self, count: int) -> bool:
+        """Whether all of `count` shards are there, and the list of them."""
+        return self.is_finished and not self.missing(count)
+
     def own_missing(self, count: int) -> list[int]:
         """Those that this rank is to write: every r-th of all that are missing. A collective."""
         return distributed.broadcast(self.missing(count))[distributed.rank() :: distributed.world()]

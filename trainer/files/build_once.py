@@ -47,7 +47,7 @@ def build_once(
         folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         _storage_errors(folder, _REFUSALS),
-        _lock(folder.with_name(f"{folder.name}.lock"), waiting_for=folder),
+        waiting_lock(folder.with_name(f"{folder.name}.lock"), waiting_for=folder),
     ):
         if not is_whole(folder):
             _build(folder, build)
@@ -84,12 +84,13 @@ def _advice(folder: Path, number: int) -> str:
 
 
 @contextmanager
-def _lock(lock_file: Path, *, waiting_for: Path) -> Iterator[None]:
+def waiting_lock(lock_file: Path, *, waiting_for: Path) -> Iterator[None]:
+    """Inside, no other process holds the lock; whoever comes later waits, and logs for what."""
     lock = FileLock(lock_file)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        log.info("waiting for another process that builds %s", waiting_for)
+        log.info("waiting for another process, which writes %s", waiting_for)
         lock.acquire()
     try:
         yield

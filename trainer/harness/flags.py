@@ -93,11 +93,11 @@ class HarnessFlags:
         foreign = {"--lm_eval": (), "--mteb": _OF_LM_EVAL}.get((programs or [""])[0])
         if foreign is None:
             foreign = [one.name for one in fields(self) if one.name not in ("lm_eval", "mteb")]
-        given = [f"--{name}" for name in foreign if getattr(self, name) is not None]
-        if given:
-            wanted = "--lm_eval" if programs else "--lm_eval or --mteb"
+        flags = [f"--{name}" for name in foreign if getattr(self, name) is not None]
+        if flags:
+            program = "--lm_eval" if programs else "--lm_eval or --mteb"
             raise ConfigError(
-                f"{', '.join(given)}: got no {wanted}, to which that belongs. Give it, or leave "
+                f"{', '.join(flags)}: got no {program}, to which that belongs. Give it, or leave "
                 "that out."
             )
         return bool(programs)

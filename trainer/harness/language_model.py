@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
+    normalize_gen_kwargs,
+)
 
 from trainer.data.chat.writer import CLOCK, pinned
 from trainer.errors import ConfigError
@@ -25,9 +28,8 @@ from trainer.runtime.batch import to_device
 
 # A request of lm-eval: what it is called in its cache, and the tokens of context and continuation.
 TokenRequest = tuple[Any, list[int], list[int]]
-TaskScore = tuple[
-    float, bool
-]  # a log-probability, and whether greedy decoding would write the same
+# A log-probability, and whether greedy decoding would write the same.
+ContinuationScore = tuple[float, bool]
 log = logging.getLogger(__name__)
 
 
@@ -54,15 +56,16 @@ class TrainedLM(HFLM):
         )
         words.setLevel(level)
         self._task = task
-        self._read: Read | None = None  # None: lm-eval's own forward of padded rows
-        if self.backend == "causal":
-            self._read = task.reader(getattr(base, base.base_model_prefix))
+        # None: lm-eval's own forward of padded rows
+        self._read: Read | None = task.reader(getattr(base, base.base_model_prefix))
         self._output = OutputLayer(base)
 
     # Requests, shared by the ranks
     # ----------------------------------------------------------------------------------------------
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[TaskScore]:
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[ContinuationScore]:
         answers = self._shared(super().loglikelihood, requests)
         return [(log_probability, is_greedy) for log_probability, is_greedy in answers]
 
@@ -71,7 +74,8 @@ class TrainedLM(HFLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         for one in requests:
-            most = one.args[1].get("max_gen_toks", self.max_gen_toks)
+            # a task may call it max_new_tokens, max_tokens or max_completion_tokens as well
+            most = normalize_gen_kwargs(one.args[1], self.max_gen_toks)["max_gen_toks"]
             if most >= self.max_length:
                 raise ConfigError(
                     f"{one.task_name}: its answers have up to {most} tokens, and the model "
@@ -104,7 +108,7 @@ class TrainedLM(HFLM):
         requests: Sequence[TokenRequest],
         disable_tqdm: bool = False,
         override_bs: int | None = None,
-    ) -> list[TaskScore]:
+    ) -> list[ContinuationScore]:
         """The score of each continuation behind its context. Tokens that several requests begin
         with alike and read alike, such as those before the letters of four choices, run once.
         """
@@ -133,7 +137,7 @@ class TrainedLM(HFLM):
             )
         order = sorted(rows, key=len, reverse=True)
         batch = int(self.batch_size)
-        scores: dict[int, TaskScore] = {}
+        scores: dict[int, ContinuationScore] = {}
         for start in range(0, len(order), batch):
             of_batch = {ids: rows[ids] for ids in order[start : start + batch]}
             continuations = {
@@ -144,7 +148,7 @@ class TrainedLM(HFLM):
 
     def _scores_of_rows(
         self, rows: dict[tuple[int, ...], list[int]], continuations: dict[int, list[int]]
-    ) -> dict[int, TaskScore]:
+    ) -> dict[int, ContinuationScore]:
         """By request, the score of its continuation.
 
         rows: tokens that are read, and the requests whose continuation is the last of them and one
@@ -167,7 +171,7 @@ class TrainedLM(HFLM):
         log_probabilities, is_greedy = self._log_probabilities(
             hidden_MD, place_N, target_N.to(device)
         )
-        scores: dict[int, TaskScore] = {}
+        scores: dict[int, ContinuationScore] = {}
         start = 0
         for number in numbers:
             stop = start + len(continuations[number])
@@ -186,10 +190,11 @@ class TrainedLM(HFLM):
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place, target in zip(place_N.split(chunk), target_N.split(chunk), strict=True):
             logits = self._output(hidden_MD.index_select(0, place)).float()
-            chosen = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
-            parts.append((chosen.double(), logits.argmax(-1) == target))
-        chosen, is_first = (torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
-        return chosen, is_first
+            of_target = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
+            parts.append((of_target.double(), logits.argmax(-1) == target))
+        columns = zip(*parts, strict=True)
+        log_probabilities, is_first = (torch.cat(column).cpu().numpy() for column in columns)
+        return log_probabilities, is_first
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **how: Any) -> Any:
         how.setdefault("eos_token_id", self._task.ends)  # those that an export writes down

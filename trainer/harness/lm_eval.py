@@ -22,7 +22,7 @@ from trainer.harness.records import (
     ModelScores,
     TaskScore,
     TaskScores,
-    called,
+    model_name,
 )
 from trainer.metrics.intervals import RowSums
 from trainer.retrieval.embeddings import fingerprint
@@ -80,7 +80,7 @@ def _load(flags: HarnessFlags) -> dict[str, Any]:
     """The tasks that are asked for, with their data: lm-eval's TaskDict."""
     tasks: Any = importlib.import_module("lm_eval.tasks")
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    wanted, path = flags.lm_eval_tasks, flags.include_path
+    task_names, path = flags.lm_eval_tasks, flags.include_path
     if path is not None and not path.is_dir():
         raise ConfigError(
             f"--include_path {path}: no such folder. Give one of YAML files of tasks."
@@ -89,9 +89,9 @@ def _load(flags: HarnessFlags) -> dict[str, Any]:
     if path is not None:
         manager = tasks.TaskManager(include_path=path, include_defaults=False)
     # lm-eval reads its 14,000 files of tasks, which takes seconds, only where one is asked for
-    if manager is None or any(name not in manager.all_tasks for name in wanted):
+    if manager is None or any(name not in manager.all_tasks for name in task_names):
         manager = tasks.TaskManager(include_path=path)
-    unknown = [name for name in wanted if name not in manager.all_tasks]
+    unknown = [name for name in task_names if name not in manager.all_tasks]
     if unknown:
         raise ConfigError(
             f"--lm_eval {unknown[0]}: lm-eval {version()} has no such task. "
@@ -99,10 +99,10 @@ def _load(flags: HarnessFlags) -> dict[str, Any]:
         )
     _seed()
     try:
-        loaded = manager.load(wanted)
+        loaded = manager.load(task_names)
     except Exception as error:  # any: of a YAML file, of data, of the Hub; lm-eval has no tree
         raise ConfigError(
-            f"--lm_eval {','.join(wanted)}: lm-eval cannot read the tasks or their data "
+            f"--lm_eval {','.join(task_names)}: lm-eval cannot read the tasks or their data "
             f"({type(error).__name__}: {error}). Mend the task's file, or fetch its data where "
             "there is a network."
         ) from error
@@ -172,7 +172,7 @@ def _of_model(
         fewshot_as_multiturn=chat,
     )
     weights = on_main(lambda: fingerprint(folder, task.fingerprint()))
-    scores = ModelScores(called(question.model, folder), folder, weights, tasks_of(results))
+    scores = ModelScores(model_name(question.model, folder), folder, weights, tasks_of(results))
     how = {
         "tasks": flags.lm_eval_tasks,
         "limit": question.limit,

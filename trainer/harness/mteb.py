@@ -24,7 +24,7 @@ from trainer.harness.records import (
     ModelScores,
     TaskScore,
     TaskScores,
-    called,
+    model_name,
 )
 from trainer.protocol.abilities import Embeds, Side
 from trainer.retrieval.embeddings import Encoder, encoder_of, fingerprint
@@ -118,8 +118,8 @@ def evaluate(
             "--limit: MTEB's tasks are run as a whole, for a passage that is left out would be "
             "found by nobody. Leave it out."
         )
-    chosen = _tasks(mteb, flags)
-    of_models = [_of_model(mteb, question, chosen, options) for question in questions]
+    selection = _tasks(mteb, flags)
+    of_models = [_of_model(mteb, question, selection, options) for question in questions]
     how = {"tasks": flags.mteb_tasks}
     if len(of_models) == 1:
         return Evaluation(of_models[0]), how
@@ -138,19 +138,19 @@ def evaluate(
 def _tasks(mteb: Any, flags: HarnessFlags) -> list[Any]:
     """MTEB's tasks of these names; those of --include_path replace its own."""
     own = {} if flags.include_path is None else _tasks_of_file(mteb, flags.include_path)
-    chosen: list[Any] = []
+    selection: list[Any] = []
     for name in flags.mteb_tasks:
         if name in own:
-            chosen.append(own[name])
+            selection.append(own[name])
             continue
         try:
-            chosen.append(mteb.get_task(name))
+            selection.append(mteb.get_task(name))
         except KeyError:
             names = [*own, *(one.metadata.name for one in mteb.get_tasks())]
             raise ConfigError(
                 f"--mteb {name}: mteb {version()} has no such task. {nearest(name, names)}"
             ) from None
-    return chosen
+    return selection
 
 
 def _tasks_of_file(mteb: Any, path: Path) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _tasks_of_file(mteb: Any, path: Path) -> dict[str, Any]:
     return {one.metadata.name: one() for one in of_file}
 
 
-def _of_model(mteb: Any, question: Question, chosen: list[Any], options: Options) -> ModelScores:
+def _of_model(mteb: Any, question: Question, selection: list[Any], options: Options) -> ModelScores:
     task, model, folder = open_model(question, options)
     assert isinstance(task, Embeds), "evaluate() refuses others"
     train = task.cfg.train
@@ -186,22 +186,22 @@ def _of_model(mteb: Any, question: Question, chosen: list[Any], options: Options
     try:
         results = mteb.evaluate(
             TrainedEncoder(encoders, meta),
-            chosen,
+            selection,
             co2_tracker=False,
             cache=None,
             show_progress_bar=False,
         )
     except OSError as error:  # of datasets and the Hub, which name no task
-        names = ",".join(one.metadata.name for one in chosen)
+        names = ",".join(one.metadata.name for one in selection)
         raise ConfigError(
             f"--mteb {names}: their data cannot be read ({type(error).__name__}: {error}). Fetch "
             "them where there is a network."
         ) from error
     of_tasks = {
         one.task_name: _scores(one, of_task.metadata)
-        for one, of_task in zip(results.task_results, chosen, strict=True)
+        for one, of_task in zip(results.task_results, selection, strict=True)
     }
-    return ModelScores(called(question.model, folder), folder, weights, of_tasks)
+    return ModelScores(model_name(question.model, folder), folder, weights, of_tasks)
 
 
 def _scores(result: Any, metadata: Any) -> TaskScores:

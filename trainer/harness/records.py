@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 _ENTRIES = "evaluations"
 _MODELS = ("best", "final", "base")
-# Of an entry: two entries that are alike in these are of one question, and the newer one counts.
-_QUESTION = ("weights", "how")
 
 
 @dataclass(frozen=True)
@@ -105,10 +103,10 @@ class Evaluation:
         for task, of_task in self.of.tasks.items():
             for metric in [name for name, one in of_task.scores.items() if one.is_told]:
                 score = of_task.scores[metric]
-                line = f"{task}/{metric} {_told(score)}"
+                line = f"{task}/{metric} {_text_of(score)}"
                 if self.against is not None and metric in self.gains[task]:
                     other = self.against.tasks[task].scores[metric]
-                    line += f"; {self.against.model} {_told(other)}; difference "
+                    line += f"; {self.against.model} {_text_of(other)}; difference "
                     line += str(self.gains[task][metric])
                 yield line
 
@@ -123,24 +121,29 @@ class Evaluation:
         return entry
 
 
-def _told(score: TaskScore) -> str:
+def _text_of(score: TaskScore) -> str:
     error = "" if score.stderr is None else f" (stderr {score.stderr:.6f})"
     return f"{score.value:.6f}{error}"
 
 
-def called(model: str, folder: Path) -> str:
+def model_name(model: str, folder: Path) -> str:
     """What people call the model of a question: best, final, base, or the name of its folder."""
     return model if model in _MODELS else folder.name
 
 
 def add(path: Path, evaluation: Evaluation, about: Mapping[str, Any]) -> None:
     """Add an evaluation to a file, the newest last. It replaces one of the same weights by the same
-    question.
+    question, if that was compared with the same weights, or with none.
 
     about: versions of programs, and under "how" what was asked.
     """
     entry: dict[str, Any] = {**about, **evaluation.as_json()}
     entries: list[Any] = (read_json(path) or {}).get(_ENTRIES, [])
-    others = [one for one in entries if any(one.get(name) != entry[name] for name in _QUESTION)]
+    others = [one for one in entries if _question(one) != _question(entry)]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {_ENTRIES: [*others, entry]})
+
+
+def _question(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two entries of one question have in common: the newer one counts."""
+    return entry.get("weights"), entry.get("how"), entry.get("against", {}).get("weights")

@@ -8,7 +8,8 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,9 @@ from trainer.config.scores.judged import Judging
 from trainer.data.stream.store import is_streamed
 from trainer.data.token_store import store_of
 from trainer.errors import ConfigError, DataError
-from trainer.files.atomic import replace_file, write_json
+from trainer.files.atomic import read_json, refusals, replace_file, write_json
 from trainer.judging.by_row import START, RowTexts, results_of
-from trainer.judging.general_texts import loss_on_texts
+from trainer.judging.general_texts import is_language_model, loss_on_texts
 from trainer.judging.sides import ComparedModels, Side
 from trainer.judging.votes import ANSWERS, choices_of, read_pairs, read_votes
 from trainer.metrics.intervals import RowSums
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILE, REPORT = "judge.json", "judge.md"
+EARLIER = "judge_earlier"  # the folder of comparisons of something else that stood there before
+# Of FILE, what tells two comparisons apart.
+_COMPARED = ("model", "runs", "against", "against_runs", "split", "limit", "answers")
 _FIRST = 5  # rows that a refusal names
 
 
@@ -62,7 +66,8 @@ def run_judge(
     *,
     stop: Callable[[], None] | None = None,
 ) -> Judgement:
-    """Compare the two models, and write FILE, REPORT and ANSWERS into a folder. A collective.
+    """Compare the two models, and write FILE, REPORT and ANSWERS into a folder; those of another
+    comparison move into EARLIER there. A collective.
 
     ConfigError for models that cannot be compared, and for a gate on a score that nobody has
     computed. DataError for rows that are training rows, unless they are to be left out.
@@ -91,9 +96,11 @@ def run_judge(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     facts = _facts(comparison, options, left_out)
+    facts["not_measured"] = _not_measured(comparison, sides, judgement)
     run_folder = options.savedir_base / exp_id(comparison.after.experiments[0])
 
     def write() -> None:
+        keep_earlier(folder, facts)
         people = _write_answers(folder, run_folder, before[0], after[0], rows)
         texts = (before[0].answers, after[0].answers)
         page = report(facts, judgement, rows.rows, rows.references, texts, people=people)
@@ -128,7 +135,6 @@ def _pair(before: RowSums | None, after: RowSums | None) -> tuple[RowSums, RowSu
     if before is None or after is None:
         return None
     if not np.array_equal(before.den_N, after.den_N):
-        logger.info("the two models have other tokens: their losses on texts are not compared")
         return None
     return before, after
 
@@ -255,8 +261,55 @@ def _facts(comparison: ComparedModels, options: Options, left_out: Sequence[int]
         "against_runs": [exp_id(values) for values in comparison.before.experiments],
         "split": comparison.how.split,
         "limit": comparison.limit,
+        "answers": comparison.how.answers,
         "left_out_rows": [row + 1 for row in left_out],
     }
+
+
+def _not_measured(
+    comparison: ComparedModels, sides: Sequence[_Evaluated], judgement: Judgement
+) -> dict[str, str]:
+    """What the comparison does not say although it can, and why, as sentences for people."""
+    reasons: dict[str, str] = {}
+    values = comparison.after.experiments[0]
+    if comparison.how.keep is None:
+        reasons["what was forgotten"] = "no general texts are named (keep)"
+    elif not is_language_model(values):
+        reasons["what was forgotten"] = (
+            f"task {values['task']!r} trains no language model whose loss on texts would tell"
+        )
+    elif _pair(sides[0].general, sides[1].general) is None:
+        reasons["what was forgotten"] = "the two models cut general texts into other tokens"
+    elif judgement.general is None:
+        reasons["what was forgotten"] = "the loss on general texts is not a finite number"
+    if judgement.slices_by is None:
+        reasons["slices"] = "the score by which they would be compared could not be tested"
+    if judgement.calibrations is None:
+        reasons["how sure the answers are"] = (
+            "only greedy replies of language models have a probability, and there are none"
+        )
+    return reasons
+
+
+def keep_earlier(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Move the files of a comparison of something else out of the way of a new one: into a folder
+    of EARLIER whose name follows from what was compared. Whoever dies here and begins again moves
+    the rest there, for FILE, which says what was compared, moves last. StorageError.
+    """
+    before = read_json(folder / FILE)
+    if before is None:
+        return
+    old, new = ([one.get(name) for name in _COMPARED] for one in (before, facts))
+    if old == new:
+        return
+    digest = hashlib.sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()
+    place = folder / EARLIER / digest[:8]
+    with refusals(place):
+        place.mkdir(parents=True, exist_ok=True)
+        for name in (REPORT, ANSWERS, FILE):
+            if (folder / name).is_file():
+                os.replace(folder / name, place / name)
+    logger.info("the comparison with %s is now in %s", before.get("against"), place)
 
 
 def _write_answers(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.config.scores.judged import KEPT_LOSS
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import refusals
 from trainer.judging import sides
 from trainer.judging.compare import ComparedModels, run_judge, shared_with_training
@@ -47,7 +47,8 @@ def check_early(plan: RunPlan, options: Options, task: Task, train: TokenStore) 
     training rows, another run that is not there, texts that cannot be read. A collective.
     """
     how: Judging = plan.cfg.judge  # pyright: ignore[reportAssignmentType] (the caller has looked)
-    other = other_model(plan, options)
+    _refuse_loss_on_texts(plan)
+    other = sides.other_side(options.savedir_base, plan.values, how, None)
     comparison = ComparedModels(other, sides.Side([plan.values], "final", plan.id), how)
     shared_with_training(comparison, options, ours=(task, train))
     texts = None if how.keep is None else store_of_texts(plan.values, how.keep, options)
@@ -55,17 +56,38 @@ def check_early(plan: RunPlan, options: Options, task: Task, train: TokenStore) 
         refuse_few_rows(KEPT_LOSS, len(texts[2]))
 
 
-def other_model(plan: RunPlan, options: Options) -> sides.Side:
-    """What the trained model will be compared with. ConfigError for another run that is not there,
-    and for a gate on the loss of texts where the task trains no language model.
+def early_problems(
+    plan: RunPlan, options: Options, earlier: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """What a dry run says of the gate and of the other model: what a run would be refused for, and
+    what will be there by then, for an experiment of the same group is trained before (its id is in
+    `earlier`), by whatever beginning of the id it is named.
     """
+    how: Judging = plan.cfg.judge  # pyright: ignore[reportAssignmentType] (the caller has looked)
+    problems, warnings = list[str](), list[str]()
+    try:
+        _refuse_loss_on_texts(plan)
+    except LatheError as error:
+        problems.append(str(error))
+    for name in how.against.split(","):
+        alone = how.model_copy(update={"against": name})
+        try:
+            sides.other_side(options.savedir_base, plan.values, alone, None)
+        except LatheError as error:
+            beginning = name.strip()
+            is_awaited = bool(beginning) and any(one.startswith(beginning) for one in earlier)
+            (warnings if is_awaited else problems).append(str(error))
+    return problems, warnings
+
+
+def _refuse_loss_on_texts(plan: RunPlan) -> None:
+    """ConfigError for a gate on the loss of texts where the task trains no language model."""
     how: Judging = plan.cfg.judge  # pyright: ignore[reportAssignmentType] (the caller has looked)
     if KEPT_LOSS in how.gate and not is_language_model(plan.values):
         raise ConfigError(
             f"judge.gate={KEPT_LOSS!r}: task {plan.cfg.task!r} trains no language model, whose "
             "loss on texts could be measured. Leave it out."
         )
-    return sides.other_side(options.savedir_base, plan.values, how, None)
 
 
 def judge_at_end(
@@ -83,7 +105,7 @@ def judge_at_end(
     if not on_main(lambda: is_judged(plan.folder, name)):
         train = plan.cfg.train
         comparison = ComparedModels(
-            other_model(plan, options),
+            sides.other_side(options.savedir_base, plan.values, how, None),
             sides.Side([plan.values], name, f"{name} of {plan.id}"),
             how,
             batch=train.eval_batch or train.micro_batch,
@@ -116,7 +138,7 @@ def _scalars(judgement: Judgement) -> dict[str, float]:
     for name, score in judgement.scores.items():
         one = score.outcome
         scalars |= {f"judge/{name}_before": one.before, f"judge/{name}": one.after}
-        scalars |= {f"judge/{name}_low": one.low, f"judge/{name}_high": one.high}
+        scalars |= {f"judge/{name}_change_low": one.low, f"judge/{name}_change_high": one.high}
     if judgement.general is not None:
         outcome = judgement.general.outcome
         scalars |= {"judge/keep_loss_before": outcome.before, "judge/keep_loss": outcome.after}

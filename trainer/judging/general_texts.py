@@ -35,7 +35,6 @@ def loss_on_texts(
     """
     opened = store_of_texts(question.values, texts, options)
     if opened is None:
-        logger.info("task %r is no language model: it forgets in silence", question.values["task"])
         return None
     own, task, store = opened
     model = question.model

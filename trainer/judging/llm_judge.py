@@ -67,6 +67,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class _NoVerdict(ConfigError):
+    """An answer that is not what the dialect says; half of one, perhaps."""
+
+
 class _PairRefused(Exception):
     """The endpoint does not answer this one request."""
 
@@ -136,6 +140,10 @@ class LanguageModel:
                         "or give its address; the same command asks for what is missing."
                     ) from None
                 server_wait_s = 0.0
+            except _NoVerdict:
+                if is_first or number == TRIES:
+                    raise
+                server_wait_s = 0.0
             time.sleep(min(LONGEST_WAIT_S, max(wait_s, server_wait_s)))
             wait_s *= 2
         raise AssertionError("the last try returns or raises")
@@ -152,11 +160,12 @@ class LanguageModel:
         try:
             text = json.loads(content)["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError):
-            raise ConfigError(
+            raise _NoVerdict(
                 f"--llm_judge {self.url}: it answers, and not as /chat/completions of the OpenAI "
                 "API does. Give the address that ends before /chat/completions, most often in /v1."
             ) from None
-        return text if isinstance(text, str) else ""
+        # an endpoint that repeats what it got would have the key written into files
+        return self._without_key(text) if isinstance(text, str) else ""
 
     def _refuse(self, status: int, problem: str) -> None:
         if status in _OF_ONE_PAIR:

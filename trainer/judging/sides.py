@@ -61,16 +61,21 @@ def compared(
     with. ConfigError for runs that are not there, and for wrong values.
 
     stated: values of the block `judge`, in place of those in the dictionary of the first run. The
-    gate of a dictionary is for the comparison that stands there, and not for another one.
+    gate of a dictionary is for the comparison that stands there, and not for one against another
+    model or on another split.
     """
     for values in experiments:
         tasks.parse(values, source=f"run {exp_id(values)}")
     own: dict[str, Any] = dict(experiments[0].get("judge") or {})
-    if "against" in stated:
+    of_run = validate(Judging, own, source="judge")
+    usual = {"against": of_run.against, "split": of_run.split}
+    if any(stated.get(name, value) != value for name, value in usual.items()):
         own.pop("gate", None)
     how = validate(Judging, {**own, **stated}, source="judge")
     after = of_runs(savedir_base, experiments, model)
     before = other_side(savedir_base, experiments[0], how, model)
+    if before.model != START:
+        _refuse_itself(before, after)
     return ComparedModels(before, after, how, limit=limit, batch=batch)
 
 
@@ -79,6 +84,11 @@ def of_runs(savedir_base: Path, experiments: Sequence[Values], model: str | None
     for a run that has none.
     """
     folders = [savedir_base / exp_id(values) for values in experiments]
+    if twice := sorted({one.name for one in folders if folders.count(one) > 1}):
+        raise ConfigError(
+            f"judge: got run {twice[0]} twice, want different runs: several are seeds of one "
+            "recipe, and the same one again would say that seeds make no difference. Name it once."
+        )
     for name in _EXPORTS if model is None else (model,):
         if all((folder / name).is_dir() for folder in folders):
             label = ", ".join(folder.name for folder in folders)
@@ -88,6 +98,16 @@ def of_runs(savedir_base: Path, experiments: Sequence[Values], model: str | None
         f"judge: {lacking} holds no {model or 'best, nor a final'}/ folder. Train it to its end, "
         "or name another run."
     )
+
+
+def _refuse_itself(before: Side, after: Side) -> None:
+    ids = {exp_id(values) for values in after.experiments}
+    both = [one for one in map(exp_id, before.experiments) if one in ids]
+    if both:
+        raise ConfigError(
+            f"judge: run {both[0]} would be compared with itself, which shows nothing. Give "
+            "--against another run, or base."
+        )
 
 
 def other_side(savedir_base: Path, values: Values, how: Judging, model: str | None) -> Side:

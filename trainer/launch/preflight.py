@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 
 from trainer import tasks
 from trainer.config import deepspeed_config
+from trainer.config.identity import base_id, teacher_id
 from trainer.config.mistakes import OPTIMIZER_ON_NVME, doubts_of, foreign_best, long_warmup
 from trainer.data import left_out
 from trainer.data.content import reader_of, valid_splits
@@ -29,7 +30,7 @@ from trainer.errors import ConfigError, DataError, LatheError
 from trainer.evaluation.run import TEST
 from trainer.files.atomic import size_of
 from trainer.judging.compare import refuse_overlap
-from trainer.judging.end_of_run import other_model
+from trainer.judging.end_of_run import early_problems
 from trainer.launch.origin import going_on
 from trainer.metrics.own import OwnMetric, load, try_out
 from trainer.models import base_model, base_source, recomputation
@@ -74,12 +75,13 @@ class Findings:
     rows: list[dict[str, list[Segment]]] = field(default_factory=list)
 
 
-def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findings:
+def look(plan: RunPlan, options: Options, *, earlier: Collection[str] = ()) -> Findings:
     """Check everything that needs no training. Reads the first rows and headers of weights.
 
-    is_awaited: what the run begins with, or its teacher, is trained by an earlier experiment of the
-    same group.
+    earlier: the ids of the experiments that the same group trains before. What the run begins with,
+    its teacher, and the model that it is compared with may be theirs, and need not be there yet.
     """
+    is_awaited = any(one in earlier for one in (base_id(plan.values), teacher_id(plan.values)))
     findings = Findings([*_of_device(options), *foreign_best(plan.cfg), *_of_folder(plan)])
     (findings.warnings if options.is_shortened else findings.problems).extend(_of_schedule(plan))
     (findings.problems if options.strict else findings.warnings).extend(doubts_of(plan.cfg))
@@ -101,6 +103,8 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
         own_metrics(plan, options, task)
     except LatheError as error:
         findings.problems.append(str(error))
+    if plan.cfg.is_driven:  # a client will send the rows
+        return findings
     how = plan.cfg.judge
     first: dict[str, list[Encoded]] = {}
     is_test_read = options.test or (how is not None and how.split == TEST)
@@ -128,8 +132,10 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
             "one of the two."
         )
     if how is not None:
+        problems, warnings = early_problems(plan, options, earlier)
+        findings.problems += problems
+        findings.warnings += warnings
         try:
-            other_model(plan, options)
             refuse_overlap(how, _shared(first["train"], first[how.split]), len(first[how.split]))
         except LatheError as error:
             findings.problems.append(str(error))

@@ -25,7 +25,7 @@ from trainer.launch.origin import going_on
 from trainer.launch.run_folder import check_hub, check_identity
 from trainer.plan.memory.advice import RECOMPUTED
 from trainer.plan.memory.measure import with_value
-from trainer.plan.memory.planned_rows import Specimens, StoredRows
+from trainer.plan.memory.planned_rows import RowsByNumber, Specimens, StoredRows
 from trainer.plan.memory.subject import Subject
 from trainer.runtime import distributed, rng
 from trainer.runtime.distributed import on_main
@@ -73,8 +73,8 @@ class PreparedRun:
     def subject(self) -> Subject:
         """This run as the planners of memory and time need it."""
         plan = self.plan
-        train = self.stores["train"]  # of a stream, each row may fill its limits
-        is_known = not isinstance(train, StreamStore)
+        train = self.stores.get("train")  # of a stream or a client, each row may fill its limits
+        is_known = train is not None and not isinstance(train, StreamStore)
         rows = StoredRows(train, self.task, "train") if is_known else Specimens(self.task)
         return Subject(
             with_value(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing),
@@ -95,9 +95,11 @@ class PreparedRun:
             for name, questions in self.set_questions.items()
         }
 
-    def longest_valid(self) -> StoredRows:
+    def longest_valid(self) -> RowsByNumber:
         """The rows of the validation set with the longest row: they need the most memory."""
         splits = [split for split in self.stores if split != "train"]
+        if not splits:
+            return Specimens(self.task)
         longest = max(splits, key=lambda split: int(self.stores[split].lengths.max()))
         return StoredRows(self.stores[longest], self.task, longest)
 

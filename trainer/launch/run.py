@@ -19,6 +19,7 @@ from trainer.files.atomic import read_json
 from trainer.judging.end_of_run import judge_at_end
 from trainer.launch import preflight
 from trainer.launch.choose import Chosen, choose
+from trainer.launch.driving.drive import drive
 from trainer.launch.prepare import is_in_memory, prepare
 from trainer.launch.run_folder import claim_folder, open_record, push
 from trainer.launch.start import ReadyRun, start
@@ -76,7 +77,8 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
             claim_folder(choice.plan, options) as lock,
             open_record(choice.plan, options) as record,
         ):
-            ended = _train_or_stop(choice, options, record, preemption, lock)
+            train = drive if plan.cfg.is_driven else _train_or_stop
+            ended = train(choice, options, record, preemption, lock)
             if ended == "succeeded":
                 ended = _look_at_end(choice.plan, options, record, preemption)
             record.status(ended)

@@ -376,17 +376,19 @@ def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
     weights = live.weights(lambda k: distributed.is_main(), with_frozen=True)
 
     def write() -> None:
-        target, temporary = plan.folder / name, plan.folder / f".{name}.tmp"
+        target = plan.folder / name
+        temporary = target.with_name(f".{target.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             with refusals(target):
+                target.parent.mkdir(exist_ok=True)
                 task.export(weights, temporary)
                 own = record.of_run(
                     temporary, values=plan.values, task=task, run_folder=plan.folder
                 )
                 record.write(temporary, own)
                 card.write(temporary, own)
-                old = plan.folder / f".{name}.old"
+                old = target.with_name(f".{target.name}.old")
                 shutil.rmtree(old, ignore_errors=True)
                 if target.exists():
                     os.replace(target, old)

@@ -139,7 +139,7 @@ def start(
     memory_plan = memory.plan_before_start(run, options)
     doctor.before_first_use(run.zero_stage, options.cache_dir)
     record.startup.lap("checks")
-    live, progress = _engine(run, record.startup.lap)
+    live, progress = engine_of(run, record.startup.lap)
     progress.refuse_past(options.until)
     record.resume(progress.step, progress.bad.steps)
     record.use_data(run.identity, options.data_path)
@@ -199,7 +199,7 @@ def _refuse_unsound_base(run: PreparedRun) -> None:
     on_main(lambda: unsound.refuse(folders, dtype, happened=happened))
 
 
-def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:
+def engine_of(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:
     """The task's model under DeepSpeed, in the state to resume from. A collective."""
     plan, newest = run.plan, run.newest
     _read_teacher(run, lap)
@@ -277,11 +277,19 @@ def restore(live: Engine, saved: SavedState, *, seed: int) -> Progress:
 
 
 def snapshot(
-    plan: RunPlan, live: Engine, progress: Progress, identity: Mapping[str, Any]
+    plan: RunPlan,
+    live: Engine,
+    progress: Progress,
+    identity: Mapping[str, Any],
+    *,
+    root: Path | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Callable[[], Path]:
     """A function that writes the present state as a checkpoint. It is a collective for another
     thread, which first copies this rank's part of weights and moments (12 to 14 bytes per trainable
     parameter, divided by the world size).
+
+    root: the folder of checkpoints; None: that of the run. more: further keys of state.json.
     """
     weights, optimizer = live.own_tensors()
     average = {} if live.average is None else live.average.own_tensors()
@@ -297,6 +305,7 @@ def snapshot(
             "digest": digest(plan.values),
             "identity": identity,
             "made_with": checkpoint.made_with(),
+            **(more or {}),
         },
         "keep_last": plan.cfg.train.keep_last,
         "keep": {progress.best_step} - {0},
@@ -305,7 +314,7 @@ def snapshot(
     def write() -> Path:
         tensors = live.state_copy.copy()
         return checkpoint.save(
-            plan.folder / "checkpoints",
+            root or plan.checkpoints,
             weights={name: tensors[name] for name in weights},
             optimizer={name: tensors[name] for name in optimizer},
             average=None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import LatheError
+from trainer.errors import ReplayDiffers
 from trainer.operations.operation_log import OperationGap
 from trainer.operations.records import (
     SEGMENT,
@@ -30,10 +30,6 @@ from trainer.operations.records import (
 )
 
 RESULTS = "results"
-
-
-class ReplayDiffers(LatheError):
-    """An operation that was run again gave another result."""
 
 
 @dataclass(frozen=True)

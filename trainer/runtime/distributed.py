@@ -266,15 +266,20 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
 def broadcast(value: Any) -> Any:
     """The `value` of rank 0, on all ranks; other ranks' values are ignored. For small JSON."""
     text = json.dumps(value if is_main() else None)
+    return json.loads(broadcast_bytes(text.encode()))
+
+
+def broadcast_bytes(content: bytes) -> bytes:
+    """The bytes of rank 0, on all ranks; those of other ranks are ignored. A collective."""
     if world() == 1:
-        return json.loads(text)
-    wire = _bytes_on_wire(text)
-    size = torch.tensor([wire.numel()], device=wire.device)
+        return content
+    wire = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8).to(_wire_device())
+    size = torch.tensor([len(content)], device=wire.device)
     dist.broadcast(size, src=0)
     if not is_main():
-        wire = wire.new_empty(int(size))
+        wire = wire.new_empty(max(1, int(size)))
     dist.broadcast(wire, src=0)
-    return _from_wire(wire)
+    return bytes(wire.cpu().numpy()[: int(size)])
 
 
 def _wire_device() -> torch.device:
@@ -417,5 +422,5 @@ def on_main(action: Callable[[], T]) -> T:
     if cause is not None:
         raise cause
     if "error" in outcome:
-        raise getattr(errors, outcome["error"])(outcome["text"])
+        raise getattr(errors, outcome["error"], errors.LatheError)(outcome["text"])
     return outcome["result"]

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import gc
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -31,6 +32,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.models import base_source
 from trainer.models.distillation import DistillationTerms, teacher_fields
 from trainer.models.head import OutputLayer
+from trainer.models.weights import absent
 from trainer.protocol.abilities import EncodedRows
 from trainer.protocol.task import DRAW, EPOCH, Batch
 from trainer.runtime import distributed
@@ -142,13 +144,11 @@ class DistilledTask(TokenTask[D], Generic[D]):
             **dict.fromkeys(("lora", "init_from", "continues", "metrics", "judge")),
             "train": self.cfg.train.model_copy(update={**train, "freeze": ()}),
         }
-        try:
+        with _refusals():
             task: Any = tasks.load(self.cfg.model_copy(update=changes), self.places)
             task.read_as_trained()
             task.skeleton()
             self._refuse_other_tokens(base)
-        except ConfigError as error:
-            raise ConfigError(f"teacher: {error}") from error
         return task
 
     def read_as_trained(self) -> None:
@@ -235,7 +235,10 @@ class DistilledTask(TokenTask[D], Generic[D]):
         return RowsToRead(rows, every, self.num_labels, draws)
 
     def _teacher_model(self) -> nn.Module:
-        return self._teacher.model().to(distributed.device()).eval()
+        with _refusals():
+            model: nn.Module = self._teacher.model()
+            absent.refuse(model, is_trained=False)
+        return model.to(distributed.device()).eval()
 
     def _teacher_store(self) -> TeacherStore:
         how, distillation = self.cfg.teacher, self.distillation
@@ -252,6 +255,15 @@ class DistilledTask(TokenTask[D], Generic[D]):
         root = self.places.cache_dir / "teacher" if how.store is None else Path(placed(how.store))
         named = how.store is not None
         return TeacherStore(root, named, identity, self._top_k, self._dtype_on_disk)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Inside, a ConfigError says that it is of the teacher."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"teacher: {error}") from error
 
 
 def _without_draw(row: Row) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,12 +15,13 @@ from trainer.metrics.intervals import OF_ALL_ROWS, RowSums
 from trainer.verdict.calibration import Confidence, calibration
 from trainer.verdict.features import features
 from trainer.verdict.paired import Difference, compare, holm
-from trainer.verdict.slices import Slice, worse_slices
+from trainer.verdict.slices import MIN_ROWS, Slice, worse_slices
 
 SIGNIFICANT = 0.05  # of the p values that are corrected for the number of scores
 MOST_BROKEN = 100  # rows that are listed
 FEWEST_ROWS = 20  # by which a gain can be shown: the interval of fewer says nothing
 _LOSS = "loss"
+_NOT_FINITE = "it is not a finite number under both models"
 # Scores that say right or wrong by row, the one that is looked at first.
 _RIGHT = ("em", "accuracy", "exact_match", "acc")
 
@@ -84,10 +85,15 @@ class Judgement:
     @property
     def words(self) -> str:
         """The verdict as one sentence."""
-        parts = [text for text in (*_scores_in_words(self.scores),) if text]
-        if self.slices:
-            worst = [_slice_in_words(one, str(self.slices_by)) for one in self.slices[:3]]
-            parts.append("worse where " + "; where ".join(worst))
+        parts = _scores_in_words(self.scores)
+        if broken := [name for name, (*_, why) in self.untested.items() if why == _NOT_FINITE]:
+            parts.append(f"not finite, and so not tested: {', '.join(broken)}")
+        is_worse = self.slices_by is not None and self.scores[self.slices_by].result == "worse"
+        # of a score that is worse on all rows a slice is worth a word where it is worse than that
+        worst = [one for one in self.slices if one.is_worse_than_all or not is_worse][:3]
+        if worst:
+            places = [_slice_in_words(one, str(self.slices_by)) for one in worst]
+            parts.append("worse where " + "; where ".join(places))
         if self.general is not None:
             general = self.general
             numbers = f"{general.outcome.before:.4g} to {general.outcome.after:.4g}"
@@ -132,30 +138,30 @@ def judge(
     nobody knows.
     """
     bounds = gate or {}
-    outcomes: dict[str, Difference] = {}
-    untested: dict[str, tuple[float | None, float | None, str]] = {}
-    for name in sorted({name for one in [*before, *after] for name in one.scores}):
-        why = _untested(name, before, after)
-        if why:
-            untested[name] = (_mean_of(name, before), _mean_of(name, after), why)
-        else:
-            outcomes[name] = compare(
-                *([one.sums[name] for one in side] for side in (before, after))
-            )
-    directions: dict[str, Direction | None] = {name: _direction(name, bounds) for name in outcomes}
+    names = sorted({name for one in [*before, *after] for name in one.scores})
+    reasons = {name: _untested(name, before, after) for name in names}
+    directions = {name: _direction(name, bounds) for name in names if not reasons[name]}
+    num_tested = sum(one is not None for one in directions.values())
+    outcomes = {
+        name: compare(
+            *([one.sums[name] for one in side] for side in (before, after)), num_scores=num_tested
+        )
+        for name in directions
+    }
     tested = {name: one.p for name, one in outcomes.items() if directions[name] is not None}
     corrected = holm(tested)
     scores = {
         name: _score(one, directions[name], corrected.get(name, one.p))
         for name, one in outcomes.items()
     }
-    if slices_by is not None and (slices_by not in scores or directions[slices_by] is None):
+    is_unsound = reasons.get(str(slices_by)) == _NOT_FINITE  # a broken model, not a wrong name
+    if slices_by is not None and not is_unsound and directions.get(slices_by) is None:
         known = [name for name in scores if directions[name] is not None]
         raise ValueError(
             f"judge: slices_by={slices_by!r} has no result by row, or nothing says whether more of "
             f"it is better. Use one of {known}."
         )
-    by = slices_by or _slices_by(scores)
+    by = None if is_unsound else slices_by or _slices_by(scores)
     loss_N = _losses(by, scores, before, after) if by is not None else np.zeros(len(rows))
     slices: list[Slice] = []
     if by is not None:
@@ -167,7 +173,11 @@ def judge(
     judgement = Judgement(
         num_rows=len(rows),
         scores=scores,
-        untested=untested,
+        untested={
+            name: (_mean_of(name, before), _mean_of(name, after), why)
+            for name, why in reasons.items()
+            if why
+        },
         slices_by=by,
         slices=slices,
         broken=[
@@ -178,7 +188,7 @@ def judge(
         general=_of_general(general),
         calibrations=_calibrations(before[0], after[0]),
     )
-    return Judgement(**{**vars(judgement), "refusals": list(refusals(judgement, bounds))})
+    return replace(judgement, refusals=refusals(judgement, bounds))
 
 
 def refusals(judgement: Judgement, gate: Mapping[str, Bound]) -> list[str]:
@@ -192,7 +202,14 @@ def refusals(judgement: Judgement, gate: Mapping[str, Bound]) -> list[str]:
     for name, bound in gate.items():
         if name == WORSE_SLICES:
             most, count = bound.at_most or 0, len(judgement.slices)
-            if count > most:
+            by = judgement.slices_by
+            num_rows = 0 if by is None else judgement.scores[by].outcome.num_rows
+            if num_rows < 2 * MIN_ROWS:
+                lines.append(
+                    f"{name} could not be looked at: {num_rows} rows count, and a slice needs "
+                    f"{MIN_ROWS} in it and {MIN_ROWS} outside it"
+                )
+            elif count > most:
                 lines.append(f"{count} slices are worse, at most {most:g} may be")
         elif name in known:
             lines += _refusals(name, known[name], bound)
@@ -246,7 +263,7 @@ def _untested(name: str, before: Sequence[ScoredRows], after: Sequence[ScoredRow
     if not weights[0].sum():
         return "no row counts for it"
     is_sound = all(math.isfinite(one.sums[name].value()) for one in sides)
-    return "" if is_sound else "it is not a finite number under both models"
+    return "" if is_sound else _NOT_FINITE
 
 
 def _mean_of(name: str, side: Sequence[ScoredRows]) -> float | None:
@@ -318,8 +335,7 @@ def _slices(
 def _turned(one: Slice) -> Slice:
     """A slice of negative losses as one of losses."""
     ends = {"low": -one.high, "high": -one.low}
-    values = {**vars(one), "before": -one.before, "after": -one.after, **ends}
-    return Slice(**values)
+    return replace(one, before=-one.before, after=-one.after, **ends)
 
 
 def _answer(side: Sequence[ScoredRows], row: int) -> str | None:

@@ -21,7 +21,10 @@ from trainer.verdict import student
 
 # N rows, R resamples
 
-SWAPS = 2000  # deals of the permutation test
+SWAPS = 2000  # deals of the permutation test, at least
+# Deals for each of many scores: p is never below 1 / deals, and the correction multiplies it by the
+# number of scores, so that with a fixed number of deals no difference of many scores would show.
+_SWAPS_OF_SCORE = 100
 _BLOCK = 100  # deals that are summed at once
 
 
@@ -55,9 +58,13 @@ class McNemar:
     p: float
 
 
-def compare(before: Sequence[RowSums], after: Sequence[RowSums]) -> Difference:
+def compare(
+    before: Sequence[RowSums], after: Sequence[RowSums], *, num_scores: int = 1
+) -> Difference:
     """The score of the model `after` against that of the model `before`, each over the same N rows
     in the same order; several sums are several seeds of one recipe.
+
+    num_scores: of how many scores holm() will correct p.
 
     With several seeds the interval and p cover both the choice of rows and that of seeds. The seeds
     are far too few to be drawn with replacement: their variance is estimated, and Student's t takes
@@ -74,7 +81,8 @@ def compare(before: Sequence[RowSums], after: Sequence[RowSums]) -> Difference:
     before, after = ([_rows_of(one, counts_N) for one in side] for side in (before, after))
     mean_before, mean_after = _mean(before), _mean(after)
     effects_R = _resampled(mean_before, mean_after)
-    p = _swapped_p(mean_before, mean_after)
+    deals = max(SWAPS, _SWAPS_OF_SCORE * num_scores)
+    p = _swapped_p(mean_before, mean_after, deals)
     if len(before) == len(after) == 1:
         low, high = _percentiles(effects_R, before[0].den_N)
     else:
@@ -192,8 +200,8 @@ def _of_seeds(
     return student.quantile(LEVEL, degrees) * error, p
 
 
-def _swapped_p(before: RowSums, after: RowSums) -> float:
-    """The share of SWAPS deals whose difference is at least as far from 0 as the real one, which
+def _swapped_p(before: RowSums, after: RowSums, deals: int) -> float:
+    """The share of `deals` deals whose difference is at least as far from 0 as the real one, which
     counts as one deal itself (so p is never 0). Of few rows every deal is looked at once.
     """
     num_rows = len(before.num_N)
@@ -212,10 +220,10 @@ def _swapped_p(before: RowSums, after: RowSums) -> float:
             difference_B = one_B2[:, 0] / one_B2[:, 1] - other_B2[:, 0] / other_B2[:, 1]
         return int((np.abs(difference_B) >= least).sum())
 
-    if 2**num_rows <= SWAPS:
+    if 2**num_rows <= deals:
         every_BN = np.arange(2**num_rows)[:, None] >> np.arange(num_rows) & 1
         return as_far(every_BN) / 2**num_rows
     blocks = (
-        draws.integers(2, size=(_BLOCK, num_rows), dtype=np.int8) for _ in range(SWAPS // _BLOCK)
+        draws.integers(2, size=(_BLOCK, num_rows), dtype=np.int8) for _ in range(deals // _BLOCK)
     )
-    return (1 + sum(map(as_far, blocks))) / (1 + SWAPS)
+    return (1 + sum(map(as_far, blocks))) / (1 + deals)

@@ -40,6 +40,8 @@ def report(
         lines += ["The gate refuses this model:", ""]
         lines += [*(f"- {_plain(one)}" for one in judgement.refusals), ""]
     lines += [*_scores(judgement), *_slices(judgement), *_calibrations(judgement)]
+    for name, why in facts.get("not_measured", {}).items():
+        lines += [f"Not measured: {name}; {_plain(why)}.", ""]
     lines += people_lines(people)
     lines += _broken(judgement, rows, references)
     lines += _side_by_side(rows, references, answers)
@@ -88,13 +90,17 @@ def _slices(judgement: Judgement) -> Iterator[str]:
     if not judgement.slices:
         yield from ("None.", "")
         return
-    yield "| rows where | number | before | after | difference at the level of all slices | p |"
-    yield "|---|---|---|---|---|---|"
+    yield (
+        "| rows where | number | before | after | difference at the level of all slices | p "
+        "| worse than all rows |"
+    )
+    yield "|---|---|---|---|---|---|---|"
     for one in judgement.slices:
         conditions = " and ".join(map(_cell, one.conditions))
         yield (
             f"| {conditions} | {one.num_rows} | {one.before:.4g} | {one.after:.4g} | "
-            f"{one.low:+.4g} to {one.high:+.4g} | {one.p:.3g} |"
+            f"{one.low:+.4g} to {one.high:+.4g} | {one.p:.3g} | "
+            f"{'yes' if one.is_worse_than_all else 'not shown'} |"
         )
     level = 100 * (LEVEL_OF_ONE + LEVEL_OF_TWO)
     yield ""

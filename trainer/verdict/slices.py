@@ -47,6 +47,7 @@ class Slice:
     low: float
     high: float
     p: float  # corrected for all slices
+    is_worse_than_all: bool  # whether its whole interval is worse than the mean over all rows
 
     @property
     def effect(self) -> float:
@@ -207,4 +208,5 @@ def _slice(
         low=effect - half,
         high=effect + half,
         p=p,
+        is_worse_than_all=effect + half < float((after_N - before_N).mean()),
     )

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from jobs.serve.answers.messages import Message
-from jobs.serve.requests import Body, Refusal
+from jobs.serve.requests import Body, Refusal, quote
 
 MAX_INPUTS = 2048  # texts of one request, as at OpenAI
 MAX_TOKENS = 32_768  # of an answer; a request may allow more, and gets no more
@@ -23,6 +23,8 @@ ModelId = Annotated[str, Field(max_length=256)]
 Weights = Literal["final", "base"]  # trained, or as they were before
 Limit = Annotated[int, Field(ge=1, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9]\d{0,8})$")]  # one key for each token
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Taken = Any  # changes no answer: who asks, where it is kept, how soon it comes
 
 
@@ -108,10 +110,7 @@ class AskText(Body):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: (
-        dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
-        | None
-    ) = None
+    logit_bias: dict[TokenId, Bias] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[Annotated[list[Text], Field(max_length=4)] | None, BeforeValidator(_listed)] = (
@@ -206,12 +205,20 @@ class AskCompletion(AskText):
 
 
 class Function(Body):
-    """A function that the model may call."""
+    """A function that the model may call. parameters: the JSON schema of an object."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Function:
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":
+            text = f"tools: got the type {quote(kind)} of the parameters of {self.name}, want "
+            raise Refusal(400, f"{text}'object', whose properties they are.", param="tools")
+        return self
 
 
 class Tool(Body):
@@ -299,8 +306,18 @@ class AskChat(AskText):
             raise Refusal(400, text, param="messages")
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal(400, "top_logprobs: want logprobs true beside it.", param="top_logprobs")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            text = f"max_tokens: got {self.max_tokens} beside max_completion_tokens, which is "
+            text += f"{self.max_completion_tokens}. Give one of them."
+            raise Refusal(400, text, param="max_tokens")
         self._check_tools()
         return self
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of the answer, if the request says so; the older name means the same."""
+        return self.max_completion_tokens or self.max_tokens
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or []]

@@ -6,11 +6,13 @@ import json
 import secrets
 import string
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 _ID_LETTERS = string.ascii_lowercase + string.digits
+_TORN = "\ufffd"  # stands for a part of a character
 _ID_LENGTH = 9  # of a call: Mistral's templates take no other
 
 
@@ -120,11 +122,12 @@ def calls_of(end: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_chat(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Log-probabilities as a chat has them."""
+    """Log-probabilities as a chat has them. Half of a character has no bytes that we know: null."""
 
     def token(entry: dict[str, Any]) -> dict[str, Any]:
         text = entry["token"]
-        return {"token": text, "logprob": entry["logprob"], "bytes": [*text.encode()]}
+        spelt = None if _TORN in text else [*text.encode()]
+        return {"token": text, "logprob": entry["logprob"], "bytes": spelt}
 
     content = [
         {**token(entry), "top_logprobs": [token(one) for one in entry["likeliest"]]}
@@ -138,7 +141,7 @@ def _of_text(entries: list[dict[str, Any]]) -> dict[str, Any]:
     the client's types want a number.
     """
     tokens = [entry["token"] for entry in entries]
-    offsets = [sum(map(len, tokens[:number])) for number in range(len(tokens))]
+    offsets = [0, *accumulate(map(len, tokens))][: len(tokens)]
     likeliest: list[dict[str, float]] = []
     for entry in entries:
         # several tokens may have one text: the likeliest comes first and stays
@@ -160,7 +163,7 @@ async def events(
     *,
     has_usage: bool,
     is_held: bool,
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str]:
     """Server-sent events: a chunk for each piece of a text, then "[DONE]".
 
     has_usage: whether a last chunk tells the tokens of the whole answer. is_held: whether texts
@@ -184,9 +187,9 @@ async def events(
         chunk = {**reply.head, "choices": [choice], **usage}
         if "cut_tokens" in piece and not has_usage:
             chunk["usage"] = reply.usage()
-        yield _event(chunk)
+        yield event(chunk)
     if has_usage:
-        yield _event({**reply.head, "choices": [], "usage": reply.usage()})
+        yield event({**reply.head, "choices": [], "usage": reply.usage()})
     yield "data: [DONE]\n\n"
 
 
@@ -200,5 +203,6 @@ def _delta(text: str, piece: dict[str, Any], *, is_first: bool) -> dict[str, Any
     return {"delta": delta}
 
 
-def _event(chunk: dict[str, Any]) -> str:
+def event(chunk: dict[str, Any]) -> str:
+    """A server-sent event."""
     return f"data: {json.dumps(chunk)}\n\n"

@@ -27,7 +27,7 @@ from jobs.serve.answers.asked import (
     AskEmbeddings,
     AskScores,
 )
-from jobs.serve.answers.replies import ModelAnswer, events
+from jobs.serve.answers.replies import ModelAnswer, event, events
 from jobs.serve.answers.workers import CannotAnswer, Overloaded, Workers
 from jobs.serve.dialect.names import run_of
 from jobs.serve.lathe_routes import find_run
@@ -96,9 +96,8 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     """Write the next message of a chat with a tuned language model."""
     body = await read_body(request, AskChat, keeper_of(request).config)
-    limit = body.max_completion_tokens or body.max_tokens or _CHAT
     messages = [message.row() for message in body.messages]
-    question = {"messages": messages, "max_tokens": min(limit, MAX_TOKENS)}
+    question = {"messages": messages, "max_tokens": min(body.limit or _CHAT, MAX_TOKENS)}
     reply = ModelAnswer(
         body.model,
         is_chat=True,
@@ -133,9 +132,20 @@ async def _answer(
         "has_usage": options is not None and bool(options.include_usage),
         "is_held": isinstance(body, AskChat) and body.has_tools,
     }
-    return StreamingResponse(
-        events(reply, _after(first, pieces), **how), media_type="text/event-stream"
-    )
+    chunks = _to_the_end(events(reply, _after(first, pieces), **how))
+    return StreamingResponse(chunks, media_type="text/event-stream")
+
+
+async def _to_the_end(chunks: AsyncGenerator[str]) -> AsyncGenerator[str]:
+    """The chunks of a stream. What goes wrong in its middle is its last chunk, as at OpenAI: the
+    status was sent long before.
+    """
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except Refusal as refusal:
+            yield event(refusal.body)
 
 
 async def _after(
@@ -157,9 +167,7 @@ async def _read(
         text = f"{wrong[0]}: {body.model} answers one question at a time, in one text. Send one "
         raise Refusal(400, f"{text}message of the user, or one prompt, without it.", param=wrong[0])
     text = body.prompt[0] if isinstance(body, AskCompletion) else body.messages[0].content
-    limit = body.max_tokens
-    if isinstance(body, AskChat):
-        limit = body.max_completion_tokens or limit
+    limit = body.limit if isinstance(body, AskChat) else body.max_tokens
     query = {name: question[name] for name in ("temperature", "seed", "stop")}
     query |= {"question": text, "contexts": body.contexts or []}
     answer = await _ask_once(request, body, {**query, "max_tokens": limit or MAX_TOKENS})

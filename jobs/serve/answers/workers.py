@@ -34,6 +34,10 @@ class CannotAnswer(Exception):
         self.param = param
 
 
+class ProcessEnded(CannotAnswer):
+    """A worker's process ended while it answered, or was stuck."""
+
+
 class Overloaded(Exception):
     """Too many requests are waiting for this model."""
 
@@ -48,6 +52,16 @@ class Waiting:
     )
     is_answered: bool = False
     has_left: bool = False  # the client has gone: nobody reads the pieces
+    is_begun: bool = False  # whether a piece of its answer came
+
+    def tell(self, piece: dict[str, Any]) -> None:
+        """Hand on a piece of the answer. A piece of nothing but text is followed by others, and so
+        is the end of an answer if the question has several.
+        """
+        self.is_begun = True
+        self.pieces.put_nowait(piece)
+        if piece.keys() - {"choice"} != {"text"} and piece.get("is_last", True):
+            self.end()
 
     def end(self, error: str = "") -> None:
         """End the answer, with an error if one is given."""
@@ -127,19 +141,31 @@ class Worker:
             self._together = self._together[MAX_TOGETHER:]
             if self._together:
                 self._send()
-            error = GONE
-            try:
-                if batch:
-                    await self._exchange(batch)
-            except CannotAnswer as reason:
-                error = str(reason)
-            finally:
-                for one in batch:
-                    if not one.is_answered:
-                        one.end(error)
+            if batch:
+                await self._answer(batch)
+
+    async def _answer(self, batch: list[Waiting]) -> None:
+        """Answer a batch, under the lock. If its process ends, each question of whose answer no
+        piece came is asked again alone, since another one may have ended the process.
+        """
+        error = GONE
+        try:
+            await self._exchange(batch)
+        except ProcessEnded:
+            for one in batch if len(batch) > 1 else []:
+                if not (one.is_begun or one.has_left):
+                    await self._answer([one])
+        except CannotAnswer as reason:
+            error = str(reason)
+        finally:
+            for one in batch:
+                if not one.is_answered:
+                    one.end(error)
 
     async def _exchange(self, batch: list[Waiting]) -> None:
-        """Send a batch, and hand each piece to its question; under the lock. CannotAnswer."""
+        """Send a batch, and hand each piece to its question. ProcessEnded; CannotAnswer if no
+        process starts.
+        """
         is_whole = False
         try:
             process = await self._ready_process()
@@ -153,15 +179,9 @@ class Worker:
                 if is_whole:
                     break
                 number: int = piece.pop("of")
-                one = batch[number]
-                one.pieces.put_nowait(piece)
-                # a piece of nothing but text is followed by others, and so is the end of an answer
-                # if the question has several
-                is_over = piece.keys() - {"choice"} != {"text"} and piece.get("is_last", True)
-                if is_over:
-                    one.end()
+                batch[number].tell(piece)
         except OSError:
-            raise CannotAnswer(GONE) from None
+            raise ProcessEnded(GONE) from None
         finally:
             if not is_whole:  # the rest of the answers would go to the next batch
                 await self.stop()
@@ -179,7 +199,10 @@ class Worker:
                 stderr=DEVNULL,
                 limit=ANSWER_BYTES,
             )
-            ready = await self._line(self._process, START_S)
+            try:
+                ready = await self._line(self._process, START_S)
+            except ProcessEnded as error:  # it would end for each question again
+                raise CannotAnswer(str(error)) from None
             if "error" in ready:
                 raise CannotAnswer(ready["error"])
         return self._process
@@ -190,7 +213,7 @@ class Worker:
             line = await asyncio.wait_for(process.stdout.readline(), within_s)
             return json.loads(line)
         except (asyncio.TimeoutError, ValueError):
-            raise CannotAnswer(GONE) from None
+            raise ProcessEnded(GONE) from None
 
     async def stop(self) -> None:
         """End its process; the next request starts a new one."""

@@ -86,7 +86,8 @@ class Asking:
 
     async def ask(self, batch: Batch, body: Mapping[str, Any]) -> LineAnswer:
         """The answer to one request, as if the owner of the batch had sent it."""
-        content = json.dumps(body).encode()
+        # no longer than in its line, whose length was checked
+        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
         headers = {"content-type": "application/json", "content-length": str(len(content))}
         scope: dict[str, Any] = {
             "type": "http",

@@ -6,16 +6,18 @@ import hashlib
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.record.times import now
-from jobs.serve.batches.folder import Batch, BatchEnd, BatchFolder, EndStatus
+from jobs.serve.batches.folder import Batch, BatchEnd, EndStatus
 from jobs.serve.batches.lines import requests_of
 from jobs.serve.batches.turn import BatchTurn, append
 from jobs.serve.index import may_lag
 from jobs.serve.tickets import FILE, Upload
+from trainer.errors import LatheError
 from trainer.files.atomic import refusals, sha256_of, sync, write_json
 
 if TYPE_CHECKING:
@@ -29,13 +31,27 @@ def finish(keeper: Keeper, turn: BatchTurn, status: EndStatus) -> None:
     """End a batch: write down how, with the files of its lines. It may be repeated by whoever goes
     on after a server that was killed. StorageError.
     """
-    batch, folder = turn.batch, turn.folder
+    folder = turn.folder
     turn.read()
     if status == "expired":
         for request in requests_of(folder.input, keeper.config):
             if not turn.is_answered(request["custom_id"]):
                 append(folder.errors, _expired(request["custom_id"]))
         turn.read()
+    _end(keeper, turn, status, None)
+
+
+def fail(keeper: Keeper, turn: BatchTurn, reason: str | None) -> None:
+    """End a batch that cannot go on. reason: None where its file has mistakes. What was answered
+    becomes a file as far as it can be read. StorageError.
+    """
+    with suppress(OSError, LatheError):
+        turn.read()
+    _end(keeper, turn, "failed", reason)
+
+
+def _end(keeper: Keeper, turn: BatchTurn, status: EndStatus, reason: str | None) -> None:
+    batch, folder = turn.batch, turn.folder
     output_id = FILE + batch.digits
     error_id = FILE + hashlib.sha256(f"{batch.digits} errors".encode()).hexdigest()[:24]
     has_output = _publish(keeper, batch, folder.output, output_id, "output")
@@ -45,6 +61,7 @@ def finish(keeper: Keeper, turn: BatchTurn, status: EndStatus) -> None:
         BatchEnd(
             at=now(),
             status=status,
+            reason=reason,
             output_file_id=output_id if has_output else None,
             error_file_id=error_id if has_errors else None,
             **counts,
@@ -103,8 +120,3 @@ def _publish(keeper: Keeper, batch: Batch, source: Path, file_id: str, what: str
     with may_lag():
         keeper.index.write_upload(upload.shown(), owner=upload.owner, created=created)
     return True
-
-
-def fail(folder: BatchFolder) -> None:
-    """End a batch whose file has mistakes. StorageError."""
-    folder.write_end(BatchEnd(at=now(), status="failed"))

@@ -1,6 +1,6 @@
 """Batches as files, so that a server that was killed, or another one, goes on with them.
 
-<savedir_base>/_service/batches/<batch id>/
+<savedir_base>/_service/batches/<batch id>/     made by one rename
     batch.json          the request; written once
     input.jsonl         the uploaded lines, which stay if the upload is deleted
     checked.json        the result of checking all lines; written once
@@ -16,27 +16,31 @@ A line stands in output.jsonl or in errors.jsonl once: whoever goes on leaves ou
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+from jobs.errors import is_transient, kind_of, reason_for_client, reason_of
 from jobs.record.paths import is_there
 from jobs.record.times import now
-from jobs.serve.tickets import ServiceFolder, Time, is_id, read_model
+from jobs.serve.tickets import ServiceFolder, Time, alone, is_id, read_model
+from jobs.serve.turn.troubles import Troubles
 from trainer.config.block import Strict
-from trainer.errors import LatheError
+from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import create_json, refusals, sync, write_json
 
 BATCH = "batch_"
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 EndStatus = Literal["completed", "failed", "expired", "cancelled"]
+_NOT_EMPTY = (errno.EEXIST, errno.ENOTEMPTY)  # a folder in the way of a rename
 
 
 class Batch(Strict):
@@ -96,10 +100,13 @@ class BatchWish(Strict):
 
 
 class BatchEnd(BatchCounts):
-    """How a batch ended. The files: None where no line would be in one."""
+    """How a batch ended. The files: None where no line would be in one. reason: why it could not go
+    on; None when it could.
+    """
 
     at: Time
     status: EndStatus
+    reason: str | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
 
@@ -169,90 +176,132 @@ class BatchFolder:
             for path in (self.input, self.output, self.errors):
                 path.unlink(missing_ok=True)
 
-    @contextmanager
-    def alone(self) -> Generator[bool]:
+    def alone(self) -> AbstractContextManager[bool]:
         """Whether no other server works on it; then none does inside. StorageError."""
-        with refusals(self.path):
-            file = (self.path / "lock").open("ab")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-                return
-            yield True
+        return alone(self.path / "lock")
 
 
 @dataclass
 class BatchFolders:
-    """All batches of a service. What has ended is read once."""
+    """All batches of a service. What has ended is read once. unreadable: those that cannot be."""
 
     service: ServiceFolder
-    _ended: dict[str, tuple[Batch, BatchCheck | None, BatchEnd]] = field(
-        default_factory=dict[str, tuple[Batch, "BatchCheck | None", BatchEnd]]
-    )
+    unreadable: Troubles = field(default_factory=lambda: Troubles(0.0))
+    _ended: dict[str, BatchState] = field(default_factory=dict[str, "BatchState"])
 
     def folder(self, batch_id: str) -> BatchFolder | None:
         """The folder of a batch; None for a malformed id."""
         return BatchFolder(self.service.batches / batch_id) if is_id(batch_id, BATCH) else None
 
-    def create(self, batch: Batch, content: Path) -> None:
-        """Write a new batch durably. content: of its file. StorageError."""
-        folder = BatchFolder(self.service.batches / batch.id)
-        with refusals(folder.path):
-            folder.path.mkdir(parents=True, exist_ok=True)
-            folder.input.unlink(missing_ok=True)  # of a server that was killed here
-            try:
-                os.link(content, folder.input)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(content, folder.input)
-        create_json(folder.path / "batch.json", batch.model_dump(mode="json"))
-        with refusals(folder.path):
-            sync(self.service.batches)
+    def create(self, batch: Batch, content: Path) -> bool:
+        """Write a new batch durably and at once; False when its id is there already. content: of
+        its file. StorageError.
+        """
+        target = self.service.batches / batch.id
+        new = BatchFolder(target.with_name(f".{batch.id}.{secrets.token_hex(4)}.tmp"))
+        try:
+            with refusals(target):
+                new.path.mkdir()
+            with new.alone(), refusals(target):
+                _link_or_copy(content, new.input)
+                write_json(new.path / "batch.json", batch.model_dump(mode="json"))
+                os.rename(new.path, target)
+                sync(self.service.batches)
+        except StorageError as error:
+            is_there_already = getattr(error.__cause__, "errno", None) in _NOT_EMPTY
+            if is_there_already and is_there(target / "batch.json"):
+                return False
+            raise
+        finally:
+            shutil.rmtree(new.path, ignore_errors=True)
+        return True
 
     def ids(self) -> list[str]:
-        """Ids of all batches, those that are just being written among them."""
-        try:
-            names = os.listdir(self.service.batches)
-        except FileNotFoundError:
-            return []
-        return sorted(name for name in names if is_id(name, BATCH))
+        """Ids of all batches. OSError."""
+        return sorted(name for name in os.listdir(self.service.batches) if is_id(name, BATCH))
 
     def open(self) -> Iterator[tuple[Batch, BatchFolder]]:
-        """The batches that have not ended. One that cannot be read is left out."""
-        for name in self.ids():
+        """The batches that have not ended, of those whose request can be read. OSError."""
+        names = self.ids()
+        self.unreadable.keep(names, prefix=BATCH)
+        for name in names:
             folder = BatchFolder(self.service.batches / name)
-            try:
-                batch = None if name in self._ended or folder.has_ended() else folder.read()
-            except (OSError, LatheError):
-                continue  # its routes tell why
-            if batch is not None:
-                yield batch, folder
+            state = None if name in self._ended else self.state(name)
+            if state is not None and state.batch.owner and not folder.has_ended():
+                yield state.batch, folder
 
     def ended(self) -> Iterator[tuple[Batch, BatchEnd]]:
-        """The batches that have ended, and how."""
+        """The batches that have ended, and how. OSError."""
         for name in self.ids():
             state = self.state(name)
             if state is not None and state.end is not None:
                 yield state.batch, state.end
 
     def state(self, batch_id: str) -> BatchState | None:
-        """Everything about a batch; None for an unknown id, or one that cannot be read."""
-        known = self._ended.get(batch_id)
-        if known is not None:
-            batch, check, end = known
-            return BatchState(batch, check, end=end)
-        folder = self.folder(batch_id)
-        try:
-            batch = None if folder is None else folder.read()
-            if folder is None or batch is None:
-                return None
-            check, end = folder.read_check(), folder.read_end()
-            if end is not None:
-                self._ended[batch_id] = batch, check, end
-            return BatchState(batch, check, folder.read_cancel(), folder.read_counts(), end)
-        except (OSError, LatheError):
+        """Everything about a batch; None for an unknown id. What cannot be read is noted, and is
+        the trouble of this batch.
+        """
+        if batch_id in self._ended:
+            return self._ended[batch_id]
+        folder, batch = self.folder(batch_id), None
+        if folder is None:
             return None
+        try:
+            batch = folder.read()
+            if batch is None:
+                return None
+            check, end, wish = folder.read_check(), folder.read_end(), folder.read_cancel()
+            counts = folder.read_counts() if end is None else end
+            state = BatchState(batch, check, wish, counts, end)
+        except (OSError, LatheError) as error:
+            kind, may_pass = kind_of(error), is_transient(error)
+            reason = reason_of(error, folder.path)
+            self.unreadable.note(batch_id, reason, kind=kind, is_transient=may_pass)
+            reason = reason_for_client(error, folder.path, self.service.base.path)
+            is_final = not may_pass and (batch is None or folder.has_ended())
+            trouble = BatchTrouble(reason, is_final)
+            return BatchState(batch or _unknown(folder.path), None, trouble=trouble)
+        self.unreadable.end(batch_id)
+        if end is not None:
+            self._ended[batch_id] = state
+        return state
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Make a file of the same content. OSError."""
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
+
+
+def _unknown(path: Path) -> Batch:
+    """What is shown of a batch whose request cannot be read. Nobody owns it."""
+    try:
+        made_s = path.lstat().st_mtime
+    except OSError:  # its folder has just been removed
+        made_s = 0.0
+    created = datetime.fromtimestamp(made_s, timezone.utc).isoformat(timespec="milliseconds")
+    return Batch(
+        id=path.name,
+        created_at=created,
+        expires_at=created,
+        owner="",
+        role="run",
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        input_file_id="unknown",
+    )
+
+
+@dataclass(frozen=True)
+class BatchTrouble:
+    """Why the files of a batch cannot be read. is_final: it does not pass by itself, and no server
+    will end the batch because of it.
+    """
+
+    reason: str
+    is_final: bool
 
 
 @dataclass(frozen=True)
@@ -264,6 +313,7 @@ class BatchState:
     wish: BatchWish | None = None
     counts: BatchCounts = BatchCounts()  # noqa: RUF009 (frozen)
     end: BatchEnd | None = None
+    trouble: BatchTrouble | None = None
 
 
 def ids_of_lines(path: Path) -> list[str]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from jobs.record.times import now
 from jobs.serve.batches.folder import BatchCheck, BatchMistake
 from jobs.serve.requests import quote
+from jobs.serve.rows.checks import lines_of
 from trainer.data.formats.json_text import BadJson, json_value
-from trainer.files.atomic import open_file
 
 if TYPE_CHECKING:
     from jobs.serve.offers import ServiceConfig
@@ -37,7 +37,7 @@ class LineCheck:
 
     def of(self, path: Path) -> BatchCheck:
         """The result: how many lines, and what is wrong with the first ones that are wrong."""
-        for number, content in _numbered(path, self.config.max_body):
+        for number, content in _lines(path, self.config):
             self.total += 1
             if self.total > self.config.batch_lines:
                 text = f"more than {self.config.batch_lines} requests (batch_lines). Make several."
@@ -65,7 +65,11 @@ class LineCheck:
             return
         try:
             value: Any = json_value(content.decode())
-        except (UnicodeDecodeError, BadJson) as error:
+        except UnicodeDecodeError as error:
+            text = f"got byte {error.start} that is not UTF-8, want a file saved as UTF-8."
+            self._add("invalid_json_line", text, number, None)
+            return
+        except BadJson as error:
             self._add("invalid_json_line", f"{error}, want one JSON object.", number, None)
             return
         if not isinstance(value, dict):
@@ -104,8 +108,8 @@ class LineCheck:
         body = cast("Values", body)
         model: Any = body.get("model")
         if body.get("stream"):
-            text = "body.stream: got true, want false: a line of a file has no stream."
-            yield "invalid_request", "body.stream", text
+            want = "false: a line of a file has no stream"
+            yield "invalid_request", "body.stream", _got("body.stream", body["stream"], want)
         if not isinstance(model, str):
             yield "missing_required_parameter", "body.model", _got("body.model", model, "a name")
         elif self.model is None:
@@ -122,20 +126,13 @@ def _got(name: str, value: Any, want: str) -> str:
     return f"{name}: got {quote(value)}, want {want}."
 
 
-def _numbered(path: Path, longest: int) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, content) of every line that is not blank. A too long line is cut."""
-    with open_file(path) as file:
-        number = 0
-        while content := file.readline(longest + 2):
-            number += 1
-            whole = content.endswith(b"\n") or len(content) <= longest
-            while not whole and (rest := file.readline(longest)):
-                whole = rest.endswith(b"\n")
-            if content.strip():
-                yield number, content.rstrip(b"\n")
-
-
 def requests_of(path: Path, config: ServiceConfig) -> Iterator[Values]:
     """The requests of a file that was checked, in order."""
-    for _, content in _numbered(path, config.max_body):
+    for _, content in _lines(path, config):
         yield json_value(content.decode())
+
+
+def _lines(path: Path, config: ServiceConfig) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, content) of every line that is not blank. A too long line is cut."""
+    for number, content in lines_of(path, config.max_body + len(b"\r\n")):
+        yield number, content.rstrip(b"\r\n")

@@ -17,13 +17,14 @@ from jobs.serve.batches.folder import (
     BATCH,
     Batch,
     BatchFolders,
+    BatchMistake,
     BatchState,
     Endpoint,
 )
 from jobs.serve.batches.runner import BatchRunner
 from jobs.serve.dialect.files import visible_upload
 from jobs.serve.dialect.pages import cut
-from jobs.serve.job_view import seconds
+from jobs.serve.job_view import CANNOT_RUN, seconds
 from jobs.serve.requests import (
     Body,
     Metadata,
@@ -69,15 +70,25 @@ async def create_batch(request: Request) -> Response:
 
 def _create(request: Request, body: CreateBatch, key: str | None) -> dict[str, Any]:
     """The new batch, or the one that a request with the same key has made before."""
-    keeper, client, batches = keeper_of(request), writer_of(request), batches_of(request)
+    client, batches = writer_of(request), batches_of(request)
     batch_id = new_id(BATCH) if key is None else id_of_key(client.name, key, BATCH)
-    before = batches.state(batch_id)
-    if before is not None:
-        told = before.batch.model_dump()
-        if any(told[name] != value for name, value in body.model_dump().items()):
-            text = f"The Idempotency-Key {quote(key)} made {batch_id} of another request."
-            raise Refusal(409, f"{text} Use a new key.", code="idempotency_error")
-        return batch_object(before)
+    state = batches.state(batch_id)
+    if state is None:
+        batch, content = _new_batch(request, body, batch_id)
+        if batches.create(batch, content.content):
+            return batch_object(BatchState(batch, None))
+        state = batches.state(batch_id)  # another server has just made it
+        assert state is not None, "it is there"
+    before = state.batch.model_dump()
+    if any(before[name] != value for name, value in body.model_dump().items()):
+        text = f"The Idempotency-Key {quote(key)} made {batch_id} of another request."
+        raise Refusal(409, f"{text} Use a new key.", code="idempotency_error")
+    return batch_object(state)
+
+
+def _new_batch(request: Request, body: CreateBatch, batch_id: str) -> tuple[Batch, UploadFolder]:
+    """The batch of a request, which is not written, and the file of its lines. Refusal."""
+    keeper, client, batches = keeper_of(request), writer_of(request), batches_of(request)
     content = _content(request, body.input_file_id)
     most = keeper.config.batches_at_once
     open_ones = sum(batch.owner == client.name for batch, _ in batches.open())
@@ -97,8 +108,7 @@ def _create(request: Request, body: CreateBatch, key: str | None) -> dict[str, A
         input_file_id=body.input_file_id,
         metadata=body.metadata,
     )
-    batches.create(batch, content.content)
-    return batch_object(BatchState(batch, None))
+    return batch, content
 
 
 def _content(request: Request, file_id: str) -> UploadFolder:
@@ -166,14 +176,16 @@ def batch_object(state: BatchState) -> dict[str, Any]:
     status = "validating" if check is None else "in_progress"
     if end is not None:
         status = end.status
+    elif state.trouble is not None and state.trouble.is_final:
+        status = "failed"
     elif wish is not None:
         status = "cancelling"
     ended_at = None if end is None else int(seconds(end.at))
-    counts = state.counts if end is None else end
+    counts = state.counts
     checked_at = None if check is None or check.mistakes else int(seconds(check.at))
     errors = None
-    if check is not None and check.mistakes:
-        data = [one.model_dump(mode="json") for one in check.mistakes]
+    if mistakes := _mistakes(state):
+        data = [one.model_dump(mode="json") for one in mistakes]
         errors = {"object": "list", "data": data}
     total = 0 if check is None or check.mistakes else check.total
     is_final = status in ("completed", "expired", "cancelled")
@@ -200,6 +212,15 @@ def batch_object(state: BatchState) -> dict[str, Any]:
         "request_counts": {"total": total, "completed": counts.completed, "failed": counts.failed},
         "metadata": batch.metadata,
     }
+
+
+def _mistakes(state: BatchState) -> list[BatchMistake]:
+    """What is wrong with a batch: with its lines, or why it could not go on."""
+    reasons = [None if state.end is None else state.end.reason]
+    reasons.append(None if state.trouble is None else state.trouble.reason)
+    mistakes = [] if state.check is None else state.check.mistakes
+    cannot_run = [BatchMistake(code=CANNOT_RUN, message=reason) for reason in reasons if reason]
+    return [*mistakes, *cannot_run]
 
 
 def batches_of(request: Request) -> BatchFolders:

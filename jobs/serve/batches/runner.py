@@ -11,12 +11,12 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
+from jobs.errors import is_transient, kind_of, reason_for_client, reason_of
 from jobs.record.paths import is_exp_id
 from jobs.serve.access import Client
 from jobs.serve.batches.asking import Asking
@@ -25,7 +25,6 @@ from jobs.serve.batches.folder import Batch, BatchCheck, BatchFolder, BatchFolde
 from jobs.serve.batches.lines import LineCheck
 from jobs.serve.batches.turn import BatchTurn
 from jobs.serve.dialect.names import model_of
-from trainer.errors import LatheError
 
 if TYPE_CHECKING:
     from jobs.serve.keeper import Keeper
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 SLICE_S = 30.0  # after which a batch gives way to another one
 LOOK_S = 1.0
 AGAIN_S = 15.0  # until a batch is tried again that a disk or another server held up
+THE_BATCHES = "the batches"  # among the troubles of the server
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Work on batches until the task is cancelled."""
-        slots = [self._serve() for _ in range(self.keeper.config.batch_models)]
+        # without models, batches of before can still be cancelled, and expire
+        slots = [self._serve() for _ in range(max(self.keeper.config.batch_models, 1))]
         try:
             await asyncio.gather(*slots)
         finally:
@@ -63,27 +64,54 @@ class BatchRunner:
         self._poked.set()
 
     async def _serve(self) -> None:
+        failing = self.keeper.reader.failing
         while True:
-            open_ones = await run_in_threadpool(lambda: list(self.batches.open()))
-            one = self._next(open_ones)
-            if one is None:
-                if not self._busy:  # a model that nobody asks takes no memory
-                    await self.asking.workers.stop()
+            is_idle = True
+            try:
+                is_idle = not await self._take_turn()
+            except Exception as error:  # of any kind: the next look may go better
+                reason = reason_of(error, self.keeper.folder.batches)
+                failing.note(THE_BATCHES, reason, kind=kind_of(error), is_transient=True)
+            else:
+                failing.end(THE_BATCHES)
+            if is_idle:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._poked.wait(), LOOK_S)
                 self._poked.clear()
-                continue
-            batch, folder = one
-            self._busy.add(batch.id)
-            self._turns[batch.owner] = max(self._turns.values(), default=0) + 1
-            self._last[batch.id] = time.monotonic()
-            try:
-                await self._advance(batch, folder)
-            except Exception as error:  # of any kind: the batches of others go on
-                self._not_before[batch.id] = time.monotonic() + AGAIN_S
-                log.warning("%s: %s", batch.id, error, exc_info=not isinstance(error, LatheError))
-            finally:
-                self._busy.discard(batch.id)
+
+    async def _take_turn(self) -> bool:
+        """Work on the batch whose turn it is; returns whether there is one. OSError."""
+        one = self._next(await run_in_threadpool(lambda: list(self.batches.open())))
+        if one is None:
+            if not self._busy:  # a model that nobody asks takes no memory
+                await self.asking.workers.stop()
+            return False
+        batch, folder = one
+        self._busy.add(batch.id)
+        self._turns[batch.owner] = max(self._turns.values(), default=0) + 1
+        self._last[batch.id] = time.monotonic()
+        try:
+            await self._advance(batch, folder)
+            self.keeper.reader.failing.end(batch.id)
+        except Exception as error:  # of any kind: the batches of others go on
+            self._not_before[batch.id] = time.monotonic() + AGAIN_S
+            await run_in_threadpool(self._note, batch, folder, error)
+        finally:
+            self._busy.discard(batch.id)
+        return True
+
+    def _note(self, batch: Batch, folder: BatchFolder, error: Exception) -> None:
+        """Note why a batch cannot go on; it ends if that does not pass by itself. StorageError."""
+        log.debug("%s", batch.id, exc_info=error)
+        reason, may_pass = reason_of(error, folder.path), is_transient(error)
+        failing = self.keeper.reader.failing
+        if not failing.note(batch.id, reason, kind=kind_of(error), is_transient=may_pass):
+            return
+        with folder.alone() as is_ours:
+            if is_ours and not folder.has_ended():
+                reason = reason_for_client(error, folder.path, self.keeper.folder.base.path)
+                fail(self.keeper, self._turn(batch, folder), reason)
+        failing.end(batch.id)
 
     def _next(self, open_ones: list[tuple[Batch, BatchFolder]]) -> tuple[Batch, BatchFolder] | None:
         """The batch whose turn it is: of the owner whose last turn was the longest ago, the one
@@ -113,15 +141,17 @@ class BatchRunner:
                 return
             if folder.has_ended():  # by another server, since it was looked at
                 return
-            check = folder.read_check()
+            turn, check = self._turn(batch, folder), folder.read_check()
             if check is None and not folder.is_cancelled():
                 check = await run_in_threadpool(self._check, batch, folder)
             if check is not None and check.mistakes:
-                await run_in_threadpool(fail, folder)
+                await run_in_threadpool(fail, self.keeper, turn, None)
                 return
-            turn = BatchTurn(batch, folder, self.asking, self._gives_way(batch))
             is_done = False
             if check is not None and not folder.is_cancelled() and not batch.has_expired:
+                if not self.keeper.config.batch_models:
+                    self._not_before[batch.id] = time.monotonic() + AGAIN_S
+                    return
                 is_done = await turn.is_done()
             status: EndStatus | None = "completed" if is_done else None
             if status is None and folder.is_cancelled():
@@ -131,8 +161,8 @@ class BatchRunner:
             if status is not None:
                 await run_in_threadpool(finish, self.keeper, turn, status)
 
-    def _gives_way(self, batch: Batch) -> Callable[[], bool]:
-        """Whether a batch has had its time, and another one waits."""
+    def _turn(self, batch: Batch, folder: BatchFolder) -> BatchTurn:
+        """The work on a batch, which gives way when it has had its time and another one waits."""
         until = time.monotonic() + SLICE_S
 
         def is_over() -> bool:
@@ -142,7 +172,7 @@ class BatchRunner:
             until += LOOK_S  # it looks at the folders no more often
             return any(one.id not in self._busy for one, _ in self.batches.open())
 
-        return is_over
+        return BatchTurn(batch, folder, self.asking, is_over)
 
     def _check(self, batch: Batch, folder: BatchFolder) -> BatchCheck:
         """Check the lines of a batch, and write down what is wrong with them. StorageError."""

@@ -118,11 +118,12 @@ class BatchTurn:
 
 def append(path: Path, line: dict[str, Any]) -> None:
     """Add one line to a file, or nothing. StorageError."""
-    with refusals(path), path.open("ab") as file:
-        start = file.seek(0, 2)
+    # without a buffer, which would hold on to what a full disk refused and write it later
+    with refusals(path), path.open("ab", buffering=0) as file:
+        start, rest = file.seek(0, 2), memoryview(json.dumps(line).encode() + b"\n")
         try:
-            file.write(json.dumps(line).encode() + b"\n")
-            file.flush()
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError:
             file.truncate(start)
             raise

@@ -11,8 +11,8 @@ from starlette.routing import Route
 from jobs.errors import reason_for_client
 from jobs.record.metrics import numbers
 from jobs.record.paths import RunFolder
-from jobs.serve.dialect.jobs import JOBS, ticket_folder
-from jobs.serve.dialect.names import CHECKPOINT, named_model
+from jobs.serve.dialect.jobs import JOBS, ticket_folder, visible_job
+from jobs.serve.dialect.names import CHECKPOINT, is_refused, named_model
 from jobs.serve.dialect.pages import cut
 from jobs.serve.dialect.saved_steps import exportable_steps
 from jobs.serve.job_view import SCORES, metric_lines
@@ -33,7 +33,8 @@ def list_checkpoints(request: Request) -> Response:
         raise Refusal(409, reason_for_client(error, folder.path, base)) from None
     assert ticket is not None, "its job was found"
     run = keeper.folder.base.run(ticket.exp_id)
-    objects = [] if is_deleted else checkpoints(ticket, run, keeper.config.organization)
+    has_none = is_deleted or is_refused(visible_job(request))
+    objects = [] if has_none else checkpoints(ticket, run, keeper.config.organization)
     page = cut(objects, query)
     return PlainJSON(list_object(page.data, has_more=page.has_more))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,8 +12,12 @@ from starlette.routing import Route
 
 from jobs.serve.dialect.job_now import job_now
 from jobs.serve.dialect.names import CHECKPOINT, NamedModel, named_model
-from jobs.serve.requests import PlainJSON, Refusal, client_of, keeper_of, writer_of
+from jobs.serve.job_view import FINAL
+from jobs.serve.requests import PlainJSON, Refusal, client_of, keeper_of, quote, writer_of
 from trainer.files.atomic import refusals
+
+if TYPE_CHECKING:
+    from jobs.serve.keeper import Keeper
 
 
 def list_models(request: Request) -> Response:
@@ -45,6 +49,10 @@ def delete_model(request: Request) -> Response:
         tuned = name.rpartition(CHECKPOINT)[0]
         text = f"{name} is a checkpoint, from which its job may go on. Delete {tuned}, with which"
         raise Refusal(400, f"{text} its checkpoints are no longer listed.", param="model")
+    later = jobs_after(keeper, name)
+    if later:
+        text = f"{name}: {quote(', '.join(later))} begin with it and have not ended. Cancel them."
+        raise Refusal(409, text, param="model", code="model_in_use")
     folder = keeper.folder.ticket(job["id"])
     assert folder is not None, "a job has a ticket"
     run, base = keeper.folder.base.run(job["lathe"]["exp_id"]), keeper.folder.base
@@ -59,6 +67,20 @@ def delete_model(request: Request) -> Response:
     folder.add_wish("delete", client.name)
     job_now(keeper, job["id"])
     return PlainJSON({"id": name, "object": "model", "deleted": True})
+
+
+def jobs_after(keeper: Keeper, name: str) -> list[str]:
+    """Ids of the jobs that begin with a model, or with a checkpoint of its job, and have not ended.
+    They read it whenever they start, or go on.
+    """
+    jobs = [keeper.index.job(one) for one in sorted(keeper.index.open_jobs())]
+    return [
+        job["id"]
+        for job in jobs
+        if job is not None
+        and job["status"] not in FINAL
+        and job["model"].partition(CHECKPOINT)[0] == name
+    ]
 
 
 def _tuned_model(model: NamedModel, name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ A tuned model is called as its job says (`ft:...`), and a saved step of the job 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from jobs.record.paths import is_there
 from jobs.serve.dialect.saved_steps import exportable_steps
+from jobs.serve.job_view import GATE_REFUSED
 from jobs.serve.requests import Refusal, client_of, keeper_of, quote
 from jobs.serve.uploads import refuse_on_full_disk
 
@@ -45,6 +46,11 @@ class NamedModel:
         return "final" if self.step is None else f"step-{self.step}"
 
 
+def is_refused(job: Mapping[str, Any]) -> bool:
+    """Whether a gate kept the model of a job back: then no saved step of it is a model either."""
+    return job["error"] is not None and job["error"]["code"] == GATE_REFUSED
+
+
 def model_of(keeper: Keeper, name: str, sees: Callable[[str], bool]) -> NamedModel | None:
     """The model of a name; None when there is none. sees: whether the jobs of an owner count."""
     tuned, sign, step = name.rpartition(CHECKPOINT)
@@ -53,6 +59,8 @@ def model_of(keeper: Keeper, name: str, sees: Callable[[str], bool]) -> NamedMod
         return NamedModel(job) if job is not None and sees(job["lathe"]["owner"]) else None
     job = keeper.index.job_of_model(tuned, has_ended=False)
     if job is None or not sees(job["lathe"]["owner"]) or not _STEP.fullmatch(step):
+        return None
+    if is_refused(job):
         return None
     run = keeper.folder.base.run(job["lathe"]["exp_id"])
     return NamedModel(job, int(step)) if int(step) in exportable_steps(run) else None

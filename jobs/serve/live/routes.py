@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
@@ -16,7 +17,7 @@ from jobs.serve.limits.disclosure import for_tenant
 from jobs.serve.live import votes
 from jobs.serve.live.series import answers_of, curves_of, place_of
 from jobs.serve.live.stream import Watch
-from jobs.serve.offers import kinds_of
+from jobs.serve.offers import METHODS, Offer, kinds_of, offer_for
 from jobs.serve.requests import (
     PlainJSON,
     Refusal,
@@ -28,6 +29,7 @@ from jobs.serve.requests import (
 )
 from jobs.serve.rows.kinds import KINDS
 from trainer.config.differences import differing, flatten, short_names, written
+from trainer.errors import ConfigError
 
 FOLDER = Path(__file__).with_name("page")
 SHARED = (ASSETS / "chart.js", ASSETS / "dom.js")  # with the report of `lathe-jobs results --html`
@@ -72,14 +74,14 @@ def go_to_page(request: Request) -> Response:
 
 def show_me(request: Request) -> Response:
     """The name and role of the client, the backend, and the models that can be tuned, with the rows
-    that each takes: kind -> the keys of a row.
+    that each takes: method -> kind -> the keys of a row.
     """
     client, keeper = client_of(request), keeper_of(request)
     models = {
         name: {
             "task": offer.experiment["task"],
             "epochs": offer.epochs,
-            "kinds": {kind: KINDS[kind].needs for kind in kinds_of(offer)},
+            "methods": kinds_by_method(offer, name),
         }
         for name, offer in sorted(keeper.config.models.items())
     }
@@ -92,6 +94,16 @@ def show_me(request: Request) -> Response:
             "models": models,
         }
     )
+
+
+def kinds_by_method(offer: Offer, name: str) -> dict[str, dict[str, Any]]:
+    """method -> kind -> the keys of a row, for the methods that an offered model takes."""
+    methods: dict[str, dict[str, Any]] = {}
+    for method in METHODS:
+        with contextlib.suppress(ConfigError):  # it does not take this one
+            kinds = kinds_of(offer_for(offer, name, method))
+            methods[method] = {kind: KINDS[kind].needs for kind in kinds}
+    return methods
 
 
 def show_stream(request: Request) -> Response:

@@ -133,16 +133,18 @@ def write_splits(train: Path, valid: Path | None, folder: Path, kind: str, limit
         write_split(train, folder / "valid.jsonl", kind, keep=lambda place: place < limit)
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, content) of every line that is not blank. A too long line is cut."""
+def lines_of(path: Path, longest: int = MAX_LINE) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, content with its end) of every line that is not blank. One of more than
+    `longest` bytes is cut after one byte more. The byte order mark of a file is left out.
+    """
     with open_file(path) as file:
         number = 0
-        while content := file.readline(MAX_LINE + 1):
+        while content := file.readline(longest + 1):
             number += 1
-            if len(content) > MAX_LINE:
+            if len(content) > longest:
                 yield number, content
                 while content and not content.endswith(b"\n"):
-                    content = file.readline(MAX_LINE)
+                    content = file.readline(longest)
                 continue
             text = content.removeprefix(b"\xef\xbb\xbf") if number == 1 else content
             if text.strip():

@@ -10,8 +10,9 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -253,13 +254,12 @@ class FolderReader:
         is_of_run = row is not None and row.read_error is not None
         name = row.exp_id if row is not None and is_of_run else job_id
         is_lasting = self._note_unreadable(name, error, folder.path)
-        failure = _readable(folder.read_failure)
+        failure, before = _readable(folder.read_failure), self.index.job(job_id)
         if failure is None and is_lasting:
-            failure = Failure(at=now(), message=reason)
-        before, ticket = self.index.job(job_id), _readable(folder.read)
-        had_ended = before is not None and before["status"] in FINAL
-        if before is not None and before["error"]:  # an unreadable folder is no end of a job
-            had_ended = had_ended and before["error"]["code"] != CANNOT_RUN
+            failure = Failure(at=_failed_at(before) or now(), message=reason)
+        ticket = _readable(folder.read)
+        # an unreadable folder is no end of a job
+        had_ended = before is not None and before["status"] in FINAL and not _failed_at(before)
         state = row.state if row is not None and row.read_error is None else "unknown"
         if state == "unknown" and before is not None:
             state = before["lathe"]["state"]
@@ -352,6 +352,17 @@ def index_part(name: str) -> str:
 def failure_part(job_id: str) -> str:
     """The part of a turn that writes down why a job cannot go on."""
     return f"{job_id}: its failed.json"
+
+
+def _failed_at(before: Mapping[str, Any] | None) -> str | None:
+    """When a job failed because it could not be read, so that it stays one event where failed.json
+    cannot be written; None for any other job. before: as the index has it.
+    """
+    error = None if before is None else before["error"]
+    if before is None or error is None or error["code"] != CANNOT_RUN:
+        return None
+    at = datetime.fromtimestamp(before["finished_at"], timezone.utc)
+    return at.isoformat(timespec="milliseconds")
 
 
 def _readable(read: Callable[[], T]) -> T | None:

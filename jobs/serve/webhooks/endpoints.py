@@ -39,9 +39,11 @@ def _address(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("want a whole address, https://HOST/PATH")
+    if not (url.isascii() and url.isprintable()) or " " in url:
+        raise ValueError("want an address as it is sent: ASCII without spaces (%20, xn--...)")
     if parts.username or parts.password or parts.fragment:
         raise ValueError("want an address without a user, a password or a #fragment")
-    _ = parts.port  # ValueError for what is no port
+    _ = parts.port, parts.hostname.encode("idna")  # ValueError for what is no port, and no name
     return url
 
 
@@ -83,6 +85,14 @@ class Webhook(Strict):
         return key
 
 
+def _each_once(webhooks: list[Webhook]) -> list[Webhook]:
+    urls = [webhook.url for webhook in webhooks]
+    if len({*urls}) < len(urls):  # both would send the messages of one outbox
+        raise ValueError("want each url once: an address stands twice. Put its events together")
+    return webhooks
+
+
+WebhookList = Annotated[list[Webhook], AfterValidator(_each_once)]
 HOW = 'Make one: (umask 077; echo "whsec_$(openssl rand -base64 32)" > FILE).'
 
 

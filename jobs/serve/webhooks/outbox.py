@@ -1,7 +1,7 @@
 """What an address is to be told, as files, so that a server that was killed goes on telling it.
 
 <savedir_base>/_service/webhooks/<digest of the address>/
-    since.json             when the address was first configured: what ended before is not told
+    since.json             since when it is told of each event: what ended before is not told
     waiting/<id>.json      a message that has not arrived yet, with its tries
     told/<id>.json         one that has arrived, or was given up after GIVE_UP_S
     lock                   held by the server that sends
@@ -12,21 +12,24 @@ and a repeated message has the same `webhook-id`.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jobs.record.paths import is_there
 from jobs.record.times import now
-from jobs.serve.tickets import Time, read_model
+from jobs.serve.tickets import Time, alone, read_model
 from trainer.config.block import Strict
+from trainer.errors import LatheError
 from trainer.files.atomic import create_json, refusals, write_json
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,10 @@ class WebhookMessage(Strict):
         return json.dumps(values)
 
 
-class FirstSeen(Strict):
-    """When an address was first configured, in seconds since 1970."""
+class FirstAsked(Strict):
+    """Since when an address is told of each event, in seconds since 1970."""
 
-    at: int
+    events: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,22 @@ class Outbox:
     def told(self) -> Path:
         return self.path / "told"
 
-    def since(self, at: int) -> int:
-        """When the address was first configured: now, if it is new. StorageError."""
+    def make(self) -> None:
+        """Make the folders. StorageError."""
         with refusals(self.path):
             for folder in (self.waiting, self.told):
                 folder.mkdir(parents=True, exist_ok=True)
-        create_json(self.path / "since.json", {"at": at})
-        first = read_model(self.path / "since.json", FirstSeen)
-        return at if first is None else first.at
+
+    def since(self, events: Iterable[str], at: int) -> dict[str, int]:
+        """event -> when the address was first to be told of it: at, if that is new. LatheError,
+        StorageError.
+        """
+        path = self.path / "since.json"
+        known = read_model(path, FirstAsked) or FirstAsked(events={})
+        times = {event: known.events.get(event, at) for event in events}
+        if times.keys() - known.events.keys():
+            write_json(path, {"events": {**known.events, **times}})
+        return times
 
     def add(self, event: WebhookEvent) -> None:
         """Write a message about what ended, unless there is one, or was. StorageError."""
@@ -116,12 +127,27 @@ class Outbox:
         )
         create_json(self.waiting / f"{name}.json", message.model_dump(mode="json"))
 
-    def messages(self) -> list[WebhookMessage]:
-        """The messages that have not arrived, the oldest first. OSError, LatheError."""
-        names = sorted(name for name in os.listdir(self.waiting) if name.endswith(".json"))
-        read = (read_model(self.waiting / name, WebhookMessage) for name in names)
-        messages = [message for message in read if message is not None]
-        return sorted(messages, key=lambda message: (message.ended_at, message.id))
+    def messages(self) -> tuple[list[WebhookMessage], bool]:
+        """The messages that have not arrived, the oldest first, and whether all could be read. One
+        that is no message is removed, to be written again. OSError.
+        """
+        messages: list[WebhookMessage] = []
+        are_all = True
+        for name in sorted(os.listdir(self.waiting)):
+            if not name.endswith(".json"):
+                continue
+            path = self.waiting / name
+            try:
+                message = read_model(path, WebhookMessage)
+            except LatheError as error:
+                log.warning("%s", error)
+                path.unlink(missing_ok=True)
+                are_all = False
+                continue
+            if message is not None:
+                messages.append(message)
+        messages.sort(key=lambda message: (message.ended_at, message.id))
+        return messages, are_all
 
     def write(self, message: WebhookMessage) -> None:
         """Write down how the last try of a message went. StorageError."""
@@ -131,15 +157,6 @@ class Outbox:
             with refusals(path):
                 os.replace(path, self.told / path.name)
 
-    @contextmanager
-    def alone(self) -> Generator[bool]:
+    def alone(self) -> AbstractContextManager[bool]:
         """Whether no other server sends to this address; then none does inside. StorageError."""
-        with refusals(self.path):
-            file = (self.path / "lock").open("ab")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-                return
-            yield True
+        return alone(self.path / "lock")

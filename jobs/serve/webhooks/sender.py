@@ -123,28 +123,35 @@ class WebhookSender:
                 failing.note(self.name, error, kind=self.name, is_transient=True)
 
     def turn(self) -> str | None:
-        """Write down what is to be told, and send what is due; returns what went wrong last."""
-        since = self.outbox.since(int(time.time()))
+        """Write down what is to be told, and send what is due; returns what went wrong first."""
+        self.outbox.make()
         with self.outbox.alone() as is_ours:
             if not is_ours:
                 self.source.forget()
                 return None
+            since = self.outbox.since(self.webhook.events, int(time.time()))
             for event in self.source.new():
-                if event.type in self.webhook.events and event.at >= since:
+                if event.type in since and event.at >= since[event.type]:
                     self.outbox.add(event)
-            return self._send(self.outbox.messages())
+            messages, are_all = self.outbox.messages()
+            if not are_all:
+                self.source.forget()
+            return self._send(messages)
 
     def _send(self, messages: Iterable[WebhookMessage]) -> str | None:
-        error = None
+        first = None
         for message in messages:
-            if message.after_s > time.time():
-                error = message.error
-                continue
-            if self.stopped.is_set():
-                break
-            error = post(self.webhook, message)
-            self.outbox.write(after_try(message, error, time.time()))
-        return error
+            error = message.error
+            if message.after_s <= time.time():
+                if self.stopped.is_set():
+                    break
+                error = post(self.webhook, message)
+                after = after_try(message, error, time.time())
+                self.outbox.write(after)
+                if after.given_up_at:
+                    log.warning("%s: %s is given up: %s", self.name, message.id, error)
+            first = first or error
+        return first
 
 
 def after_try(message: WebhookMessage, error: str | None, at: float) -> WebhookMessage:

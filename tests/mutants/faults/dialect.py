@@ -4,6 +4,8 @@ from tests.mutants.fault import Fault
 
 BATCHES = "tests/serve/test_batches.py"
 CHECKPOINTS = "tests/serve/test_checkpoint_models.py"
+KEEPER = "tests/serve/test_keeper.py"
+OPENAI = "tests/serve/test_openai_dialect.py"
 PREFERENCES = "tests/serve/test_preference_jobs.py"
 WEBHOOKS = "tests/serve/test_webhooks.py"
 
@@ -112,5 +114,89 @@ FAULTS = [
         "if False:",
         why="whoever reads the secret can forge messages",
         tests=f"{WEBHOOKS} -k others_may",
+    ),
+    Fault(
+        "jobs/serve/batches/asking.py",
+        "ensure_ascii=False",
+        "ensure_ascii=True",
+        why="a line that is short enough is refused as too long, because its letters are escaped",
+        tests=f"{BATCHES} -k short_enough",
+    ),
+    Fault(
+        "jobs/serve/batches/turn.py",
+        'path.open("ab", buffering=0)',
+        'path.open("ab")',
+        why="half of a line that a full disk refused takes all later answers with it",
+        tests=f"{BATCHES} -k leaves_nothing_behind",
+    ),
+    Fault(
+        "jobs/serve/batches/runner.py",
+        "except Exception as error:  # of any kind: the next look may go better",
+        "except ZeroDivisionError as error:",
+        why="one look at a folder that failed ends the batches of everybody",
+        tests=f"{BATCHES} -k look_that_failed",
+    ),
+    Fault(
+        "jobs/serve/batches/folder.py",
+        'if is_there_already and is_there(target / "batch.json"):',
+        "if False:",
+        why="the second of two servers with one key refuses the batch that it should show",
+        tests=f"{BATCHES} -k same_key_one_makes",
+    ),
+    Fault(
+        "jobs/serve/batches/folder.py",
+        "self._ended[batch_id] = state",
+        "self._ended[batch_id] = BatchState(batch, check, None, end, end)",
+        why="a cancelled batch forgets when its cancellation was asked for",
+        tests=f"{BATCHES} -k cancelled_batch_keeps",
+    ),
+    Fault(
+        "jobs/serve/dialect/names.py",
+        "    if is_refused(job):",
+        "    if False:",
+        why="a model that its gate refused is asked by the name of a checkpoint",
+        tests=f"{CHECKPOINTS} -k gate_refused",
+    ),
+    Fault(
+        "jobs/serve/dialect/models.py",
+        "    if later:",
+        "    if False:",
+        why="a job whose model was deleted waits for it for ever",
+        tests=f"{OPENAI} -k before_that_has_ended",
+    ),
+    Fault(
+        "jobs/serve/requests.py",
+        'if value not in (None, "auto") and value != getattr(inside, name):',
+        "if False:",
+        why="a number of epochs beside `method` is lost without a word",
+        tests=f"{OPENAI} -k silent_choice",
+    ),
+    Fault(
+        "jobs/serve/turn/reader.py",
+        "at=_failed_at(before) or now()",
+        "at=now()",
+        why="a job that failed is told to webhooks again at every look",
+        tests=f"{KEEPER} -k stays_at_its_time",
+    ),
+    Fault(
+        "jobs/serve/webhooks/endpoints.py",
+        "if len({*urls}) < len(urls):",
+        "if False:",
+        why="two entries of one address sign each other's messages",
+        tests=f"{WEBHOOKS} -k stands_twice",
+    ),
+    Fault(
+        "jobs/serve/webhooks/outbox.py",
+        "known.events.get(event, at)",
+        "min(known.events.values(), default=at)",
+        why="an event that is added to an address is told for all that ended long ago",
+        tests=f"{WEBHOOKS} -k told_from_then_on",
+    ),
+    Fault(
+        "jobs/serve/webhooks/sender.py",
+        "first = first or error",
+        "first = error",
+        why="an address counts as well while a message to it has not arrived",
+        tests=f"{WEBHOOKS} -k as_long_as_one",
     ),
 ]

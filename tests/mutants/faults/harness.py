@@ -35,9 +35,16 @@ FAULTS = [
     ),
     Fault(
         "trainer/harness/records.py",
-        '_QUESTION = ("weights", "how")',
-        '_QUESTION = ("weights",)',
+        'return entry.get("weights"), entry.get("how"), entry',
+        'return entry.get("weights"), entry',
         why="a file loses the answer to an earlier question",
+        tests=HARNESS,
+    ),
+    Fault(
+        "trainer/harness/records.py",
+        'entry.get("how"), entry.get("against", {}).get("weights")',
+        'entry.get("how")',
+        why="a file loses the comparison with another model",
         tests=HARNESS,
     ),
     Fault(

@@ -112,4 +112,25 @@ FAULTS = [
         why="a comparison that died is logged twice",
         tests="tests/runs/test_judge_kills.py",
     ),
+    Fault(
+        "trainer/verdict/paired.py",
+        "deals = max(SWAPS, _SWAPS_OF_SCORE * num_scores)",
+        "deals = SWAPS",
+        why="of more than a hundred scores no difference is shown, however clear",
+        tests=JUDGEMENT,
+    ),
+    Fault(
+        "trainer/judging/llm_judge.py",
+        "return self._without_key(text) if isinstance(text, str)",
+        "return text if isinstance(text, str)",
+        why="a reply that repeats the key is stored with it",
+        tests="tests/unit/test_llm_judge.py",
+    ),
+    Fault(
+        "trainer/judging/compare.py",
+        "    if old == new:\n        return\n",
+        "    if old != new:\n        return\n",
+        why="another comparison overwrites the one that stood there",
+        tests="tests/unit/test_judged_runs.py",
+    ),
 ]

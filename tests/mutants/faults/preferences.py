@@ -104,4 +104,18 @@ FAULTS = [
         why="a tuned model answers no prompt",
         tests=ROWS,
     ),
+    Fault(
+        "trainer/tasks/preference/rows.py",
+        "        if alike and answers[0].prompt != alike[0].prompt:\n",
+        "        if alike:\n",
+        why="KTO measures its distance from the start on answers to the same prompt",
+        tests=ROWS,
+    ),
+    Fault(
+        "trainer/data/formats/normal_form.py",
+        ', "beside"}',
+        "}",
+        why="a validation row of KTO that is a training row is not counted",
+        tests=ROWS,
+    ),
 ]

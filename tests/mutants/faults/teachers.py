@@ -70,6 +70,27 @@ FAULTS = [
         tests=VALUES,
     ),
     Fault(
+        "trainer/tasks/distilled.py",
+        "            absent.refuse(model, is_trained=False)\n",
+        "            pass\n",
+        why="a student learns from an output layer that was drawn at random",
+        tests=VALUES,
+    ),
+    Fault(
+        "trainer/data/readings/row_store.py",
+        "locks.enter_context(waiting_lock(lock_file, waiting_for=shards.path))",
+        "pass",
+        why="two runs that are started at once write the same folder",
+        tests="tests/unit/test_row_stores.py",
+    ),
+    Fault(
+        "trainer/data/readings/row_store.py",
+        "if distributed.on_main(lambda: shards.is_whole(count)):",
+        "if False:",
+        why="a folder on a disk that is read-only serves nobody",
+        tests="tests/unit/test_row_stores.py",
+    ),
+    Fault(
         "trainer/launch/start.py",
         "    _read_teacher(run, lap)\n",
         "    del lap\n",

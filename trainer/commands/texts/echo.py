@@ -10,20 +10,31 @@ from typing import Any
 import torch
 
 from trainer.models.generation.texts import TORN, Spelling
-from trainer.tasks.generated import text_of
 
 _AT_ONCE = 256  # tokens whose (V,) log-probabilities are held as fp32
 
 
+def spelt(task: Any, ids: Sequence[int]) -> str:
+    """The text of a prompt's ids, with its special tokens."""
+    how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return str(task.tokenizer.decode(list(ids), **how))
+
+
 @torch.inference_mode()
-def token_entries(task: Any, base: Any, ids: Sequence[int], likeliest: int) -> list[dict[str, Any]]:
+def token_entries(
+    task: Any, base: Any, ids: Sequence[int], text: str, likeliest: int
+) -> list[dict[str, Any]]:
     """{"token", "logprob", "likeliest"} of each token of a prompt: its text, how likely it is
     behind those before it, and the likeliest ones in its place. The first one has no logprob.
+
+    text: of the prompt, which the texts of its tokens are together. A beginning-of-text token that
+    the client did not write has none.
     """
     logits_LV = base(input_ids=torch.tensor([list(ids)]).to(base.device)).logits[0]
-    spelling = Spelling(lambda tokens: text_of(task.tokenizer, tokens, ends=()).text)
+    spelling = Spelling(lambda tokens: spelt(task, tokens))
     entries: list[dict[str, Any]] = []
-    length = 0
+    whole = spelt(task, ids)
+    length = len(whole.removesuffix(text)) if whole.endswith(text) else 0
     for start in range(0, len(ids), _AT_ONCE):
         # the logits at a place are those of the next token
         before = max(start - 1, 0)
@@ -38,9 +49,9 @@ def token_entries(task: Any, base: Any, ids: Sequence[int], likeliest: int) -> l
                     for other, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)
                 ]
                 entry["logprob"] = float(logprobs_V[token])
-            text = spelling.add(token)
-            end = max(len(text.rstrip(TORN)), length)
-            entries.append({"token": text[length:end], **entry})
+            grown = spelling.add(token)
+            end = max(len(grown.rstrip(TORN)), length)
+            entries.append({"token": grown[length:end], **entry})
             length = end
     if entries:  # what is torn at the very end stands with the last token
         entries[-1]["token"] += spelling.text[length:]

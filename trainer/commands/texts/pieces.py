@@ -75,8 +75,9 @@ def _end_of(task: Any, base: Any, choice: AnswerText) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if text.num_likeliest is not None:
         repeated: list[dict[str, Any]] = []
-        if choice.prompt.text is not None:
-            repeated = token_entries(task, base, choice.prompt.ids, text.num_likeliest)
+        of_prompt = choice.prompt.text
+        if of_prompt is not None:
+            repeated = token_entries(task, base, choice.prompt.ids, of_prompt, text.num_likeliest)
         more["logprobs"] = [*repeated, *_logprobs(text)]
     if tools is None:
         return more

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.commands.texts.echo import spelt
 from trainer.data.chat.calls import CallSyntax, Said, syntax_of
 from trainer.data.formats.conversation import opened
 from trainer.errors import ConfigError, LatheError
@@ -78,8 +79,10 @@ def begun(task: Any, base: Any, one: Mapping[str, Any]) -> list[PromptOfText]:
         except LatheError as error:
             which = f"prompt {number + 1} of {len(prompts)}: " if len(prompts) > 1 else ""
             raise WrongWish(which + str(error).rstrip("."), param) from None
-        text = prompt if isinstance(prompt, str) else task.tokenizer.decode(row["ids"])
-        wishes.append(PromptOfText(row["ids"], text if one.get("echo") else None, texts, tools))
+        text: str | None = None
+        if one.get("echo"):
+            text = prompt if isinstance(prompt, str) else spelt(task, row["ids"])
+        wishes.append(PromptOfText(row["ids"], text, texts, tools))
     return wishes
 
 

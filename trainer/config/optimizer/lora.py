@@ -23,6 +23,9 @@ Targets = Annotated[
 ]
 
 
+Part = Literal["attention", "mlp", "output"]
+
+
 class LayerPattern(Strict):
     """Layers with adapters of another rank or scale."""
 
@@ -47,6 +50,11 @@ class Lora(Strict):
     """Names of linear layers, or the ends of their names. None: all seven projections of Llama and
     its kin; of other families what peft takes for them (q and v of a T5), else all of them.
     all-linear: all but the output layer.
+    """
+    parts: Annotated[list[Part], Field(min_length=1)] | None = None
+    """Which parts get adapters, in any family: all linear layers of attention, all other ones of
+    the blocks (mlp), the output layer, also where it shares its matrix with the embedding, which
+    stays as it is. Names in `targets` get some besides. None: as `targets` says.
     """
     layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     """The numbers of the blocks whose layers get adapters, from 0; None: all. They count in both

@@ -21,6 +21,10 @@ _ID = "lathe0000"  # Mistral's templates take ids of nine letters and digits alo
 _THOUGHTS = "</think>"  # Qwen 3 closes its thoughts before it calls
 _PYTHON = "<|python_tag|>"  # which Llama may say before a call, and does not have to
 _JSON = json.JSONDecoder()
+_REF = "$ref"
+# Keys of a schema whose value is no schema, and those whose value holds schemas by name.
+_VALUES = ("const", "enum", "default", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 @dataclass(frozen=True)
@@ -49,18 +53,22 @@ class CallSyntax:
     is_list: bool  # whether the JSON is a list of all calls
 
     def schema(self, tools: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON schema of one call of one of these tools. tools: the schema of the arguments, by
-        the tool's name.
+        """The JSON schema of one call of one of these tools. tools: the schema of the arguments, an
+        object, by the tool's name.
         """
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, self.key: arguments},
-                "required": ["name", self.key],
-                "additionalProperties": False,
-            }
-            for name, arguments in tools.items()
-        ]
+        calls: list[dict[str, Any]] = []
+        for number, (name, arguments) in enumerate(tools.items()):
+            place = "#/items" if self.is_list else "#"
+            place += f"/anyOf/{number}" if len(tools) > 1 else ""
+            inner = _moved(arguments, f"{place}/properties/{self.key}")
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": name}, self.key: {"type": "object", **inner}},
+                    "required": ["name", self.key],
+                    "additionalProperties": False,
+                }
+            )
         one = calls[0] if len(calls) == 1 else {"anyOf": calls}
         return (
             {"type": "array", "items": one, "minItems": 1, "maxItems": 1} if self.is_list else one
@@ -114,6 +122,26 @@ def syntax_of(chat: ChatTemplate) -> CallSyntax | None:
             return None
         return CallSyntax(turn[:at], turn[end:], key, is_list=isinstance(value, list))
     return None
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that stands at a place of another one, with references to its own parts
+    ("#/$defs/...") that say so. place: a JSON pointer with "#" before it.
+    """
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            moved[key] = {name: _moved(one, place) for name, one in value.items()}
+        else:
+            moved[key] = value if key in _VALUES else _moved(value, place)
+    reference = schema.get(_REF)
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved[_REF] = place + reference.removeprefix("#")
+    return moved
 
 
 def _values(text: str, marker: str, closing: str) -> Iterator[Any]:

@@ -24,7 +24,7 @@ from trainer.errors import DataError, nearest
 Row = dict[str, Any]
 _WANTED_ROLES = "system, user, assistant or tool"
 # Keys that say whether a turn is learnt: OpenAI (weight), axolotl (train, training), others.
-_LEARNS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
+LEARNS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
 # A key of a turn, or of a row, that seems to say what is learnt and that is not one of these.
 _ON_LEARNING = re.compile(
     r"(^|_)(train(ing|able|ed)?|loss|(un)?mask(ed|s)?|weights?|(un)?learn(t|ed)?"
@@ -42,7 +42,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # The names of a list of turns: OpenAI's, and ShareGPT's.
 _LISTS = ("messages", "conversations")
 # What a turn may hold in place of a content, or beside one.
-_BESIDE = {"role", "from", "name", "tool_calls", "tool_call_id", "id", *_LEARNS, *_THOUGHTS}
+_BESIDE = {"role", "from", "name", "tool_calls", "tool_call_id", "id", *LEARNS, *_THOUGHTS}
 # OpenAI's types of a part that is text: of a chat, of what is told and of what is answered.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -89,6 +89,16 @@ def counts(message: Mapping[str, Any]) -> bool:
     return message["role"] == ASSISTANT and message.get("weight", 1) == 1
 
 
+def turns_in(value: Any) -> list[Any] | None:
+    """The turns that a prompt or a completion is, or holds as text; None for any other one."""
+    turns = _as_list(value)
+    if not isinstance(turns, list) or not turns:
+        return None
+    turns = cast("list[Any]", turns)
+    is_of_turns = all(isinstance(turn, dict) and {"role", "from"} & {*turn} for turn in turns)
+    return turns if is_of_turns else None
+
+
 def _refusal_at(place: str) -> Report:
     def refuse(problem: RowProblem) -> None:
         raise problem.at(place)
@@ -117,7 +127,7 @@ def _check_row_key(name: str, value: Any, report: Report) -> None:
     """Report a key of a whole row that says what is learnt, or whose value would be lost."""
     if value is None or value in ("", [], {}):
         return
-    says_on_learning = name in (*_LEARNS, "mask", "loss_masks", "sample_weight")
+    says_on_learning = name in (*LEARNS, "mask", "loss_masks", "sample_weight")
     if says_on_learning and not (isinstance(value, int | float) and value == 1):
         report(RowProblem(name, value, 'a "weight" of 0 or 1 on turns of the assistant'))
     elif name in _UNREAD:
@@ -188,7 +198,7 @@ def _proposal(raw: Mapping[str, Any]) -> dict[str, str]:
 
 def _of_prompt(raw: Mapping[str, Any], answer: Any, report: Report) -> list[tuple[str, Any]]:
     """(name, message) of a prompt and its completion, each a text or a list of turns."""
-    prompt, completion = _conversational(raw["prompt"]), _conversational(answer)
+    prompt, completion = turns_in(raw["prompt"]), turns_in(answer)
     sides = {"prompt": (raw["prompt"], prompt), "completion": (answer, completion)}
     for name, (value, turns) in sides.items():
         if turns is None and not isinstance(value, str):
@@ -213,20 +223,10 @@ def _with_names(name: str, turns: list[Any]) -> list[tuple[str, Any]]:
     return [(f"{name}[{number}]", turn) for number, turn in enumerate(turns)]
 
 
-def _conversational(value: Any) -> list[Any] | None:
-    """The turns that a prompt or a completion is, or holds as text; None for any other one."""
-    turns = _as_list(value)
-    if not isinstance(turns, list) or not turns:
-        return None
-    turns = cast("list[Any]", turns)
-    is_of_turns = all(isinstance(turn, dict) and {"role", "from"} & {*turn} for turn in turns)
-    return turns if is_of_turns else None
-
-
 def _unlearnt(turn: Row) -> Row:
     """A turn of a prompt, which is not learnt unless it says so."""
     is_of_assistant = role_of(turn.get("role") or turn.get("from")) in (ASSISTANT, CALL)
-    is_open = all(turn.get(key) is None for key in _LEARNS)
+    is_open = all(turn.get(key) is None for key in LEARNS)
     return {**turn, "weight": 0} if is_of_assistant and is_open else turn
 
 
@@ -325,7 +325,7 @@ def _message(value: Any, name: str, report: Report, *, is_learnt: bool) -> Row |
     if not isinstance(message["content"], str):
         report(RowProblem(said_at, message["content"], "text"))
     weight = _weight(fields, role, name, report)
-    rest = {key: one for key, one in fields.items() if key not in (*_LEARNS, "tool_calls")}
+    rest = {key: one for key, one in fields.items() if key not in (*LEARNS, "tool_calls")}
     message = {**message, **rest} if weight is None else {**message, **rest, "weight": weight}
     content = message["content"]
     is_said = not isinstance(content, str) or not is_blank(content)
@@ -371,7 +371,7 @@ def _weight(given: Row, role: str, name: str, report: Report) -> int | None:
     """1 if a turn is learnt, 0 if it is not, None if it does not say."""
     weights: dict[str, int] = {}
     for key, value in given.items():
-        if key in _LEARNS:
+        if key in LEARNS:
             is_wrong = value not in (0, 1) or not isinstance(value, int | float)
             if is_wrong or (value and role != ASSISTANT):
                 want = f"0 or 1, and 1 on turns of the assistant alone (this one is of {role!r})"

@@ -8,8 +8,8 @@ import re
 import unicodedata
 from typing import Any, cast
 
-# what names a row or a passage, or ranks a passage
-_NAMES = {"id", "item", "passage_id", "score"}
+# what names a row or a passage, or ranks a passage; and what a task puts "beside" what a row says
+_NAMES = {"id", "item", "passage_id", "score", "beside"}
 
 # white space, and characters of no width: the joiners and marks of Unicode, a byte order mark
 _INVISIBLE = re.compile(r"[\s\u00ad\u180e\u200b-\u200f\u2060-\u2064\ufeff]*")

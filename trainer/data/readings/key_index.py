@@ -31,9 +31,9 @@ class KeyIndex:
 
     def find(self, key: bytes) -> tuple[int, int] | None:
         """(shard, entry of it) of a key, the first of several; None when no shard has it."""
-        wanted = np.frombuffer(key, dtype=_KEY)[0]
-        place = int(np.searchsorted(self._sorted, wanted))
-        if place == len(self._sorted) or self._sorted[place] != wanted:
+        target = np.frombuffer(key, dtype=_KEY)[0]
+        place = int(np.searchsorted(self._sorted, target))
+        if place == len(self._sorted) or self._sorted[place] != target:
             return None
         entry = int(self._order[place])
         shard = int(self._shard_of[entry])

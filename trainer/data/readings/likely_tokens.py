@@ -91,14 +91,14 @@ class TeacherStore(RowStore):
         size = distributed.on_main(lambda: self._shard_rows(shards, reading))
         begun = shards.begin({"format": FORMAT, **plan, "shard_rows": size}, choice="shard_rows")
         bounds = bounds_of(len(rows), int(begun["shard_rows"]))
-        own = shards.own_missing(len(bounds))
-        distributed.on_main(lambda: self._tell(split, reading, shards, len(bounds)))
-        for number in own:
-            tensors = self._computed(reading, bounds[number], compute, batch)
-            shards.write_shard(number, blocks_of(tensors))
-            logger.info("teacher: part %d of %d of %s is written", number + 1, len(bounds), split)
-        distributed.wait_for_all()  # a rank may have had more to read
-        shards.finish(len(bounds))
+        with self.filling(shards, len(bounds)) as missing:
+            distributed.on_main(lambda: self._tell(split, reading, shards, len(bounds)))
+            for number in missing[distributed.rank() :: distributed.world()]:
+                tensors = self._computed(reading, bounds[number], compute, batch)
+                shards.write_shard(number, blocks_of(tensors))
+                logger.info(
+                    "teacher: part %d of %d of %s is written", number + 1, len(bounds), split
+                )
 
     def read(self, readings: Mapping[str, RowsToRead]) -> TeacherValues:
         """What was filled, of all splits together."""

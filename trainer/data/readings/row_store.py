@@ -6,7 +6,8 @@ and their mix may change.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +19,12 @@ from torch import Tensor
 from trainer.config.identity import digest
 from trainer.data.shard_folder import ShardFolder
 from trainer.errors import StorageError
+from trainer.files.atomic import refusals
+from trainer.files.build_once import waiting_lock
+from trainer.runtime import distributed
 
 KEY_BYTES = 32
+_PATIENCE_S = 7 * 24 * 3600.0  # another run may compute all of a folder meanwhile
 
 Row = Mapping[str, Any]  # an encoded row
 
@@ -66,3 +71,24 @@ class RowStore:
             flag=self.flag,
             refusal=StorageError,
         )
+
+    @contextmanager
+    def filling(self, shards: ShardFolder, count: int) -> Iterator[list[int]]:
+        """Those of `count` shards that are to be written, and inside no other run writes any. A
+        folder that is whole is left as it is, also on a disk that is read-only. A collective.
+
+        Of several runs that are started at once one computes, and the others wait and find it
+        there: values that two of them computed would differ in their last bits.
+        """
+        if distributed.on_main(lambda: shards.is_whole(count)):
+            yield []
+            return
+        lock_file = shards.path.with_name(f"{shards.path.name}.lock")
+        with ExitStack() as locks:
+            if distributed.is_main():
+                with refusals(lock_file):
+                    locks.enter_context(waiting_lock(lock_file, waiting_for=shards.path))
+            distributed.wait_for_all(_PATIENCE_S)
+            yield distributed.broadcast(shards.missing(count))
+            distributed.wait_for_all(_PATIENCE_S)  # a rank may have had more to compute
+            shards.finish(count)

@@ -22,6 +22,7 @@ ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "adapter_base.json"  # what the adapters were trained on
 # Keys of adapter_config.json that change what adapters compute, and no name or shape of a tensor.
 _FOREIGN = ("use_qalora", "layer_replication", "lora_bias")
+_OUTPUTS = ("lm_head", "embed_out")  # what the output layers of decoders are called
 _MOVED = re.compile(r"pissa|olora|corda|loftq")  # these begin by changing the base's weights
 _TASK_TYPES = {
     "causal_lm": "CAUSAL_LM",
@@ -67,7 +68,7 @@ def write(
         "r": how.r,
         "lora_alpha": how.alpha,
         "lora_dropout": how.dropout,
-        "target_modules": targets if how.layers is None else layers,
+        "target_modules": targets if how.layers is None and how.parts is None else layers,
         "use_rslora": how.rslora,
         "use_dora": how.dora,
         "bias": how.bias,
@@ -107,6 +108,11 @@ def read(folder: Path) -> Lora | None:
         names |= {"target_modules": "targets", "use_rslora": "rslora", "use_dora": "dora"}
         names |= {"bias": "bias"}
         values = {ours: content[theirs] for theirs, ours in names.items() if theirs in content}
+        targets = values.get("targets")
+        outputs = [name for name in targets or [] if name in _OUTPUTS]
+        if isinstance(targets, list) and outputs:  # it may share its matrix
+            others = [name for name in targets if name not in outputs]
+            values |= {"targets": others or None, "parts": ["output"]}
         values["modules_to_save"] = content.get("modules_to_save") or []
         values["patterns"] = _patterns(
             content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}

@@ -105,9 +105,18 @@ def switched_off(layers: Collection[Any]) -> Iterator[None]:
 
 def merge(base: nn.Module) -> None:
     """Add every adapter to the weight that it stands beside, and put the plain layers back.
+    ConfigError for adapters of an output layer that shares its matrix with the embedding.
 
     The sum is rounded once to the weight's dtype, whatever that is.
     """
+    output: Any = getattr(base, "get_output_embeddings", lambda: None)()
+    if output is not None and hasattr(output, "lora_A"):
+        whole = output.get_base_layer().weight
+        if any(one.weight is whole for one in base.modules() if isinstance(one, nn.Embedding)):
+            raise ConfigError(
+                "the output layer has adapters, and shares its matrix with the embedding, which "
+                "would change, too: they cannot be merged. Use them beside their base."
+            )
     for layer in layers_of(base):
         dtype = layer.get_base_layer().weight.dtype
         layer.float().merge()

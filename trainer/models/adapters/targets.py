@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # The linear layers in a block of a Llama-like decoder; a base that has all of them gets adapters
 # there.
 _LLAMA = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+_ATTENTION = re.compile(r"(?:^|\.)[^.]*(?:attn|attention)[^.]*(?:\.|$)", re.IGNORECASE)
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -35,7 +36,9 @@ class Targets:
 
 def targets_of(base: Any, how: Lora, peft: Any) -> Targets:
     """The layers to adapt. ConfigError names what does not exist: a target, block or pattern."""
-    targets: list[str] | str = _targets(base, how.targets, peft)
+    targets: list[str] | str = (
+        _targets(base, how.targets, peft) if how.parts is None else _names_of_parts(base, how, peft)
+    )
     if how.layers is None and not how.patterns:
         return Targets(targets, {}, {})
     names = [
@@ -56,6 +59,34 @@ def targets_of(base: Any, how: Lora, peft: Any) -> Targets:
         targets = names
     ranks, alphas = _patterns(names, how)
     return Targets(targets, ranks, alphas)
+
+
+def _names_of_parts(base: Any, how: Lora, peft: Any) -> list[str]:
+    """The whole names of the layers of lora.parts, and of those that targets names. ConfigError for
+    a part that the base does not have, or that could not be merged.
+    """
+    output = base.get_output_embeddings()
+    names: dict[str, list[str]] = {"attention": [], "mlp": [], "output": []}
+    for name, module in base.named_modules():
+        if is_linear(module) and module is output:
+            names["output"].append(name)
+        elif is_linear(module) and _block(name) is not None:
+            names["attention" if _ATTENTION.search(name) else "mlp"].append(name)
+    parts = how.parts or []
+    absent = [part for part in parts if not names[part]]
+    if absent:
+        raise ConfigError(
+            f"lora.parts={parts}: {_of(base)} has no linear layers of {' and '.join(absent)}. "
+            "Leave that out, or name layers in lora.targets."
+        )
+    if "output" in parts and how.export == "merged" and _is_tied(base, output):
+        raise ConfigError(
+            f'lora.parts={parts} with lora.export="merged": the output layer of {_of(base)} shares '
+            'its matrix with the embedding, which merged adapters would change, too. Use "adapter".'
+        )
+    named = _targets(base, how.targets, peft) if how.targets is not None else []
+    more = adapted_names(base, named)
+    return list(dict.fromkeys([*(name for part in parts for name in names[part]), *more]))
 
 
 def _patterns(names: list[str], how: Lora) -> tuple[dict[str, int], dict[str, int]]:

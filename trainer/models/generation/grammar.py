@@ -45,12 +45,14 @@ class Grammar:
         return torch.from_numpy(bits_V.astype(bool))
 
     def take(self, token: int) -> str:
-        """Go on by a token; returns why the text ends behind it, "" if it goes on.
+        """Go on by a token, which may be one that ends the text; returns why the text ends behind
+        it, "" if it goes on.
 
         "stop": the text is whole, and nothing may follow. "length": the grammar has grown beyond a
-        limit of llguidance, and the text is not whole.
+        limit of llguidance, which allows then no token but one that ends the text, and the text is
+        not whole.
         """
-        if not self._matcher.consume_token(token):
+        if not self._matcher.consume_token(token) or self._matcher.is_error():
             return "length"
         return "stop" if self._matcher.is_stopped() else ""
 
@@ -73,10 +75,14 @@ def grammar_of(
         problem = library.LLMatcher.validate_grammar(grammar, tokens)
     except ValueError as error:
         problem = str(error)
+    matcher = None if problem else library.LLMatcher(tokens, grammar)
+    if matcher is not None:
+        matcher.compute_bitmask()  # what has no first token, such as a "$ref" to itself, fails here
+        problem = "no text fits it" if matcher.is_error() else ""
     if problem:
         reason = problem.strip().splitlines()[0].rstrip(":")
         raise ConfigError(f"the schema cannot be held: {reason}. Simplify that part of it")
-    return Grammar(library.LLMatcher(tokens, grammar), size)
+    return Grammar(matcher, size)
 
 
 @functools.lru_cache(maxsize=2)

@@ -114,11 +114,11 @@ class GrowingText:
 
     def take(self, token: int) -> Piece | None:
         """Add a token; returns the new characters that no later token can change, if any."""
-        if token in self.ends:
-            return self._end("stop", self.spell(self.made).removesuffix(self.closing))
-        self.made.append(token)
         grammar = self.adjustment.grammar if self.adjustment is not None else None
         end = grammar.take(token) if grammar is not None else ""
+        if token in self.ends:
+            return self._end(end or "stop", self.spell(self.made).removesuffix(self.closing))
+        self.made.append(token)
         is_last = bool(end) or len(self.made) == self.most
         finish = end or "length"
         if not (self.is_told or self.stops or self.num_likeliest is not None):
@@ -277,7 +277,10 @@ def unsure(text: str, stops: Sequence[str], *, closing: str = "") -> int:
     part of the closing.
     """
     whole = text.rstrip(TORN)
-    begun = [stop[:length] for stop in stops for length in range(1, len(stop))]
-    begun += [closing[:length] for length in range(1, len(closing) + 1)]
-    starts = [len(start) for start in begun if whole.endswith(start)]
-    return len(text) - len(whole) + max(starts, default=0)
+    sure = len(whole)
+    for awaited, most in (*((stop, len(stop) - 1) for stop in stops), (closing, len(closing))):
+        for start in range(max(0, len(whole) - most), sure):
+            if awaited.startswith(whole[start:]):
+                sure = start
+                break
+    return len(text) - sure

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from trainer.config.block import Positive
 from trainer.config.formats.layouts import CHATS, COMPLETIONS, TEXTS, Layout, Purpose
@@ -12,25 +12,52 @@ from trainer.config.formats.table import FORMATS
 from trainer.config.origin.teacher import DistilledExperiment
 from trainer.config.own_rows import OwnRows
 
+CLIENT = "client"
+# Keys that need rows before the first step, or that say what each operation of a client says.
+_NOT_DRIVEN = (
+    "epochs",
+    "eval_batch",
+    "eval_every",
+    "answers",
+    "best_is",
+    "hours",
+    "patience",
+    "on_bad_step",
+    "spike_z",
+    "label_smoothing",
+    "z_loss",
+    "neftune_alpha",
+    "ema",
+    "freeze",
+    "compile",
+)
+
 
 class Data(OwnRows):
     """Rows and how they become tokens."""
 
     encoded = frozenset({"source", "format", "max_tokens", "loss_on", "chat_template"})
-    not_encoded = frozenset({"facts"})
+    not_encoded = frozenset({"facts", "put_aside_s"})
     purposes: ClassVar[tuple[Purpose, ...]] = ("conversation", "completion", "text")
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {"loss_on", "chat_template", "facts"}
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "jsonl", "chat")
 
-    source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files", "chat"]
+    source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files", "chat", "client"]
     """files: rows of your own with "text", or "prompt" and "completion"; "jsonl" is its older name.
     chat: rows of your own with "messages" (docs/own-data.md). stdlib_docs: the embedded corpus.
-    lookup: made-up facts. nq: corpus.tsv of NaturalQuestions.
+    lookup: made-up facts. nq: corpus.tsv of NaturalQuestions. client: a client sends rows and
+    steps (docs/driven.md).
     """
     facts: Positive = 8
     """Of "lookup": the most facts that a text tells."""
     max_tokens: Positive = 1024
-    """Longer texts are cut into pieces of this length; a longer conversation loses its end."""
+    """Longer texts are cut into pieces of this length; a longer conversation loses its end. Of a
+    client's rows a longer one is refused.
+    """
+    put_aside_s: Annotated[float, Field(gt=0)] | None = None
+    """Of "client": seconds without an operation after which the run saves and ends, to be woken by
+    the next one. None: it waits for ever.
+    """
     loss_on: Literal["all", "answer"] = "all"
     """The tokens that the loss counts. answer: only completions ("files" with "prompt" and
     "completion"), or the answers of the made-up corpus. In a conversation it is always what the
@@ -83,6 +110,19 @@ class Data(OwnRows):
         return self
 
     @model_validator(mode="after")
+    def _a_client_brings_its_rows(self) -> Data:
+        if self.source != CLIENT and self.put_aside_s is not None:
+            raise ValueError(
+                f"put_aside_s with source={self.source!r}, whose rows wait for nobody: leave it out"
+            )
+        foreign = [key for key in ("mix", "stream", "facts") if key in self.model_fields_set]
+        if self.source == CLIENT and foreign:
+            raise ValueError(
+                f'source="client" reads no rows from files: leave {" and ".join(foreign)} out'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _conversations_are_learnt_from_one_side(self) -> Data:
         reads = f"source={self.source!r}" if self.format is None else f"format={self.format!r}"
         is_known = self.format is None or "conversation" in FORMATS[self.format].serves
@@ -109,3 +149,44 @@ class Config(DistilledExperiment):
     """A language model on texts."""
     data: Data
     """Rows, and how they become tokens."""
+
+    @property
+    def is_driven(self) -> bool:
+        return self.data.source == CLIENT
+
+    @model_validator(mode="after")
+    def _a_client_drives_adapters(self) -> Config:
+        if not self.is_driven:
+            return self
+        train, usual = self.train, type(self.train).model_fields
+        problems = [
+            f"train.{key}={getattr(train, key)!r}"
+            for key in _NOT_DRIVEN
+            if getattr(train, key) != usual[key].get_default()
+        ]
+        problems += [
+            f"train.{key}='auto'"
+            for key in ("gradient_checkpointing", "frozen")
+            if getattr(train, key) == "auto"
+        ]
+        problems += ["train.micro_batch='auto'"] if train.micro_batch == 0 else []
+        problems += ["deepspeed='auto'"] if self.deepspeed == "auto" else []
+        problems += ["train.precision='fp16'"] if train.precision == "fp16" else []
+        problems += [f"optim.name={self.optim.name!r}"] if self.optim.name != "adamw" else []
+        problems += [
+            key
+            for key in ("teacher", "judge", "metrics", "continues", "init_from")
+            if getattr(self, key) is not None
+        ]
+        if problems:
+            raise ValueError(
+                f'data.source="client" with {", ".join(problems)}: the client sends rows and '
+                "steps, so that there are none to choose it by, to score or to schedule. Leave "
+                f"{'it' if len(problems) == 1 else 'them'} out (docs/driven.md)"
+            )
+        if self.lora is None:
+            raise ValueError(
+                'data.source="client" trains adapters beside a frozen base: give "lora", {} for '
+                "its defaults"
+            )
+        return self

@@ -17,6 +17,7 @@ from trainer.data.chat.unwritten import TOOLS
 from trainer.data.chat.writer import naming
 from trainer.data.padding import pad_right
 from trainer.data.readers import questions
+from trainer.errors import DataError
 from trainer.models.decoder.streams import Read
 from trainer.models.distillation import DistillationTerms, Lesson, without_teacher
 from trainer.models.head import OutputLayer
@@ -52,13 +53,25 @@ class CausalLM(nn.Module):
         self.base, self._read, self.terms = base, read, terms
         self.distillation = distillation
 
-    def forward(self, labels: Tensor, scored: Tensor, **batch: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self,
+        labels: Tensor | None = None,
+        *,
+        scored: Tensor,
+        targets: Tensor | None = None,
+        **batch: Tensor,
+    ) -> dict[str, Tensor]:
         """OutputLayer.sums over labelled tokens.
 
         batch: rows as layout.pack_labelled packs them, or (B, T) input_ids, attention_mask and
         labels with scored = losses.scored_before(labels); perhaps distillation.teacher_fields.
+        targets: (N,) tokens in place of labels, each after the position in `scored`: then
+        {"logprobs": (N,) fp32}, their log-probabilities.
         """
         hidden_ND = self.scored_states(scored=scored, **without_teacher(batch))
+        if targets is not None:
+            return {"logprobs": -OutputLayer(self.base).losses(hidden_ND, targets)}
+        assert labels is not None, "rows have labels where they have no targets"
         targets_N = labels.flatten().index_select(0, scored + 1)
         terms = self.terms if self.training else None
         lesson = Lesson.of(self.distillation, batch)
@@ -107,6 +120,11 @@ class Task(DistilledTask[Config], ContinuationTask[Config]):
         return {"eos_token_id": self.exported_ends, "pad_token_id": self.pad}
 
     def rows(self, split: str) -> Iterable[Row]:
+        if self.cfg.is_driven:
+            raise DataError(
+                f'data.source="client": a client sends the rows of this run, and no file has '
+                f"those of the {split} split. Give data of another source to read rows."
+            )
         if self.chat is not None:
             read = {"role", "content", "weight", "tool_calls", *self.chat.words}
             for row in chats(self.places.data_path, split, **self._own):

@@ -42,21 +42,21 @@ class StartStore(RowStore):
 
     def fill(self, split: str, rows: EncodedRows, compute: Compute, *, batch: int) -> None:
         """Write what the folder of a split still lacks. A collective: of every shard each rank
-        computes some batches, and rank 0 writes it. ConfigError for a folder that was begun for
+        computes some batches, and rank 0 writes it. Of runs that begin together one does it and the
+        others wait; a whole folder is only read. ConfigError for a folder that was begun for
         another base or other rows.
         """
         shards = self.shards(split, self._plan(rows))
         plan = shards.begin({"format": FORMAT, **self._plan(rows)}, choice="shard_rows")
         bounds = bounds_of(len(rows), int(plan["shard_rows"]))
-        missing = distributed.broadcast(shards.missing(len(bounds)))
-        if missing:
-            told = (split, f"{len(rows):,}", len(missing), len(bounds), shards.path)
-            logger.info("%s: the start reads %s rows, %d of %d parts, into %s", *told)
-        for number in missing:
-            tensors = self._computed(rows, bounds[number], compute, batch)
-            if distributed.is_main():
-                shards.write_shard(number, blocks_of(tensors))
-        shards.finish(len(bounds))
+        with self.filling(shards, len(bounds)) as missing:
+            if missing:
+                told = (split, f"{len(rows):,}", len(missing), len(bounds), shards.path)
+                logger.info("%s: the start reads %s rows, %d of %d parts, into %s", *told)
+            for number in missing:
+                tensors = self._computed(rows, bounds[number], compute, batch)
+                if distributed.is_main():
+                    shards.write_shard(number, blocks_of(tensors))
 
     def read(self, split: str, rows: EncodedRows) -> Iterator[tuple[bytes, np.ndarray]]:
         """(key, (2,) values) of every row of a split that was filled. DataError for a damaged

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.config.mistakes import FP16_OF_T5
 from trainer.config.userfile import placed
 from trainer.data import lookup
 from trainer.data.chat.chat_template import ChatTemplate
@@ -110,10 +111,11 @@ class Task(ContinuationTask[Config]):
 
     def _only_pairs(self, placed_rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
         for place, raw in placed_rows:
-            if "completion" in raw and "label" in raw:
+            if rows.is_single(raw):
                 raise DataError(
-                    f"{place}: a completion with a label, and preference.loss={self.how.loss!r} "
-                    'learns from pairs of answers. Use preference.loss="kto".',
+                    f"{place}: a completion without 'chosen' and 'rejected', and "
+                    f"preference.loss={self.how.loss!r} learns from pairs of answers. Use "
+                    'preference.loss="kto", which learns from completions with a label.',
                     place=place,
                     field="completion",
                 )
@@ -129,7 +131,7 @@ class Task(ContinuationTask[Config]):
 
     def encode_rows(self, rows: Sequence[Row]) -> list[Encoded]:
         """Both answers of each row with their prompts, and which of their tokens are scored."""
-        answers = self.form.whole([answer for row in rows for answer in row["answers"]])
+        answers = self.form.whole([answer for row in rows for answer in _answers_of(row)])
         pairs = zip(answers[::2], answers[1::2], strict=True)
         return [self._encoded(row, pair) for row, pair in zip(rows, pairs, strict=True)]
 
@@ -137,7 +139,9 @@ class Task(ContinuationTask[Config]):
         form = self.form
         cut = dict(zip(self.names, map(form.cut, answers), strict=True))
         content, cuts = form.fields(cut), form.cuts(answers)
-        content["margin"] = np.asarray([row["margin"]], np.float32).view(np.int32).tolist()
+        content["margin"] = (
+            np.asarray([row["beside"]["margin"]], np.float32).view(np.int32).tolist()
+        )
         content["is_desired"] = [int(row["label"])]
         lost, learnt = zip(*map(form.losses_of, answers), strict=True)
         return Encoded(
@@ -149,7 +153,8 @@ class Task(ContinuationTask[Config]):
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """The two answers, each with its prompt; of an encoder-decoder also the prompt."""
-        return self.form.uncut(dict(zip(self.names, self.form.whole(row["answers"]), strict=True)))
+        answers = self.form.whole(_answers_of(row))
+        return self.form.uncut(dict(zip(self.names, answers, strict=True)))
 
     def encoding_id(self) -> str:
         chat = {} if self.chat is None else self.chat.identity()
@@ -165,7 +170,7 @@ class Task(ContinuationTask[Config]):
         write = rows.text if self.chat is None else rows.conversation
         prompt = text if self.kind == "seq2seq_lm" else "word "
         answers = [write(prompt, text, {}, "specimen") for _ in self.names]
-        return {"answers": answers, "margin": 0.0, "label": True}
+        return {"answers": answers, "label": True, "beside": {"margin": 0.0}}
 
     def length(self, encoded: Mapping[str, Any]) -> int:
         names = [*self.names, *(["prompt"] if self.kind == "seq2seq_lm" else [])]
@@ -358,6 +363,8 @@ class Task(ContinuationTask[Config]):
 def _refuse_encoder_decoder(cfg: Config, config: Any) -> None:
     """ConfigError for what no encoder-decoder of this configuration learns."""
     family, loss = family_of(config), cfg.preference.loss
+    if cfg.train.precision == "fp16":
+        raise ConfigError(f"{FP16_OF_T5}.")
     if loss == "reward" and config.model_type not in T5:
         raise ConfigError(
             f"preference.loss='reward' with a {config.model_type}, of which nothing here takes the "
@@ -376,9 +383,14 @@ def _refuse_encoder_decoder(cfg: Config, config: Any) -> None:
         )
 
 
+def _answers_of(row: Row) -> list[Row]:
+    """The two answers of a row that are encoded: a pair, or an answer and its other (rows.py)."""
+    beside: Row = row["beside"]
+    return [*row["answers"], beside["other"]] if "other" in beside else row["answers"]
+
+
 def _read_by_model(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    beside = (*_BESIDE,)
-    return {k: v for k, v in batch.items() if k not in beside and not k.startswith(_OTHER)}
+    return {k: v for k, v in batch.items() if k not in _BESIDE and not k.startswith(_OTHER)}
 
 
 def _others(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,7 +17,7 @@ from trainer.models import encoder_decoder
 from trainer.models.adapters import ADAPTER, are_in, loading
 from trainer.models.families import SUMMARISERS
 from trainer.models.head import HEAD_FILE
-from trainer.protocol.abilities import CutRow, Prediction, Usage, by_row
+from trainer.protocol.abilities import CutRow, GeneratedText, Prediction, Usage, by_row
 from trainer.protocol.task import Cut
 from trainer.runtime.batch import to_device
 from trainer.tasks import continuation
@@ -182,7 +182,18 @@ def _answer(
 ) -> list[dict[str, Any]]:
     if task.continues_prompts:
         return continuation.predict(task, model, rows, how)
-    search, base = how.search, model.base
+    texts = texts_to_prompts(task, model, rows, how)
+    return predictions([[one.text for one in of_row] for of_row in texts])
+
+
+@torch.no_grad()
+def texts_to_prompts(
+    task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
+) -> list[list[GeneratedText]]:
+    """What an encoder-decoder answers to each prompt of row_to_predict, the likeliest text first.
+    ConfigError for a search that draws tokens.
+    """
+    search, base = how.search, cast("Any", model).base
     refuse_sampling(search, task="preference", texts="answers of an encoder-decoder")
     tokens = encoder_decoder.generate(
         base,
@@ -198,4 +209,4 @@ def _answer(
         recompute_every=None,
     )[:, 1:]
     texts = [text_of(task.tokenizer, row, ends=task.ends) for row in tokens.tolist()]
-    return predictions([[one.text for one in of_row] for of_row in by_row(texts, search)])
+    return by_row(texts, search)

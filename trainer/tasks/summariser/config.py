@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from trainer.config.block import Positive, Strict
 from trainer.config.formats.layouts import SUMMARIES, Layout, Purpose
+from trainer.config.mistakes import FP16_OF_T5
 from trainer.config.origin.teacher import DistilledExperiment
 from trainer.config.own_rows import OwnRows, Splits
 
@@ -158,9 +159,5 @@ class Config(DistilledExperiment):
     @model_validator(mode="after")
     def _fits_in_fp16(self) -> Config:
         if self.train.precision == "fp16":
-            raise ValueError(
-                "train.precision='fp16': activations of the T5 families pass 65,504, the largest "
-                "number of fp16, and become NaN (huggingface/transformers #4586, #9295); they were "
-                "trained in bf16. Use 'bf16' or 'fp32'"
-            )
+            raise ValueError(FP16_OF_T5)
         return self

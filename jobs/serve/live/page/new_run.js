@@ -7,13 +7,15 @@ const BUSY = 429, BUSY_MS = 3000;
 const NEWS_MS = 10_000; // within which the stream tells of a new job
 const pause = ms => new Promise(resolve => setTimeout(resolve, ms));
 const NUMBERS = [["n_epochs", "Epochs"], ["batch_size", "Rows of a step (batch)"], ["learning_rate_multiplier", "Learning-rate factor"]];
+const WAYS = { supervised: "examples", dpo: "preferences (dpo)" };
 
 export class NewRun {
   constructor(board, me) {
     Object.assign(this, { board, models: me.models, training: null, validation: null, turn: 0, key: newKey() });
     const changed = () => this.look();
-    this.model = h("select", { id: "model", onchange: () => { this.drawKinds(); changed(); } },
+    this.model = h("select", { id: "model", onchange: () => { this.drawMethods(); changed(); } },
       Object.keys(me.models).map(name => h("option", { value: name }, clean(name))));
+    this.method = h("select", { id: "method", onchange: () => { this.drawKinds(); changed(); } });
     this.kinds = h("p", { class: "soft small" });
     this.inputs = Object.fromEntries([...NUMBERS, ["seed", "Seed"], ["suffix", "Suffix of the name"]].map(([name, label]) =>
       [name, h("input", { id: `new-${name}`, placeholder: name === "suffix" ? "none" : "auto", "data-label": label, onchange: changed })]));
@@ -30,21 +32,28 @@ export class NewRun {
       h("label", { for: "rows-file" }, h("b", {}, "Drop a file of rows here"), ", or choose one: one JSON object a line"), rows, this.reading);
     const fields = Object.values(this.inputs).map(input => h("label", { for: input.id }, h("span", {}, input.dataset.label), input));
     this.node = h("div", { class: "new" }, h("h1", {}, "New run"),
-      h("section", { class: "card panel form", "aria-label": "Model and rows" }, h("label", { for: "model" }, h("span", {}, "Model"), this.model), this.kinds, drop,
+      h("section", { class: "card panel form", "aria-label": "Model and rows" }, h("label", { for: "model" }, h("span", {}, "Model"), this.model),
+        h("label", { for: "method" }, h("span", {}, "Learns from"), this.method), this.kinds, drop,
         h("details", {}, h("summary", {}, "Numbers, and a file for validation"), h("div", { class: "form" }, fields,
           h("label", { for: "validation-file" }, h("span", {}, "Validation rows"), valid)),
         h("p", { class: "soft small" }, "Without a validation file a share of the rows is held out."))),
       this.understood.node, this.plan.node, this.error, h("p", { class: "buttons" }, this.start));
     this.understood.fill(h("p", { class: "empty" }, "Choose a file first."));
     this.plan.fill(h("p", { class: "empty" }, "Choose a file first."));
-    this.drawKinds();
+    this.drawMethods();
   }
 
   news() {}
 
+  drawMethods() {
+    const methods = Object.keys(this.models[this.model.value].methods);
+    this.method.replaceChildren(...methods.map(name => h("option", { value: name }, WAYS[name])));
+    this.drawKinds();
+  }
+
   drawKinds() {
-    const { kinds, task } = this.models[this.model.value];
-    const ways = Object.entries(kinds).map(([name, keys]) => `${keys.join(", ")} (${name})`);
+    const { methods, task } = this.models[this.model.value];
+    const ways = Object.entries(methods[this.method.value]).map(([name, keys]) => `${keys.join(", ")} (${name})`);
     this.kinds.textContent = clean(`Task ${task}. A row has the keys ${ways.join(", or ")}.`);
   }
 
@@ -79,7 +88,8 @@ export class NewRun {
     };
     const body = { model: this.model.value, training_file: this.training };
     const numbers = NUMBERS.filter(([name]) => text(name) && text(name) !== "auto").map(([name, label]) => [name, value(name, label)]);
-    if (numbers.length) body.method = { type: "supervised", supervised: { hyperparameters: Object.fromEntries(numbers) } };
+    const type = this.method.value;
+    body.method = { type, [type]: { hyperparameters: Object.fromEntries(numbers) } };
     if (this.validation) body.validation_file = this.validation;
     if (text("seed")) body.seed = value("seed", "Seed");
     if (text("suffix")) body.suffix = text("suffix");

@@ -1,0 +1,221 @@
+"""What a driven run refuses, saves and loads."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.driven_runs import (
+    VOCABULARY,
+    Kill,
+    create,
+    drive,
+    driven_values,
+    folder_of,
+    passed,
+    results_of,
+    rows_of_seed,
+    step,
+    write_log,
+)
+from tests.facts import write_facts
+from tests.ranks import run_on_ranks
+from tests.wording import fault, refused, says
+from trainer import tasks
+from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED, ReplayDiffers
+from trainer.operations.operation_log import FOLDER, needless_before
+from trainer.operations.results import ResultWriter
+from trainer.operations.rows import DrivenRow
+from trainer.training import checkpoint
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("facts"), train=13, valid=4)
+
+
+def row_with(**changes: Any) -> DrivenRow:
+    (row,) = rows_of_seed(7, 1)
+    return DrivenRow(changes.pop("tokens", row.tokens), {**row.inputs, **changes})
+
+
+def bad_operations() -> list[tuple[Any, str, dict[str, Any]]]:
+    """(operation, code, what its message names)."""
+    good = row_with()
+    length = len(good.tokens)
+    nan = np.full(length, np.nan, np.float32)
+    foreign = np.full(length, VOCABULARY, np.int64)
+    long = DrivenRow(np.full(25, 3, np.int32), {"target_tokens": np.full(25, 3, np.int64)})
+    return [
+        (step(), "driven_no_gradient", {}),
+        (passed([good], loss_fn="gspo"), "driven_loss_unknown", {"name": "gspo"}),
+        (
+            passed([good], loss_fn_config={"beta": 1.0}),
+            "driven_loss_config",
+            {"key": "beta", "name": "cross_entropy"},
+        ),
+        (passed([good], loss_fn="ppo"), "driven_inputs_foreign", {"name": "ppo"}),
+        (passed([long]), "driven_row_long", {"count": 25, "limit": 24}),
+        (passed([row_with(target_tokens=foreign)]), "driven_id_foreign", {"id": VOCABULARY}),
+        (
+            passed([row_with(tokens=-good.tokens - 1)]),
+            "driven_id_foreign",
+            {"id": -int(good.tokens[0]) - 1},
+        ),
+        (passed([row_with(weights=nan)]), "driven_not_finite", {"key": "weights"}),
+        (passed([row_with(weights=nan[:-1] * 0)]), "driven_shape", {"key": "weights"}),
+        (passed([]), "driven_no_rows", {}),
+        (("forward", {"loss_fn": "cross_entropy"}, b"torn"), "payload_unreadable", {}),
+        (step(beta1=1.0, eps=float("nan")), "driven_adam", {"name": "beta1"}),
+        (("save_state", {"name": "../x"}, b""), "driven_name", {"name": "../x"}),
+        (("load_state", {"folder": "saved/absent"}, b""), "driven_state_absent", {}),
+        (("create", {"lora": {"rank": 99}}, b""), "driven_create_differs", {"rank": 99}),
+        (("forget", {}, b""), "driven_kind", {"kind": "forget"}),
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
+def test_what_is_refused_changes_nothing(
+    world: int, stage: int, facts: Path, tmp_path: Path
+) -> None:
+    values = driven_values(facts, world=world)
+    bad = bad_operations()
+    first, second, looked = (passed(rows_of_seed(n)) for n in (1, 2, 3))
+    look = ("forward", *looked[1:])
+    early = (step(), "driven_not_created", {})
+    good = [create(values), first, step(), look]
+    steps = [early[0], *good[:3], look, *(one for one, _, _ in bad), look, second, step()]
+    late = passed(rows_of_seed(4))
+    steps += [("end", {}, b""), late]
+    run = folder_of(values, tmp_path)
+    write_log(run, steps)
+    assert run_on_ranks(world, drive, values, facts, tmp_path, stage) == [EXIT_OK] * world
+    results = results_of(run)
+    assert len(results) == len(steps)
+    wanted = {0: early, **dict(enumerate(bad, start=5))}
+    wanted[len(steps) - 1] = (late, "driven_has_ended", {})
+    for number, result in enumerate(results):
+        if number not in wanted:
+            assert result.error is None, number
+            continue
+        _, code, fields = wanted[number]
+        assert result.fields["category"] == "user"
+        says(code, result.error or "", **fields)
+    assert results[4].payload == results[5 + len(bad)].payload
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loaded_state_has_its_moments_and_its_count(
+    precision: str, stage: int, world: int, facts: Path, tmp_path: Path
+) -> None:
+    values = driven_values(facts, world=world, train={"precision": precision})
+    first, second, third = (passed(rows_of_seed(n)) for n in (1, 2, 3))
+    look = ("forward", *passed(rows_of_seed(9))[1:])
+    load = {"folder": "saved/a/step-1", "with_optimizer": True}
+    steps = [create(values), first, step(), ("save_state", {"name": "a"}, b"")]
+    more = [second, step(), third, step(), look]
+    steps += [*more, first, ("load_state", load, b""), *more]
+    steps += [("load_state", {**load, "with_optimizer": False}, b""), look, *more]
+    steps += [("save_state", {"name": "a"}, b""), ("save_for_sampler", {"name": "s"}, b"")]
+    steps += [("end", {}, b"")]
+    run = folder_of(values, tmp_path)
+    write_log(run, steps)
+    run_on_ranks(world, drive, values, facts, tmp_path, stage)
+    results = results_of(run)
+    says("driven_name_there", results[-3].error or "", name="a")
+    assert [one.error for one in results[:-3]] == [None] * (len(steps) - 3)
+    saved = results[3].fields
+    assert saved["folder"] == load["folder"]
+    assert len(saved["sha256"]) == 64
+    one, same, fresh = (
+        [result.payload for result in results[start : start + 5]] for start in (4, 11, 18)
+    )
+    assert one == same
+    assert one[0] == fresh[0]
+    assert one[4] != fresh[4]  # without moments Adam takes other steps
+    assert (run / "sampler" / "s" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_a_replay_that_differs_stops_the_run(facts: Path, tmp_path: Path) -> None:
+    values = driven_values(facts)
+    run = folder_of(values, tmp_path)
+    write_log(run, [create(values), passed(rows_of_seed(1)), step(), ("end", {}, b"")])
+    results = ResultWriter(run / FOLDER)
+    results.append(0, {})
+    results.append(1, {"metrics": {"loss:sum": 1.0}})
+    results.close()
+    with pytest.raises(AssertionError, match=ReplayDiffers.__name__):
+        run_on_ranks(2, drive, values, facts, tmp_path, 2)
+    assert '"failed"' in (run / "status.json").read_text()
+
+
+@pytest.mark.long
+def test_an_idle_run_is_put_aside_and_goes_on(facts: Path, tmp_path: Path) -> None:
+    values = driven_values(facts, data={"put_aside_s": 0.5}, train={"save_every": 1})
+    run = folder_of(values, tmp_path)
+    passes = [passed(rows_of_seed(number)) for number in range(4)]
+    steps = [create(values), passes[0], step(), passes[1], step(), passes[2]]
+    write_log(run, steps)
+    assert run_on_ranks(1, drive, values, facts, tmp_path, 2) == [EXIT_PAUSED]
+    assert [step for step, _ in checkpoint.candidates(run / "checkpoints")] == [1, 2]
+    assert needless_before(run / FOLDER) == 3
+    more = [passes[3], step(), ("end", {}, b"")]
+    write_log(run, more, after=len(steps) - 1)
+    assert run_on_ranks(1, drive, values, facts, tmp_path, 2) == [EXIT_OK]
+    assert [one.error for one in results_of(run)] == [None] * len(steps + more)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert [line.count('"loss_sum"') for line in lines] == [1, 1, 1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
+    rank: int, facts: Path, tmp_path: Path
+) -> None:
+    values = driven_values(facts, world=2)
+    run = folder_of(values, tmp_path)
+    passes = [passed(rows_of_seed(number)) for number in range(3)]
+    steps = [create(values), passes[0], step(), passes[1], step(), passes[2], step()]
+    write_log(run, [*steps, ("end", {}, b"")])
+    asked = Kill("done", 5, rank, signal.SIGTERM)
+    stopped = run_on_ranks(2, drive, values, facts, tmp_path, 2, asked)
+    assert stopped == [EXIT_PREEMPTED] * 2
+    assert [step for step, _ in checkpoint.candidates(run / "checkpoints")] == [2]
+    assert len(results_of(run)) == 5
+    assert run_on_ranks(2, drive, values, facts, tmp_path, 2) == [EXIT_OK] * 2
+    assert [one.error for one in results_of(run)] == [None] * (len(steps) + 1)
+
+
+@pytest.mark.parametrize(
+    ("block", "own", "expected"),
+    [
+        ("train", {"epochs": 2.0}, fault("driven_key", key="train.epochs=2.0")),
+        ("train", {"precision": "fp16"}, fault("driven_key", key="train.precision='fp16'")),
+        ("optim", {"name": "lion"}, fault("driven_key", key="optim.name='lion'")),
+        ("data", {"source": "files", "put_aside_s": 1.0}, "put_aside_of_files"),
+        ("data", {"stream": True}, "driven_reads_files"),
+    ],
+)
+def test_a_dictionary_that_needs_rows_is_refused(
+    block: str, own: dict[str, Any], expected: Any, tmp_path: Path
+) -> None:
+    values = driven_values(tmp_path)
+    values[block] = {**values[block], **own}
+    with refused(expected):
+        tasks.parse(values)
+
+
+def test_adapters_are_wanted(tmp_path: Path) -> None:
+    values = driven_values(tmp_path)
+    del values["lora"]
+    with refused("driven_without_lora"):
+        tasks.parse(values)

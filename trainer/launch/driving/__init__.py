@@ -1,0 +1,1 @@
+"""A driven run, from its checked dictionary to its loop of operations."""
