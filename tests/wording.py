@@ -1292,7 +1292,26 @@ OPERATIONS = (
     )
 )
 
+# Texts of answers of the Tinker dialect, and of futures that failed
+STEPS = wording(
+    operation_conflict_http="{run}: operation {seq} was sent before with another content",
+    operation_gap_http="Operation {seq} of {run} does not follow the last one, ...operation {next}",
+    steps_target_shape="target_tokens: got the shape {shape}, want [{length}] or",
+    steps_not_finite="{input}: got NaN or an infinite number",
+    steps_input_missing="the loss {loss} wants loss_fn_inputs[{name!r}]",
+    steps_input_unknown="the loss {loss} reads no {name!r}, want",
+    steps_row_length="row {row}: got {length} tokens, want 1 to {most}.",
+    steps_graph_refused="no graph of a request is run here",
+    steps_loss_unknown="loss_fn: got {name!r}.",
+    steps_saved_before="{kind}/{name} was saved before",
+    steps_token_quota="{owner} has sent {used} of {most} tokens, and these are {more} more",
+    steps_name="path: got {name!r}, want a name of letters",
+    steps_log_full="The operations of {run} since its last two states have {most} bytes",
+)
+
+
 ROOMS: dict[str, dict[str, Wording]] = {
+    "steps": STEPS,
     "operations": OPERATIONS,
     "teachers": TEACHERS,
     "judging": JUDGING,

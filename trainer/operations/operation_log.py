@@ -44,6 +44,7 @@ Kind = Literal[
     "save_state",
     "save_for_sampler",
     "load_state",
+    "refused",  # its content was wrong: it changes nothing, and its number is used
     "end",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
