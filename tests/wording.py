@@ -1116,6 +1116,7 @@ SERVICE = (
         line_streamed="body.stream: got {value!r}, want false",
         not_json="{file}: no JSON, or one that is nested too deeply",
         two_values="hyperparameters.{name} is {beside} beside `method` and {inside} in it",
+        batch_of_another_folder="it is the batch {name!r}. Remove the folder",
         batch_purpose="input_file_id: {file} has the purpose {purpose!r}, want 'batch'",
         batches_unserved="batches: this service answers none (batch_models=0)",
         answers_equal="line {line}: got two equal answers, {answer}",
@@ -1124,6 +1125,7 @@ SERVICE = (
         checkpoint_stays="{name} is a checkpoint, from which its job may go on",
         model_in_use="{model}: {jobs!r} begin with it and have not ended",
         permissions_unserved="Permissions of a checkpoint: got a request to share it",
+        offer_answers_nothing="{name!r} is tuned by jobs, and answers nothing itself",
         request_key_unknown="{key}: there is no such parameter",
         limits_twice="max_tokens: got {got} beside max_completion_tokens, which is {other}",
         parameters_of_no_object="got the type {type!r} of the parameters of {name}, want 'object'",
@@ -1250,7 +1252,8 @@ OPERATIONS = (
         result_gap="the result of operation {seq} does not follow",
     )
     | wording(
-        ReplayDiffers, replay_differs="operation {seq} was run again ...{then}} then, ...{now}} now"
+        ReplayDiffers,
+        replay_differs="operation {seq} was run again ...: {then}} then, ...: {now}} now",
     )
     | wording(ResumeError, records_held="another process writes")
     | wording(
@@ -1290,7 +1293,26 @@ OPERATIONS = (
     )
 )
 
+# Texts of answers of the Tinker dialect, and of futures that failed
+STEPS = wording(
+    operation_conflict_http="{run}: operation {seq} was sent before with another content",
+    operation_gap_http="Operation {seq} of {run} does not follow the last one, ...operation {next}",
+    steps_target_shape="target_tokens: got the shape {shape}, want [{length}] or",
+    steps_not_finite="{input}: got NaN or an infinite number",
+    steps_input_missing="the loss {loss} wants loss_fn_inputs[{name!r}]",
+    steps_input_unknown="the loss {loss} reads no {name!r}, want",
+    steps_row_length="row {row}: got {length} tokens, want 1 to {most}.",
+    steps_graph_refused="no graph of a request is run here",
+    steps_loss_unknown="loss_fn: got {name!r}.",
+    steps_saved_before="{kind}/{name} was saved before",
+    steps_token_quota="{owner} has sent {used} of {most} tokens, and these are {more} more",
+    steps_name="path: got {name!r}, want a name of letters",
+    steps_log_full="The operations of {run} since its last two states have {most} bytes",
+)
+
+
 ROOMS: dict[str, dict[str, Wording]] = {
+    "steps": STEPS,
     "operations": OPERATIONS,
     "teachers": TEACHERS,
     "judging": JUDGING,
@@ -1329,54 +1351,6 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "votes": VOTES,
     "service": SERVICE,
 }
-# The operations of a driven run
-OPERATIONS = (
-    wording(OperationConflict, operation_conflict="operation {seq} was sent before with another")
-    | wording(
-        OperationGap,
-        operation_gap="operation {seq} does not follow the last one, {last}. Send",
-        result_gap="the result of operation {seq} does not follow",
-    )
-    | wording(
-        ReplayDiffers, replay_differs="operation {seq} was run again ...{then} then, {now} now"
-    )
-    | wording(ResumeError, records_held="another process writes")
-    | wording(
-        CheckpointError,
-        records_altered="no whole record, although more was written behind it",
-        log_compacted="The log was compacted beyond the state",
-    )
-    | wording(
-        DataError,
-        driven_inputs_differ="row {index} has the loss inputs",
-        driven_axis_differs="row {index}: {name} has the shape",
-        payload_unreadable="the payload of rows is no safetensors file",
-        driven_inputs_foreign="; {name} wants target_tokens",
-        driven_row_long="got {count} tokens, want 1 to {limit} (data.max_tokens)",
-        driven_id_foreign="got the id {id} at position",
-        driven_not_finite=", {key}: got nan at position",
-        driven_shape=", {key}: got the shape",
-        driven_no_rows="got no rows. Send at least one",
-        driven_state_absent="load_state: there is no folder",
-    )
-    | wording(
-        ConfigError,
-        driven_no_gradient="optim_step: there is no gradient. Send",
-        driven_loss_unknown="loss_fn={name!r} is not computed here",
-        driven_loss_config="loss_fn_config: {key!r} is no number of {name}",
-        driven_adam="optim_step: {name}: got",
-        driven_name="name={name!r}: want letters, digits",
-        driven_name_there="save_state: {name!r} is there already",
-        driven_create_differs="create: lora rank={rank}, but the dictionary",
-        driven_kind="{kind!r} is no kind of operation",
-        driven_not_created="the run was not created yet. Send create first",
-        driven_has_ended="the run has ended. Create another one",
-        driven_key='data.source="client" with {key}: the client sends',
-        driven_without_lora="trains adapters beside a frozen base",
-        driven_reads_files="reads no rows from files: leave",
-        put_aside_of_files="put_aside_s with source",
-    )
-)
 
 WORDINGS = {code: wording for room in ROOMS.values() for code, wording in room.items()}
 # Sentences that end the messages of many faults.

@@ -41,11 +41,14 @@ def token_command(
         float | None, typer.Option("--gpu_hours", help="GPU hours in all.")
     ] = None,
     max_bytes: Annotated[int | None, typer.Option("--bytes", help="Bytes of uploads.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Tokens of rows that driven runs get, in all.")
+    ] = None,
 ) -> None:
     """Make a token of the service. It is printed once; the file keeps only its hash."""
     from jobs.serve.access import add_token
 
-    quota = {"jobs": jobs, "gpu_hours": gpu_hours, "bytes": max_bytes}
+    quota = {"jobs": jobs, "gpu_hours": gpu_hours, "bytes": max_bytes, "tokens": tokens}
     typer.echo(add_token(token_file, name, role, quota))
 
 

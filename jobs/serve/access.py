@@ -39,7 +39,8 @@ class Quota(Strict):
 
     jobs: Positive | None = None  # that have not ended, at one time
     gpu_hours: Annotated[float, Field(gt=0)] | None = None  # after so many no new job starts
-    bytes: Positive | None = None  # of files
+    bytes: Positive | None = None  # of files; and of the operations and weights of driven runs
+    tokens: Positive | None = None  # of rows that driven runs are sent, in all
 
 
 class Token(Strict):
@@ -136,15 +137,16 @@ class Gate:
             return None
         return Client(match.name, match.role, match.quota)
 
-    def wait_s(self, who: str, *, has_token: bool = True) -> float:
+    def wait_s(self, who: str, *, has_token: bool = True, per_minute: int | None = None) -> float:
         """Seconds until a token, or an address without one, may send its next request; 0 when it
-        may now.
+        may now. per_minute: requests; None: requests_per_minute.
         """
-        per_s, now = self.requests_per_minute / 60, time.monotonic()
+        most = float(per_minute or self.requests_per_minute)
+        per_s, now = most / 60, time.monotonic()
         rates = self._rates[0 if has_token else 1]  # many addresses push out no token
         with self._lock:
-            budget, at = rates.pop(who, (float(self.requests_per_minute), now))
-            budget = min(budget + (now - at) * per_s, float(self.requests_per_minute))
+            budget, at = rates.pop(who, (most, now))
+            budget = min(budget + (now - at) * per_s, most)
             is_free = budget >= 1
             rates[who] = (budget - 1 if is_free else budget, now)
             if len(rates) > MAX_CLIENTS:

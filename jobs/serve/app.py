@@ -51,6 +51,8 @@ from jobs.serve.limits.shares import THREADS, Shares, holder_of
 from jobs.serve.live import routes as live_routes
 from jobs.serve.preview import routes as preview_routes
 from jobs.serve.requests import Refusal
+from jobs.serve.steps import dialect as steps_dialect
+from jobs.serve.steps.upkeep.expiry import sweep_always
 from jobs.serve.tickets import ServiceFolder
 from jobs.serve.webhooks.sender import Webhooks
 from jobs.submit.prepare import PROJECT
@@ -59,6 +61,7 @@ from trainer.errors import ConfigError
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
 MOST_NAMES = 100  # of folders that cannot be read, in one answer
 ONCE = ("host", "authorization", "origin", "content-length", "content-type", "idempotency-key")
+ONCE += ("x-api-key", "x-idempotency-key", "content-encoding")
 # A page loads nothing from other servers, no page may frame it, only our own files are scripts.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -105,7 +108,8 @@ class Door:
         with contextlib.ExitStack() as stack:
             try:
                 holder = self._admit(scope)
-                kind = "streams" if scope["path"] == live_routes.STREAM else "requests"
+                is_stream = scope["path"] in (live_routes.STREAM, *steps_dialect.WAITING)
+                kind = "streams" if is_stream else "requests"
                 stack.enter_context(self.shares.hold(kind, holder))
             except Refusal as error:
                 await error.response()(scope, receive, send_ours)
@@ -124,18 +128,25 @@ class Door:
             raise Refusal(421, "Host: this server has another name. `hosts` of its file lists it.")
         if not self.gate.is_our_origin(headers):
             raise Refusal(403, "Origin: a page of another site may not call this server.")
+        is_of_steps = scope["path"].startswith(steps_dialect.PREFIX)
+        authorization = headers.get("authorization")
+        if is_of_steps and authorization is None:
+            authorization = steps_dialect.authorization(headers.get("x-api-key"))
         try:
-            client = self.gate.client(headers.get("authorization"))
+            client = self.gate.client(authorization)
         except (OSError, ConfigError) as error:  # it is being replaced, or somebody has to mend it
             log.warning("%s", error)
             text = "The server cannot read its tokens now. Ask again."
             raise Refusal(503, text, code="overloaded", retry_after_s=5) from None
         holder, state = holder_of(scope, client), scope.setdefault("state", {})
-        wait_s = self.gate.wait_s(holder, has_token=client is not None)
+        config = self.shares.config
+        most = config.operations_per_minute if is_of_steps else self.gate.requests_per_minute
+        who = f"steps of {holder}" if is_of_steps else holder
+        wait_s = self.gate.wait_s(who, has_token=client is not None, per_minute=most)
         if wait_s:
-            text = f"Too many requests: at most {self.gate.requests_per_minute} a minute."
+            text = f"Too many requests: at most {most} a minute."
             raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=wait_s)
-        is_page = scope["path"] in PUBLIC_PATHS or scope["path"].startswith("/live/")
+        is_page = scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PUBLIC_STARTS)
         if client is None and not is_page:
             text = "Authorization: want a token of this server: Bearer lathe-..."
             raise Refusal(401, text, code="invalid_api_key")
@@ -173,6 +184,7 @@ class Server(uvicorn.Server):
 # token file may be there, so nothing in the headers of a probe is looked at.
 PROBE = "/healthz"
 PUBLIC_PATHS = ("/", "/live")  # they hold no data: the page itself is empty
+PUBLIC_STARTS = ("/live/", steps_dialect.SIGNED)  # an address that is signed needs no token
 
 
 async def health(request: Request) -> Response:
@@ -203,6 +215,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
         if has_keeper:
             thread.start()
             tasks.append(asyncio.create_task(app.state.batch_runner.run()))
+            tasks.append(asyncio.create_task(sweep_always(app.state.steps)))
             webhooks.start()
         yield
         keeper.stop()
@@ -211,17 +224,20 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await app.state.workers.stop()
+        await app.state.steps.stop()
 
     routes = [Route(PROBE, health), *lathe_routes.ROUTES]
     routes += [*file_routes.ROUTES, *job_routes.ROUTES, *checkpoint_routes.ROUTES]
     routes += [*model_routes.ROUTES, *batch_routes.ROUTES]
     routes += [*answer_routes.ROUTES, *preview_routes.ROUTES]
+    routes += steps_dialect.ROUTES
     routes += [*live_routes.PAGE_ROUTES, *live_routes.ROUTES]
     app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=life)
     app.router.redirect_slashes = False
     shares = Shares(keeper.config)
     app.state.keeper, app.state.shares = keeper, shares
     app.state.workers = Workers(keeper.folder.cache, keeper.config.loaded_models)
+    app.state.steps = steps_dialect.make(keeper, gate)
     veil = Veil.of(keeper.folder.base.path, [PROJECT])
     app.state.batches = BatchFolders(keeper.folder, keeper.unreadable)
     webhooks = Webhooks.of(keeper, app.state.batches)

@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
+from jobs.job_state import JobState
 from jobs.record.metrics import numbers
 from jobs.record.paths import RunFolder
 from jobs.record.row import Row
@@ -28,7 +29,7 @@ from trainer.files.survival_events import recovery_sentence
 Status = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled"]
 Level = Literal["info", "warn", "error"]
 FINAL: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
-FAILED = ("failed", "timeout", "oom", "lost")
+FAILED: tuple[JobState, ...] = ("failed", "timeout", "oom", "lost")
 GATE_REFUSED = "gate_refused"  # code of the error of a job whose gate kept its model back
 CANNOT_RUN = "cannot_run"  # code of the error of a job whose files or folders nobody understands
 # OpenAI's name -> our name of a metric
@@ -98,7 +99,8 @@ def standing(facts: Facts) -> Standing:
             return Standing("failed", _ended_at(row), _error(GATE_REFUSED, message, None))
         if is_first_end and row.state == "succeeded":
             return Standing("succeeded", _ended_at(row))
-        if is_first_end and row.ended_at is not None and cancel is None:
+        may_go_on = facts.ticket.driven_by is not None and failure is None
+        if is_first_end and row.ended_at is not None and cancel is None and not may_go_on:
             return _as_failed(row, f"training_{row.state}")
     if failure is not None and failure.at == min(ends):
         return Standing("failed", failure.at, _error(CANNOT_RUN, failure.message, None))
@@ -108,6 +110,8 @@ def standing(facts: Facts) -> Standing:
         return Standing("validating_files")
     if row is None or not row.history:
         return Standing("queued")
+    if row.state in FAILED and facts.ticket.driven_by is not None:
+        return Standing("queued")  # it is begun again, until the keeper writes down why not
     if row.state in FAILED:
         return _as_failed(row, f"training_{row.state}")
     if row.state == "pending" and not has_turn_later(row):

@@ -35,6 +35,7 @@ from jobs.record.times import now
 from jobs.serve.exported_step import export_step
 from jobs.serve.index import Index
 from jobs.serve.job_view import (
+    FAILED,
     FINAL,
     Facts,
     is_paused,
@@ -42,6 +43,7 @@ from jobs.serve.job_view import (
 )
 from jobs.serve.offers import Offer, ServiceConfig, held_out_per_mille
 from jobs.serve.rows import checks as uploaded_rows
+from jobs.serve.steps.upkeep.driven_jobs import DrivenJobs
 from jobs.serve.tickets import (
     Checked,
     Failure,
@@ -101,6 +103,7 @@ class Keeper:
     _poked: threading.Event = field(default_factory=threading.Event)
     _is_stopped: bool = False
     _lanes: Lanes = field(default_factory=Lanes)
+    _driven: DrivenJobs = field(default_factory=DrivenJobs)
     # job id -> what was done for it -> when, in seconds of the monotonic clock
     _last_tries: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
 
@@ -242,17 +245,31 @@ class Keeper:
         if is_unwanted or standing(facts).status in FINAL:
             return None
         if facts.checked is None:
-            return _Step(FILES, partial(self._check, folder, facts.ticket))
+            check = self._note_checked if facts.ticket.driven_by else self._check
+            return _Step(FILES, partial(check, folder, facts.ticket))
         if row is None or not row.history:
             return self._step("send", row, partial(self._submit, facts, folder))
         if row.state in ACTIVE and row.job_id is not None:
             return None
+        if facts.ticket.driven_by and row.state in ("paused", *FAILED):
+            run = self.folder.base.run(facts.ticket.exp_id).path
+            if row.state == "paused" and not self._driven.has_work(run):
+                return None  # it was put aside, and the next operation wakes it
+            reason = None if row.state == "paused" else self._driven.why_it_stays(run, row)
+            if reason is not None:
+                fail = partial(self._fail, folder, Failure(at=now(), message=reason))
+                return _Step(FILES, fail)
         return self._step("send", row, partial(self._again, facts, row))
 
     def _step(self, verb: str, row: Row | None, take: Callable[[], bool]) -> _Step:
         """A step that asks the backend of a job's last attempt, or else that of this server."""
         backend = row.backend if row is not None else None
         return _Step(Lane(f"{verb} {backend or self.send.backend}"), take)
+
+    def _note_checked(self, folder: TicketFolder, ticket: Ticket) -> bool:
+        """Write down that a job has no files to be checked: its rows come with its operations."""
+        create_json(folder.check_file, Checked(at=now()).model_dump(mode="json"))
+        return True
 
     def _check(self, folder: TicketFolder, ticket: Ticket) -> bool:
         """Check the files of a job completely, and write their rows as its task reads them."""
@@ -312,7 +329,9 @@ class Keeper:
         if self.send.python_binary:
             values["python_binary"] = self.send.python_binary
         job = validate(JobConfig, values, source=f"job of model {ticket.model!r}")
-        flags = {"data_path": str(folder.data), "cache_dir": str(self.folder.cache)}
+        flags = {"cache_dir": str(self.folder.cache)}
+        if ticket.driven_by is None:
+            flags["data_path"] = str(folder.data)
         if self._offer(ticket).test and ticket.method == "supervised":
             flags["test"] = ""
         request = self.request([ticket.experiment], GROUP, job, flags)
@@ -401,8 +420,10 @@ class Keeper:
             return False
         _raise_if_locked(self.folder.base.run(row.exp_id))
         # "cancelled": paused by an earlier version, which did not say so in its record
-        paused: tuple[JobState, ...] = ("paused", "cancelled")
-        limits = Limits(retry=paused) if row.state in paused else None
+        resumed: tuple[JobState, ...] = ("paused", "cancelled")
+        if facts.ticket.driven_by:
+            resumed = (*resumed, *FAILED)
+        limits = Limits(retry=resumed) if row.state in resumed else None
         request = control.Again(self.folder.base, self.backend_of, limits, lock_wait_s=LOCK_WAIT_S)
         (result,) = control.again(request, [row])
         if result.action in ("skip", "wait") or result.is_bad:

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from jobs.config import JobConfig
 from jobs.serve.rows.kinds import KINDS
+from jobs.serve.steps.experiments import Driven, check_driven
 from jobs.serve.webhooks.endpoints import Webhook, WebhookList
 from trainer import tasks
 from trainer.config import userfile
@@ -56,6 +57,8 @@ class Offer(Strict):
     # its dictionary, such as {"optim": {"lr": 1e-6}, "preference": {"beta": 0.2}}; None: it never
     # does. Without a rate of its own a tenth of the offer's (Tulu 3: 5e-6 and 5e-7).
     dpo: Values | None = Field(default_factory=dict)
+    # whether clients of the Tinker SDK may drive runs of it step by step, and how
+    driven: bool | Driven = False
     # one device of those it runs on, for the plan before a start: h200, 24GiB, or the file of
     # `lathe calibrate-device`
     device: str | None = None
@@ -71,8 +74,10 @@ class ServiceConfig(Strict):
     roots: list[str] = Field(default_factory=list)  # folders that dictionaries may name
     max_file: Positive = 512 * MEBIBYTE
     max_body: Positive = 4 * MEBIBYTE  # of a JSON document: 2,048 texts of 2 kB
+    max_operation: Positive = 32 * MEBIBYTE  # of the rows of one operation of a driven run
     reserve: Annotated[int, Field(ge=0)] = 1024 * MEBIBYTE  # of the disk, never filled by uploads
     requests_per_minute: Positive = 1200  # of one token, or one address without
+    operations_per_minute: Positive = 60_000  # of /api/v1/, of one token or one address without
     requests_at_once: Positive = 32  # in progress, of one token, or one address without
     streams_at_once: Positive = 64  # event streams of open pages, of one token
     answers_at_once: Positive = 16  # questions to models in progress, of one token
@@ -80,6 +85,7 @@ class ServiceConfig(Strict):
     idle_connections: Positive = 256  # without a request; above that the oldest ones are closed
     head_s: Annotated[float, Field(gt=0)] = 10.0  # within which the head of a request must arrive
     loaded_models: Positive = 2  # at the same time, for answers to people
+    sampled_models: Annotated[int, Field(ge=0)] = 1  # beside them, for samples of driven runs
     batch_models: Annotated[int, Field(ge=0)] = 1  # beside them, for batches; 0: no batches
     batch_lines: Positive = 50_000  # requests of a batch
     batch_bytes: Positive = 200 * MEBIBYTE  # of its file
@@ -135,6 +141,8 @@ def read(file: Path | None) -> ServiceConfig:
                 device_of(offer.device)
             for kind in kinds_of(offer):
                 _try(offer, kind, source=f"{source}: model {name!r}")
+            if offer.driven:
+                check_driven(config, name, offer, source=f"{source}: driven of model {name!r}")
             if offer.dpo:  # without a block of its own, a request is told why it is refused
                 offer_for(offer, name, "dpo")
         except ConfigError as error:

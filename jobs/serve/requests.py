@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 
 from jobs.report.text import plain
 from trainer.config.readers.json_text import finite, without_twins
+from trainer.data.formats.json_text import half_of_pair
 
 if TYPE_CHECKING:
     from jobs.serve.access import Client
@@ -251,7 +252,7 @@ async def read_json_object(request: Request, config: ServiceConfig) -> dict[str,
         raise Refusal(415, f"Content-Type: got {quote(kind)}, want application/json.")
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refusal(415, "Content-Encoding: want none. Send the body as it is.")
-    content = await _content(request, config)
+    content = await read_content(request, config.max_body, config.body_s)
     try:
         value: Any = json.loads(
             content.decode(),
@@ -269,22 +270,26 @@ async def read_json_object(request: Request, config: ServiceConfig) -> dict[str,
         raise Refusal(400, f"The body is a JSON {type(value).__name__}, want an object.")
     if _is_deeper(value, MAX_DEPTH):
         raise Refusal(400, f"The JSON is nested more than {MAX_DEPTH} deep.")
+    half = half_of_pair(value)
+    if half is not None:
+        raise Refusal(400, f"The body is not valid JSON: {half}.")
     return cast("dict[str, Any]", value)
 
 
-async def _content(request: Request, config: ServiceConfig) -> bytes:
+async def read_content(request: Request, most: int, within_s: float) -> bytes:
+    """The body of a request. Refusal when it has more than `most` bytes, or is too slow."""
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > config.max_body:
-        raise Refusal(413, f"The body has {declared} bytes; at most {config.max_body} are allowed.")
+    if declared.isdigit() and int(declared) > most:
+        raise Refusal(413, f"The body has {declared} bytes; at most {most} are allowed.")
     content = bytearray()
     try:
-        with anyio.fail_after(config.body_s):
+        with anyio.fail_after(within_s):
             async for block in request.stream():
                 content += block
-                if len(content) > config.max_body:
-                    raise Refusal(413, f"The body is longer than {config.max_body} bytes.")
+                if len(content) > most:
+                    raise Refusal(413, f"The body is longer than {most} bytes.")
     except TimeoutError:
-        raise Refusal(408, f"The body did not come within {config.body_s:.0f} s.") from None
+        raise Refusal(408, f"The body did not come within {within_s:.0f} s.") from None
     except ClientDisconnect:
         raise Refusal(400, "The body was cut off.") from None
     return bytes(content)

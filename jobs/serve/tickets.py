@@ -14,6 +14,7 @@
     webhooks/               what is told to webhooks, see webhooks/outbox.py
     cache/                  tokenizers and encoded rows of the trainings
     locks/<token's name>    empty; locked while the quota of a token is checked and used
+    steps/                  sessions of the Tinker dialect, see steps/sessions.py
     index-<host>.sqlite     a copy of the facts, for fast lists; may be deleted at any time
 
 A ticket's id comes from its Idempotency-Key, so the same key means the same ticket: the server that
@@ -86,6 +87,7 @@ class Ticket(Strict):
     suffix: str | None = None
     metadata: dict[str, str] | None = None
     is_method_given: bool = False
+    driven_by: str | None = None  # the training run of the Tinker dialect, which sends its rows
 
     @property
     def digits(self) -> str:
@@ -243,6 +245,10 @@ class ServiceFolder:
         return self.path / "webhooks"
 
     @property
+    def steps(self) -> Path:
+        return self.path / "steps"
+
+    @property
     def cache(self) -> Path:
         return self.path / "cache"
 
@@ -258,7 +264,14 @@ class ServiceFolder:
     def make(self) -> None:
         """Make the folders, and remove uploads and batches that were cut off. StorageError."""
         with refusals(self.path):
-            parts = (self.tickets, self.uploads, self.batches, self.webhooks, self.cache)
+            parts = (
+                self.tickets,
+                self.uploads,
+                self.batches,
+                self.webhooks,
+                self.cache,
+                self.steps,
+            )
             for folder in parts:
                 folder.mkdir(parents=True, exist_ok=True)
         _remove_torn(self.uploads, "content")

@@ -1,6 +1,7 @@
 """Answers questions with one trained model, for the service, which lets people try a model:
-`python -m trainer.commands.answer RUN CACHE [WEIGHTS]`. WEIGHTS: final, base (untrained), or
-step-N, a saved step, of which a model is made where there is none (averages/saved_step.py).
+`python -m trainer.commands.answer RUN CACHE [WEIGHTS]`. WEIGHTS: final, base (untrained), step-N, a
+saved step, of which a model is made where there is none (averages/saved_step.py), or "samples":
+questions for samples (texts/samples.py) name their weights themselves (texts/exchanged.py).
 
 It reads lines of JSON: `{"many": [questions]}`, the waiting questions. For these it writes lines of
 JSON, each with the number of its question (`of`), and at last `{"done": true}`.
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +23,7 @@ import torch
 
 from trainer.averages.saved_step import export_step
 from trainer.commands.options import module_of
+from trainer.commands.texts.exchanged import ExchangedWeights
 from trainer.commands.texts.pieces import AnswerText, choices_of, pieces
 from trainer.commands.texts.wishes import WrongWish, begun
 from trainer.data.formats.json_text import preview
@@ -42,6 +45,7 @@ from trainer.protocol.abilities import (
 )
 from trainer.training.options import Options
 
+SAMPLES = "samples"
 _SEND_TEXTS = "Send texts (LangChain: check_embedding_ctx_length=False)"
 _PROMPTS = {"prompt", "prompts", "messages"}  # of a language model's questions
 
@@ -60,13 +64,16 @@ def main() -> int:
     try:
         if weights.startswith("step-"):
             export_step(run, int(weights.removeprefix("step-")), options.places)
-        model_of_run = OpenExport(*open_model(Question(values, model=weights), options))
+        answers_to = ExchangedWeights(values, options).answers
+        if weights != SAMPLES:
+            model_of_run = OpenExport(*open_model(Question(values, model=weights), options))
+            answers_to = partial(answers, model_of_run)
     except LatheError as error:
         _say(out, {"error": str(error)})
         return error.exit_code
     _say(out, {"ready": True})
     for line in sys.stdin:
-        for piece in answers(model_of_run, json.loads(line)["many"]):
+        for piece in answers_to(json.loads(line)["many"]):
             _say(out, piece)
         _say(out, {"done": True})
     return 0

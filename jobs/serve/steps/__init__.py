@@ -1,0 +1,1 @@
+"""The Tinker dialect: a client's own loop trains, step by step (docs/steps-over-http.md)."""

@@ -1,0 +1,1 @@
+"""What keeps driven runs going: their jobs, what a token may use, what expires."""

@@ -1,0 +1,102 @@
+"""The jobs of driven runs: when one that was put aside is woken, and when one that ended badly is
+begun again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs.record.state_table import BAD_INPUT
+from trainer.operations.operation_log import FOLDER, LOG
+from trainer.operations.records import Place, RecordFiles
+from trainer.operations.results import RESULTS, Results
+
+if TYPE_CHECKING:
+    from jobs.record.row import Row
+
+MOST_IN_VAIN = 3  # starts one after another that gave no new result
+
+
+@dataclass
+class _Look:
+    """What was last seen of the files of a run."""
+
+    mark: tuple[tuple[str, int, int], ...]
+    last_operation: int
+    last_result: int
+
+
+@dataclass
+class DrivenJobs:
+    """What a keeper remembers of driven runs. Everything is read again by another server."""
+
+    _looks: dict[Path, _Look] = field(default_factory=dict[Path, _Look])
+    # run -> the attempt that ended badly, the last result then, and how often it was in vain
+    _ends: dict[Path, tuple[int, int, int]] = field(
+        default_factory=dict[Path, tuple[int, int, int]]
+    )
+
+    def has_work(self, run: Path) -> bool:
+        """Whether a run has an operation without a result."""
+        look = self._look(run / FOLDER)
+        return look.last_operation > look.last_result
+
+    def why_it_stays(self, run: Path, row: Row) -> str | None:
+        """Why a run that ended badly is not begun again; None when it is."""
+        reason = row.reason or f"it ended as {row.state}"
+        if reason.startswith(BAD_INPUT):
+            return reason
+        last = self._look(run / FOLDER).last_result
+        attempt, before, in_vain = self._ends.get(run, (0, -2, 0))
+        if attempt != row.attempt:
+            in_vain = in_vain + 1 if last == before else 1
+            self._ends[run] = (row.attempt, last, in_vain)
+        if in_vain >= MOST_IN_VAIN:
+            return f"{in_vain} starts gave no new result, the last one: {reason}"
+        return None
+
+    def forget(self, run: Path) -> None:
+        """Forget a run that has ended."""
+        self._looks.pop(run / FOLDER, None)
+        self._ends.pop(run, None)
+
+    def _look(self, folder: Path) -> _Look:
+        mark = _mark(folder)
+        look = self._looks.get(folder)
+        if look is None or look.mark != mark:
+            results = Results(folder)
+            results.follow()
+            look = _Look(mark, _last_operation(folder), results.last_seq)
+            self._looks[folder] = look
+        return look
+
+
+def _mark(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """What changes with every operation and every result of a run."""
+    marks: list[tuple[str, int, int]] = []
+    for stem in (LOG, RESULTS):
+        segments = RecordFiles(folder, stem).segments()
+        if segments:
+            path = RecordFiles(folder, stem).path(segments[-1])
+            try:
+                facts = os.stat(path)
+            except OSError:
+                continue
+            marks.append((path.name, facts.st_size, facts.st_mtime_ns))
+    return tuple(marks)
+
+
+def _last_operation(folder: Path) -> int:
+    """The number of the last operation; -1 without one."""
+    files, last = RecordFiles(folder, LOG), -1
+    segments = files.segments()
+    place = Place(segments[-1], 0) if segments else None
+    while place is not None:
+        record = files.read(place, with_payload=False)
+        if record is None:
+            break
+        last, place = int(record.header["seq"]), Place(place.segment, record.end)
+    return last

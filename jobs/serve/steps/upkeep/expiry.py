@@ -1,0 +1,69 @@
+"""What goes by itself: saved weights whose time is over, and samples of sessions that are over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+
+from jobs.serve.job_view import seconds
+from jobs.serve.steps.catalogue.checkpoints import expired, remove
+
+if TYPE_CHECKING:
+    from jobs.serve.steps.context import Steps
+
+EVERY_S = 60.0
+SAMPLES_S = 24 * 3600.0  # that samples, and weights of samplers without a name, outlive a session
+SILENT_S = 7 * 24 * 3600.0  # a session without a heartbeat for so long counts as ended
+
+log = logging.getLogger(__name__)
+
+
+async def sweep_always(steps: Steps) -> None:
+    """Sweep from time to time, until it is cancelled."""
+    while True:
+        try:
+            await run_in_threadpool(sweep, steps)
+        except Exception:  # of any kind: one bad folder must not keep the others
+            log.exception("what has expired could not be removed")
+        await asyncio.sleep(EVERY_S)
+
+
+def sweep(steps: Steps) -> None:
+    """Remove what has expired."""
+    for session in steps.sessions.ids():
+        runs = steps.sessions.runs(session)
+        for run, facts in expired(steps, runs):
+            log.info("%s: %s/%s has expired", run.id, facts.kind, facts.name)
+            remove(steps, run, facts)
+        if _is_over(steps, session):
+            folder = steps.sessions.folder(session)
+            # a log that this server has open is removed when it is opened no more
+            for path in [path for path in folder.glob("sample-*") if path.is_dir()]:
+                _remove_idle(steps, path)
+            for run in runs:
+                if run.exp_id is not None:
+                    for path in (steps.runs.folder(run) / "sampler").glob("session.*"):
+                        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_idle(steps: Steps, folder: Path) -> None:
+    if not steps.samples.is_open(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_over(steps: Steps, session: str) -> bool:
+    """Whether nobody samples in a session any more."""
+    end = steps.sessions.finished(session)
+    if end is not None:
+        return time.time() - seconds(end.at) > SAMPLES_S
+    with suppress(OSError):
+        beat = (steps.sessions.folder(session) / "alive").stat().st_mtime
+        return time.time() - beat > SILENT_S
+    return False
