@@ -167,7 +167,8 @@ def _tensor(tensor: Any, place: str) -> NDArray[Any]:
     shape = shape or [len(values)]
     if math.prod(shape) != len(values):
         raise DataError(f"{place}: {len(values)} numbers do not fill the shape {shape}.")
-    return values.reshape(shape)
+    array: NDArray[Any] = np.reshape(values, shape)
+    return array
 
 
 def dense(

@@ -253,7 +253,8 @@ class DrivenRuns:
         result = self.of(facts).result(seq)
         if result is not None:
             return result
-        error = (job["error"] or {}).get("message") or f"it has {job['status']}"
+        trouble: dict[str, Any] = job["error"] or {}
+        error = trouble.get("message") or f"it has {job['status']}"
         text = f"The run has ended: {error}. Begin another one with weights that it has saved."
         fields = {"error": text, "category": "server"}
         return OperationResult(seq, fields, b"", time.time(), "")

@@ -26,6 +26,8 @@ async def create_sampler(request: Request) -> Response:
     body = await read_body(request, CreateSampler, keeper_of(request).config)
     session = visible_session(request, body.session_id, writes=True)
     refuse_finished(steps_of(request).sessions, session.id)
+    if not keeper_of(request).config.sampled_models:
+        raise Refusal(400, "Samples are not offered here: this service only trains.")
     facts = await run_in_threadpool(_sampler, request, body, session)
     return PlainJSON({"type": "create_sampling_session", "sampling_session_id": str(facts.id)})
 
