@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 
 from jobs.report.text import plain
 from trainer.config.readers.json_text import finite, without_twins
+from trainer.data.formats.json_text import half_of_pair
 
 if TYPE_CHECKING:
     from jobs.serve.access import Client
@@ -269,6 +270,9 @@ async def read_json_object(request: Request, config: ServiceConfig) -> dict[str,
         raise Refusal(400, f"The body is a JSON {type(value).__name__}, want an object.")
     if _is_deeper(value, MAX_DEPTH):
         raise Refusal(400, f"The JSON is nested more than {MAX_DEPTH} deep.")
+    half = half_of_pair(value)
+    if half is not None:
+        raise Refusal(400, f"The body is not valid JSON: {half}.")
     return cast("dict[str, Any]", value)
 
 

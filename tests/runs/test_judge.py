@@ -235,9 +235,9 @@ def test_runs_are_judged_by_the_command(data: Path, tmp_path: Path) -> None:
     assert judgement_of(tmp_path / "runs" / ids[0])["against_runs"] == [ids[1]]
     (earlier,) = (tmp_path / "runs" / ids[0] / "judge_earlier").iterdir()
     assert (earlier / "judge.json").read_text() == first
-    code, text = judge(*ids, *where, "--out", str(tmp_path))
+    code, text = judge(*ids, *where, "--out", str(tmp_path / "of" / "seeds"))
     assert code == 0, text
-    assert judgement_of(tmp_path)["runs"] == ids
+    assert judgement_of(tmp_path / "of" / "seeds")["runs"] == ids
     code, text = judge(ids[0], *where, "--gate", '{"loss": {"gain": 99}}')
     assert code == 11, text
     assert "refused: loss" in text

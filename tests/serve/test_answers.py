@@ -84,6 +84,7 @@ def test_a_question_that_ends_the_process_spoils_no_other(standin: Path) -> None
         _, one, ended, other = await asyncio.gather(first, *rest, return_exceptions=True)
         assert one == [{"text": "a"}, {"finish": "stop", "line": 0}]
         assert other == [{"text": "b"}, {"finish": "stop", "line": 0}]
+        assert isinstance(ended, CannotAnswer)
         says("worker_ended", ended)
         await worker.stop()
 

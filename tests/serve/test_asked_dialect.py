@@ -4,13 +4,16 @@ taken, which are refused by name. A stand-in answers for the model, and keeps wh
 
 from __future__ import annotations
 
+import json
 import math
 import struct
+import time
 from base64 import b64encode
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
@@ -19,6 +22,7 @@ from jobs.serve.answers.replies import ModelAnswer
 from jobs.serve.answers.workers import GONE, CannotAnswer
 from tests.serve.conftest import CHAT, Service, Stub, jsonl, own_queue, serving, until_status
 from tests.wording import says
+from trainer.config.readers.json_text import without_twins
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 FUNCTION = {"name": "look_up", "parameters": {"type": "object", "properties": {}}}
@@ -185,6 +189,38 @@ def test_two_limits_and_parameters_that_are_no_object_are_refused(
     wrong: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]
     error = refused_by_name(lambda: chat(world, tools=wrong), "tools")
     says("parameters_of_no_object", error, type="string", name="f")
+
+
+def test_an_offer_that_the_list_of_models_has_is_said_to_answer_nothing(
+    world: Any, standin: StandinWorker
+) -> None:
+    _, client, _ = world
+    assert "tiny-chat" in {one.id for one in client.models.list()}
+    with pytest.raises(openai.NotFoundError) as caught:
+        chat(world, model="tiny-chat")
+    assert caught.value.code == "model_not_found"
+    says("offer_answers_nothing", caught.value, name="tiny-chat")
+
+
+def test_half_of_a_character_is_refused_by_its_place(world: Any, standin: StandinWorker) -> None:
+    running, _, model = world
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "a\ud83d"}]})
+    answer = httpx2.post(
+        f"{running.url}/v1/chat/completions",
+        content=body,
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 400
+    says("json_half_pair", answer.json()["error"]["message"], escape="\\ud83d")
+
+
+def test_a_body_of_many_keys_is_read_in_the_time_of_few() -> None:
+    text = json.dumps({str(number): 0 for number in range(40_000)})
+    start = time.process_time()
+    assert len(json.loads(text, object_pairs_hook=without_twins)) == 40_000
+    assert time.process_time() - start < 3, "the time has grown with the square of the keys"
+    with pytest.raises(ValueError, match="a, b"):
+        json.loads('{"b": 1, "a": 1, "a": 2, "b": 2}', object_pairs_hook=without_twins)
 
 
 def test_two_keys_for_one_token_are_refused(world: Any, standin: StandinWorker) -> None:

@@ -203,10 +203,15 @@ def test_a_batch_that_cannot_be_read_is_listed_with_its_reason_and_stops_no_othe
         (error,) = one.errors.data
         assert (error.code, error.line) == ("cannot_run", None)
         says("not_json", error.message, file=f"_service/batches/{name}/{part}.json")
-    wait_until(lambda: {*running.keeper.unreadable.reasons}, lambda names: names == {*ids.values()})
-    for name in ids.values():
+    copied = f"batch_{'c' * 24}"
+    shutil.copytree(folder / first.id, folder / copied)
+    (error,) = client.batches.retrieve(copied).errors.data
+    says("batch_of_another_folder", error.message, name=first.id)
+    names = {*ids.values(), copied}
+    wait_until(lambda: {*running.keeper.unreadable.reasons}, lambda told: told == names)
+    for name in names:
         shutil.rmtree(folder / name)
-    wait_until(lambda: running.keeper.unreadable.reasons, lambda names: not names)
+    wait_until(lambda: running.keeper.unreadable.reasons, lambda told: not told)
 
 
 def test_a_batch_that_can_never_go_on_fails_and_keeps_its_answers(

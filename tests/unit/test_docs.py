@@ -5,6 +5,7 @@ commands.
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,21 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 def unknown_flags(text: str) -> list[str]:
     """The flags behind `python -m trainer NAME` that this command does not have."""
-    commands: Any = get_command(app)
     unknown: list[str] = []
     for name, rest in _COMMAND.findall(text):
-        parameters = commands.commands[name].params
-        options = [opt for one in parameters for opt in (*one.opts, *one.secondary_opts)]
+        options = options_of()[name]
         unknown += [f"{name} {flag}" for flag in _FLAG.findall(rest) if flag not in options]
     return unknown
+
+
+@cache
+def options_of() -> dict[str, set[str]]:
+    """The flags of each command of `python -m trainer`."""
+    program: Any = get_command(app)
+    return {
+        name: {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        for name, command in program.commands.items()
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

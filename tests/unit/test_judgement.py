@@ -107,7 +107,8 @@ def test_a_gate_on_slices_does_not_hold_where_none_could_be_looked_at() -> None:
     assert not judge([scored(right)], [scored(right)], ROWS, gate=gate).refusals
 
 
-def test_of_many_scores_a_clear_difference_is_still_shown() -> None:
+def test_of_many_scores_a_clear_difference_is_still_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.verdict.paired.RESAMPLES", 50)  # of the intervals; p needs none
     num_scores, ones = 105, np.ones(24)
     noise = np.random.default_rng(0).normal(0, 1, (num_scores, 2, 24))
     noise[7, 1] -= 9
@@ -171,6 +172,7 @@ def test_the_gain_of_a_gate_is_the_worse_end_of_the_interval() -> None:
 def test_a_gain_of_few_rows_is_not_shown() -> None:
     before, after = np.zeros(8, dtype=bool), np.ones(8, dtype=bool)
     judgement = judge([scored(before)], [scored(after)], ROWS[:8])
+    assert judgement.words.endswith("of only 8 rows, whose intervals say nothing")
     (line,) = refusals(judgement, {"em": Bound(gain=0.0, at_least=0.5)})
     assert "8 rows count for it" in line
 

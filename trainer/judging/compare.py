@@ -73,6 +73,7 @@ def run_judge(
     computed. DataError for rows that are training rows, unless they are to be left out.
     """
     how, options = comparison.how, replace(options, wandb_project_name=None)
+    on_main(partial(_make, folder))  # before anything is computed that could not be written
     left_out = shared_with_training(comparison, options)
     sides = [
         _evaluated(side, comparison, options, stop)
@@ -264,6 +265,11 @@ def _facts(comparison: ComparedModels, options: Options, left_out: Sequence[int]
         "answers": comparison.how.answers,
         "left_out_rows": [row + 1 for row in left_out],
     }
+
+
+def _make(folder: Path) -> None:
+    with refusals(folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def _not_measured(

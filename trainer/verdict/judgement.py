@@ -98,6 +98,9 @@ class Judgement:
             general = self.general
             numbers = f"{general.outcome.before:.4g} to {general.outcome.after:.4g}"
             parts.append(f"on general texts {general.result} (loss {numbers})")
+        if self.num_rows < FEWEST_ROWS:
+            rows = "1 row" if self.num_rows == 1 else f"{self.num_rows} rows"
+            parts.append(f"of only {rows}, whose intervals say nothing")
         return "; ".join(parts) or "nothing could be compared"
 
     def record(self) -> dict[str, Any]:
@@ -140,7 +143,9 @@ def judge(
     bounds = gate or {}
     names = sorted({name for one in [*before, *after] for name in one.scores})
     reasons = {name: _untested(name, before, after) for name in names}
-    directions = {name: _direction(name, bounds) for name in names if not reasons[name]}
+    directions: dict[str, Direction | None] = {
+        name: _direction(name, bounds) for name in names if not reasons[name]
+    }
     num_tested = sum(one is not None for one in directions.values())
     outcomes = {
         name: compare(
@@ -154,14 +159,7 @@ def judge(
         name: _score(one, directions[name], corrected.get(name, one.p))
         for name, one in outcomes.items()
     }
-    is_unsound = reasons.get(str(slices_by)) == _NOT_FINITE  # a broken model, not a wrong name
-    if slices_by is not None and not is_unsound and directions.get(slices_by) is None:
-        known = [name for name in scores if directions[name] is not None]
-        raise ValueError(
-            f"judge: slices_by={slices_by!r} has no result by row, or nothing says whether more of "
-            f"it is better. Use one of {known}."
-        )
-    by = None if is_unsound else slices_by or _slices_by(scores)
+    by = _slices_by(slices_by, scores, reasons)
     loss_N = _losses(by, scores, before, after) if by is not None else np.zeros(len(rows))
     slices: list[Slice] = []
     if by is not None:
@@ -293,9 +291,22 @@ def _of_general(losses: tuple[RowSums, RowSums] | None) -> ScoreChange | None:
     return _score(outcome, "min", outcome.p)
 
 
-def _slices_by(scores: Mapping[str, ScoreChange]) -> str | None:
-    """The score by which slices are compared where nobody says one."""
+def _slices_by(
+    stated: str | None, scores: Mapping[str, ScoreChange], reasons: Mapping[str, str]
+) -> str | None:
+    """The score by which slices are compared. None where none could be tested, or the stated one is
+    not finite: that is a broken model, and not a wrong name, which is a ValueError.
+
+    reasons: by score, why it was not tested; "" where it was.
+    """
     names = [name for name, one in scores.items() if one.direction is not None]
+    if stated is not None:
+        if stated in names or reasons.get(stated) == _NOT_FINITE:
+            return stated if stated in names else None
+        raise ValueError(
+            f"judge: slices_by={stated!r} has no result by row, or nothing says whether more of it "
+            f"is better. Use one of {names}."
+        )
     binary = [name for name in names if scores[name].outcome.mcnemar is not None]
     ordered = [name for name in _RIGHT if name in names]
     ordered += [*binary, *(name for name in names if name == _LOSS), *names]

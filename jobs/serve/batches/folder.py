@@ -130,8 +130,13 @@ class BatchFolder:
         return self.path / "errors.jsonl"
 
     def read(self) -> Batch | None:
-        """The request; None when there is none. OSError, LatheError."""
-        return read_model(self.path / "batch.json", Batch)
+        """The request; None when there is none. OSError, or LatheError when it is that of another
+        folder, or of another version.
+        """
+        batch = read_model(self.path / "batch.json", Batch)
+        if batch is not None and batch.id != self.path.name:
+            raise LatheError(f"{self.path}: it is the batch {batch.id!r}. Remove the folder.")
+        return batch
 
     def read_check(self) -> BatchCheck | None:
         """The result of the check; None before it. OSError, LatheError."""
@@ -201,7 +206,7 @@ class BatchFolders:
         new = BatchFolder(target.with_name(f".{batch.id}.{secrets.token_hex(4)}.tmp"))
         try:
             with refusals(target):
-                new.path.mkdir()
+                new.path.mkdir(parents=True)
             with new.alone(), refusals(target):
                 _link_or_copy(content, new.input)
                 write_json(new.path / "batch.json", batch.model_dump(mode="json"))
@@ -218,7 +223,11 @@ class BatchFolders:
 
     def ids(self) -> list[str]:
         """Ids of all batches. OSError."""
-        return sorted(name for name in os.listdir(self.service.batches) if is_id(name, BATCH))
+        try:
+            names = os.listdir(self.service.batches)
+        except FileNotFoundError:
+            return []
+        return sorted(name for name in names if is_id(name, BATCH))
 
     def open(self) -> Iterator[tuple[Batch, BatchFolder]]:
         """The batches that have not ended, of those whose request can be read. OSError."""
@@ -227,6 +236,7 @@ class BatchFolders:
         for name in names:
             folder = BatchFolder(self.service.batches / name)
             state = None if name in self._ended else self.state(name)
+            # nobody owns one whose request cannot be read
             if state is not None and state.batch.owner and not folder.has_ended():
                 yield state.batch, folder
 

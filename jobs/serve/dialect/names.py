@@ -74,6 +74,8 @@ def named_model(request: Request, name: str) -> NamedModel:
         text = f"The {kind} {quote(name)} does not exist, or is not yours."
         if kind == "checkpoint":
             text += " `fine_tuning.jobs.checkpoints.list` names those that are on the disk."
+        elif name in keeper_of(request).config.models:
+            text = f"{name!r} is tuned by jobs, and answers nothing itself. Ask the model of a job."
         raise Refusal(404, text, param="model", code="model_not_found")
     return model
 

@@ -79,7 +79,7 @@ await tried("completions: echo with log-probabilities", async () => {
 await tried("embeddings: base64", async () =>
   assert.equal((await client.embeddings.create({ model: world.vectors, input: ["a", "b"] })).data.length, 2));
 await tried("embeddings: floats, token ids", async () => {
-  const input = [[70, 71], [72]];
+  const input = [[70], [72]];
   const { data } = await client.embeddings.create({ model: world.vectors, input, encoding_format: "float" });
   assert.equal(typeof data[1].embedding[0], "number");
 });

@@ -92,7 +92,7 @@ def embeddings():
 
 def floats():
     answer = client.embeddings.create(model=VECTORS, input=["a", "b"], encoding_format="float")
-    ids = client.embeddings.create(model=VECTORS, input=[[70, 71], [72]], encoding_format="float")
+    ids = client.embeddings.create(model=VECTORS, input=[[70], [72]], encoding_format="float")
     assert all(isinstance(one, float) for one in answer.data[0].embedding + ids.data[1].embedding)
     assert answer.usage.prompt_tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from trainer.errors import ConfigError
 
 def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object, as object_pairs_hook makes it. ValueError for a key that is stated twice."""
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = sorted(name for name, count in counts.items() if count > 1)
         raise ValueError(f"stated twice in one block: {', '.join(twice)}")
-    return dict(pairs)
+    return values
 
 
 def finite(constant: str) -> float:

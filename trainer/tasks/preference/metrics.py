@@ -13,9 +13,7 @@ from trainer.tasks.preference.config import Preference
 from trainer.tasks.preference.losses import ScoredAnswers
 
 
-def of_pairs(
-    rewards: Tensor, tokens: Tensor, answers: ScoredAnswers | None, *, is_referred: bool
-) -> dict[str, Ratio]:
+def of_pairs(rewards: Tensor, tokens: Tensor, ratios: Tensor | None) -> dict[str, Ratio]:
     """Over P pairs:
 
     - accuracy: the share in which the chosen answer gets more.
@@ -26,7 +24,8 @@ def of_pairs(
     - kl: nats by answer, the mean of log start - log model. Where the start wrote the answers, it
       estimates the divergence of the model from it, KL(start || model).
 
-    rewards, tokens: (2 P,), those of the chosen answers first.
+    rewards, tokens, ratios: (2 P,), those of the chosen answers first. ratios: log model - log
+    start; None where the loss compares with no start, and kl is missing.
     """
     chosen, rejected = rewards.chunk(2)
     long, short = tokens.chunk(2)
@@ -43,8 +42,8 @@ def of_pairs(
             differs.sum(),
         ),
     }
-    if answers is not None and is_referred:
-        scores["kl"] = Ratio(-answers.ratios.double().sum(), 2 * count)
+    if ratios is not None:
+        scores["kl"] = Ratio(-ratios.double().sum(), 2 * count)
     return scores
 
 

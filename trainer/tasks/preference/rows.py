@@ -75,7 +75,8 @@ def singles(placed: Placed, write: Write) -> Iterator[Row]:
         others = (one for one in firsts if one[0].prompt != alike[0].prompt)
         yield from _with_others(alike, next(others, alike))
     if len(labels) == 1:
-        note(*labels.values(), ONE_LABEL, field="label")
+        (first,) = labels.values()
+        note(first, ONE_LABEL, field="label")
 
 
 class _Single:

@@ -51,8 +51,8 @@ class StartStore(RowStore):
         bounds = bounds_of(len(rows), int(plan["shard_rows"]))
         with self.filling(shards, len(bounds)) as missing:
             if missing:
-                told = (split, f"{len(rows):,}", len(missing), len(bounds), shards.path)
-                logger.info("%s: the start reads %s rows, %d of %d parts, into %s", *told)
+                facts = (split, f"{len(rows):,}", len(missing), len(bounds), shards.path)
+                logger.info("%s: the start reads %s rows, %d of %d parts, into %s", *facts)
             for number in missing:
                 tensors = self._computed(rows, bounds[number], compute, batch)
                 if distributed.is_main():

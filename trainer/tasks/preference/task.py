@@ -232,7 +232,7 @@ class Task(ContinuationTask[Config]):
         return torch.stack([logps, model(**_read_by_model(_others(batch)))["logps"]], dim=1)
 
     def _start_store(self) -> StartStore:
-        cfg, named = self.cfg, self.how.reference
+        cfg, reference = self.cfg, self.how.reference
         identity = {
             "base": base_source.fingerprint(cfg.base, self.places),
             "precision": cfg.train.precision,
@@ -240,8 +240,8 @@ class Task(ContinuationTask[Config]):
         }
         if self.init_from is not None:
             identity["init_from"] = base_source.fingerprint(self.init_from, self.places)
-        root = self.places.cache_dir / "start" if named is None else Path(placed(named))
-        return StartStore(root, named is not None, identity, self._keyed)
+        root = self.places.cache_dir / "start" if reference is None else Path(placed(reference))
+        return StartStore(root, reference is not None, identity, self._keyed)
 
     @property
     def _keyed(self) -> list[str]:
@@ -352,11 +352,10 @@ class Task(ContinuationTask[Config]):
             sums = [out["nll"].double(), num_tokens, odds.double().sum(), num_pairs]
             table = torch.stack([one.double() for one in sums])[None]
             loss = GatheredValues(table, metrics.orpo_loss)
-            pairs = metrics.of_pairs(rewards, batch["answer_tokens"], answers, is_referred=False)
-            return {"loss": loss, **pairs}
+            return {"loss": loss, **metrics.of_pairs(rewards, batch["answer_tokens"], None)}
         loss_P, rewards, answers = self._of_pairs(model, batch)
-        referred = self.how.is_referred
-        more = metrics.of_pairs(rewards, batch["answer_tokens"], answers, is_referred=referred)
+        ratios = answers.ratios if answers is not None and self.how.is_referred else None
+        more = metrics.of_pairs(rewards, batch["answer_tokens"], ratios)
         return {"loss": Ratio(loss_P.sum(), self.units(batch)), **more}
 
 
