@@ -223,6 +223,9 @@ class DrivenRuns:
         result = await run_in_threadpool(run.result, seq)
         if result is not None:
             return result
+        if seq <= run.results.last_seq:  # the SDK takes it for lost
+            text = f"The result of {facts.id}:{seq - facts.shift} is kept no more."
+            raise Refusal(410, f"{text} Go on from a saved state.")
         await run_in_threadpool(self._check_sent, run, seq)
         run.num_waiting += 1
         if run.follower is None:
