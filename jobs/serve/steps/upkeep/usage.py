@@ -27,7 +27,7 @@ MEASURED_S = 30.0  # how old the bytes of an owner may be
 
 
 @dataclass
-class Usage:
+class TokenUsage:
     """The tokens and bytes of owners. root: where the counts are."""
 
     root: Path
