@@ -43,12 +43,19 @@ def offers(**driven: Any) -> dict[str, Offer]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A service with two tokens of the role run, and one that may only read."""
     folder = tmp_path_factory.mktemp("steps")
-    stub = DrivenStub(folder / "stub")
     with (
+        DrivenStub(folder / "stub") as stub,
         own_queue(folder / "queue"),
         serving(folder / "base", python=stub.python, models=offers()) as running,
     ):
         yield running, stub
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[DrivenStub]:
+    """The workers of a test that has a service of its own."""
+    with DrivenStub(tmp_path / "stub") as stand_in:
+        yield stand_in
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +154,8 @@ def test_what_is_wrong_with_rows_is_told_by_the_future_and_the_loop_goes_on(worl
 
 
 def test_a_killed_worker_begins_again_and_a_restarted_server_knows_its_futures(
-    tmp_path: Path, queue: Path
+    tmp_path: Path, queue: Path, stub: DrivenStub
 ) -> None:
-    stub = DrivenStub(tmp_path / "stub")
     stub.says('{"dies_at": "optim_step"}')
     base = tmp_path / "base"
     with serving(base, python=stub.python, models=offers()) as running:
@@ -165,8 +171,9 @@ def test_a_killed_worker_begins_again_and_a_restarted_server_knows_its_futures(
         assert client.result(client.rows(model, 3)).metrics["loss:sum"] > 1.8
 
 
-def test_a_run_is_put_aside_and_its_next_operation_wakes_it(tmp_path: Path, queue: Path) -> None:
-    stub = DrivenStub(tmp_path / "stub")
+def test_a_run_is_put_aside_and_its_next_operation_wakes_it(
+    tmp_path: Path, queue: Path, stub: DrivenStub
+) -> None:
     stub.says('{"put_aside_s": 0.1}')
     with serving(tmp_path / "base", python=stub.python, models=offers()) as running:
         client = driver(running)
@@ -227,8 +234,10 @@ def test_saved_states_are_listed_loaded_downloaded_and_deleted(world: World) -> 
     client.finish(model)
 
 
-def test_a_token_sees_nothing_of_another_ones(tmp_path: Path, queue: Path) -> None:
-    stub, path = DrivenStub(tmp_path / "stub"), tmp_path / "tokens.json"
+def test_a_token_sees_nothing_of_another_ones(
+    tmp_path: Path, queue: Path, stub: DrivenStub
+) -> None:
+    path = tmp_path / "tokens.json"
     tokens = {name: add_token(path, name, "run", {"tokens": 20}) for name in ("anna", "ben")}
     tokens["rita"] = add_token(path, "rita", "read", {})
     with serving(tmp_path / "base", python=stub.python, tokens=path, models=offers()) as running:
@@ -284,8 +293,9 @@ def test_what_is_not_offered_is_refused_by_name(world: World) -> None:
     assert config["parallel_fwdbwd_chunks"] is False
 
 
-def test_sizes_names_and_kinds_of_requests_are_bounded(tmp_path: Path, queue: Path) -> None:
-    stub = DrivenStub(tmp_path / "stub")
+def test_sizes_names_and_kinds_of_requests_are_bounded(
+    tmp_path: Path, queue: Path, stub: DrivenStub
+) -> None:
     models = offers(log_bytes=3000)
     with serving(
         tmp_path / "base", python=stub.python, models=models, max_operation=2000
