@@ -108,7 +108,9 @@ def test_every_public_method_of_the_sdk_ends_as_the_page_says(tmp_path: Path) ->
 def test_the_messages_are_those_of_the_installed_sdk() -> None:
     from jobs.serve.steps import wire
 
-    code = "from tinker.proto import tinker_public_pb2 as p; print(p.DESCRIPTOR.serialized_pb.hex())"
+    code = (
+        "from tinker.proto import tinker_public_pb2 as p; print(p.DESCRIPTOR.serialized_pb.hex())"
+    )
     python = environment("tinker") / "bin" / "python"
     done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
