@@ -104,6 +104,21 @@ def test_every_public_method_of_the_sdk_ends_as_the_page_says(tmp_path: Path) ->
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_supervised_loop_learns_and_a_reinforced_one_gets_more_reward(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    offer = Offer(experiment=TINY_CHAT, driven=Driven(name=NAME, max_tokens=128))
+    with own_queue(tmp_path / "queue"), serving(tmp_path / "base", models={"tiny": offer}) as one:
+        done = run_program("tinker_loops.py", home, one.url)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["losses"][-1] < result["losses"][0] / 2
+    first, last = result["rewards"][:4], result["rewards"][-4:]
+    assert sum(last) / 4 > sum(first) / 4 + 0.2
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_messages_are_those_of_the_installed_sdk() -> None:
     from jobs.serve.steps import wire

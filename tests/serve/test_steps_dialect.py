@@ -27,7 +27,7 @@ from service import TINY_CHAT
 from tests.serve.conftest import Service, own_queue, serving, wait_until
 from tests.serve.driven_stub import DrivenStub
 from tests.serve.driving import ROWS, Driver, driver
-from tests.wording import says
+from tests.wording import fault, says
 from trainer.operations.operation_log import FOLDER, OperationReader
 
 # sha256 of the descriptor in proto/tinker_public_pb2.py of tinker 0.38.0
@@ -130,13 +130,17 @@ def test_an_operation_waits_for_the_one_before_it_and_is_refused_without(
 
 
 WRONG = [
-    ([([1, 2], {"target_tokens": [2]})], "cross_entropy", "steps_target_shape"),
-    ([([1], {"target_tokens": [2], "weights": [np.nan]})], "cross_entropy", "steps_not_finite"),
-    ([([1], {"target_tokens": [2]})], "ppo", "steps_input_missing"),
-    ([([1], {"target_tokens": [2], "mask": [1]})], "cross_entropy", "steps_input_unknown"),
-    ([([1] * 65, {"target_tokens": [2] * 65})], "cross_entropy", "steps_row_length"),
-    ([([1], {"target_tokens": [2]})], "custom", "steps_graph_refused"),
-    ([([1], {"target_tokens": [2]})], "crossentropy", "steps_loss_unknown"),
+    ([([1, 2], {"target_tokens": [2]})], "cross_entropy", fault("steps_target_shape")),
+    (
+        [([1], {"target_tokens": [2], "weights": [np.nan]})],
+        "cross_entropy",
+        fault("steps_not_finite"),
+    ),
+    ([([1], {"target_tokens": [2]})], "ppo", fault("steps_input_missing")),
+    ([([1], {"target_tokens": [2], "mask": [1]})], "cross_entropy", fault("steps_input_unknown")),
+    ([([1] * 65, {"target_tokens": [2] * 65})], "cross_entropy", fault("steps_row_length")),
+    ([([1], {"target_tokens": [2]})], "custom", fault("steps_graph_refused")),
+    ([([1], {"target_tokens": [2]})], "crossentropy", fault("steps_loss_unknown")),
 ]
 
 

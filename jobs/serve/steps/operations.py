@@ -88,7 +88,9 @@ async def forward_backward(request: Request) -> Response:
         )
     except DataError as error:
         return await refuse(request, facts, message.seq_id, name, str(error))
-    await refuse_above_quota(request, facts, num_tokens=num_tokens, num_bytes=len(payload))
+    number = message.seq_id + facts.shift
+    if not await run_in_threadpool(steps_of(request).runs.is_repeat, facts, number):
+        await refuse_above_quota(request, num_tokens=num_tokens, num_bytes=len(payload))
     return await acknowledge(request, facts, message.seq_id, name, fields, payload)
 
 
