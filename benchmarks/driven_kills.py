@@ -84,6 +84,7 @@ class DisturbedLoop:
 
     folder: Path
     steps: int
+    program: Path = PROGRAM
     server: subprocess.Popen[bytes] | None = None
     client: subprocess.Popen[bytes] | None = None
     killed: Counter[str] = field(default_factory=Counter[str])
@@ -133,10 +134,15 @@ class DisturbedLoop:
     def start_client(self) -> None:
         """Start the loop, which goes on from its journal."""
         world = {"url": self.url, "model": MODEL, "steps": self.steps}
+        world["journal"] = str(self.journal)
         python = environment("tinker") / "bin" / "python"
         with (self.folder / "client.log").open("ab") as log:
             self.client = subprocess.Popen(
-                [str(python), str(PROGRAM), json.dumps({**world, "journal": str(self.journal)})],
+                [
+                    str(python),
+                    str(self.program),
+                    json.dumps(world),
+                ],
                 env={"PATH": os.environ["PATH"], "HOME": str(self.folder)},
                 stdout=log,
                 stderr=log,
@@ -199,17 +205,23 @@ class DisturbedLoop:
     def processes(self, *, with_launcher: bool) -> list[int]:
         """The ranks of this run's worker, and the process that launched them."""
         pids: list[int] = []
+        for pid, words in self.started():
+            if b"trainval.py" in words and b"jobs.node" not in words:
+                with suppress(OSError):
+                    has_rank = b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+                    if has_rank or (with_launcher and b"torch.distributed.run" in words):
+                        pids.append(pid)
+        return sorted(pids)
+
+    def started(self) -> list[tuple[int, bytes]]:
+        """Every process that names a file of this folder, and its command line."""
+        found: list[tuple[int, bytes]] = []
         for place in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (place / "cmdline").read_bytes()
-                if str(self.folder).encode() not in words or b"trainval.py" not in words:
-                    continue
-                if b"torch.distributed.run" not in words and b"--exp_id" not in words:
-                    continue
-                has_rank = b"\0RANK=" in (place / "environ").read_bytes()
-                if has_rank or (with_launcher and b"torch.distributed.run" in words):
-                    pids.append(int(place.name))
-        return sorted(pids)
+                if f"{self.folder}/".encode() in words and int(place.name) != os.getpid():
+                    found.append((int(place.name), words))
+        return found
 
     def end(self) -> None:
         """End the run, wait for its last weights, and stop the server."""
@@ -226,8 +238,9 @@ class DisturbedLoop:
         for process in (self.client, self.server):
             if process is not None and process.poll() is None:
                 process.terminate()
-                process.wait(60)
-        for pid in self.processes(with_launcher=True):
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(60)
+        for pid, _ in self.started():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -318,7 +331,8 @@ def main() -> int:
     flags.add_argument("--steps", type=int, default=200)
     flags.add_argument("--folder", type=Path, help="Kept afterwards; a new one.")
     given = flags.parse_args()
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="driven-kills-"))
+    folder = (given.folder or Path(tempfile.mkdtemp(prefix="driven-kills-"))).absolute()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     wrong = compare(folder, seed=given.seed, kills=given.kills, steps=given.steps)
     print("\n".join(wrong) or "everything is the same, each operation once", flush=True)
     print(folder)
