@@ -64,7 +64,8 @@ def perform(one):
         if one.kind == "forward_backward":
             state["grad"] += count
         trailing = fields["inputs"]["target_tokens"]["trailing"]
-        found = {{"metrics": {{"loss:sum": loss}}, "outputs": {{"logprobs": trailing}}}}
+        outputs = {{"logprobs": {{"trailing": trailing}}}}
+        found = {{"metrics": {{"loss:sum": loss}}, "outputs": outputs}}
         return found, outputs_to_payload({{"logprobs": logprobs}})
     if one.kind == "optim_step":
         state["w"] += fields["learning_rate"] * state["grad"]
@@ -72,8 +73,10 @@ def perform(one):
         return {{"metrics": {{"w": state["w"]}}}}, b""
     if one.kind == "save_state":
         folder = folder_of("saved", fields["name"], fields["overwrite"] or one.seq <= results.last_seq)
-        (folder / "state.json").write_text(json.dumps(state))
-        return {{"folder": "saved/" + fields["name"], "sha256": "0" * 64, "bytes": 10}}, b""
+        (folder / "step-1").mkdir()
+        (folder / "step-1" / "state.json").write_text(json.dumps(state))
+        place = "saved/" + fields["name"] + "/step-1"
+        return {{"folder": place, "sha256": "0" * 64, "bytes": 10}}, b""
     if one.kind == "save_for_sampler":
         folder = folder_of("sampler", fields["name"], True)
         (folder / "adapter_config.json").write_text("{{}}")

@@ -213,7 +213,7 @@ def test_saved_states_are_listed_loaded_downloaded_and_deleted(world: World) -> 
     assert httpx.get(address.replace("adapter_model", "adapter_config")).status_code == 403
     archive = client.get(f"training_runs/{model}/checkpoints/weights/one/archive")
     with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
-        assert tar.getnames() == ["state.json"]
+        assert tar.getnames() == ["step-1/state.json"]
     place = f"/api/v1/training_runs/{model}/checkpoints/weights/one"
     assert client.http.put(f"{place}/ttl", json={"ttl_seconds": 3600}).status_code == 204
     assert client.get(f"training_runs/{model}/checkpoints").json()["checkpoints"][0]["expires_at"]

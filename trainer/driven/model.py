@@ -56,7 +56,7 @@ class DrivenModel:
         """Run one operation. A UserError says why it was refused: then nothing has changed."""
         if self.has_ended:
             raise ConfigError(f"{operation.kind}: the run has ended. Create another one.")
-        if not self.is_created and operation.kind != "create":
+        if not self.is_created and operation.kind not in ("create", "refused"):
             raise ConfigError(f"{operation.kind}: the run was not created yet. Send create first.")
         action = getattr(self, f"_{operation.kind}", None)
         if action is None:
@@ -156,6 +156,10 @@ class DrivenModel:
             self.engine.leave_out()
             self.pending = Pending()
         return {}, b""
+
+    def _refused(self, operation: Operation) -> Outcome:
+        """The server found its content wrong before it wrote it down."""
+        return {"error": str(operation.fields["error"]), "category": "user"}, b""
 
     def _end(self, operation: Operation) -> Outcome:
         self.states.saves.wait()

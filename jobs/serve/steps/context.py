@@ -83,7 +83,7 @@ class Steps:
         """A folder with the dictionary of an offer, for the process that samples from its base and
         from the adapters of all its runs.
         """
-        values = driven_experiment(offer, AdapterWish(rank=1), "samples")
+        values = driven_experiment(offer, AdapterWish(rank=1), "samples", 0)
         folder = self.sessions.root / "bases" / exp_id(values)
         if not is_there(folder / "exp_dict.json"):
             with refusals(folder):

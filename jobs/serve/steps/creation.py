@@ -104,13 +104,10 @@ async def _append_create(
 ) -> None:
     """Write the first operation of a run."""
     assert facts.job is not None, "a run that trains has a job"
-    seed = adapters.seed
-    if seed is None:  # the same for a repeated request, and else another one for every run
-        seed = int.from_bytes(hashlib.sha256(facts.job.encode()).digest()[:4], "big") >> 1
     lora = {
         "rank": adapters.rank,
         "alpha": ALPHA,
-        "seed": seed,
+        "seed": _seed(facts.job, adapters),
         "attn": adapters.train_attn,
         "mlp": adapters.train_mlp,
         "unembed": adapters.train_unembed,
@@ -118,6 +115,15 @@ async def _append_create(
     fields = {"lora": lora, "base": offer.name, "metadata": facts.user_metadata or {}}
     most = offer.driven.log_bytes
     await steps_of(request).runs.append(facts, 0, "create", fields, most_bytes=most)
+
+
+def _seed(job_id: str, adapters: AdapterWish) -> int:
+    """The seed of a run: the client's, or one that is the same for a repeated request, and another
+    one for every run.
+    """
+    if adapters.seed is not None:
+        return adapters.seed
+    return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:4], "big") >> 1
 
 
 def _add_run(
@@ -134,7 +140,7 @@ def _add_run(
         raise Refusal(400, f"model_seq_id: got {number}, want less than {MOST_CLIENTS}.")
     owner = visible_session(request, session).owner
     job_id = id_of_key(owner, f"{session}:train:{number}")
-    values = driven_experiment(offer, adapters, job_id)
+    values = driven_experiment(offer, adapters, job_id, _seed(job_id, adapters))
     is_load = isinstance(body, LoadWeights)
     facts = RunFacts(
         session=session,
