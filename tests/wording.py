@@ -1306,6 +1306,9 @@ STEPS = wording(
     steps_saved_before="{kind}/{name} was saved before",
     steps_token_quota="{owner} has sent {used} of {most} tokens, and these are {more} more",
     steps_name="path: got {name!r}, want a name of letters",
+    driven_not_active="The run {state}: it holds no device.",
+    driven_goes_on="The run is {status}. Cancel it first",
+    driven_deleted="{run} was deleted. Use the next model_seq_id.",
     steps_log_full="The operations of {run} since its last two states have {most} bytes",
 )
 

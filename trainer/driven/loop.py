@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainer.driven.turns import Turns
 from trainer.errors import CheckpointError, StorageError, UserError
 from trainer.operations.operation_log import FOLDER
-from trainer.operations.results import OperationResult, ResultWriter
+from trainer.operations.results import OperationResult, ResultWriter, work_of
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 
@@ -78,8 +78,9 @@ class DrivenLoop:
         if old and operation.kind in _OF_DISK:
             logger.info("operation %d failed before, and changed nothing", operation.seq)
         else:
+            began = time.time()
             fields, payload = self._outcome(operation)
-            on_main(lambda: self._write(operation.seq, fields, payload))
+            on_main(lambda: self._write(operation, began, fields, payload))
         self.after = operation.seq
         self._bytes += len(operation.payload)
         steps = self.model.progress.step - self._kept_step
@@ -103,13 +104,15 @@ class DrivenLoop:
         assert self._results is not None, "rank 0 has them"
         return self._results.get(seq)
 
-    def _write(self, seq: int, fields: dict[str, object], payload: bytes) -> None:
+    def _write(
+        self, operation: Operation, began: float, fields: dict[str, object], payload: bytes
+    ) -> None:
         """ReplayDiffers when the operation had another result."""
-        old = self._stored(seq)
+        old = self._stored(operation.seq)
         if old is not None and old.error is not None and "error" in fields:
             return  # refused then and now, perhaps in other words
         assert self._results is not None, "rank 0 has them"
-        self._results.append(seq, fields, payload)
+        self._results.append(operation.seq, fields, payload, work=work_of(operation, began))
 
     def _keep(self) -> None:
         """Write a state behind the last operation, unless a gradient is pending: then the state

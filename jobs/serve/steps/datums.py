@@ -72,9 +72,10 @@ def rows_operation(request: Any, *, max_tokens: int) -> tuple[dict[str, Any], by
         "loss_fn": request.loss_fn,
         "loss_fn_config": config,
         "rows": len(rows),
+        "tokens": sum(len(row.tokens) for row in rows),
         "inputs": inputs,
     }
-    return fields, payload, sum(len(row.tokens) for row in rows)
+    return fields, payload, fields["tokens"]
 
 
 def loss_config(request: Any) -> dict[str, float | str]:

@@ -4,7 +4,7 @@
     session.json            who began it, when, and what the client said of it
     finished.json           how its client ended it
     alive                   touched by its heartbeats
-    train-<n>.json          the n-th training run: its job, and what it trains
+    train-<n>.json          the n-th training run: its job, and what it trains; -deleted beside it
     sample-<n>.json         the n-th sampler: which weights it samples from
     sample-<n>/             its requests and their results (sampling/)
     saved-<n>-<seq>.json    weights that operation <seq> of run n saves; -ttl and -deleted beside it
@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
+from jobs.record.paths import is_there
 from jobs.record.times import now
 from jobs.serve.job_view import seconds
 from jobs.serve.requests import Refusal
@@ -208,16 +209,34 @@ class Sessions:
     # Runs and samplers
 
     def add_run(self, facts: RunFacts) -> RunFacts:
-        """Write a run durably; the one that is there, where a request was repeated."""
+        """Write a run durably; the one that is there, where a request was repeated. Refusal (409)
+        for one that was deleted.
+        """
         path = self._client(facts.id)
+        if is_there(self._deleted(facts.id)):
+            text = f"{facts.id} was deleted. Use the next model_seq_id."
+            raise Refusal(409, text, code="run_deleted")
         create_json(path, facts.model_dump(mode="json"))
         run = _read(path, RunFacts)
         assert run is not None, "it was written a moment ago"
         return run
 
     def run(self, name: ClientId) -> RunFacts | None:
-        """A training run; None when there is none."""
+        """A training run; None when there is none, or it was deleted."""
+        if is_there(self._deleted(name)):
+            return None
         return _read(self._client(name), RunFacts)
+
+    def mark_run_deleted(self, name: ClientId) -> None:
+        """Note durably that a training run was deleted: from now on it is absent."""
+        path = self._deleted(name)
+        with refusals(path):
+            path.touch()
+            sync(path.parent)
+
+    def _deleted(self, name: ClientId) -> Path:
+        path = self._client(name)
+        return path.with_name(f"{path.stem}-deleted")
 
     def add_sampler(self, facts: SamplerFacts) -> SamplerFacts:
         """Write a sampler durably; the one that is there, where a request was repeated."""
@@ -233,7 +252,8 @@ class Sessions:
 
     def runs(self, session: str) -> list[RunFacts]:
         """The training runs of a session, in order."""
-        return self._all(session, "train", RunFacts)
+        every = self._all(session, "train", RunFacts)
+        return [run for run in every if not is_there(self._deleted(run.id))]
 
     def samplers(self, session: str) -> list[SamplerFacts]:
         """The samplers of a session, in order."""
