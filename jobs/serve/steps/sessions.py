@@ -16,6 +16,7 @@ nothing is made twice however often a client asks and wherever a server was kill
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -35,6 +36,9 @@ from jobs.serve.steps.names import SESSION, ClientId, WeightsKind, WeightsPath, 
 from jobs.serve.tickets import Time, is_id, read_model
 from trainer.config.block import Strict
 from trainer.files.atomic import create_json, refusals, sync, write_json
+
+if TYPE_CHECKING:
+    from jobs.serve.access import Client
 
 ALIVE_S = 120.0  # without a heartbeat for so long a session is not active
 
@@ -129,6 +133,7 @@ class ExpiryFacts(Strict):
 
 
 R = TypeVar("R", bound=Strict)
+log = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=20_000)
@@ -144,6 +149,15 @@ def _read(path: Path, kind: type[R]) -> R | None:
     try:
         return _constant(path, kind)
     except FileNotFoundError:
+        return None
+
+
+def _readable(path: Path, kind: type[R]) -> R | None:
+    """What a file of a list holds; None for one that cannot be read: it hides no other."""
+    try:
+        return _read(path, kind)
+    except Exception as error:  # of any kind
+        log.warning("%s: %s", path, error)
         return None
 
 
@@ -197,6 +211,22 @@ class Sessions:
     def finished(self, session: str) -> FinishFacts | None:
         """How a session ended; None while it goes on."""
         return _read(self.folder(session) / "finished.json", FinishFacts)
+
+    def sampler_folder(self, facts: SamplerFacts) -> Path:
+        """The folder of a sampler's requests and answers."""
+        return self.folder(facts.session) / f"sample-{facts.number}"
+
+    def all_visible(self, client: Client) -> list[SessionFacts]:
+        """The sessions that a client sees, in no order; without those that cannot be read, so that
+        one odd folder hides no other.
+        """
+        every = (_readable(self.folder(name) / "session.json", SessionFacts) for name in self.ids())
+        return [one for one in every if one is not None and client.sees(one.owner)]
+
+    def ids_of(self, owner: str) -> list[str]:
+        """Of the sessions of an owner that can be read, in no order."""
+        every = (_readable(self.folder(name) / "session.json", SessionFacts) for name in self.ids())
+        return [one.id for one in every if one is not None and one.owner == owner]
 
     def ids(self) -> list[str]:
         """Of all sessions, in no order."""
@@ -269,12 +299,12 @@ class Sessions:
             if name == f"{kind}-{number}.json" and number.isdecimal():
                 numbers.append(int(number))
         paths = [self.folder(session) / f"{kind}-{number}.json" for number in sorted(numbers)]
-        return [one for path in paths if (one := _read(path, of)) is not None]
+        return [one for path in paths if (one := _readable(path, of)) is not None]
 
     def _names(self, session: str) -> list[str]:
         try:
             return os.listdir(self.folder(session))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     # Saved weights
@@ -303,7 +333,7 @@ class Sessions:
         numbers = [name.removeprefix(prefix).removesuffix(".json") for name in names]
         newest: dict[tuple[str, str], SavedFacts] = {}
         for number in sorted(int(one) for one in numbers if one.isdecimal()):
-            facts = _read(self._saved(run, number), SavedFacts)
+            facts = _readable(self._saved(run, number), SavedFacts)
             if facts is None or facts.sampler is not None:
                 continue
             if not counts(facts):

@@ -19,6 +19,7 @@ from jobs.serve.steps.context import (
 from jobs.serve.steps.futures import API
 from jobs.serve.steps.names import MOST_CLIENTS, weights_path
 from jobs.serve.steps.sessions import SamplerFacts, SessionFacts, refuse_finished
+from jobs.serve.steps.upkeep.usage import Demand, room_for
 
 
 async def create_sampler(request: Request) -> Response:
@@ -93,7 +94,8 @@ async def ask_sample(request: Request) -> Response:
     body = await read_body(request, AskSample, keeper_of(request).config)
     facts = visible_sampler(request, body.sampling_session_id, writes=True)
     refuse_finished(steps_of(request).sessions, facts.session)
-    ids = await steps_of(request).samples.add(facts, body)
+    async with room_for(request, Demand()):
+        ids = await steps_of(request).samples.add(facts, body)
     future = {"request_id": f"{facts.id}:{body.seq_id}", "sample_sequence_ids": ids}
     return PlainJSON(future)
 
