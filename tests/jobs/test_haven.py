@@ -128,6 +128,7 @@ def test_haven_is_imported_under_this_setuptools_and_leaves_no_stub_behind() -> 
     assert getattr(sys.modules.get("pkg_resources"), "__file__", "none") is not None
 
 
+@pytest.mark.long
 @needs_haven
 @pytest.mark.skipif(
     importlib.util.find_spec("pkg_resources") is None,

@@ -631,6 +631,7 @@ def test_a_machine_without_slurm_says_so(make: Specs, monkeypatch: pytest.Monkey
         slurm.query(["1"])
 
 
+@pytest.mark.long
 def test_a_killed_controller_is_unreachable_and_knows_the_jobs_when_it_is_back(
     slurm: Slurm, cluster: RealSlurm, make: Specs
 ) -> None:

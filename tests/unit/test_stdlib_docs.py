@@ -49,6 +49,7 @@ def test_another_process_reads_the_same_corpus() -> None:
     assert found.stdout.strip() == stdlib_docs.content_hash()
 
 
+@pytest.mark.long
 def test_reading_the_corpus_imports_neither_torch_nor_the_modules_it_reads() -> None:
     script = (
         "import sys; from trainer.data import stdlib_docs; stdlib_docs.docstrings(); "

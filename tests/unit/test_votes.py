@@ -14,7 +14,7 @@ import pytest
 from tests.facts import write_facts
 from tests.forked import TRAINVAL, run
 from tests.unit.test_checkpoint import KILLED, die_at, in_child
-from tests.unit.test_preference_rows import CHAT, SAID, USER, task_of, texts
+from tests.unit.test_preference_rows import CHAT, SAID, USER, task_of
 from tests.wording import refused
 from trainer.config.identity import exp_id
 from trainer.data.control_tokens import controls_of
@@ -280,7 +280,8 @@ def test_votes_are_rows_of_preferences_as_they_are(tmp_path: Path) -> None:
     text = replace(PAIR, prompt="Where? ", before="There.", after="Here.")
     add_vote(tmp_path / "facts", text, vote("after", pair=text))
     task = task_of(facts, tmp_path, rows(tmp_path / "facts"))
-    assert [texts(row) for row in task.rows("train")] == [["Where? Here.", "Where? There."]]
+    (row,) = task.rows("train")
+    assert [answer["text"] for answer in row["answers"]] == ["Where? Here.", "Where? There."]
 
 
 @pytest.mark.long
