@@ -139,10 +139,12 @@ class RecordFiles:
         record = self._read_or_none(place, with_payload=with_payload)
         if record is not None:
             return record
+        path = self.path(place.segment)
+        if path.exists() and not self.path(place.segment + 1).exists():
+            return None  # the usual case, which lists no folder
         later = [segment for segment in self.segments() if segment > place.segment]
         if not later:
             return None
-        path = self.path(place.segment)
         if path.exists():  # else it was dropped
             # it may have grown between the two looks, before the next file began
             record = self._read_or_none(place, with_payload=with_payload)
