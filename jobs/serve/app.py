@@ -60,8 +60,10 @@ from trainer.errors import ConfigError
 
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
 MOST_NAMES = 100  # of folders that cannot be read, in one answer
-ONCE = ("host", "authorization", "origin", "content-length", "content-type", "idempotency-key")
-ONCE += ("x-api-key", "x-idempotency-key", "content-encoding")
+ONCE = (
+    *("host", "authorization", "origin", "content-length", "content-type", "content-encoding"),
+    *("idempotency-key", "x-api-key", "x-idempotency-key"),
+)
 # A page loads nothing from other servers, no page may frame it, only our own files are scripts.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

@@ -94,7 +94,7 @@ def perform(one):
 say("running")
 since = time.monotonic()
 while True:
-    if stop:
+    if stop or os.path.exists({over!r}):
         say("preempted")
         sys.exit(75)
     one = reader.next()
@@ -124,9 +124,10 @@ class DrivenStub:
 
     def __init__(self, folder: Path) -> None:
         self.what, self.python = folder / "what", folder / "bin" / "python"
-        self.starts_file = folder / "starts"
+        self.starts_file, self.over = folder / "starts", folder / "over"
         self.python.parent.mkdir(parents=True)
         names = {"what": str(self.what), "starts": str(self.starts_file), "root": str(ROOT)}
+        names["over"] = str(self.over)
         self.python.write_text(SCRIPT.format(python=sys.executable, **names))
         self.python.chmod(0o755)
         self.says()
@@ -138,3 +139,10 @@ class DrivenStub:
     def starts(self) -> list[str]:
         """Ids of experiments, in the order in which their workers began."""
         return self.starts_file.read_text().split() if self.starts_file.exists() else []
+
+    def __enter__(self) -> DrivenStub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all workers, once the server has ended that would begin them again."""
+        self.over.touch()

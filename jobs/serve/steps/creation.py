@@ -51,6 +51,9 @@ async def create_model(request: Request) -> Response:
     steps = steps_of(request)
     refuse_finished(steps.sessions, session.id)
     offer = steps.offer(body.base_model)
+    rank, most = body.lora_config.rank, offer.driven.max_rank
+    if rank > most:
+        raise Refusal(400, f"lora_config.rank: got {rank}, want 1 to {most}.", param="lora_config")
     async with shares_of(request).turn("create", session.owner):
         facts = await run_in_threadpool(_add_run, request, body, offer, body.lora_config)
     await _append_create(request, facts, body.lora_config, offer)

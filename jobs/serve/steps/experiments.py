@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import Field
 
@@ -133,8 +133,10 @@ def driven_experiment(one: DrivenOffer, adapters: AdapterWish, label: str, seed:
     values["train"] = {"micro_batch": 1, **train, "steps": one.driven.steps, "seed": seed}
     values["train"].setdefault("global_batch", values["train"]["micro_batch"])
     for key, block in one.driven.changes.items():
-        old = values.get(key)
-        is_laid_over = isinstance(old, dict) and isinstance(block, dict)
-        values[key] = {**old, **block} if is_laid_over else block
+        old: Any = values.get(key)
+        if isinstance(old, dict) and isinstance(block, dict):
+            values[key] = {**cast("Values", old), **cast("Values", block)}
+        else:
+            values[key] = block
     values["label"] = label
     return values
