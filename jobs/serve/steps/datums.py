@@ -91,8 +91,8 @@ def _refuse_sparse(request: Any) -> None:
     count = sum(math.prod(max(size, 0) for size in one.shape) for one in sparse)
     if count > MOST_DENSE:
         raise DataError(
-            f"data: the sparse tensors of its rows are {count} numbers when they are laid out, want "
-            f"at most {MOST_DENSE}. Send fewer rows in one request."
+            f"data: the sparse tensors of its rows are {count} numbers when they are laid out, "
+            f"want at most {MOST_DENSE}. Send fewer rows in one request."
         )
 
 

@@ -202,8 +202,8 @@ _FIXED = {1: 8, 5: 4}  # bytes of a value, by its wire type
 
 
 def num_parts(content: bytes, most: int) -> int:
-    """How many fields a serialized ForwardBackwardRequest and its rows have; it stops to count above
-    `most`. DecodeError for what is no message.
+    """How many fields a serialized ForwardBackwardRequest and its rows have; above `most` it stops
+    to count. DecodeError for what is no message.
 
     An empty part of two bytes takes a hundred once it is parsed, so they are counted before.
     """
