@@ -157,8 +157,14 @@ def _readable(path: Path, kind: type[R]) -> R | None:
     try:
         return _read(path, kind)
     except Exception as error:  # of any kind
-        log.warning("%s: %s", path, error)
+        _warn_once(path, str(error))
         return None
+
+
+@lru_cache(maxsize=1000)
+def _warn_once(path: Path, text: str) -> None:
+    """Tell of a file that is passed over: lists meet it again and again."""
+    log.warning("%s is passed over: %s", path, text)
 
 
 @dataclass(frozen=True)
@@ -302,9 +308,13 @@ class Sessions:
         return [one for path in paths if (one := _readable(path, of)) is not None]
 
     def _names(self, session: str) -> list[str]:
+        folder = self.folder(session)
         try:
-            return os.listdir(self.folder(session))
-        except (FileNotFoundError, NotADirectoryError):
+            return os.listdir(folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:  # nobody's folder: it hides no other
+            _warn_once(folder, str(error))
             return []
 
     # Saved weights

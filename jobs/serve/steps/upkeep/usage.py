@@ -117,8 +117,8 @@ async def room_for(
 def _take(request: Request, demand: Demand, facts: RunFacts | None) -> bool:
     """Count what a request uses; whether tokens were counted. Refusal."""
     client, steps = client_of(request), steps_of(request)
-    has_number = facts is not None and demand.seq is not None
-    if has_number and steps.runs.is_repeat(facts, demand.seq):
+    seq = demand.seq
+    if facts is not None and seq is not None and steps.runs.is_repeat(facts, seq):
         return False
     quota, usage = client.quota, steps.usage
     with quota_lock(steps.keeper, client):
