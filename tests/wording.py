@@ -1307,6 +1307,13 @@ STEPS = wording(
     steps_saved_before="{kind}/{name} was saved before",
     steps_token_quota="{owner} has sent {used} of {most} tokens, and these are {more} more",
     steps_name="path: got {name!r}, want a name of letters",
+    steps_bytes_quota="{owner} keeps {size} bytes of runs, and {more} more are above the quota of {most}",
+    steps_seq_negative="seq_id: got {seq}, want 0 or more",
+    steps_sparse_large="numbers when they are laid out, want at most {most}",
+    steps_parts="The rows have more than {most} parts.",
+    driven_not_active="The run {state}: it holds no device.",
+    driven_goes_on="The run is {status}. Cancel it first",
+    driven_deleted="{run} was deleted. Use the next model_seq_id.",
     steps_log_full="The operations of {run} since its last two states have {most} bytes",
 )
 

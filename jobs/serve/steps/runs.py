@@ -138,6 +138,13 @@ class DrivenRuns:
                 self._open.pop(name).close()
         return run
 
+    def forget(self, facts: RunFacts) -> None:
+        """Close a run that is being deleted."""
+        with self._guard:
+            run = self._open.pop(facts.id, None)
+        if run is not None:
+            run.close()
+
     def close(self) -> None:
         """Close all logs."""
         for run in self._open.values():
