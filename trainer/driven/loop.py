@@ -13,7 +13,7 @@ from trainer.driven.model import loaded
 from trainer.driven.turns import Turns
 from trainer.errors import CheckpointError, StorageError, UserError
 from trainer.operations.operation_log import FOLDER, OperationReader
-from trainer.operations.results import OperationResult, ResultWriter
+from trainer.operations.results import OperationResult, ResultWriter, work_of
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 
@@ -54,7 +54,8 @@ class DrivenLoop:
         if self._results.last_seq == self.after - 1 and self.after >= 0:
             operation = OperationReader(self.folder / FOLDER, after=self.after - 1).next()
             assert operation is not None, "the log goes back to the state before the newest"
-            self._results.append(self.after, loaded(operation))
+            work = work_of(operation, time.time())
+            self._results.append(self.after, loaded(operation), work=work)
 
     def follow(self) -> End:
         """Run operations until the run ends, is put aside, or is asked to stop."""
@@ -86,13 +87,14 @@ class DrivenLoop:
             logger.info("operation %d (%s) is done", operation.seq, operation.kind)
             self.after = operation.seq
         else:
+            began = time.time()
             fields, payload = self._outcome(operation)
             self.after = operation.seq
             if operation.kind == "load_state" and "error" not in fields:
                 # what was loaded may be deleted later: from here on it is in a state of the run
                 self._keep()
                 self.model.states.saves.wait()
-            on_main(lambda: self._write(operation.seq, fields, payload))
+            on_main(lambda: self._write(operation, began, fields, payload))
         self._bytes += len(operation.payload)
         steps = self.model.progress.step - self._kept_step
         is_due = steps >= self.every or self._bytes > MOST_BYTES
@@ -121,13 +123,15 @@ class DrivenLoop:
         assert self._results is not None, "rank 0 has them"
         return self._results.get(seq)
 
-    def _write(self, seq: int, fields: dict[str, object], payload: bytes) -> None:
+    def _write(
+        self, operation: Operation, began: float, fields: dict[str, object], payload: bytes
+    ) -> None:
         """ReplayDiffers when the operation had another result."""
-        old = self._stored(seq)
+        old = self._stored(operation.seq)
         if old is not None and old.error is not None and "error" in fields:
             return  # refused then and now, perhaps in other words
         assert self._results is not None, "rank 0 has them"
-        self._results.append(seq, fields, payload)
+        self._results.append(operation.seq, fields, payload, work=work_of(operation, began))
 
     def _keep(self) -> None:
         """Write a state behind the last operation, unless a gradient is pending: then the state
