@@ -1252,7 +1252,8 @@ OPERATIONS = (
         result_gap="the result of operation {seq} does not follow",
     )
     | wording(
-        ReplayDiffers, replay_differs="operation {seq} was run again ...{then}} then, ...{now}} now"
+        ReplayDiffers,
+        replay_differs="operation {seq} was run again ...: {then}} then, ...: {now}} now",
     )
     | wording(ResumeError, records_held="another process writes")
     | wording(
@@ -1357,54 +1358,6 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "votes": VOTES,
     "service": SERVICE,
 }
-# The operations of a driven run
-OPERATIONS = (
-    wording(OperationConflict, operation_conflict="operation {seq} was sent before with another")
-    | wording(
-        OperationGap,
-        operation_gap="operation {seq} does not follow the last one, {last}. Send",
-        result_gap="the result of operation {seq} does not follow",
-    )
-    | wording(
-        ReplayDiffers, replay_differs="operation {seq} was run again ...{then} then, {now} now"
-    )
-    | wording(ResumeError, records_held="another process writes")
-    | wording(
-        CheckpointError,
-        records_altered="no whole record, although more was written behind it",
-        log_compacted="The log was compacted beyond the state",
-    )
-    | wording(
-        DataError,
-        driven_inputs_differ="row {index} has the loss inputs",
-        driven_axis_differs="row {index}: {name} has the shape",
-        payload_unreadable="the payload of rows is no safetensors file",
-        driven_inputs_foreign="; {name} wants target_tokens",
-        driven_row_long="got {count} tokens, want 1 to {limit} (data.max_tokens)",
-        driven_id_foreign="got the id {id} at position",
-        driven_not_finite=", {key}: got nan at position",
-        driven_shape=", {key}: got the shape",
-        driven_no_rows="got no rows. Send at least one",
-        driven_state_absent="load_state: there is no folder",
-    )
-    | wording(
-        ConfigError,
-        driven_no_gradient="optim_step: there is no gradient. Send",
-        driven_loss_unknown="loss_fn={name!r} is not computed here",
-        driven_loss_config="loss_fn_config: {key!r} is no number of {name}",
-        driven_adam="optim_step: {name}: got",
-        driven_name="name={name!r}: want letters, digits",
-        driven_name_there="save_state: {name!r} is there already",
-        driven_create_differs="create: lora rank={rank}, but the dictionary",
-        driven_kind="{kind!r} is no kind of operation",
-        driven_not_created="the run was not created yet. Send create first",
-        driven_has_ended="the run has ended. Create another one",
-        driven_key='data.source="client" with {key}: the client sends',
-        driven_without_lora="trains adapters beside a frozen base",
-        driven_reads_files="reads no rows from files: leave",
-        put_aside_of_files="put_aside_s with source",
-    )
-)
 
 WORDINGS = {code: wording for room in ROOMS.values() for code, wording in room.items()}
 # Sentences that end the messages of many faults.

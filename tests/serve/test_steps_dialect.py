@@ -242,7 +242,8 @@ def test_a_token_sees_nothing_of_another_ones(
     tmp_path: Path, queue: Path, stub: DrivenStub
 ) -> None:
     path = tmp_path / "tokens.json"
-    tokens = {name: add_token(path, name, "run", {"tokens": 20}) for name in ("anna", "ben")}
+    quota = {"tokens": 20, "jobs": 1}
+    tokens = {name: add_token(path, name, "run", quota) for name in ("anna", "ben")}
     tokens["rita"] = add_token(path, "rita", "read", {})
     with serving(tmp_path / "base", python=stub.python, tokens=path, models=offers()) as running:
         anna, ben, rita = (driver(running, tokens[name]) for name in ("anna", "ben", "rita"))
@@ -278,6 +279,7 @@ def test_a_token_sees_nothing_of_another_ones(
         above = anna.rows(model, 3, ROWS * 3)
         assert above.status_code == 403
         says("steps_token_quota", above.text, owner="anna")
+        assert anna.post("create_model", anna.create(session, 1)).status_code == 403
 
 
 def test_what_is_not_offered_is_refused_by_name(world: World) -> None:

@@ -104,7 +104,8 @@ class DrivenModel:
             self.pending.tokens += sum(len(row.tokens) for row in rows)
             self.pending.loss += result.loss
         trailing = list(result.logps[0].shape[1:])
-        told = {"metrics": {"loss:sum": result.loss}, "outputs": {"logprobs": trailing}}
+        outputs = {"logprobs": {"trailing": trailing}}
+        told = {"metrics": {"loss:sum": result.loss}, "outputs": outputs}
         return told, outputs_to_payload({"logprobs": result.logps})
 
     def _optim_step(self, operation: Operation) -> Outcome:

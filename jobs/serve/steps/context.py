@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jobs.serve.keeper import Keeper
     from jobs.serve.steps.runs import DrivenRuns
     from jobs.serve.steps.sampling.queues import SampleQueues
-    from jobs.serve.steps.upkeep.usage import Usage
+    from jobs.serve.steps.upkeep.usage import TokenUsage
 
 B = TypeVar("B", bound=BaseModel)
 OWN_PROJECT = "default"  # the one project of a token: there are no others
@@ -44,7 +44,7 @@ class Steps:
     sessions: Sessions
     runs: DrivenRuns
     samples: SampleQueues
-    usage: Usage
+    usage: TokenUsage
 
     async def stop(self) -> None:
         """Let other servers go on with what is open here."""

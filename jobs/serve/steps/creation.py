@@ -205,8 +205,14 @@ def _create_ticket(
         driven_by=str(facts.id),
     )
     refuse_on_full_disk(keeper, 0)
-    with room_for_job(keeper, client):
-        keeper.folder.create(ticket)
+    try:
+        with room_for_job(keeper, client):
+            keeper.folder.create(ticket)
+    except Refusal as error:
+        if error.status != 429:
+            raise
+        # the SDK would send it again for minutes
+        raise Refusal(403, error.message, code="insufficient_quota") from None
 
 
 ROUTES = [

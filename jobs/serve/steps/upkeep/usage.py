@@ -40,7 +40,7 @@ class Demand:
 
 
 @dataclass
-class Usage:
+class TokenUsage:
     """The tokens and bytes of owners. root: where the counts are."""
 
     root: Path
