@@ -154,6 +154,8 @@ def test_a_run_that_has_ended_is_deleted_and_absent_from_then_on(
         assert early.status_code == 409
         says("driven_goes_on", early.text, status="running")
         anna.result(anna.post("save_weights", {"model_id": model, "path": "a", "seq_id": 1}))
+        own = asked(running, f"runs/{run}/operations", tokens["anna"]).json()
+        assert [one["tinker_path"] for one in own["saved"]] == [f"tinker://{model}/weights/a"]
         anna.result(anna.post("unload_model", {"model_id": model}))
         wait_until(lambda: row_of(running, run), lambda row: row.state == "succeeded")
         for who, status in (("ben", 404), ("rita", 403)):
