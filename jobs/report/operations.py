@@ -24,7 +24,7 @@ from rich.text import Text
 from jobs.report.text import duration, visible
 from trainer.errors import CheckpointError
 from trainer.operations.operation_log import FOLDER, LOG
-from trainer.operations.records import Place, RecordFiles
+from trainer.operations.records import RecordFiles, RecordPlace
 from trainer.operations.results import RESULTS
 
 MOST_LINES, MOST_FAILURES = 50, 20  # that are shown of one run
@@ -106,7 +106,7 @@ class RunOperations:
 
     def _begin(self) -> None:
         self._log, self._results = (RecordFiles(self.folder, stem) for stem in (LOG, RESULTS))
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, RecordPlace] = {}
         self._pending: dict[int, OperationLine] = {}
         self._lines: deque[OperationLine] = deque(maxlen=MOST_LINES)
         self._failures: deque[OperationLine] = deque(maxlen=MOST_FAILURES)
@@ -141,12 +141,12 @@ class RunOperations:
             raise CheckpointError(f"{files.path(place.segment)}: it is shorter than it was.")
         if place is None:
             segments = files.segments()
-            place = Place(segments[0], 0) if segments else None
+            place = RecordPlace(segments[0], 0) if segments else None
         while place is not None:
             record = files.following(place, with_payload=False)
             if record is None:
                 return
-            place = self._places[files.stem] = Place(record.place.segment, record.end)
+            place = self._places[files.stem] = RecordPlace(record.place.segment, record.end)
             yield record.header
 
     def _add(self, line: OperationLine) -> None:
@@ -249,7 +249,7 @@ def _result_line(
     )
 
 
-def _is_cut(files: RecordFiles, place: Place) -> bool:
+def _is_cut(files: RecordFiles, place: RecordPlace) -> bool:
     with suppress(FileNotFoundError):  # it was dropped: the next file goes on
         return os.stat(files.path(place.segment)).st_size < place.offset
     return False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError, ProofError
 from trainer.operations.operation_log import FOLDER
-from trainer.operations.results import Results
+from trainer.operations.results import OperationResults
 from trainer.proof import operation_replay, operations
 from trainer.proof.operations import is_driven
 from trainer.proof.replay import as_it_ran
@@ -81,7 +81,7 @@ def _starts(folder: Path, world: int) -> dict[str, int]:
 
 def _last_result(folder: Path) -> int:
     def look() -> int:
-        results = Results(folder / FOLDER)
+        results = OperationResults(folder / FOLDER)
         results.follow()
         return results.last_seq
 

@@ -16,7 +16,7 @@ from trainer.operations.operation_log import (
     chain_digest,
     content_digest,
 )
-from trainer.operations.records import LogRecord, Place, RecordFiles
+from trainer.operations.records import LogRecord, RecordFiles, RecordPlace
 from trainer.operations.results import RESULTS, result_digest
 from trainer.training import checkpoint
 
@@ -147,11 +147,11 @@ def _records(folder: Path, stem: str, facts: OperationFacts) -> Iterator[LogReco
     files, last = RecordFiles(folder, stem), -1
     segments = files.segments()
     for segment in segments:
-        place, size = Place(segment, 0), os.path.getsize(files.path(segment))
+        place, size = RecordPlace(segment, 0), os.path.getsize(files.path(segment))
         while place.offset < size:
             record = files.read(place)
             if record is not None:
-                last, place = int(record.header["seq"]), Place(segment, record.end)
+                last, place = int(record.header["seq"]), RecordPlace(segment, record.end)
                 yield record
                 continue
             behind = files.behind(place)

@@ -18,7 +18,7 @@ from trainer.launch import doctor, memory, preflight, run_folder
 from trainer.launch.prepare import PreparedRun, newest_state
 from trainer.launch.start import engine_of, snapshot
 from trainer.operations.operation_log import FOLDER
-from trainer.operations.results import Results
+from trainer.operations.results import OperationResults
 from trainer.runtime import distributed, rng
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Stopped
@@ -133,7 +133,7 @@ def _begin(
 
 
 def _is_created(folder: Path) -> bool:
-    results = Results(folder / FOLDER)
+    results = OperationResults(folder / FOLDER)
     results.follow()
     first = results.get(0)
     return first is None or first.error is None
