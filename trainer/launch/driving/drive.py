@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer import tasks
 from trainer.driven.loop import DrivenLoop
 from trainer.driven.model import DrivenModel
-from trainer.driven.passes import Layout
+from trainer.driven.passes import PassLayout
 from trainer.driven.states import AFTER, DRIVEN, States
 from trainer.errors import ConfigError
 from trainer.launch import doctor, memory, preflight, run_folder
@@ -106,7 +106,7 @@ def _begin(
     budget = cfg.train.micro_tokens or cfg.train.micro_batch * data.max_tokens
     model = DrivenModel(
         engine=live,
-        layout=Layout(budget, task.is_packed, task.pad),
+        layout=PassLayout(budget, task.is_packed, task.pad),
         states=States(plan.folder, write, identity["base"]),
         progress=progress,
         lora=cfg.lora,
