@@ -112,6 +112,7 @@ def test_operations_their_times_and_their_driver_are_the_same_after_a_restart(
     assert {one["checkpoint_type"] for one in first["saved"]} == {"training", "sampler"}
 
 
+@pytest.mark.long
 def test_a_run_is_put_aside_on_request_and_its_next_operation_wakes_it(
     tmp_path: Path, queue: Path
 ) -> None:
