@@ -1308,6 +1308,7 @@ STEPS = wording(
     steps_token_quota="{owner} has sent {used} of {most} tokens, and these are {more} more",
     steps_name="path: got {name!r}, want a name of letters",
     steps_bytes_quota="{owner} keeps {size} bytes of runs, and {more} more are above the quota of {most}",
+    steps_sessions="{owner} has {most} sessions, as many as a token may have",
     steps_seq_negative="seq_id: got {seq}, want 0 or more",
     steps_sparse_large="numbers when they are laid out, want at most {most}",
     steps_parts="The rows have more than {most} parts.",
