@@ -13,7 +13,7 @@ from benchmarks.driven_kills import VICTIMS, compare, drawn
 from trainer.proof.operations import examine
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="tinker wants Python 3.11")
-SEED, KILLS, STEPS = 5, 6, 30
+SEED, KILLS, STEPS = 9, 6, 30
 
 
 @pytest.mark.long
