@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ from trainer.tasks.retriever.batches import Batches, texts_of
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.loss.pool_loss import PoolLoss
 from trainer.tasks.retriever.model import (
+    LogScale,
     Retriever,
     is_causal,
     most_calls,
@@ -138,9 +139,18 @@ class Task(TokenTask[Config]):
         query, passage = encoder_of(export.QUERY), None if how.tied else encoder_of(export.PASSAGE)
         width, dtype = query.config.hidden_size, next(query.parameters()).dtype
         pooler = pooler_of(how.projection, how, width=width, seed=self.cfg.train.seed, dtype=dtype)
+        widest = max(self.cfg.loss.matryoshka.dims) if self.cfg.loss.matryoshka else 0
+        whole = width if how.projection is None else how.projection.width
+        if widest > whole:
+            raise ConfigError(
+                f"loss.matryoshka.dims: got {widest}, but the vectors of this model have {whole} "
+                f"numbers, want at most so many. Use {whole} for the whole vector."
+            )
         read = {"query": self.reader(query)}
         read["passage"] = read["query"] if passage is None else self.reader(passage)
-        return Retriever(query, passage, how=how, pooler=pooler, read=read)
+        scale = LogScale(how.temperature, dtype) if how.learn_temperature else None
+        parts: Any = {"pooler": pooler, "log_scale": scale, "read": read}
+        return Retriever(query, passage, how=how, **parts)
 
     def operate(self, base: Any) -> Any:
         if self.cfg.dropout is not None:
@@ -198,7 +208,9 @@ class Task(TokenTask[Config]):
         # rows of the embedded corpus stay as recorded runs have them
         if self.cfg.data.source != "stdlib_docs":
             of_split = rows.without_own_positives(of_split)
-        usable = selection.trainable(of_split, self.cfg.data.passages if split == "train" else 1)
+        data = self.cfg.data
+        sizes = (data.passages, data.positives) if split == "train" else (1, 1)
+        usable = selection.trainable(of_split, *sizes)
         return ({**row, "item": item} for item, row in picked.enumerated(usable))
 
     def encode(self, row: Row) -> Encoded:
@@ -308,10 +320,11 @@ class Task(TokenTask[Config]):
         texts = texts_of(batch)
         vectors = model(**texts, calls=most_calls(texts))
         table = metrics.table_of(batch, vectors["queries"], vectors["passages"])
-        return {"retrieval": GatheredValues(table, self._metrics)}
-
-    def _metrics(self, table: Tensor) -> dict[str, float]:
-        return metrics.retrieval_metrics(table, temperature=self.how.temperature)
+        temperature = self.how.temperature
+        if "log_scale" in vectors:
+            temperature = float((-vectors["log_scale"][0]).exp())
+        measure = partial(metrics.retrieval_metrics, temperature=temperature)
+        return {"retrieval": GatheredValues(table, measure)}
 
     # Embedding
     # ----------------------------------------------------------------------------------------------
