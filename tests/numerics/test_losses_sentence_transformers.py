@@ -107,9 +107,7 @@ def triplet(of: Columns) -> Tensor:
 
     cosine = losses.TripletDistanceMetric.COSINE
     theirs = losses.TripletLoss(Vectors(), distance_metric=cosine, triplet_margin=0.3)  # type: ignore
-    parts = [
-        theirs.compute_loss_from_embeddings([*of[:2], one], torch.empty(0)) for one in of[2:]
-    ]
+    parts = [theirs.compute_loss_from_embeddings([*of[:2], one], torch.empty(0)) for one in of[2:]]
     return torch.stack(parts).mean()
 
 

@@ -49,6 +49,7 @@ class Data(OwnRows):
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
         "corpus",
         "negatives",
+        "scores",
         "query_prefix",
         "passage_prefix",
     }
@@ -148,8 +149,8 @@ class Encoder(Strict):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Scores are divided by it."""
     learn_temperature: bool = False
-    """Whether training moves the temperature, which then stays above 0.01 as CLIP's does; the export
-    says the last one.
+    """Whether training moves the temperature, never below 0.01, as CLIP does; the export says the
+    last one.
     """
 
 
@@ -157,8 +158,9 @@ class Distillation(Strict):
     """How the retriever's scores of a query's own passages become those of a teacher."""
 
     kind: Literal["kl", "margin_mse"] = "kl"
-    """kl: the divergence of the retriever's distribution from the teacher's. margin_mse: the squared
-    difference between their margins, which are the first positive's score minus a negative's.
+    """kl: the divergence of the retriever's distribution from the teacher's. margin_mse: the
+    squared difference between their margins, which are the first positive's score minus a
+    negative's.
     """
     coefficient: Annotated[float, Field(gt=0)] = 1.0
     """The factor of this term in the loss."""
@@ -233,7 +235,7 @@ class Loss(Strict):
     score exceeds that of each of the query's own negatives by `margin`; no temperature.
     """
     margin: Annotated[float, Field(ge=0)] = 0.0
-    """softmax: subtracted from the positive's score (additive margin). triplet: the least margin."""
+    """softmax: subtracted from a positive's score (additive margin). triplet: the least margin."""
     symmetric: bool = False
     """Positives choose their query among all queries, too; the loss is the mean of both ways."""
     positives: Literal["each", "supcon", "marginal"] = "each"
@@ -265,7 +267,7 @@ class Loss(Strict):
         if of_softmax:
             raise ValueError(
                 f'kind="triplet" compares a query with its own passages alone, so that '
-                f"{of_softmax[0]} has no meaning: leave it out, or use \"softmax\""
+                f'{of_softmax[0]} has no meaning: leave it out, or use "softmax"'
             )
         if not self.margin:
             raise ValueError('kind="triplet" got margin=0, want one above 0, such as 0.2')
@@ -288,11 +290,17 @@ class Config(Experiment):
     dropout: Fraction | None = None
     """None: the base's own."""
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss reads a teacher's scores."""
+        judge = self.loss.false_negatives
+        is_judged = judge is not None and judge.by == "teacher"
+        return is_judged or self.loss.distillation is not None
+
     @model_validator(mode="after")
     def _teachers_have_scores(self) -> Config:
-        reads, how = self.data.reads, self.loss.false_negatives
-        is_taught = self.loss.distillation is not None
-        if not is_taught and (how is None or how.by == "retriever"):
+        reads, is_taught = self.data.reads, self.loss.distillation is not None
+        if not self.needs_teacher:
             return self
         if self.data.scores is None and reads not in ("fid", "tevatron", "dpr", "files"):
             key = "source" if self.data.format is None else "format"

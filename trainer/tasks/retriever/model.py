@@ -234,6 +234,15 @@ def pooled_stream(states_MD: Tensor, piece: Mapping[str, Tensor], pooling: str) 
     return _wide(states_MD.index_select(0, starts[:-1] if pooling == "cls" else starts[1:] - 1))
 
 
+def first_numbers(vectors_NE: Tensor, dims: int, *, normalize: bool) -> Tensor:
+    """(N, dims) what stands first in each vector, of length 1 again if whole vectors have it.
+
+    Source: Kusupati et al. 2022 (Matryoshka Representation Learning).
+    """
+    first = vectors_NE[:, :dims]
+    return F.normalize(first, dim=-1) if normalize else first
+
+
 def _wide(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 

@@ -26,13 +26,21 @@ from trainer.protocol.abilities import Side, Uncut
 from trainer.protocol.task import Batch, Encoded, Places, Row, Text
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
-from trainer.tasks.retriever import export, metrics, rows, selection, sentence_folder
+from trainer.tasks.retriever import (
+    export,
+    metrics,
+    rows,
+    selection,
+    sentence_folder,
+)
 from trainer.tasks.retriever.batches import Batches, texts_of
 from trainer.tasks.retriever.config import Config, Data, Encoder
+from trainer.tasks.retriever.loss import teacher_scores
 from trainer.tasks.retriever.loss.pool_loss import PoolLoss
 from trainer.tasks.retriever.model import (
     LogScale,
     Retriever,
+    first_numbers,
     is_causal,
     most_calls,
     pooler_of,
@@ -51,6 +59,7 @@ class Task(TokenTask[Config]):
     kind: ClassVar[base_model.Kind] = "encoder"
     rows_are_of_files: ClassVar[bool] = True
     base_name: ClassVar[str] = ""  # operate() gives the base of one side as it is
+    _dims: int | None = None  # numbers of a vector that embed() gives; None: all
 
     def __init__(self, cfg: Config, places: Places) -> None:
         self.places = places
@@ -209,6 +218,8 @@ class Task(TokenTask[Config]):
         if self.cfg.data.source != "stdlib_docs":
             of_split = rows.without_own_positives(of_split)
         data = self.cfg.data
+        if split == "train" and self.cfg.needs_teacher:
+            of_split = teacher_scores.required(of_split)
         sizes = (data.passages, data.positives) if split == "train" else (1, 1)
         usable = selection.trainable(of_split, *sizes)
         return ({**row, "item": item} for item, row in picked.enumerated(usable))
@@ -338,4 +349,15 @@ class Task(TokenTask[Config]):
     def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         """(N, E) fp32 vectors of N token rows."""
         texts = to_device(self._batches.lay_out(rows, side))
-        return model(**texts)["queries" if side == "query" else "passages"].float()
+        vectors_NE = model(**texts)["queries" if side == "query" else "passages"].float()
+        if self._dims is None:
+            return vectors_NE
+        if self._dims > vectors_NE.shape[1]:
+            raise ConfigError(
+                f"--dims {self._dims}: got vectors of {vectors_NE.shape[1]} numbers, want at most "
+                "so many. Leave it out for whole vectors."
+            )
+        return first_numbers(vectors_NE, self._dims, normalize=self.how.normalize)
+
+    def shorten(self, dims: int) -> None:
+        self._dims = dims

@@ -59,4 +59,3 @@ def margin_mse(
     wrong_QN = (scores_QN[:, :1] - scores_QN) - margins_QN.masked_fill(~is_scored_QN, 0.0)
     squares_Q = wrong_QN.square().masked_fill(~is_scored_QN, 0.0).sum(1)
     return (squares_Q / is_scored_QN.sum(1).clamp(min=1)).sum()
-

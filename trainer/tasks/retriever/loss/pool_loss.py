@@ -7,9 +7,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.gradcache import PoolScope, pooled_losses
@@ -18,6 +18,7 @@ from trainer.runtime import distributed
 from trainer.tasks.retriever.batches import texts_of
 from trainer.tasks.retriever.config import Config
 from trainer.tasks.retriever.loss import distillation, losses
+from trainer.tasks.retriever.model import first_numbers
 from trainer.tasks.retriever.tokens import bits_of
 
 log = logging.getLogger(__name__)
@@ -81,16 +82,10 @@ class PoolLoss:
             if cfg.mask_duplicates:
                 represented["asker_ids"] = batch["positive_ids"]
                 represented["asker_counts"] = batch["positive_counts"]
-        if self._has_teacher:
+        if self.cfg.needs_teacher:
             # as integers: a teacher's scores carry no gradient
             represented["teacher"] = bits_of(batch["teacher"])
         return represented
-
-    @property
-    def _has_teacher(self) -> bool:
-        how = self.cfg.loss
-        judge = how.false_negatives
-        return how.distillation is not None or (judge is not None and judge.by == "teacher")
 
     def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
         """() the loss of a pool: of its whole vectors, or of the first numbers of them, weighted.
@@ -99,19 +94,16 @@ class PoolLoss:
         """
         how = self.cfg.loss.matryoshka
         pool = dict(pool)
-        if self._has_teacher:
+        if self.cfg.needs_teacher:
             pool["teacher"] = pool["teacher"].view(torch.float32)
         if how is None:
             return self._of_vectors(pool)
         total = pool["queries"].new_zeros(())
         for width, weight in zip(how.dims, how.weights or [1.0] * len(how.dims), strict=True):
-            vectors = {name: self._cut(pool[name], width) for name in _VECTORS if name in pool}
+            cut = partial(first_numbers, dims=width, normalize=self.cfg.encoder.normalize)
+            vectors = {name: cut(pool[name]) for name in _VECTORS if name in pool}
             total = total + weight * self._of_vectors({**pool, **vectors})
         return total
-
-    def _cut(self, vectors_ND: Tensor, width: int) -> Tensor:
-        first = vectors_ND[:, :width]
-        return F.normalize(first, dim=-1) if self.cfg.encoder.normalize else first
 
     def _of_vectors(self, pool: Mapping[str, Tensor]) -> Tensor:
         cfg, total = self.cfg.loss, pool["queries"].new_zeros(())
