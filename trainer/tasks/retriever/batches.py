@@ -32,9 +32,10 @@ class Batches:
         """A batch of Q queries and P passages. The passages stand query by query, positives first.
 
         Texts are streams (model.packed), or query_ids, query_mask (Q, L) and passage_ids,
-        passage_mask (P, L). Other tensors: counts (Q,), the passages of each query, and
-        targets (Q,), how many of them are positives; identities (P,); positive_ids, the identities of all positives; positive_counts (Q,); teacher (P,), the
-        scores of a teacher; numbers (Q,), the numbers of the rows.
+        passage_mask (P, L). Other tensors: counts (Q,), the passages of each query, and targets
+        (Q,), how many of them are positives; identities (P,); positive_ids, the identities of all
+        positives; positive_counts (Q,); teacher (P,), the scores of a teacher; numbers (Q,), the
+        numbers of the rows.
         """
         choices = [self.choose(row) for row in rows]
         passages = [

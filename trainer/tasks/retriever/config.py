@@ -71,8 +71,8 @@ class Data(OwnRows):
     negatives: str | None = None
     """beir, msmarco: JSON lines of query_id and negative_docids, which qrels do not give."""
     scores: str | None = None
-    """A teacher's scores for the passages of the rows, by ids: a run file, as `search` and a reranker
-    write it, or a reader's rows (`evaluate --write_scores`). They replace scores in the rows.
+    """A teacher's scores for the passages of the rows, by ids: a run file, as `search` and
+    `rerank` write it, or a reader's rows (`evaluate --write_scores`). They replace scores in rows.
     """
     query_tokens: Annotated[int, Field(ge=2)] = 32
     """Longer queries are cut, special tokens counted."""

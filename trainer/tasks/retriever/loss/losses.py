@@ -99,7 +99,7 @@ def _scores(
     `hidden` is True, but for the targets.
     """
     if margin:
-        products = products - margin * is_target
+        products = products - margin * is_target.to(products.dtype)
     scores = products / temperature
     for is_hidden in hidden:
         scores = scores.masked_fill(is_hidden & ~is_target, float("-inf"))
