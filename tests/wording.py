@@ -1267,7 +1267,8 @@ OPERATIONS = (
         result_gap="the result of operation {seq} does not follow",
     )
     | wording(
-        ReplayDiffers, replay_differs="operation {seq} was run again ...{then}} then, ...{now}} now"
+        ReplayDiffers,
+        replay_differs="operation {seq} was run again ...: {then}} then, ...: {now}} now",
     )
     | wording(ResumeError, records_held="another process writes")
     | wording(
@@ -1321,6 +1322,13 @@ STEPS = wording(
     steps_saved_before="{kind}/{name} was saved before",
     steps_token_quota="{owner} has sent {used} of {most} tokens, and these are {more} more",
     steps_name="path: got {name!r}, want a name of letters",
+    steps_bytes_quota="{owner} keeps {size} bytes of runs, and {more} more are above the quota of {most}",
+    steps_seq_negative="seq_id: got {seq}, want 0 or more",
+    steps_sparse_large="numbers when they are laid out, want at most {most}",
+    steps_parts="The rows have more than {most} parts.",
+    driven_not_active="The run {state}: it holds no device.",
+    driven_goes_on="The run is {status}. Cancel it first",
+    driven_deleted="{run} was deleted. Use the next model_seq_id.",
     steps_log_full="The operations of {run} since its last two states have {most} bytes",
 )
 
@@ -1365,54 +1373,6 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "votes": VOTES,
     "service": SERVICE,
 }
-# The operations of a driven run
-OPERATIONS = (
-    wording(OperationConflict, operation_conflict="operation {seq} was sent before with another")
-    | wording(
-        OperationGap,
-        operation_gap="operation {seq} does not follow the last one, {last}. Send",
-        result_gap="the result of operation {seq} does not follow",
-    )
-    | wording(
-        ReplayDiffers, replay_differs="operation {seq} was run again ...{then} then, {now} now"
-    )
-    | wording(ResumeError, records_held="another process writes")
-    | wording(
-        CheckpointError,
-        records_altered="no whole record, although more was written behind it",
-        log_compacted="The log was compacted beyond the state",
-    )
-    | wording(
-        DataError,
-        driven_inputs_differ="row {index} has the loss inputs",
-        driven_axis_differs="row {index}: {name} has the shape",
-        payload_unreadable="the payload of rows is no safetensors file",
-        driven_inputs_foreign="; {name} wants target_tokens",
-        driven_row_long="got {count} tokens, want 1 to {limit} (data.max_tokens)",
-        driven_id_foreign="got the id {id} at position",
-        driven_not_finite=", {key}: got nan at position",
-        driven_shape=", {key}: got the shape",
-        driven_no_rows="got no rows. Send at least one",
-        driven_state_absent="load_state: there is no folder",
-    )
-    | wording(
-        ConfigError,
-        driven_no_gradient="optim_step: there is no gradient. Send",
-        driven_loss_unknown="loss_fn={name!r} is not computed here",
-        driven_loss_config="loss_fn_config: {key!r} is no number of {name}",
-        driven_adam="optim_step: {name}: got",
-        driven_name="name={name!r}: want letters, digits",
-        driven_name_there="save_state: {name!r} is there already",
-        driven_create_differs="create: lora rank={rank}, but the dictionary",
-        driven_kind="{kind!r} is no kind of operation",
-        driven_not_created="the run was not created yet. Send create first",
-        driven_has_ended="the run has ended. Create another one",
-        driven_key='data.source="client" with {key}: the client sends',
-        driven_without_lora="trains adapters beside a frozen base",
-        driven_reads_files="reads no rows from files: leave",
-        put_aside_of_files="put_aside_s with source",
-    )
-)
 
 WORDINGS = {code: wording for room in ROOMS.values() for code, wording in room.items()}
 # Sentences that end the messages of many faults.

@@ -53,6 +53,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("causal_lm", "data.chat_template"): {"data": {"source": "chat"}},
+    ("causal_lm", "data.put_aside_s"): {"data": {"source": "client", "files": {}}, "lora": {}},
     ("preference", "data.chat_template"): {"data": {"source": "chat"}},
     ("preference", "data.stream"): {"preference": {"loss": "simpo"}},
     ("preference", "preference.gamma"): {"preference": {"loss": "simpo"}},
@@ -130,6 +131,7 @@ VALUES: dict[str, list[Any]] = {
     "optim.groups": [[{"match": "*", "lr": 0.5}]],
     "train.freeze": [[{"match": "*", "until": 1}]],
     "lora.targets": [["q"]],
+    "lora.parts": [["mlp"]],
     "lora.layers": [[0]],
     "lora.patterns": [[]],
     "lora.modules_to_save": [[]],

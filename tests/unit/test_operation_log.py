@@ -17,6 +17,7 @@ from trainer.operations.operation_log import (
     needless_before,
     note_states,
 )
+from trainer.operations.records import Place, read_record
 from trainer.operations.results import Results, ResultWriter
 from trainer.operations.rows import DrivenRow, outputs_of, outputs_to_payload, rows_of
 from trainer.operations.rows import rows_to_payload as payload_of
@@ -48,9 +49,10 @@ def test_operations_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_a_record_torn_at_any_byte_is_not_there_and_is_written_again(tmp_path: Path) -> None:
     filled(tmp_path / "whole", 2).close()
-    whole = (tmp_path / "whole" / "log-000001.bin").read_bytes()
-    filled(tmp_path / "short", 1).close()
-    start = (tmp_path / "short" / "log-000001.bin").stat().st_size
+    file = tmp_path / "whole" / "log-000001.bin"
+    whole, first_record = file.read_bytes(), read_record(file, Place(1, 0))
+    assert first_record is not None
+    start = first_record.end
     folder = tmp_path / "torn"
     folder.mkdir()
     for end in range(start, len(whole)):

@@ -139,10 +139,14 @@ class RecordFiles:
         record = self._read_or_none(place, with_payload=with_payload)
         if record is not None:
             return record
+        path = self.path(place.segment)
+        if path.exists() and not self.path(place.segment + 1).exists():
+            return None  # the usual case, which lists no folder
         later = [segment for segment in self.segments() if segment > place.segment]
         if not later:
+            if self._is_followed(place) and not self._read_or_none(place, with_payload=True):
+                raise altered(self.path(place.segment), place)
             return None
-        path = self.path(place.segment)
         if path.exists():  # else it was dropped
             # it may have grown between the two looks, before the next file began
             record = self._read_or_none(place, with_payload=with_payload)
@@ -152,6 +156,30 @@ class RecordFiles:
                 if path.stat().st_size > place.offset:
                     raise altered(path, place)
         return self.following(Place(later[0], 0), with_payload=with_payload)
+
+    def _is_followed(self, place: Place) -> bool:
+        """Whether a whole record stands where the one at a place ends by its lengths."""
+        with suppress(FileNotFoundError), self.path(place.segment).open("rb", buffering=0) as file:
+            prefix = os.pread(file.fileno(), _PREFIX, place.offset)
+            if len(prefix) == _PREFIX:
+                end = place.offset + _PREFIX + sum(_LENGTHS.unpack_from(prefix))
+                if end < os.fstat(file.fileno()).st_size:
+                    return self.read(Place(place.segment, end)) is not None
+        return False
+
+    def behind(self, place: Place) -> Place | None:
+        """Where the next whole record of the same file begins behind a place at which there is
+        none; None when there is no other: then a crash may have torn what stands there.
+        """
+        with self.path(place.segment).open("rb") as file:
+            file.seek(place.offset)
+            content = file.read()
+        start = _PREFIX
+        while (start := content.find(b'{"', start + 1)) >= 0:
+            one = Place(place.segment, place.offset + start - _PREFIX)
+            if self.read(one) is not None:
+                return one
+        return None
 
     def _read_or_none(self, place: Place, *, with_payload: bool) -> LogRecord | None:
         try:
@@ -212,8 +240,11 @@ class RecordWriter:
 
     def begin(self, end: Place) -> None:
         """Write from `end` on: behind the last whole record. What stands there was torn by a crash
-        and is cut.
+        and is cut. CheckpointError when a whole record stands behind it: no crash leaves that.
         """
+        path = self.files.path(end.segment)
+        if path.exists() and path.stat().st_size > end.offset and self.files.behind(end):
+            raise altered(path, end)
         self._open(end)
 
     def append(self, header: Mapping[str, Any], payload: bytes) -> Place:

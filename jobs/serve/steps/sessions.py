@@ -4,7 +4,7 @@
     session.json            who began it, when, and what the client said of it
     finished.json           how its client ended it
     alive                   touched by its heartbeats
-    train-<n>.json          the n-th training run: its job, and what it trains
+    train-<n>.json          the n-th training run: its job, and what it trains; -deleted beside it
     sample-<n>.json         the n-th sampler: which weights it samples from
     sample-<n>/             its requests and their results (sampling/)
     saved-<n>-<seq>.json    weights that operation <seq> of run n saves; -ttl and -deleted beside it
@@ -16,6 +16,7 @@ nothing is made twice however often a client asks and wherever a server was kill
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +24,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field
 
+from jobs.record.paths import is_there
 from jobs.record.times import now
 from jobs.serve.job_view import seconds
 from jobs.serve.requests import Refusal
@@ -34,6 +36,9 @@ from jobs.serve.steps.names import SESSION, ClientId, WeightsKind, WeightsPath, 
 from jobs.serve.tickets import Time, is_id, read_model
 from trainer.config.block import Strict
 from trainer.files.atomic import create_json, refusals, sync, write_json
+
+if TYPE_CHECKING:
+    from jobs.serve.access import Client
 
 ALIVE_S = 120.0  # without a heartbeat for so long a session is not active
 
@@ -128,6 +133,7 @@ class ExpiryFacts(Strict):
 
 
 R = TypeVar("R", bound=Strict)
+log = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=20_000)
@@ -144,6 +150,21 @@ def _read(path: Path, kind: type[R]) -> R | None:
         return _constant(path, kind)
     except FileNotFoundError:
         return None
+
+
+def _readable(path: Path, kind: type[R]) -> R | None:
+    """What a file of a list holds; None for one that cannot be read: it hides no other."""
+    try:
+        return _read(path, kind)
+    except Exception as error:  # of any kind
+        _warn_once(path, str(error))
+        return None
+
+
+@lru_cache(maxsize=1000)
+def _warn_once(path: Path, text: str) -> None:
+    """Tell of a file that is passed over: lists meet it again and again."""
+    log.warning("%s is passed over: %s", path, text)
 
 
 @dataclass(frozen=True)
@@ -197,6 +218,22 @@ class Sessions:
         """How a session ended; None while it goes on."""
         return _read(self.folder(session) / "finished.json", FinishFacts)
 
+    def sampler_folder(self, facts: SamplerFacts) -> Path:
+        """The folder of a sampler's requests and answers."""
+        return self.folder(facts.session) / f"sample-{facts.number}"
+
+    def all_visible(self, client: Client) -> list[SessionFacts]:
+        """The sessions that a client sees, in no order; without those that cannot be read, so that
+        one odd folder hides no other.
+        """
+        every = (_readable(self.folder(name) / "session.json", SessionFacts) for name in self.ids())
+        return [one for one in every if one is not None and client.sees(one.owner)]
+
+    def ids_of(self, owner: str) -> list[str]:
+        """Of the sessions of an owner that can be read, in no order."""
+        every = (_readable(self.folder(name) / "session.json", SessionFacts) for name in self.ids())
+        return [one.id for one in every if one is not None and one.owner == owner]
+
     def ids(self) -> list[str]:
         """Of all sessions, in no order."""
         try:
@@ -208,16 +245,34 @@ class Sessions:
     # Runs and samplers
 
     def add_run(self, facts: RunFacts) -> RunFacts:
-        """Write a run durably; the one that is there, where a request was repeated."""
+        """Write a run durably; the one that is there, where a request was repeated. Refusal (409)
+        for one that was deleted.
+        """
         path = self._client(facts.id)
+        if is_there(self._deleted(facts.id)):
+            text = f"{facts.id} was deleted. Use the next model_seq_id."
+            raise Refusal(409, text, code="run_deleted")
         create_json(path, facts.model_dump(mode="json"))
         run = _read(path, RunFacts)
         assert run is not None, "it was written a moment ago"
         return run
 
     def run(self, name: ClientId) -> RunFacts | None:
-        """A training run; None when there is none."""
+        """A training run; None when there is none, or it was deleted."""
+        if is_there(self._deleted(name)):
+            return None
         return _read(self._client(name), RunFacts)
+
+    def mark_run_deleted(self, name: ClientId) -> None:
+        """Note durably that a training run was deleted: from now on it is absent."""
+        path = self._deleted(name)
+        with refusals(path):
+            path.touch()
+            sync(path.parent)
+
+    def _deleted(self, name: ClientId) -> Path:
+        path = self._client(name)
+        return path.with_name(f"{path.stem}-deleted")
 
     def add_sampler(self, facts: SamplerFacts) -> SamplerFacts:
         """Write a sampler durably; the one that is there, where a request was repeated."""
@@ -233,7 +288,8 @@ class Sessions:
 
     def runs(self, session: str) -> list[RunFacts]:
         """The training runs of a session, in order."""
-        return self._all(session, "train", RunFacts)
+        every = self._all(session, "train", RunFacts)
+        return [run for run in every if not is_there(self._deleted(run.id))]
 
     def samplers(self, session: str) -> list[SamplerFacts]:
         """The samplers of a session, in order."""
@@ -249,12 +305,16 @@ class Sessions:
             if name == f"{kind}-{number}.json" and number.isdecimal():
                 numbers.append(int(number))
         paths = [self.folder(session) / f"{kind}-{number}.json" for number in sorted(numbers)]
-        return [one for path in paths if (one := _read(path, of)) is not None]
+        return [one for path in paths if (one := _readable(path, of)) is not None]
 
     def _names(self, session: str) -> list[str]:
+        folder = self.folder(session)
         try:
-            return os.listdir(self.folder(session))
+            return os.listdir(folder)
         except FileNotFoundError:
+            return []
+        except OSError as error:  # nobody's folder: it hides no other
+            _warn_once(folder, str(error))
             return []
 
     # Saved weights
@@ -283,7 +343,7 @@ class Sessions:
         numbers = [name.removeprefix(prefix).removesuffix(".json") for name in names]
         newest: dict[tuple[str, str], SavedFacts] = {}
         for number in sorted(int(one) for one in numbers if one.isdecimal()):
-            facts = _read(self._saved(run, number), SavedFacts)
+            facts = _readable(self._saved(run, number), SavedFacts)
             if facts is None or facts.sampler is not None:
                 continue
             if not counts(facts):
