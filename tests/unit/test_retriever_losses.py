@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.facts import experiment, write_facts
 from tests.unit.test_retriever_rows import CORPUS, data, read, write_lines
-from tests.unit.test_retriever_task import exported, loaded, training_rows
+from tests.unit.test_retriever_task import exported, loaded, texts, training_rows
 from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.config.block import validate
@@ -166,6 +166,30 @@ def test_margins_of_a_teacher_are_learnt_where_both_passages_have_a_score() -> N
         want += sum(squares) / len(squares)
     how = {"temperature": TEMPERATURE, "teacher_temperature": 2.0}
     assert float(distillation.margin_mse(pool(), **how)) == pytest.approx(want, rel=1e-6)
+
+
+def test_a_window_in_pieces_has_the_gradients_of_one_batch(folder: Path) -> None:
+    form = {"symmetric": True, "matryoshka": {"dims": [16, 5], "weights": [1.0, 0.25]}}
+    task = loaded(folder, loss={**form, "query_chunk": None, "passage_chunk": None})
+    model, rows = task.model(), training_rows(task, 6)
+    windows = [task.collate(rows[:4]), task.collate(rows[4:])]
+    for summed in task.losses(model, windows):
+        summed.backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    vectors, total = model(**texts(task.collate(rows))), torch.zeros(())
+    for dims, weight in ((16, 1.0), (5, 0.25)):
+        queries, passages = (
+            torch.nn.functional.normalize(vectors[side][:, :dims], dim=-1)
+            for side in ("queries", "passages")
+        )
+        whole = {"queries": queries, "askers": queries, "passages": passages}
+        whole["counts"] = torch.tensor([2] * 6)
+        total = total + weight * losses.in_batch(whole, task.cfg.loss, temperature=0.1)
+    total.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert (got[name] - parameter.grad).norm() <= 1e-4 * parameter.grad.norm() + 1e-5, name
 
 
 # Rows
