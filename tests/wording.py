@@ -786,6 +786,21 @@ RETRIEVER = wording(
     pooler_absent="holds no pooler.pt",
     limit_without_room="data.{side}_tokens={limit}: got no room for a text...want at least {least}.",
     retriever_absent="holds neither config.json nor adapter_config.json",
+    matryoshka_width="loss.matryoshka.dims: got {got}, but the vectors of this model have {has} numbers",
+    matryoshka_weights="got {got} weights, want one for each of",
+    matryoshka_twice="got one of them twice, want each once",
+    dims_of_vectors="--dims {dims}: got vectors of {has} numbers",
+    triplet_without_margin="got margin=0, want one above 0",
+    triplet_alone="compares a query with its own passages alone, so that {key} has no meaning",
+    triplet_without_negatives="got data.passages={passages} with data.positives={positives}, want more",
+    false_negatives_of_nothing="got none of above, margin and share",
+    positives_above_passages="positives={positives} of passages={passages}: want at most all",
+    teacher_without_scores="loss.{asks}: ...has no scores of a teacher",
+) | wording(
+    DataError,
+    scores_of_passages="want a number for each of the row's ...passages, positives first",
+    scores_are_ranks="has ranks, and a teacher gives scores",
+    no_teacher_scores="no passage of the training rows has a score of a teacher",
 )
 SUMMARISER = wording(
     ConfigError,
