@@ -14,6 +14,7 @@ best hits, all keys differ, and equal scores stand in the order of the passages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -25,8 +26,11 @@ from trainer.errors import ConfigError
 from trainer.files.packages import extra
 from trainer.runtime import distributed
 
-# the scores of a block are 8 MiB, which a processor's cache still holds
-QUERY_BLOCK, PASSAGE_BLOCK = 256, 8192
+# The scores of a block are at most 8 MiB, which a processor's cache still holds; a block of fewer
+# questions has more passages, up to 96 MiB of 768 numbers each.
+QUERY_BLOCK, BLOCK_SCORES, LARGEST_PASSAGE_BLOCK = 256, 2**21, 32_768
+FEW_QUERIES = 8
+ROWS_OF_A_THREAD = 4096  # fewer are computed before a thread has begun
 GPU_QUERY_BLOCK, GPU_PASSAGE_BLOCK = 2048, 65_536
 _NO_HIT = torch.iinfo(torch.int64).min  # below every key
 _LOW = 2**32 - 1  # the bits of a key that hold the position
@@ -59,8 +63,10 @@ def search(
     device = device or distributed.device()
     is_gpu = device.type != "cpu"
     query_block = query_block or (GPU_QUERY_BLOCK if is_gpu else QUERY_BLOCK)
-    passage_block = passage_block or (GPU_PASSAGE_BLOCK if is_gpu else PASSAGE_BLOCK)
-    _check(queries, passages, depth)
+    if passage_block is None:
+        in_block = BLOCK_SCORES // min(query_block, max(1, len(queries)))
+        passage_block = GPU_PASSAGE_BLOCK if is_gpu else min(LARGEST_PASSAGE_BLOCK, in_block)
+    check(queries, passages, depth)
     queries_QD = torch.from_numpy(np.asarray(queries, dtype=np.float32)).to(device)
     keys_QK = torch.full((len(queries), depth), _NO_HIT, device=device)
     for start, block in _share(passages, passage_block):
@@ -89,7 +95,7 @@ def faiss_search(
     no such thing, or the extra is not installed.
     """
     faiss = extra("faiss", "faiss")
-    _check(queries, passages, depth)
+    check(queries, passages, depth)
     try:
         built = faiss.index_factory(queries.shape[1], index, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -109,7 +115,7 @@ def faiss_search(
     return Hits(rows.astype(np.int64), np.where(rows < 0, -np.inf, scores).astype(np.float32))
 
 
-def _check(queries: np.ndarray, passages: Sequence[np.ndarray], depth: int) -> None:
+def check(queries: np.ndarray, passages: Sequence[np.ndarray], depth: int) -> None:
     if depth < 1:
         raise ConfigError(f"--depth {depth}: want at least 1.")
     if sum(map(len, passages)) >= _LOW:
@@ -136,12 +142,30 @@ def _share(passages: Sequence[np.ndarray], block: int) -> Iterable[tuple[int, np
 
 
 def _products(queries_QD: Tensor, block_PD: Tensor) -> Tensor:
-    """(Q, P) dot products in fp32. On a processor numpy computes them: its OpenBLAS takes 15% less
-    time than torch's MKL on an AMD EPYC.
+    """(Q, P) dot products in fp32; on a processor a transposed view, with the passages on the left.
+
+    Each library is the fastest for some number of questions (one core of an AMD EPYC, numpy 2.4,
+    torch 2.13): for many, OpenBLAS with the passages on the left takes 20% less time than with the
+    questions there, and than MKL; for up to FEW_QUERIES, MKL takes 40 to 70% of OpenBLAS's time; for
+    one, numpy's vecdot takes 40% of it, and MKL longer than either.
     """
-    if queries_QD.device.type == "cpu":
-        return torch.from_numpy(queries_QD.numpy() @ block_PD.numpy().T)
-    return queries_QD @ block_PD.T
+    if queries_QD.device.type != "cpu":
+        return queries_QD @ block_PD.T
+    if len(queries_QD) == 1:
+        return torch.from_numpy(_products_of_one(queries_QD[0].numpy(), block_PD.numpy()))[None]
+    if len(queries_QD) <= FEW_QUERIES:
+        return (block_PD @ queries_QD.T).T
+    return torch.from_numpy(block_PD.numpy() @ queries_QD.numpy().T).T
+
+
+def _products_of_one(query_D: np.ndarray, block_PD: np.ndarray) -> np.ndarray:
+    """(P,) dot products, in as many threads as torch has: vecdot itself computes in one."""
+    workers = min(torch.get_num_threads(), len(block_PD) // ROWS_OF_A_THREAD)
+    if workers < 2:
+        return np.vecdot(block_PD, query_D)
+    with ThreadPoolExecutor(workers) as pool:
+        parts = pool.map(lambda part: np.vecdot(part, query_D), np.array_split(block_PD, workers))
+        return np.concatenate(list(parts))
 
 
 def _best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
@@ -154,9 +178,10 @@ def _best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
     if has_depth_hits:
         # of equal scores the earlier passage is better, so only scores above the K-th best count
         candidates = _candidates(scores_QP, _scores(keys_QK[:, -1:]), is_tie_one=False)
-        if not len(candidates):
+        count = len(candidates.rows)
+        if not count:
             return keys_QK
-        if len(candidates) <= depth * len(keys_QK) or width <= depth:
+        if count <= depth * len(keys_QK) or width <= depth:
             return _merge(keys_QK, scores_QP, candidates, start)
     if width > depth:
         # the block's own K best, and all that tie with the last of them: the keys decide
@@ -166,20 +191,31 @@ def _best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
     return _merge(keys_QK, scores_QP, _candidates(scores_QP, least_Q1, is_tie_one=True), start)
 
 
-def _candidates(scores_QP: Tensor, least_Q1: Tensor, *, is_tie_one: bool) -> Tensor:
-    """(N,) places in the flattened scores that are above the least (or, with is_tie_one, equal to
-    it). On a processor numpy needs 1/8 of torch's time.
+@dataclass(frozen=True)
+class _Candidates:
+    """Places in (Q, P) scores, in the order of the rows."""
+
+    rows: Tensor  # (N,) int64
+    columns: Tensor  # (N,) int64
+
+
+def _candidates(scores_QP: Tensor, least_Q1: Tensor, *, is_tie_one: bool) -> _Candidates:
+    """The scores that are above the least of their row (or, with is_tie_one, equal to it). On a
+    processor numpy needs 1/8 of torch's time, and reads the scores in the order in which they lie.
     """
     if scores_QP.device.type == "cpu":
         compare = np.greater_equal if is_tie_one else np.greater
-        return torch.from_numpy(np.flatnonzero(compare(scores_QP.numpy(), least_Q1.numpy())))
+        beats_PQ = compare(scores_QP.numpy().T, least_Q1.numpy().T)
+        columns, rows = np.divmod(np.flatnonzero(beats_PQ), len(scores_QP))
+        order = np.argsort(rows, kind="stable")
+        return _Candidates(torch.from_numpy(rows[order]), torch.from_numpy(columns[order]))
     beats_QP = scores_QP >= least_Q1 if is_tie_one else scores_QP > least_Q1
-    return beats_QP.flatten().nonzero()[:, 0]
+    return _Candidates(*beats_QP.nonzero(as_tuple=True))
 
 
-def _merge(keys_QK: Tensor, scores_QP: Tensor, candidates: Tensor, start: int) -> Tensor:
-    """The keys of the best among the hits so far and the candidates (`_candidates`)."""
-    rows, columns = candidates // scores_QP.shape[1], candidates % scores_QP.shape[1]
+def _merge(keys_QK: Tensor, scores_QP: Tensor, candidates: _Candidates, start: int) -> Tensor:
+    """The keys of the best among the hits so far and the candidates."""
+    rows, columns = candidates.rows, candidates.columns
     counts = rows.bincount(minlength=len(keys_QK))
     places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
     candidates_QC = keys_QK.new_full((len(keys_QK), int(counts.max())), _NO_HIT)
