@@ -1,5 +1,5 @@
 """The passages whose vectors have the largest dot product with a question's: exactly, in bounded
-memory, or by FAISS.
+memory.
 
 Passages are read once, block by block, for all questions. Of a block only the scores above a
 question's k-th best so far become candidates.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError
-from trainer.files.packages import extra
+from trainer.retrieval import stored_forms
 from trainer.runtime import distributed
 
 # The scores of a block are at most 8 MiB, which a processor's cache still holds; a block of fewer
@@ -56,9 +56,9 @@ def search(
     """The `depth` passages with the largest dot products, computed in fp32; equal ones in the
     passages' order.
 
-    queries: (Q, D). passages: arrays of (rows, D), perhaps memory-mapped fp16. Memory: the queries,
-    their hits, and a few blocks of vectors and scores. A collective: every rank searches its share,
-    and all get the same hits.
+    queries: (Q, D). passages: vectors in any stored form, perhaps memory-mapped. Memory: the
+    queries, their hits, and a few blocks of vectors and scores. A collective: every rank searches
+    its share, and all get the same hits.
     """
     device = device or distributed.device()
     is_gpu = device.type != "cpu"
@@ -70,8 +70,11 @@ def search(
     queries_QD = torch.from_numpy(np.asarray(queries, dtype=np.float32)).to(device)
     keys_QK = torch.full((len(queries), depth), _NO_HIT, device=device)
     for start, block in _share(passages, passage_block):
+        numbers = stored_forms.floats(block) if block.dtype.names else block
         block_PD = (
-            torch.from_numpy(block if block.flags.writeable else np.array(block)).to(device).float()
+            torch.from_numpy(numbers if numbers.flags.writeable else np.array(numbers))
+            .to(device)
+            .float()
         )
         for first in range(0, len(queries), query_block):
             own = slice(first, first + query_block)
@@ -85,44 +88,17 @@ def search(
     return Hits(rows.cpu().numpy(), scores.cpu().numpy())
 
 
-def faiss_search(
-    queries: np.ndarray, passages: Sequence[np.ndarray], *, depth: int, index: str = "Flat"
-) -> Hits:
-    """The hits that a FAISS index of inner products finds, all of it in memory. Equal scores stand
-    in FAISS's own order.
-
-    index: as FAISS's index_factory spells it: Flat, "IVF1024,Flat", HNSW32. ConfigError when it is
-    no such thing, or the extra is not installed.
-    """
-    faiss = extra("faiss", "faiss")
-    check(queries, passages, depth)
-    try:
-        built = faiss.index_factory(queries.shape[1], index, faiss.METRIC_INNER_PRODUCT)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"--faiss {index}: FAISS knows no such index ({error}). Try Flat or HNSW32."
-        ) from error
-    blocks = (
-        [np.ascontiguousarray(block, dtype=np.float32) for block in passages]
-        if not built.is_trained
-        else []
-    )
-    if blocks:
-        built.train(np.concatenate(blocks))
-    for number, block in enumerate(passages):
-        built.add(blocks[number] if blocks else np.ascontiguousarray(block, dtype=np.float32))
-    scores, rows = built.search(np.ascontiguousarray(queries, dtype=np.float32), depth)
-    return Hits(rows.astype(np.int64), np.where(rows < 0, -np.inf, scores).astype(np.float32))
-
-
 def check(queries: np.ndarray, passages: Sequence[np.ndarray], depth: int) -> None:
+    """ConfigError unless a search of this depth is possible: equal widths, and fewer passages than
+    positions.
+    """
     if depth < 1:
         raise ConfigError(f"--depth {depth}: want at least 1.")
     if sum(map(len, passages)) >= _LOW:
         raise ConfigError(
             f"{sum(map(len, passages))} passages, want fewer than {_LOW}. Search them in parts."
         )
-    widths = sorted({vectors.shape[1] for vectors in (queries, *passages)})
+    widths = sorted({stored_forms.width(vectors) for vectors in (queries, *passages)})
     if len(widths) > 1:
         raise ConfigError(
             f"vectors of {widths[0]} and of {widths[1]} numbers: encode both sides by one model."
@@ -146,8 +122,8 @@ def _products(queries_QD: Tensor, block_PD: Tensor) -> Tensor:
 
     Each library is the fastest for some number of questions (one core of an AMD EPYC, numpy 2.4,
     torch 2.13): for many, OpenBLAS with the passages on the left takes 20% less time than with the
-    questions there, and than MKL; for up to FEW_QUERIES, MKL takes 40 to 70% of OpenBLAS's time; for
-    one, numpy's vecdot takes 40% of it, and MKL longer than either.
+    questions there, and than MKL; for up to FEW_QUERIES, MKL takes 40 to 70% of OpenBLAS's time;
+    for one, numpy's vecdot takes 40% of it, and MKL longer than either.
     """
     if queries_QD.device.type != "cpu":
         return queries_QD @ block_PD.T
