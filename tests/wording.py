@@ -349,6 +349,15 @@ PASSAGES = wording(
     depth_wanted="--depth {depth}: want at least 1",
     vectors_of_two_widths="vectors of {width} and of {other} numbers",
     faiss_unknown="--faiss {index}: FAISS knows no such index",
+    faiss_training="--faiss {index}: {count} vectors are too few to train it",
+    index_of_other_kind="holds an index {has}, want {wanted}",
+    index_of_other_model="is an index of vectors of the model {has} ...; ... is of the model {wanted}",
+    index_of_other_vectors="is an index of other vectors, or of the same in another order",
+    index_knob="{flag}: --faiss {index} has no such number. {fix}",
+    index_two_knobs="--ef_search is for HNSW, --nprobe for IVF: give one of them",
+    index_flags="--index, --ef_search and --nprobe are of an index: give --faiss",
+    binary_width="--dtype binary: the vectors have {width} numbers, want a multiple of 8",
+    small_questions="--dtype {dtype} is for passages",
 )
 VECTORS = (
     wording(
@@ -371,6 +380,7 @@ VECTORS = (
         DataError,
         vectors_altered="checksum {has}, want {wanted}. Delete",
         vectors_torn="cannot be read ({reason}). Delete",
+        index_torn="the index cannot be read ({reason})",
         states_altered="the checksum of its context {context} is another",
         states_size="it has {bytes} bytes, want {wanted}. Delete this file",
         states_not_prepared="no states of a context of {tokens} tokens. The data changed since they were prepared: run `python -m trainer prepare`",
