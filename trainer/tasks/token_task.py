@@ -151,8 +151,8 @@ class TokenTask(ABC, Generic[C]):
         head = _head_of(model)
         if head is not None and not self.fill_head(head, str(folder)):
             raise ConfigError(
-                f"{folder} holds no head ({HEAD_FILE}, or in its weights), so it is no trained model "
-                f"of task {self.cfg.package!r}. Give a best/ or final/ folder."
+                f"{folder} holds no head ({HEAD_FILE}, or in its weights), so it is no trained "
+                f"model of task {self.cfg.package!r}. Give a best/ or final/ folder."
             )
         return model
 

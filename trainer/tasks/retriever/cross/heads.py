@@ -1,4 +1,4 @@
-"""The heads that transformers' sequence classifiers put on their bodies, with one output: the score.
+"""The heads of the sequence classifiers of transformers, with one output: the score.
 Their weights are exported under the names that transformers gives them.
 """
 

@@ -1,7 +1,7 @@
 """The losses of a cross-encoder over lists: the passages of one query, of which some are relevant.
 
-Each gives (Q,) one number for each list, so that their sum does not depend on how lists are dealt to
-micro-batches and ranks.
+Each gives (Q,) one number for each list, so that their sum does not depend on how micro-batches and
+ranks share the lists.
 """
 
 from __future__ import annotations

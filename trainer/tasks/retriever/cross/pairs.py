@@ -1,5 +1,5 @@
-"""A query and a passage as the one text that a cross-encoder reads, with the special tokens that the
-tokenizer puts around a pair.
+"""A query and a passage as the one text that a cross-encoder reads, with the special tokens of a
+pair.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class Task(TokenTask[Config]):
 
     def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """query; and passages, positives and negatives; without special tokens."""
-        data, pairs = self.cfg.data, self.pairs
+        pairs = self.pairs
         texts = [*row["positives"], *row["negatives"]]
         query, passages = pairs.plain([row["query"]], "query"), pairs.plain(texts, "passage")
         return {
