@@ -786,6 +786,20 @@ RETRIEVER = wording(
     pooler_absent="holds no pooler.pt",
     limit_without_room="data.{side}_tokens={limit}: got no room for a text...want at least {least}.",
     retriever_absent="holds neither config.json nor adapter_config.json",
+    ranking_head_absent="{folder} holds no head (head.safetensors, or in its weights)",
+    block_of_other_form='{block}: form="{form}" does not read it',
+    list_of_one='data.passages=1 with form="cross"',
+    base_without_head="got model_type '{family}', which has no head",
+    pairs_beyond_positions="pairs of {tokens} tokens, longer than the model's {positions} positions",
+    scores_no_pairs="task {task!r} scores no pairs",
+    rerank_source="give --run or --rows, one of them",
+    rerank_texts="give --queries and --passages, too",
+    scores_of_others="was begun with something else ({key} was {was!r}, is {now!r})",
+) | wording(
+    DataError,
+    passages_to_score_absent="want passages to score",
+    row_without_passages="want positive_passages and negative_passages",
+    run_of_other_questions="for none of the {count} questions",
 )
 SUMMARISER = wording(
     ConfigError,
