@@ -349,6 +349,15 @@ PASSAGES = wording(
     depth_wanted="--depth {depth}: want at least 1",
     vectors_of_two_widths="vectors of {width} and of {other} numbers",
     faiss_unknown="--faiss {index}: FAISS knows no such index",
+    faiss_training="--faiss {index}: {count} vectors are too few to train it",
+    index_of_other_kind="holds an index {has}, want {wanted}",
+    index_of_other_model="is an index of vectors of the model {has} ...; ... is of the model {wanted}",
+    index_of_other_vectors="is an index of other vectors, or of the same in another order",
+    index_knob="{flag}: --faiss {index} has no such number. {fix}",
+    index_two_knobs="--ef_search is for HNSW, --nprobe for IVF: give one of them",
+    index_flags="--index, --ef_search and --nprobe are of an index: give --faiss",
+    binary_width="--dtype binary: the vectors have {width} numbers, want a multiple of 8",
+    small_questions="--dtype {dtype} is for passages",
 )
 VECTORS = (
     wording(
@@ -371,6 +380,7 @@ VECTORS = (
         DataError,
         vectors_altered="checksum {has}, want {wanted}. Delete",
         vectors_torn="cannot be read ({reason}). Delete",
+        index_torn="the index cannot be read ({reason})",
         states_altered="the checksum of its context {context} is another",
         states_size="it has {bytes} bytes, want {wanted}. Delete this file",
         states_not_prepared="no states of a context of {tokens} tokens. The data changed since they were prepared: run `python -m trainer prepare`",
@@ -786,6 +796,21 @@ RETRIEVER = wording(
     pooler_absent="holds no pooler.pt",
     limit_without_room="data.{side}_tokens={limit}: got no room for a text...want at least {least}.",
     retriever_absent="holds neither config.json nor adapter_config.json",
+    matryoshka_width="loss.matryoshka.dims: got {got}, but the vectors of this model have {has} numbers",
+    matryoshka_weights="got {got} weights, want one for each of",
+    matryoshka_twice="got one of them twice, want each once",
+    dims_of_vectors="--dims {dims}: got vectors of {has} numbers",
+    triplet_without_margin="got margin=0, want one above 0",
+    triplet_alone="compares a query with its own passages alone, so that {key} has no meaning",
+    triplet_without_negatives="got data.passages={passages} with data.positives={positives}, want more",
+    false_negatives_of_nothing="got none of above, margin and share",
+    positives_above_passages="positives={positives} of passages={passages}: want at most all",
+    teacher_without_scores="loss.{asks}: ...has no scores of a teacher",
+) | wording(
+    DataError,
+    scores_of_passages="want a number for each of the row's ...passages, positives first",
+    scores_are_ranks="has ranks, and a teacher gives scores",
+    no_teacher_scores="no passage of the training rows has a score of a teacher",
 )
 SUMMARISER = wording(
     ConfigError,
@@ -1308,6 +1333,7 @@ STEPS = wording(
     steps_token_quota="{owner} has sent {used} of {most} tokens, and these are {more} more",
     steps_name="path: got {name!r}, want a name of letters",
     steps_bytes_quota="{owner} keeps {size} bytes of runs, and {more} more are above the quota of {most}",
+    steps_sessions="{owner} has {most} sessions, as many as a token may have",
     steps_seq_negative="seq_id: got {seq}, want 0 or more",
     steps_sparse_large="numbers when they are laid out, want at most {most}",
     steps_parts="The rows have more than {most} parts.",

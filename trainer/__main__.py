@@ -21,6 +21,7 @@ from trainer.commands import (
     retrieval,
     verifier,
 )
+from trainer.commands.vectors import search
 from trainer.program import PartOfLathe
 from trainer.version import Version
 
@@ -50,7 +51,7 @@ app.command()(predict.predict)
 app.command()(predict.read)
 app.command()(prepare.prepare)
 app.command()(retrieval.encode)
-app.command()(retrieval.search)
+app.command()(search.search)
 app.command()(retrieval.bm25)
 app.command()(judge.judge)
 app.command()(retrieval.mine)

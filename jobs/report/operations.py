@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.table import Table
 from rich.text import Text
@@ -219,8 +219,8 @@ def operations_of(run: Path) -> RunOperations | None:
 
 def _log_line(header: Mapping[str, Any]) -> OperationLine | None:
     """The line of a record of the log; None of what is none."""
-    seq, kind, values = header.get("seq"), header.get("kind"), header.get("fields")
-    if type(seq) is not int or not isinstance(values, dict):
+    seq, kind, values = header.get("seq"), header.get("kind"), _mapping(header.get("fields"))
+    if type(seq) is not int or values is None:
         return None
     rows, tokens = _count(values.get("rows")), _count(values.get("tokens"))
     return OperationLine(seq, _kind(kind), rows, tokens, _moment(header.get("time")))
@@ -230,10 +230,10 @@ def _result_line(
     header: Mapping[str, Any], pending: Mapping[int, OperationLine]
 ) -> OperationLine | None:
     """The line of a record of the results; None of what is none. pending: what the log says."""
-    seq, values, work = header.get("seq"), header.get("fields"), header.get("work")
-    if type(seq) is not int or not isinstance(values, dict):
+    seq, values = header.get("seq"), _mapping(header.get("fields"))
+    if type(seq) is not int or values is None:
         return None
-    work = work if isinstance(work, dict) else {}
+    work = _mapping(header.get("work")) or {}
     before = pending.get(seq)
     error = values.get("error")
     return OperationLine(
@@ -253,6 +253,10 @@ def _is_cut(files: RecordFiles, place: RecordPlace) -> bool:
     with suppress(FileNotFoundError):  # it was dropped: the next file goes on
         return os.stat(files.path(place.segment)).st_size < place.offset
     return False
+
+
+def _mapping(value: Any) -> dict[str, Any] | None:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
 def _kind(value: Any) -> str:
