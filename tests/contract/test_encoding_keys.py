@@ -68,6 +68,9 @@ OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("fid", "data.rankings"): {"data": {"source": "ranked", "corpus": "corpus.tsv"}},
     ("retriever", "data.negatives"): {"data": {"source": "beir"}},
     ("retriever", "loss.distillation"): {"data": {"source": "fid"}},
+    ("retriever", "loss.kind"): {"loss": {"margin": 0.2}},
+    ("retriever", "loss.false_negatives"): {"loss": {"false_negatives": {"above": 0.5}}},
+    ("retriever", "loss.matryoshka"): {"loss": {"matryoshka": {"dims": [8]}}},
     ("retriever", "data.valid_share"): {"data": {"files": {"valid": None}}},
     ("vera", "data.order"): {"train": {"order": "as_given"}},
 }
@@ -119,6 +122,8 @@ VALUES: dict[str, list[Any]] = {
     "data.rankings": [{"train": "other.trec"}],
     "data.corpus": ["corpus.tsv"],
     "data.chat_template": ["chatml", "plain"],
+    "loss.matryoshka.dims": [[4]],
+    "loss.matryoshka.weights": [[2.0]],
     "data.boolean": [[], ["choices"]],
     "data.train_tasks": [["judged"]],
     "data.valid_tasks": [["judged"], ["judged", "more"]],

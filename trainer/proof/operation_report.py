@@ -34,7 +34,7 @@ def examine(run: Path) -> list[str]:
     logger.info("operations 0 to %d%s, chain %s", facts.last, dropped, facts.chain[:16])
     if facts.last_result >= 0:
         logger.info("results of operations %d to %d", facts.first_result, facts.last_result)
-    for after, folder in sorted(facts.states.items()):
+    for after, folder in sorted(facts.states):
         logger.info("a state behind operation %d: %s", after, folder)
     return facts.problems
 
@@ -76,7 +76,9 @@ def replay(
 
 
 def _starts(folder: Path, world: int) -> dict[str, int]:
-    return {str(step): after for step, after in operation_replay.starts(folder, world).items()}
+    return {
+        str(step): after for step, after in operation_replay.starts(folder, world=world).items()
+    }
 
 
 def _last_result(folder: Path) -> int:
