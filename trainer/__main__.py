@@ -21,6 +21,7 @@ from trainer.commands import (
     retrieval,
     verifier,
 )
+from trainer.commands.ranking import rerank
 from trainer.commands.vectors import search
 from trainer.program import PartOfLathe
 from trainer.version import Version
@@ -53,6 +54,7 @@ app.command()(prepare.prepare)
 app.command()(retrieval.encode)
 app.command()(search.search)
 app.command()(retrieval.bm25)
+app.command()(rerank.rerank)
 app.command()(judge.judge)
 app.command()(retrieval.mine)
 app.command()(retrieval.contexts)

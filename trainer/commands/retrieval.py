@@ -59,14 +59,6 @@ Format = Annotated[
 Texts = Annotated[
     Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")
 ]
-ShardRows = Annotated[
-    int | None,
-    typer.Option(
-        "--shard_rows",
-        min=1,
-        help="Vectors per file; a kill loses at most the file in progress.",
-    ),
-]
 At = Annotated[
     list[int] | None, typer.Option("--at", min=1, help="A cut-off k; may be given several times.")
 ]
@@ -94,7 +86,8 @@ def encode(
     precision: Annotated[
         str, typer.Option("--precision", help="Precision of the model: fp32 or bf16.")
     ] = "fp32",
-    shard_rows: ShardRows = None,
+    shard_rows: options.ShardRows = None,
+    dims: options.Dims = None,
     strict: Strict = False,
 ) -> None:
     """Write the vectors of a corpus or of questions; under torchrun, every rank writes a shard at a
@@ -116,6 +109,9 @@ def encode(
             f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
         )
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
+    if dims is not None:
+        task.shorten(dims)
+        weights += f", first {dims}"  # comparable with one another alone
 
     def read() -> list[Any]:
         # on rank 0 alone, and inside of on_main: the others get the refusal of --strict, too
