@@ -27,6 +27,7 @@ from tests.mutants.faults import (
     tenants,
     terminal,
     training,
+    vectors,
     votes,
 )
 
@@ -56,4 +57,5 @@ FAULTS = [
     *agents.FAULTS,
     *api.FAULTS,
     *votes.FAULTS,
+    *vectors.FAULTS,
 ]
