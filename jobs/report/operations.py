@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +24,7 @@ from rich.text import Text
 from jobs.report.text import duration, visible
 from trainer.errors import CheckpointError
 from trainer.operations.operation_log import FOLDER, LOG
-from trainer.operations.records import Place, RecordFiles
+from trainer.operations.records import RecordFiles, RecordPlace
 from trainer.operations.results import RESULTS
 
 MOST_LINES, MOST_FAILURES = 50, 20  # that are shown of one run
@@ -106,7 +106,7 @@ class RunOperations:
 
     def _begin(self) -> None:
         self._log, self._results = (RecordFiles(self.folder, stem) for stem in (LOG, RESULTS))
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, RecordPlace] = {}
         self._pending: dict[int, OperationLine] = {}
         self._lines: deque[OperationLine] = deque(maxlen=MOST_LINES)
         self._failures: deque[OperationLine] = deque(maxlen=MOST_FAILURES)
@@ -141,12 +141,12 @@ class RunOperations:
             raise CheckpointError(f"{files.path(place.segment)}: it is shorter than it was.")
         if place is None:
             segments = files.segments()
-            place = Place(segments[0], 0) if segments else None
+            place = RecordPlace(segments[0], 0) if segments else None
         while place is not None:
             record = files.following(place, with_payload=False)
             if record is None:
                 return
-            place = self._places[files.stem] = Place(record.place.segment, record.end)
+            place = self._places[files.stem] = RecordPlace(record.place.segment, record.end)
             yield record.header
 
     def _add(self, line: OperationLine) -> None:
@@ -219,8 +219,8 @@ def operations_of(run: Path) -> RunOperations | None:
 
 def _log_line(header: Mapping[str, Any]) -> OperationLine | None:
     """The line of a record of the log; None of what is none."""
-    seq, kind, values = header.get("seq"), header.get("kind"), header.get("fields")
-    if type(seq) is not int or not isinstance(values, dict):
+    seq, kind, values = header.get("seq"), header.get("kind"), _mapping(header.get("fields"))
+    if type(seq) is not int or values is None:
         return None
     rows, tokens = _count(values.get("rows")), _count(values.get("tokens"))
     return OperationLine(seq, _kind(kind), rows, tokens, _moment(header.get("time")))
@@ -230,10 +230,10 @@ def _result_line(
     header: Mapping[str, Any], pending: Mapping[int, OperationLine]
 ) -> OperationLine | None:
     """The line of a record of the results; None of what is none. pending: what the log says."""
-    seq, values, work = header.get("seq"), header.get("fields"), header.get("work")
-    if type(seq) is not int or not isinstance(values, dict):
+    seq, values = header.get("seq"), _mapping(header.get("fields"))
+    if type(seq) is not int or values is None:
         return None
-    work = work if isinstance(work, dict) else {}
+    work = _mapping(header.get("work")) or {}
     before = pending.get(seq)
     error = values.get("error")
     return OperationLine(
@@ -249,10 +249,14 @@ def _result_line(
     )
 
 
-def _is_cut(files: RecordFiles, place: Place) -> bool:
+def _is_cut(files: RecordFiles, place: RecordPlace) -> bool:
     with suppress(FileNotFoundError):  # it was dropped: the next file goes on
         return os.stat(files.path(place.segment)).st_size < place.offset
     return False
+
+
+def _mapping(value: Any) -> dict[str, Any] | None:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
 def _kind(value: Any) -> str:

@@ -220,7 +220,12 @@ def keys_of(name: str) -> list[reference.Key]:
 def candidates(name: str, path: str) -> list[Any]:
     """Values to try for a key, those that its type lists first."""
     kinds = [key.kind for key in keys_of(name) if key.path == path]
-    listed = [json.loads(part) for kind in kinds for part in kind.split(" | ") if part[0] == '"']
+    listed = [
+        json.loads(part)
+        for kind in kinds
+        for part in kind.split(" | ")
+        if part[0] == part[-1] == '"'
+    ]
     return [*VALUES.get(path, ()), *listed, *ANYTHING]
 
 

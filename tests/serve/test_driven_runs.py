@@ -112,6 +112,7 @@ def test_operations_their_times_and_their_driver_are_the_same_after_a_restart(
     assert {one["checkpoint_type"] for one in first["saved"]} == {"training", "sampler"}
 
 
+@pytest.mark.long
 def test_a_run_is_put_aside_on_request_and_its_next_operation_wakes_it(
     tmp_path: Path, queue: Path
 ) -> None:
@@ -154,6 +155,8 @@ def test_a_run_that_has_ended_is_deleted_and_absent_from_then_on(
         assert early.status_code == 409
         says("driven_goes_on", early.text, status="running")
         anna.result(anna.post("save_weights", {"model_id": model, "path": "a", "seq_id": 1}))
+        own = asked(running, f"runs/{run}/operations", tokens["anna"]).json()
+        assert [one["tinker_path"] for one in own["saved"]] == [f"tinker://{model}/weights/a"]
         anna.result(anna.post("unload_model", {"model_id": model}))
         wait_until(lambda: row_of(running, run), lambda row: row.state == "succeeded")
         for who, status in (("ben", 404), ("rita", 403)):

@@ -34,7 +34,9 @@ def world(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         serving(folder / "base", python=stub.python, models=offers()) as running,
     ):
         client = driver(running)
-        yield running, client, some_loop(client)
+        model = some_loop(client)
+        yield running, client, model
+        client.finish(model)
 
 
 def test_operations_their_driver_and_what_is_saved_are_shown_as_text(

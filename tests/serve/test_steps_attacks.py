@@ -4,7 +4,9 @@ passed over, and everybody else is served.
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 
 from jobs.serve.access import add_token
 from jobs.serve.offers import Offer
-from jobs.serve.steps import operations, wire
+from jobs.serve.steps import operations, sessions, wire
+from jobs.serve.steps.upkeep import expiry
 from jobs.serve.steps.upkeep.expiry import sweep
 from service import TINY_CHAT
 from tests.serve.conftest import Service
@@ -315,8 +318,8 @@ def test_odd_folders_hide_nothing_of_anybody_else(tmp_path: Path) -> None:
         assert len(anna.post("sessions/search", {}).json()["sessions"]) == 1
         assert anna.get(f"sessions/{session}").json()["training_run_ids"] == [model]
         assert anna.rows(model, 2).status_code == 200  # its quota is counted over all of them
-        expiry = root / session / "saved-0-1-ttl.json"
-        expiry.write_text('{"expires_at": "2020-01-01T00:00:00+00:00"}')
+        ttl = root / session / "saved-0-1-ttl.json"
+        ttl.write_text('{"expires_at": "2020-01-01T00:00:00+00:00"}')
         sweep(running.app.app.state.steps)
         assert anna.get("checkpoints").json()["checkpoints"] == []
 
@@ -372,3 +375,24 @@ def test_a_quota_counts_what_is_acknowledged_once(tmp_path: Path) -> None:
             assert answer.status_code == 403, answer.text
             says("steps_bytes_quota", answer.text, owner="anna", most=60_000)
         assert usage.tokens("anna") == 6
+
+
+def test_a_token_has_so_many_sessions_and_those_without_runs_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 3)
+    with unworked(tmp_path / "base") as running:
+        client, steps = driver(running), running.app.app.state.steps
+        empty, full, fresh = (client.session() for _ in range(3))
+        model = new_run(client, full)
+        above = client.post("create_session", {"tags": [], "sdk_version": "0.38.0"})
+        assert above.status_code == 403
+        says("steps_sessions", above.text, owner="local", most=3)
+        for session in (empty, full):
+            long_ago = time.time() - expiry.SILENT_S - 60
+            os.utime(steps.sessions.folder(session) / "alive", (long_ago, long_ago))
+        sweep(steps)
+        assert client.get(f"sessions/{empty}").status_code == 404
+        assert client.get(f"sessions/{fresh}").status_code == 200
+        assert client.get(f"training_runs/{model}").status_code == 200
+        assert client.session()

@@ -18,7 +18,7 @@ from trainer.operations.operation_log import (
     content_digest,
     note_states,
 )
-from trainer.operations.records import LogRecord, Place, RecordFiles, encode_record
+from trainer.operations.records import LogRecord, RecordFiles, RecordPlace, encode_record
 from trainer.operations.results import RESULTS, ResultWriter
 from trainer.proof.operations import examine, is_driven
 
@@ -42,10 +42,10 @@ def records(run: Path, stem: str) -> list[LogRecord]:
     files = RecordFiles(run / FOLDER, stem)
     found: list[LogRecord] = []
     for segment in files.segments():
-        place = Place(segment, 0)
+        place = RecordPlace(segment, 0)
         while record := files.read(place):
             found.append(record)
-            place = Place(segment, record.end)
+            place = RecordPlace(segment, record.end)
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.driven.model import loaded
-from trainer.driven.turns import Turns
+from trainer.driven.turns import OperationTurns
 from trainer.errors import CheckpointError, StorageError, UserError
 from trainer.operations.operation_log import FOLDER, OperationReader
 from trainer.operations.results import OperationResult, ResultWriter, work_of
@@ -59,7 +59,7 @@ class DrivenLoop:
 
     def follow(self) -> End:
         """Run operations until the run ends, is put aside, or is asked to stop."""
-        turns = Turns(self.folder / FOLDER, after=self.after, preemption=self.preemption)
+        turns = OperationTurns(self.folder / FOLDER, after=self.after, preemption=self.preemption)
         beaten_at = time.monotonic()
         try:
             while True:

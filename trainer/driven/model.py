@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.optimizer.lora import Lora
 from trainer.driven import adam, passes
 from trainer.driven.checks import adam_of, check_rows, loss_of
-from trainer.driven.passes import Layout
+from trainer.driven.passes import PassLayout
 from trainer.driven.states import SAMPLER, States, check_name
 from trainer.errors import ConfigError
 from trainer.operations.rows import outputs_to_payload, rows_of
@@ -38,7 +38,7 @@ class DrivenModel:
     """The adapters of one run with their engine. Every method is a collective."""
 
     engine: Engine
-    layout: Layout
+    layout: PassLayout
     states: States
     progress: Progress
     lora: Lora

@@ -23,8 +23,8 @@ from trainer.operations.operation_log import Operation, OperationGap
 from trainer.operations.records import (
     SEGMENT,
     LogRecord,
-    Place,
     RecordFiles,
+    RecordPlace,
     RecordWriter,
     altered,
     encode_header,
@@ -67,14 +67,14 @@ def _result(record: LogRecord) -> OperationResult:
     return OperationResult(**record.header, payload=record.payload)
 
 
-class Results:
+class OperationResults:
     """The results of a run, for a reader; `follow` brings it up to date."""
 
     def __init__(self, folder: Path) -> None:
         """folder: the run's `operations/`, which need not be there yet."""
         self._files = RecordFiles(folder, RESULTS)
-        self._places: dict[int, Place] = {}
-        self._end: Place | None = None
+        self._places: dict[int, RecordPlace] = {}
+        self._end: RecordPlace | None = None
         self.last_seq = -1
 
     def follow(self) -> list[int]:
@@ -87,15 +87,15 @@ class Results:
                 segments = self._files.segments()
                 if not segments:
                     return new
-                self._end = Place(segments[0], 0)
+                self._end = RecordPlace(segments[0], 0)
             record = self._files.following(self._end)
             if record is None:
                 return new
-            self._end = Place(record.place.segment, record.end)
+            self._end = RecordPlace(record.place.segment, record.end)
             self._add(int(record.header["seq"]), record.place)
             new.append(self.last_seq)
 
-    def _add(self, seq: int, place: Place) -> None:
+    def _add(self, seq: int, place: RecordPlace) -> None:
         self._places[seq] = place
         self.last_seq = seq
 
@@ -115,7 +115,7 @@ class Results:
         return self._files.size_bytes()
 
 
-class ResultWriter(Results):
+class ResultWriter(OperationResults):
     """The writer of the results of a run: rank 0."""
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT) -> None:
@@ -127,7 +127,7 @@ class ResultWriter(Results):
         try:
             self.follow()
             segments = self._files.segments()
-            self._writer.begin(self._end or Place(segments[-1] if segments else 1, 0))
+            self._writer.begin(self._end or RecordPlace(segments[-1] if segments else 1, 0))
         except BaseException:
             self._writer.close()
             raise

@@ -15,7 +15,7 @@ from trainer.launch.choose import Chosen
 from trainer.launch.driving.drive import drive
 from trainer.operations.operation_log import FOLDER, LOG, Operation, OperationReader
 from trainer.operations.records import RecordFiles, encode_record
-from trainer.operations.results import OperationResult, Results
+from trainer.operations.results import OperationResult, OperationResults
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry.run_record import RunRecord
@@ -92,7 +92,7 @@ def _lay_out(run: Path, scratch: Path, start: int, after: int, count: int) -> in
         name = f"checkpoints/step-{start}"
         shutil.copytree(run / name, scratch / name)
     reader, operations = OperationReader(run / FOLDER, after=after), []
-    results = Results(run / FOLDER)
+    results = OperationResults(run / FOLDER)
     results.follow()
     while len(operations) < count and (operation := reader.next()):
         if operation.seq > results.last_seq:
@@ -114,7 +114,9 @@ def _lay_out(run: Path, scratch: Path, start: int, after: int, count: int) -> in
     return operations[-1].seq
 
 
-def _lay_saved(run: Path, scratch: Path, operations: Sequence[Operation], results: Results) -> None:
+def _lay_saved(
+    run: Path, scratch: Path, operations: Sequence[Operation], results: OperationResults
+) -> None:
     """Copy the states that operations load, unless they save them before."""
     saving: set[str] = set()
     for one in operations:
@@ -143,7 +145,7 @@ def _comparison(run: Path, scratch: Path, start: int, numbers: range) -> list[An
     """Operations whose results agree; [number, kind, what differs] of the others; and what the
     state was made with.
     """
-    ours, theirs = Results(scratch / FOLDER), Results(run / FOLDER)
+    ours, theirs = OperationResults(scratch / FOLDER), OperationResults(run / FOLDER)
     ours.follow()
     theirs.follow()
     reader = OperationReader(scratch / FOLDER, after=numbers.start - 1)

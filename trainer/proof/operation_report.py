@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError, ProofError
 from trainer.operations.operation_log import FOLDER
-from trainer.operations.results import Results
+from trainer.operations.results import OperationResults
 from trainer.proof import operation_replay, operations
 from trainer.proof.operations import is_driven
 from trainer.proof.replay import as_it_ran
@@ -34,7 +34,7 @@ def examine(run: Path) -> list[str]:
     logger.info("operations 0 to %d%s, chain %s", facts.last, dropped, facts.chain[:16])
     if facts.last_result >= 0:
         logger.info("results of operations %d to %d", facts.first_result, facts.last_result)
-    for after, folder in sorted(facts.states.items()):
+    for after, folder in sorted(facts.states):
         logger.info("a state behind operation %d: %s", after, folder)
     return facts.problems
 
@@ -76,12 +76,14 @@ def replay(
 
 
 def _starts(folder: Path, world: int) -> dict[str, int]:
-    return {str(step): after for step, after in operation_replay.starts(folder, world).items()}
+    return {
+        str(step): after for step, after in operation_replay.starts(folder, world=world).items()
+    }
 
 
 def _last_result(folder: Path) -> int:
     def look() -> int:
-        results = Results(folder / FOLDER)
+        results = OperationResults(folder / FOLDER)
         results.follow()
         return results.last_seq
 

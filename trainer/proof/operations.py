@@ -16,7 +16,7 @@ from trainer.operations.operation_log import (
     chain_digest,
     content_digest,
 )
-from trainer.operations.records import LogRecord, Place, RecordFiles
+from trainer.operations.records import LogRecord, RecordFiles, RecordPlace
 from trainer.operations.results import RESULTS, result_digest
 from trainer.training import checkpoint
 
@@ -33,7 +33,7 @@ class OperationFacts:
     first_result: int = -1
     last_result: int = -1
     saved: dict[int, str] = field(default_factory=dict[int, str])  # sha256 by operation
-    states: dict[int, str] = field(default_factory=dict[int, str])  # folders by operation
+    states: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])  # and folders
     problems: list[str] = field(default_factory=list[str])  # each names its operation
 
 
@@ -129,7 +129,7 @@ def _examine_state(run: Path, folder: Path, facts: OperationFacts) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         facts.problems.append(f"{name}: its state.json does not say behind which operation it is")
         return
-    facts.states[after] = str(name)
+    facts.states.append((after, str(name)))
     wrong = checkpoint.problems(folder)
     want = facts.saved.get(after) if name.parts[0] == SAVED else None
     if not wrong and want is not None and content_sha256(folder) != want:
@@ -147,11 +147,11 @@ def _records(folder: Path, stem: str, facts: OperationFacts) -> Iterator[LogReco
     files, last = RecordFiles(folder, stem), -1
     segments = files.segments()
     for segment in segments:
-        place, size = Place(segment, 0), os.path.getsize(files.path(segment))
+        place, size = RecordPlace(segment, 0), os.path.getsize(files.path(segment))
         while place.offset < size:
             record = files.read(place)
             if record is not None:
-                last, place = int(record.header["seq"]), Place(segment, record.end)
+                last, place = int(record.header["seq"]), RecordPlace(segment, record.end)
                 yield record
                 continue
             behind = files.behind(place)

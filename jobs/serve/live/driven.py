@@ -47,15 +47,14 @@ def show_operations(request: Request) -> Response:
     operations = operations_of(folder.path)
     if operations is None:
         raise Refusal(404, "This run has no operations: no client drives it.", code="not_driven")
-    body = operations.shown()
-    facts = _facts(request, folder)
+    body, facts = operations.shown(), _facts(request, folder)
+    if not is_operator(request):  # what a client has said itself stays as it is
+        body = for_tenant(body, keeper_of(request).folder.base.path)
     if facts is None:
         body |= {"driver": None, "saved": []}
     else:
         steps = steps_of(request)
         body |= {"driver": _driver(steps, facts), "saved": checkpoints_of(steps, facts)}
-    if not is_operator(request):
-        body = for_tenant(body, keeper_of(request).folder.base.path)
     return PlainJSON(body)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from trainer.files.atomic import create_json, refusals, sync, write_json
 if TYPE_CHECKING:
     from jobs.serve.access import Client
 
+MOST_SESSIONS = 10_000  # of one token: every list reads them
 ALIVE_S = 120.0  # without a heartbeat for so long a session is not active
 
 
@@ -180,8 +182,12 @@ class Sessions:
         return self.root / session
 
     def create(self, facts: SessionFacts) -> SessionFacts:
-        """Write a session durably; the one that is there, where a request was repeated."""
+        """Write a session durably; the one that is there, where a request was repeated. Refusal
+        (403) when its owner has MOST_SESSIONS.
+        """
         folder = self.root / facts.id
+        if not is_there(folder / "session.json"):
+            self._refuse_many(facts.owner)
         with refusals(folder):
             folder.mkdir(parents=True, exist_ok=True)
         create_json(folder / "session.json", facts.model_dump(mode="json"))
@@ -191,6 +197,30 @@ class Sessions:
         session = self.session(facts.id)
         assert session is not None, "it was written a moment ago"
         return session
+
+    def _refuse_many(self, owner: str) -> None:
+        if len(self.ids_of(owner)) >= MOST_SESSIONS:
+            text = (
+                f"{owner} has {MOST_SESSIONS} sessions, as many as a token may have. Delete runs "
+                "that have ended (DELETE /lathe/v1/runs/ID): a session without runs goes by itself "
+                "a week after its last heartbeat."
+            )
+            raise Refusal(403, text, code="insufficient_quota")
+
+    def silent_s(self, session: str) -> float:
+        """Seconds since its client was last heard of. OSError for a session without a heartbeat."""
+        return time.time() - (self.folder(session) / "alive").stat().st_mtime
+
+    def has_runs(self, session: str) -> bool:
+        """Whether a session has a training run, readable or not, that was not deleted."""
+        names = set(self._names(session))
+        runs = {name.removesuffix(".json") for name in names if name.startswith("train-")}
+        return any(f"{run}.json" in names and f"{run}-deleted" not in names for run in runs)
+
+    def remove(self, session: str) -> None:
+        """Remove a session with all that it has."""
+        shutil.rmtree(self.folder(session))
+        _constant.cache_clear()
 
     def session(self, session: str) -> SessionFacts | None:
         """A session; None when there is none of this id."""
@@ -205,10 +235,9 @@ class Sessions:
     def is_alive(self, session: str) -> bool:
         """Whether its client was heard of a moment ago."""
         try:
-            age = time.time() - (self.folder(session) / "alive").stat().st_mtime
+            return self.silent_s(session) < ALIVE_S
         except OSError:
             return False
-        return age < ALIVE_S
 
     def finish(self, session: str, facts: FinishFacts) -> None:
         """Write how a session ended; the first end counts."""

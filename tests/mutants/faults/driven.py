@@ -8,6 +8,7 @@ _LOG, _RESULTS = "trainer/operations/operation_log.py", "trainer/operations/resu
 _RECORDS, _TESTS = "trainer/operations/records.py", "tests/unit/test_operation_log.py"
 _LOSSES, _PACKS = "trainer/driven/losses.py", "trainer/driven/packs.py"
 _ROWS = "tests/unit/test_driven_rows.py"
+_PROOF = "tests/unit/test_operation_proof.py"
 
 FAULTS = [
     Fault(
@@ -72,5 +73,19 @@ FAULTS = [
         "pass",
         why="in bf16 at ZeRO-1 a step that was skipped is taken",
         tests="tests/numerics/test_dropped_gradient.py",
+    ),
+    Fault(
+        _RECORDS,
+        "st_size > end.offset and self.files.behind(end):",
+        "st_size < end.offset and self.files.behind(end):",
+        why="one bad bit in the newest file cuts all acknowledged operations behind it",
+        tests=_PROOF,
+    ),
+    Fault(
+        "trainer/proof/operations.py",
+        "is_known and chain_digest(before, content) != header",
+        "is_known and content == header",
+        why="an operation that was replaced, digest and all, passes as the one that was sent",
+        tests=_PROOF,
     ),
 ]

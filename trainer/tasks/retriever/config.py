@@ -1,5 +1,5 @@
-"""What a dense retriever's experiment states. Imports no torch. docs/tasks/retriever.md maps
-Tevatron's argument names.
+"""What a retriever's experiment states, and a reranker's. Imports no torch. docs/tasks/retriever.md
+maps Tevatron's argument names, docs/reranking.md says what `form: "cross"` trains.
 """
 
 from __future__ import annotations
@@ -274,19 +274,48 @@ class Loss(Strict):
         return self
 
 
+class Cross(Strict):
+    """What a cross-encoder lowers: it reads a query together with a passage, and gives the pair a
+    score.
+    """
+
+    loss: Literal["pointwise", "margin", "ranknet", "softmax", "lambda"] = "softmax"
+    """Over the passages of one query. pointwise: binary cross-entropy of each score. margin: a
+    positive is to be `margin` above each negative. ranknet: the logistic loss of each such pair.
+    softmax: the cross-entropy of the softmax over all passages. lambda: LambdaLoss, the pairs of
+    ranknet weighted by what their order means for nDCG.
+    """
+    margin: Annotated[float, Field(gt=0)] = 1.0
+    """Of the loss margin: how far a positive is to be above a negative."""
+    sigma: Annotated[float, Field(gt=0)] = 1.0
+    """Of ranknet and lambda: differences of scores are multiplied by it."""
+    weights: Literal["ndcg2pp", "ndcg2", "ndcg1", "lambdarank"] = "ndcg2pp"
+    """Of lambda: the published weights, NDCG-Loss2++, NDCG-Loss2, NDCG-Loss1 or LambdaRank."""
+    mu: Annotated[float, Field(gt=0)] = 10.0
+    """Of ndcg2pp: the factor of NDCG-Loss2 in it; that of LambdaRank is 1."""
+    top: Positive | None = None
+    """Of lambda: the k of nDCG@k. Only pairs with a passage in the first k count. None: all."""
+
+
 class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
 
-    not_encoded = frozenset({"encoder", "loss", "dropout"})
+    not_encoded = frozenset({"encoder", "loss", "cross", "dropout"})
 
     task: Literal["retriever"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
-    """A dense retriever."""
+    """A dense retriever, or a reranker."""
+    form: Literal["bi", "cross"] = "bi"
+    """bi: a query and a passage each become a vector (`encoder`, `loss`). cross: one model reads
+    both together and scores the pair (`cross`).
+    """
     data: Data
     """Rows, and how they become tokens."""
     encoder: Encoder = Encoder()
     """How texts become vectors."""
     loss: Loss = Loss()
     """What is minimised, and in which pieces."""
+    cross: Cross = Cross()
+    """What form="cross" minimises."""
     dropout: Fraction | None = None
     """None: the base's own."""
 
@@ -296,6 +325,30 @@ class Config(Experiment):
         judge = self.loss.false_negatives
         is_judged = judge is not None and judge.by == "teacher"
         return is_judged or self.loss.distillation is not None
+
+    @property
+    def package(self) -> str:
+        """The forms are packages of the task."""
+        return f"{self.task}.cross" if self.form == "cross" else self.task
+
+    @model_validator(mode="after")
+    def _the_form_has_its_blocks(self) -> Config:
+        blocks = {"encoder": Encoder(), "loss": Loss()}
+        if self.form == "bi":
+            blocks = {"cross": Cross()}
+        unread = [name for name, default in blocks.items() if getattr(self, name) != default]
+        if unread:
+            other = "bi" if self.form == "cross" else "cross"
+            raise ValueError(
+                f'{unread[0]}: form="{self.form}" does not read it, form="{other}" does. Leave it '
+                f'out, or say form="{other}"'
+            )
+        if self.form == "cross" and self.data.passages < 2:
+            raise ValueError(
+                'data.passages=1 with form="cross": a score is learnt from a positive beside '
+                "negatives. Use 2 or more"
+            )
+        return self
 
     @model_validator(mode="after")
     def _teachers_have_scores(self) -> Config:

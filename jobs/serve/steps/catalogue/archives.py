@@ -41,7 +41,7 @@ def external_urls(request: Request) -> Response:
     """An address for each file of saved weights, valid for an hour."""
     params = request.path_params
     path = checkpoint_path(params["run"], f"{params['kind']}/{params['name']}")
-    run, facts = visible_weights(request, path)
+    run, facts = visible_weights(request, path, writes=True)  # who only reads sees no content
     steps, expires = steps_of(request), int(time.time()) + VALID_S
     folder, key = steps.folder_of(run, facts), _key(steps)
     urls: dict[str, str] = {}
@@ -76,7 +76,7 @@ async def archive(request: Request) -> Response:
     """All files of saved weights in one tar archive."""
     params = request.path_params
     path = checkpoint_path(params["run"], f"{params['kind']}/{params['name']}")
-    run, facts = await run_in_threadpool(visible_weights, request, path)
+    run, facts = await run_in_threadpool(visible_weights, request, path, writes=True)
     file = await run_in_threadpool(_archive, steps_of(request), run, facts)
     remove = BackgroundTask(os.unlink, file)
     name = f"{path.name}.tar"

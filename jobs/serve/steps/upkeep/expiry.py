@@ -63,6 +63,9 @@ def _sweep_session(steps: Steps, session: str) -> None:
             if run.exp_id is not None:
                 for path in (steps.runs.folder(run) / "sampler").glob("session.*"):
                     shutil.rmtree(path, ignore_errors=True)
+        if not steps.sessions.has_runs(session) and steps.sessions.silent_s(session) > SILENT_S:
+            log.info("%s is removed: it has no run, and its client is silent", session)
+            steps.sessions.remove(session)
 
 
 def _remove_idle(steps: Steps, folder: Path) -> None:
@@ -76,6 +79,5 @@ def _is_over(steps: Steps, session: str) -> bool:
     if end is not None:
         return time.time() - seconds(end.at) > SAMPLES_S
     with suppress(OSError):
-        beat = (steps.sessions.folder(session) / "alive").stat().st_mtime
-        return time.time() - beat > SILENT_S
+        return steps.sessions.silent_s(session) > SILENT_S
     return False
