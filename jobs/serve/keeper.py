@@ -422,7 +422,7 @@ class Keeper:
         # "cancelled": paused by an earlier version, which did not say so in its record
         resumed: tuple[JobState, ...] = ("paused", "cancelled")
         if facts.ticket.driven_by:
-            resumed = (*resumed, *FAILED)
+            resumed = (*resumed, "preempted", *FAILED)
         limits = Limits(retry=resumed) if row.state in resumed else None
         request = control.Again(self.folder.base, self.backend_of, limits, lock_wait_s=LOCK_WAIT_S)
         (result,) = control.again(request, [row])

@@ -18,7 +18,7 @@ import numpy as np
 from pathlib import Path
 from trainer.files.atomic import write_json
 from trainer.operations.operation_log import OperationReader
-from trainer.operations.results import ResultWriter
+from trainer.operations.results import ResultWriter, work_of
 from trainer.operations.rows import outputs_to_payload, rows_of
 
 flags = dict(word[2:].split("=", 1) for word in sys.argv[2:] if "=" in word)
@@ -64,7 +64,8 @@ def perform(one):
         if one.kind == "forward_backward":
             state["grad"] += count
         trailing = fields["inputs"]["target_tokens"]["trailing"]
-        found = {{"metrics": {{"loss:sum": loss}}, "outputs": {{"logprobs": trailing}}}}
+        outputs = {{"logprobs": {{"trailing": trailing}}}}
+        found = {{"metrics": {{"loss:sum": loss}}, "outputs": outputs}}
         return found, outputs_to_payload({{"logprobs": logprobs}})
     if one.kind == "optim_step":
         state["w"] += fields["learning_rate"] * state["grad"]
@@ -72,8 +73,10 @@ def perform(one):
         return {{"metrics": {{"w": state["w"]}}}}, b""
     if one.kind == "save_state":
         folder = folder_of("saved", fields["name"], fields["overwrite"] or one.seq <= results.last_seq)
-        (folder / "state.json").write_text(json.dumps(state))
-        return {{"folder": "saved/" + fields["name"], "sha256": "0" * 64, "bytes": 10}}, b""
+        (folder / "step-1").mkdir()
+        (folder / "step-1" / "state.json").write_text(json.dumps(state))
+        place = "saved/" + fields["name"] + "/step-1"
+        return {{"folder": place, "sha256": "0" * 64, "bytes": 10}}, b""
     if one.kind == "save_for_sampler":
         folder = folder_of("sampler", fields["name"], True)
         (folder / "adapter_config.json").write_text("{{}}")
@@ -91,7 +94,7 @@ def perform(one):
 say("running")
 since = time.monotonic()
 while True:
-    if stop:
+    if stop or os.path.exists({over!r}):
         say("preempted")
         sys.exit(75)
     one = reader.next()
@@ -105,8 +108,10 @@ while True:
     if one.kind == what.get("dies_at") and one.seq > results.last_seq:
         open({what!r}, "w").write("{{}}")
         os.kill(os.getpid(), signal.SIGKILL)
+    began = time.time()
     fields, payload = perform(one)
-    results.append(one.seq, fields, payload)
+    time.sleep(what.get("work_s", 0.0))
+    results.append(one.seq, fields, payload, work=work_of(one, began))
     say("running")
     if one.kind == "end":
         say("succeeded")
@@ -119,9 +124,10 @@ class DrivenStub:
 
     def __init__(self, folder: Path) -> None:
         self.what, self.python = folder / "what", folder / "bin" / "python"
-        self.starts_file = folder / "starts"
+        self.starts_file, self.over = folder / "starts", folder / "over"
         self.python.parent.mkdir(parents=True)
         names = {"what": str(self.what), "starts": str(self.starts_file), "root": str(ROOT)}
+        names["over"] = str(self.over)
         self.python.write_text(SCRIPT.format(python=sys.executable, **names))
         self.python.chmod(0o755)
         self.says()
@@ -133,3 +139,10 @@ class DrivenStub:
     def starts(self) -> list[str]:
         """Ids of experiments, in the order in which their workers began."""
         return self.starts_file.read_text().split() if self.starts_file.exists() else []
+
+    def __enter__(self) -> DrivenStub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all workers, once the server has ended that would begin them again."""
+        self.over.touch()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.optimizer.lora import Lora
 from trainer.driven import adam, passes
 from trainer.driven.checks import adam_of, check_rows, loss_of
-from trainer.driven.passes import Layout
+from trainer.driven.passes import PassLayout
 from trainer.driven.states import SAMPLER, States, check_name
 from trainer.errors import ConfigError
 from trainer.operations.rows import outputs_to_payload, rows_of
@@ -38,7 +38,7 @@ class DrivenModel:
     """The adapters of one run with their engine. Every method is a collective."""
 
     engine: Engine
-    layout: Layout
+    layout: PassLayout
     states: States
     progress: Progress
     lora: Lora
@@ -54,9 +54,11 @@ class DrivenModel:
 
     def do(self, operation: Operation) -> Outcome:
         """Run one operation. A UserError says why it was refused: then nothing has changed."""
+        if operation.kind == "refused":  # by the server, in the place of what was sent
+            raise ConfigError(str(operation.fields.get("error")))
         if self.has_ended:
             raise ConfigError(f"{operation.kind}: the run has ended. Create another one.")
-        if not self.is_created and operation.kind != "create":
+        if not self.is_created and operation.kind not in ("create", "refused"):
             raise ConfigError(f"{operation.kind}: the run was not created yet. Send create first.")
         action = getattr(self, f"_{operation.kind}", None)
         if action is None:
@@ -102,10 +104,8 @@ class DrivenModel:
             self.pending.tokens += sum(len(row.tokens) for row in rows)
             self.pending.loss += result.loss
         trailing = list(result.logps[0].shape[1:])
-        told = {
-            "metrics": {"loss:sum": result.loss},
-            "outputs": {"logprobs": {"trailing": trailing}},
-        }
+        outputs = {"logprobs": {"trailing": trailing}}
+        told = {"metrics": {"loss:sum": result.loss}, "outputs": outputs}
         return told, outputs_to_payload({"logprobs": result.logps})
 
     def _optim_step(self, operation: Operation) -> Outcome:
@@ -151,14 +151,21 @@ class DrivenModel:
         return {"folder": folder}, b""
 
     def _load_state(self, operation: Operation) -> Outcome:
-        self.states.load(self.engine, operation.fields)
-        if self.has_gradient:  # of weights that are gone
-            self.engine.leave_out()
-            self.pending = Pending()
-        return {}, b""
+        self.states.load(self.engine, operation.fields, has_gradient=self.has_gradient)
+        self.pending = Pending()
+        return loaded(operation), b""
+
+    def _refused(self, operation: Operation) -> Outcome:
+        """The server found its content wrong before it wrote it down."""
+        return {"error": str(operation.fields["error"]), "category": "user"}, b""
 
     def _end(self, operation: Operation) -> Outcome:
         self.states.saves.wait()
         self.export("final")
         self.has_ended = True
         return {}, b""
+
+
+def loaded(operation: Operation) -> dict[str, Any]:
+    """The result of a load_state that was done."""
+    return {"path": operation.fields.get("path")}

@@ -18,7 +18,7 @@ from trainer.training.engine import Engine
 
 
 @dataclass(frozen=True)
-class Layout:
+class PassLayout:
     """How rows become micro-batches. most_tokens: of one; pad: the id that fills padded rows."""
 
     most_tokens: int
@@ -41,7 +41,7 @@ def run(
     rows: Sequence[DrivenRow],
     loss: DrivenLoss,
     config: Mapping[str, float],
-    layout: Layout,
+    layout: PassLayout,
     *,
     with_backward: bool,
 ) -> PassResult:

@@ -314,6 +314,12 @@ class Embeds(Protocol):
         """(N, D) fp32 vectors of N token rows, on the model's device. model: in evaluation mode."""
         ...
 
+    def shorten(self, dims: int) -> None:
+        """From now on embed() gives the first `dims` numbers of each vector, of length 1 if whole
+        vectors have it. ConfigError of embed() where vectors have fewer.
+        """
+        ...
+
 
 # The ids of a query, and of each of its passages.
 IdLists = tuple[Sequence[int], Sequence[Sequence[int]]]

@@ -14,13 +14,16 @@ from jobs.serve.steps import wire
 from trainer.errors import DataError, nearest
 from trainer.operations.rows import DrivenRow, outputs_of, rows_to_payload
 
-# Of each loss: the inputs that a row must have, and those that it may have.
+_SAMPLED = frozenset({"target_tokens", "logprobs", "advantages"})
+_THRESHOLDS = frozenset({"clip_low_threshold", "clip_high_threshold"})
+# Of each loss: the inputs that a row must have, and those that it may have. A test holds this
+# against what the ranks compute (trainer/driven/losses.py).
 INPUTS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "cross_entropy": (frozenset({"target_tokens"}), frozenset({"weights"})),
-    **{
-        name: (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"}))
-        for name in ("importance_sampling", "ppo", "cispo", "dro")
-    },
+    "importance_sampling": (_SAMPLED, frozenset()),
+    "ppo": (_SAMPLED, _THRESHOLDS),
+    "cispo": (_SAMPLED, _THRESHOLDS),
+    "dro": (_SAMPLED, frozenset()),
 }
 # What may be set of each loss. Source: the SDK's documentation of losses.
 CONFIG: dict[str, tuple[str, ...]] = {
@@ -36,7 +39,7 @@ NOT_OFFERED = {
     "gspo": "it is not offered here",
     "stable_reinforce": "it needs what was recorded while sampling, which is not recorded here",
 }
-MOST_DENSE = 16 << 20  # numbers of a sparse tensor, laid out
+MOST_DENSE = 16 << 20  # numbers of the sparse tensors of one request, laid out
 _NUMPY: dict[int, Any] = {wire.FLOAT32: np.float32, wire.INT64: np.int64, wire.INT32: np.int32}
 
 
@@ -51,7 +54,7 @@ def check_loss(name: str, config: Mapping[str, Any]) -> None:
             legal = ", ".join(CONFIG[name]) or "none"
             raise DataError(f"loss_fn_config of {name}: got {quote(key)}, want {legal}.")
         if not isinstance(value, float) or not math.isfinite(value):
-            raise DataError(f"loss_fn_config: got {key}={value!r}, want a finite number.")
+            raise DataError(f"loss_fn_config: got {key}={quote(value)}, want a finite number.")
 
 
 def rows_operation(request: Any, *, max_tokens: int) -> tuple[dict[str, Any], bytes, int]:
@@ -63,6 +66,7 @@ def rows_operation(request: Any, *, max_tokens: int) -> tuple[dict[str, Any], by
     check_loss(request.loss_fn, config)
     if not request.data:
         raise DataError("data: got no rows, want one or more.")
+    _refuse_sparse(request)
     rows = [
         _row(datum, request.loss_fn, f"row {number}", max_tokens)
         for number, datum in enumerate(request.data)
@@ -72,9 +76,24 @@ def rows_operation(request: Any, *, max_tokens: int) -> tuple[dict[str, Any], by
         "loss_fn": request.loss_fn,
         "loss_fn_config": config,
         "rows": len(rows),
+        "tokens": sum(len(row.tokens) for row in rows),
         "inputs": inputs,
     }
-    return fields, payload, sum(len(row.tokens) for row in rows)
+    return fields, payload, fields["tokens"]
+
+
+def _refuse_sparse(request: Any) -> None:
+    """Return if the sparse tensors of all rows are few numbers when they are laid out; else
+    DataError: a few bytes may say that they are many.
+    """
+    tensors = (one for datum in request.data for one in datum.loss_fn_inputs.values())
+    sparse = (one for one in tensors if one.WhichOneof("encoding") == "sparse_csr")
+    count = sum(math.prod(max(size, 0) for size in one.shape) for one in sparse)
+    if count > MOST_DENSE:
+        raise DataError(
+            f"data: the sparse tensors of its rows are {count} numbers when they are laid out, "
+            f"want at most {MOST_DENSE}. Send fewer rows in one request."
+        )
 
 
 def loss_config(request: Any) -> dict[str, float | str]:
@@ -122,7 +141,7 @@ def _row(datum: Any, loss: str, place: str, max_tokens: int) -> DrivenRow:
     if loss == "cross_entropy" and "weights" not in inputs:
         inputs["weights"] = np.ones(target.shape, np.float32)
     for name, array in inputs.items():
-        if array.shape != target.shape:
+        if array.shape not in (target.shape, tokens.shape):
             raise DataError(
                 f"{place}: {name}: got the shape {list(array.shape)}, want that of target_tokens, "
                 f"{list(target.shape)}."
@@ -167,7 +186,8 @@ def _tensor(tensor: Any, place: str) -> NDArray[Any]:
     shape = shape or [len(values)]
     if math.prod(shape) != len(values):
         raise DataError(f"{place}: {len(values)} numbers do not fill the shape {shape}.")
-    return values.reshape(shape)
+    array: NDArray[Any] = np.reshape(values, shape)
+    return array
 
 
 def dense(

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from trainer import tasks
 from trainer.driven.loop import DrivenLoop
 from trainer.driven.model import DrivenModel
-from trainer.driven.passes import Layout
+from trainer.driven.passes import PassLayout
 from trainer.driven.states import AFTER, DRIVEN, States
 from trainer.errors import ConfigError
 from trainer.launch import doctor, memory, preflight, run_folder
 from trainer.launch.prepare import PreparedRun, newest_state
 from trainer.launch.start import engine_of, snapshot
 from trainer.operations.operation_log import FOLDER
-from trainer.operations.results import Results
+from trainer.operations.results import OperationResults
 from trainer.runtime import distributed, rng
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Stopped
@@ -106,7 +106,7 @@ def _begin(
     budget = cfg.train.micro_tokens or cfg.train.micro_batch * data.max_tokens
     model = DrivenModel(
         engine=live,
-        layout=Layout(budget, task.is_packed, task.pad),
+        layout=PassLayout(budget, task.is_packed, task.pad),
         states=States(plan.folder, write, identity["base"]),
         progress=progress,
         lora=cfg.lora,
@@ -133,7 +133,7 @@ def _begin(
 
 
 def _is_created(folder: Path) -> bool:
-    results = Results(folder / FOLDER)
+    results = OperationResults(folder / FOLDER)
     results.follow()
     first = results.get(0)
     return first is None or first.error is None
