@@ -808,7 +808,7 @@ RETRIEVER = wording(
     teacher_without_scores="loss.{asks}: ...has no scores of a teacher",
     ranking_head_absent="{folder} holds no head (head.safetensors, or in its weights)",
     block_of_other_form='{block}: form="{form}" does not read it',
-    list_of_one='data.passages=1 with form="cross"',
+    list_of_one='form="cross" learns scores from positives beside negatives: got data.passages={passages}',
     base_without_head="got model_type '{family}', which has no head",
     pairs_beyond_positions="pairs of {tokens} tokens, longer than the model's {positions} positions",
     scores_no_pairs="task {task!r} scores no pairs",

@@ -129,7 +129,9 @@ def _of_run(what: RerankOptions) -> _Work:
     needed = {hit.passage for of_question in hits.values() for hit in of_question}
     texts = corpora.passages_with_ids(what.passages, needed)
     by_id = {query.id: query.text for query in questions}
-    lists = [(by_id[name], [texts[hit.passage] for hit in of_one]) for name, of_one in hits.items()]
+    lists: list[TextList] = [
+        (by_id[name], [texts[hit.passage] for hit in of_one]) for name, of_one in hits.items()
+    ]
     return _Work(lists, hits=hits)
 
 
