@@ -79,8 +79,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/retrieval/index_recall.py",
-        "        if settings[-1].reaches_target:\n            break\n",
-        "        break\n",
+        "        if settings[-1].reaches_target:",
+        "        if settings:",
         why="an index is searched by its smallest setting, and finds half",
         tests=INDEX,
     ),
