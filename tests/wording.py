@@ -814,7 +814,6 @@ RETRIEVER = wording(
     scores_no_pairs="task {task!r} scores no pairs",
     rerank_source="give --run or --rows, one of them",
     rerank_texts="give --queries and --passages, too",
-    scores_of_others="was begun with something else ({key} was {was!r}, is {now!r})",
 ) | wording(
     DataError,
     scores_of_passages="want a number for each of the row's ...passages, positives first",
@@ -822,7 +821,6 @@ RETRIEVER = wording(
     no_teacher_scores="no passage of the training rows has a score of a teacher",
     passages_to_score_absent="want passages to score",
     row_without_passages="want positive_passages and negative_passages",
-    run_of_other_questions="for none of the {count} questions",
 )
 SUMMARISER = wording(
     ConfigError,

@@ -142,7 +142,7 @@ def test_a_command_that_was_killed_goes_on_and_two_processes_share_the_rest(
     assert not (tmp_path / "run.trec").exists()
     other = forked.run(*TRAINER, *words, "--precision", "bf16")
     assert other.returncode == 2
-    says("scores_of_others", other.stderr, key="precision", was="fp32", now="bf16")
+    says("vectors_of_others", other.stderr, key="precision", was="fp32", now="bf16")
     for rank in forked.start_ranks(2, *TRAINER, *words, first=_first_shard_is_there):
         ended = rank.finish()
         assert ended.returncode == 0, ended.stderr
@@ -201,7 +201,7 @@ def test_a_model_without_pairs_and_a_run_of_other_questions_are_refused(
     words[words.index("--run") + 1] = str(tmp_path / "other.trec")
     result = forked.run(*TRAINER, *words)
     assert result.returncode == 2
-    says("run_of_other_questions", result.stderr, count=NUM_QUERIES)
+    says("ranking_of_others", result.stderr, count=NUM_QUERIES, ours="x", theirs="q0")
 
 
 def test_a_row_without_passages_or_texts_is_refused() -> None:

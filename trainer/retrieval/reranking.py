@@ -167,7 +167,8 @@ def first_hits(rankings: Rankings, queries: Sequence[Query], *, depth: int) -> R
     if not of_queries:
         raise DataError(
             f"the run ranks passages for none of the {len(queries)} questions: its ids are like "
-            f"{next(iter(rankings), None)!r}. Give these questions' run."
+            f"{next(iter(rankings), None)!r}, theirs like {queries[0].id!r}. Give these questions' "
+            "run."
         )
     return of_queries
 

@@ -108,8 +108,9 @@ def open_index(
     """The index of the corpora, one after the other: loaded, grown by the last ones, or built.
 
     queries: (Q, D), a sample of which measures the recall, when the index is built or grown, when
-    `options.depth` is larger than before, or the setting is new. ConfigError when the folder holds
-    an index of another model, of other vectors or of another kind; DataError when its file is torn.
+    the depth of `options` is larger than before, or the setting is new. ConfigError when the folder
+    holds an index of another model, of other vectors or of another kind; DataError when its file is
+    torn.
     """
     faiss = _faiss()
     faiss.omp_set_num_threads(torch.get_num_threads())
