@@ -1349,6 +1349,7 @@ STEPS = wording(
     steps_parts="The rows have more than {most} parts.",
     driven_not_active="The run {state}: it holds no device.",
     driven_goes_on="The run is {status}. Cancel it first",
+    driven_model="was made by a driven run. Delete that: DELETE /lathe/v1/runs/{run}.",
     driven_deleted="{run} was deleted. Use the next model_seq_id.",
     steps_log_full="The operations of {run} since its last two states have {most} bytes",
 )
