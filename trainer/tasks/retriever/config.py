@@ -337,6 +337,10 @@ class Config(Experiment):
         if self.form == "bi":
             blocks = {"cross": Cross()}
         unread = [name for name, default in blocks.items() if getattr(self, name) != default]
+        if self.form == "cross":
+            names = ("positives", "scores")
+            of_bi = [name for name in names if getattr(self.data, name) not in (1, None)]
+            unread += [f"data.{name}" for name in of_bi]
         if unread:
             other = "bi" if self.form == "cross" else "cross"
             raise ValueError(
