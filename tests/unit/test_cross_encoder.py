@@ -393,7 +393,7 @@ def test_a_block_of_the_other_form_is_refused(
 
 
 def test_a_positive_alone_teaches_a_cross_encoder_nothing(folder: Path) -> None:
-    with refused("list_of_one"):
+    with refused("list_of_one", passages=1):
         tasks.parse(experiment(FORM, folder, data={"passages": 1}))
 
 

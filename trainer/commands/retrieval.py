@@ -17,6 +17,7 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
     from trainer.data.readers.rankings import Rankings
+    from trainer.retrieval.embeddings import Embeddings
 
 RunFile = Annotated[
     Path,
@@ -134,15 +135,20 @@ def encode(
         plan=embeddings.EmbeddingsPlan(model=weights, texts=texts, **plan),
     )
     if distributed.is_main():
+        _tell(vectors, out)
+
+
+def _tell(vectors: Embeddings, out: Path) -> None:
+    """Say how many vectors were written, and what their small form loses."""
+    typer.echo(
+        f"{out}: {vectors.plan.count} vectors of {vectors.dim} numbers, "
+        f"{len(vectors.shards)} shard(s)"
+    )
+    for depth, recall in vectors.recall.items():
         typer.echo(
-            f"{out}: {vectors.plan.count} vectors of {vectors.dim} numbers, "
-            f"{len(vectors.shards)} shard(s)"
+            f"{out}: recall@{depth} {recall:.3f} of the exact vectors' nearest, with passages "
+            "as questions"
         )
-        for depth, recall in vectors.recall.items():
-            typer.echo(
-                f"{out}: recall@{depth} {recall:.3f} of the exact vectors' nearest, with passages "
-                "as questions"
-            )
 
 
 def _check_flags(side: str, dtype: str, precision: str, split: str | None) -> None:
