@@ -365,6 +365,7 @@ VECTORS = (
         vectors_unfinished="is not finished: run the same encode command again",
         vectors_of_others="was begun with something else ({key} was {was!r}, is {now!r})",
         vectors_folder_taken="holds other files and no vectors of ours",
+        vectors_of_two_models="are of different models: encode both by one",
         vectors_of_other_side="holds vectors of side {side}, want {wanted}",
         vectors_absent="is missing. This folder of vectors is not there",
         vectors_dtype="--dtype {dtype}: a vector reaches {value}, {dtype_again} {most}. Use {fix}",

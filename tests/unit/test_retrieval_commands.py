@@ -263,6 +263,27 @@ def test_vectors_of_the_wrong_side_are_not_searched(found: Place) -> None:
     assert not (found.folder / "no.trec").exists()
 
 
+@pytest.mark.long
+def test_the_first_numbers_of_vectors_are_searched_and_judged(found: Place, tmp_path: Path) -> None:
+    of = {side: str(tmp_path / side) for side in ("query", "passage")}
+    for side, dtype in (("query", "float32"), ("passage", "int8")):
+        (done,) = encode(found, side, "--dims", "8", "--dtype", dtype, out=tmp_path / side)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert embeddings.read(tmp_path / side).dim == 8
+    run = ["--out", str(tmp_path / "run.trec"), "--depth", "10"]
+    done = forked.run(
+        *TRAINER, "search", "--queries", of["query"], "--passages", of["passage"], *run
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    asked = ["--queries", found.path("queries.jsonl"), "--split", "test"]
+    recall = values(command("judge", "--run", str(tmp_path / "run.trec"), *asked, "--at", "10"))
+    assert 0 < recall["recall@10"] <= 1
+    whole = ["--queries", found.path("query"), "--passages", of["passage"]]
+    done = forked.run(*TRAINER, "search", *whole, "--out", str(tmp_path / "no.trec"))
+    assert done.returncode == 2
+    says("vectors_of_two_models", done.stderr)
+
+
 def test_int8_passages_are_encoded_with_their_recall_and_searched(found: Place) -> None:
     out = found.folder / "int8"
     (done,) = encode(found, "passage", "--dtype", "int8", "--shard_rows", "40", out=out)

@@ -19,6 +19,7 @@ from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.config.block import validate
 from trainer.protocol.task import DRAW, Places
+from trainer.retrieval import reranking
 from trainer.tasks.retriever import export, selection, sentence_folder
 from trainer.tasks.retriever.config import Data, Loss
 from trainer.tasks.retriever.loss import distillation, losses, teacher_scores
@@ -260,6 +261,13 @@ def test_scores_of_a_file_replace_those_of_the_rows(tmp_path: Path) -> None:
         read(data("tevatron", scores="ranks.tsv"), "train", tmp_path)
 
 
+def test_what_a_reranker_writes_for_training_rows_is_read(tmp_path: Path) -> None:
+    scores = np.array([1.5, -2.0, 0.25])
+    write_lines(tmp_path / "train.jsonl", [*reranking.with_scores([tevatron_row()], [scores])])
+    (row,) = read(data("tevatron"), "train", tmp_path)
+    assert scores_of(row) == scores.tolist()
+
+
 def test_rows_without_any_score_teach_nothing() -> None:
     row = {"id": "q", "query": "x", "positives": [CORPUS[0]], "negatives": [CORPUS[1]]}
     with refused("no_teacher_scores"):
@@ -378,3 +386,11 @@ def test_a_loss_that_would_not_mean_what_it_says_is_refused(
 def test_more_positives_than_passages_are_refused() -> None:
     with refused("positives_above_passages", positives=3, passages=2):
         validate(Data, {"source": "nq", "passages": 2, "positives": 3})
+
+
+def test_a_reranker_refuses_a_file_of_scores(folder: Path) -> None:
+    values: dict[str, Any] = {**experiment("retriever", folder), "form": "cross"}
+    del values["encoder"], values["loss"]
+    values["data"] = {**values["data"], "scores": "x.trec"}
+    with refused("block_of_other_form", block="data.scores", form="cross"):
+        tasks.parse(values)

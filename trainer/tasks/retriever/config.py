@@ -338,6 +338,8 @@ class Config(Experiment):
         if self.form == "bi":
             blocks = {"cross": Cross()}
         unread = [name for name, default in blocks.items() if getattr(self, name) != default]
+        if self.form == "cross" and self.data.scores is not None:
+            unread.append("data.scores")
         if unread:
             other = "bi" if self.form == "cross" else "cross"
             raise ValueError(
