@@ -28,6 +28,7 @@ from tests.mutants.faults import (
     tenants,
     terminal,
     training,
+    vectors,
     votes,
 )
 
@@ -58,4 +59,5 @@ FAULTS = [
     *agents.FAULTS,
     *api.FAULTS,
     *votes.FAULTS,
+    *vectors.FAULTS,
 ]
