@@ -32,13 +32,12 @@ from trainer.tasks.retriever.config import Config, Data
 from trainer.tasks.retriever.cross import heads, losses, metrics
 from trainer.tasks.retriever.cross.model import Ranker
 from trainer.tasks.retriever.cross.pairs import Pairs
-from trainer.tasks.retriever.export import DESCRIBED_DATA
+from trainer.tasks.retriever.export import DESCRIBED_DATA, OF_CROSS
 from trainer.tasks.retriever.tokens import passage_of
 from trainer.tasks.token_task import TokenTask
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION = "reranker_config.json"
 # What a batch says besides what the model reads.
 _BESIDE = ("relevance", "is_there", "slots")
 _NO_ACTIVATION = "torch.nn.modules.linear.Identity"
@@ -101,7 +100,7 @@ class Task(TokenTask[Config]):
         return self._classifier.base_model_prefix
 
     def load_export(self, folder: Path) -> nn.Module:
-        path = folder / DESCRIPTION
+        path = folder / OF_CROSS
         if path.is_file():
             self._follow(path)
         return super().load_export(folder).eval()
@@ -132,7 +131,7 @@ class Task(TokenTask[Config]):
             self._export_classifier(self.whole(weights, [self.base_name]), folder)
         data = self.cfg.data.model_dump()
         said = {name: data[name] for name in DESCRIBED_DATA}
-        (folder / DESCRIPTION).write_text(json.dumps(said, indent=2) + "\n")
+        (folder / OF_CROSS).write_text(json.dumps(said, indent=2) + "\n")
 
     def _export_classifier(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         config, data = self.exported_config(), self.cfg.data
