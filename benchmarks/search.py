@@ -86,7 +86,9 @@ def by_faiss(passages: np.ndarray, depth: int) -> Searcher:
 
 def by_usearch(passages: np.ndarray, depth: int) -> Searcher:
     from usearch.index import MetricKind  # pyright: ignore[reportMissingImports]
-    from usearch.index import search as search_exactly
+    from usearch.index import (  # pyright: ignore[reportMissingImports]
+        search as search_exactly,
+    )
 
     numbers, threads = passages.astype(np.float32, copy=False), torch.get_num_threads()
 
