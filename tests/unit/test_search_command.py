@@ -19,9 +19,10 @@ WIDTH = 8
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, random = tmp_path_factory.mktemp("vectors"), np.random.default_rng(0)
-    for name, side, count in (("q", "query", 20), ("p", "passage", 300), ("new", "passage", 50)):
-        vectors = random.standard_normal((count, WIDTH)).astype(np.float32)
-        write_vectors(folder / name, vectors, side="query" if side == "query" else "passage")
+    vectors = random.standard_normal((370, WIDTH)).astype(np.float32)
+    write_vectors(folder / "q", vectors[:20], side="query")
+    write_vectors(folder / "p", vectors[20:320])
+    write_vectors(folder / "new", vectors[320:], first=300)
     return folder
 
 
