@@ -85,14 +85,13 @@ def by_faiss(passages: np.ndarray, depth: int) -> Searcher:
 
 
 def by_usearch(passages: np.ndarray, depth: int) -> Searcher:
-    from usearch.index import MetricKind  # pyright: ignore[reportMissingImports]
-    from usearch.index import search as search_exactly
+    from usearch import index as usearch  # pyright: ignore[reportMissingImports]
 
     numbers, threads = passages.astype(np.float32, copy=False), torch.get_num_threads()
 
     def run(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         how = {"exact": True, "threads": threads}
-        matches = search_exactly(numbers, queries, depth, MetricKind.IP, **how)
+        matches = usearch.search(numbers, queries, depth, usearch.MetricKind.IP, **how)
         shape = (len(queries), depth)  # of one question, usearch gives one axis
         return matches.keys.reshape(shape), 1 - matches.distances.reshape(shape)
 

@@ -60,6 +60,13 @@ Format = Annotated[
 Texts = Annotated[
     Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")
 ]
+FormOfVectors = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="Form of the vectors on disk: float16, float32, or, for passages, int8 or binary.",
+    ),
+]
 At = Annotated[
     list[int] | None, typer.Option("--at", min=1, help="A cut-off k; may be given several times.")
 ]
@@ -77,13 +84,7 @@ def encode(
     model: options.Model = "best",
     split: OfSplit = None,
     batch: options.BatchSize = 64,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            help="Form of the vectors on disk: float16, float32, or, for passages, int8 or binary.",
-        ),
-    ] = "float16",
+    dtype: FormOfVectors = "float16",
     precision: Annotated[
         str, typer.Option("--precision", help="Precision of the model: fp32 or bf16.")
     ] = "fp32",

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from trainer.retrieval.exact_search import Hits
     from trainer.retrieval.vector_index import IndexOptions
 
-
-IndexSpec = Annotated[
+FaissSpec = Annotated[
     str | None,
     typer.Option(
-        "--faiss", help='Search with a FAISS index, built once: HNSW32, "IVF1024,Flat", Flat.'
+        "--faiss",
+        help='Search with a FAISS index, built once: HNSW32, "IVF1024,Flat", Flat.',
     ),
 ]
 IndexFolder = Annotated[
@@ -34,9 +34,13 @@ IndexFolder = Annotated[
 ]
 EfSearch = Annotated[
     int | None,
-    typer.Option("--ef_search", min=1, help="HNSW: candidates of a question. Chosen by recall."),
+    typer.Option(
+        "--ef_search",
+        min=1,
+        help="HNSW: candidates of a question. Chosen by recall.",
+    ),
 ]
-Probes = Annotated[
+Nprobe = Annotated[
     int | None,
     typer.Option("--nprobe", min=1, help="IVF: lists that are searched. Chosen by recall."),
 ]
@@ -57,10 +61,10 @@ def search(
     depth: Depth = 100,
     run_format: Format = "trec",
     tag: Annotated[str, typer.Option("--tag", help="trec: the name of the run.")] = "dense",
-    faiss: IndexSpec = None,
+    faiss: FaissSpec = None,
     index: IndexFolder = None,
     ef_search: EfSearch = None,
-    nprobe: Probes = None,
+    nprobe: Nprobe = None,
     remove_query: Annotated[
         bool,
         typer.Option("--remove_query", help="Leave out the passage with the question's own id."),
