@@ -31,6 +31,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_facts(tmp_path_factory.mktemp("facts"), train=13, valid=4)
 
 
+@pytest.mark.long
 def test_ten_operations_are_run_again_to_the_same_bits(facts: Path, tmp_path: Path) -> None:
     values = driven_values(facts, lora={"dropout": 0.2})
     passes = [passed(rows_of_seed(number)) for number in range(6)]
