@@ -314,6 +314,25 @@ RETRIEVER_TINY["data"] = {
     "passage_tokens": 96,
     "passages": 2,
 }
+# A cross-encoder learns nothing in a minute from random weights: this one begins with
+# all-MiniLM-L6-v2 (extra `pretrained`).
+RERANKER_TINY = vary(
+    RETRIEVER_TINY,
+    form="cross",
+    base=retriever.MINILM_BASE,
+    train={
+        "steps": 24,
+        "global_batch": 8,
+        "micro_batch": 8,
+        "log_every": 2,
+        "eval_every": 12,
+        "save_every": 24,
+    },
+    optim={"lr": 2e-4},
+    schedule={"warmup_steps": 3},
+    data={"query_tokens": 24, "passage_tokens": 72, "passages": 4},
+)
+del RERANKER_TINY["encoder"], RERANKER_TINY["tokenizer"]
 # Questions and passages of Natural Questions on a CPU: a small BERT from nothing, BM25's other hits
 # as negatives.
 RETRIEVER_NQ_CPU = vary(
@@ -423,6 +442,7 @@ EXP_GROUPS: dict[str, list[Values]] = {
     "vera_tiny": [VERA_TINY],
     "vera_cpu": [VERA_CPU_A, VERA_CPU_B],
     "retriever_tiny": [RETRIEVER_TINY],
+    "reranker_tiny": [RERANKER_TINY],
     "retriever_nq_cpu": [RETRIEVER_NQ_CPU],
     "retriever_scifact_cpu": [RETRIEVER_SCIFACT_CPU],
 }

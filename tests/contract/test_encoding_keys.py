@@ -53,7 +53,11 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("causal_lm", "data.chat_template"): {"data": {"source": "chat"}},
-    ("causal_lm", "data.put_aside_s"): {"data": {"source": "client", "files": {}}, "lora": {}},
+    ("causal_lm", "data.put_aside_s"): {
+        "data": {"source": "client"},
+        "lora": {},
+        "train": {"eval_every": None, "eval_batch": None},
+    },
     ("preference", "data.chat_template"): {"data": {"source": "chat"}},
     ("preference", "data.stream"): {"preference": {"loss": "simpo"}},
     ("preference", "preference.gamma"): {"preference": {"loss": "simpo"}},

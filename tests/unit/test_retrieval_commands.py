@@ -184,13 +184,16 @@ def test_the_folder_says_which_model_made_it(found: Place) -> None:
     [
         (["--side", "both"], fault("flag_choice", flag="--side both", choices="query or passage")),
         (
-            ["--side", "query", "--dtype", "int8"],
-            fault("flag_choice", flag="--dtype int8", choices="float16 or float32"),
+            ["--side", "query", "--dtype", "int4"],
+            fault(
+                "flag_choice", flag="--dtype int4", choices="float16 or float32 or int8 or binary"
+            ),
         ),
         (
             ["--side", "query", "--precision", "fp16"],
             fault("flag_choice", flag="--precision fp16", choices="fp32 or bf16"),
         ),
+        (["--side", "query", "--dtype", "int8"], fault("small_questions", dtype="int8")),
     ],
 )
 def test_encoding_is_refused_in_words(flags: list[str], said: Fault) -> None:
@@ -258,6 +261,23 @@ def test_vectors_of_the_wrong_side_are_not_searched(found: Place) -> None:
     assert done.returncode == 2
     says("vectors_of_other_side", done.stderr, side="passage", wanted="query")
     assert not (found.folder / "no.trec").exists()
+
+
+def test_int8_passages_are_encoded_with_their_recall_and_searched(found: Place) -> None:
+    out = found.folder / "int8"
+    (done,) = encode(found, "passage", "--dtype", "int8", "--shard_rows", "40", out=out)
+    assert done.returncode == 0, done.stderr
+    recall = embeddings.read(out).recall["10"]
+    assert f"recall@10 {recall:.3f}" in done.stdout
+    words = ["--out", found.path("int8.trec"), "--depth", "10"]
+    folders = ["--queries", found.path("query"), "--passages", str(out)]
+    done = forked.run(*TRAINER, "search", *folders, *words)
+    assert done.returncode == 0, done.stderr
+    exact, of_int8 = (read_run(found.folder / name) for name in ("run.trec", "int8.trec"))
+    for question, hits in of_int8.items():
+        np.testing.assert_allclose(
+            [hit.score for hit in hits], [hit.score for hit in exact[question]], rtol=0.02
+        )
 
 
 def values(printed: list[str]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from tests.unit.test_retriever_task import exported, loaded, texts, training_row
 from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.config.block import validate
-from trainer.protocol.task import DRAW
+from trainer.protocol.task import DRAW, Places
 from trainer.tasks.retriever import export, selection, sentence_folder
 from trainer.tasks.retriever.config import Data, Loss
 from trainer.tasks.retriever.loss import distillation, losses, teacher_scores
@@ -210,6 +210,19 @@ def test_a_query_takes_as_many_positives_as_it_has_and_fills_up_with_negatives(
     assert sorted(selection.targets(3, 5, turn, "by_epoch")) == [0, 1, 2]
     evaluated = {key: value for key, value in rows[had.index(2)].items() if key != DRAW}
     assert task.collate([evaluated])["targets"].tolist() == [2]
+
+
+def test_each_source_of_a_mix_has_its_instruction(folder: Path) -> None:
+    rest = {"valid": "queries/dev.jsonl"}
+    of_other = {"files": {"train": "queries/train.jsonl"}, "query_prefix": "find: "}
+    mix = {"queries/train.jsonl": 0.5, "other": {"weight": 0.5, **of_other}}
+    values = experiment("retriever", folder, data={"query_prefix": "query: ", "mix": mix})
+    values["data"] = {**values["data"], "files": rest}  # type: ignore[dict-item]
+    task: Any = tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
+    starts = {
+        task.tokenizer.decode(task.encode(row)["query"]).split(":")[0] for row in task.rows("train")
+    }
+    assert starts == {"query", "find"}
 
 
 def scores_of(row: dict[str, Any]) -> list[float | None]:

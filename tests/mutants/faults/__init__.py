@@ -18,6 +18,7 @@ from tests.mutants.faults import (
     optimizers,
     preferences,
     reliability,
+    rerankers,
     search,
     serve,
     steps,
@@ -27,6 +28,7 @@ from tests.mutants.faults import (
     tenants,
     terminal,
     training,
+    vectors,
     votes,
 )
 
@@ -37,6 +39,7 @@ FAULTS = [
     *preferences.FAULTS,
     *teachers.FAULTS,
     *tasks.FAULTS,
+    *rerankers.FAULTS,
     *jobs.FAULTS,
     *judging.FAULTS,
     *data.FAULTS,
@@ -56,4 +59,5 @@ FAULTS = [
     *agents.FAULTS,
     *api.FAULTS,
     *votes.FAULTS,
+    *vectors.FAULTS,
 ]

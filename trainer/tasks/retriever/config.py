@@ -1,5 +1,5 @@
 """What a retriever's experiment states, and a reranker's. Imports no torch. docs/tasks/retriever.md
-maps Tevatron's argument names, docs/reranking.md says what `form: "cross"` trains.
+maps Tevatron's argument names, docs/tasks/reranker.md says what `form: "cross"` trains.
 """
 
 from __future__ import annotations

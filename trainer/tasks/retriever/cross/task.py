@@ -168,7 +168,9 @@ class Task(TokenTask[Config]):
     def rows(self, split: str) -> Iterable[Row]:
         places, data = self.places, self.cfg.data
         of_split = rows.rows(data, split, places.data_path, cache_dir=places.cache_dir)
-        of_split = rows.without_own_positives(of_split)
+        # neighbours in the embedded corpus may be equal, and a row may have no others
+        if data.source != "stdlib_docs":
+            of_split = rows.without_own_positives(of_split)
         usable = selection.trainable(of_split, data.passages if split == "train" else 1)
         return ({**row, "item": item} for item, row in picked.enumerated(usable))
 
