@@ -35,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.clients.environments import environment  # noqa: E402
 from trainer.operations.operation_log import FOLDER, LOG, Operation, OperationReader  # noqa: E402
-from trainer.operations.records import Place, RecordFiles  # noqa: E402
-from trainer.operations.results import RESULTS, OperationResult, Results  # noqa: E402
+from trainer.operations.records import RecordFiles, RecordPlace  # noqa: E402
+from trainer.operations.results import RESULTS, OperationResult, OperationResults  # noqa: E402
 
 T = TypeVar("T")
 PROGRAM = ROOT / "tests" / "clients" / "programs" / "tinker_loop.py"
@@ -160,7 +160,7 @@ class DisturbedLoop:
             time.sleep(0.005)
             if results is None:
                 if self.lines():
-                    results = Results(self.run() / FOLDER)
+                    results = OperationResults(self.run() / FOLDER)
                 continue
             results.follow()
             if results.last_seq != last:
@@ -267,7 +267,7 @@ def operations_of(run: Path) -> list[Operation]:
 
 def results_of(run: Path) -> list[OperationResult]:
     """All results of a run."""
-    results = Results(run / FOLDER)
+    results = OperationResults(run / FOLDER)
     results.follow()
     every = [results.get(seq) for seq in range(results.last_seq + 1)]
     return [one for one in every if one is not None]
@@ -277,10 +277,10 @@ def records_of(run: Path, stem: str) -> list[int]:
     """The number of every record of a file, as they stand there."""
     files, numbers = RecordFiles(run / FOLDER, stem), []
     for segment in files.segments():
-        place = Place(segment, 0)
+        place = RecordPlace(segment, 0)
         while record := files.read(place):
             numbers.append(int(record.header["seq"]))
-            place = Place(segment, record.end)
+            place = RecordPlace(segment, record.end)
     return numbers
 
 

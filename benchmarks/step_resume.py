@@ -68,12 +68,19 @@ class Trainer:
     program: str
     python: Callable[[], Path]
     name: str
+    words: tuple[str, ...] = ()  # that its program takes
 
 
 TRAINERS = {
     "hf": Trainer("hf_trainer.py", ours, f"transformers {version('transformers')} `Trainer`"),
     "trl": Trainer("trl_sft.py", TRL.python, f"trl {VERSION} `SFTTrainer`"),
     "accelerate": Trainer("accelerate_loop.py", ours, f"accelerate {version('accelerate')} loop"),
+    "accelerate-seedable": Trainer(
+        "accelerate_loop.py",
+        ours,
+        f"accelerate {version('accelerate')} loop, `use_seedable_sampler`",
+        words=("--seedable",),
+    ),
     "lightning": Trainer(
         "lightning_fit.py", LIGHTNING.python, f"lightning {LIGHTNING_VERSION} `Trainer`"
     ),
@@ -88,7 +95,13 @@ def start(trainer: Trainer, folder: Path, *words: str) -> list[Line]:
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     own |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [str(trainer.python()), str(PROGRAMS / trainer.program), str(folder), *words],
+        [
+            str(trainer.python()),
+            str(PROGRAMS / trainer.program),
+            str(folder),
+            *trainer.words,
+            *words,
+        ],
         env={**os.environ, **own},
         capture_output=True,
         text=True,

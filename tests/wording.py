@@ -1342,6 +1342,7 @@ STEPS = wording(
     steps_graph_refused="no graph of a request is run here",
     steps_loss_unknown="loss_fn: got {name!r}.",
     steps_saved_before="{kind}/{name} was saved before",
+    steps_sampler_of_others="got {number}, which names the sampler of other weights",
     steps_token_quota="{owner} has sent {used} of {most} tokens, and these are {more} more",
     steps_name="path: got {name!r}, want a name of letters",
     steps_bytes_quota="{owner} keeps {size} bytes of runs, and {more} more are above the quota of {most}",

@@ -1,13 +1,16 @@
 """A loop of its own with accelerate, saved and resumed as
 https://github.com/huggingface/accelerate/blob/main/examples/by_feature/checkpointing.py does:
-`save_state("step_N")`, `load_state`, `skip_first_batches`.
+`save_state("step_N")`, `load_state`, `skip_first_batches`. --seedable: with the sampler of
+`DataLoaderConfiguration(use_seedable_sampler=True)`, which draws its order from seed and epoch.
 """
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from workload import (
     BATCH,
@@ -21,8 +24,9 @@ from workload import (
     row_numbers,
 )
 
-folder, is_resumed, record = arguments()
-accelerator = Accelerator(cpu=True)
+folder, is_resumed, record = arguments("--seedable")
+loading = DataLoaderConfiguration(use_seedable_sampler="--seedable" in sys.argv)
+accelerator = Accelerator(cpu=True, dataloader_config=loading)
 set_seed(SEED)
 network = model()
 optimizer = torch.optim.AdamW(network.parameters(), lr=LR)

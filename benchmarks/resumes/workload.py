@@ -46,9 +46,13 @@ class Record:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def arguments() -> tuple[Path, bool, Record]:
-    """The folder of a trainer, whether it is to go on with what is there, and its record."""
+def arguments(*switches: str) -> tuple[Path, bool, Record]:
+    """The folder of a trainer, whether it is to go on with what is there, and its record. switches:
+    more that the program looks at itself.
+    """
     flags = argparse.ArgumentParser()
+    for switch in switches:
+        flags.add_argument(switch, action="store_true")
     flags.add_argument("folder", type=Path)
     flags.add_argument("--kill", type=int, default=0)
     flags.add_argument("--resume", action="store_true")

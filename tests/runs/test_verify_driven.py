@@ -66,11 +66,12 @@ def driven(
 
 
 def verify(run_folder: Path, data: Path, world: int, *flags: str) -> tuple[int, str]:
-    """Exit code, and what it said, of the first rank."""
+    """Exit code, and what was said, of the rank that ended first: its launcher kills the others."""
     own = ("--data_path", str(data), "--cache_dir", str(data / "cache"))
     argv = (*TRAINER, "verify", str(run_folder), *own, *flags)
-    done = run_ranks(world, *argv)[0] if world > 1 else run(*argv)
-    return done.returncode, " ".join((done.stdout + done.stderr).split())
+    ends = run_ranks(world, *argv) if world > 1 else [run(*argv)]
+    end = next((one for one in ends if one.returncode > 0), ends[0])
+    return end.returncode, " ".join((end.stdout + end.stderr).split())
 
 
 def test_a_good_run_verifies_and_its_operations_come_out_again(

@@ -18,11 +18,14 @@ import httpx
 import numpy as np
 import pytest
 
+from jobs.record.times import now
 from jobs.serve.access import add_token
 from jobs.serve.offers import Offer
 from jobs.serve.steps import runs as runs_of_server
 from jobs.serve.steps import wire
 from jobs.serve.steps.experiments import Driven
+from jobs.serve.steps.names import client_id
+from jobs.serve.steps.sessions import SavedFacts
 from service import TINY_CHAT
 from tests.serve.conftest import Service, own_queue, serving, wait_until
 from tests.serve.driven_stub import DrivenStub
@@ -340,3 +343,38 @@ def test_a_session_that_was_finished_ends_its_runs_and_takes_nothing_more(world:
     )
     statuses = {one["session_id"]: one["status"] for one in search.json()["sessions"]}
     assert statuses[session]["type"] == "client_finished"
+
+
+def test_a_number_that_was_used_saves_nothing_else(world: World) -> None:
+    client = driver(world[0])
+    model = client.run(client.session())
+    save = {"model_id": model, "path": "one", "seq_id": 1}
+    saved = client.result(client.post("save_weights", save))
+    for changed in ({"path": "two"}, {"overwrite": True}):
+        assert client.post("save_weights", {**save, **changed}).status_code == 409
+    assert client.result(client.post("save_weights", save)) == saved
+    sampler = {"model_id": model, "sampling_session_seq_id": 5}
+    client.result(client.post("save_weights_for_sampler", {**sampler, "seq_id": 2}))
+    other = client.result(client.post("save_weights_for_sampler", {**sampler, "seq_id": 3}))
+    says("steps_sampler_of_others", other["error"], number=5)
+
+
+def test_what_a_killed_server_was_about_to_save_was_not_saved(world: World) -> None:
+    """It had noted what an operation saves, and not the operation; the client sent another one."""
+    client = driver(world[0])
+    model = client.run(client.session())
+    steps = world[0].app.app.state.steps
+    run = steps.sessions.run(client_id(model, "train"))
+    for seq in (2, 3):
+        facts = {"run": model, "seq": seq, "kind": "weights", "name": f"s{seq}"}
+        facts |= {"folder": f"saved/s{seq}", "created_at": now()}
+        steps.sessions.add_saved(run.id, SavedFacts.model_validate(facts))
+    client.rows(model, 1)
+    assert set(client.result(client.step(model, 2))) == {"metrics"}
+    save = {"model_id": model, "path": "other", "seq_id": 3}
+    path = f"tinker://{model}/weights/other"
+    assert client.result(client.post("save_weights", save))["path"] == path
+    (one,) = client.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
+    assert one["checkpoint_id"] == "weights/other"
+    save = {"model_id": model, "path": "s2", "seq_id": 4}
+    assert client.result(client.post("save_weights", save))["path"].endswith("/s2")

@@ -64,7 +64,7 @@ def replay(
     ConfigError when an operation loads a state that is gone.
     """
     last = on_main(lambda: _lay_out(plan.folder, scratch, start, after, count))
-    data: Any = plan.cfg.data
+    data: Any = getattr(plan.cfg, "data")  # noqa: B009 (of the task)
     cfg = plan.cfg.model_copy(update={"data": data.model_copy(update={"put_aside_s": IDLE_S})})
     of_scratch = replace(plan, folder=scratch, cfg=cfg)
     record = RunRecord(scratch, total=cfg.train.steps)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jobs.serve.steps.runs import DrivenRuns
     from jobs.serve.steps.sampling.queues import SampleQueues
     from jobs.serve.steps.upkeep.usage import TokenUsage
+    from trainer.operations.results import OperationResult
 
 B = TypeVar("B", bound=BaseModel)
 OWN_PROJECT = "default"  # the one project of a token: there are no others
@@ -70,14 +71,14 @@ class Steps:
         if run.exp_id is None:
             return Path(facts.folder).is_dir()  # a copy
         result = self.runs.of(run).result(facts.seq)
-        return result is not None and result.error is None
+        return result is not None and is_saved_by(facts, result)
 
     def may_be_saved(self, facts: SavedFacts, run: RunFacts) -> bool:
         """Whether what an operation is to save is there, or may come."""
         if run.exp_id is None:
             return True
         result = self.runs.of(run).result(facts.seq)
-        return result is None or result.error is None
+        return result is None or is_saved_by(facts, result)
 
     def base_folder(self, offer: DrivenOffer) -> Path:
         """A folder with the dictionary of an offer, for the process that samples from its base and
@@ -94,6 +95,14 @@ class Steps:
     def folder_of(self, run: RunFacts, facts: SavedFacts) -> Path:
         """The folder of saved weights."""
         return Path(facts.folder) if run.exp_id is None else self.runs.folder(run) / facts.folder
+
+
+def is_saved_by(facts: SavedFacts, result: OperationResult) -> bool:
+    """Whether an operation has saved what its number was to save: where a server was killed before
+    that one was written down, its number may be that of another operation.
+    """
+    folder = str(result.fields.get("folder", ""))
+    return result.error is None and f"{folder}/".startswith(f"{facts.folder}/")
 
 
 def steps_of(request: Request) -> Steps:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from jobs.serve.requests import PlainJSON, keeper_of, read_body
 from jobs.serve.steps.bodies import CancelFuture, RetrieveFuture, RetrieveFutures
-from jobs.serve.steps.context import Steps, steps_of, visible_run, visible_sampler
+from jobs.serve.steps.context import Steps, is_saved_by, steps_of, visible_run, visible_sampler
 from jobs.serve.steps.datums import forward_output
 from jobs.serve.steps.names import ClientId, WeightsPath, future_id
 from jobs.serve.steps.sessions import RunFacts, SavedFacts
@@ -77,7 +77,7 @@ def operation_answer(
         trailing = {name: one["trailing"] for name, one in outputs.items()}
         return forward_output(result.payload, fields.get("metrics", {}), trailing)
     saved = steps.sessions.saved_by(facts.id, result.seq)
-    if saved is not None:
+    if saved is not None and is_saved_by(saved, result):
         return _saved_answer(facts, saved)
     if result.seq == 0:
         return {"type": "create_model", "model_id": str(facts.id)}

@@ -188,24 +188,35 @@ def _to_save(
 ) -> SavedFacts:
     """What a request is to save; as it was, where the request is repeated. Wrong."""
     steps, seq = steps_of(request), body.seq_id + facts.shift
-    before = steps.sessions.saved_by(facts.id, seq)
-    if before is not None:
-        return before
     name, sampler = body.path, None
     number = body.sampling_session_seq_id if isinstance(body, SaveForSampler) else None
     if number is not None:
-        sampler = str(ClientId(facts.session, "sample", number))
+        sampler_id = ClientId(facts.session, "sample", number)
+        other = steps.sessions.sampler(sampler_id)
+        if other is not None and (other.of_run, other.of_operation) != (str(facts.id), seq):
+            raise Wrong(
+                f"sampling_session_seq_id: got {number}, which names the sampler of other weights. "
+                "Save for samplers by a name (save_weights_for_sampler), or use another number."
+            )
+        sampler = str(sampler_id)
         name, folder = f"session-{number}", f"sampler/session.{number}"
     else:
         name = f"{seq:06d}" if name is None else name
         folder = FOLDERS[kind].format(name=name)
+    may_replace = isinstance(body, SaveWeights) and body.overwrite
+    before = steps.sessions.saved_by(facts.id, seq)
+    if before is not None:
+        if (before.kind, before.name, before.overwrite) == (kind, name, may_replace):
+            return before
+        if steps.runs.is_repeat(facts, seq):
+            raise Wrong(f"operation {body.seq_id} was sent before, and saves {before.name}.")
+        # its server was killed before it was an operation, and the client has sent another one
     if not is_name(name):
         text = f"path: got {quote(name)}, want a name of letters, digits, points, - and _, at most "
         raise Wrong(f"{text}100, which begins with a letter or a digit.")
     ttl_s = body.ttl_seconds
     if ttl_s is not None and not 3600 <= ttl_s <= MOST_TTL_S:
         raise Wrong(f"ttl_seconds: got {ttl_s}, want 3600 (an hour) to {MOST_TTL_S} (ten years).")
-    may_replace = isinstance(body, SaveWeights) and body.overwrite
     for other in steps.sessions.all_saved(facts.id, lambda one: steps.may_be_saved(one, facts)):
         if (other.kind, other.name) == (kind, name) and not may_replace:
             text = f"{kind}/{name} was saved before. Give another name"

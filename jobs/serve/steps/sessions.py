@@ -349,8 +349,12 @@ class Sessions:
     # Saved weights
 
     def add_saved(self, run: ClientId, facts: SavedFacts) -> None:
-        """Write durably what an operation is about to save; again where it is repeated."""
-        create_json(self._saved(run, facts.seq), facts.model_dump(mode="json"))
+        """Write durably what an operation is about to save, in the place of what was to be saved by
+        one that never came.
+        """
+        if self.saved_by(run, facts.seq) != facts:
+            write_json(self._saved(run, facts.seq), facts.model_dump(mode="json"))
+            _constant.cache_clear()
 
     def saved_by(self, run: ClientId, seq: int) -> SavedFacts | None:
         """What an operation was to save, whatever became of it; None for one that saves nothing."""

@@ -43,6 +43,20 @@ FAULTS = [
         tests=f"{STEPS} -k saved_states",
     ),
     Fault(
+        "jobs/serve/steps/context.py",
+        'return result.error is None and f"{folder}/".startswith(f"{facts.folder}/")',
+        "return result.error is None",
+        why="a step of the optimizer is answered as a save that a killed server never wrote down",
+        tests=f"{STEPS} -k was_not_saved",
+    ),
+    Fault(
+        "jobs/serve/steps/operations.py",
+        "if (before.kind, before.name, before.overwrite) == (kind, name, may_replace):",
+        "if before.kind == kind:",
+        why="another save under a number that was used is acknowledged and never done",
+        tests=f"{STEPS} -k saves_nothing_else",
+    ),
+    Fault(
         "jobs/serve/steps/catalogue/archives.py",
         "if not is_ours or expires < time.time():",
         "if expires < time.time():",

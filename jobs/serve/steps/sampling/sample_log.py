@@ -66,8 +66,9 @@ class SampleLog:
         return end
 
     def add(self, seq: int, asked: Mapping[str, Any], seed: int) -> bool:
-        """Write a request durably, or find it; False where its number has another content. Refusal
-        (507) when the log is full.
+        """Write a request durably, or find it; False where its number has another content. One that
+        failed by a fault of the server is without an answer again. Refusal (507) when the log is
+        full.
 
         seed: that is used; of a repeated request the first one counts.
         """
@@ -76,12 +77,19 @@ class SampleLog:
         with self._guard:
             before = self.requests.get(seq)
             if before is not None:
+                if before[0] == digest and self._failed_here(seq):
+                    del self.answers[seq]  # the newest answer of a number counts
                 return before[0] == digest
             self._refuse_full(len(content))
             header = {"seq": seq, "digest": digest, "seed": seed, "time": time.time()}
             place = self._writers["requests"].append(header, content)
             self.requests[seq] = (digest, place)
         return True
+
+    def _failed_here(self, seq: int) -> bool:
+        """Whether the answer of a request is an error that was not its client's."""
+        found = self.answer(seq) if seq in self.answers else None
+        return found is not None and found[0].get("category") == "server"
 
     def _refuse_full(self, size: int) -> None:
         for stem, files in self._files.items():
