@@ -2,121 +2,60 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.driven.account import Account, outcome_of
 from trainer.driven.turns import Turns
-from trainer.errors import CheckpointError, StorageError, UserError
 from trainer.operations.operation_log import FOLDER
-from trainer.operations.results import OperationResult, ResultWriter
-from trainer.runtime import distributed
-from trainer.runtime.distributed import on_main
 
 if TYPE_CHECKING:
-    from trainer.driven.model import DrivenModel
     from trainer.operations.operation_log import Operation
     from trainer.runtime.preemption import Preemption
     from trainer.training.run import End
 
-logger = logging.getLogger(__name__)
-
-# What needs the disk: a disk that refused then may not refuse now.
-_OF_DISK = ("save_state", "save_for_sampler", "load_state")
 BEAT_S = 15.0  # between two status.json of an idle run
-MOST_BYTES = 64 << 20  # of operations that a run may have to run again
 
 
 @dataclass
 class DrivenLoop:
     """The loop of one run. Every method is a collective."""
 
-    model: DrivenModel
-    folder: Path  # of the run
-    after: int  # the last operation that is in the weights; -1: none
+    account: Account
     preemption: Preemption
-    every: int  # optim_steps between two states
     put_aside_s: float | None  # idle seconds after which the run is put aside
     beat: Callable[[], None]  # writes status.json
 
-    def __post_init__(self) -> None:
-        self._results = ResultWriter(self.folder / FOLDER) if distributed.is_main() else None
-        self._kept = self.after  # the last operation before the newest state
-        self._kept_step = self.model.progress.step
-        self._bytes = 0  # of the operations since then
-
     def follow(self) -> End:
         """Run operations until the run ends, is put aside, or is asked to stop."""
-        turns = Turns(self.folder / FOLDER, after=self.after, preemption=self.preemption)
+        account = self.account
+        turns = Turns(account.folder / FOLDER, after=account.after, preemption=self.preemption)
         beaten_at = time.monotonic()
         try:
             while True:
                 turn = turns.next()
                 if turn.is_stopping:
-                    self._keep()
+                    account.keep()
                     return "preempted"
                 if turn.operation is not None:
                     self._run(turn.operation)
                     turns.worked()
-                elif self.model.has_ended:
+                elif account.model.has_ended:
                     return "succeeded"
                 elif self.put_aside_s is not None and turn.idle_s > self.put_aside_s:
-                    self._keep()
+                    account.keep()
                     return "paused"
                 if time.monotonic() - beaten_at > BEAT_S:
                     beaten_at = time.monotonic()
                     self.beat()
         finally:
-            if self._results is not None:
-                self._results.close()
+            account.close()
 
     def _run(self, operation: Operation) -> None:
-        old = on_main(lambda: self._is_failure(operation.seq))
-        if old and operation.kind in _OF_DISK:
-            logger.info("operation %d failed before, and changed nothing", operation.seq)
-        else:
-            fields, payload = self._outcome(operation)
-            on_main(lambda: self._write(operation.seq, fields, payload))
-        self.after = operation.seq
-        self._bytes += len(operation.payload)
-        steps = self.model.progress.step - self._kept_step
-        is_due = steps >= self.every or self._bytes > MOST_BYTES
-        if is_due or operation.kind in ("save_state", "end"):
-            self._keep()
-
-    def _outcome(self, operation: Operation) -> tuple[dict[str, object], bytes]:
-        try:
-            return self.model.do(operation)
-        except StorageError as error:
-            return {"error": str(error), "category": "server"}, b""
-        except (UserError, CheckpointError) as error:
-            return {"error": str(error), "category": "user"}, b""
-
-    def _is_failure(self, seq: int) -> bool:
-        old = self._stored(seq)
-        return old is not None and old.error is not None
-
-    def _stored(self, seq: int) -> OperationResult | None:
-        assert self._results is not None, "rank 0 has them"
-        return self._results.get(seq)
-
-    def _write(self, seq: int, fields: dict[str, object], payload: bytes) -> None:
-        """ReplayDiffers when the operation had another result."""
-        old = self._stored(seq)
-        if old is not None and old.error is not None and "error" in fields:
-            return  # refused then and now, perhaps in other words
-        assert self._results is not None, "rank 0 has them"
-        self._results.append(seq, fields, payload)
-
-    def _keep(self) -> None:
-        """Write a state behind the last operation, unless a gradient is pending: then the state
-        before it is the one to go on from.
-        """
-        if self.model.has_gradient or self.after == self._kept:
-            self.model.states.saves.wait()
-            return
-        self.model.states.keep(self.model.progress, self.after)
-        self._kept, self._kept_step, self._bytes = self.after, self.model.progress.step, 0
+        if self.account.skips(operation):
+            return self.account.book(operation, None)
+        do = functools.partial(self.account.model.do, operation)
+        self.account.book(operation, outcome_of(do))

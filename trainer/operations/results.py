@@ -5,7 +5,8 @@ number `seq`, the `time`, the result's own `fields`, and `digest` = sha256 of se
 payload, in hex.
 
 A result with the field "error" failed: it changed nothing. "category" says whose fault it was:
-"user" or "server".
+"user" or "server". The header of a pass over rows that several runs shared also holds `layout`, how
+they were packed (trainer/driven/together/rounds.py), so that it can be run again to the same bits.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class OperationResult:
     payload: bytes
     time: float  # seconds since 1970
     digest: str
+    layout: Mapping[str, Any] | None = None
 
     @property
     def error(self) -> str | None:
@@ -122,7 +124,13 @@ class ResultWriter(Results):
             self._writer.close()
             raise
 
-    def append(self, seq: int, fields: Mapping[str, Any], payload: bytes = b"") -> OperationResult:
+    def append(
+        self,
+        seq: int,
+        fields: Mapping[str, Any],
+        payload: bytes = b"",
+        layout: Mapping[str, Any] | None = None,
+    ) -> OperationResult:
         """Write the result of an operation durably. If it has one, nothing is written.
 
         ReplayDiffers when the present one is another; OperationGap when the operation before has
@@ -139,8 +147,10 @@ class ResultWriter(Results):
                 f"the result of operation {seq} does not follow that of {self.last_seq}. This is a "
                 "fault of the worker: please report it."
             )
-        result = OperationResult(seq, fields, payload, time.time(), digest)
+        result = OperationResult(seq, fields, payload, time.time(), digest, layout)
         header = {key: one for key, one in result.__dict__.items() if key != "payload"}
+        if layout is None:
+            del header["layout"]
         place = self._writer.append(header, payload)
         self._add(seq, place)
         self._end = self._writer.end

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
+from trainer.driven.account import Account
 from trainer.driven.loop import DrivenLoop
 from trainer.driven.model import DrivenModel
 from trainer.driven.passes import Layout
@@ -57,9 +58,9 @@ def drive(
         # do not wait for the other ranks: each has its own signal, or fails
         distributed.leave_alone()
         return "preempted"
-    saves = loop.model.states.saves
+    saves = loop.account.model.states.saves
     try:
-        with memory.enforce_plan(None, loop.model.engine, run):
+        with memory.enforce_plan(None, loop.account.model.engine, run):
             record.goodput.begin_steps()
             ended = loop.follow()
         saves.wait()
@@ -68,7 +69,7 @@ def drive(
         saves.leave(error)
         raise
     finally:
-        loop.model.engine.destroy()
+        loop.account.model.engine.destroy()
 
 
 def _begin(
@@ -119,12 +120,15 @@ def _begin(
         is_created=on_main(lambda: after >= 0 and _is_created(plan.folder)),
     )
     every = cfg.train.save_every
-    loop = DrivenLoop(
+    account = Account(
         model=model,
         folder=plan.folder,
         after=after,
-        preemption=preemption,
         every=every if isinstance(every, int) else STEPS_OF_STATE,
+    )
+    loop = DrivenLoop(
+        account=account,
+        preemption=preemption,
         put_aside_s=data.put_aside_s,
         beat=lambda: record.status("running"),
     )
