@@ -74,6 +74,11 @@ def bad_operations() -> list[tuple[Any, str, dict[str, Any]]]:
         (("save_state", {"name": "../x"}, b""), "driven_name", {"name": "../x"}),
         (("load_state", {"folder": "saved/absent"}, b""), "driven_state_absent", {}),
         (("create", {"lora": {"rank": 99}}, b""), "driven_create_differs", {"rank": 99}),
+        (
+            ("refused", {"error": "loss_fn='x' is not computed here"}, b""),
+            "driven_loss_unknown",
+            {},
+        ),
         (("forget", {}, b""), "driven_kind", {"kind": "forget"}),
     ]
 
@@ -119,7 +124,7 @@ def test_a_loaded_state_has_its_moments_and_its_count(
     values = driven_values(facts, world=world, train={"precision": precision})
     first, second, third = (passed(rows_of_seed(n)) for n in (1, 2, 3))
     look = ("forward", *passed(rows_of_seed(9))[1:])
-    load = {"folder": "saved/a/step-1", "with_optimizer": True}
+    load = {"folder": "saved/a", "with_optimizer": True, "path": "its name"}
     steps = [create(values), first, step(), ("save_state", {"name": "a"}, b"")]
     more = [second, step(), third, step(), look]
     steps += [*more, first, ("load_state", load, b""), *more]
@@ -135,6 +140,7 @@ def test_a_loaded_state_has_its_moments_and_its_count(
     saved = results[3].fields
     assert saved["folder"] == load["folder"]
     assert len(saved["sha256"]) == 64
+    assert results[10].fields == {"path": load["path"]}
     one, same, fresh = (
         [result.payload for result in results[start : start + 5]] for start in (4, 11, 18)
     )
@@ -145,8 +151,31 @@ def test_a_loaded_state_has_its_moments_and_its_count(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("precision", "stage"), [("fp32", 0), ("bf16", 0), ("bf16", 1), ("bf16", 2), ("fp32", 3)]
+)
+def test_a_save_between_gradient_and_step_changes_nothing(
+    precision: str, stage: int, facts: Path, tmp_path: Path
+) -> None:
+    values = driven_values(facts, world=2, train={"precision": precision})
+    first, second = passed(rows_of_seed(1)), passed(rows_of_seed(2))
+    saves = [("save_state", {"name": name}, b"") for name in ("a", "b")]
+    plain = [create(values), first, second, step(), second, first, step(), ("end", {}, b"")]
+    saved = [*plain[:2], saves[0], *plain[2:5], saves[1], *plain[5:]]
+    payloads: list[list[bytes]] = []
+    for name, steps in (("plain", plain), ("saved", saved)):
+        run = folder_of(values, tmp_path / name)
+        write_log(run, steps)
+        run_on_ranks(2, drive, values, facts, tmp_path / name, stage)
+        results = results_of(run)
+        assert [one.error for one in results] == [None] * len(steps)
+        payloads.append([one.payload for one in results if one.payload])
+    assert payloads[0] == payloads[1]
+
+
+@pytest.mark.long
 def test_a_replay_that_differs_stops_the_run(facts: Path, tmp_path: Path) -> None:
-    values = driven_values(facts)
+    values = driven_values(facts, world=2)
     run = folder_of(values, tmp_path)
     write_log(run, [create(values), passed(rows_of_seed(1)), step(), ("end", {}, b"")])
     results = ResultWriter(run / FOLDER)
@@ -202,7 +231,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
         ("train", {"precision": "fp16"}, fault("driven_key", key="train.precision='fp16'")),
         ("optim", {"name": "lion"}, fault("driven_key", key="optim.name='lion'")),
         ("data", {"source": "files", "put_aside_s": 1.0}, "put_aside_of_files"),
-        ("data", {"stream": True}, "driven_reads_files"),
+        ("data", {"facts": 3}, "driven_reads_files"),
     ],
 )
 def test_a_dictionary_that_needs_rows_is_refused(

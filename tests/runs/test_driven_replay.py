@@ -67,7 +67,7 @@ def loop_of(values: dict[str, Any], count: int) -> list[Step]:
             steps.append(("save_state", {"name": f"s{number}"}, b""))
             steps.append(("save_for_sampler", {"name": f"s{number}"}, b""))
         if number % 8 == 7:
-            folder = f"saved/s{number - 1}/step-{number}"
+            folder = f"saved/s{number - 1}"
             steps.append(("load_state", {"folder": folder, "with_optimizer": True}, b""))
     return [*steps, ("end", {}, b"")]
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.driven.model import loaded
 from trainer.errors import CheckpointError, StorageError, UserError
-from trainer.operations.operation_log import FOLDER
+from trainer.operations.operation_log import FOLDER, OperationReader
 from trainer.operations.results import OperationResult, ResultWriter
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What needs the disk: a disk that refused then may not refuse now.
-_OF_DISK = ("save_state", "save_for_sampler", "load_state")
 MOST_BYTES = 64 << 20  # of operations that a run may have to run again
 
 
@@ -36,18 +35,35 @@ class Account:
 
     def __post_init__(self) -> None:
         self._results = ResultWriter(self.folder / FOLDER) if distributed.is_main() else None
+        on_main(self._complete)
         self._kept = self.after  # the last operation before the newest state
         self._kept_step = self.model.progress.step
         self._bytes = 0  # of the operations since then
 
+    def _complete(self) -> None:
+        """Write the result of a load_state behind whose state the process was killed."""
+        assert self._results is not None, "rank 0 has them"
+        if self._results.last_seq == self.after - 1 and self.after >= 0:
+            operation = OperationReader(self.folder / FOLDER, after=self.after - 1).next()
+            assert operation is not None, "the log goes back to the state before the newest"
+            self._results.append(self.after, loaded(operation))
+
     def skips(self, operation: Operation) -> bool:
-        """Whether an operation that needs the disk failed before: then it changed nothing."""
-        if operation.kind not in _OF_DISK:
-            return False
-        is_failure = on_main(lambda: self._is_failure(operation.seq))
-        if is_failure:
-            logger.info("operation %d failed before, and changed nothing", operation.seq)
-        return is_failure
+        """Whether a replay leaves an operation out: one that only writes files, which may be
+        replaced or deleted by now, or that failed where a disk may not refuse any more.
+        """
+
+        def look() -> bool:
+            old = self._stored(operation.seq)
+            if old is None:
+                return False
+            is_of_disk = operation.kind in ("save_state", "save_for_sampler")
+            return is_of_disk or (operation.kind == "load_state" and old.error is not None)
+
+        is_over = on_main(look)
+        if is_over:
+            logger.info("operation %d (%s) is done", operation.seq, operation.kind)
+        return is_over
 
     def layout_of(self, operation: Operation) -> Any:
         """How the rows of an operation were packed that has its result already; None for another
@@ -71,9 +87,13 @@ class Account:
 
         outcome: None, it was left out. layout: how its rows were packed with those of other runs.
         """
-        if outcome is not None:
-            on_main(lambda: self._write(operation.seq, outcome, layout))
         self.after = operation.seq
+        if outcome is not None:
+            if operation.kind == "load_state" and "error" not in outcome[0]:
+                # what was loaded may be deleted later: from here on it is in a state of the run
+                self.keep()
+                self.model.states.saves.wait()
+            on_main(lambda: self._write(operation.seq, outcome, layout))
         self._bytes += len(operation.payload)
         steps = self.model.progress.step - self._kept_step
         is_due = steps >= self.every or self._bytes > MOST_BYTES
@@ -94,10 +114,6 @@ class Account:
         """Let another process write the results."""
         if self._results is not None:
             self._results.close()
-
-    def _is_failure(self, seq: int) -> bool:
-        old = self._stored(seq)
-        return old is not None and old.error is not None
 
     def _stored(self, seq: int) -> OperationResult | None:
         assert self._results is not None, "rank 0 has them"

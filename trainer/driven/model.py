@@ -82,13 +82,12 @@ class DrivenModel:
             self.pending.tokens += sum(len(row.tokens) for row in of.rows)
             self.pending.loss += result.loss
         trailing = list(result.logps[0].shape[1:])
-        told = {
-            "metrics": {"loss:sum": result.loss},
-            "outputs": {"logprobs": {"trailing": trailing}},
-        }
+        told = {"metrics": {"loss:sum": result.loss}, "outputs": {"logprobs": trailing}}
         return told, outputs_to_payload({"logprobs": result.logps})
 
     def _refuse_out_of_turn(self, operation: Operation) -> None:
+        if operation.kind == "refused":  # by the server, in the place of what was sent
+            raise ConfigError(str(operation.fields.get("error")))
         if self.has_ended:
             raise ConfigError(f"{operation.kind}: the run has ended. Create another one.")
         if not self.is_created and operation.kind != "create":
@@ -161,14 +160,17 @@ class DrivenModel:
         return {"folder": folder}, b""
 
     def _load_state(self, operation: Operation) -> Outcome:
-        self.states.load(self.engine, operation.fields)
-        if self.has_gradient:  # of weights that are gone
-            self.engine.leave_out()
-            self.pending = Pending()
-        return {}, b""
+        self.states.load(self.engine, operation.fields, has_gradient=self.has_gradient)
+        self.pending = Pending()
+        return loaded(operation), b""
 
     def _end(self, operation: Operation) -> Outcome:
         self.states.saves.wait()
         self.export("final")
         self.has_ended = True
         return {}, b""
+
+
+def loaded(operation: Operation) -> dict[str, Any]:
+    """The result of a load_state that was done."""
+    return {"path": operation.fields.get("path")}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainer.errors import CheckpointError
 from trainer.files.saved_tensors import part_of
@@ -18,13 +16,12 @@ from trainer.training.optimizer_state import MASTER
 
 @torch.no_grad()
 def replace(engine: Engine, saved: Checkpoint, *, with_optimizer: bool) -> None:
-    """Put the weights of a saved state into the engine, with its moments and the count of its
-    steps, or with none, as before the first step. A collective.
-
-    CheckpointError, and nothing has changed, when the state is of other weights.
+    """Put the weights of a saved state, which fit, into the engine, with its moments and the count
+    of its steps, or with none, as before the first step. No gradient may be pending. A collective.
     """
     module: Any = engine.model.module
-    weights, optimizer = _fitting(engine, saved)
+    weights = saved.weights(engines.shapes(module))
+    optimizer = saved.optimizer(engine.optimizer.shapes())
     engine.state_copy.wait()
     if engine.stage == 3:
         engine.model.optimizer._partition_all_parameters()  # as DeepSpeed's step() begins
@@ -50,9 +47,8 @@ def replace(engine: Engine, saved: Checkpoint, *, with_optimizer: bool) -> None:
                 state[key] = 0
 
 
-def _fitting(
-    engine: Engine, saved: Checkpoint
-) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+def refuse_others(engine: Engine, saved: Checkpoint) -> None:
+    """CheckpointError for a state of other weights or moments than those of the engine."""
     shapes = engines.shapes(engine.model.module)
     weights = saved.weights(shapes)
     optimizer = saved.optimizer(engine.optimizer.shapes())
@@ -71,4 +67,3 @@ def _fitting(
                 f"{saved}: its {what} are of another model: {name} has the shape {got.get(name)}, "
                 f"want {expected.get(name)}. Load a state of the same base, rank and layers."
             )
-    return weights, optimizer

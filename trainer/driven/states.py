@@ -11,15 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.driven.replacement import replace
-from trainer.errors import ConfigError, DataError, StorageError
-from trainer.files.atomic import refusals
+from trainer.driven.replacement import refuse_others, replace
+from trainer.errors import ConfigError, DataError
 from trainer.operations.operation_log import FOLDER, note_states
 from trainer.runtime import distributed
 from trainer.runtime.beside import Beside
@@ -106,45 +104,52 @@ class States:
             present = names[0]
         return on_main(lambda: about(self.folder, root / present))
 
-    def load(self, engine: Engine, fields: Mapping[str, Any]) -> None:
-        """Replace the engine's weights and moments by those of a saved folder. A collective.
+    def load(self, engine: Engine, fields: Mapping[str, Any], *, has_gradient: bool) -> None:
+        """Replace the engine's weights and moments by those of a folder saved/NAME, of this run or
+        another one. A gradient that is pending is dropped. A collective.
 
         DataError for one that is absent, altered or of another base; CheckpointError for one whose
         weights do not fit. Then nothing has changed.
         """
         folder = self.folder / str(fields.get("folder"))  # an absolute one stays as it is
 
-        def look() -> None:
+        def look() -> str:
             if not folder.is_dir():
                 raise DataError(
                     f"load_state: there is no folder {folder}. Give one that save_state returned."
                 )
-            wrong = checkpoint.problems(folder)
+            own = folder / checkpoint.MANIFEST
+            state = folder if own.is_file() else (checkpoint.newest_good(folder) or folder)
+            wrong = checkpoint.problems(state)
             sha256 = fields.get("sha256")
-            if not wrong and sha256 is not None and content_sha256(folder) != sha256:
-                wrong = [f"sha256 {content_sha256(folder)}, want {sha256}"]
+            if not wrong and sha256 is not None and content_sha256(state) != sha256:
+                wrong = [f"sha256 {content_sha256(state)}, want {sha256}"]
             if wrong:
                 raise DataError(
-                    f"load_state: {folder} is not what was saved ({'; '.join(wrong)}). Load "
-                    "another."
+                    f"load_state: {state} is not what was saved ({'; '.join(wrong)}). Load another."
                 )
-            base = checkpoint.read_state(folder).get("identity", {}).get("base")
+            base = checkpoint.read_state(state).get("identity", {}).get("base")
             if base != self.base:
                 raise DataError(
-                    f"load_state: {folder} was trained on the base {base}, this run has "
+                    f"load_state: {state} was trained on the base {base}, this run has "
                     f"{self.base}. Load a state of this base."
                 )
+            return str(state)
 
-        on_main(look)
+        state = Path(on_main(look))
         self.saves.wait()
-        replace(engine, Checkpoint(folder), with_optimizer=bool(fields.get("with_optimizer")))
+        saved = Checkpoint(state)
+        refuse_others(engine, saved)
+        if has_gradient:  # of weights that are going
+            engine.leave_out()
+        replace(engine, saved, with_optimizer=bool(fields.get("with_optimizer")))
 
 
 def about(run: Path, folder: Path) -> dict[str, str | int]:
-    """The folder (relative to the run's), sha256 and bytes of a saved state."""
+    """The folder saved/NAME, sha256 and bytes of a saved state, which lies in `folder`."""
     size = sum(path.stat().st_size for path in folder.iterdir())
     return {
-        "folder": str(folder.relative_to(run)),
+        "folder": str(folder.parent.relative_to(run)),
         "sha256": content_sha256(folder),
         "bytes": size,
     }
@@ -162,12 +167,3 @@ def after_seqs(checkpoints: Path) -> list[int]:
     """Behind which operations the states of a run stand, oldest first."""
     states = [checkpoint.read_state(folder) for _, folder in checkpoint.candidates(checkpoints)]
     return sorted(int(state[DRIVEN][AFTER]) for state in states)
-
-
-def remove_saved(run: Path, name: str) -> None:
-    """Delete a saved state. StorageError when the disk refuses."""
-    folder = run / SAVED / check_name(name)
-    with refusals(folder):
-        if not folder.is_dir():
-            raise StorageError(f"{folder}: there is no such state.")
-        shutil.rmtree(folder)

@@ -52,14 +52,13 @@ EXIT_CODES: dict[End, int] = {
 }
 SENTENCES: dict[End, str] = {
     "succeeded": "finished",
-    "paused": "stopped by --until, to go on later",
+    "paused": "stopped by --until or put aside, to go on later",
     "preempted": "stopped, to be run again",
 }
 
 
 def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
-    """Train one experiment to its end, from its newest good checkpoint. Returns the exit code: 0,
-    75 (preempted), or 10 (--until).
+    """Train one experiment to its end, from its newest good checkpoint. Returns its EXIT_CODES.
 
     Every rank calls it. Raises LatheError (and records it in status.json) when the run cannot go
     on, and PeerLost when another rank of a run with --survive is lost.

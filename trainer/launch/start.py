@@ -307,7 +307,7 @@ def snapshot(
             "made_with": checkpoint.made_with(),
             **(more or {}),
         },
-        "keep_last": plan.cfg.train.keep_last,
+        "keep_last": plan.cfg.train.keep_last if root in (None, plan.checkpoints) else 1,
         "keep": {progress.best_step} - {0},
     }
 

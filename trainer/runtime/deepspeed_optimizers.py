@@ -22,12 +22,19 @@ def every_gradient_refused(optimizer: Any) -> Iterator[None]:
 
     deepspeed 0.19.8: stage_1_and_2.step asks check_overflow, stage3.step asks
     _overflow_check_and_loss_scale_update, FP16_UnfusedOptimizer.step skips by itself; at stage 0 in
-    fp32 the optimizer is torch's.
+    fp32 the optimizer is torch's. BF16_Optimizer.step (bf16 at stage 1) asks nobody: what it does
+    with a norm that is not finite is done in its place.
     """
 
     def refuse(*_: Any, **__: Any) -> bool:
         optimizer.overflow = True
         return True
+
+    def drop(*_: Any, **__: Any) -> None:
+        refuse()
+        optimizer._global_grad_norm = float("inf")
+        optimizer.clear_hp_grads()
+        optimizer.clear_lp_grads()
 
     replacements = {
         "check_grad_overflow": True,
@@ -39,6 +46,8 @@ def every_gradient_refused(optimizer: Any) -> Iterator[None]:
         replacements = {"step": lambda *_, **__: None}
     elif hasattr(optimizer, "_skip_invalid_grad_norm"):  # also if step() is ours
         replacements["step"] = lambda *_, **__: optimizer._skip_invalid_grad_norm()
+    elif hasattr(optimizer, "clear_hp_grads"):
+        replacements["step"] = drop
     with ExitStack() as stack:
         for name, value in replacements.items():
             if hasattr(optimizer, name):

@@ -1,1 +1,1 @@
-"""Driven runs that share one frozen base, its process and its forward; each has its own adapters."""
+"""Driven runs in one process: one frozen base and its forward, adapters of each run."""

@@ -84,7 +84,7 @@ def packs_of_layout(layout: Sequence[Mapping[str, Any]], run: str) -> list[Pack]
     """The packs of a round that was written down, with nobody's rows in the places of others."""
     packs: list[Pack] = []
     for of_rank in layout:
-        own = {place: row for place, row in of_rank["rows"]}
+        own = dict(of_rank["rows"])
         packs.append(
             [
                 Slot(run if place in own else None, own.get(place, -1), tokens)
@@ -98,8 +98,8 @@ def refuse_other_world(layout: Mapping[str, Any], *, world: int, seq: int) -> No
     """ReplayDiffers when a pass was packed for another number of ranks."""
     if layout["world"] != world:
         raise ReplayDiffers(
-            f"operation {seq} was computed on {layout['world']} rank(s), and now there are {world}: "
-            f"its bits would be others. Start the run on {layout['world']} rank(s)."
+            f"operation {seq} was computed on {layout['world']} rank(s), and now there are "
+            f"{world}: its bits would be others. Start the run on {layout['world']} rank(s)."
         )
 
 

@@ -115,7 +115,7 @@ class Data(OwnRows):
             raise ValueError(
                 f"put_aside_s with source={self.source!r}, whose rows wait for nobody: leave it out"
             )
-        foreign = [key for key in ("mix", "stream", "facts") if key in self.model_fields_set]
+        foreign = [key for key in ("mix", "facts") if key in self.model_fields_set]
         if self.source == CLIENT and foreign:
             raise ValueError(
                 f'source="client" reads no rows from files: leave {" and ".join(foreign)} out'
