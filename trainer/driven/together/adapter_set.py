@@ -87,12 +87,15 @@ def draw(base: Any, how: Lora, *, seed: int, prefix: str) -> AdapterSet:
             if match is None:
                 continue
             weights[f"{prefix}.{name}"] = parameter.detach()
-            place, layer = match[1], adapted.get_submodule(match[1])
-            ends = [f"{prefix}.{place}.lora_{side}.default.weight" for side in "AB"]
-            dropout = float(getattr(layer.lora_dropout["default"], "p", 0.0))
-            scale = float(layer.scaling["default"])
-            number = layers[place].number if place in layers else len(layers)
-            layers[place] = LayerOfAdapters(*ends, scale, dropout, number)
+            place = match[1]
+            layer: Any = adapted.get_submodule(place)
+            layers[place] = LayerOfAdapters(
+                down=f"{prefix}.{place}.lora_A.default.weight",
+                up=f"{prefix}.{place}.lora_B.default.weight",
+                scale=float(layer.scaling["default"]),
+                dropout=float(getattr(layer.lora_dropout["default"], "p", 0.0)),
+                number=layers[place].number if place in layers else len(layers),
+            )
         return AdapterSet(weights, layers)
     finally:
         adapters.remove(base)

@@ -64,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Stream:
-    """The tokens of a pack. sizes: of each of its stretches; parts: whose they are, None: nobody's."""
+    """The tokens of a pack in stretches. sizes: of each; parts: whose it is, None: nobody's."""
 
     sizes: list[int]
     parts: list[Part | None]
@@ -156,8 +156,11 @@ class SharedBase:
                 pieces = zip(parts, hidden_ND.split(counts), targets.split(counts), strict=True)
                 return [self._scored(*piece) for piece in pieces]
         except BaseException:
-            self._stream = None
+            with_backward = False
             raise
+        finally:
+            if not with_backward:
+                self._stream = None
 
     def gradients(self, losses: Sequence[Tensor], parts: Sequence[Part]) -> list[list[Tensor]]:
         """For each part the gradients of its loss, of its adapters in their order. losses: () each,
