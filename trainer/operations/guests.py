@@ -3,8 +3,7 @@
 `HOST/operations/guests/TOKEN.json` asks: {"id": of the run, beside the host's folder}. Whoever asks
 again with the same token changes nothing. `TOKEN.in.json`: the worker computes it.
 `TOKEN.out.json`: it has left, with `code` (0 ended, 10 put aside, 75 to go on elsewhere, else
-failed) and `error`. `TOKEN.stop`: it is to leave, and is never let in. `alive`: touched by the
-worker again and again.
+failed) and `error`. `TOKEN.stop`: it is to leave, and is never let in.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from trainer.files.atomic import create_json, read_json, refusals, write_json
 from trainer.operations.operation_log import FOLDER
 
 GUESTS = "guests"
-BEAT_S = 5.0  # between two touches of `alive`
-LOST_S = 120.0  # a worker that has not touched it for so long may be dead
 _ASKED, _IN, _OUT, _STOP = ".json", ".in.json", ".out.json", ".stop"
 
 
@@ -68,19 +65,11 @@ class Guests:
                 return Stay(state)  # pyright: ignore[reportArgumentType]
         return Stay("absent")
 
-    def is_alive(self) -> bool:
-        """Whether the worker has been seen lately."""
-        with suppress(OSError):
-            return time.time() - (self.folder / "alive").stat().st_mtime < LOST_S
-        return False
+    def num_staying(self) -> int:
+        """How many are in, or wait."""
+        return len([*self.arrivals()])
 
     # The worker's side
-
-    def beat(self) -> None:
-        """Say that the worker lives."""
-        with refusals(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "alive").touch()
 
     def arrivals(self) -> Iterator[dict[str, Any]]:
         """{"token", "id"} of those who have not left, and are not asked to: also of those whom an

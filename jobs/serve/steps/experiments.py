@@ -38,6 +38,8 @@ class Driven(Strict):
     """Without an operation for so long a run saves its state and gives its device back; the next
     operation wakes it.
     """
+    together: Positive = 1
+    """How many runs one worker computes on one base; 1: each has a worker of its own."""
     log_bytes: Positive = 4 * GIBIBYTE
     """Of the operations of a run that may have to be run again."""
     changes: Values = Field(default_factory=dict)
@@ -99,6 +101,8 @@ def driven_experiment(one: DrivenOffer, adapters: AdapterWish, label: str) -> Va
         )
     values = copy.deepcopy({k: v for k, v in before.items() if k not in ("data", "schedule")})
     values["data"] = {"source": "client", "max_tokens": one.driven.max_tokens}
+    if one.driven.together > 1:
+        values["data"]["together"] = one.driven.together
     values["lora"] = {**values.get("lora", {}), "r": adapters.rank, "alpha": ALPHA}
     train = dict(values["train"])
     for key in ("eval_every", "save_every", "answers", "best", "best_is", "hours", "patience"):

@@ -17,7 +17,6 @@ from trainer.driven.together.rounds import Pack, compose, filler, runs_of
 from trainer.driven.together.shared_base import Part, SharedBase
 from trainer.driven.turns import BUSY_FOR_S, BUSY_S, IDLE_S, TURN_S
 from trainer.errors import CheckpointError, LatheError
-from trainer.operations.guests import BEAT_S
 from trainer.operations.operation_log import Operation
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
@@ -30,13 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BEAT_S = 15.0  # between two status.json of a run
+
 
 class Door(Protocol):
     """Where other runs come in."""
-
-    def beat(self) -> None:
-        """Say that the worker lives. A collective."""
-        ...
 
     def arrivals(self) -> list[dict[str, Any]]:
         """Those who wait, as JSON. On rank 0."""
@@ -71,7 +68,6 @@ class SharedLoop:
         stop. The other runs are left then, to go on elsewhere.
         """
         beaten_at = time.monotonic()
-        self.door.beat()
         try:
             while True:
                 is_asked = torch.tensor(int(self.preemption.requested))
@@ -84,7 +80,6 @@ class SharedLoop:
                     return self._leave_all(ended)
                 if time.monotonic() - beaten_at > BEAT_S:
                     beaten_at = time.monotonic()
-                    self.door.beat()
                     for member in self.members.values():
                         member.beat()
         finally:

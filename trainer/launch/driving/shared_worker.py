@@ -161,10 +161,6 @@ class GuestDoor:
         asked = set(self._guests.stops())
         return [name for name, token in self._tokens.items() if token in asked]
 
-    def beat(self) -> None:
-        """Say that the worker lives. A collective."""
-        on_main(self._guests.beat)
-
     def admit(self, arrival: Mapping[str, Any]) -> Member | None:
         """The run of an arrival; None, it was sent away. A collective."""
         name, token = arrival["id"], arrival["token"]

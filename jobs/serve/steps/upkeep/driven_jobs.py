@@ -4,18 +4,24 @@ begun again.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.record.state_table import BAD_INPUT
+from jobs.serve.steps.upkeep.hosts import host_for, is_shared
 from trainer.operations.operation_log import FOLDER, LOG
 from trainer.operations.records import Place, RecordFiles
 from trainer.operations.results import RESULTS, Results
 
 if TYPE_CHECKING:
     from jobs.record.row import Row
+    from jobs.serve.keeper import Keeper
+    from jobs.serve.tickets import Ticket
 
 MOST_IN_VAIN = 3  # starts one after another that gave no new result
 
@@ -38,6 +44,18 @@ class DrivenJobs:
     _ends: dict[Path, tuple[int, int, int]] = field(
         default_factory=dict[Path, tuple[int, int, int]]
     )
+    _placing: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def place(self, keeper: Keeper, ticket: Ticket) -> Generator[str | None]:
+        """The run whose worker is to compute a job; None: a worker of its own. Inside, nobody else
+        of this server looks for one, so that what is sent there counts for the next.
+        """
+        if not is_shared(ticket):
+            yield None
+            return
+        with self._placing:
+            yield host_for(keeper, ticket)
 
     def has_work(self, run: Path) -> bool:
         """Whether a run has an operation without a result."""
