@@ -52,7 +52,7 @@ TINY_RETRIEVER = vary(
 
 SERVICE: Values = {
     "models": {
-        "tiny-chat": {"experiment": TINY_CHAT, "epochs": 3},
+        "tiny-chat": {"experiment": TINY_CHAT, "epochs": 3, "driven": {"max_tokens": 512}},
         "tiny-retriever": {"experiment": TINY_RETRIEVER, "epochs": 3},
     },
     # In a container the server listens at 0.0.0.0, and its clients ask for these (compose.yaml).

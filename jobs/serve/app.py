@@ -47,7 +47,7 @@ from jobs.serve.keeper import Keeper, Send
 from jobs.serve.limits.connections import Connection, IdleConnections, raise_file_limit
 from jobs.serve.limits.disclosure import Veil
 from jobs.serve.limits.handshakes import Handshake
-from jobs.serve.limits.shares import THREADS, Shares, holder_of
+from jobs.serve.limits.shares import THREADS, Kind, Shares, holder_of
 from jobs.serve.live import routes as live_routes
 from jobs.serve.preview import routes as preview_routes
 from jobs.serve.requests import Refusal
@@ -60,8 +60,10 @@ from trainer.errors import ConfigError
 
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
 MOST_NAMES = 100  # of folders that cannot be read, in one answer
-ONCE = ("host", "authorization", "origin", "content-length", "content-type", "idempotency-key")
-ONCE += ("x-api-key", "x-idempotency-key", "content-encoding")
+ONCE = (
+    *("host", "authorization", "origin", "content-length", "content-type", "content-encoding"),
+    *("idempotency-key", "x-api-key", "x-idempotency-key"),
+)
 # A page loads nothing from other servers, no page may frame it, only our own files are scripts.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -108,8 +110,11 @@ class Door:
         with contextlib.ExitStack() as stack:
             try:
                 holder = self._admit(scope)
-                is_stream = scope["path"] in (live_routes.STREAM, *steps_dialect.WAITING)
-                kind = "streams" if is_stream else "requests"
+                kind: Kind = "requests"
+                if scope["path"].startswith(steps_dialect.PREFIX):
+                    kind = "operations"
+                if scope["path"] in (live_routes.STREAM, *steps_dialect.WAITING):
+                    kind = "streams"
                 stack.enter_context(self.shares.hold(kind, holder))
             except Refusal as error:
                 await error.response()(scope, receive, send_ours)

@@ -253,7 +253,10 @@ def state_events(facts: Facts, organization: str) -> list[JobEvent]:
     ticket, checked = facts.ticket, facts.checked
     text = f"Created fine-tuning job: {ticket.id}"
     events = [_event(facts, "created", ticket.created_at, text)]
-    text = f"Validating training file: {ticket.training_file}"
+    if ticket.driven_by is not None:
+        text = f"Its client sends its steps: {ticket.driven_by}"
+    else:
+        text = f"Validating training file: {ticket.training_file}"
     if ticket.validation_file is not None:
         text += f" and validation file: {ticket.validation_file}"
     events.append(_event(facts, "validating", ticket.created_at, text))

@@ -433,12 +433,12 @@ class Keeper:
         # "cancelled": paused by an earlier version, which did not say so in its record
         resumed: tuple[JobState, ...] = ("paused", "cancelled")
         if facts.ticket.driven_by:
-            resumed = (*resumed, *FAILED)
+            resumed = (*resumed, "preempted", *FAILED)
         if is_shared(facts.ticket):  # another worker may compute it now
             folder = TicketFolder(self.folder.tickets / facts.ticket.id)
             with self._driven.place(self, facts.ticket) as host:
                 request = self._request_of(facts.ticket, folder, host)
-                request = replace(request, retry=(*resumed, "preempted"))
+                request = replace(request, retry=resumed)
                 (result,) = group_of_jobs.submit(request)
         else:
             limits = Limits(retry=resumed) if row.state in resumed else None

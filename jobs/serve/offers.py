@@ -78,6 +78,7 @@ class ServiceConfig(Strict):
     reserve: Annotated[int, Field(ge=0)] = 1024 * MEBIBYTE  # of the disk, never filled by uploads
     requests_per_minute: Positive = 1200  # of one token, or one address without
     operations_per_minute: Positive = 60_000  # of /api/v1/, of one token or one address without
+    operations_at_once: Positive = 128  # of them in progress, of one token
     requests_at_once: Positive = 32  # in progress, of one token, or one address without
     streams_at_once: Positive = 64  # event streams of open pages, of one token
     answers_at_once: Positive = 16  # questions to models in progress, of one token

@@ -24,6 +24,7 @@ PYTHON = {
         "dspy==3.4.*",
         "instructor==1.17.*",
     ],
+    "tinker": ["tinker==0.38.0"],  # wants Python 3.11
     "openai-3": ["openai==3.54.*", "langchain-openai==1.7.*", "wandb==0.31.*", "pandas"],
 }
 NODE = {"node": ["openai@7"]}

@@ -64,7 +64,8 @@ def perform(one):
         if one.kind == "forward_backward":
             state["grad"] += count
         trailing = fields["inputs"]["target_tokens"]["trailing"]
-        found = {{"metrics": {{"loss:sum": loss}}, "outputs": {{"logprobs": trailing}}}}
+        outputs = {{"logprobs": {{"trailing": trailing}}}}
+        found = {{"metrics": {{"loss:sum": loss}}, "outputs": outputs}}
         return found, outputs_to_payload({{"logprobs": logprobs}})
     if one.kind == "optim_step":
         state["w"] += fields["learning_rate"] * state["grad"]
@@ -72,8 +73,10 @@ def perform(one):
         return {{"metrics": {{"w": state["w"]}}}}, b""
     if one.kind == "save_state":
         folder = folder_of("saved", fields["name"], fields["overwrite"] or one.seq <= results.last_seq)
-        (folder / "state.json").write_text(json.dumps(state))
-        return {{"folder": "saved/" + fields["name"], "sha256": "0" * 64, "bytes": 10}}, b""
+        (folder / "step-1").mkdir()
+        (folder / "step-1" / "state.json").write_text(json.dumps(state))
+        place = "saved/" + fields["name"] + "/step-1"
+        return {{"folder": place, "sha256": "0" * 64, "bytes": 10}}, b""
     if one.kind == "save_for_sampler":
         folder = folder_of("sampler", fields["name"], True)
         (folder / "adapter_config.json").write_text("{{}}")
@@ -91,7 +94,7 @@ def perform(one):
 say("running")
 since = time.monotonic()
 while True:
-    if stop:
+    if stop or os.path.exists({over!r}):
         say("preempted")
         sys.exit(75)
     one = reader.next()
@@ -119,9 +122,10 @@ class DrivenStub:
 
     def __init__(self, folder: Path) -> None:
         self.what, self.python = folder / "what", folder / "bin" / "python"
-        self.starts_file = folder / "starts"
+        self.starts_file, self.over = folder / "starts", folder / "over"
         self.python.parent.mkdir(parents=True)
         names = {"what": str(self.what), "starts": str(self.starts_file), "root": str(ROOT)}
+        names["over"] = str(self.over)
         self.python.write_text(SCRIPT.format(python=sys.executable, **names))
         self.python.chmod(0o755)
         self.says()
@@ -133,3 +137,10 @@ class DrivenStub:
     def starts(self) -> list[str]:
         """Ids of experiments, in the order in which their workers began."""
         return self.starts_file.read_text().split() if self.starts_file.exists() else []
+
+    def __enter__(self) -> DrivenStub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all workers, once the server has ended that would begin them again."""
+        self.over.touch()

@@ -86,10 +86,11 @@ class Driver:
     def result(self, future: httpx.Response | str) -> Any:
         """What a future gives: JSON, or the protobuf of rows."""
         name = future if isinstance(future, str) else future.json()["request_id"]
+        answer = self.retrieve(name)
         for _ in range(20):
-            answer = self.retrieve(name)
             if answer.status_code != 408:
                 break
+            answer = self.retrieve(name)
         assert answer.status_code == 200, answer.text
         if answer.headers["content-type"] == "application/x-protobuf":
             return wire.ForwardBackwardOutput.FromString(answer.content)

@@ -56,7 +56,7 @@ class Full(Memory):
 def use(world: World, scheduler: Memory) -> None:
     """Let the jobs of a world go to this scheduler."""
     world.keeper.backend_of = lambda name: scheduler  # type: ignore[assignment]
-    world.keeper.observed_by = PatientBackends(lambda name: scheduler)
+    world.keeper.reader.observed_by = PatientBackends(lambda name: scheduler)
 
 
 def turn_s(world: World) -> float:

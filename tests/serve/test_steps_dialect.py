@@ -27,7 +27,7 @@ from service import TINY_CHAT
 from tests.serve.conftest import Service, own_queue, serving, wait_until
 from tests.serve.driven_stub import DrivenStub
 from tests.serve.driving import ROWS, Driver, driver
-from tests.wording import says
+from tests.wording import fault, says
 from trainer.operations.operation_log import FOLDER, OperationReader
 
 # sha256 of the descriptor in proto/tinker_public_pb2.py of tinker 0.38.0
@@ -43,12 +43,19 @@ def offers(**driven: Any) -> dict[str, Offer]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A service with two tokens of the role run, and one that may only read."""
     folder = tmp_path_factory.mktemp("steps")
-    stub = DrivenStub(folder / "stub")
     with (
+        DrivenStub(folder / "stub") as stub,
         own_queue(folder / "queue"),
         serving(folder / "base", python=stub.python, models=offers()) as running,
     ):
         yield running, stub
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[DrivenStub]:
+    """The workers of a test that has a service of its own."""
+    with DrivenStub(tmp_path / "stub") as stand_in:
+        yield stand_in
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +130,17 @@ def test_an_operation_waits_for_the_one_before_it_and_is_refused_without(
 
 
 WRONG = [
-    ([([1, 2], {"target_tokens": [2]})], "cross_entropy", "steps_target_shape"),
-    ([([1], {"target_tokens": [2], "weights": [np.nan]})], "cross_entropy", "steps_not_finite"),
-    ([([1], {"target_tokens": [2]})], "ppo", "steps_input_missing"),
-    ([([1], {"target_tokens": [2], "mask": [1]})], "cross_entropy", "steps_input_unknown"),
-    ([([1] * 65, {"target_tokens": [2] * 65})], "cross_entropy", "steps_row_length"),
-    ([([1], {"target_tokens": [2]})], "custom", "steps_graph_refused"),
-    ([([1], {"target_tokens": [2]})], "crossentropy", "steps_loss_unknown"),
+    ([([1, 2], {"target_tokens": [2]})], "cross_entropy", fault("steps_target_shape")),
+    (
+        [([1], {"target_tokens": [2], "weights": [np.nan]})],
+        "cross_entropy",
+        fault("steps_not_finite"),
+    ),
+    ([([1], {"target_tokens": [2]})], "ppo", fault("steps_input_missing")),
+    ([([1], {"target_tokens": [2], "mask": [1]})], "cross_entropy", fault("steps_input_unknown")),
+    ([([1] * 65, {"target_tokens": [2] * 65})], "cross_entropy", fault("steps_row_length")),
+    ([([1], {"target_tokens": [2]})], "custom", fault("steps_graph_refused")),
+    ([([1], {"target_tokens": [2]})], "crossentropy", fault("steps_loss_unknown")),
 ]
 
 
@@ -147,9 +158,8 @@ def test_what_is_wrong_with_rows_is_told_by_the_future_and_the_loop_goes_on(worl
 
 
 def test_a_killed_worker_begins_again_and_a_restarted_server_knows_its_futures(
-    tmp_path: Path, queue: Path
+    tmp_path: Path, queue: Path, stub: DrivenStub
 ) -> None:
-    stub = DrivenStub(tmp_path / "stub")
     stub.says('{"dies_at": "optim_step"}')
     base = tmp_path / "base"
     with serving(base, python=stub.python, models=offers()) as running:
@@ -165,8 +175,9 @@ def test_a_killed_worker_begins_again_and_a_restarted_server_knows_its_futures(
         assert client.result(client.rows(model, 3)).metrics["loss:sum"] > 1.8
 
 
-def test_a_run_is_put_aside_and_its_next_operation_wakes_it(tmp_path: Path, queue: Path) -> None:
-    stub = DrivenStub(tmp_path / "stub")
+def test_a_run_is_put_aside_and_its_next_operation_wakes_it(
+    tmp_path: Path, queue: Path, stub: DrivenStub
+) -> None:
     stub.says('{"put_aside_s": 0.1}')
     with serving(tmp_path / "base", python=stub.python, models=offers()) as running:
         client = driver(running)
@@ -213,7 +224,7 @@ def test_saved_states_are_listed_loaded_downloaded_and_deleted(world: World) -> 
     assert httpx.get(address.replace("adapter_model", "adapter_config")).status_code == 403
     archive = client.get(f"training_runs/{model}/checkpoints/weights/one/archive")
     with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
-        assert tar.getnames() == ["state.json"]
+        assert tar.getnames() == ["step-1/state.json"]
     place = f"/api/v1/training_runs/{model}/checkpoints/weights/one"
     assert client.http.put(f"{place}/ttl", json={"ttl_seconds": 3600}).status_code == 204
     assert client.get(f"training_runs/{model}/checkpoints").json()["checkpoints"][0]["expires_at"]
@@ -227,9 +238,12 @@ def test_saved_states_are_listed_loaded_downloaded_and_deleted(world: World) -> 
     client.finish(model)
 
 
-def test_a_token_sees_nothing_of_another_ones(tmp_path: Path, queue: Path) -> None:
-    stub, path = DrivenStub(tmp_path / "stub"), tmp_path / "tokens.json"
-    tokens = {name: add_token(path, name, "run", {"tokens": 20}) for name in ("anna", "ben")}
+def test_a_token_sees_nothing_of_another_ones(
+    tmp_path: Path, queue: Path, stub: DrivenStub
+) -> None:
+    path = tmp_path / "tokens.json"
+    quota = {"tokens": 20, "jobs": 1}
+    tokens = {name: add_token(path, name, "run", quota) for name in ("anna", "ben")}
     tokens["rita"] = add_token(path, "rita", "read", {})
     with serving(tmp_path / "base", python=stub.python, tokens=path, models=offers()) as running:
         anna, ben, rita = (driver(running, tokens[name]) for name in ("anna", "ben", "rita"))
@@ -265,6 +279,7 @@ def test_a_token_sees_nothing_of_another_ones(tmp_path: Path, queue: Path) -> No
         above = anna.rows(model, 3, ROWS * 3)
         assert above.status_code == 403
         says("steps_token_quota", above.text, owner="anna")
+        assert anna.post("create_model", anna.create(session, 1)).status_code == 403
 
 
 def test_what_is_not_offered_is_refused_by_name(world: World) -> None:
@@ -284,8 +299,9 @@ def test_what_is_not_offered_is_refused_by_name(world: World) -> None:
     assert config["parallel_fwdbwd_chunks"] is False
 
 
-def test_sizes_names_and_kinds_of_requests_are_bounded(tmp_path: Path, queue: Path) -> None:
-    stub = DrivenStub(tmp_path / "stub")
+def test_sizes_names_and_kinds_of_requests_are_bounded(
+    tmp_path: Path, queue: Path, stub: DrivenStub
+) -> None:
     models = offers(log_bytes=3000)
     with serving(
         tmp_path / "base", python=stub.python, models=models, max_operation=2000

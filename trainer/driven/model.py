@@ -90,7 +90,7 @@ class DrivenModel:
             raise ConfigError(str(operation.fields.get("error")))
         if self.has_ended:
             raise ConfigError(f"{operation.kind}: the run has ended. Create another one.")
-        if not self.is_created and operation.kind != "create":
+        if not self.is_created and operation.kind not in ("create", "refused"):
             raise ConfigError(f"{operation.kind}: the run was not created yet. Send create first.")
 
     @property
@@ -163,6 +163,10 @@ class DrivenModel:
         self.states.load(self.engine, operation.fields, has_gradient=self.has_gradient)
         self.pending = Pending()
         return loaded(operation), b""
+
+    def _refused(self, operation: Operation) -> Outcome:
+        """The server found its content wrong before it wrote it down."""
+        return {"error": str(operation.fields["error"]), "category": "user"}, b""
 
     def _end(self, operation: Operation) -> Outcome:
         self.states.saves.wait()

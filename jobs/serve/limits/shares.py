@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from jobs.serve.access import Client
     from jobs.serve.offers import ServiceConfig
 
-Kind = Literal["requests", "streams", "answers"]
+Kind = Literal["requests", "operations", "streams", "answers"]
 NOUNS: dict[Kind, str] = {
     "requests": "requests in progress",
+    "operations": "requests to /api/v1/ in progress",
     "streams": "open event streams",
     "answers": "questions to models in progress",
 }
@@ -61,6 +62,7 @@ class Shares:
         """
         limits: dict[Kind, tuple[str, int]] = {
             "requests": ("requests_at_once", self.config.requests_at_once),
+            "operations": ("operations_at_once", self.config.operations_at_once),
             "streams": ("streams_at_once", self.config.streams_at_once),
             "answers": ("answers_at_once", self.config.answers_at_once),
         }
@@ -72,7 +74,8 @@ class Shares:
                 "Wait until one of them has ended."
             )
             raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=wait_s)
-        total, most = self.num_held("requests") + self.num_held("streams"), self.config.all_at_once
+        total = sum(self.num_held(one) for one in NOUNS if one != "answers")
+        most = self.config.all_at_once
         if kind != "answers" and total >= most:
             text = (
                 f"The server has {total} requests and streams in progress; at most {most} are "

@@ -243,7 +243,7 @@ class JoinSampler(Body):
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
-class Chunk(Body):
+class PromptChunk(Body):
     """A part of a prompt. Only token ids are taken; other types are refused by their names."""
 
     type: Literal["encoded_text"] = "encoded_text"
@@ -253,7 +253,7 @@ class Chunk(Body):
 class Prompt(Body):
     """A prompt."""
 
-    chunks: Annotated[list[Chunk], Field(max_length=10_000)]
+    chunks: Annotated[list[PromptChunk], Field(max_length=10_000)]
 
     @property
     def tokens(self) -> Tokens:

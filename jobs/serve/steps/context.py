@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jobs.serve.keeper import Keeper
     from jobs.serve.steps.runs import DrivenRuns
     from jobs.serve.steps.sampling.queues import SampleQueues
-    from jobs.serve.steps.upkeep.usage import Usage
+    from jobs.serve.steps.upkeep.usage import TokenUsage
 
 B = TypeVar("B", bound=BaseModel)
 OWN_PROJECT = "default"  # the one project of a token: there are no others
@@ -44,7 +44,7 @@ class Steps:
     sessions: Sessions
     runs: DrivenRuns
     samples: SampleQueues
-    usage: Usage
+    usage: TokenUsage
 
     async def stop(self) -> None:
         """Let other servers go on with what is open here."""
@@ -83,7 +83,7 @@ class Steps:
         """A folder with the dictionary of an offer, for the process that samples from its base and
         from the adapters of all its runs.
         """
-        values = driven_experiment(offer, AdapterWish(rank=1), "samples")
+        values = driven_experiment(offer, AdapterWish(rank=1), "samples", 0)
         folder = self.sessions.root / "bases" / exp_id(values)
         if not is_there(folder / "exp_dict.json"):
             with refusals(folder):

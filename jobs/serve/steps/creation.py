@@ -51,6 +51,9 @@ async def create_model(request: Request) -> Response:
     steps = steps_of(request)
     refuse_finished(steps.sessions, session.id)
     offer = steps.offer(body.base_model)
+    rank, most = body.lora_config.rank, offer.driven.max_rank
+    if rank > most:
+        raise Refusal(400, f"lora_config.rank: got {rank}, want 1 to {most}.", param="lora_config")
     async with shares_of(request).turn("create", session.owner):
         facts = await run_in_threadpool(_add_run, request, body, offer, body.lora_config)
     await _append_create(request, facts, body.lora_config, offer)
@@ -104,13 +107,10 @@ async def _append_create(
 ) -> None:
     """Write the first operation of a run."""
     assert facts.job is not None, "a run that trains has a job"
-    seed = adapters.seed
-    if seed is None:  # the same for a repeated request, and else another one for every run
-        seed = int.from_bytes(hashlib.sha256(facts.job.encode()).digest()[:4], "big") >> 1
     lora = {
         "rank": adapters.rank,
         "alpha": ALPHA,
-        "seed": seed,
+        "seed": _seed(facts.job, adapters),
         "attn": adapters.train_attn,
         "mlp": adapters.train_mlp,
         "unembed": adapters.train_unembed,
@@ -118,6 +118,15 @@ async def _append_create(
     fields = {"lora": lora, "base": offer.name, "metadata": facts.user_metadata or {}}
     most = offer.driven.log_bytes
     await steps_of(request).runs.append(facts, 0, "create", fields, most_bytes=most)
+
+
+def _seed(job_id: str, adapters: AdapterWish) -> int:
+    """The seed of a run: the client's, or one that is the same for a repeated request, and another
+    one for every run.
+    """
+    if adapters.seed is not None:
+        return adapters.seed
+    return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:4], "big") >> 1
 
 
 def _add_run(
@@ -134,7 +143,7 @@ def _add_run(
         raise Refusal(400, f"model_seq_id: got {number}, want less than {MOST_CLIENTS}.")
     owner = visible_session(request, session).owner
     job_id = id_of_key(owner, f"{session}:train:{number}")
-    values = driven_experiment(offer, adapters, job_id)
+    values = driven_experiment(offer, adapters, job_id, _seed(job_id, adapters))
     is_load = isinstance(body, LoadWeights)
     facts = RunFacts(
         session=session,
@@ -196,8 +205,14 @@ def _create_ticket(
         driven_by=str(facts.id),
     )
     refuse_on_full_disk(keeper, 0)
-    with room_for_job(keeper, client):
-        keeper.folder.create(ticket)
+    try:
+        with room_for_job(keeper, client):
+            keeper.folder.create(ticket)
+    except Refusal as error:
+        if error.status != 429:
+            raise
+        # the SDK would send it again for minutes
+        raise Refusal(403, error.message, code="insufficient_quota") from None
 
 
 ROUTES = [

@@ -14,13 +14,16 @@ from jobs.serve.steps import wire
 from trainer.errors import DataError, nearest
 from trainer.operations.rows import DrivenRow, outputs_of, rows_to_payload
 
-# Of each loss: the inputs that a row must have, and those that it may have.
+_SAMPLED = frozenset({"target_tokens", "logprobs", "advantages"})
+_THRESHOLDS = frozenset({"clip_low_threshold", "clip_high_threshold"})
+# Of each loss: the inputs that a row must have, and those that it may have. A test holds this
+# against what the ranks compute (trainer/driven/losses.py).
 INPUTS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "cross_entropy": (frozenset({"target_tokens"}), frozenset({"weights"})),
-    **{
-        name: (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"}))
-        for name in ("importance_sampling", "ppo", "cispo", "dro")
-    },
+    "importance_sampling": (_SAMPLED, frozenset()),
+    "ppo": (_SAMPLED, _THRESHOLDS),
+    "cispo": (_SAMPLED, _THRESHOLDS),
+    "dro": (_SAMPLED, frozenset()),
 }
 # What may be set of each loss. Source: the SDK's documentation of losses.
 CONFIG: dict[str, tuple[str, ...]] = {
@@ -122,7 +125,7 @@ def _row(datum: Any, loss: str, place: str, max_tokens: int) -> DrivenRow:
     if loss == "cross_entropy" and "weights" not in inputs:
         inputs["weights"] = np.ones(target.shape, np.float32)
     for name, array in inputs.items():
-        if array.shape != target.shape:
+        if array.shape not in (target.shape, tokens.shape):
             raise DataError(
                 f"{place}: {name}: got the shape {list(array.shape)}, want that of target_tokens, "
                 f"{list(target.shape)}."
@@ -167,7 +170,8 @@ def _tensor(tensor: Any, place: str) -> NDArray[Any]:
     shape = shape or [len(values)]
     if math.prod(shape) != len(values):
         raise DataError(f"{place}: {len(values)} numbers do not fill the shape {shape}.")
-    return values.reshape(shape)
+    array: NDArray[Any] = np.reshape(values, shape)
+    return array
 
 
 def dense(

@@ -14,7 +14,7 @@ from jobs.serve.steps.runs import DrivenRuns
 from jobs.serve.steps.sampling import routes as sampling_routes
 from jobs.serve.steps.sampling.queues import SampleQueues
 from jobs.serve.steps.sessions import Sessions
-from jobs.serve.steps.upkeep.usage import Usage
+from jobs.serve.steps.upkeep.usage import TokenUsage
 
 if TYPE_CHECKING:
     from jobs.serve.access import Gate
@@ -48,6 +48,6 @@ def make(keeper: Keeper, gate: Gate) -> Steps:
     workers = Workers(keeper.folder.cache, keeper.config.sampled_models)
     samples = SampleQueues(workers)
     runs = DrivenRuns(keeper, sessions)
-    usage = Usage(keeper.folder.steps)
+    usage = TokenUsage(keeper.folder.steps)
     steps = samples.steps = Steps(keeper, gate, sessions, runs, samples, usage)
     return steps

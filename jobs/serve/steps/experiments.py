@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import Field
 
@@ -22,6 +22,17 @@ Values = dict[str, Any]
 MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
 ALPHA = 32  # of adapters of any rank, as the SDK's documentation says of its service
 GIBIBYTE = 1 << 30
+# What a driven run has of the dictionary of its offer; its client says all else.
+OF_OFFER = ("base", "tokenizer", "deepspeed")
+OF_TRAIN = (
+    "precision",
+    "micro_batch",
+    "micro_tokens",
+    "global_batch",
+    "gradient_checkpointing",
+    "base_bits",
+    "attention",
+)
 
 
 class Driven(Strict):
@@ -34,6 +45,8 @@ class Driven(Strict):
     max_tokens: Positive = 2048
     """Of one row, and of a prompt with its continuation."""
     max_rank: Positive = 128
+    steps: Positive = 1_000_000
+    """The most steps of the optimizer of one run."""
     put_aside_s: Annotated[float, Field(gt=0)] = 600.0
     """Without an operation for so long a run saves its state and gives its device back; the next
     operation wakes it.
@@ -84,14 +97,15 @@ def check_driven(config: ServiceConfig, key: str, offer: Offer, *, source: str) 
     )
     if one.key != key:
         raise ConfigError(f"{source}: the name {one.name!r} is that of {one.key!r}. Use another.")
-    tasks.parse(driven_experiment(one, AdapterWish(rank=1), "trial"), source=source)
+    tasks.parse(driven_experiment(one, AdapterWish(rank=1), "trial", 0), source=source)
 
 
-def driven_experiment(one: DrivenOffer, adapters: AdapterWish, label: str) -> Values:
+def driven_experiment(one: DrivenOffer, adapters: AdapterWish, label: str, seed: int) -> Values:
     """The experiment of a driven run. ConfigError for an offer that is none of a causal language
     model.
 
-    label: a text that no other run has, so that the run has a folder of its own.
+    label: a text that no other run has, so that the run has a folder of its own. seed: of the
+    adapters that are drawn, and of all dropout.
     """
     before = one.offer.experiment
     if before.get("task") != "causal_lm":
@@ -99,19 +113,34 @@ def driven_experiment(one: DrivenOffer, adapters: AdapterWish, label: str) -> Va
             f"driven: the model {one.key!r} has the task {before.get('task')!r}, want 'causal_lm'. "
             "Leave driven out."
         )
-    values = copy.deepcopy({k: v for k, v in before.items() if k not in ("data", "schedule")})
-    values["data"] = {"source": "client", "max_tokens": one.driven.max_tokens}
+    values = {key: copy.deepcopy(before[key]) for key in OF_OFFER if key in before}
+    if values.get("deepspeed") == "auto":
+        values["deepspeed"] = "zero2"
+    values["task"] = "causal_lm"
+    values["optim"] = {"lr": before["optim"]["lr"]}  # which no step uses
+    values["data"] = {
+        "source": "client",
+        "max_tokens": one.driven.max_tokens,
+        "put_aside_s": one.driven.put_aside_s,
+    }
     if one.driven.together > 1:
         values["data"]["together"] = one.driven.together
-    values["lora"] = {**values.get("lora", {}), "r": adapters.rank, "alpha": ALPHA}
-    train = dict(values["train"])
-    for key in ("eval_every", "save_every", "answers", "best", "best_is", "hours", "patience"):
-        train.pop(key, None)
-    values["train"] = train
+    parts = {
+        "attention": adapters.train_attn,
+        "mlp": adapters.train_mlp,
+        "output": adapters.train_unembed,
+    }
+    own = {k: v for k, v in before.get("lora", {}).items() if k not in ("targets", "r", "alpha")}
+    values["lora"] = {"dropout": 0.0, **own, "r": adapters.rank, "alpha": ALPHA}
+    values["lora"]["parts"] = [part for part, trains in parts.items() if trains]
+    train = {key: one for key, one in before["train"].items() if key in OF_TRAIN and one != "auto"}
+    values["train"] = {"micro_batch": 1, **train, "steps": one.driven.steps, "seed": seed}
+    values["train"].setdefault("global_batch", values["train"]["micro_batch"])
     for key, block in one.driven.changes.items():
-        old = values.get(key)
-        values[key] = (
-            {**old, **block} if isinstance(old, dict) and isinstance(block, dict) else block
-        )
+        old: Any = values.get(key)
+        if isinstance(old, dict) and isinstance(block, dict):
+            values[key] = {**cast("Values", old), **cast("Values", block)}
+        else:
+            values[key] = block
     values["label"] = label
     return values

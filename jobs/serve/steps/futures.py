@@ -73,16 +73,17 @@ def operation_answer(
     if result.error is not None:
         return {"error": result.error, "category": fields.get("category", "server")}
     if result.payload or "outputs" in fields:
-        trailing: Mapping[str, Sequence[int]] = fields.get("outputs") or {}
+        outputs: Mapping[str, Mapping[str, Sequence[int]]] = fields.get("outputs") or {}
+        trailing = {name: one["trailing"] for name, one in outputs.items()}
         return forward_output(result.payload, fields.get("metrics", {}), trailing)
     saved = steps.sessions.saved_by(facts.id, result.seq)
     if saved is not None:
         return _saved_answer(facts, saved)
-    if result.seq == facts.shift and facts.shift == 0:
+    if result.seq == 0:
         return {"type": "create_model", "model_id": str(facts.id)}
     if "metrics" in fields:
         return {"metrics": fields["metrics"]}
-    return {"type": "load_weights", "model_id": str(facts.id), "path": fields.get("path")}
+    return {"type": "load_weights", "model_id": str(facts.id)}
 
 
 def _saved_answer(facts: RunFacts, saved: SavedFacts) -> dict[str, Any]:

@@ -88,7 +88,9 @@ async def forward_backward(request: Request) -> Response:
         )
     except DataError as error:
         return await refuse(request, facts, message.seq_id, name, str(error))
-    await refuse_above_quota(request, facts, num_tokens=num_tokens, num_bytes=len(payload))
+    number = message.seq_id + facts.shift
+    if not await run_in_threadpool(steps_of(request).runs.is_repeat, facts, number):
+        await refuse_above_quota(request, num_tokens=num_tokens, num_bytes=len(payload))
     return await acknowledge(request, facts, message.seq_id, name, fields, payload)
 
 
@@ -250,7 +252,7 @@ def load_fields(request: Request, facts: RunFacts, body: LoadWeights) -> dict[st
     """The fields of an operation that loads saved weights. Refusal (404) for what is not there;
     Wrong for weights of another base or rank.
     """
-    steps, path = steps_of(request), weights_path(body.path)
+    path = weights_path(body.path)
     other = client_of_token(request, body.weights_access_token)
     source, saved = visible_weights(request, path, as_client=other)
     if saved.kind != "weights":
@@ -270,18 +272,21 @@ def load_fields(request: Request, facts: RunFacts, body: LoadWeights) -> dict[st
                 f"path: {path} has the {what} {was!r}, and this run has {is_now!r}. Begin a run "
                 "from it: create_training_client_from_state."
             )
-    if source.exp_id is None:
-        folder, sha256 = saved.folder, None
-    else:
-        result = steps.runs.of(source).result(saved.seq)
-        folder = str(steps.folder_of(source, saved))
-        sha256 = None if result is None else result.fields.get("sha256")
-    return {
-        "folder": folder,
-        "with_optimizer": body.optimizer,
-        "sha256": sha256,
-        "path": str(path),
-    }
+    return {"with_optimizer": body.optimizer, **_place(request, source, saved)}
+
+
+def _place(request: Request, source: RunFacts, saved: SavedFacts) -> dict[str, Any]:
+    """Where a saved state lies, and its digest."""
+    steps = steps_of(request)
+    result = None if source.exp_id is None else steps.runs.of(source).result(saved.seq)
+    if result is not None:
+        place = steps.runs.folder(source) / str(result.fields["folder"])
+        return {"folder": str(place), "sha256": result.fields.get("sha256")}
+    inner = sorted(steps.folder_of(source, saved).glob("step-*"))
+    if not inner:
+        text = f"path: the state {saved.name} of {saved.run} is not there any more."
+        raise Wrong(f"{text} Load another.")
+    return {"folder": str(inner[-1])}
 
 
 async def get_info(request: Request) -> Response:

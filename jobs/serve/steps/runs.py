@@ -24,6 +24,7 @@ from jobs.serve.job_view import FINAL
 from jobs.serve.requests import Refusal
 from jobs.serve.steps.names import ClientId, absent
 from jobs.serve.steps.sessions import RunFacts, Sessions
+from jobs.serve.steps.upkeep.driven_jobs import last_operation
 from trainer.errors import ResumeError
 from trainer.files.atomic import refusals
 from trainer.operations.operation_log import (
@@ -200,6 +201,10 @@ class DrivenRuns:
             )
             raise Refusal(409, text, code="operation_gap", retry_after_s=1) from None
 
+    def is_repeat(self, facts: RunFacts, seq: int) -> bool:
+        """Whether an operation was acknowledged before."""
+        return seq <= self.of(facts).writer().last_seq
+
     async def end(self, facts: RunFacts, *, most_bytes: int) -> int:
         """Write the last operation of a run, if it has none yet; its number in the log."""
         run = self.of(facts)
@@ -218,6 +223,9 @@ class DrivenRuns:
         result = await run_in_threadpool(run.result, seq)
         if result is not None:
             return result
+        if seq <= run.results.last_seq:  # the SDK takes it for lost
+            text = f"The result of {facts.id}:{seq - facts.shift} is kept no more."
+            raise Refusal(410, f"{text} Go on from a saved state.")
         await run_in_threadpool(self._check_sent, run, seq)
         run.num_waiting += 1
         if run.follower is None:
@@ -242,7 +250,8 @@ class DrivenRuns:
 
     def _check_sent(self, run: OpenRun, seq: int) -> None:
         """Return if an operation was acknowledged; else Refusal (404)."""
-        if seq > run.writer().last_seq:
+        last = last_operation(run.folder) if run.log is None else run.log.last_seq
+        if seq > last:
             raise absent("request", f"{run.facts.id}:{seq - run.facts.shift}")
 
     def _end_of(self, facts: RunFacts, seq: int) -> OperationResult | None:
@@ -253,7 +262,8 @@ class DrivenRuns:
         result = self.of(facts).result(seq)
         if result is not None:
             return result
-        error = (job["error"] or {}).get("message") or f"it has {job['status']}"
+        trouble: dict[str, Any] = job["error"] or {}
+        error = trouble.get("message") or f"it has {job['status']}"
         text = f"The run has ended: {error}. Begin another one with weights that it has saved."
         fields = {"error": text, "category": "server"}
         return OperationResult(seq, fields, b"", time.time(), "")

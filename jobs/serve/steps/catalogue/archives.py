@@ -59,7 +59,8 @@ def file_of_weights(request: Request) -> Response:
     text = query.get("expires", "")
     expires = int(text) if text.isascii() and text.isdigit() and len(text) < 13 else 0
     sign = _sign(_key(steps), path, params["file"], expires)
-    if not hmac.compare_digest(sign, query.get("sign", "")) or expires < time.time():
+    is_ours = hmac.compare_digest(sign.encode(), query.get("sign", "").encode())
+    if not is_ours or expires < time.time():
         raise Refusal(403, "The address was not signed by this server, or its hour is over.")
     run, facts = _any_weights(steps, path)
     folder = steps.folder_of(run, facts).resolve()

@@ -19,6 +19,7 @@ from jobs.serve.steps.context import (
 from jobs.serve.steps.futures import API
 from jobs.serve.steps.names import MOST_CLIENTS, weights_path
 from jobs.serve.steps.sessions import SamplerFacts, SessionFacts, refuse_finished
+from jobs.serve.uploads import refuse_on_full_disk
 
 
 async def create_sampler(request: Request) -> Response:
@@ -26,6 +27,8 @@ async def create_sampler(request: Request) -> Response:
     body = await read_body(request, CreateSampler, keeper_of(request).config)
     session = visible_session(request, body.session_id, writes=True)
     refuse_finished(steps_of(request).sessions, session.id)
+    if not keeper_of(request).config.sampled_models:
+        raise Refusal(400, "Samples are not offered here: this service only trains.")
     facts = await run_in_threadpool(_sampler, request, body, session)
     return PlainJSON({"type": "create_sampling_session", "sampling_session_id": str(facts.id)})
 
@@ -93,6 +96,7 @@ async def ask_sample(request: Request) -> Response:
     body = await read_body(request, AskSample, keeper_of(request).config)
     facts = visible_sampler(request, body.sampling_session_id, writes=True)
     refuse_finished(steps_of(request).sessions, facts.session)
+    await run_in_threadpool(refuse_on_full_disk, keeper_of(request), 0)
     ids = await steps_of(request).samples.add(facts, body)
     future = {"request_id": f"{facts.id}:{body.seq_id}", "sample_sequence_ids": ids}
     return PlainJSON(future)

@@ -87,7 +87,7 @@ class DrivenJobs:
         if look is None or look.mark != mark:
             results = Results(folder)
             results.follow()
-            look = _Look(mark, _last_operation(folder), results.last_seq)
+            look = _Look(mark, last_operation(folder), results.last_seq)
             self._looks[folder] = look
         return look
 
@@ -107,8 +107,8 @@ def _mark(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(marks)
 
 
-def _last_operation(folder: Path) -> int:
-    """The number of the last operation; -1 without one."""
+def last_operation(folder: Path) -> int:
+    """The number of the last operation in a log that another process may write; -1 without one."""
     files, last = RecordFiles(folder, LOG), -1
     segments = files.segments()
     place = Place(segments[-1], 0) if segments else None

@@ -22,13 +22,12 @@ from trainer.files.atomic import read_json, write_json
 
 if TYPE_CHECKING:
     from jobs.serve.access import Client
-    from jobs.serve.steps.sessions import RunFacts
 
 MEASURED_S = 30.0  # how old the bytes of an owner may be
 
 
 @dataclass
-class Usage:
+class TokenUsage:
     """The tokens and bytes of owners. root: where the counts are."""
 
     root: Path
@@ -78,9 +77,7 @@ def _bytes_of(folder: Path) -> int:
     return total
 
 
-async def refuse_above_quota(
-    request: Request, facts: RunFacts, *, num_tokens: int, num_bytes: int
-) -> None:
+async def refuse_above_quota(request: Request, *, num_tokens: int, num_bytes: int) -> None:
     """Return if the client may send so many tokens and bytes more, which count from now on; else
     Refusal (403: it does not pass by itself, so the SDK is not to ask again).
     """

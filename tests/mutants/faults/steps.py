@@ -1,0 +1,66 @@
+"""Faults of the Tinker dialect: operations that are lost or done twice, and what tenants may see."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+STEPS = "tests/serve/test_steps_dialect.py"
+SAMPLES = "tests/unit/test_samples_as_tokens.py"
+FAULTS = [
+    Fault(
+        "jobs/serve/steps/runs.py",
+        "while seq > writer.last_seq + 1:",
+        "while False:",
+        why="an operation that overtook the one before it fails the whole loop",
+        tests=f"{STEPS} -k waits_for_the_one_before",
+    ),
+    Fault(
+        "jobs/serve/steps/context.py",
+        "return client.may_change(owner) if writes else client.sees(owner)",
+        "return True",
+        why="every token reads and drives the runs of all others",
+        tests=f"{STEPS} -k sees_nothing",
+    ),
+    Fault(
+        "jobs/serve/steps/upkeep/driven_jobs.py",
+        "return look.last_operation > look.last_result",
+        "return False",
+        why="a run that was put aside never wakes, and its futures wait for ever",
+        tests=f"{STEPS} -k wakes_it",
+    ),
+    Fault(
+        "jobs/serve/steps/operations.py",
+        'return await acknowledge(request, facts, seq, "refused", fields)',
+        "raise Refusal(400, text)",
+        why="after one wrong row every later operation of the loop is refused as a gap",
+        tests=f"{STEPS} -k the_loop_goes_on",
+    ),
+    Fault(
+        "jobs/serve/steps/sessions.py",
+        "newest.pop((facts.kind, facts.name), None)  # it was overwritten",
+        "pass",
+        why="a state that was overwritten and deleted is listed again, without its files",
+        tests=f"{STEPS} -k saved_states",
+    ),
+    Fault(
+        "jobs/serve/steps/catalogue/archives.py",
+        "if not is_ours or expires < time.time():",
+        "if expires < time.time():",
+        why="whoever knows a name downloads the weights of others",
+        tests=f"{STEPS} -k saved_states",
+    ),
+    Fault(
+        "trainer/commands/texts/samples.py",
+        "if token in self.stop_tokens or (self.stops and self._has_stop(token)):",
+        "if self.stops and self._has_stop(token):",
+        why="no sample ends before its most tokens",
+        tests=f"{SAMPLES} -k ends_a_sample",
+    ),
+    Fault(
+        "trainer/commands/texts/samples.py",
+        "logprobs_V = logits_V.float().log_softmax(-1)\n        self.logprobs",
+        "logprobs_V = logits_V.float()\n        self.logprobs",
+        why="importance sampling weighs with numbers that are no log-probabilities",
+        tests=f"{SAMPLES} -k its_own_logprob",
+    ),
+]
