@@ -62,6 +62,7 @@ class SharedLoop:
 
     def __post_init__(self) -> None:
         self.members = {self.host.name: self.host}
+        self._clock = 0  # the tokens that a run was served that has always waited
 
     def follow(self) -> End:
         """Run the operations of all runs until the host's run ends, is put aside, or is asked to
@@ -112,9 +113,7 @@ class SharedLoop:
             if member is None:  # it was asked to stop
                 continue
             self._guarded(member, lambda m=member, o=operation: m.begin(o))
-            busy = [m.served for m in self.members.values() if m.current and m is not member]
-            if member.current is not None and busy:
-                member.served = max(member.served, min(busy))  # idle time is not saved up
+            member.served = max(member.served, self._clock)  # idle time is not saved up
         return told["idle"]
 
     def _look(self, payloads: list[bytes]) -> dict[str, Any]:
@@ -158,6 +157,7 @@ class SharedLoop:
         if not running:
             return
         first = min(running, key=lambda name: (self.members[name].served, name))
+        self._clock = max(self._clock, self.members[first].served)
         if running[first].recorded is not None:
             packs = running[first].recorded_packs(first)
         else:
