@@ -195,7 +195,9 @@ def test_what_goes_wrong_in_one_run_leaves_the_others_alone(facts: Path, tmp_pat
     stays = [guests.stay(f"token_{run.name}") for run in runs[1:]]
     assert [one.code for one in stays] == [EXIT_OK, 1, EXIT_BAD_INPUT, EXIT_OK]
     assert guests.stay("token_of_none").code == EXIT_BAD_INPUT
-    assert read_json(runs[2] / "status.json")["state"] == "failed"
+    status = read_json(runs[2] / "status.json")
+    assert status is not None
+    assert status["state"] == "failed"
     for run, steps in ((runs[0], logs[0]), (runs[4], logs[4])):
         assert [one.error for one in results_of(run)] == [None] * len(steps)
     refused = [one.seq for one in results_of(runs[1]) if one.error is not None]
