@@ -4,6 +4,7 @@ the others' rows hold.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_each_run_of_a_pack_gets_what_it_computes_alone(name: str, facts: Path) 
     rows = [rows_of_seed(seed, 2) for seed in range(len(RUNS))]
     sets = [adapters_of(base, task, seed) for seed, task in enumerate(every)]
     parts = [Part(one, 2 * number, 2, None) for number, one in enumerate(sets)]
-    found = computed(base, sum(rows, []), parts)
+    found = computed(base, [*itertools.chain(*rows)], parts)
     for task, one, own, (logps, gradients) in zip(every, sets, rows, found, strict=True):
         weights = {name: weight.detach() for name, weight in one.named_parameters()}
         expected, expected_gradients = computed_alone(task, weights, own)
@@ -122,7 +123,7 @@ def test_the_bits_of_a_run_depend_on_no_row_of_another(name: str, facts: Path) -
     every = [task_of(facts, BASES[name], lora, seed) for seed in range(3)]
     base = shared_base(every[0])
     sets = [adapters_of(base, task, seed) for seed, task in enumerate(every)]
-    rows = sum((rows_of_seed(seed, 2) for seed in range(3)), [])
+    rows = [row for seed in range(3) for row in rows_of_seed(seed, 2)]
     rows[0].inputs["weights"][:] = np.nan  # a run that has gone wrong
     parts = [Part(one, 2 * number, 2, (number, 5)) for number, one in enumerate(sets)]
     together = computed(base, rows, parts)
