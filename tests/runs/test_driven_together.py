@@ -159,9 +159,10 @@ def test_a_run_that_moves_computes_the_bits_of_its_group(
 ) -> None:
     every = [values_of(facts, number, world=world) for number in range(3)]
     every[1]["lora"]["dropout"] = 0.3
-    logs = [steps_of(values, number, 6) for number, values in enumerate(every)]
     every[1]["train"]["save_every"] = 1000  # everything is computed again
-    every[1]["data"]["put_aside_s"] = 0.3
+    for values in every:
+        values["data"]["put_aside_s"] = 0.3
+    logs = [steps_of(values, number, 6) for number, values in enumerate(every)]
     logs = [[*steps, LAST] for steps in logs]
     runs = group_of(every, logs, tmp_path)
     run_on_ranks(world, drive, every[0], facts, tmp_path, 1)

@@ -130,7 +130,10 @@ class SharedLoop:
                     self._look_at(member, told, payloads)
             now = time.monotonic()
             is_busy = any(member.current for member in self.members.values())
-            told["idle"] = [name for name, m in self.members.items() if m.is_idle(now)]
+            at_work = {name for name, *_ in told["operations"]}
+            told["idle"] = [
+                name for name, m in self.members.items() if name not in at_work and m.is_idle(now)
+            ]
             if any(told.values()) or is_busy or now > until or self.preemption.requested:
                 return told
             time.sleep(BUSY_S if now - worked_at < BUSY_FOR_S else IDLE_S)
