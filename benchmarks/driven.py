@@ -36,7 +36,7 @@ import numpy as np  # noqa: E402
 from trainer.config.identity import exp_id  # noqa: E402
 from trainer.operations.guests import Guests  # noqa: E402
 from trainer.operations.operation_log import FOLDER, OperationLog  # noqa: E402
-from trainer.operations.results import OperationResult, Results  # noqa: E402
+from trainer.operations.results import OperationResult, OperationResults  # noqa: E402
 from trainer.operations.rows import DrivenRow, rows_to_payload  # noqa: E402
 
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
@@ -165,7 +165,7 @@ def _steps_inside(model: Any, values: Values) -> list[float]:
 
 
 def results_of(run: Path) -> list[OperationResult]:
-    results = Results(run / FOLDER)
+    results = OperationResults(run / FOLDER)
     results.follow()
     return [one for seq in range(results.last_seq + 1) if (one := results.get(seq))]
 
@@ -236,7 +236,7 @@ def overhead(folder: Path, tokenizer: Path, how: argparse.Namespace) -> Values:
 
 def _steps_over_log(run: Path) -> list[float]:
     """Each step is sent when the one before has its result, as a client does that awaits it."""
-    log, results, times = OperationLog(run / FOLDER), Results(run / FOLDER), []
+    log, results, times = OperationLog(run / FOLDER), OperationResults(run / FOLDER), []
     payload, fields = rows(7, 1)
     for number in range(60):
         began = time.perf_counter()

@@ -16,7 +16,7 @@ import numpy as np
 from tests.facts import LLAMA
 from trainer.config.identity import exp_id
 from trainer.operations.operation_log import FOLDER, OperationLog
-from trainer.operations.results import OperationResult, Results
+from trainer.operations.results import OperationResult, OperationResults
 from trainer.operations.rows import DrivenRow, rows_to_payload
 
 VOCABULARY = LLAMA["config"]["vocab_size"]
@@ -84,7 +84,7 @@ def write_log(run: Path, steps: Sequence[Step], *, after: int = -1) -> None:
 
 
 def results_of(run: Path) -> list[OperationResult]:
-    results = Results(run / FOLDER)
+    results = OperationResults(run / FOLDER)
     results.follow()
     every = [results.get(seq) for seq in range(results.last_seq + 1)]
     return [one for one in every if one is not None]

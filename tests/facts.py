@@ -273,6 +273,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "preference, t5 kto": {**_OF_T5, "preference": {"loss": "kto"}},
     "preference, t5 orpo": {**_OF_T5, "preference": {"loss": "orpo"}},
     "preference, t5 reward": {**_OF_T5, "preference": {"loss": "reward"}},
+    "retriever, cross": {
+        "base": TINY_BERT,
+        "data": OF_TASK["retriever"]["data"],
+        "form": "cross",
+    },
 }
 EVERY_BLOCK: Any = {**OF_TASK["cross_attention"]["layers"], "stride": 1}  # of a base of two blocks
 

@@ -349,6 +349,15 @@ PASSAGES = wording(
     depth_wanted="--depth {depth}: want at least 1",
     vectors_of_two_widths="vectors of {width} and of {other} numbers",
     faiss_unknown="--faiss {index}: FAISS knows no such index",
+    faiss_training="--faiss {index}: {count} vectors are too few to train it",
+    index_of_other_kind="holds an index {has}, want {wanted}",
+    index_of_other_model="is an index of vectors of the model {has} ...; ... is of the model {wanted}",
+    index_of_other_vectors="is an index of other vectors, or of the same in another order",
+    index_knob="{flag}: --faiss {index} has no such number. {fix}",
+    index_two_knobs="--ef_search is for HNSW, --nprobe for IVF: give one of them",
+    index_flags="--index, --ef_search and --nprobe are of an index: give --faiss",
+    binary_width="--dtype binary: the vectors have {width} numbers, want a multiple of 8",
+    small_questions="--dtype {dtype} is for passages",
 )
 VECTORS = (
     wording(
@@ -371,6 +380,7 @@ VECTORS = (
         DataError,
         vectors_altered="checksum {has}, want {wanted}. Delete",
         vectors_torn="cannot be read ({reason}). Delete",
+        index_torn="the index cannot be read ({reason})",
         states_altered="the checksum of its context {context} is another",
         states_size="it has {bytes} bytes, want {wanted}. Delete this file",
         states_not_prepared="no states of a context of {tokens} tokens. The data changed since they were prepared: run `python -m trainer prepare`",
@@ -786,6 +796,33 @@ RETRIEVER = wording(
     pooler_absent="holds no pooler.pt",
     limit_without_room="data.{side}_tokens={limit}: got no room for a text...want at least {least}.",
     retriever_absent="holds neither config.json nor adapter_config.json",
+    matryoshka_width="loss.matryoshka.dims: got {got}, but the vectors of this model have {has} numbers",
+    matryoshka_weights="got {got} weights, want one for each of",
+    matryoshka_twice="got one of them twice, want each once",
+    dims_of_vectors="--dims {dims}: got vectors of {has} numbers",
+    triplet_without_margin="got margin=0, want one above 0",
+    triplet_alone="compares a query with its own passages alone, so that {key} has no meaning",
+    triplet_without_negatives="got data.passages={passages} with data.positives={positives}, want more",
+    false_negatives_of_nothing="got none of above, margin and share",
+    positives_above_passages="positives={positives} of passages={passages}: want at most all",
+    teacher_without_scores="loss.{asks}: ...has no scores of a teacher",
+    ranking_head_absent="{folder} holds no head (head.safetensors, or in its weights)",
+    block_of_other_form='{block}: form="{form}" does not read it',
+    list_of_one='data.passages=1 with form="cross"',
+    base_without_head="got model_type '{family}', which has no head",
+    pairs_beyond_positions="pairs of {tokens} tokens, longer than the model's {positions} positions",
+    scores_no_pairs="task {task!r} scores no pairs",
+    rerank_source="give --run or --rows, one of them",
+    rerank_texts="give --queries and --passages, too",
+    scores_of_others="was begun with something else ({key} was {was!r}, is {now!r})",
+) | wording(
+    DataError,
+    scores_of_passages="want a number for each of the row's ...passages, positives first",
+    scores_are_ranks="has ranks, and a teacher gives scores",
+    no_teacher_scores="no passage of the training rows has a score of a teacher",
+    passages_to_score_absent="want passages to score",
+    row_without_passages="want positive_passages and negative_passages",
+    run_of_other_questions="for none of the {count} questions",
 )
 SUMMARISER = wording(
     ConfigError,
@@ -1252,7 +1289,8 @@ OPERATIONS = (
         result_gap="the result of operation {seq} does not follow",
     )
     | wording(
-        ReplayDiffers, replay_differs="operation {seq} was run again ...{then}} then, ...{now}} now"
+        ReplayDiffers,
+        replay_differs="operation {seq} was run again ...: {then}} then, ...: {now}} now",
     )
     | wording(ResumeError, records_held="another process writes")
     | wording(
@@ -1320,6 +1358,14 @@ STEPS = wording(
     steps_saved_before="{kind}/{name} was saved before",
     steps_token_quota="{owner} has sent {used} of {most} tokens, and these are {more} more",
     steps_name="path: got {name!r}, want a name of letters",
+    steps_bytes_quota="{owner} keeps {size} bytes of runs, and {more} more are above the quota of {most}",
+    steps_sessions="{owner} has {most} sessions, as many as a token may have",
+    steps_seq_negative="seq_id: got {seq}, want 0 or more",
+    steps_sparse_large="numbers when they are laid out, want at most {most}",
+    steps_parts="The rows have more than {most} parts.",
+    driven_not_active="The run {state}: it holds no device.",
+    driven_goes_on="The run is {status}. Cancel it first",
+    driven_deleted="{run} was deleted. Use the next model_seq_id.",
     steps_log_full="The operations of {run} since its last two states have {most} bytes",
 )
 
@@ -1365,54 +1411,6 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "service": SERVICE,
     "sharing": SHARING,
 }
-# The operations of a driven run
-OPERATIONS = (
-    wording(OperationConflict, operation_conflict="operation {seq} was sent before with another")
-    | wording(
-        OperationGap,
-        operation_gap="operation {seq} does not follow the last one, {last}. Send",
-        result_gap="the result of operation {seq} does not follow",
-    )
-    | wording(
-        ReplayDiffers, replay_differs="operation {seq} was run again ...{then} then, {now} now"
-    )
-    | wording(ResumeError, records_held="another process writes")
-    | wording(
-        CheckpointError,
-        records_altered="no whole record, although more was written behind it",
-        log_compacted="The log was compacted beyond the state",
-    )
-    | wording(
-        DataError,
-        driven_inputs_differ="row {index} has the loss inputs",
-        driven_axis_differs="row {index}: {name} has the shape",
-        payload_unreadable="the payload of rows is no safetensors file",
-        driven_inputs_foreign="; {name} wants target_tokens",
-        driven_row_long="got {count} tokens, want 1 to {limit} (data.max_tokens)",
-        driven_id_foreign="got the id {id} at position",
-        driven_not_finite=", {key}: got nan at position",
-        driven_shape=", {key}: got the shape",
-        driven_no_rows="got no rows. Send at least one",
-        driven_state_absent="load_state: there is no folder",
-    )
-    | wording(
-        ConfigError,
-        driven_no_gradient="optim_step: there is no gradient. Send",
-        driven_loss_unknown="loss_fn={name!r} is not computed here",
-        driven_loss_config="loss_fn_config: {key!r} is no number of {name}",
-        driven_adam="optim_step: {name}: got",
-        driven_name="name={name!r}: want letters, digits",
-        driven_name_there="save_state: {name!r} is there already",
-        driven_create_differs="create: lora rank={rank}, but the dictionary",
-        driven_kind="{kind!r} is no kind of operation",
-        driven_not_created="the run was not created yet. Send create first",
-        driven_has_ended="the run has ended. Create another one",
-        driven_key='data.source="client" with {key}: the client sends',
-        driven_without_lora="trains adapters beside a frozen base",
-        driven_reads_files="reads no rows from files: leave",
-        put_aside_of_files="put_aside_s with source",
-    )
-)
 
 WORDINGS = {code: wording for room in ROOMS.values() for code, wording in room.items()}
 # Sentences that end the messages of many faults.

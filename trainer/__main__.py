@@ -21,6 +21,8 @@ from trainer.commands import (
     retrieval,
     verifier,
 )
+from trainer.commands.ranking import rerank
+from trainer.commands.vectors import search
 from trainer.program import PartOfLathe
 from trainer.version import Version
 
@@ -50,8 +52,9 @@ app.command()(predict.predict)
 app.command()(predict.read)
 app.command()(prepare.prepare)
 app.command()(retrieval.encode)
-app.command()(retrieval.search)
+app.command()(search.search)
 app.command()(retrieval.bm25)
+app.command()(rerank.rerank)
 app.command()(judge.judge)
 app.command()(retrieval.mine)
 app.command()(retrieval.contexts)

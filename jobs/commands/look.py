@@ -132,6 +132,7 @@ def results_command(
     from rich.console import Console
 
     from jobs.report import scores as tables
+    from jobs.report.operations import as_operations_table
 
     if sum((csv, html is not None, as_json)) > 1:
         raise ConfigError("results: of --csv, --html and --json keep one.")
@@ -157,6 +158,10 @@ def results_command(
         if of_tests is not None:
             screen.print()
             screen.print(of_tests)
+        of_driven = as_operations_table([(one.exp_id, one.operations) for one in results.results])
+        if of_driven is not None:
+            screen.print()
+            screen.print(of_driven)
         typer.echo(tables.refused_lines(results), nl=False)
     if not as_json:
         typer.echo(tables.unreadable_lines(results), err=True, nl=False)

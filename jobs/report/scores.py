@@ -17,6 +17,7 @@ from jobs.record import events as record
 from jobs.record.metrics import evaluations, last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import experiment_of, starts_of
+from jobs.report.operations import OperationTotals, operations_of
 from jobs.report.test_scores import TestResult, best_test, read_test
 from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flatten, short_names, written
@@ -64,6 +65,7 @@ class ExperimentScores:
     tflops: float | None = None
     test: TestResult | None = None  # of --test
     refused: str | None = None  # why a gate keeps its model back
+    operations: OperationTotals | None = None  # of a driven run
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
         for attempt in (job.attempts if job else ())
         for start in starts_of(folder.attempt(attempt.number))
     ]
-    last = last_metrics(folder)
+    last, operations = last_metrics(folder), operations_of(folder.path)
     step: Any = last.get("step", (read_json(folder.status) or {}).get("step"))
     return ExperimentScores(
         folder.path.name,
@@ -137,6 +139,7 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
         last.get("tflops"),
         read_test(folder, _directions(values)),
         why_refused(folder.path),
+        operations and operations.totals,
     )
 
 
@@ -395,6 +398,7 @@ def as_json(results: Results) -> list[dict[str, Any]]:
             "metrics": {name: vars(score) for name, score in result.scores.items()},
             "test": None if result.test is None else result.test.plain(),
             "refused": result.refused,
+            "operations": result.operations and result.operations.shown(),
             "steps": result.steps,
             "wall_s": result.wall_s,
             **{name: getattr(result, name) for name in SPEEDS.values()},
@@ -403,7 +407,7 @@ def as_json(results: Results) -> list[dict[str, Any]]:
         for result in results.results
     ]
     nothing: dict[str, Any] = {"group": "", "parameters": {}, "metrics": {}, "test": None}
-    nothing |= {"refused": None}
+    nothing |= {"refused": None, "operations": None}
     nothing |= dict.fromkeys(_RUN_HEADS)
     return documents + [
         {"exp_id": exp_id, **nothing, "read_error": reason}

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console, Group, RenderableType
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.job_state import ENDED_BADLY, STATES, JobState
+from jobs.report.operations import as_operations_table, totals_or_none
 from jobs.report.text import duration, number_text, visible
 
 if TYPE_CHECKING:
@@ -158,7 +160,7 @@ def _cut(text: str, longest: int = LONGEST_NAME) -> Text:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the table, all reasons in full, and the summary.
+    """Print the table, all reasons in full, the operations of driven runs, and the summary.
 
     The table shows at most MOST experiments; the urgent ones come first when there are more.
     """
@@ -167,6 +169,11 @@ def show(rows: Sequence[Row], console: Console) -> None:
         console.print(table(visible_rows, width=console.width))
         console.print()
         console.print(reasons(visible_rows), end="")
+        of_driven = [(row.exp_id, totals_or_none(Path(row.folder))) for row in visible_rows]
+        operations = as_operations_table(of_driven)
+        if operations is not None:
+            console.print(operations)
+            console.print()
     if len(visible_rows) < len(rows):
         console.print(
             f"{len(rows) - len(visible_rows)} more are not shown: --json lists all.", style="dim"

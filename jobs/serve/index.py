@@ -19,7 +19,7 @@ from jobs.report.text import plain
 from jobs.serve.job_view import FINAL, JobEvent, event_object
 from jobs.serve.live.cards import job_card
 
-VERSION = 2  # of the tables; an index of another version is deleted and filled again
+VERSION = 3  # of the tables; an index of another version is deleted and filled again
 WAIT_S = 30.0  # for another server's transaction
 CACHE_KIB = 1024  # of each thread
 TABLES = """

@@ -196,6 +196,8 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
             "gpu_hours": row.gpu_hours if row is not None else 0.0,
             "owner": ticket.owner,
             "suffix": ticket.suffix,
+            "driven_by": ticket.driven_by,
+            "is_deleted": facts.is_deleted,
         },
     }
 

@@ -53,6 +53,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("causal_lm", "data.chat_template"): {"data": {"source": "chat"}},
+    ("causal_lm", "data.put_aside_s"): {"data": {"source": "client", "files": {}}, "lora": {}},
     ("preference", "data.chat_template"): {"data": {"source": "chat"}},
     ("preference", "data.stream"): {"preference": {"loss": "simpo"}},
     ("preference", "preference.gamma"): {"preference": {"loss": "simpo"}},
@@ -67,6 +68,9 @@ OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("fid", "data.rankings"): {"data": {"source": "ranked", "corpus": "corpus.tsv"}},
     ("retriever", "data.negatives"): {"data": {"source": "beir"}},
     ("retriever", "loss.distillation"): {"data": {"source": "fid"}},
+    ("retriever", "loss.kind"): {"loss": {"margin": 0.2}},
+    ("retriever", "loss.false_negatives"): {"loss": {"false_negatives": {"above": 0.5}}},
+    ("retriever", "loss.matryoshka"): {"loss": {"matryoshka": {"dims": [8]}}},
     ("retriever", "data.valid_share"): {"data": {"files": {"valid": None}}},
     ("vera", "data.order"): {"train": {"order": "as_given"}},
 }
@@ -118,6 +122,8 @@ VALUES: dict[str, list[Any]] = {
     "data.rankings": [{"train": "other.trec"}],
     "data.corpus": ["corpus.tsv"],
     "data.chat_template": ["chatml", "plain"],
+    "loss.matryoshka.dims": [[4]],
+    "loss.matryoshka.weights": [[2.0]],
     "data.boolean": [[], ["choices"]],
     "data.train_tasks": [["judged"]],
     "data.valid_tasks": [["judged"], ["judged", "more"]],
@@ -130,6 +136,7 @@ VALUES: dict[str, list[Any]] = {
     "optim.groups": [[{"match": "*", "lr": 0.5}]],
     "train.freeze": [[{"match": "*", "until": 1}]],
     "lora.targets": [["q"]],
+    "lora.parts": [["mlp"]],
     "lora.layers": [[0]],
     "lora.patterns": [[]],
     "lora.modules_to_save": [[]],
@@ -213,7 +220,12 @@ def keys_of(name: str) -> list[reference.Key]:
 def candidates(name: str, path: str) -> list[Any]:
     """Values to try for a key, those that its type lists first."""
     kinds = [key.kind for key in keys_of(name) if key.path == path]
-    listed = [json.loads(part) for kind in kinds for part in kind.split(" | ") if part[0] == '"']
+    listed = [
+        json.loads(part)
+        for kind in kinds
+        for part in kind.split(" | ")
+        if part[0] == part[-1] == '"'
+    ]
     return [*VALUES.get(path, ()), *listed, *ANYTHING]
 
 

@@ -18,7 +18,7 @@ from tests.facts import LLAMA, write_facts
 from tests.wording import refused
 from trainer import tasks
 from trainer.driven.packs import batch_of, inputs_of
-from trainer.driven.passes import Layout
+from trainer.driven.passes import PassLayout
 from trainer.driven.together.adapter_set import AdapterSet
 from trainer.driven.together.rounds import filler
 from trainer.driven.together.shared_base import Part, SharedBase
@@ -51,7 +51,7 @@ def task_of(facts: Path, base: dict[str, Any], lora: dict[str, Any], seed: int) 
 
 
 def shared_base(task: Any) -> SharedBase:
-    layout = Layout(10**6, task.is_packed, task.pad)
+    layout = PassLayout(10**6, task.is_packed, task.pad)
     return SharedBase(task.loaded(task.cfg.base, None), task.base_name, layout)
 
 

@@ -27,6 +27,7 @@ from trainer.protocol.abilities import Side
 from trainer.protocol.task import DRAW, EPOCH, Batch, Places
 from trainer.runtime import distributed
 from trainer.tasks.retriever import selection
+from trainer.tasks.retriever.config import Loss
 from trainer.tasks.retriever.loss import losses
 from trainer.tasks.retriever.model import rows_of_streams
 from trainer.training import schedule
@@ -460,9 +461,7 @@ def test_every_pooling_and_temperature_has_the_later_programs_loss(case: recorde
     scores = found["queries"] @ found["passages"].T
     divided = scores / case.how.temperature
     loss = float(
-        losses.in_batch(
-            {**found, **batch}, temperature=case.how.temperature, mask_duplicates=False
-        ).detach()
+        losses.in_batch({**found, **batch}, Loss(), temperature=case.how.temperature).detach()
     )
     assert_loss(loss / QUERIES, case.recorded["loss"], torch.float64, case.name)
     if isinstance(case.recorded.get("scores"), list):

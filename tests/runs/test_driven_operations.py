@@ -12,6 +12,7 @@ import pytest
 from tests.driven_runs import (
     VOCABULARY,
     Kill,
+    Step,
     create,
     drive,
     driven_values,
@@ -24,7 +25,7 @@ from tests.driven_runs import (
 )
 from tests.facts import write_facts
 from tests.ranks import run_on_ranks
-from tests.wording import fault, refused, says
+from tests.wording import Fault, fault, refused, says
 from trainer import tasks
 from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED, ReplayDiffers
 from trainer.operations.operation_log import FOLDER, needless_before
@@ -43,43 +44,34 @@ def row_with(**changes: Any) -> DrivenRow:
     return DrivenRow(changes.pop("tokens", row.tokens), {**row.inputs, **changes})
 
 
-def bad_operations() -> list[tuple[Any, str, dict[str, Any]]]:
-    """(operation, code, what its message names)."""
+def bad_operations() -> list[tuple[Step, Fault]]:
+    """Operations with what they are refused for."""
     good = row_with()
     length = len(good.tokens)
     nan = np.full(length, np.nan, np.float32)
     foreign = np.full(length, VOCABULARY, np.int64)
+    negative = row_with(tokens=-good.tokens - 1)
     long = DrivenRow(np.full(25, 3, np.int32), {"target_tokens": np.full(25, 3, np.int64)})
+    config = fault("driven_loss_config", key="beta", name="cross_entropy")
+    other = ("refused", {"error": "loss_fn='x' is not computed here"}, b"")
     return [
-        (step(), "driven_no_gradient", {}),
-        (passed([good], loss_fn="gspo"), "driven_loss_unknown", {"name": "gspo"}),
-        (
-            passed([good], loss_fn_config={"beta": 1.0}),
-            "driven_loss_config",
-            {"key": "beta", "name": "cross_entropy"},
-        ),
-        (passed([good], loss_fn="ppo"), "driven_inputs_foreign", {"name": "ppo"}),
-        (passed([long]), "driven_row_long", {"count": 25, "limit": 24}),
-        (passed([row_with(target_tokens=foreign)]), "driven_id_foreign", {"id": VOCABULARY}),
-        (
-            passed([row_with(tokens=-good.tokens - 1)]),
-            "driven_id_foreign",
-            {"id": -int(good.tokens[0]) - 1},
-        ),
-        (passed([row_with(weights=nan)]), "driven_not_finite", {"key": "weights"}),
-        (passed([row_with(weights=nan[:-1] * 0)]), "driven_shape", {"key": "weights"}),
-        (passed([]), "driven_no_rows", {}),
-        (("forward", {"loss_fn": "cross_entropy"}, b"torn"), "payload_unreadable", {}),
-        (step(beta1=1.0, eps=float("nan")), "driven_adam", {"name": "beta1"}),
-        (("save_state", {"name": "../x"}, b""), "driven_name", {"name": "../x"}),
-        (("load_state", {"folder": "saved/absent"}, b""), "driven_state_absent", {}),
-        (("create", {"lora": {"rank": 99}}, b""), "driven_create_differs", {"rank": 99}),
-        (
-            ("refused", {"error": "loss_fn='x' is not computed here"}, b""),
-            "driven_loss_unknown",
-            {},
-        ),
-        (("forget", {}, b""), "driven_kind", {"kind": "forget"}),
+        (step(), fault("driven_no_gradient")),
+        (passed([good], loss_fn="gspo"), fault("driven_loss_unknown", name="gspo")),
+        (passed([good], loss_fn_config={"beta": 1.0}), config),
+        (passed([good], loss_fn="ppo"), fault("driven_inputs_foreign", name="ppo")),
+        (passed([long]), fault("driven_row_long", count=25, limit=24)),
+        (passed([row_with(target_tokens=foreign)]), fault("driven_id_foreign", id=VOCABULARY)),
+        (passed([negative]), fault("driven_id_foreign", id=-int(good.tokens[0]) - 1)),
+        (passed([row_with(weights=nan)]), fault("driven_not_finite", key="weights")),
+        (passed([row_with(weights=nan[:-1] * 0)]), fault("driven_shape", key="weights")),
+        (passed([]), fault("driven_no_rows")),
+        (("forward", {"loss_fn": "cross_entropy"}, b"torn"), fault("payload_unreadable")),
+        (step(beta1=1.0, eps=float("nan")), fault("driven_adam", name="beta1")),
+        (("save_state", {"name": "../x"}, b""), fault("driven_name", name="../x")),
+        (("load_state", {"folder": "saved/absent"}, b""), fault("driven_state_absent")),
+        (("create", {"lora": {"rank": 99}}, b""), fault("driven_create_differs", rank=99)),
+        (other, fault("driven_loss_unknown", name="x")),
+        (("forget", {}, b""), fault("driven_kind", kind="forget")),
     ]
 
 
@@ -92,9 +84,9 @@ def test_what_is_refused_changes_nothing(
     bad = bad_operations()
     first, second, looked = (passed(rows_of_seed(n)) for n in (1, 2, 3))
     look = ("forward", *looked[1:])
-    early = (step(), "driven_not_created", {})
+    early = (step(), fault("driven_not_created"))
     good = [create(values), first, step(), look]
-    steps = [early[0], *good[:3], look, *(one for one, _, _ in bad), look, second, step()]
+    steps = [early[0], *good[:3], look, *(one for one, _ in bad), look, second, step()]
     late = passed(rows_of_seed(4))
     steps += [("end", {}, b""), late]
     run = folder_of(values, tmp_path)
@@ -103,14 +95,13 @@ def test_what_is_refused_changes_nothing(
     results = results_of(run)
     assert len(results) == len(steps)
     wanted = {0: early, **dict(enumerate(bad, start=5))}
-    wanted[len(steps) - 1] = (late, "driven_has_ended", {})
+    wanted[len(steps) - 1] = (late, fault("driven_has_ended"))
     for number, result in enumerate(results):
         if number not in wanted:
             assert result.error is None, number
             continue
-        _, code, fields = wanted[number]
         assert result.fields["category"] == "user"
-        says(code, result.error or "", **fields)
+        says(wanted[number][1], result.error or "")
     assert results[4].payload == results[5 + len(bad)].payload
 
 
@@ -230,8 +221,8 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
         ("train", {"epochs": 2.0}, fault("driven_key", key="train.epochs=2.0")),
         ("train", {"precision": "fp16"}, fault("driven_key", key="train.precision='fp16'")),
         ("optim", {"name": "lion"}, fault("driven_key", key="optim.name='lion'")),
-        ("data", {"source": "files", "put_aside_s": 1.0}, "put_aside_of_files"),
-        ("data", {"facts": 3}, "driven_reads_files"),
+        ("data", {"source": "files", "put_aside_s": 1.0}, fault("put_aside_of_files")),
+        ("data", {"facts": 3}, fault("driven_reads_files")),
         ("data", {"source": "files", "together": 3}, fault("shared_of_files", source="files")),
     ],
 )

@@ -18,7 +18,7 @@ import numpy as np
 from pathlib import Path
 from trainer.files.atomic import write_json
 from trainer.operations.operation_log import OperationReader
-from trainer.operations.results import ResultWriter
+from trainer.operations.results import ResultWriter, work_of
 from trainer.operations.rows import outputs_to_payload, rows_of
 
 flags = dict(word[2:].split("=", 1) for word in sys.argv[2:] if "=" in word)
@@ -108,8 +108,10 @@ while True:
     if one.kind == what.get("dies_at") and one.seq > results.last_seq:
         open({what!r}, "w").write("{{}}")
         os.kill(os.getpid(), signal.SIGKILL)
+    began = time.time()
     fields, payload = perform(one)
-    results.append(one.seq, fields, payload)
+    time.sleep(what.get("work_s", 0.0))
+    results.append(one.seq, fields, payload, work=work_of(one, began))
     say("running")
     if one.kind == "end":
         say("succeeded")

@@ -4,7 +4,6 @@ the dtype.
 
 from __future__ import annotations
 
-import sys
 import tracemalloc
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from tests.ranks import run_on_ranks
 from tests.wording import refused
 from trainer.retrieval import exact_search as searching
-from trainer.retrieval.exact_search import faiss_search, search
+from trainer.retrieval.exact_search import search
 
 
 def integers(rows: int, width: int, seed: int) -> np.ndarray:
@@ -124,23 +123,17 @@ def test_memory_does_not_grow_with_the_passages() -> None:
     assert peaks[1] < 1.2 * peaks[0] + 50_000  # all scores of the 100,000 would be 25 MB
 
 
-def test_faiss_finds_the_same_scores() -> None:
-    pytest.importorskip("faiss", reason="the extra faiss is not installed")
-    queries, passages = integers(6, 8, 3), integers(50, 8, 4)
-    shards = [passages[:20].astype(np.float16), passages[20:].astype(np.float16)]
-    for index in ("Flat", "IVF1,Flat"):  # the second one is trained first
-        found = faiss_search(queries, shards, depth=60, index=index)
-        exact = search(queries, shards, depth=60)
-        np.testing.assert_array_equal(found.scores, exact.scores)
-        np.testing.assert_array_equal(np.sort(found.rows), np.sort(exact.rows))
-    with refused("faiss_unknown", index="Falt"):
-        faiss_search(queries, shards, depth=5, index="Falt")
-
-
-def test_a_missing_extra_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with refused("extra_not_installed", name="faiss", extra="faiss"):
-        faiss_search(integers(1, 2, 0), [integers(1, 2, 1)], depth=1)
+@pytest.mark.parametrize("count", [1, 2, 8, 9])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_number_of_questions_finds_what_sorting_finds(
+    count: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    queries, passages = integers(count, 8, 5), integers(13_001, 8, 6)
+    hits = search(queries, [passages], depth=20)
+    rows, scores = sorted_out(queries, passages, 20)
+    np.testing.assert_array_equal(hits.rows, rows)
+    np.testing.assert_array_equal(hits.scores, scores)
 
 
 def test_vectors_of_two_widths_are_refused() -> None:

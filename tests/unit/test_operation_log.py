@@ -17,7 +17,8 @@ from trainer.operations.operation_log import (
     needless_before,
     note_states,
 )
-from trainer.operations.results import Results, ResultWriter
+from trainer.operations.records import RecordPlace, read_record
+from trainer.operations.results import OperationResults, ResultWriter
 from trainer.operations.rows import DrivenRow, outputs_of, outputs_to_payload, rows_of
 from trainer.operations.rows import rows_to_payload as payload_of
 
@@ -48,9 +49,10 @@ def test_operations_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_a_record_torn_at_any_byte_is_not_there_and_is_written_again(tmp_path: Path) -> None:
     filled(tmp_path / "whole", 2).close()
-    whole = (tmp_path / "whole" / "log-000001.bin").read_bytes()
-    filled(tmp_path / "short", 1).close()
-    start = (tmp_path / "short" / "log-000001.bin").stat().st_size
+    file = tmp_path / "whole" / "log-000001.bin"
+    whole, first_record = file.read_bytes(), read_record(file, RecordPlace(1, 0))
+    assert first_record is not None
+    start = first_record.end
     folder = tmp_path / "torn"
     folder.mkdir()
     for end in range(start, len(whole)):
@@ -175,7 +177,7 @@ def test_a_disk_that_refuses_leaves_nothing(
 
 
 def test_results_are_followed_and_kept_once(tmp_path: Path) -> None:
-    reader = Results(tmp_path)
+    reader = OperationResults(tmp_path)
     assert (reader.follow(), reader.get(0)) == ([], None)
     writer = ResultWriter(tmp_path, segment_bytes=200)
     writer.append(0, {"metrics": {"loss:sum": 0.1}}, PAYLOAD)
@@ -202,7 +204,7 @@ def test_old_results_are_dropped_by_whole_files(tmp_path: Path) -> None:
     writer = ResultWriter(tmp_path, segment_bytes=200)
     for seq in range(6):
         writer.append(seq, {}, PAYLOAD)
-    reader = Results(tmp_path)
+    reader = OperationResults(tmp_path)
     reader.follow()
     assert writer.drop(most_bytes=600) > 0
     assert writer.size_bytes() <= 600
@@ -211,7 +213,7 @@ def test_old_results_are_dropped_by_whole_files(tmp_path: Path) -> None:
     last = reader.get(5)
     assert last is not None
     assert last.payload == PAYLOAD
-    assert Results(tmp_path).follow()[-1] == 5
+    assert OperationResults(tmp_path).follow()[-1] == 5
     assert writer.append(0, {}, PAYLOAD).seq == 0  # a replay from far back
     writer.close()
 

@@ -20,7 +20,8 @@ from trainer import tasks
 from trainer.protocol.abilities import Embeds
 from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.tasks.retriever import metrics, selection
-from trainer.tasks.retriever.loss import losses
+from trainer.tasks.retriever.config import Loss
+from trainer.tasks.retriever.loss import distillation, losses
 from trainer.tasks.retriever.model import pooled
 from trainer.tasks.retriever.tokens import Tokens
 
@@ -217,7 +218,7 @@ def test_known_positives_of_other_queries_are_no_negatives_when_masked() -> None
         "identities": torch.tensor([7, 1, 8, 2, 7, 3])
     }  # the first and the third query want the same passage
     pool |= {"positive_ids": torch.tensor([7, 8, 1, 7]), "positive_counts": torch.tensor([1, 2, 1])}
-    got = losses.in_batch(pool, temperature=0.5, mask_duplicates=True)
+    got = losses.in_batch(pool, Loss(mask_duplicates=True), temperature=0.5)
     scores = pool["queries"] @ pool["passages"].T / 0.5
     for query, passage in ((0, 4), (2, 0), (1, 1)):
         scores[query, passage] = -math.inf
@@ -231,7 +232,7 @@ def test_distillation_is_the_divergence_from_the_teacher_over_the_scored_passage
     nan = math.nan
     pool["teacher"] = torch.tensor([1.0, 0.5, -1.0, 2.0, nan, 0.0, 1.0, nan, nan])
     pool["queries"].requires_grad_()
-    got = losses.distil(pool, temperature=0.7, teacher_temperature=2.0)
+    got = distillation.distil(pool, temperature=0.7, teacher_temperature=2.0)
     scores = (pool["queries"][:, None] * pool["passages"].view(3, 3, 5)).sum(-1) / 0.7
     wanted = 0.0
     for query, places in ((0, [0, 1, 2]), (1, [0, 2])):

@@ -143,6 +143,23 @@ Split = Annotated[
 Limit = Annotated[
     int | None, typer.Option("--limit", min=1, help="Use only this many rows, the first ones.")
 ]
+ShardRows = Annotated[
+    int | None,
+    typer.Option(
+        "--shard_rows",
+        min=1,
+        help="Vectors per file; a kill loses at most the file in progress.",
+    ),
+]
+Dims = Annotated[
+    int | None,
+    typer.Option(
+        "--dims",
+        min=1,
+        help="Write the first numbers of each vector only; of a model trained with "
+        "loss.matryoshka.",
+    ),
+]
 BatchSize = Annotated[
     int | None,
     typer.Option("--batch", min=1, help="Rows per device and forward; default train.eval_batch."),

@@ -28,7 +28,8 @@ Steps = Annotated[
     typer.Option(
         "--replay",
         min=1,
-        help="Run this many steps again, and compare them with the recorded ones.",
+        help="Run this many steps (of a driven run: operations) again, and compare them with the "
+        "recorded ones.",
     ),
 ]
 Start = Annotated[
@@ -49,8 +50,9 @@ def verify(
     cache_dir: CacheDir = Path("tmp-cache"),
 ) -> None:
     """Check that metrics.jsonl is as the run wrote it, and that its steps give the same numbers
-    when they are run again. Exit code 1, and the first step that differs, if not. Run it under
-    torchrun with as many ranks as the run had.
+    when they are run again; of a driven run, its operations, their results and its states. Exit
+    code 1, and the first step or operation that differs, if not. Run it under torchrun with as many
+    ranks as the run had.
     """
     from trainer.training.options import Options
 
@@ -60,9 +62,22 @@ def verify(
     _say(f"{run}: {len(lines)} lines, {len(proofs)} with a proof")
     for first, last, ranks in module.worlds(proofs):
         _say(f"steps {first} to {last}: {ranks} rank(s)")
+    driven = importlib.import_module("trainer.proof.operation_report")
+    problems = driven.examine(run) if driven.is_driven(run) else []
     if replay is not None or start is not None:
         run_options = Options(run.resolve().parent, data_path=data_path, cache_dir=cache_dir)
-        _replay(run.resolve(), recorded, run_options, steps=replay or 1, start=start)
+        how: dict[str, Any] = {"start": start}
+        if driven.is_driven(run):
+            folder = run.resolve()
+            values = options.experiment(None, folder.name, None, folder.parent, None)
+            driven.replay(folder, values, run_options, count=replay or 1, **how)
+        else:
+            _replay(run.resolve(), recorded, run_options, steps=replay or 1, **how)
+    if problems:
+        raise ProofError(
+            f"{run} is not as it was written: {'; '.join(problems)}. Put back a copy, or let the "
+            "client go on from a state that is sound."
+        )
     if recorded.problems:
         raise ProofError(
             f"{run / 'metrics.jsonl'} is not as the run wrote it: "

@@ -1,4 +1,4 @@
-"""The commands between a corpus and a reader: encode, search, bm25, mine, contexts; and
+"""The commands between a corpus and a reader: encode, bm25, mine, contexts (search: vectors/); and
 the measures of a run file, which judge tells.
 """
 
@@ -17,7 +17,6 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
     from trainer.data.readers.rankings import Rankings
-    from trainer.retrieval.embeddings import Embeddings
 
 RunFile = Annotated[
     Path,
@@ -60,14 +59,6 @@ Format = Annotated[
 Texts = Annotated[
     Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")
 ]
-ShardRows = Annotated[
-    int | None,
-    typer.Option(
-        "--shard_rows",
-        min=1,
-        help="Vectors per file; a kill loses at most the file in progress.",
-    ),
-]
 At = Annotated[
     list[int] | None, typer.Option("--at", min=1, help="A cut-off k; may be given several times.")
 ]
@@ -86,12 +77,17 @@ def encode(
     split: OfSplit = None,
     batch: options.BatchSize = 64,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="Type of the vectors on disk: float16 or float32.")
+        str,
+        typer.Option(
+            "--dtype",
+            help="Form of the vectors on disk: float16, float32, or, for passages, int8 or binary.",
+        ),
     ] = "float16",
     precision: Annotated[
         str, typer.Option("--precision", help="Precision of the model: fp32 or bf16.")
     ] = "fp32",
-    shard_rows: ShardRows = None,
+    shard_rows: options.ShardRows = None,
+    dims: options.Dims = None,
     strict: Strict = False,
 ) -> None:
     """Write the vectors of a corpus or of questions; under torchrun, every rank writes a shard at a
@@ -113,6 +109,9 @@ def encode(
             f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
         )
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
+    if dims is not None:
+        task.shorten(dims)
+        weights += f", first {dims}"  # comparable with one another alone
 
     def read() -> list[Any]:
         # on rank 0 alone, and inside of on_main: the others get the refusal of --strict, too
@@ -139,80 +138,30 @@ def encode(
             f"{out}: {vectors.plan.count} vectors of {vectors.dim} numbers, "
             f"{len(vectors.shards)} shard(s)"
         )
+        for depth, recall in vectors.recall.items():
+            typer.echo(
+                f"{out}: recall@{depth} {recall:.3f} of the exact vectors' nearest, with passages "
+                "as questions"
+            )
 
 
 def _check_flags(side: str, dtype: str, precision: str, split: str | None) -> None:
+    from trainer.retrieval import stored_forms
+
     for name, value, legal in (
         ("side", side, ("query", "passage")),
-        ("dtype", dtype, ("float16", "float32")),
+        ("dtype", dtype, stored_forms.FORMS),
         ("precision", precision, ("fp32", "bf16")),
     ):
         if value not in legal:
             raise ConfigError(f"--{name} {value}: want {' or '.join(legal)}.")
+    if side == "query" and dtype in stored_forms.SMALL:
+        raise ConfigError(
+            f"--dtype {dtype} is for passages: questions are few, and their exact vectors find "
+            "more. Use float16 or float32."
+        )
     if side == "passage" and split is not None:
         raise ConfigError("--split is for questions; a corpus is encoded whole. Leave it out.")
-
-
-@options.guard
-def search(
-    queries: Annotated[
-        Path, typer.Option("--queries", help="The folder of questions' vectors that encode wrote.")
-    ],
-    passages: Annotated[
-        list[Path],
-        typer.Option(
-            "--passages", help="A folder of passages' vectors; may be given several times."
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", help="The run file to write.")],
-    depth: Depth = 100,
-    run_format: Format = "trec",
-    tag: Annotated[str, typer.Option("--tag", help="trec: the name of the run.")] = "dense",
-    faiss: Annotated[
-        str | None,
-        typer.Option("--faiss", help='Search with a FAISS index: Flat, "IVF1024,Flat", HNSW32.'),
-    ] = None,
-    remove_query: Annotated[
-        bool,
-        typer.Option("--remove_query", help="Leave out the passage with the question's own id."),
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Check the checksums of all vectors first.")
-    ] = False,
-) -> None:
-    """Find the passages with the highest dot products for every question, exactly; on a GPU if
-    there is one.
-    """
-    import numpy as np
-
-    from trainer.retrieval import embeddings, rankings
-    from trainer.retrieval import exact_search as searching
-    from trainer.runtime import distributed
-
-    _check_run(run_format, out)
-    distributed.init()
-    questions, corpora = embeddings.read(queries), [embeddings.read(folder) for folder in passages]
-    _check_vectors(questions, corpora)
-    for vectors in (questions, *corpora) if verify else ():
-        embeddings.verify(vectors)
-    query_vectors = np.concatenate(
-        [np.asarray(shard, dtype=np.float32) for shard in questions.vectors]
-    )
-    shards = [shard for corpus in corpora for shard in corpus.vectors]
-    num_hits = depth + remove_query
-    if faiss is None:
-        hits = searching.search(query_vectors, shards, depth=num_hits)
-    else:
-        if distributed.world() > 1:
-            raise ConfigError(
-                "--faiss searches on one device: start it with python, not with torchrun."
-            )
-        hits = searching.faiss_search(query_vectors, shards, depth=num_hits, index=faiss)
-    if distributed.is_main():
-        ids = [name for corpus in corpora for name in corpus.ids]
-        cut = {"is_without_query": remove_query, "depth": depth}
-        of_run = rankings.of_search(questions.ids, ids, rows=hits.rows, scores=hits.scores, **cut)
-        _write_run(out, of_run, run_format, tag)
 
 
 @options.guard
@@ -231,9 +180,9 @@ def bm25(
     from trainer.data.readers.questions import queries as read_queries
     from trainer.retrieval import negatives
 
-    _check_run(run_format, out)
+    check_run(run_format, out)
     questions = list(read_queries(queries, split))
-    _write_run(
+    write_run(
         out,
         negatives.bm25(questions, corpora.passages(passages), depth=depth),
         run_format,
@@ -402,7 +351,8 @@ def _rows(source: Path, side: str, split: str | None) -> Any:
     return ({"id": query.id, "text": query.text} for query in queries(source, split))
 
 
-def _check_run(run_format: str, out: Path) -> None:
+def check_run(run_format: str, out: Path) -> None:
+    """ConfigError for a format that is none of run files, or a folder that is not there."""
     from trainer.retrieval.rankings import RunFormat
 
     if run_format not in get_args(RunFormat):
@@ -411,24 +361,12 @@ def _check_run(run_format: str, out: Path) -> None:
         raise ConfigError(f"{out}: its folder does not exist. Make it, or write elsewhere.")
 
 
-def _write_run(out: Path, of_run: Rankings, run_format: Any, tag: str) -> None:
+def write_run(out: Path, of_run: Rankings, run_format: Any, tag: str) -> None:
+    """Write rankings as a run file, and tell how much it holds."""
     from trainer.retrieval import rankings
 
     rankings.write_run(out, of_run, format=run_format, tag=tag)
     typer.echo(f"{out}: {len(of_run)} questions, {sum(map(len, of_run.values()))} hits")
-
-
-def _check_vectors(queries: Embeddings, corpora: list[Embeddings]) -> None:
-    for vectors, side in ((queries, "query"), *((corpus, "passage") for corpus in corpora)):
-        if vectors.plan.side != side:
-            raise ConfigError(
-                f"{vectors.folder} holds vectors of side {vectors.plan.side}, want {side}."
-            )
-        if vectors.plan.model != queries.plan.model:
-            raise ConfigError(
-                f"{vectors.folder} and {queries.folder} are of different models: encode both by "
-                "one."
-            )
 
 
 def _queries(path: Path | None, split: str | None) -> list[Query]:

@@ -468,6 +468,13 @@ class Experiment(Strict):
         return self.lora is not None
 
     @property
+    def package(self) -> str:
+        """The package in trainer/tasks/ that holds the code of this experiment (task.py,
+        trained.py): the task, or one of its forms.
+        """
+        return self.task
+
+    @property
     def exports_adapters(self) -> bool:
         """Whether best/ and final/ hold adapters without their base."""
         return self.lora is not None and self.lora.export == "adapter"

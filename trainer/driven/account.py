@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.driven.model import loaded
 from trainer.errors import CheckpointError, StorageError, UserError
+from trainer.files.atomic import read_json
 from trainer.operations.operation_log import FOLDER, OperationReader
-from trainer.operations.results import OperationResult, ResultWriter
+from trainer.operations.results import LAYOUTS, OperationResult, ResultWriter, work_of
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 
@@ -36,6 +38,9 @@ class Account:
     def __post_init__(self) -> None:
         self._results = ResultWriter(self.folder / FOLDER) if distributed.is_main() else None
         on_main(self._complete)
+        self._layouts: dict[str, Any] = {}
+        if distributed.is_main():
+            self._layouts = read_json(self.folder / FOLDER / LAYOUTS) or {}
         self._kept = self.after  # the last operation before the newest state
         self._kept_step = self.model.progress.step
         self._bytes = 0  # of the operations since then
@@ -46,7 +51,8 @@ class Account:
         if self._results.last_seq == self.after - 1 and self.after >= 0:
             operation = OperationReader(self.folder / FOLDER, after=self.after - 1).next()
             assert operation is not None, "the log goes back to the state before the newest"
-            self._results.append(self.after, loaded(operation))
+            work = work_of(operation, time.time())
+            self._results.append(self.after, loaded(operation), work=work)
 
     def skips(self, operation: Operation) -> bool:
         """Whether a replay leaves an operation out: one that only writes files, which may be
@@ -72,7 +78,7 @@ class Account:
 
         def look() -> Any:
             old = self._stored(operation.seq)
-            return None if old is None else old.layout
+            return self._layouts.get(str(operation.seq)) if old is None else old.layout
 
         return on_main(look)
 
@@ -80,12 +86,15 @@ class Account:
         self,
         operation: Operation,
         outcome: Outcome | None,
+        *,
+        began: float = 0.0,
         layout: Mapping[str, Any] | None = None,
     ) -> None:
         """Write down what an operation gave, and a state where one is due. ReplayDiffers when it
         had another result.
 
-        outcome: None, it was left out. layout: how its rows were packed with those of other runs.
+        outcome: None, it was left out. began: seconds since 1970. layout: how its rows were packed
+        with those of other runs.
         """
         self.after = operation.seq
         if outcome is not None:
@@ -93,7 +102,8 @@ class Account:
                 # what was loaded may be deleted later: from here on it is in a state of the run
                 self.keep()
                 self.model.states.saves.wait()
-            on_main(lambda: self._write(operation.seq, outcome, layout))
+            work = work_of(operation, began)
+            on_main(lambda: self._write(operation.seq, outcome, work=work, layout=layout))
         self._bytes += len(operation.payload)
         steps = self.model.progress.step - self._kept_step
         is_due = steps >= self.every or self._bytes > MOST_BYTES
@@ -119,13 +129,13 @@ class Account:
         assert self._results is not None, "rank 0 has them"
         return self._results.get(seq)
 
-    def _write(self, seq: int, outcome: Outcome, layout: Mapping[str, Any] | None) -> None:
+    def _write(self, seq: int, outcome: Outcome, **more: Mapping[str, Any] | None) -> None:
         fields, payload = outcome
         old = self._stored(seq)
         if old is not None and old.error is not None and "error" in fields:
             return  # refused then and now, perhaps in other words
         assert self._results is not None, "rank 0 has them"
-        self._results.append(seq, fields, payload, layout)
+        self._results.append(seq, fields, payload, **more)
 
 
 def outcome_of(action: Callable[[], Outcome]) -> Outcome:

@@ -40,9 +40,9 @@ def adam_of(fields: Mapping[str, Any]) -> AdamStep:
     """ConfigError names every parameter that is missing or out of its range."""
     problems: list[str] = []
     for name, (low, high) in _ADAM.items():
-        value = fields.get(name)
+        value: Any = fields.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value < high:  # pyright: ignore[reportOptionalOperand]
+        if not (is_number and low <= value < high):
             bound = "a finite number from 0 on" if high == math.inf else "from 0 to below 1"
             problems.append(f"{name}: got {value!r}, want {bound}")
     if problems:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.driven.account import Account, outcome_of
-from trainer.driven.turns import Turns
+from trainer.driven.turns import OperationTurns
 from trainer.operations.operation_log import FOLDER
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ class DrivenLoop:
     def follow(self) -> End:
         """Run operations until the run ends, is put aside, or is asked to stop."""
         account = self.account
-        turns = Turns(account.folder / FOLDER, after=account.after, preemption=self.preemption)
+        turns = OperationTurns(
+            account.folder / FOLDER, after=account.after, preemption=self.preemption
+        )
         beaten_at = time.monotonic()
         try:
             while True:
@@ -57,5 +59,5 @@ class DrivenLoop:
     def _run(self, operation: Operation) -> None:
         if self.account.skips(operation):
             return self.account.book(operation, None)
-        do = functools.partial(self.account.model.do, operation)
-        self.account.book(operation, outcome_of(do))
+        began, do = time.time(), functools.partial(self.account.model.do, operation)
+        self.account.book(operation, outcome_of(do), began=began)

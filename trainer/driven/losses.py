@@ -86,7 +86,7 @@ def _dro(logps_N: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, flo
 
 _SAMPLED = ("logprobs", "advantages")
 _THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
-_CLIP = dict(zip(_THRESHOLDS, (0.8, 1.2), strict=True))
+_CLIP: dict[str, float] = dict(zip(_THRESHOLDS, (0.8, 1.2), strict=True))
 LOSSES: dict[str, DrivenLoss] = {
     "cross_entropy": DrivenLoss(_cross_entropy, (), ("weights",), {}),
     "importance_sampling": DrivenLoss(_importance_sampling, _SAMPLED, (), {}),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.optimizer.lora import Lora
 from trainer.driven import adam, passes
 from trainer.driven.checks import adam_of, check_rows, loss_of
-from trainer.driven.passes import Layout, PassResult, RowsPass
+from trainer.driven.passes import PassLayout, PassResult, RowsPass
 from trainer.driven.states import SAMPLER, States, check_name
 from trainer.errors import ConfigError
 from trainer.operations.rows import outputs_to_payload, rows_of
@@ -39,7 +39,7 @@ class DrivenModel:
     """The adapters of one run with their engine. Every method is a collective."""
 
     engine: Engine
-    layout: Layout
+    layout: PassLayout
     states: States
     progress: Progress
     lora: Lora
@@ -82,7 +82,8 @@ class DrivenModel:
             self.pending.tokens += sum(len(row.tokens) for row in of.rows)
             self.pending.loss += result.loss
         trailing = list(result.logps[0].shape[1:])
-        told = {"metrics": {"loss:sum": result.loss}, "outputs": {"logprobs": trailing}}
+        outputs = {"logprobs": {"trailing": trailing}}
+        told = {"metrics": {"loss:sum": result.loss}, "outputs": outputs}
         return told, outputs_to_payload({"logprobs": result.logps})
 
     def _refuse_out_of_turn(self, operation: Operation) -> None:

@@ -50,7 +50,7 @@ def batch_of(rows: Sequence[DrivenRow], *, is_packed: bool, pad: int) -> Batch:
     """The tensors of a micro-batch for CausalLM.forward: the tokens, `scored` (N,), the position of
     every target, and `targets` (N,), row after row. A position may have several targets.
     """
-    ids = [row.tokens for row in rows]
+    ids: list[Any] = [row.tokens for row in rows]
     if is_packed:
         batch = pack(ids, bucketed=True)
         del batch["passage"]

@@ -18,7 +18,7 @@ from trainer.training.engine import Engine
 
 
 @dataclass(frozen=True)
-class Layout:
+class PassLayout:
     """How rows become micro-batches. most_tokens: of one; pad: the id that fills padded rows."""
 
     most_tokens: int
@@ -58,7 +58,7 @@ class RowsPass:
         return PassResult(float(total), shaped)
 
 
-def run(engine: Engine, of: RowsPass, layout: Layout) -> PassResult:
+def run(engine: Engine, of: RowsPass, layout: PassLayout) -> PassResult:
     """The log-probabilities of all targets, and the loss; with_backward adds its gradient to what
     the engine has accumulated. A collective.
     """

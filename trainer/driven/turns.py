@@ -20,7 +20,7 @@ TURN_S = 0.25  # so long rank 0 looks before it tells the others that there is n
 
 
 @dataclass(frozen=True)
-class Turn:
+class OperationTurn:
     """One turn of the loop. operation: None, there is none yet. idle_s: seconds since the last."""
 
     operation: Operation | None
@@ -28,7 +28,7 @@ class Turn:
     idle_s: float
 
 
-class Turns:
+class OperationTurns:
     """The turns of a run, the same on all ranks."""
 
     def __init__(self, folder: Path, *, after: int, preemption: Preemption) -> None:
@@ -37,7 +37,7 @@ class Turns:
         self._preemption = preemption
         self._worked_at = time.monotonic()
 
-    def next(self) -> Turn:
+    def next(self) -> OperationTurn:
         """The next operation, or nothing for a moment. A collective."""
         found: list[Operation] = []
 
@@ -55,12 +55,12 @@ class Turns:
         is_asked = torch.tensor(int(self._preemption.requested))
         is_stopping = int(distributed.total(is_asked)) > 0
         if is_stopping:
-            return Turn(None, True, 0.0)
+            return OperationTurn(None, True, 0.0)
         told = distributed.on_main(look)
         if "header" not in told:
-            return Turn(None, False, told["idle_s"])
+            return OperationTurn(None, False, told["idle_s"])
         payload = distributed.broadcast_bytes(found[0].payload if found else b"")
-        return Turn(Operation(**told["header"], payload=payload), False, told["idle_s"])
+        return OperationTurn(Operation(**told["header"], payload=payload), False, told["idle_s"])
 
     def worked(self) -> None:
         """Count idle time from now on."""

@@ -247,7 +247,7 @@ def _opening_line(rows: str, cut_tokens: Sequence[int], counts: cut_counts.CutCo
 
 
 def _module_of(task: Any) -> Trained:
-    return importlib.import_module(f"trainer.tasks.{task.cfg.task}.trained")  # type: ignore
+    return importlib.import_module(f"trainer.tasks.{task.cfg.package}.trained")  # type: ignore
 
 
 @dataclass(frozen=True)

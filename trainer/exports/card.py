@@ -41,8 +41,8 @@ def text(folder: Path, record: Record) -> str:
     """The card of the export in `folder`."""
     cfg = tasks.parse(record.experiment, source=str(folder / NAME))
     use = Usage("lathe", [], ["How other programs load it is not known."])
-    if (Path(tasks.__file__).parent / cfg.task / "trained.py").is_file():
-        use = importlib.import_module(f"trainer.tasks.{cfg.task}.trained").usage(cfg, folder)
+    if (Path(tasks.__file__).parent / cfg.package.replace(".", "/") / "trained.py").is_file():
+        use = importlib.import_module(f"trainer.tasks.{cfg.package}.trained").usage(cfg, folder)
     programs = [f"{heading}:\n\n```python\n{code}```" for heading, code in use.programs]
     front_matter = ["---", f"library_name: {use.library}"]  # what the Hub reads of a card
     if record.licence is not None:
@@ -136,7 +136,9 @@ def _scores(record: Record) -> str:
         return "None: the run had no evaluation before this export."
     step = int(record.scores["step"])
     rows = [[f"`{name}`", f"{x:.6g}"] for name, x in record.scores.items() if name != "step"]
-    task = importlib.import_module(f"trainer.tasks.{record.experiment['task']}.task").Task
+    task = importlib.import_module(
+        f"trainer.tasks.{tasks.parse(record.experiment).package}.task"
+    ).Task
     train = "python trainval.py -e this --exp_configs this.py -sb results --data_path DATA"
     judge = "python -m trainer evaluate -e this --exp_configs this.py -sb results --data_path DATA "
     judge += "--model FOLDER"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainer import tasks
 from trainer.config.userfile import execute
 from trainer.errors import ConfigError, nearest
 from trainer.evaluation.run import open_model
@@ -108,10 +109,10 @@ def evaluate(
     mteb = extra("mteb", EXTRA)
     logging.getLogger("mteb").setLevel(logging.WARNING)
     for question in questions:
-        name = question.values["task"]
-        if not issubclass(importlib.import_module(f"trainer.tasks.{name}.task").Task, Embeds):
+        package = tasks.parse(question.values).package
+        if not issubclass(importlib.import_module(f"trainer.tasks.{package}.task").Task, Embeds):
             raise ConfigError(
-                f"--mteb: task {name!r} computes no vectors of texts. Give a run of a retriever."
+                f"--mteb: task {package!r} computes no vectors of texts. Give a run of a retriever."
             )
     if questions[0].limit is not None:
         raise ConfigError(

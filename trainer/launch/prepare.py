@@ -74,8 +74,10 @@ class PreparedRun:
         """This run as the planners of memory and time need it."""
         plan = self.plan
         train = self.stores.get("train")  # of a stream or a client, each row may fill its limits
-        is_known = train is not None and not isinstance(train, StreamStore)
-        rows = StoredRows(train, self.task, "train") if is_known else Specimens(self.task)
+        if train is None or isinstance(train, StreamStore):
+            rows: RowsByNumber = Specimens(self.task)
+        else:
+            rows = StoredRows(train, self.task, "train")
         return Subject(
             with_value(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing),
             plan.cfg,

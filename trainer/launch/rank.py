@@ -67,7 +67,7 @@ def train(experiments: Sequence[dict[str, Any]], options: Options, line: Lifelin
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     cfgs = [tasks.parse(values, source="--survive") for values in experiments]
     for cfg in cfgs:
-        importlib.import_module(f"trainer.tasks.{cfg.task}.task")
+        importlib.import_module(f"trainer.tasks.{cfg.package}.task")
     line.tell("warm", batches=[cfg.train.global_batch for cfg in cfgs])
     seat = line.seat()
     preemption = Preemption()

@@ -28,8 +28,8 @@ from trainer.files.atomic import read_json, refusals, write_json
 from trainer.operations.records import (
     SEGMENT,
     LogRecord,
-    Place,
     RecordFiles,
+    RecordPlace,
     RecordWriter,
     altered,
     encode_header,
@@ -96,7 +96,7 @@ class OperationReader:
         """
         self._files = RecordFiles(folder, LOG)
         self._last = after
-        self._place: Place | None = None
+        self._place: RecordPlace | None = None
 
     def next(self) -> Operation | None:
         """The next operation, durable; None when there is none yet.
@@ -109,7 +109,7 @@ class OperationReader:
             if not record:
                 return None
             seq = int(record.header["seq"])
-            self._place = Place(record.place.segment, record.end)
+            self._place = RecordPlace(record.place.segment, record.end)
             if seq <= self._last:
                 continue
             if seq != self._last + 1:
@@ -127,15 +127,15 @@ class OperationReader:
             self._last = seq
             return _operation(record)
 
-    def _start(self) -> Place | None:
+    def _start(self) -> RecordPlace | None:
         """The start of the file that holds the operation after the last one."""
-        start: Place | None = None
+        start: RecordPlace | None = None
         for segment in self._files.segments():
-            first = self._files.read(Place(segment, 0), with_payload=False)
+            first = self._files.read(RecordPlace(segment, 0), with_payload=False)
             is_behind = first is not None and int(first.header["seq"]) > self._last + 1
             if start is not None and (first is None or is_behind):
                 break
-            start = Place(segment, 0)
+            start = RecordPlace(segment, 0)
         return start
 
 
@@ -150,14 +150,14 @@ class OperationLog:
         self._guard = threading.Lock()
         self._writer = RecordWriter(self._files, segment_bytes=segment_bytes)
         try:
-            self._places: dict[int, Place] = {}
+            self._places: dict[int, RecordPlace] = {}
             self._chain, self.last_seq = "", -1
             segments = self._files.segments()
-            end = Place(segments[-1] if segments else 1, 0)
+            end = RecordPlace(segments[-1] if segments else 1, 0)
             for record in self._files.scan():
                 self._places[int(record.header["seq"])] = record.place
                 self._chain = str(record.header["chain"])
-                end = Place(record.place.segment, record.end)
+                end = RecordPlace(record.place.segment, record.end)
             if self._places:
                 self._check_order()
                 self.last_seq = max(self._places)

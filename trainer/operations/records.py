@@ -53,19 +53,19 @@ class LogRecord:
 
     header: dict[str, Any]
     payload: bytes
-    place: Place
+    place: RecordPlace
     end: int
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class RecordPlace:
     """A position in the files of one stem."""
 
     segment: int  # the number of the file; the first is 1
     offset: int  # bytes
 
 
-def read_record(path: Path, place: Place, *, with_payload: bool = True) -> LogRecord | None:
+def read_record(path: Path, place: RecordPlace, *, with_payload: bool = True) -> LogRecord | None:
     """The record at a place; None when no whole record is there (yet).
 
     with_payload: False reads the header alone, and does not look at the checksum. OSError.
@@ -126,11 +126,11 @@ class RecordFiles:
                 total += self.path(segment).stat().st_size
         return total
 
-    def read(self, place: Place, *, with_payload: bool = True) -> LogRecord | None:
+    def read(self, place: RecordPlace, *, with_payload: bool = True) -> LogRecord | None:
         """The record at a place; None when no whole one is there. OSError."""
         return read_record(self.path(place.segment), place, with_payload=with_payload)
 
-    def following(self, place: Place, *, with_payload: bool = True) -> LogRecord | None:
+    def following(self, place: RecordPlace, *, with_payload: bool = True) -> LogRecord | None:
         """The first record at a place or behind it, in the next file at the end of one; None when
         there is none yet.
 
@@ -139,10 +139,14 @@ class RecordFiles:
         record = self._read_or_none(place, with_payload=with_payload)
         if record is not None:
             return record
+        path = self.path(place.segment)
+        if path.exists() and not self.path(place.segment + 1).exists():
+            return None  # the usual case, which lists no folder
         later = [segment for segment in self.segments() if segment > place.segment]
         if not later:
+            if self._is_followed(place) and not self._read_or_none(place, with_payload=True):
+                raise altered(self.path(place.segment), place)
             return None
-        path = self.path(place.segment)
         if path.exists():  # else it was dropped
             # it may have grown between the two looks, before the next file began
             record = self._read_or_none(place, with_payload=with_payload)
@@ -151,9 +155,33 @@ class RecordFiles:
             with suppress(FileNotFoundError):
                 if path.stat().st_size > place.offset:
                     raise altered(path, place)
-        return self.following(Place(later[0], 0), with_payload=with_payload)
+        return self.following(RecordPlace(later[0], 0), with_payload=with_payload)
 
-    def _read_or_none(self, place: Place, *, with_payload: bool) -> LogRecord | None:
+    def _is_followed(self, place: RecordPlace) -> bool:
+        """Whether a whole record stands where the one at a place ends by its lengths."""
+        with suppress(FileNotFoundError), self.path(place.segment).open("rb", buffering=0) as file:
+            prefix = os.pread(file.fileno(), _PREFIX, place.offset)
+            if len(prefix) == _PREFIX:
+                end = place.offset + _PREFIX + sum(_LENGTHS.unpack_from(prefix))
+                if end < os.fstat(file.fileno()).st_size:
+                    return self.read(RecordPlace(place.segment, end)) is not None
+        return False
+
+    def behind(self, place: RecordPlace) -> RecordPlace | None:
+        """Where the next whole record of the same file begins behind a place at which there is
+        none; None when there is no other: then a crash may have torn what stands there.
+        """
+        with self.path(place.segment).open("rb") as file:
+            file.seek(place.offset)
+            content = file.read()
+        start = _PREFIX
+        while (start := content.find(b'{"', start + 1)) >= 0:
+            one = RecordPlace(place.segment, place.offset + start - _PREFIX)
+            if self.read(one) is not None:
+                return one
+        return None
+
+    def _read_or_none(self, place: RecordPlace, *, with_payload: bool) -> LogRecord | None:
         try:
             return self.read(place, with_payload=with_payload)
         except FileNotFoundError:
@@ -164,17 +192,17 @@ class RecordFiles:
         only there a writer can have been killed. CheckpointError as `following`.
         """
         segments = self.segments()
-        place = Place(segments[0], 0) if segments else None
+        place = RecordPlace(segments[0], 0) if segments else None
         while place is not None:
             is_last = place.segment == segments[-1]
             record = self.following(place, with_payload=is_last)
             if record is None:
                 return
             yield record
-            place = Place(record.place.segment, record.end)
+            place = RecordPlace(record.place.segment, record.end)
 
 
-def altered(path: Path, place: Place) -> CheckpointError:
+def altered(path: Path, place: RecordPlace) -> CheckpointError:
     """The error of a record that is not what was written."""
     return CheckpointError(
         f"{path}, byte {place.offset}: no whole record, although more was written behind it. The "
@@ -192,7 +220,7 @@ class RecordWriter:
         """
         self.files, self._segment_bytes = files, segment_bytes
         self._descriptor: int | None = None
-        self._place = Place(1, 0)
+        self._place = RecordPlace(1, 0)
         with refusals(files.folder):
             files.folder.mkdir(parents=True, exist_ok=True)
         path = files.folder / f".{files.stem}.lock"
@@ -206,17 +234,20 @@ class RecordWriter:
             ) from None
 
     @property
-    def end(self) -> Place:
+    def end(self) -> RecordPlace:
         """Where the next record is written, or the next file begins."""
         return self._place
 
-    def begin(self, end: Place) -> None:
+    def begin(self, end: RecordPlace) -> None:
         """Write from `end` on: behind the last whole record. What stands there was torn by a crash
-        and is cut.
+        and is cut. CheckpointError when a whole record stands behind it: no crash leaves that.
         """
+        path = self.files.path(end.segment)
+        if path.exists() and path.stat().st_size > end.offset and self.files.behind(end):
+            raise altered(path, end)
         self._open(end)
 
-    def append(self, header: Mapping[str, Any], payload: bytes) -> Place:
+    def append(self, header: Mapping[str, Any], payload: bytes) -> RecordPlace:
         """Write one record and wait until the disk has it. Returns its place.
 
         StorageError when the disk refuses: then nothing was appended.
@@ -227,7 +258,7 @@ class RecordWriter:
             if self._descriptor is None:
                 self._open(self._place)  # an earlier append failed: cut what it left
             elif self._place.offset >= self._segment_bytes:
-                self._open(Place(self._place.segment + 1, 0))
+                self._open(RecordPlace(self._place.segment + 1, 0))
             place = self._place
             descriptor = self._descriptor
             assert descriptor is not None, "_open has set it"
@@ -240,14 +271,14 @@ class RecordWriter:
                 with suppress(OSError):
                     os.truncate(self.files.path(place.segment), place.offset)
                 raise
-        self._place = Place(place.segment, place.offset + len(content))
+        self._place = RecordPlace(place.segment, place.offset + len(content))
         return place
 
     def close(self) -> None:
         self._close_file()
         self._lock.release()
 
-    def _open(self, place: Place) -> None:
+    def _open(self, place: RecordPlace) -> None:
         path = self.files.path(place.segment)
         with refusals(path):
             self._close_file()

@@ -1,8 +1,9 @@
 """What became of each operation of a driven run: written by rank 0, read by the server.
 
 `RUN/operations/results-000001.bin`, ... (records.py). The header of a record holds the operation's
-number `seq`, the `time`, the result's own `fields`, and `digest` = sha256 of seq, fields and
-payload, in hex.
+number `seq`, the `time` when it was written, the result's own `fields`, `digest` = sha256 of seq,
+fields and payload, in hex, and `work`: what was run, and when (work_of). The work of a replay takes
+another time, so it is no part of the digest.
 
 A result with the field "error" failed: it changed nothing. "category" says whose fault it was:
 "user" or "server". The header of a pass over rows that several runs shared also holds `layout`, how
@@ -14,23 +15,24 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import ReplayDiffers
-from trainer.operations.operation_log import OperationGap
+from trainer.operations.operation_log import Operation, OperationGap
 from trainer.operations.records import (
     SEGMENT,
     LogRecord,
-    Place,
     RecordFiles,
+    RecordPlace,
     RecordWriter,
     altered,
     encode_header,
 )
 
 RESULTS = "results"
+LAYOUTS = "layouts.json"  # of a copy to be computed again, which has no results: {"NUMBER": layout}
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class OperationResult:
     payload: bytes
     time: float  # seconds since 1970
     digest: str
+    work: Mapping[str, Any] = field(default_factory=dict[str, Any])  # {}: it is not known
     layout: Mapping[str, Any] | None = None
 
     @property
@@ -55,18 +58,26 @@ def result_digest(seq: int, fields: Mapping[str, Any], payload: bytes) -> str:
     return hashlib.sha256(encode_header({"seq": seq, "fields": fields}) + payload).hexdigest()
 
 
+def work_of(operation: Operation, began: float) -> dict[str, Any]:
+    """What a result tells of its operation: the `kind`, the `rows` and their `tokens` (None where
+    it has none), and when it was acknowledged (`sent`) and `began`, in seconds since 1970.
+    """
+    numbers = {name: operation.fields.get(name) for name in ("rows", "tokens")}
+    return {"kind": operation.kind, **numbers, "sent": operation.time, "began": began}
+
+
 def _result(record: LogRecord) -> OperationResult:
     return OperationResult(**record.header, payload=record.payload)
 
 
-class Results:
+class OperationResults:
     """The results of a run, for a reader; `follow` brings it up to date."""
 
     def __init__(self, folder: Path) -> None:
         """folder: the run's `operations/`, which need not be there yet."""
         self._files = RecordFiles(folder, RESULTS)
-        self._places: dict[int, Place] = {}
-        self._end: Place | None = None
+        self._places: dict[int, RecordPlace] = {}
+        self._end: RecordPlace | None = None
         self.last_seq = -1
 
     def follow(self) -> list[int]:
@@ -79,15 +90,15 @@ class Results:
                 segments = self._files.segments()
                 if not segments:
                     return new
-                self._end = Place(segments[0], 0)
+                self._end = RecordPlace(segments[0], 0)
             record = self._files.following(self._end)
             if record is None:
                 return new
-            self._end = Place(record.place.segment, record.end)
+            self._end = RecordPlace(record.place.segment, record.end)
             self._add(int(record.header["seq"]), record.place)
             new.append(self.last_seq)
 
-    def _add(self, seq: int, place: Place) -> None:
+    def _add(self, seq: int, place: RecordPlace) -> None:
         self._places[seq] = place
         self.last_seq = seq
 
@@ -107,7 +118,7 @@ class Results:
         return self._files.size_bytes()
 
 
-class ResultWriter(Results):
+class ResultWriter(OperationResults):
     """The writer of the results of a run: rank 0."""
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT) -> None:
@@ -119,7 +130,7 @@ class ResultWriter(Results):
         try:
             self.follow()
             segments = self._files.segments()
-            self._writer.begin(self._end or Place(segments[-1] if segments else 1, 0))
+            self._writer.begin(self._end or RecordPlace(segments[-1] if segments else 1, 0))
         except BaseException:
             self._writer.close()
             raise
@@ -129,9 +140,12 @@ class ResultWriter(Results):
         seq: int,
         fields: Mapping[str, Any],
         payload: bytes = b"",
+        *,
+        work: Mapping[str, Any] | None = None,
         layout: Mapping[str, Any] | None = None,
     ) -> OperationResult:
         """Write the result of an operation durably. If it has one, nothing is written.
+        work: see work_of; None: it is not known. layout: of a pass that several runs shared.
 
         ReplayDiffers when the present one is another; OperationGap when the operation before has
         no result; StorageError when the disk refuses: then nothing was written.
@@ -147,7 +161,7 @@ class ResultWriter(Results):
                 f"the result of operation {seq} does not follow that of {self.last_seq}. This is a "
                 "fault of the worker: please report it."
             )
-        result = OperationResult(seq, fields, payload, time.time(), digest, layout)
+        result = OperationResult(seq, fields, payload, time.time(), digest, work or {}, layout)
         header = {key: one for key, one in result.__dict__.items() if key != "payload"}
         if layout is None:
             del header["layout"]

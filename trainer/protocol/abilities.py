@@ -314,6 +314,33 @@ class Embeds(Protocol):
         """(N, D) fp32 vectors of N token rows, on the model's device. model: in evaluation mode."""
         ...
 
+    def shorten(self, dims: int) -> None:
+        """From now on embed() gives the first `dims` numbers of each vector, of length 1 if whole
+        vectors have it. ConfigError of embed() where vectors have fewer.
+        """
+        ...
+
+
+# The ids of a query, and of each of its passages.
+IdLists = tuple[Sequence[int], Sequence[Sequence[int]]]
+
+
+@runtime_checkable
+class Reranks(Protocol):
+    """The ability to score passages for a query, each pair by itself."""
+
+    def lists_of(self, texts: Sequence[tuple[str, Sequence[Row]]]) -> list[IdLists]:
+        """The ids of queries with their passages, cut to the limits, as `relevance` takes them. A
+        passage is {"title"?, "text"}.
+        """
+        ...
+
+    def relevance(self, model: nn.Module, lists: Sequence[IdLists]) -> Tensor:
+        """(P,) fp32 scores of all pairs, list by list, on the model's device. model: in evaluation
+        mode.
+        """
+        ...
+
 
 @runtime_checkable
 class Shapes(Protocol):

@@ -2,8 +2,9 @@
 
 plan.json        model, side, dtype, rows, rows per shard
 ids.txt          one id a line, in the order of the vectors; written before meta.json
-vectors-<n>.npy  (rows, D) float16 or float32; every shard but the last has the plan's rows
-meta.json        the plan with D and every shard's record
+vectors-<n>.npy  (rows, D) float16 or float32, or (rows,) records of int8 or binary
+                 (trainer/retrieval/stored_forms.py); every shard but the last has the plan's rows
+meta.json        the plan with D, every shard's record, and the recall of int8 or binary
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trainer.errors import ConfigError, DataError, DivergedError, LatheError
 from trainer.files.atomic import refusals, replace_file, sha256_of
 from trainer.files.safetensors_file import WrittenFile, checksum_problem
 from trainer.protocol.task import Row
+from trainer.retrieval import stored_forms
 
 if TYPE_CHECKING:
     from trainer.protocol.abilities import Embeds, Side
@@ -48,7 +50,7 @@ class EmbeddingsPlan:
     model: str  # names the weights that made the vectors, see `fingerprint`
     texts: str  # digest of ids and texts
     side: Side
-    dtype: Literal["float16", "float32"]
+    dtype: stored_forms.Form
     count: int  # vectors
     shard_rows: int
 
@@ -69,6 +71,7 @@ class Embeddings:
     plan: EmbeddingsPlan
     dim: int
     shards: list[WrittenFile]
+    recall: dict[str, float]  # of int8 or binary by depth (stored_forms.recalls); else empty
 
     @cached_property
     def ids(self) -> list[str]:
@@ -84,13 +87,21 @@ class Embeddings:
 
     @cached_property
     def vectors(self) -> list[np.ndarray]:
-        """(rows, D) of every shard, memory-mapped; DataError when a file is not what meta.json
-        says.
+        """The vectors of every shard as they are stored, memory-mapped (stored_forms.floats makes
+        them numbers); DataError when a file is not what meta.json says.
         """
         return [self._map(number, record) for number, record in enumerate(self.shards)]
 
+    @cached_property
+    def digest(self) -> str:
+        """Names these vectors: of what plan.json says and of every shard's content."""
+        content = [asdict(self.plan), [record.sha256 for record in self.shards]]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
     def _map(self, number: int, record: WrittenFile) -> np.ndarray:
-        path, shape = self.folder / record.name, (len(self.plan.rows(number)), self.dim)
+        path, rows = self.folder / record.name, len(self.plan.rows(number))
+        dtype = stored_forms.file_dtype(self.plan.dtype, self.dim)
+        shape = (rows,) if dtype.names else (rows, self.dim)
         try:
             vectors = np.load(
                 path, mmap_mode="c", allow_pickle=False
@@ -99,7 +110,7 @@ class Embeddings:
             raise DataError(
                 f"{path} cannot be read ({error}). Delete {path.parent} and encode anew."
             ) from error
-        if vectors.shape != shape or vectors.dtype != np.dtype(self.plan.dtype):
+        if vectors.shape != shape or vectors.dtype != dtype:
             raise DataError(
                 f"{path} holds {vectors.shape} {vectors.dtype}, want {shape} {self.plan.dtype}. "
                 "Encode anew."
@@ -120,8 +131,8 @@ def read(folder: Path) -> Embeddings:
 
     def convert(meta: Values) -> Embeddings:
         records = [WrittenFile(**record) for record in meta.pop("shards")]
-        dim = meta.pop("dim")
-        return Embeddings(folder, EmbeddingsPlan(**meta), dim, records)
+        dim, recall = meta.pop("dim"), meta.pop("recall", {})
+        return Embeddings(folder, EmbeddingsPlan(**meta), dim, records, recall)
 
     return shards.read(META, convert)
 
@@ -253,9 +264,8 @@ def _write_shard(shards: ShardFolder, number: int, vectors: Tensor, plan: Embedd
         raise DivergedError(
             f"shard {number}: a vector holds NaN or infinity. Use another model, or fp32."
         )
-    with np.errstate(over="ignore"):
-        array = exact.astype(plan.dtype, order="C")
-    if not np.isfinite(array).all():
+    array = stored_forms.store(exact, plan.dtype)
+    if not array.dtype.names and not np.isfinite(array).all():
         raise ConfigError(
             f"--dtype float16: a vector reaches {np.abs(exact).max():.3g}, float16 65504. Use "
             "float32."
@@ -263,7 +273,10 @@ def _write_shard(shards: ShardFolder, number: int, vectors: Tensor, plan: Embedd
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
     blocks = [header.getvalue(), array.reshape(-1).view(np.uint8).data]
-    shards.write_shard(number, blocks, rows=len(array), dim=array.shape[1])
+    facts: Values = {"rows": len(array), "dim": exact.shape[1]}
+    if plan.dtype in stored_forms.SMALL:
+        facts["recall"] = stored_forms.recalls(exact, array)
+    shards.write_shard(number, blocks, **facts)
     logger.info(
         "%s: shard %d of %d, %d vectors", shards.path, number + 1, plan.num_shards, len(array)
     )
@@ -279,4 +292,9 @@ def _facts(
             f"{folder}: shards hold vectors of {sorted(dims)} numbers. Delete it and encode anew."
         )
     replace_file(folder / _IDS, "".join(f"{row['id']}\n" for row in rows).encode())
-    return {**asdict(plan), "dim": dims.pop()}
+    facts: Values = {**asdict(plan), "dim": dims.pop()}
+    if plan.dtype in stored_forms.SMALL:
+        facts["recall"] = stored_forms.mean_recalls(
+            [record["recall"] for record in records], [record["rows"] for record in records]
+        )
+    return facts

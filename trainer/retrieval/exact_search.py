@@ -1,5 +1,5 @@
 """The passages whose vectors have the largest dot product with a question's: exactly, in bounded
-memory, or by FAISS.
+memory.
 
 Passages are read once, block by block, for all questions. Of a block only the scores above a
 question's k-th best so far become candidates.
@@ -14,6 +14,7 @@ best hits, all keys differ, and equal scores stand in the order of the passages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,11 +23,14 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError
-from trainer.files.packages import extra
+from trainer.retrieval import stored_forms
 from trainer.runtime import distributed
 
-# the scores of a block are 8 MiB, which a processor's cache still holds
-QUERY_BLOCK, PASSAGE_BLOCK = 256, 8192
+# The scores of a block are at most 8 MiB, which a processor's cache still holds; a block of fewer
+# questions has more passages, up to 96 MiB of 768 numbers each.
+QUERY_BLOCK, BLOCK_SCORES, LARGEST_PASSAGE_BLOCK = 256, 2**21, 32_768
+FEW_QUERIES = 8
+ROWS_OF_A_THREAD = 4096  # fewer are computed before a thread has begun
 GPU_QUERY_BLOCK, GPU_PASSAGE_BLOCK = 2048, 65_536
 _NO_HIT = torch.iinfo(torch.int64).min  # below every key
 _LOW = 2**32 - 1  # the bits of a key that hold the position
@@ -52,20 +56,25 @@ def search(
     """The `depth` passages with the largest dot products, computed in fp32; equal ones in the
     passages' order.
 
-    queries: (Q, D). passages: arrays of (rows, D), perhaps memory-mapped fp16. Memory: the queries,
-    their hits, and a few blocks of vectors and scores. A collective: every rank searches its share,
-    and all get the same hits.
+    queries: (Q, D). passages: vectors in any stored form, perhaps memory-mapped. Memory: the
+    queries, their hits, and a few blocks of vectors and scores. A collective: every rank searches
+    its share, and all get the same hits.
     """
     device = device or distributed.device()
     is_gpu = device.type != "cpu"
     query_block = query_block or (GPU_QUERY_BLOCK if is_gpu else QUERY_BLOCK)
-    passage_block = passage_block or (GPU_PASSAGE_BLOCK if is_gpu else PASSAGE_BLOCK)
-    _check(queries, passages, depth)
+    if passage_block is None:
+        in_block = BLOCK_SCORES // min(query_block, max(1, len(queries)))
+        passage_block = GPU_PASSAGE_BLOCK if is_gpu else min(LARGEST_PASSAGE_BLOCK, in_block)
+    check(queries, passages, depth)
     queries_QD = torch.from_numpy(np.asarray(queries, dtype=np.float32)).to(device)
     keys_QK = torch.full((len(queries), depth), _NO_HIT, device=device)
     for start, block in _share(passages, passage_block):
+        numbers = stored_forms.floats(block) if block.dtype.names else block
         block_PD = (
-            torch.from_numpy(block if block.flags.writeable else np.array(block)).to(device).float()
+            torch.from_numpy(numbers if numbers.flags.writeable else np.array(numbers))
+            .to(device)
+            .float()
         )
         for first in range(0, len(queries), query_block):
             own = slice(first, first + query_block)
@@ -79,44 +88,17 @@ def search(
     return Hits(rows.cpu().numpy(), scores.cpu().numpy())
 
 
-def faiss_search(
-    queries: np.ndarray, passages: Sequence[np.ndarray], *, depth: int, index: str = "Flat"
-) -> Hits:
-    """The hits that a FAISS index of inner products finds, all of it in memory. Equal scores stand
-    in FAISS's own order.
-
-    index: as FAISS's index_factory spells it: Flat, "IVF1024,Flat", HNSW32. ConfigError when it is
-    no such thing, or the extra is not installed.
+def check(queries: np.ndarray, passages: Sequence[np.ndarray], depth: int) -> None:
+    """ConfigError unless a search of this depth is possible: equal widths, and fewer passages than
+    positions.
     """
-    faiss = extra("faiss", "faiss")
-    _check(queries, passages, depth)
-    try:
-        built = faiss.index_factory(queries.shape[1], index, faiss.METRIC_INNER_PRODUCT)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"--faiss {index}: FAISS knows no such index ({error}). Try Flat or HNSW32."
-        ) from error
-    blocks = (
-        [np.ascontiguousarray(block, dtype=np.float32) for block in passages]
-        if not built.is_trained
-        else []
-    )
-    if blocks:
-        built.train(np.concatenate(blocks))
-    for number, block in enumerate(passages):
-        built.add(blocks[number] if blocks else np.ascontiguousarray(block, dtype=np.float32))
-    scores, rows = built.search(np.ascontiguousarray(queries, dtype=np.float32), depth)
-    return Hits(rows.astype(np.int64), np.where(rows < 0, -np.inf, scores).astype(np.float32))
-
-
-def _check(queries: np.ndarray, passages: Sequence[np.ndarray], depth: int) -> None:
     if depth < 1:
         raise ConfigError(f"--depth {depth}: want at least 1.")
     if sum(map(len, passages)) >= _LOW:
         raise ConfigError(
             f"{sum(map(len, passages))} passages, want fewer than {_LOW}. Search them in parts."
         )
-    widths = sorted({vectors.shape[1] for vectors in (queries, *passages)})
+    widths = sorted({stored_forms.width(vectors) for vectors in (queries, *passages)})
     if len(widths) > 1:
         raise ConfigError(
             f"vectors of {widths[0]} and of {widths[1]} numbers: encode both sides by one model."
@@ -136,12 +118,30 @@ def _share(passages: Sequence[np.ndarray], block: int) -> Iterable[tuple[int, np
 
 
 def _products(queries_QD: Tensor, block_PD: Tensor) -> Tensor:
-    """(Q, P) dot products in fp32. On a processor numpy computes them: its OpenBLAS takes 15% less
-    time than torch's MKL on an AMD EPYC.
+    """(Q, P) dot products in fp32; on a processor a transposed view, with the passages on the left.
+
+    Each library is the fastest for some number of questions (one core of an AMD EPYC, numpy 2.4,
+    torch 2.13): for many, OpenBLAS with the passages on the left takes 20% less time than with the
+    questions there, and than MKL; for up to FEW_QUERIES, MKL takes 40 to 70% of OpenBLAS's time;
+    for one, numpy's vecdot takes 40% of it, and MKL longer than either.
     """
-    if queries_QD.device.type == "cpu":
-        return torch.from_numpy(queries_QD.numpy() @ block_PD.numpy().T)
-    return queries_QD @ block_PD.T
+    if queries_QD.device.type != "cpu":
+        return queries_QD @ block_PD.T
+    if len(queries_QD) == 1:
+        return torch.from_numpy(_products_of_one(queries_QD[0].numpy(), block_PD.numpy()))[None]
+    if len(queries_QD) <= FEW_QUERIES:
+        return (block_PD @ queries_QD.T).T
+    return torch.from_numpy(block_PD.numpy() @ queries_QD.numpy().T).T
+
+
+def _products_of_one(query_D: np.ndarray, block_PD: np.ndarray) -> np.ndarray:
+    """(P,) dot products, in as many threads as torch has: vecdot itself computes in one."""
+    workers = min(torch.get_num_threads(), len(block_PD) // ROWS_OF_A_THREAD)
+    if workers < 2:
+        return np.vecdot(block_PD, query_D)
+    with ThreadPoolExecutor(workers) as pool:
+        parts = pool.map(lambda part: np.vecdot(part, query_D), np.array_split(block_PD, workers))
+        return np.concatenate(list(parts))
 
 
 def _best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
@@ -154,9 +154,10 @@ def _best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
     if has_depth_hits:
         # of equal scores the earlier passage is better, so only scores above the K-th best count
         candidates = _candidates(scores_QP, _scores(keys_QK[:, -1:]), is_tie_one=False)
-        if not len(candidates):
+        count = len(candidates.rows)
+        if not count:
             return keys_QK
-        if len(candidates) <= depth * len(keys_QK) or width <= depth:
+        if count <= depth * len(keys_QK) or width <= depth:
             return _merge(keys_QK, scores_QP, candidates, start)
     if width > depth:
         # the block's own K best, and all that tie with the last of them: the keys decide
@@ -166,20 +167,31 @@ def _best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
     return _merge(keys_QK, scores_QP, _candidates(scores_QP, least_Q1, is_tie_one=True), start)
 
 
-def _candidates(scores_QP: Tensor, least_Q1: Tensor, *, is_tie_one: bool) -> Tensor:
-    """(N,) places in the flattened scores that are above the least (or, with is_tie_one, equal to
-    it). On a processor numpy needs 1/8 of torch's time.
+@dataclass(frozen=True)
+class _Candidates:
+    """Places in (Q, P) scores, in the order of the rows."""
+
+    rows: Tensor  # (N,) int64
+    columns: Tensor  # (N,) int64
+
+
+def _candidates(scores_QP: Tensor, least_Q1: Tensor, *, is_tie_one: bool) -> _Candidates:
+    """The scores that are above the least of their row (or, with is_tie_one, equal to it). On a
+    processor numpy needs 1/8 of torch's time, and reads the scores in the order in which they lie.
     """
     if scores_QP.device.type == "cpu":
         compare = np.greater_equal if is_tie_one else np.greater
-        return torch.from_numpy(np.flatnonzero(compare(scores_QP.numpy(), least_Q1.numpy())))
+        beats_PQ = compare(scores_QP.numpy().T, least_Q1.numpy().T)
+        columns, rows = np.divmod(np.flatnonzero(beats_PQ), len(scores_QP))
+        order = np.argsort(rows, kind="stable")
+        return _Candidates(torch.from_numpy(rows[order]), torch.from_numpy(columns[order]))
     beats_QP = scores_QP >= least_Q1 if is_tie_one else scores_QP > least_Q1
-    return beats_QP.flatten().nonzero()[:, 0]
+    return _Candidates(*beats_QP.nonzero(as_tuple=True))
 
 
-def _merge(keys_QK: Tensor, scores_QP: Tensor, candidates: Tensor, start: int) -> Tensor:
-    """The keys of the best among the hits so far and the candidates (`_candidates`)."""
-    rows, columns = candidates // scores_QP.shape[1], candidates % scores_QP.shape[1]
+def _merge(keys_QK: Tensor, scores_QP: Tensor, candidates: _Candidates, start: int) -> Tensor:
+    """The keys of the best among the hits so far and the candidates."""
+    rows, columns = candidates.rows, candidates.columns
     counts = rows.bincount(minlength=len(keys_QK))
     places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
     candidates_QC = keys_QK.new_full((len(keys_QK), int(counts.max())), _NO_HIT)

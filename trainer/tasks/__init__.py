@@ -42,7 +42,7 @@ def load(cfg: Experiment, places: Places) -> Task:
     """
     if not isinstance(cfg.base, RandomBase):
         importlib.import_module("trainer.tasks.merged_base").make(cfg, places)
-    kind = importlib.import_module(f"trainer.tasks.{cfg.task}.task").Task
+    kind = importlib.import_module(f"trainer.tasks.{cfg.package}.task").Task
     if getattr(getattr(cfg, "data", None), "mix", None):
         kind = importlib.import_module("trainer.data.mixed.task").mixed(kind)
     return kind(cfg, places)

@@ -149,10 +149,10 @@ class TokenTask(ABC, Generic[C]):
             adapters.load(model.get_submodule(self.base_name), folder)
         absent.refuse(model, is_trained=False)
         head = _head_of(model)
-        if head is not None and not load_head(head, str(folder)):
+        if head is not None and not self.fill_head(head, str(folder)):
             raise ConfigError(
-                f"{folder} holds no {HEAD_FILE}, so it is no trained model of task "
-                f"{self.cfg.task!r}. Give a best/ or final/ folder."
+                f"{folder} holds no head ({HEAD_FILE}, or in its weights), so it is no trained "
+                f"model of task {self.cfg.package!r}. Give a best/ or final/ folder."
             )
         return model
 
@@ -177,10 +177,14 @@ class TokenTask(ABC, Generic[C]):
         if head is not None and isinstance(source, str):
             log.info(
                 "the head %s %s",
-                "goes on from" if load_head(head, source) else "is new, none in",
+                "goes on from" if self.fill_head(head, source) else "is new, none in",
                 source,
             )
         return model
+
+    def fill_head(self, head: nn.Module, source: str) -> bool:
+        """Fill a head with what a folder or Hub id holds of it; False where that is not all."""
+        return load_head(head, source)
 
     def operated(self, base: Any, lora: Lora | None) -> nn.Module:
         """The task's module around a base that has new adapters, if any."""

@@ -35,7 +35,7 @@ def room_for_job(keeper: Keeper, client: Client) -> Generator[None]:
     if quota.jobs is None and quota.gpu_hours is None:
         yield
         return
-    with _alone(keeper, client):
+    with quota_lock(keeper, client):
         live, hours = num_live_jobs(keeper, client.name), keeper.index.gpu_hours(client.name)
         if quota.jobs is not None and live >= quota.jobs:
             text = f"{live} jobs of {client.name} have not ended, at most {quota.jobs} may. Wait."
@@ -54,7 +54,7 @@ def room_for_file(keeper: Keeper, client: Client, size: int) -> Generator[None]:
     if client.quota.bytes is None:
         yield
         return
-    with _alone(keeper, client):
+    with quota_lock(keeper, client):
         refuse_bytes(client, bytes_kept(keeper, client.name), size)
         yield
 
@@ -102,7 +102,7 @@ def _readable(folder: Folder[T] | None) -> T | None:
 
 
 @contextmanager
-def _alone(keeper: Keeper, client: Client) -> Generator[None]:
+def quota_lock(keeper: Keeper, client: Client) -> Generator[None]:
     """Inside, no other server and no other thread checks a quota of this client."""
     path = keeper.folder.locks / client.name
     with refusals(path):

@@ -41,11 +41,18 @@ def run_card(
         "backend": row.backend,
         "backend_id": row.job_id,
         "by_hand": row.by_hand,
+        "is_driven": is_driven(experiment),
         "created": row.created_at,
         "submitted": row.submitted_at,
         "started": row.started_at,
         "ended": row.ended_at,
     }
+
+
+def is_driven(experiment: Mapping[str, Any]) -> bool:
+    """Whether a client sends the rows and steps of an experiment."""
+    data = experiment.get("data")
+    return isinstance(data, dict) and cast("dict[str, Any]", data).get("source") == "client"
 
 
 def job_card(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,6 +63,9 @@ def job_card(body: Mapping[str, Any]) -> dict[str, Any]:
         f"{used['n_epochs']} epochs, batch {used['batch_size']}, "
         f"lr ×{used['learning_rate_multiplier']:g}, seed {body['seed']}"
     )
+    driven_by = ours.get("driven_by")
+    if driven_by is not None:
+        numbers = f"driven by {driven_by}"
     error = cast("dict[str, Any]", body["error"] or {})
     return {
         "id": body["id"],
@@ -66,6 +76,8 @@ def job_card(body: Mapping[str, Any]) -> dict[str, Any]:
         "numbers": numbers,  # the values of the request, which distinguish the jobs of a model
         "status": body["status"],
         "is_paused": ours["is_paused"],
+        "is_driven": driven_by is not None,
+        "is_deleted": ours.get("is_deleted", False),
         "owner": ours["owner"],
         "created": body["created_at"],
         "error": str(error.get("message", ""))[:LONGEST_REASON],

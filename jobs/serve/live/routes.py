@@ -14,7 +14,7 @@ from jobs.report.curves import Place
 from jobs.report.page import ASSETS, STYLE
 from jobs.serve.lathe_routes import find_run
 from jobs.serve.limits.disclosure import for_tenant
-from jobs.serve.live import votes
+from jobs.serve.live import driven, votes
 from jobs.serve.live.series import answers_of, curves_of, place_of
 from jobs.serve.live.stream import Watch
 from jobs.serve.offers import METHODS, Offer, kinds_of, offer_for
@@ -178,4 +178,5 @@ ROUTES = [
     Route(f"{RUN}/curves", show_curves),
     Route(f"{RUN}/answers", show_answers),
     *votes.ROUTES,
+    *driven.ROUTES,
 ]

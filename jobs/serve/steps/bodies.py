@@ -16,7 +16,8 @@ Id = Annotated[str, Field(max_length=128)]
 Path = Annotated[str, Field(max_length=400)]
 Seq = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
-Tokens = list[int]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Tokens = list[Int64]
 MetaTexts = Annotated[
     dict[Annotated[str, Field(max_length=128)], Annotated[Any, Field()]], Field(max_length=64)
 ]
@@ -150,7 +151,7 @@ class SaveWeights(Body):
     model_id: Id
     path: Annotated[str, Field(max_length=400)] | None = None
     seq_id: Seq
-    ttl_seconds: int | None = None
+    ttl_seconds: Int64 | None = None
     overwrite: bool = False
     user_metadata: MetaTexts | None = None
     type: Literal["save_weights"] = "save_weights"
@@ -164,7 +165,7 @@ class SaveForSampler(Body):
     sampling_session_seq_id: Seq | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     seq_id: Seq
-    ttl_seconds: int | None = None
+    ttl_seconds: Int64 | None = None
     user_metadata: MetaTexts | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
@@ -175,7 +176,7 @@ class SaveExternal(Body):
     model_id: Id
     path: Annotated[str, Field(max_length=400)]
     seq_id: Seq
-    ttl_seconds: int | None = None
+    ttl_seconds: Int64 | None = None
     age_encryption_recipients: Annotated[list[str], Field(max_length=10)] | None = None
     type: Literal["save_weights_external"] = "save_weights_external"
 
@@ -266,7 +267,7 @@ class SamplingWish(Body):
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str] | Tokens | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -275,11 +276,11 @@ class SamplingWish(Body):
 class TokenTable(Body):
     """An int64 tensor of token ids, as JSON; sparse CSR with its indices."""
 
-    data: Annotated[list[int], Field(max_length=1_000_000)]
+    data: Annotated[list[Int64], Field(max_length=1_000_000)]
     dtype: Literal["int64"]
-    shape: Annotated[list[int], Field(min_length=2, max_length=2)]
-    sparse_crow_indices: Annotated[list[int], Field(max_length=1_000_001)] | None = None
-    sparse_col_indices: Annotated[list[int], Field(max_length=1_000_000)] | None = None
+    shape: Annotated[list[Seq], Field(min_length=2, max_length=2)]
+    sparse_crow_indices: Annotated[list[Int64], Field(max_length=1_000_001)] | None = None
+    sparse_col_indices: Annotated[list[Int64], Field(max_length=1_000_000)] | None = None
 
 
 class AskSample(Body):
@@ -297,7 +298,7 @@ class AskSample(Body):
     topk_sample_logprobs: Annotated[int, Field(ge=0, le=100)] = 0
     target_prompt_logprobs: TokenTable | None = None
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=100)] = 0
-    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
 

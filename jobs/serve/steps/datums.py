@@ -39,7 +39,7 @@ NOT_OFFERED = {
     "gspo": "it is not offered here",
     "stable_reinforce": "it needs what was recorded while sampling, which is not recorded here",
 }
-MOST_DENSE = 16 << 20  # numbers of a sparse tensor, laid out
+MOST_DENSE = 16 << 20  # numbers of the sparse tensors of one request, laid out
 _NUMPY: dict[int, Any] = {wire.FLOAT32: np.float32, wire.INT64: np.int64, wire.INT32: np.int32}
 
 
@@ -54,7 +54,7 @@ def check_loss(name: str, config: Mapping[str, Any]) -> None:
             legal = ", ".join(CONFIG[name]) or "none"
             raise DataError(f"loss_fn_config of {name}: got {quote(key)}, want {legal}.")
         if not isinstance(value, float) or not math.isfinite(value):
-            raise DataError(f"loss_fn_config: got {key}={value!r}, want a finite number.")
+            raise DataError(f"loss_fn_config: got {key}={quote(value)}, want a finite number.")
 
 
 def rows_operation(request: Any, *, max_tokens: int) -> tuple[dict[str, Any], bytes, int]:
@@ -66,6 +66,7 @@ def rows_operation(request: Any, *, max_tokens: int) -> tuple[dict[str, Any], by
     check_loss(request.loss_fn, config)
     if not request.data:
         raise DataError("data: got no rows, want one or more.")
+    _refuse_sparse(request)
     rows = [
         _row(datum, request.loss_fn, f"row {number}", max_tokens)
         for number, datum in enumerate(request.data)
@@ -75,9 +76,24 @@ def rows_operation(request: Any, *, max_tokens: int) -> tuple[dict[str, Any], by
         "loss_fn": request.loss_fn,
         "loss_fn_config": config,
         "rows": len(rows),
+        "tokens": sum(len(row.tokens) for row in rows),
         "inputs": inputs,
     }
-    return fields, payload, sum(len(row.tokens) for row in rows)
+    return fields, payload, fields["tokens"]
+
+
+def _refuse_sparse(request: Any) -> None:
+    """Return if the sparse tensors of all rows are few numbers when they are laid out; else
+    DataError: a few bytes may say that they are many.
+    """
+    tensors = (one for datum in request.data for one in datum.loss_fn_inputs.values())
+    sparse = (one for one in tensors if one.WhichOneof("encoding") == "sparse_csr")
+    count = sum(math.prod(max(size, 0) for size in one.shape) for one in sparse)
+    if count > MOST_DENSE:
+        raise DataError(
+            f"data: the sparse tensors of its rows are {count} numbers when they are laid out, "
+            f"want at most {MOST_DENSE}. Send fewer rows in one request."
+        )
 
 
 def loss_config(request: Any) -> dict[str, float | str]:

@@ -36,6 +36,7 @@ from jobs.serve.steps.context import (
     visible_weights,
 )
 from jobs.serve.steps.datums import rows_operation
+from jobs.serve.steps.experiments import Driven
 from jobs.serve.steps.futures import API, PROTOBUF
 from jobs.serve.steps.names import MOST_CLIENTS, ClientId, WeightsKind, is_name, weights_path
 from jobs.serve.steps.sessions import (
@@ -45,11 +46,12 @@ from jobs.serve.steps.sessions import (
     later,
     refuse_finished,
 )
-from jobs.serve.steps.upkeep.usage import refuse_above_quota
+from jobs.serve.steps.upkeep.usage import Demand, room_for
 from jobs.serve.uploads import refuse_on_full_disk
 from trainer.errors import DataError
 from trainer.operations.operation_log import Kind
 
+MOST_PARTS = 200_000  # of rows in one request: 1,024 rows have about 6,000
 MOST_TTL_S = 10 * 366 * 86400
 # The folder of what is saved, below the run folder, by what it is saved for.
 FOLDERS: Mapping[WeightsKind, str] = {
@@ -74,11 +76,7 @@ async def forward_backward(request: Request) -> Response:
         text = f"Content-Encoding: got {quote(encoding)}, want none: /api/v1/client/config says so."
         raise Refusal(415, text)
     content = await read_content(request, config.max_operation, config.body_s)
-    message = wire.ForwardBackwardRequest()
-    try:
-        await run_in_threadpool(message.ParseFromString, content)
-    except DecodeError:
-        raise Refusal(400, "The body is no ForwardBackwardRequest. Use tinker 0.38.") from None
+    message = await run_in_threadpool(_message_of, content)
     facts = visible_run(request, message.model_id, writes=True)
     offer = steps_of(request).offer(facts.base_model)
     name: Kind = "forward" if message.forward_only else "forward_backward"
@@ -88,10 +86,23 @@ async def forward_backward(request: Request) -> Response:
         )
     except DataError as error:
         return await refuse(request, facts, message.seq_id, name, str(error))
-    number = message.seq_id + facts.shift
-    if not await run_in_threadpool(steps_of(request).runs.is_repeat, facts, number):
-        await refuse_above_quota(request, num_tokens=num_tokens, num_bytes=len(payload))
-    return await acknowledge(request, facts, message.seq_id, name, fields, payload)
+    more = Demand(tokens=num_tokens, bytes=len(payload), seq=message.seq_id + facts.shift)
+    async with room_for(request, more, facts):
+        return await acknowledge(request, facts, message.seq_id, name, fields, payload)
+
+
+def _message_of(content: bytes) -> Any:
+    """The ForwardBackwardRequest in a body. Refusal."""
+    message = wire.ForwardBackwardRequest()
+    try:
+        if wire.num_parts(content, MOST_PARTS) > MOST_PARTS:
+            raise Refusal(413, f"The rows have more than {MOST_PARTS} parts. Send fewer rows.")
+        message.ParseFromString(content)
+    except DecodeError:
+        raise Refusal(400, "The body is no ForwardBackwardRequest. Use tinker 0.38.") from None
+    if message.seq_id < 0:
+        raise Refusal(400, f"seq_id: got {message.seq_id}, want 0 or more.", param="seq_id")
+    return message
 
 
 async def optim_step(request: Request) -> Response:
@@ -158,15 +169,15 @@ async def _save(
     except (Wrong, Refusal) as error:
         return await refuse(request, facts, seq, operation, str(error))
     await run_in_threadpool(refuse_on_full_disk, keeper_of(request), 0)
-    await run_in_threadpool(steps.sessions.add_saved, facts.id, saved)
-    name = saved.folder.partition("/")[2]
-    fields: dict[str, Any] = {"name": name}
-    if operation == "save_state":
-        fields["overwrite"] = saved.overwrite
-    if saved.sampler is not None:
-        assert isinstance(body, SaveForSampler), "others have no sampler"
-        await run_in_threadpool(_add_sampler, request, facts, saved, body)
-    return await acknowledge(request, facts, seq, operation, fields)
+    async with room_for(request, Demand(seq=saved.seq), facts):
+        await run_in_threadpool(steps.sessions.add_saved, facts.id, saved)
+        fields: dict[str, Any] = {"name": saved.folder.partition("/")[2]}
+        if operation == "save_state":
+            fields["overwrite"] = saved.overwrite
+        if saved.sampler is not None:
+            assert isinstance(body, SaveForSampler), "others have no sampler"
+            await run_in_threadpool(_add_sampler, request, facts, saved, body)
+        return await acknowledge(request, facts, seq, operation, fields)
 
 
 def _to_save(
@@ -322,9 +333,9 @@ async def unload_model(request: Request) -> Response:
 async def end_run(request: Request, facts: RunFacts) -> int:
     """Write the last operation of a run, if it has none yet; its number."""
     steps = steps_of(request)
-    return await steps.runs.end(
-        facts, most_bytes=2 * steps.offer(facts.base_model).driven.log_bytes
-    )
+    offer = steps.offers.get(facts.base_model)  # None: it is offered no more, and the run may end
+    most = Driven().log_bytes if offer is None else offer.driven.log_bytes
+    return await steps.runs.end(facts, most_bytes=2 * most)
 
 
 async def acknowledge(

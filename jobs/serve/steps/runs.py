@@ -34,7 +34,7 @@ from trainer.operations.operation_log import (
     OperationConflict,
     OperationLog,
 )
-from trainer.operations.results import OperationResult, Results
+from trainer.operations.results import OperationResult, OperationResults
 
 if TYPE_CHECKING:
     from jobs.serve.keeper import Keeper
@@ -55,7 +55,7 @@ class OpenRun:
 
     facts: RunFacts
     folder: Path  # of the operations
-    results: Results
+    results: OperationResults
     log: OperationLog | None = None
     turn: asyncio.Condition = field(default_factory=asyncio.Condition)
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -129,7 +129,7 @@ class DrivenRuns:
         with self._guard:
             run = self._open.pop(facts.id, None)
             if run is None:
-                run = OpenRun(facts, folder, Results(folder))
+                run = OpenRun(facts, folder, OperationResults(folder))
             self._open[facts.id] = run
             surplus = max(len(self._open) - MOST_OPEN, 0)
             every = [*self._open.items()][:-1]
@@ -137,6 +137,13 @@ class DrivenRuns:
             for name in idle[:surplus]:
                 self._open.pop(name).close()
         return run
+
+    def forget(self, facts: RunFacts) -> None:
+        """Close a run that is being deleted."""
+        with self._guard:
+            run = self._open.pop(facts.id, None)
+        if run is not None:
+            run.close()
 
     def close(self) -> None:
         """Close all logs."""

@@ -4,7 +4,7 @@
     session.json            who began it, when, and what the client said of it
     finished.json           how its client ended it
     alive                   touched by its heartbeats
-    train-<n>.json          the n-th training run: its job, and what it trains
+    train-<n>.json          the n-th training run: its job, and what it trains; -deleted beside it
     sample-<n>.json         the n-th sampler: which weights it samples from
     sample-<n>/             its requests and their results (sampling/)
     saved-<n>-<seq>.json    weights that operation <seq> of run n saves; -ttl and -deleted beside it
@@ -16,17 +16,20 @@ nothing is made twice however often a client asks and wherever a server was kill
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field
 
+from jobs.record.paths import is_there
 from jobs.record.times import now
 from jobs.serve.job_view import seconds
 from jobs.serve.requests import Refusal
@@ -35,6 +38,10 @@ from jobs.serve.tickets import Time, is_id, read_model
 from trainer.config.block import Strict
 from trainer.files.atomic import create_json, refusals, sync, write_json
 
+if TYPE_CHECKING:
+    from jobs.serve.access import Client
+
+MOST_SESSIONS = 10_000  # of one token: every list reads them
 ALIVE_S = 120.0  # without a heartbeat for so long a session is not active
 
 
@@ -128,6 +135,7 @@ class ExpiryFacts(Strict):
 
 
 R = TypeVar("R", bound=Strict)
+log = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=20_000)
@@ -146,6 +154,21 @@ def _read(path: Path, kind: type[R]) -> R | None:
         return None
 
 
+def _readable(path: Path, kind: type[R]) -> R | None:
+    """What a file of a list holds; None for one that cannot be read: it hides no other."""
+    try:
+        return _read(path, kind)
+    except Exception as error:  # of any kind
+        _warn_once(path, str(error))
+        return None
+
+
+@lru_cache(maxsize=1000)
+def _warn_once(path: Path, text: str) -> None:
+    """Tell of a file that is passed over: lists meet it again and again."""
+    log.warning("%s is passed over: %s", path, text)
+
+
 @dataclass(frozen=True)
 class Sessions:
     """All sessions of a service. root: the folder that holds them."""
@@ -159,8 +182,12 @@ class Sessions:
         return self.root / session
 
     def create(self, facts: SessionFacts) -> SessionFacts:
-        """Write a session durably; the one that is there, where a request was repeated."""
+        """Write a session durably; the one that is there, where a request was repeated. Refusal
+        (403) when its owner has MOST_SESSIONS.
+        """
         folder = self.root / facts.id
+        if not is_there(folder / "session.json"):
+            self._refuse_many(facts.owner)
         with refusals(folder):
             folder.mkdir(parents=True, exist_ok=True)
         create_json(folder / "session.json", facts.model_dump(mode="json"))
@@ -170,6 +197,30 @@ class Sessions:
         session = self.session(facts.id)
         assert session is not None, "it was written a moment ago"
         return session
+
+    def _refuse_many(self, owner: str) -> None:
+        if len(self.ids_of(owner)) >= MOST_SESSIONS:
+            text = (
+                f"{owner} has {MOST_SESSIONS} sessions, as many as a token may have. Delete runs "
+                "that have ended (DELETE /lathe/v1/runs/ID): a session without runs goes by itself "
+                "a week after its last heartbeat."
+            )
+            raise Refusal(403, text, code="insufficient_quota")
+
+    def silent_s(self, session: str) -> float:
+        """Seconds since its client was last heard of. OSError for a session without a heartbeat."""
+        return time.time() - (self.folder(session) / "alive").stat().st_mtime
+
+    def has_runs(self, session: str) -> bool:
+        """Whether a session has a training run, readable or not, that was not deleted."""
+        names = set(self._names(session))
+        runs = {name.removesuffix(".json") for name in names if name.startswith("train-")}
+        return any(f"{run}.json" in names and f"{run}-deleted" not in names for run in runs)
+
+    def remove(self, session: str) -> None:
+        """Remove a session with all that it has."""
+        shutil.rmtree(self.folder(session))
+        _constant.cache_clear()
 
     def session(self, session: str) -> SessionFacts | None:
         """A session; None when there is none of this id."""
@@ -184,10 +235,9 @@ class Sessions:
     def is_alive(self, session: str) -> bool:
         """Whether its client was heard of a moment ago."""
         try:
-            age = time.time() - (self.folder(session) / "alive").stat().st_mtime
+            return self.silent_s(session) < ALIVE_S
         except OSError:
             return False
-        return age < ALIVE_S
 
     def finish(self, session: str, facts: FinishFacts) -> None:
         """Write how a session ended; the first end counts."""
@@ -196,6 +246,22 @@ class Sessions:
     def finished(self, session: str) -> FinishFacts | None:
         """How a session ended; None while it goes on."""
         return _read(self.folder(session) / "finished.json", FinishFacts)
+
+    def sampler_folder(self, facts: SamplerFacts) -> Path:
+        """The folder of a sampler's requests and answers."""
+        return self.folder(facts.session) / f"sample-{facts.number}"
+
+    def all_visible(self, client: Client) -> list[SessionFacts]:
+        """The sessions that a client sees, in no order; without those that cannot be read, so that
+        one odd folder hides no other.
+        """
+        every = (_readable(self.folder(name) / "session.json", SessionFacts) for name in self.ids())
+        return [one for one in every if one is not None and client.sees(one.owner)]
+
+    def ids_of(self, owner: str) -> list[str]:
+        """Of the sessions of an owner that can be read, in no order."""
+        every = (_readable(self.folder(name) / "session.json", SessionFacts) for name in self.ids())
+        return [one.id for one in every if one is not None and one.owner == owner]
 
     def ids(self) -> list[str]:
         """Of all sessions, in no order."""
@@ -208,16 +274,34 @@ class Sessions:
     # Runs and samplers
 
     def add_run(self, facts: RunFacts) -> RunFacts:
-        """Write a run durably; the one that is there, where a request was repeated."""
+        """Write a run durably; the one that is there, where a request was repeated. Refusal (409)
+        for one that was deleted.
+        """
         path = self._client(facts.id)
+        if is_there(self._deleted(facts.id)):
+            text = f"{facts.id} was deleted. Use the next model_seq_id."
+            raise Refusal(409, text, code="run_deleted")
         create_json(path, facts.model_dump(mode="json"))
         run = _read(path, RunFacts)
         assert run is not None, "it was written a moment ago"
         return run
 
     def run(self, name: ClientId) -> RunFacts | None:
-        """A training run; None when there is none."""
+        """A training run; None when there is none, or it was deleted."""
+        if is_there(self._deleted(name)):
+            return None
         return _read(self._client(name), RunFacts)
+
+    def mark_run_deleted(self, name: ClientId) -> None:
+        """Note durably that a training run was deleted: from now on it is absent."""
+        path = self._deleted(name)
+        with refusals(path):
+            path.touch()
+            sync(path.parent)
+
+    def _deleted(self, name: ClientId) -> Path:
+        path = self._client(name)
+        return path.with_name(f"{path.stem}-deleted")
 
     def add_sampler(self, facts: SamplerFacts) -> SamplerFacts:
         """Write a sampler durably; the one that is there, where a request was repeated."""
@@ -233,7 +317,8 @@ class Sessions:
 
     def runs(self, session: str) -> list[RunFacts]:
         """The training runs of a session, in order."""
-        return self._all(session, "train", RunFacts)
+        every = self._all(session, "train", RunFacts)
+        return [run for run in every if not is_there(self._deleted(run.id))]
 
     def samplers(self, session: str) -> list[SamplerFacts]:
         """The samplers of a session, in order."""
@@ -249,12 +334,16 @@ class Sessions:
             if name == f"{kind}-{number}.json" and number.isdecimal():
                 numbers.append(int(number))
         paths = [self.folder(session) / f"{kind}-{number}.json" for number in sorted(numbers)]
-        return [one for path in paths if (one := _read(path, of)) is not None]
+        return [one for path in paths if (one := _readable(path, of)) is not None]
 
     def _names(self, session: str) -> list[str]:
+        folder = self.folder(session)
         try:
-            return os.listdir(self.folder(session))
+            return os.listdir(folder)
         except FileNotFoundError:
+            return []
+        except OSError as error:  # nobody's folder: it hides no other
+            _warn_once(folder, str(error))
             return []
 
     # Saved weights
@@ -283,7 +372,7 @@ class Sessions:
         numbers = [name.removeprefix(prefix).removesuffix(".json") for name in names]
         newest: dict[tuple[str, str], SavedFacts] = {}
         for number in sorted(int(one) for one in numbers if one.isdecimal()):
-            facts = _read(self._saved(run, number), SavedFacts)
+            facts = _readable(self._saved(run, number), SavedFacts)
             if facts is None or facts.sampler is not None:
                 continue
             if not counts(facts):

@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 HALVES = "tests/unit/test_halves.py"
 RETRIEVER = "tests/unit/test_retriever_task.py"
+RETRIEVER_LOSSES = "tests/unit/test_retriever_losses.py"
 TERMS = "tests/numerics/test_vera_terms.py"
 VERA = "tests/numerics/test_vera_training.py"
 VERA_METRICS = "tests/unit/test_vera_metrics.py"
@@ -102,17 +103,80 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/retriever/loss/losses.py",
-        "    found_QP[torch.arange(len(target_Q), device=target_Q.device), target_Q] = False",
-        "    pass",
+        'scores.masked_fill(is_hidden & ~is_target, float("-inf"))',
+        'scores.masked_fill(is_hidden, float("-inf"))',
         why="with masked duplicates the passage that is looked for is masked, too",
-        tests=RETRIEVER,
+        tests=f"{RETRIEVER} {RETRIEVER_LOSSES}",
     ),
     Fault(
         "trainer/tasks/retriever/loss/losses.py",
+        "others_Q1 = scores_QP.masked_fill(is_target_QP",
+        "others_Q1 = scores_QP.masked_fill(is_target_QP & False",
+        why="positives of one query push each other away",
+        tests=RETRIEVER_LOSSES,
+    ),
+    Fault(
+        "trainer/tasks/retriever/loss/losses.py",
+        "return (surprise_R / is_target_QP.sum(1)[owner_R]).sum()",
+        "return surprise_R.sum()",
+        why="queries with several positives weigh more on the way back",
+        tests=RETRIEVER_LOSSES,
+    ),
+    Fault(
+        "trainer/tasks/retriever/loss/losses.py",
+        "is_out_QP |= judged_QP > best_Q1 - how.margin",
+        "is_out_QP |= judged_QP > best_Q1 + how.margin",
+        why="false negatives next to the positive stay negatives",
+        tests=RETRIEVER_LOSSES,
+    ),
+    Fault(
+        "trainer/tasks/retriever/loss/distillation.py",
+        "margins_QN = teacher_QN[:, :1] - teacher_QN",
+        "margins_QN = teacher_QN - teacher_QN[:, :1]",
+        why="MarginMSE teaches the opposite of the teacher",
+        tests=RETRIEVER_LOSSES,
+    ),
+    Fault(
+        "trainer/tasks/retriever/loss/distillation.py",
         "is_scored & (scored_Q > 1)[query]",
         "is_scored & (scored_Q > 2)[query]",
         why="distillation ignores queries with two scored passages",
         tests=RETRIEVER,
+    ),
+    Fault(
+        "trainer/tasks/retriever/loss/pool_loss.py",
+        "total = total + weight * self._of_vectors({**pool, **vectors})",
+        "total = total + self._of_vectors({**pool, **vectors})",
+        why="the weights of Matryoshka's dimensions are lost",
+        tests=f"{RETRIEVER_LOSSES} -k window",
+    ),
+    Fault(
+        "trainer/tasks/retriever/loss/pool_loss.py",
+        'represented["askers"] = vectors["queries"]',
+        'represented["askers"] = vectors["queries"].detach()',
+        why="the way back of a symmetric loss teaches the queries nothing",
+        tests=f"{RETRIEVER_LOSSES} -k window",
+    ),
+    Fault(
+        "trainer/tasks/retriever/model.py",
+        "return F.normalize(first, dim=-1) if normalize else first",
+        "return first",
+        why="the first numbers of a vector are compared by their lengths",
+        tests=RETRIEVER_LOSSES,
+    ),
+    Fault(
+        "trainer/tasks/retriever/loss/teacher_scores.py",
+        "for passage, score in zip(passages, scores, strict=True)",
+        "for passage, score in zip(passages, scores[::-1], strict=True)",
+        why="a teacher's scores stand at other passages",
+        tests=RETRIEVER_LOSSES,
+    ),
+    Fault(
+        "trainer/tasks/retriever/sentence_folder.py",
+        "(projection is None or projection.tied is not False)",
+        "True",
+        why="sentence-transformers projects passages by the layer of queries",
+        tests=RETRIEVER_LOSSES,
     ),
     Fault(
         "trainer/tasks/retriever/metrics.py",

@@ -67,7 +67,7 @@ class Member:
         recorded = self.account.layout_of(operation)
         if recorded is not None:
             refuse_other_world(recorded, world=distributed.world(), seq=operation.seq)
-        self.current = RunningPass(operation, of, recorded)
+        self.current = RunningPass(operation, of, recorded, time.time())
         return None
 
     def finish(self) -> None:
@@ -79,12 +79,13 @@ class Member:
         result = current.of.result(current.ordered_logps())
         outcome = self.model.outcome_of_pass(current.of, result)
         layout = {"world": distributed.world(), "rounds": current.rounds}
-        self.account.book(current.operation, outcome, layout)
+        self.account.book(current.operation, outcome, began=current.began, layout=layout)
         self.worked_at = time.monotonic()
 
     def _book(self, operation: Operation, action: Callable[[], object] | None) -> None:
+        began = time.time()
         outcome = None if action is None else outcome_of(action)  # pyright: ignore
-        self.account.book(operation, outcome)
+        self.account.book(operation, outcome, began=began)
         self.worked_at = time.monotonic()
 
 

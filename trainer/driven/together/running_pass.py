@@ -29,6 +29,7 @@ class RunningPass:
     operation: Operation
     of: RowsPass
     recorded: Mapping[str, Any] | None
+    began: float  # seconds since 1970
     rounds: list[Any] = field(default_factory=list[Any])  # that are done, as layouts
     logps: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # of rows that are done
     gradients: list[Tensor] | None = None  # of this rank's rows

@@ -21,7 +21,7 @@ from trainer.runtime.batch import name_batch_when_out_of_memory, to_device
 
 if TYPE_CHECKING:
     from trainer.config.optimizer.lora import Lora
-    from trainer.driven.passes import Layout
+    from trainer.driven.passes import PassLayout
     from trainer.operations.rows import DrivenRow
 
 # M tokens of a pack, N targets, D width, O outputs of a layer, R rank
@@ -111,7 +111,7 @@ class SharedBase:
     each stretch of a pack say.
     """
 
-    def __init__(self, model: Any, base_name: str, layout: Layout) -> None:
+    def __init__(self, model: Any, base_name: str, layout: PassLayout) -> None:
         """model: a CausalLM on its device. ConfigError for a base that rows of several runs cannot
         share.
         """

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from trainer import tasks
 from trainer.driven.account import Account
 from trainer.driven.model import DrivenModel
-from trainer.driven.passes import Layout
+from trainer.driven.passes import PassLayout
 from trainer.driven.states import AFTER, DRIVEN, States
 from trainer.launch import preflight, run_folder
 from trainer.launch.prepare import PreparedRun, newest_state
 from trainer.launch.start import snapshot
 from trainer.operations.operation_log import FOLDER
-from trainer.operations.results import Results
+from trainer.operations.results import OperationResults
 from trainer.runtime import distributed, rng
 from trainer.runtime.beside import Beside
 from trainer.runtime.distributed import on_main
@@ -44,12 +44,12 @@ def prepared(plan: RunPlan, options: Options) -> PreparedRun:
     return PreparedRun(plan, task, {}, options.places, identity=identity, newest=newest)
 
 
-def layout_of(run: PreparedRun) -> Layout:
+def layout_of(run: PreparedRun) -> PassLayout:
     """How rows of a run become micro-batches."""
     train, task = run.plan.cfg.train, run.task
     data: Any = getattr(run.plan.cfg, "data")  # noqa: B009 (of the task)
     budget = train.micro_tokens or train.micro_batch * data.max_tokens
-    return Layout(budget, task.is_packed, task.pad)  # pyright: ignore[reportAttributeAccessIssue]
+    return PassLayout(budget, task.is_packed, task.pad)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def account_of(
@@ -108,7 +108,7 @@ def account_of(
 
 
 def _is_created(folder: Path) -> bool:
-    results = Results(folder / FOLDER)
+    results = OperationResults(folder / FOLDER)
     results.follow()
     first = results.get(0)
     return first is None or first.error is None

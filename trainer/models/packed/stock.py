@@ -231,11 +231,14 @@ def attending(config: Any, mask: Any) -> AbstractContextManager[None]:
 
 def encode(body: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """(M, D) states that a stock body without a head gives the tokens of a packed batch
-    (layout.pack). Each row is read by itself.
+    (layout.pack). Each row is read by itself. types (M,), if there: BERT's, 0 in the first text of
+    a row and 1 in the second.
     """
     config = body.config
     first = config.pad_token_id + 1 if family_of(config).positions_follow_pad else 0
     options: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    if "types" in batch:
+        options["token_type_ids"] = batch["types"][None]
     with on_streams(config):
         return body(
             input_ids=batch["tokens"][None],

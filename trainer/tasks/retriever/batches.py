@@ -29,12 +29,13 @@ class Batches:
     is_packed: bool  # True: texts are streams of real tokens; False: padded rows
 
     def of_rows(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """A batch of Q queries and P passages. The passages stand query by query, a positive first.
+        """A batch of Q queries and P passages. The passages stand query by query, positives first.
 
         Texts are streams (model.packed), or query_ids, query_mask (Q, L) and passage_ids,
-        passage_mask (P, L). Other tensors: counts (Q,), the passages of each query; identities
-        (P,); positive_ids, the identities of all positives; positive_counts (Q,); teacher (P,), the
-        scores of a teacher; numbers (Q,), the numbers of the rows.
+        passage_mask (P, L). Other tensors: counts (Q,), the passages of each query, and targets
+        (Q,), how many of them are positives; identities (P,); positive_ids, the identities of all
+        positives; positive_counts (Q,); teacher (P,), the scores of a teacher; numbers (Q,), the
+        numbers of the rows.
         """
         choices = [self.choose(row) for row in rows]
         passages = [
@@ -52,6 +53,12 @@ class Batches:
             **self.lay_out([row["query"] for row in rows], "query"),
             **self.lay_out(passages, "passage"),
             "counts": torch.tensor([len(places) for places in choices]),
+            "targets": torch.tensor(
+                [
+                    sum(place < int(row["num_positives"][0]) for place in places)
+                    for row, places in zip(rows, choices, strict=True)
+                ]
+            ),
             "identities": _at(identities, choices),
             "positive_ids": torch.from_numpy(np.concatenate(positives)),
             "positive_counts": torch.tensor([len(words) for words in positives]),
@@ -60,8 +67,9 @@ class Batches:
         }
 
     def choose(self, row: Mapping[str, Any]) -> list[int]:
-        """The places of the chosen passages of a row: in training, where rows carry a draw, a
-        positive and data.passages - 1 negatives; else all positives and the first negatives.
+        """The places of the chosen passages of a row: in training, where rows carry a draw,
+        data.passages of them, up to data.positives of which are positives; else all positives and
+        the first negatives.
         """
         data, total, positives = self.cfg.data, len(row["lengths"]), int(row["num_positives"][0])
         if DRAW not in row:
@@ -72,11 +80,11 @@ class Batches:
             seed=self.cfg.train.seed,
             draw=int(row[DRAW][0]),
         )
-        positive = selection.positive(positives, turn, data.select_positive)
+        targets = selection.targets(positives, data.positives, turn, data.select_positive)
         negatives = selection.negatives(
-            total - positives, data.passages - 1, turn, data.select_negatives
+            total - positives, data.passages - len(targets), turn, data.select_negatives
         )
-        return [positive, *(positives + place for place in negatives)]
+        return [*targets, *(positives + place for place in negatives)]
 
     def lay_out(self, texts: Sequence[Any], side: Side) -> dict[str, Tensor]:
         """Token ids of some texts as tensors that the model takes."""

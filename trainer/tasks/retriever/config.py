@@ -1,5 +1,5 @@
-"""What a dense retriever's experiment states. Imports no torch. docs/tasks/retriever.md maps
-Tevatron's argument names.
+"""What a retriever's experiment states, and a reranker's. Imports no torch. docs/tasks/retriever.md
+maps Tevatron's argument names, docs/reranking.md says what `form: "cross"` trains.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Data(OwnRows):
             "format",
             "corpus",
             "negatives",
+            "positives",
             "select_positive",
             "select_negatives",
+            "scores",
             "pad_to_multiple_of",
         }
     )
@@ -47,6 +49,7 @@ class Data(OwnRows):
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
         "corpus",
         "negatives",
+        "scores",
         "query_prefix",
         "passage_prefix",
     }
@@ -67,12 +70,18 @@ class Data(OwnRows):
     """A file of passages that rows name by id; .jsonl(.gz) or .tsv."""
     negatives: str | None = None
     """beir, msmarco: JSON lines of query_id and negative_docids, which qrels do not give."""
+    scores: str | None = None
+    """A teacher's scores for the passages of the rows, by ids: a run file, as `search` and
+    `rerank` write it, or a reader's rows (`evaluate --write_scores`). They replace scores in rows.
+    """
     query_tokens: Annotated[int, Field(ge=2)] = 32
     """Longer queries are cut, special tokens counted."""
     passage_tokens: Annotated[int, Field(ge=2)] = 128
     """Longer passages are cut."""
     passages: Positive = 8
-    """The number of passages of a query in training: one positive, and negatives."""
+    """The number of passages of a query in training: positives, and negatives."""
+    positives: Positive = 1
+    """The most of them that are positives; a query with fewer has more negatives."""
     select_positive: Selection = "by_epoch"
     """by_epoch: what Tevatron v1 takes in this epoch. drawn: at random. first: always the first
     ones.
@@ -108,6 +117,10 @@ class Data(OwnRows):
             raise ValueError(
                 "token ids take no prefix: leave query_prefix and passage_prefix out, or give texts"
             )
+        if self.positives > self.passages:
+            raise ValueError(
+                f"positives={self.positives} of passages={self.passages}: want at most all of them"
+            )
         return self
 
 
@@ -135,17 +148,64 @@ class Encoder(Strict):
     """Whether vectors have length 1."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Scores are divided by it."""
+    learn_temperature: bool = False
+    """Whether training moves the temperature, never below 0.01, as CLIP does; the export says the
+    last one.
+    """
 
 
 class Distillation(Strict):
-    """KL divergence between the teacher's and the retriever's distribution over a query's own
-    passages.
-    """
+    """How the retriever's scores of a query's own passages become those of a teacher."""
 
+    kind: Literal["kl", "margin_mse"] = "kl"
+    """kl: the divergence of the retriever's distribution from the teacher's. margin_mse: the
+    squared difference between their margins, which are the first positive's score minus a
+    negative's.
+    """
     coefficient: Annotated[float, Field(gt=0)] = 1.0
     """The factor of this term in the loss."""
     teacher_temperature: Annotated[float, Field(gt=0)] = 1.0
     """The teacher's scores are divided by it."""
+
+
+class FalseNegatives(Strict):
+    """Which negatives are taken for unknown positives, and left out of the softmax: those for which
+    one of these holds. A score is a dot product here, not divided by the temperature.
+    """
+
+    by: Literal["retriever", "teacher"] = "retriever"
+    """Whose scores say it; a teacher has scored a query's own passages alone."""
+    above: float | None = None
+    """The score is above this one."""
+    margin: float | None = None
+    """The score is above the positive's minus this margin; -0.1 is what Qwen3-Embedding has."""
+    share: Fraction | None = None
+    """The score is above this share of the positive's; 0.95 is what NV-Retriever has."""
+
+    @model_validator(mode="after")
+    def _some_are_left_out(self) -> FalseNegatives:
+        if self.above is None and self.margin is None and self.share is None:
+            raise ValueError("got none of above, margin and share, want one that tells them")
+        return self
+
+
+class Matryoshka(Strict):
+    """The loss is a weighted sum of the losses of the first numbers of each vector, which have
+    length 1 again where `encoder.normalize` says so.
+    """
+
+    dims: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    """So many numbers; the whole width should be among them."""
+    weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """One for each of them; None: 1 for all."""
+
+    @model_validator(mode="after")
+    def _each_has_a_weight(self) -> Matryoshka:
+        if self.weights is not None and len(self.weights) != len(self.dims):
+            raise ValueError(f"got {len(self.weights)} weights, want one for each of {self.dims}")
+        if len({*self.dims}) < len(self.dims):
+            raise ValueError(f"dims={list(self.dims)}: got one of them twice, want each once")
+        return self
 
 
 class Loss(Strict):
@@ -169,9 +229,25 @@ class Loss(Strict):
     mask_duplicates: bool = False
     """A query's positives among other queries' passages are no negatives."""
     contrastive: Annotated[float, Field(ge=0)] = 1.0
-    """Coefficient of the in-batch loss."""
+    """Coefficient of the contrast with other passages."""
+    kind: Literal["softmax", "triplet"] = "softmax"
+    """softmax: a query chooses its positive among all passages of the pool. triplet: the positive's
+    score exceeds that of each of the query's own negatives by `margin`; no temperature.
+    """
+    margin: Annotated[float, Field(ge=0)] = 0.0
+    """softmax: subtracted from a positive's score (additive margin). triplet: the least margin."""
+    symmetric: bool = False
+    """Positives choose their query among all queries, too; the loss is the mean of both ways."""
+    positives: Literal["each", "supcon", "marginal"] = "each"
+    """Several positives of a query (data.positives). each: the mean of their losses, without the
+    others in the softmax. supcon: with them. marginal: one loss, of their summed probability.
+    """
+    false_negatives: FalseNegatives | None = None
+    """Negatives that are left out of the softmax; None: none."""
+    matryoshka: Matryoshka | None = None
+    """Vectors whose first numbers are vectors, too; None: whole ones alone."""
     distillation: Distillation | None = None
-    """Learn from a reader's scores beside the labels; None: do not."""
+    """Learn from a teacher's scores beside the labels; None: do not."""
 
     @model_validator(mode="after")
     def _something_is_minimised(self) -> Loss:
@@ -179,29 +255,120 @@ class Loss(Strict):
             raise ValueError("contrastive=0 without distillation leaves nothing to minimise")
         return self
 
+    @model_validator(mode="after")
+    def _a_triplet_is_of_a_query_alone(self) -> Loss:
+        if self.kind == "softmax":
+            return self
+        of_softmax = [
+            name
+            for name in ("symmetric", "mask_duplicates", "false_negatives")
+            if getattr(self, name)
+        ]
+        if of_softmax:
+            raise ValueError(
+                f'kind="triplet" compares a query with its own passages alone, so that '
+                f'{of_softmax[0]} has no meaning: leave it out, or use "softmax"'
+            )
+        if not self.margin:
+            raise ValueError('kind="triplet" got margin=0, want one above 0, such as 0.2')
+        return self
+
+
+class Cross(Strict):
+    """What a cross-encoder lowers: it reads a query together with a passage, and gives the pair a
+    score.
+    """
+
+    loss: Literal["pointwise", "margin", "ranknet", "softmax", "lambda"] = "softmax"
+    """Over the passages of one query. pointwise: binary cross-entropy of each score. margin: a
+    positive is to be `margin` above each negative. ranknet: the logistic loss of each such pair.
+    softmax: the cross-entropy of the softmax over all passages. lambda: LambdaLoss, the pairs of
+    ranknet weighted by what their order means for nDCG.
+    """
+    margin: Annotated[float, Field(gt=0)] = 1.0
+    """Of the loss margin: how far a positive is to be above a negative."""
+    sigma: Annotated[float, Field(gt=0)] = 1.0
+    """Of ranknet and lambda: differences of scores are multiplied by it."""
+    weights: Literal["ndcg2pp", "ndcg2", "ndcg1", "lambdarank"] = "ndcg2pp"
+    """Of lambda: the published weights, NDCG-Loss2++, NDCG-Loss2, NDCG-Loss1 or LambdaRank."""
+    mu: Annotated[float, Field(gt=0)] = 10.0
+    """Of ndcg2pp: the factor of NDCG-Loss2 in it; that of LambdaRank is 1."""
+    top: Positive | None = None
+    """Of lambda: the k of nDCG@k. Only pairs with a passage in the first k count. None: all."""
+
 
 class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
 
-    not_encoded = frozenset({"encoder", "loss", "dropout"})
+    not_encoded = frozenset({"encoder", "loss", "cross", "dropout"})
 
     task: Literal["retriever"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
-    """A dense retriever."""
+    """A dense retriever, or a reranker."""
+    form: Literal["bi", "cross"] = "bi"
+    """bi: a query and a passage each become a vector (`encoder`, `loss`). cross: one model reads
+    both together and scores the pair (`cross`).
+    """
     data: Data
     """Rows, and how they become tokens."""
     encoder: Encoder = Encoder()
     """How texts become vectors."""
     loss: Loss = Loss()
     """What is minimised, and in which pieces."""
+    cross: Cross = Cross()
+    """What form="cross" minimises."""
     dropout: Fraction | None = None
     """None: the base's own."""
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss reads a teacher's scores."""
+        judge = self.loss.false_negatives
+        is_judged = judge is not None and judge.by == "teacher"
+        return is_judged or self.loss.distillation is not None
+
+    @property
+    def package(self) -> str:
+        """The forms are packages of the task."""
+        return f"{self.task}.cross" if self.form == "cross" else self.task
+
+    @model_validator(mode="after")
+    def _the_form_has_its_blocks(self) -> Config:
+        blocks = {"encoder": Encoder(), "loss": Loss()}
+        if self.form == "bi":
+            blocks = {"cross": Cross()}
+        unread = [name for name, default in blocks.items() if getattr(self, name) != default]
+        if unread:
+            other = "bi" if self.form == "cross" else "cross"
+            raise ValueError(
+                f'{unread[0]}: form="{self.form}" does not read it, form="{other}" does. Leave it '
+                f'out, or say form="{other}"'
+            )
+        if self.form == "cross" and self.data.passages < 2:
+            raise ValueError(
+                'data.passages=1 with form="cross": a score is learnt from a positive beside '
+                "negatives. Use 2 or more"
+            )
+        return self
+
     @model_validator(mode="after")
     def _teachers_have_scores(self) -> Config:
-        reads = self.data.reads
-        if self.loss.distillation is not None and reads not in ("fid", "tevatron", "dpr"):
+        reads, is_taught = self.data.reads, self.loss.distillation is not None
+        if not self.needs_teacher:
+            return self
+        if self.data.scores is None and reads not in ("fid", "tevatron", "dpr", "files"):
             key = "source" if self.data.format is None else "format"
+            asks = "distillation" if is_taught else 'false_negatives.by="teacher"'
             raise ValueError(
-                f'loss.distillation: {key}="{reads}" has no scores of a teacher. Use "fid"'
+                f'loss.{asks}: {key}="{reads}" has no scores of a teacher. Use "fid", or name a '
+                "file of scores in data.scores"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_loss_has_its_passages(self) -> Config:
+        if self.loss.kind == "triplet" and self.data.passages <= self.data.positives:
+            raise ValueError(
+                f'loss.kind="triplet" needs negatives: got data.passages={self.data.passages} with '
+                f"data.positives={self.data.positives}, want more passages than positives"
             )
         return self

@@ -8,6 +8,7 @@ Adapters (LoRA) lie in the place of the encoder, which is then left out.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ DESCRIBED_DATA = (
 )
 POOLER, POOLER_CONFIG = "pooler.pt", "pooler_config.json"
 QUERY, PASSAGE = "query_model", "passage_model"  # Tevatron's folders, and the names of our modules
+LOG_SCALE = "log_scale.log_scale"  # the weight of a learnt temperature, which the description says
 
 
 class Described(Strict):
@@ -105,7 +107,11 @@ def write(
         ours = {name: values for name, values in pooler.items() if name.startswith("linear_q.")}
         sentence_folder.write(folder, cfg, width=width, pooler=ours)
     data = cfg.data.model_dump()
-    content = cfg.encoder.model_dump(mode="json") | {name: data[name] for name in DESCRIBED_DATA}
+    encoder = cfg.encoder.model_dump(mode="json", exclude={"learn_temperature"})
+    scale = weights.get(LOG_SCALE)
+    if scale is not None:
+        encoder["temperature"] = math.exp(-min(float(scale), math.log(100)))
+    content = encoder | {name: data[name] for name in DESCRIBED_DATA}
     content["base_fingerprint"] = fingerprint
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
 

@@ -54,6 +54,24 @@ class Pooler(nn.Module):
         return F.linear(states_ND, layer.weight.to(states_ND.dtype), layer.bias.to(states_ND.dtype))
 
 
+class LogScale(nn.Module):
+    """The logarithm of what scores are multiplied by, the inverse of the temperature, as a weight.
+
+    Source: Radford et al. 2021 (CLIP), which keeps it below log 100.
+    """
+
+    MOST = math.log(100)
+
+    def __init__(self, temperature: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)], dtype=dtype))
+
+    def forward(self, count: int) -> Tensor:
+        """(count,) the same number, in fp32 or fp64. Beyond the limit its gradient still passes."""
+        own = _wide(self.log_scale)
+        return (own + (own.clamp(max=self.MOST) - own).detach()).expand(count)
+
+
 class Retriever(nn.Module):
     """Token ids of queries, of passages, or of both, to vectors whose dot product is relevance."""
 
@@ -64,6 +82,7 @@ class Retriever(nn.Module):
         *,
         how: Encoder,
         pooler: Pooler | None = None,
+        log_scale: LogScale | None = None,
         read: Mapping[str, Read | None] | None = None,
     ) -> None:
         """passage_model: None when one encoder serves both sides. read: the function with which
@@ -74,6 +93,7 @@ class Retriever(nn.Module):
             if model is not None:
                 model.config.use_cache = False  # a decoder's body would fill one in training
         self.query_model, self.passage_model, self.pooler = query_model, passage_model, pooler
+        self.log_scale = log_scale
         self.how, self._read = how, read or {}
 
     def forward(
@@ -82,7 +102,8 @@ class Retriever(nn.Module):
         calls: Sequence[int] = (0, 0),
         **batch: Tensor,
     ) -> dict[str, Tensor]:
-        """{"queries": (Q, E), "passages": (P, E)} in fp32, for each side that the batch holds.
+        """{"queries": (Q, E), "passages": (P, E)} in fp32, for each side that the batch holds; and
+        with the queries "log_scale" (Q,) if the temperature is learnt (LogScale).
 
         batch: texts as packed() lays them out, or (N, L) right-padded query_ids, query_mask,
         passage_ids and passage_mask. chunks: how many queries and how many passages are encoded at
@@ -109,6 +130,8 @@ class Retriever(nn.Module):
             for _ in range(calls[[*_VECTORS].index(side)] - len(of_side)):
                 self._vectors(side, of_side[-1])
             by_side[_VECTORS[side]] = torch.cat(vectors)
+        if self.log_scale is not None and "queries" in by_side:
+            by_side["log_scale"] = self.log_scale(len(by_side["queries"]))
         return by_side
 
     def _vectors(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
@@ -209,6 +232,15 @@ def pooled_stream(states_MD: Tensor, piece: Mapping[str, Tensor], pooling: str) 
         sums_ND = states_MD.new_zeros(len(starts) - 1, states_MD.shape[1])
         return sums_ND.index_add(0, piece["passage"], states_MD) / starts.diff()[:, None]
     return _wide(states_MD.index_select(0, starts[:-1] if pooling == "cls" else starts[1:] - 1))
+
+
+def first_numbers(vectors_NE: Tensor, dims: int, *, normalize: bool) -> Tensor:
+    """(N, dims) what stands first in each vector, of length 1 again if whole vectors have it.
+
+    Source: Kusupati et al. 2022 (Matryoshka Representation Learning).
+    """
+    first = vectors_NE[:, :dims]
+    return F.normalize(first, dim=-1) if normalize else first
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from trainer.data.usual.rows import counted
 from trainer.data.usual.signs import format_of_folder
 from trainer.errors import DataError
 from trainer.metrics.mergeable import normalise
+from trainer.tasks.retriever.loss import teacher_scores
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
@@ -58,8 +59,15 @@ def rows(
     data: Data, split: str, folder: Path | None, *, cache_dir: Path | None = None
 ) -> Iterator[Row]:
     """The rows of a split, read as config.Data's source and format say, or as the files of the
-    folder show. DataError names the file and line of a wrong row.
+    folder show, with the scores of data.scores. DataError names the file and line of a wrong row.
     """
+    of_split = _rows(data, split, folder, cache_dir)
+    if data.scores is None:
+        return of_split
+    return teacher_scores.of_file(of_split, data.scores, folder)
+
+
+def _rows(data: Data, split: str, folder: Path | None, cache_dir: Path | None) -> Iterator[Row]:
     corpus = _Corpus(data.corpus, folder)
     if data.source == "stdlib_docs":
         return _documentation_rows(split)
@@ -160,7 +168,7 @@ def _tevatron_row(raw: Row, place: str, number: int, corpus: _Corpus) -> Row:
             one if "text" in one else corpus.passage(one["id"], place)
             for one in fields.passages(values or [], place, name)
         ]
-    return row
+    return teacher_scores.of_row(row, raw.get(teacher_scores.SCORES), place)
 
 
 def _pretokenised_rows(path: Path) -> Iterator[Row]:

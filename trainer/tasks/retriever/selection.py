@@ -42,6 +42,14 @@ def positive(count: int, turn: Turn, how: Selection) -> int:
     return (turn.hash_value + turn.epoch if how == "by_epoch" else _draws(turn, 0)[0]) % count
 
 
+def targets(count: int, most: int, turn: Turn, how: Selection) -> list[int]:
+    """The indices of up to `most` positives, out of `count`: the one that `positive` takes, and
+    those behind it.
+    """
+    first = positive(count, turn, how)
+    return [(first + step) % count for step in range(min(most, count))]
+
+
 def negatives(count: int, num_chosen: int, turn: Turn, how: Selection) -> list[int]:
     """The indices of num_chosen negatives, out of `count`; some repeat when `count` is smaller.
 
@@ -70,15 +78,15 @@ def _draws(turn: Turn, count: int) -> np.ndarray:
     return np.random.PCG64(turn.draw).random_raw(1 + count) >> np.uint64(1)
 
 
-def trainable(rows: Iterable[Row], passages: int) -> Iterator[Row]:
+def trainable(rows: Iterable[Row], passages: int, positives: int = 1) -> Iterator[Row]:
     """The same rows. DataError for a row without a positive passage, or without a negative one when
-    `passages` is above 1.
+    more of `passages` are trained on than the row's positives, of which up to `positives` are.
     """
     for row in rows:
         missing = None
         if not row["positives"]:
             missing = "positive"
-        elif passages > 1 and not row["negatives"]:
+        elif passages > min(positives, len(row["positives"])) and not row["negatives"]:
             missing = "negative"
         if missing is not None:
             raise DataError(

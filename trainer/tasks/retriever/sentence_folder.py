@@ -32,9 +32,11 @@ _log = logging.getLogger(__name__)
 
 def can_say(cfg: Config) -> bool:
     """Whether sentence-transformers can express this retriever: one whole encoder for both sides,
-    with the tokenizer's own special tokens.
+    its projection included, with the tokenizer's own special tokens.
     """
-    return cfg.encoder.tied and not cfg.exports_adapters and not cfg.data.append_eos
+    projection = cfg.encoder.projection
+    is_one = cfg.encoder.tied and (projection is None or projection.tied is not False)
+    return is_one and not cfg.exports_adapters and not cfg.data.append_eos
 
 
 def with_pad(tokenizer: Any) -> Any:

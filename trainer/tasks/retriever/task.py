@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,12 +26,21 @@ from trainer.protocol.abilities import Side, Uncut
 from trainer.protocol.task import Batch, Encoded, Places, Row, Text
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
-from trainer.tasks.retriever import export, metrics, rows, selection, sentence_folder
+from trainer.tasks.retriever import (
+    export,
+    metrics,
+    rows,
+    selection,
+    sentence_folder,
+)
 from trainer.tasks.retriever.batches import Batches, texts_of
 from trainer.tasks.retriever.config import Config, Data, Encoder
+from trainer.tasks.retriever.loss import teacher_scores
 from trainer.tasks.retriever.loss.pool_loss import PoolLoss
 from trainer.tasks.retriever.model import (
+    LogScale,
     Retriever,
+    first_numbers,
     is_causal,
     most_calls,
     pooler_of,
@@ -50,6 +59,7 @@ class Task(TokenTask[Config]):
     kind: ClassVar[base_model.Kind] = "encoder"
     rows_are_of_files: ClassVar[bool] = True
     base_name: ClassVar[str] = ""  # operate() gives the base of one side as it is
+    _dims: int | None = None  # numbers of a vector that embed() gives; None: all
 
     def __init__(self, cfg: Config, places: Places) -> None:
         self.places = places
@@ -138,9 +148,18 @@ class Task(TokenTask[Config]):
         query, passage = encoder_of(export.QUERY), None if how.tied else encoder_of(export.PASSAGE)
         width, dtype = query.config.hidden_size, next(query.parameters()).dtype
         pooler = pooler_of(how.projection, how, width=width, seed=self.cfg.train.seed, dtype=dtype)
+        widest = max(self.cfg.loss.matryoshka.dims) if self.cfg.loss.matryoshka else 0
+        whole = width if how.projection is None else how.projection.width
+        if widest > whole:
+            raise ConfigError(
+                f"loss.matryoshka.dims: got {widest}, but the vectors of this model have {whole} "
+                f"numbers, want at most so many. Use {whole} for the whole vector."
+            )
         read = {"query": self.reader(query)}
         read["passage"] = read["query"] if passage is None else self.reader(passage)
-        return Retriever(query, passage, how=how, pooler=pooler, read=read)
+        scale = LogScale(how.temperature, dtype) if how.learn_temperature else None
+        parts: Any = {"pooler": pooler, "log_scale": scale, "read": read}
+        return Retriever(query, passage, how=how, **parts)
 
     def operate(self, base: Any) -> Any:
         if self.cfg.dropout is not None:
@@ -198,7 +217,11 @@ class Task(TokenTask[Config]):
         # rows of the embedded corpus stay as recorded runs have them
         if self.cfg.data.source != "stdlib_docs":
             of_split = rows.without_own_positives(of_split)
-        usable = selection.trainable(of_split, self.cfg.data.passages if split == "train" else 1)
+        data = self.cfg.data
+        if split == "train" and self.cfg.needs_teacher:
+            of_split = teacher_scores.required(of_split)
+        sizes = (data.passages, data.positives) if split == "train" else (1, 1)
+        usable = selection.trainable(of_split, *sizes)
         return ({**row, "item": item} for item, row in picked.enumerated(usable))
 
     def encode(self, row: Row) -> Encoded:
@@ -308,10 +331,11 @@ class Task(TokenTask[Config]):
         texts = texts_of(batch)
         vectors = model(**texts, calls=most_calls(texts))
         table = metrics.table_of(batch, vectors["queries"], vectors["passages"])
-        return {"retrieval": GatheredValues(table, self._metrics)}
-
-    def _metrics(self, table: Tensor) -> dict[str, float]:
-        return metrics.retrieval_metrics(table, temperature=self.how.temperature)
+        temperature = self.how.temperature
+        if "log_scale" in vectors:
+            temperature = float((-vectors["log_scale"][0]).exp())
+        measure = partial(metrics.retrieval_metrics, temperature=temperature)
+        return {"retrieval": GatheredValues(table, measure)}
 
     # Embedding
     # ----------------------------------------------------------------------------------------------
@@ -325,4 +349,15 @@ class Task(TokenTask[Config]):
     def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         """(N, E) fp32 vectors of N token rows."""
         texts = to_device(self._batches.lay_out(rows, side))
-        return model(**texts)["queries" if side == "query" else "passages"].float()
+        vectors_NE = model(**texts)["queries" if side == "query" else "passages"].float()
+        if self._dims is None:
+            return vectors_NE
+        if self._dims > vectors_NE.shape[1]:
+            raise ConfigError(
+                f"--dims {self._dims}: got vectors of {vectors_NE.shape[1]} numbers, want at most "
+                "so many. Leave it out for whole vectors."
+            )
+        return first_numbers(vectors_NE, self._dims, normalize=self.how.normalize)
+
+    def shorten(self, dims: int) -> None:
+        self._dims = dims

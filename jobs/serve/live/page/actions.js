@@ -1,6 +1,6 @@
 // The buttons of a run. Each asks for confirmation first.
 
-import { get, newKey, post } from "./api.js";
+import { get, newKey, post, remove } from "./api.js";
 import { ACTIVE } from "./board.js";
 import { clean, h } from "./dom.js";
 
@@ -47,13 +47,16 @@ export function buttons(line, me, say) {
   if (job && mayChange && !["succeeded", "failed", "cancelled"].includes(job.status)) {
     if (job.is_paused) add("Resume", `Resume ${what}?`, "It goes on from its last checkpoint, as if it had never stopped.", () => post(`${DIALECT}${job.id}/resume`));
     else add("Pause", `Pause ${what}?`, "It saves a checkpoint and stops. When it is resumed, it waits in the queue again.", () => post(`${DIALECT}${job.id}/pause`));
+    if (job.is_driven && ACTIVE.includes(line.state)) add("Put aside", `Put ${what} aside?`, "It saves its state and gives its device back. Its next operation wakes it.", () => post(`/lathe/v1/runs/${line.id}/put_aside`));
     add("Cancel", `Cancel ${what}?`, "It saves a checkpoint and stops for good: it cannot be resumed.", () => post(`${DIALECT}${job.id}/cancel`));
+  } else if (job?.is_driven && mayChange && !job.is_deleted && !ACTIVE.includes(line.state)) {
+    add("Delete", `Delete ${what}?`, "Its operations, states and weights go, those of its samplers too. Its curves and its log stay.", () => remove(`/lathe/v1/runs/${line.id}`));
   } else if (!job && mayChange && !line.by_hand) {
     const path = `/lathe/v1/runs/${line.id}`;
     if (ACTIVE.includes(line.state)) add("Cancel", `Cancel ${what}?`, "It saves a checkpoint and stops. Retry goes on from there.", () => post(`${path}/cancel`));
     else add("Retry", `Retry ${what}?`, "It is sent again with the same code, and goes on from its last checkpoint.", () => post(`${path}/retry`));
   }
-  if (job && me.role !== "read" || !job && me.role === "admin")
+  if (job && !job.is_driven && me.role !== "read" || !job && me.role === "admin")
     nodes.push(h("button", { type: "button", onclick: () => (job ? cloneJob(job, say) : cloneRun(line, say)) }, "Copy with changes"));
   return nodes;
 }

@@ -38,6 +38,8 @@ async function posted(path, body, more) {
 
 export const post = async (path, body, more = {}) => (await posted(path, body, more)).json();
 
+export const remove = async path => (await okAnswer(await fetch(path, { method: "DELETE", headers: headers() }))).json();
+
 // The pieces of an answer as they are generated. Fails where the last one does not come.
 export async function* postForPieces(path, body) {
   for await (const { data } of eventsOf(await posted(path, { ...body, stream: true }, {}))) {

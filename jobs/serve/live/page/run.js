@@ -4,13 +4,14 @@ import { buttons } from "./actions.js";
 import { get } from "./api.js";
 import { Chart, thin } from "./chart.js";
 import { ago, bytes, clean, day, h, number, panel, table } from "./dom.js";
+import { Driven } from "./driven.js";
 import { progress } from "./overview.js";
 import { canTalk, Talk } from "./talk.js";
 import { Votes } from "./votes.js";
 
-const LOG_EVERY_MS = 3000, LOG_LINES = 200, HIDDEN = ["tokens", "step"];
+const LOG_EVERY_MS = 3000, LOG_LINES = 200, HIDDEN = ["tokens", "step", "operation"];
 // Charts stand in the order of their groups, each under the name of the first group whose rule the metric's name fits.
-const GROUPS = [["Loss", /^(valid\/)?loss$/], ["Validation", /^valid\//],
+const GROUPS = [["Loss", /^(valid\/)?loss(_sum)?$/], ["Validation", /^valid\//],
   ["Speed", /(_per_s|step_s)$|^(mfu|tflops|goodput)$/], ["Memory", /_gib$/], ["Optimizer", /^(lr|grad_norm|loss_scale|skipped_steps|bad_steps)$/], ["Other", /./]];
 const groupOf = name => GROUPS.find(([, rule]) => rule.test(name))[0];
 
@@ -94,7 +95,8 @@ export class Run {
     this.log = new Log(id);
     this.talk = h("div", {});
     this.votes = new Votes(id, me);
-    this.node = h("div", {}, h("p", {}, h("a", { href: "#/" }, "All runs")), this.title, this.facts, this.acts, this.message, this.talk, this.votes.node, this.curves.node,
+    this.driven = new Driven(id);
+    this.node = h("div", {}, h("p", {}, h("a", { href: "#/" }, "All runs")), this.title, this.facts, this.acts, this.message, this.talk, this.votes.node, this.curves.node, this.driven.node,
       h("div", { class: "pair" }, this.memory.node, this.attempts.node), this.answers.node, this.log.node, this.dictionary.node);
     this.isMissing = this.isWaiting = Boolean(board.of(id)?.isWaiting);
     this.update();
@@ -135,13 +137,15 @@ export class Run {
       line.recoveries ? `ranks lost and replaced: ${line.recoveries} times` : null, line.gpu_hours ? `${line.gpu_hours} GPU-hours` : null, ago(line.ended ?? line.started ?? line.created)];
     this.facts.replaceChildren(progress(line), ...words.filter(Boolean).map(word => h("span", {}, clean(word))));
     if (line.reason || line.unseen) this.facts.append(h("div", { class: `why s-${line.state}` }, h("span", {}, clean(line.unseen ? `Not seen now: ${line.unseen}` : line.reason))));
-    const has = [before?.state, before?.job?.status, before?.job?.is_paused].join() === [line.state, line.job?.status, line.job?.is_paused].join();
+    const [old, current] = [before, line].map(one => [one?.state, one?.job?.status, one?.job?.is_paused, one?.job?.is_deleted].join());
+    const has = old === current;
     if (!before || !has) this.acts.replaceChildren(...buttons(line, this.me, (text, isBad) => this.say(text, isBad)));
     if (line.isWaiting) return;
     if (!before || !has || before.attempts !== line.attempts) this.drawAttempts();
     if (before && Object.keys(before.scores).length + before.step !== Object.keys(line.scores).length + line.step) this.drawAnswers();
     if (!before || !has) this.votes.load();
     if (canTalk(line) && !this.talk.firstChild) this.talk.append(new Talk(line).node);
+    this.driven.update(line);
     this.log.update();
   }
 

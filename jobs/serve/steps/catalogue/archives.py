@@ -24,10 +24,12 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from jobs.serve.requests import PlainJSON, Refusal
+from jobs.serve.steps.catalogue.checkpoints import size_of
 from jobs.serve.steps.context import Steps, steps_of, visible_weights
 from jobs.serve.steps.futures import API
 from jobs.serve.steps.names import WeightsPath, absent, checkpoint_path
 from jobs.serve.steps.sessions import RunFacts, SavedFacts
+from jobs.serve.uploads import refuse_on_full_disk
 from trainer.files.atomic import refusals
 
 VALID_S = 3600
@@ -39,7 +41,7 @@ def external_urls(request: Request) -> Response:
     """An address for each file of saved weights, valid for an hour."""
     params = request.path_params
     path = checkpoint_path(params["run"], f"{params['kind']}/{params['name']}")
-    run, facts = visible_weights(request, path)
+    run, facts = visible_weights(request, path, writes=True)  # who only reads sees no content
     steps, expires = steps_of(request), int(time.time()) + VALID_S
     folder, key = steps.folder_of(run, facts), _key(steps)
     urls: dict[str, str] = {}
@@ -74,7 +76,7 @@ async def archive(request: Request) -> Response:
     """All files of saved weights in one tar archive."""
     params = request.path_params
     path = checkpoint_path(params["run"], f"{params['kind']}/{params['name']}")
-    run, facts = await run_in_threadpool(visible_weights, request, path)
+    run, facts = await run_in_threadpool(visible_weights, request, path, writes=True)
     file = await run_in_threadpool(_archive, steps_of(request), run, facts)
     remove = BackgroundTask(os.unlink, file)
     name = f"{path.name}.tar"
@@ -84,6 +86,7 @@ async def archive(request: Request) -> Response:
 def _archive(steps: Steps, run: RunFacts, facts: SavedFacts) -> Path:
     """A tar file of saved weights; the caller removes it."""
     folder = steps.folder_of(run, facts)
+    refuse_on_full_disk(steps.keeper, size_of(folder))
     with refusals(steps.sessions.root):
         descriptor, name = tempfile.mkstemp(prefix=".archive-", dir=steps.sessions.root)
         with os.fdopen(descriptor, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:

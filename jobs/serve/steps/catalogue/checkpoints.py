@@ -52,6 +52,7 @@ from jobs.serve.steps.sessions import (
     later,
     refuse_finished,
 )
+from jobs.serve.steps.upkeep.usage import Demand, room_for
 from jobs.serve.tickets import id_of_key, new_id
 from jobs.serve.uploads import refuse_on_full_disk
 from trainer.files.atomic import refusals
@@ -108,7 +109,7 @@ def checkpoint(steps: Steps, run: RunFacts, facts: SavedFacts) -> dict[str, Any]
         "checkpoint_type": KIND_OF_CHECKPOINT[facts.kind],
         "time": facts.created_at,
         "tinker_path": str(path),
-        "size_bytes": _size_of(steps.folder_of(run, facts)),
+        "size_bytes": size_of(steps.folder_of(run, facts)),
         "public": False,
         "user_metadata": texts_of(facts.user_metadata),
         "expires_at": steps.sessions.expires_at(run.id, facts),
@@ -122,7 +123,8 @@ def texts_of(values: dict[str, Any] | None) -> dict[str, str] | None:
     return {key: one if isinstance(one, str) else repr(one) for key, one in values.items()}
 
 
-def _size_of(folder: Path) -> int:
+def size_of(folder: Path) -> int:
+    """The bytes of all files below a folder."""
     sizes: list[int] = []
     for place, _, names in os.walk(folder):
         sizes += [os.lstat(os.path.join(place, name)).st_size for name in names]
@@ -181,7 +183,8 @@ async def copy_weights(request: Request) -> Response:
     check_project(body.destination_project_id, "destination_project_id")
     token = request.headers.get("x-tinker-weights-access-token") or body.weights_access_token
     other = client_of_token(request, token)
-    path = await run_in_threadpool(_copy, request, body, other)
+    async with room_for(request, Demand()):
+        path = await run_in_threadpool(_copy, request, body, other)
     return PlainJSON({"tinker_path": str(path)})
 
 

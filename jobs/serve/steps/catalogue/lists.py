@@ -105,9 +105,9 @@ def list_sessions(request: Request) -> Response:
 def _sessions(request: Request) -> list[SessionFacts]:
     """The sessions that a client sees, the newest first."""
     sessions, client = steps_of(request).sessions, client_of(request)
-    every = (sessions.session(name) for name in sessions.ids())
-    mine = [one for one in every if one is not None and client.sees(one.owner)]
-    return sorted(mine, key=lambda one: (one.created_at, one.id), reverse=True)
+    return sorted(
+        sessions.all_visible(client), key=lambda one: (one.created_at, one.id), reverse=True
+    )
 
 
 async def search_sessions(request: Request) -> Response:
@@ -141,7 +141,7 @@ def _search(request: Request, body: SearchSessions) -> dict[str, Any]:
 def _time(text: str) -> float:
     try:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise Refusal(400, "cursor: want the next_cursor of an answer.", param="cursor") from None
 
 

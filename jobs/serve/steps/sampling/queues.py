@@ -177,7 +177,7 @@ class SampleQueues:
         async with self._opening:
             queue = self._open.get(facts.id)
             if queue is None:
-                folder = self.steps.sessions.folder(facts.session) / f"sample-{facts.number}"
+                folder = self.steps.sessions.sampler_folder(facts)
                 queue = SampleQueue(facts, await run_in_threadpool(SampleLog, folder))
                 self._close_idle()
                 self._open[facts.id] = queue
@@ -222,7 +222,8 @@ class SampleQueues:
         """The answer of a worker. DataError, CannotAnswer, Refusal."""
         assert self.steps is not None, "the parts of the dialect are joined"
         offer = self.steps.offer(facts.base_model)
-        question = question_of(body, seed=seed, max_tokens=offer.driven.max_tokens)
+        most = offer.driven.max_tokens
+        question = await run_in_threadpool(question_of, body, seed=seed, max_tokens=most)
         weights = await self._weights(facts)
         place = await run_in_threadpool(self.steps.base_folder, offer)
         number = 0

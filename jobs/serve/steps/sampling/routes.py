@@ -19,6 +19,7 @@ from jobs.serve.steps.context import (
 from jobs.serve.steps.futures import API
 from jobs.serve.steps.names import MOST_CLIENTS, weights_path
 from jobs.serve.steps.sessions import SamplerFacts, SessionFacts, refuse_finished
+from jobs.serve.steps.upkeep.usage import Demand, room_for
 from jobs.serve.uploads import refuse_on_full_disk
 
 
@@ -97,7 +98,8 @@ async def ask_sample(request: Request) -> Response:
     facts = visible_sampler(request, body.sampling_session_id, writes=True)
     refuse_finished(steps_of(request).sessions, facts.session)
     await run_in_threadpool(refuse_on_full_disk, keeper_of(request), 0)
-    ids = await steps_of(request).samples.add(facts, body)
+    async with room_for(request, Demand()):
+        ids = await steps_of(request).samples.add(facts, body)
     future = {"request_id": f"{facts.id}:{body.seq_id}", "sample_sequence_ids": ids}
     return PlainJSON(future)
 

@@ -15,7 +15,7 @@ from jobs.serve.requests import Refusal
 from jobs.serve.steps.bodies import AskSample
 from trainer.errors import ResumeError
 from trainer.files.atomic import refusals
-from trainer.operations.records import Place, RecordFiles, RecordWriter
+from trainer.operations.records import RecordFiles, RecordPlace, RecordWriter
 
 MOST_BYTES = 256 << 20  # of each log; a request beyond that is refused
 MOST_CLONES = 1_000_000
@@ -38,8 +38,8 @@ class SampleLog:
         self.folder = folder
         self._guard = threading.Lock()
         self._files = {stem: RecordFiles(folder, stem) for stem in ("requests", "answers")}
-        self.requests: dict[int, tuple[str, Place]] = {}  # number -> digest, place
-        self.answers: dict[int, Place] = {}
+        self.requests: dict[int, tuple[str, RecordPlace]] = {}  # number -> digest, place
+        self.answers: dict[int, RecordPlace] = {}
         self.order: list[Completion] = []  # as they ended
         self._received: set[int] = set()
         self._writers: dict[str, RecordWriter] = {}
@@ -52,8 +52,8 @@ class SampleLog:
             text = "Another server answers this sampler. Ask again."
             raise Refusal(503, text, code="overloaded", retry_after_s=2) from None
 
-    def _read(self, stem: str, files: RecordFiles) -> Place:
-        end = Place((files.segments() or [1])[-1], 0)
+    def _read(self, stem: str, files: RecordFiles) -> RecordPlace:
+        end = RecordPlace((files.segments() or [1])[-1], 0)
         for record in files.scan():
             seq = int(record.header["seq"])
             if stem == "requests":
@@ -62,7 +62,7 @@ class SampleLog:
                 self.answers[seq] = record.place
                 is_error = "error" in record.header["fields"]
                 self.order.append(Completion(seq, int(record.header["size"]), is_error))
-            end = Place(record.place.segment, record.end)
+            end = RecordPlace(record.place.segment, record.end)
         return end
 
     def add(self, seq: int, asked: Mapping[str, Any], seed: int) -> bool:

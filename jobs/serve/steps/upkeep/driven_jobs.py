@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from jobs.record.state_table import BAD_INPUT
 from jobs.serve.steps.upkeep.hosts import host_for, is_shared
 from trainer.operations.operation_log import FOLDER, LOG
-from trainer.operations.records import Place, RecordFiles
-from trainer.operations.results import RESULTS, Results
+from trainer.operations.records import RecordFiles, RecordPlace
+from trainer.operations.results import RESULTS, OperationResults
 
 if TYPE_CHECKING:
     from jobs.record.row import Row
@@ -85,7 +85,7 @@ class DrivenJobs:
         mark = _mark(folder)
         look = self._looks.get(folder)
         if look is None or look.mark != mark:
-            results = Results(folder)
+            results = OperationResults(folder)
             results.follow()
             look = _Look(mark, last_operation(folder), results.last_seq)
             self._looks[folder] = look
@@ -111,10 +111,10 @@ def last_operation(folder: Path) -> int:
     """The number of the last operation in a log that another process may write; -1 without one."""
     files, last = RecordFiles(folder, LOG), -1
     segments = files.segments()
-    place = Place(segments[-1], 0) if segments else None
+    place = RecordPlace(segments[-1], 0) if segments else None
     while place is not None:
         record = files.read(place, with_payload=False)
         if record is None:
             break
-        last, place = int(record.header["seq"]), Place(place.segment, record.end)
+        last, place = int(record.header["seq"]), RecordPlace(place.segment, record.end)
     return last

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +17,26 @@ from typing import TYPE_CHECKING
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
+from jobs.serve.limits.quotas import quota_lock
 from jobs.serve.requests import Refusal, client_of
 from jobs.serve.steps.context import Steps, steps_of
 from trainer.files.atomic import read_json, write_json
 
 if TYPE_CHECKING:
-    from jobs.serve.access import Client
+    from jobs.serve.steps.sessions import RunFacts
 
 MEASURED_S = 30.0  # how old the bytes of an owner may be
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a request would use. seq: the number in the log of the operation that it sends, to tell
+    a repeat, which uses nothing; None: it sends none.
+    """
+
+    tokens: int = 0
+    bytes: int = 0
+    seq: int | None = None
 
 
 @dataclass
@@ -40,64 +53,95 @@ class TokenUsage:
         return int(values.get("tokens", 0))
 
     def add_tokens(self, owner: str, count: int) -> None:
-        """Count tokens of an owner."""
-        with self._guard:
-            values = {"tokens": self.tokens(owner) + count}
-            write_json(self._file(owner), values, is_durable=False)
+        """Count tokens of an owner. The caller holds the lock of the owner's quota."""
+        write_json(self._file(owner), {"tokens": self.tokens(owner) + count}, is_durable=False)
 
-    def bytes(self, owner: str, steps: Steps) -> int:
-        """The bytes of an owner's operations and saved weights, as they were a moment ago."""
-        at, size = self._bytes.get(owner, (-MEASURED_S, 0))
-        if time.monotonic() - at < MEASURED_S:
-            return size
-        size = sum(_bytes_of(folder) for folder in _folders(owner, steps))
-        self._bytes[owner] = (time.monotonic(), size)
+    def bytes(self, owner: str, steps: Steps, *, more: int) -> int:
+        """The bytes of an owner's operations, samples and saved weights, as they were a moment ago.
+        more: that are about to be added, and count from then on.
+        """
+        with self._guard:
+            at, size = self._bytes.get(owner, (-MEASURED_S, 0))
+            if time.monotonic() - at >= MEASURED_S:
+                at, size = time.monotonic(), _bytes_of_all(_folders(owner, steps))
+            self._bytes[owner] = (at, size + more)
         return size
 
     def _file(self, owner: str) -> Path:
         return self.root / f"usage-{owner}.json"
 
 
-def _folders(owner: str, steps: Steps) -> list[Path]:
-    folders: list[Path] = []
-    for session in steps.sessions.ids():
-        for run in steps.sessions.runs(session):
-            if run.owner == owner and run.exp_id is not None:
+def _folders(owner: str, steps: Steps) -> Iterator[Path]:
+    """The folders whose bytes an owner keeps: of its runs, its samplers and its copies."""
+    sessions = steps.sessions
+    for session in sessions.ids_of(owner):
+        yield sessions.folder(session) / "copies"
+        yield from (sessions.sampler_folder(one) for one in sessions.samplers(session))
+        for run in sessions.runs(session):
+            if run.exp_id is not None:
                 folder = steps.runs.folder(run)
-                folders += [folder / name for name in ("operations", "saved", "sampler")]
-    return folders
+                yield from (folder / name for name in ("operations", "saved", "sampler"))
 
 
-def _bytes_of(folder: Path) -> int:
-    total = 0
-    for place, _, files in os.walk(folder):
-        for name in files:
-            with suppress(OSError):  # it was deleted meanwhile
-                total += os.lstat(os.path.join(place, name)).st_size
-    return total
+def _bytes_of_all(folders: Iterable[Path]) -> int:
+    """The bytes of all files below some folders; a file with several names counts once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for folder in folders:
+        for place, _, files in os.walk(folder):
+            for name in files:
+                with suppress(OSError):  # it was deleted meanwhile
+                    facts = os.lstat(os.path.join(place, name))
+                    sizes[facts.st_dev, facts.st_ino] = facts.st_size
+    return sum(sizes.values())
 
 
-async def refuse_above_quota(request: Request, *, num_tokens: int, num_bytes: int) -> None:
-    """Return if the client may send so many tokens and bytes more, which count from now on; else
-    Refusal (403: it does not pass by itself, so the SDK is not to ask again).
+@asynccontextmanager
+async def room_for(
+    request: Request, demand: Demand, facts: RunFacts | None = None
+) -> AsyncGenerator[None]:
+    """Inside, the client may send so many tokens and bytes more, which count unless an error is
+    raised inside. Refusal (403: it does not pass by itself, so the SDK is not to ask again).
     """
+    quota = client_of(request).quota
+    is_counted = False
+    if quota.tokens is not None or quota.bytes is not None:
+        is_counted = await run_in_threadpool(_take, request, demand, facts)
+    try:
+        yield
+    except BaseException:
+        if is_counted:
+            await run_in_threadpool(_give_back, request, demand.tokens)
+        raise
+
+
+def _take(request: Request, demand: Demand, facts: RunFacts | None) -> bool:
+    """Count what a request uses; whether tokens were counted. Refusal."""
     client, steps = client_of(request), steps_of(request)
-    await run_in_threadpool(_refuse, client, steps, num_tokens, num_bytes)
-
-
-def _refuse(client: Client, steps: Steps, num_tokens: int, num_bytes: int) -> None:
+    seq = demand.seq
+    if facts is not None and seq is not None and steps.runs.is_repeat(facts, seq):
+        return False
     quota, usage = client.quota, steps.usage
-    if quota.tokens is not None:
-        used = usage.tokens(client.name)
-        if used + num_tokens > quota.tokens:
-            text = f"{client.name} has sent {used} of {quota.tokens} tokens, and these are "
-            raise Refusal(403, f"{text}{num_tokens} more.", code="insufficient_quota")
-        usage.add_tokens(client.name, num_tokens)
-    if quota.bytes is not None:
-        size = usage.bytes(client.name, steps)
-        if size + num_bytes > quota.bytes:
-            text = (
-                f"{client.name} keeps {size} bytes of runs, and {num_bytes} more are above the "
-                f"quota of {quota.bytes}. Delete checkpoints."
-            )
-            raise Refusal(403, text, code="insufficient_quota")
+    with quota_lock(steps.keeper, client):
+        if quota.tokens is not None and demand.tokens:
+            used = usage.tokens(client.name)
+            if used + demand.tokens > quota.tokens:
+                text = f"{client.name} has sent {used} of {quota.tokens} tokens, and these are "
+                raise Refusal(403, f"{text}{demand.tokens} more.", code="insufficient_quota")
+        if quota.bytes is not None:
+            size = usage.bytes(client.name, steps, more=demand.bytes)
+            if size + demand.bytes > quota.bytes:
+                text = (
+                    f"{client.name} keeps {size} bytes of runs, and {demand.bytes} more are above "
+                    f"the quota of {quota.bytes}. Delete checkpoints or runs."
+                )
+                raise Refusal(403, text, code="insufficient_quota")
+        if quota.tokens is not None and demand.tokens:
+            usage.add_tokens(client.name, demand.tokens)
+            return True
+    return False
+
+
+def _give_back(request: Request, tokens: int) -> None:
+    client, steps = client_of(request), steps_of(request)
+    with quota_lock(steps.keeper, client):
+        steps.usage.add_tokens(client.name, -tokens)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,24 @@ from trainer.protocol.task import Batch
 from trainer.runtime import distributed
 from trainer.tasks.retriever.batches import texts_of
 from trainer.tasks.retriever.config import Config
-from trainer.tasks.retriever.loss import losses
+from trainer.tasks.retriever.loss import distillation, losses
+from trainer.tasks.retriever.model import first_numbers
 from trainer.tasks.retriever.tokens import bits_of
 
 log = logging.getLogger(__name__)
 
 # Tensors that a rank does not exchange: it computes the loss of its own queries only, over the
 # passages of all ranks.
-_OWN = ("queries", "counts", "positive_ids", "positive_counts", "teacher")
+_OWN = (
+    "queries",
+    "counts",
+    "targets",
+    "positive_ids",
+    "positive_counts",
+    "teacher",
+    "log_scale",
+)
+_VECTORS = ("queries", "passages", "askers")
 
 
 @dataclass
@@ -60,27 +71,52 @@ class PoolLoss:
         else:
             vectors = model(**texts)
         represented = {**vectors, "counts": batch["counts"]}
+        if self.cfg.data.positives > 1:
+            represented["targets"] = batch["targets"]
         if cfg.mask_duplicates:
             for name in ("identities", "positive_ids", "positive_counts"):
                 represented[name] = batch[name]
-        if cfg.distillation is not None:
+        if cfg.symmetric:
+            # under names of their own, for these are exchanged
+            represented["askers"] = vectors["queries"]
+            if cfg.mask_duplicates:
+                represented["asker_ids"] = batch["positive_ids"]
+                represented["asker_counts"] = batch["positive_counts"]
+        if self.cfg.needs_teacher:
             # as integers: a teacher's scores carry no gradient
             represented["teacher"] = bits_of(batch["teacher"])
         return represented
 
     def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
-        cfg, temperature = self.cfg.loss, self.cfg.encoder.temperature
+        """() the loss of a pool: of its whole vectors, or of the first numbers of them, weighted.
+
+        Source of the sum: Kusupati et al. 2022 (Matryoshka Representation Learning).
+        """
+        how = self.cfg.loss.matryoshka
+        pool = dict(pool)
+        if self.cfg.needs_teacher:
+            pool["teacher"] = pool["teacher"].view(torch.float32)
+        if how is None:
+            return self._of_vectors(pool)
         total = pool["queries"].new_zeros(())
-        if cfg.contrastive:
-            contrastive = losses.in_batch(
-                pool, temperature=temperature, mask_duplicates=cfg.mask_duplicates
-            )
-            total = total + cfg.contrastive * contrastive
-        if cfg.distillation is not None:
-            distillation = losses.distil(
-                {**pool, "teacher": pool["teacher"].view(torch.float32)},
-                temperature=temperature,
-                teacher_temperature=cfg.distillation.teacher_temperature,
-            )
-            total = total + cfg.distillation.coefficient * distillation
+        for width, weight in zip(how.dims, how.weights or [1.0] * len(how.dims), strict=True):
+            cut = partial(first_numbers, dims=width, normalize=self.cfg.encoder.normalize)
+            vectors = {name: cut(pool[name]) for name in _VECTORS if name in pool}
+            total = total + weight * self._of_vectors({**pool, **vectors})
+        return total
+
+    def _of_vectors(self, pool: Mapping[str, Tensor]) -> Tensor:
+        cfg, total = self.cfg.loss, pool["queries"].new_zeros(())
+        temperature: losses.Temperature = self.cfg.encoder.temperature
+        if "log_scale" in pool:
+            temperature = (-pool["log_scale"]).exp()
+        if cfg.contrastive and cfg.kind == "triplet":
+            total = total + cfg.contrastive * losses.triplet(pool, margin=cfg.margin)
+        elif cfg.contrastive:
+            total = total + cfg.contrastive * losses.in_batch(pool, cfg, temperature=temperature)
+        how = cfg.distillation
+        if how is not None:
+            learnt = distillation.distil if how.kind == "kl" else distillation.margin_mse
+            scale = {"temperature": temperature, "teacher_temperature": how.teacher_temperature}
+            total = total + how.coefficient * learnt(pool, **scale)
         return total

@@ -1,0 +1,134 @@
+"""Every form of a retriever's loss is the same under GradCache, at every ZeRO stage and on two
+ranks, as in one plain batch.
+
+Run with -s to see the table of differences.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from exp_configs import vary
+from tests.facts import experiment, write_facts
+from tests.long import long_but
+from tests.numerics.test_engine import ds_for
+from tests.numerics.test_retriever_gradcache import QUERIES, STAGES, STEP, depth, distance
+from tests.ranks import run_on_ranks
+from tests.tolerance import assert_same_step
+from trainer import tasks
+from trainer.config.schema import Optim
+from trainer.protocol.task import DRAW, EPOCH, Places
+from trainer.runtime import distributed
+
+Cut = tuple[Any, list[int]]  # chunks of queries and passages (None: plain), and micro-batches
+PLAIN: Cut = (None, [8])
+CUTS: dict[int, list[Cut]] = {
+    1: [((3, 5), [8]), (None, [3, 5])],
+    2: [(None, [4, 4]), ((3, 5), [4, 4]), (None, [1, 3, 1, 3])],
+}
+_TWO: dict[str, Any] = {"data": {"passages": 3, "positives": 2}}
+LEARNT: dict[str, Any] = {"encoder": {"learn_temperature": True}}
+FORMS: dict[str, dict[str, Any]] = {
+    "symmetric": {"loss": {"symmetric": True, "mask_duplicates": True}, **LEARNT},
+    "margin": {"loss": {"margin": 0.1}},
+    "each positive": {"loss": {"symmetric": True}, **_TWO},
+    "supcon": {"loss": {"positives": "supcon"}, **_TWO},
+    "marginal": {"loss": {"positives": "marginal"}, **_TWO},
+    "triplet": {"loss": {"kind": "triplet", "margin": 0.3}, **_TWO},
+    "false negatives": {"loss": {"symmetric": True, "false_negatives": {"margin": -0.1}}},
+    "by the teacher": {"loss": {"false_negatives": {"by": "teacher", "above": 0.5}}, **_TWO},
+    "matryoshka": {"loss": {"matryoshka": {"dims": [16, 8, 3], "weights": [1.0, 0.5, 0.2]}}},
+    "divergence": {"loss": {"contrastive": 0.0, "distillation": {}}, **LEARNT, **_TWO},
+    "margins": {"loss": {"distillation": {"kind": "margin_mse"}}, **_TWO},
+    "all at once": {
+        "loss": {
+            "symmetric": True,
+            "mask_duplicates": True,
+            "margin": 0.05,
+            "false_negatives": {"above": 0.95, "share": 0.99},
+            "matryoshka": {"dims": [16, 4]},
+            "distillation": {"kind": "margin_mse", "coefficient": 0.1},
+        },
+        **LEARNT,
+        **_TWO,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("facts"))
+
+
+def task_of(folder: Path, form: str, chunks: Any = None) -> Any:
+    values = experiment("retriever", folder)
+    cut = {} if chunks is None else {"query_chunk": chunks[0], "passage_chunk": chunks[1]}
+    values["loss"] = cut
+    return tasks.load(
+        tasks.parse(vary(values, **FORMS[form])), Places(folder, folder / "cache", folder)
+    )
+
+
+def rows_of(task: Any) -> list[dict[str, Any]]:
+    """8 rows as a step takes them, with a teacher's scores, of which one is absent."""
+    found = [task.encode(row) for _, row in zip(range(QUERIES), task.rows("train"), strict=False)]
+    generator = np.random.default_rng(7)
+    rows = []
+    for number, row in enumerate(found):
+        scores = generator.normal(size=len(row["lengths"])).astype(np.float32)
+        if number == 2:
+            scores[-1] = np.nan
+        draw = {DRAW: np.array([number]), EPOCH: np.array([0])}
+        rows.append({**row, **draw, "scores": scores.view(np.int32).tolist()})
+    return rows
+
+
+def stepped(folder: Path, form: str, stage: int, cut: Cut) -> tuple[float, dict[str, Tensor]]:
+    """The loss of 8 queries over all ranks, and the gradient of every weight, under an engine."""
+    from trainer.training.engine import Engine
+
+    chunks, sizes = cut
+    task = task_of(folder, form, chunks)
+    rows = rows_of(task)
+    live = Engine(task.model(), ds_for(stage, "fp32", distributed.world()), Optim(lr=0.1, clip=0.0))
+    live.train()
+    starts, share = np.cumsum([0, *sizes]), len(sizes) // distributed.world()
+    mine = range(distributed.rank() * share, (distributed.rank() + 1) * share)
+    batches = [task.collate(rows[starts[k] : starts[k + 1]]) for k in mine]
+    total = torch.zeros((), dtype=torch.float64)
+    for summed in task.losses(live.model, batches):
+        live.backward(summed / QUERIES)
+        total += (summed / QUERIES).detach()
+    gradients: dict[str, Tensor] = {}
+    live.step(
+        0.1,
+        watch=lambda named: gradients.update({name: gradient.clone() for name, gradient in named}),
+    )
+    live.destroy()
+    return float(distributed.total(total)), gradients
+
+
+def at(folder: Path, form: str, stages: tuple[int, ...], cuts: list[Cut]) -> list[Any]:
+    return [(stage, cut, stepped(folder, form, stage, cut)) for stage in stages for cut in cuts]
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("form", long_but(["all at once"], FORMS))
+def test_a_form_is_that_of_one_batch_at_every_stage(form: str, world: int, folder: Path) -> None:
+    ((_, _, wanted),) = run_on_ranks(1, at, folder, form, (0,), [PLAIN])[0]
+    found = run_on_ranks(world, at, folder, form, STAGES, CUTS[world])[0]
+    losses = [abs(step[0] - wanted[0]) for _, _, step in found]
+    gradients = [distance(step[1], wanted[1]) for _, _, step in found]
+    print(f"\n{form}, {world} rank(s), ZeRO 0-3: {max(losses):.1e} {max(gradients):.1e}")
+    assert wanted[0] > 1e-3
+    if "encoder" in FORMS[form]:
+        assert wanted[1]["log_scale.log_scale"].abs().max() > 1e-4, "the temperature learns"
+    how = {"depth": 2 * depth(folder), **STEP}
+    for stage, cut, step in found:
+        assert_same_step(step, wanted, of=f"{form}, stage {stage} {cut}", **how)

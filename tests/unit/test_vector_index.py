@@ -1,0 +1,212 @@
+"""An index is built once, loaded, grown, measured against exact search, and refused to others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.vector_folders import write_vectors
+from tests.wording import refused
+from trainer.retrieval import vector_index
+from trainer.retrieval.embeddings import Embeddings
+from trainer.retrieval.exact_search import search
+from trainer.retrieval.index_recall import TARGET, Knob
+from trainer.retrieval.vector_index import IndexOptions, folder_of, open_index
+
+WIDTH = 8
+RNG = np.random.default_rng(3)
+PASSAGES = RNG.standard_normal((400, WIDTH)).astype(np.float32)
+QUERIES = RNG.standard_normal((30, WIDTH)).astype(np.float32)
+
+
+def have_faiss() -> None:
+    pytest.importorskip("faiss", reason="the extra faiss is not installed")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Embeddings:
+    have_faiss()
+    return write_vectors(tmp_path / "v", PASSAGES)
+
+
+def wish(folder: Path, spec: str = "HNSW8", depth: int = 10, **knob: int) -> IndexOptions:
+    return IndexOptions(folder, spec, depth, **knob)
+
+
+@pytest.mark.parametrize("spec", ["Flat", "IVF4,Flat", "HNSW8", "PCA4,IVF4,Flat"])
+def test_an_index_tells_what_it_finds_of_the_exact_hits(
+    spec: str, corpus: Embeddings, tmp_path: Path
+) -> None:
+    index = open_index(wish(tmp_path / "i", spec), [corpus], QUERIES)
+    rows = index.search(QUERIES, 10).rows
+    exact = search(QUERIES, corpus.vectors, depth=10).rows
+    shares = [len({*a} & {*b}) / 10 for a, b in zip(rows.tolist(), exact.tolist(), strict=True)]
+    assert index.setting.recall == pytest.approx(np.mean(shares))
+    assert (index.record.recall.questions, index.record.recall.depth) == (30, 10)
+    if spec != "PCA4,IVF4,Flat":  # four of eight numbers are not enough for .99
+        assert index.setting.recall >= TARGET
+    (first, *more) = index.lines(tmp_path / "i")
+    assert f"recall@10 {index.setting.recall:.3f}" in first
+    assert any("below" in line for line in more) == (index.setting.recall < TARGET)
+
+
+def test_the_scores_of_a_flat_index_are_those_of_an_exact_search(
+    corpus: Embeddings, tmp_path: Path
+) -> None:
+    hits = open_index(wish(tmp_path / "i", "Flat"), [corpus], QUERIES).search(QUERIES, 10)
+    exact = search(QUERIES, corpus.vectors, depth=10)
+    np.testing.assert_array_equal(hits.rows, exact.rows)
+    np.testing.assert_allclose(hits.scores, exact.scores, rtol=1e-5)
+
+
+def test_the_default_is_the_least_setting_that_reaches_the_target(
+    corpus: Embeddings, tmp_path: Path
+) -> None:
+    recall = open_index(wish(tmp_path / "i", "IVF16,Flat"), [corpus], QUERIES).record.recall
+    values = [setting.value for setting in recall.settings]
+    assert values == [1, 2, 4, 8, 16][: len(values)]
+    reach = [setting.reaches_target for setting in recall.settings]
+    assert reach == [False] * (len(reach) - 1) + [True]
+    assert recall.default == values[-1] > 1
+
+
+def test_a_knob_doubles_up_to_everything() -> None:
+    assert Knob("nprobe", 5).series == [1, 2, 4, 5]
+    assert Knob("efSearch", 16).series == [16]
+
+
+def test_the_next_call_loads_and_measures_nothing(
+    corpus: Embeddings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_index(wish(tmp_path / "i"), [corpus], QUERIES)
+    names = sorted(path.name for path in (tmp_path / "i").iterdir())
+    assert names == ["index-400.faiss", "index.json"]
+    times = [path.stat().st_mtime_ns for path in sorted((tmp_path / "i").iterdir())]
+    monkeypatch.setattr(vector_index, "measure", None)
+    monkeypatch.setattr(vector_index, "_training_sample", None)
+    again = open_index(wish(tmp_path / "i", depth=5), [corpus], QUERIES)
+    assert again.record == first.record
+    assert [path.stat().st_mtime_ns for path in sorted((tmp_path / "i").iterdir())] == times
+    np.testing.assert_array_equal(again.search(QUERIES, 5).rows, first.search(QUERIES, 5).rows)
+
+
+def test_a_deeper_search_and_a_setting_by_hand_are_measured(
+    corpus: Embeddings, tmp_path: Path
+) -> None:
+    first = open_index(wish(tmp_path / "i", "IVF16,Flat"), [corpus], QUERIES)
+    by_hand = open_index(wish(tmp_path / "i", "IVF16,Flat", nprobe=3), [corpus], QUERIES)
+    assert by_hand.setting.value == 3
+    assert by_hand.record.recall.default == first.record.recall.default
+    assert by_hand.setting in by_hand.record.recall.settings
+    deeper = open_index(wish(tmp_path / "i", "IVF16,Flat", depth=50), [corpus], QUERIES)
+    assert deeper.record.recall.depth == 50
+    assert deeper.record.file == first.record.file
+
+
+def test_new_passages_make_the_index_grow(corpus: Embeddings, tmp_path: Path) -> None:
+    open_index(wish(tmp_path / "i", "Flat"), [corpus], QUERIES)
+    more = write_vectors(tmp_path / "more", PASSAGES[:60] * np.float32(2), form="float16")
+    index = open_index(wish(tmp_path / "i", "Flat"), [corpus, more], QUERIES)
+    exact = search(QUERIES, [*corpus.vectors, *more.vectors], depth=10)
+    np.testing.assert_array_equal(index.search(QUERIES, 10).rows, exact.rows)
+    assert [part.count for part in index.record.parts] == [400, 60]
+    assert [path.name for path in (tmp_path / "i").glob("*.faiss")] == ["index-460.faiss"]
+    for wrong in ([more, corpus], [corpus]):
+        with refused("index_of_other_vectors", at=str(tmp_path / "i")):
+            open_index(wish(tmp_path / "i", "Flat"), wrong, QUERIES)
+
+
+def test_a_kill_while_it_grows_leaves_the_index_before(
+    corpus: Embeddings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_index(wish(tmp_path / "i", "Flat"), [corpus], QUERIES)
+    more = write_vectors(tmp_path / "more", PASSAGES[:60])
+
+    def dying(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vector_index, "write_json", dying)
+        with pytest.raises(KeyboardInterrupt):
+            open_index(wish(tmp_path / "i", "Flat"), [corpus, more], QUERIES)
+    assert open_index(wish(tmp_path / "i", "Flat"), [corpus], QUERIES).faiss_index.ntotal == 400
+    grown = open_index(wish(tmp_path / "i", "Flat"), [corpus, more], QUERIES)
+    assert grown.faiss_index.ntotal == 460
+
+
+def test_an_index_of_another_model_is_refused_by_name(corpus: Embeddings, tmp_path: Path) -> None:
+    open_index(wish(tmp_path / "i"), [corpus], QUERIES)
+    other = write_vectors(tmp_path / "other", PASSAGES, model="n")
+    with refused("index_of_other_model", has="m", wanted="n", at=str(tmp_path / "i")):
+        open_index(wish(tmp_path / "i"), [other], QUERIES)
+    with refused("index_of_other_kind", has="HNSW8", wanted="HNSW16"):
+        open_index(wish(tmp_path / "i", "HNSW16"), [corpus], QUERIES)
+    changed = write_vectors(tmp_path / "changed", PASSAGES, form="int8")
+    with refused("index_of_other_vectors"):
+        open_index(wish(tmp_path / "i"), [changed], QUERIES)
+
+
+def test_a_torn_index_is_refused(corpus: Embeddings, tmp_path: Path) -> None:
+    folder = tmp_path / "i"
+    open_index(wish(folder), [corpus], QUERIES)
+    path = folder / "index-400.faiss"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with refused("index_torn", at=str(folder)):
+        vector_index.verify(folder)
+    path.write_bytes(content[: len(content) // 2])
+    with refused("index_torn", at=str(folder)):
+        open_index(wish(folder), [corpus], QUERIES)
+    path.write_bytes(b"\0" * len(content))
+    with refused("index_torn", at=str(folder)):
+        open_index(wish(folder), [corpus], QUERIES)
+    path.unlink()
+    with refused("index_torn", at=str(folder)):
+        open_index(wish(folder), [corpus], QUERIES)
+    (folder / "index.json").write_text(json.dumps({"model": "m"}))
+    with refused("index_torn", at=str(folder)):
+        open_index(wish(folder), [corpus], QUERIES)
+
+
+def test_more_hits_than_passages_are_no_hits(corpus: Embeddings, tmp_path: Path) -> None:
+    index = open_index(wish(tmp_path / "i", "Flat", depth=500), [corpus], QUERIES)
+    hits = index.search(QUERIES, 500)
+    assert (hits.rows[:, 400:] == -1).all()
+    assert np.isneginf(hits.scores[:, 400:]).all()
+    assert index.setting.recall == 1
+
+
+def test_what_cannot_be_built_is_refused_before_a_file_is_written(
+    corpus: Embeddings, tmp_path: Path
+) -> None:
+    folder = tmp_path / "i"
+    with refused("faiss_unknown", index="Falt"):
+        open_index(wish(folder, "Falt"), [corpus], QUERIES)
+    with refused("faiss_training", index="IVF1024,Flat", count=400):
+        open_index(wish(folder, "IVF1024,Flat"), [corpus], QUERIES)
+    with refused("index_knob", flag="--nprobe", index="HNSW8", fix="Give --ef_search"):
+        open_index(wish(folder, nprobe=4), [corpus], QUERIES)
+    with refused("index_knob", flag="--ef_search", index="Flat", fix="Leave it out"):
+        open_index(wish(folder, "Flat", ef_search=4), [corpus], QUERIES)
+    with refused("index_two_knobs"):
+        open_index(wish(folder, ef_search=4, nprobe=4), [corpus], QUERIES)
+    with refused("vectors_of_two_widths", width=4, other=WIDTH):
+        open_index(wish(folder), [corpus], QUERIES[:, :4])
+    assert not folder.exists()
+
+
+def test_the_folder_of_an_index_is_named_by_what_it_is() -> None:
+    assert folder_of(Path("v"), "IVF1024,Flat") == Path("v/index-IVF1024_Flat")
+
+
+def test_a_missing_extra_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = write_vectors(tmp_path / "v", PASSAGES)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with refused("extra_not_installed", name="faiss", extra="faiss"):
+        open_index(wish(tmp_path / "i"), [vectors], QUERIES)

@@ -1,0 +1,1 @@
+"""Commands that order the passages of a ranking anew."""
