@@ -117,6 +117,20 @@ def test_new_adapters_are_those_that_a_run_alone_begins_with(facts: Path) -> Non
     assert not any("lora" in name for name, _ in base.base.named_parameters())
 
 
+def test_ten_runs_hold_one_base_in_memory(facts: Path) -> None:
+    task = task_of(facts, LLAMA, RUNS[1], 0)
+    base = shared_base(task)
+    places = {weight.data_ptr() for weight in base.base.parameters()}
+    sets = [base.draw(task.cfg.lora, seed=seed) for seed in range(10)]
+    assert {weight.data_ptr() for weight in base.base.parameters()} == places
+    (small, *_), whole = [_bytes(one) for one in sets], _bytes(task.model())
+    assert sum(map(_bytes, [base.base, *sets])) == whole + 9 * small < 2.5 * whole
+
+
+def _bytes(model: torch.nn.Module) -> int:
+    return sum(weight.nbytes for weight in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["packed", "padded"])
 def test_the_bits_of_a_run_depend_on_no_row_of_another(name: str, facts: Path) -> None:
     lora = {**RUNS[1], "dropout": 0.3}

@@ -167,6 +167,7 @@ def test_a_run_that_moves_computes_the_bits_of_its_group(
     runs = group_of(every, logs, tmp_path)
     run_on_ranks(world, drive, every[0], facts, tmp_path, 1)
     assert Guests.of(runs[0]).stay(f"token_{runs[1].name}").code == EXIT_PAUSED
+    assert sum(_num_shared(one.layout) for one in results_of(runs[1])) > 0
     shutil.rmtree(runs[1] / "checkpoints")
     write_log(runs[1], [("save_for_sampler", {"name": "again"}, b"")], after=len(logs[1]) - 1)
     run_on_ranks(world, drive, every[1], facts, tmp_path, 1)  # a host of its own
