@@ -1,11 +1,13 @@
-"""How fast and in how much memory we search vectors exactly, against numpy and FAISS's flat index.
+"""How fast and in how much memory we search vectors exactly, against numpy, FAISS's flat index and
+usearch's exact search.
 
     python benchmarks/search.py [--passages 1000000] [--width 768] [--queries 64] [--depth 100]
     [--rounds 5]
                                 [--dtype float32|float16] [--clock wall|cpu] [--json]
 
 Random vectors. numpy: all scores at once by matmul, argpartition, and a sort of what is left.
-FAISS: IndexFlatIP, whose copy of the vectors is made before the clock starts. They take turns, so
+FAISS: IndexFlatIP, whose copy of the vectors is made before the clock starts. FAISS and usearch
+take part where they are installed. They take turns, so
 that the noise of the machine hits all alike; memory is measured in a new process for each, above
 the vectors themselves. Prints a table, and exits 1 when one finds other scores than the others, for
 then they do not do the same work.
@@ -36,7 +38,8 @@ import torch
 
 from trainer.retrieval.exact_search import search
 
-OURS, NUMPY, FAISS = "ours", "numpy", "faiss"
+OURS, NUMPY, FAISS, USEARCH = "ours", "numpy", "faiss", "usearch"
+PACKAGES = {NUMPY: "numpy", FAISS: "faiss-cpu", USEARCH: "usearch"}
 SEED = 5
 TOLERANCE = 1e-5  # of a score, relative to the largest one
 SETTLING = 1  # turns that are not timed
@@ -81,10 +84,25 @@ def by_faiss(passages: np.ndarray, depth: int) -> Searcher:
     return run
 
 
+def by_usearch(passages: np.ndarray, depth: int) -> Searcher:
+    from usearch import index as usearch  # pyright: ignore[reportMissingImports]
+
+    numbers, threads = passages.astype(np.float32, copy=False), torch.get_num_threads()
+
+    def run(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        how = {"exact": True, "threads": threads}
+        matches = usearch.search(numbers, queries, depth, usearch.MetricKind.IP, **how)
+        shape = (len(queries), depth)  # of one question, usearch gives one axis
+        return matches.keys.reshape(shape), 1 - matches.distances.reshape(shape)
+
+    return run
+
+
 CONTESTANTS: dict[str, Callable[[np.ndarray, int], Searcher]] = {
     OURS: ours,
     NUMPY: by_numpy,
     FAISS: by_faiss,
+    USEARCH: by_usearch,
 }
 
 
@@ -180,7 +198,7 @@ def table(found: dict[str, dict[str, float]], clock: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description="Exact search, ours against numpy and FAISS.")
+    made = argparse.ArgumentParser(description="Exact search, ours and theirs.")
     made.add_argument("--passages", type=int, default=1_000_000)
     made.add_argument("--width", type=int, default=768)
     made.add_argument(
@@ -214,7 +232,7 @@ def main() -> None:
     if options.only:
         print(peak_gib(options))
         return
-    names = [name for name in CONTESTANTS if name != FAISS or find_spec("faiss")]
+    names = [name for name in CONTESTANTS if name == OURS or find_spec(name)]
     memory = {name: peak_gib_of_new_process(name) for name in names}
     queries, passages = vectors(options)
     searchers = {name: CONTESTANTS[name](passages, options.depth) for name in names}
@@ -222,9 +240,8 @@ def main() -> None:
     found = summary(race(searchers, queries, options.rounds), options.queries)
     found = {name: {**of_name, "peak_gib": memory[name]} for name, of_name in found.items()}
     versions = ", ".join(
-        f"{name} {version(name)}"
-        for name in ("numpy", "torch", "faiss-cpu")
-        if name != "faiss-cpu" or FAISS in names
+        f"{package} {version(package)}"
+        for package in ("torch", *(PACKAGES[name] for name in names if name != OURS))
     )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     environment = (

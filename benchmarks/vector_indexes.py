@@ -5,9 +5,9 @@
 
 Vectors of length 1: a centre, of so many clusters, and noise of the same length around it;
 --clusters 0 draws noise alone, which has no near neighbours, the hardest case for an index.
---vectors: a file of arrays `q` and `p` in their place. The folder holds the vectors and the indexes;
-a second start finds them, so its seconds are those of a second call. Prints a line for each index,
-and the whole curve of recall.
+--vectors: a file of arrays `q` and `p` in their place. The folder holds the vectors and the
+indexes; a second start finds them, so its seconds are those of a second call. Prints a line for
+each index, and the whole curve of recall.
 """
 
 from __future__ import annotations

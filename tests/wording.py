@@ -365,6 +365,7 @@ VECTORS = (
         vectors_unfinished="is not finished: run the same encode command again",
         vectors_of_others="was begun with something else ({key} was {was!r}, is {now!r})",
         vectors_folder_taken="holds other files and no vectors of ours",
+        vectors_of_two_models="are of different models: encode both by one",
         vectors_of_other_side="holds vectors of side {side}, want {wanted}",
         vectors_absent="is missing. This folder of vectors is not there",
         vectors_dtype="--dtype {dtype}: a vector reaches {value}, {dtype_again} {most}. Use {fix}",
@@ -807,14 +808,14 @@ RETRIEVER = wording(
     positives_above_passages="positives={positives} of passages={passages}: want at most all",
     teacher_without_scores="loss.{asks}: ...has no scores of a teacher",
     ranking_head_absent="{folder} holds no head (head.safetensors, or in its weights)",
+    reranker_for_retriever="{folder} holds a reranker (reranker_config.json)",
     block_of_other_form='{block}: form="{form}" does not read it',
-    list_of_one='data.passages=1 with form="cross"',
+    list_of_one='form="cross" learns scores from positives beside negatives: got data.passages={passages}',
     base_without_head="got model_type '{family}', which has no head",
     pairs_beyond_positions="pairs of {tokens} tokens, longer than the model's {positions} positions",
     scores_no_pairs="task {task!r} scores no pairs",
     rerank_source="give --run or --rows, one of them",
     rerank_texts="give --queries and --passages, too",
-    scores_of_others="was begun with something else ({key} was {was!r}, is {now!r})",
 ) | wording(
     DataError,
     scores_of_passages="want a number for each of the row's ...passages, positives first",
@@ -822,7 +823,6 @@ RETRIEVER = wording(
     no_teacher_scores="no passage of the training rows has a score of a teacher",
     passages_to_score_absent="want passages to score",
     row_without_passages="want positive_passages and negative_passages",
-    run_of_other_questions="for none of the {count} questions",
 )
 SUMMARISER = wording(
     ConfigError,
@@ -1365,6 +1365,7 @@ STEPS = wording(
     steps_parts="The rows have more than {most} parts.",
     driven_not_active="The run {state}: it holds no device.",
     driven_goes_on="The run is {status}. Cancel it first",
+    driven_model="was made by a driven run. Delete that: DELETE /lathe/v1/runs/{run}.",
     driven_deleted="{run} was deleted. Use the next model_seq_id.",
     steps_log_full="The operations of {run} since its last two states have {most} bytes",
 )

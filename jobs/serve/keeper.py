@@ -44,7 +44,7 @@ from jobs.serve.job_view import (
 )
 from jobs.serve.offers import Offer, ServiceConfig, held_out_per_mille
 from jobs.serve.rows import checks as uploaded_rows
-from jobs.serve.steps.upkeep.driven_jobs import DrivenJobs
+from jobs.serve.steps.upkeep.driven_jobs import DrivenJobs, note_checked
 from jobs.serve.steps.upkeep.hosts import is_shared
 from jobs.serve.tickets import (
     Checked,
@@ -247,31 +247,22 @@ class Keeper:
         if is_unwanted or standing(facts).status in FINAL:
             return None
         if facts.checked is None:
-            check = self._note_checked if facts.ticket.driven_by else self._check
+            check = note_checked if facts.ticket.driven_by else self._check
             return _Step(FILES, partial(check, folder, facts.ticket))
         if row is None or not row.history:
             return self._step("send", row, partial(self._submit, facts, folder))
         if row.state in ACTIVE and row.job_id is not None:
             return None
-        if facts.ticket.driven_by and row.state in ("paused", *FAILED):
-            run = self.folder.base.run(facts.ticket.exp_id).path
-            if row.state == "paused" and not self._driven.has_work(run):
-                return None  # it was put aside, and the next operation wakes it
-            reason = None if row.state == "paused" else self._driven.why_it_stays(run, row)
-            if reason is not None:
-                fail = partial(self._fail, folder, Failure(at=now(), message=reason))
-                return _Step(FILES, fail)
+        rest = None if facts.ticket.driven_by is None else self._driven.rest(self.folder.base, row)
+        if rest is not None:
+            fail = partial(self._fail, folder, Failure(at=now(), message=rest))
+            return _Step(FILES, fail) if rest else None
         return self._step("send", row, partial(self._again, facts, row))
 
     def _step(self, verb: str, row: Row | None, take: Callable[[], bool]) -> _Step:
         """A step that asks the backend of a job's last attempt, or else that of this server."""
         backend = row.backend if row is not None else None
         return _Step(Lane(f"{verb} {backend or self.send.backend}"), take)
-
-    def _note_checked(self, folder: TicketFolder, ticket: Ticket) -> bool:
-        """Write down that a job has no files to be checked: its rows come with its operations."""
-        create_json(folder.check_file, Checked(at=now()).model_dump(mode="json"))
-        return True
 
     def _check(self, folder: TicketFolder, ticket: Ticket) -> bool:
         """Check the files of a job completely, and write their rows as its task reads them."""

@@ -53,7 +53,11 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("causal_lm", "data.chat_template"): {"data": {"source": "chat"}},
-    ("causal_lm", "data.put_aside_s"): {"data": {"source": "client", "files": {}}, "lora": {}},
+    ("causal_lm", "data.put_aside_s"): {
+        "data": {"source": "client"},
+        "lora": {},
+        "train": {"eval_every": None, "eval_batch": None},
+    },
     ("preference", "data.chat_template"): {"data": {"source": "chat"}},
     ("preference", "data.stream"): {"preference": {"loss": "simpo"}},
     ("preference", "preference.gamma"): {"preference": {"loss": "simpo"}},
@@ -74,6 +78,14 @@ OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("retriever", "data.valid_share"): {"data": {"files": {"valid": None}}},
     ("vera", "data.order"): {"train": {"order": "as_given"}},
 }
+# A block of one form is refused in the other.
+_OF_NO_FORM: dict[str, Any] = {
+    "encoder": {"pooling": "cls", "projection": None, "normalize": False, "temperature": 1.0},
+    "loss": {"query_chunk": None, "passage_chunk": None},
+}
+OF_ONE_TASK["retriever", "form"] = _OF_NO_FORM
+for _key in ("loss", "margin", "sigma", "weights", "mu", "top"):
+    OF_ONE_TASK["retriever", f"cross.{_key}"] = {**_OF_NO_FORM, "form": "cross"}
 _OF_A_DATA_SET = ("dataset", "subset", "revision", "splits")
 for _key in _OF_A_DATA_SET:
     OF_ONE_TASK["summariser", f"data.{_key}"] = {

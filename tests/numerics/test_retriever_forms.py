@@ -16,7 +16,6 @@ from torch import Tensor
 
 from exp_configs import vary
 from tests.facts import experiment, write_facts
-from tests.long import long_but
 from tests.numerics.test_engine import ds_for
 from tests.numerics.test_retriever_gradcache import QUERIES, STAGES, STEP, depth, distance
 from tests.ranks import run_on_ranks
@@ -118,8 +117,9 @@ def at(folder: Path, form: str, stages: tuple[int, ...], cuts: list[Cut]) -> lis
     return [(stage, cut, stepped(folder, form, stage, cut)) for stage in stages for cut in cuts]
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("form", long_but(["all at once"], FORMS))
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_that_of_one_batch_at_every_stage(form: str, world: int, folder: Path) -> None:
     ((_, _, wanted),) = run_on_ranks(1, at, folder, form, (0,), [PLAIN])[0]
     found = run_on_ranks(world, at, folder, form, STAGES, CUTS[world])[0]

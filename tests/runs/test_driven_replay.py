@@ -31,6 +31,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_facts(tmp_path_factory.mktemp("facts"), train=13, valid=4)
 
 
+@pytest.mark.long
 def test_ten_operations_are_run_again_to_the_same_bits(facts: Path, tmp_path: Path) -> None:
     values = driven_values(facts, lora={"dropout": 0.2})
     passes = [passed(rows_of_seed(number)) for number in range(6)]
@@ -48,6 +49,8 @@ def test_ten_operations_are_run_again_to_the_same_bits(facts: Path, tmp_path: Pa
     quiet, killed = map(results_of, runs)
     assert [one.error for one in quiet] == [None] * len(steps)
     assert [one.digest for one in killed] == [one.digest for one in quiet]
+    assert [one.work["kind"] for one in killed] == [kind for kind, _, _ in steps]
+    assert all(one.work["sent"] <= one.work["began"] <= one.time for one in killed)
     assert tensors_sha(runs[1] / "final") == tensors_sha(runs[0] / "final")
     assert tensors_sha(runs[0] / "final")
 

@@ -159,6 +159,15 @@ def test_a_run_that_has_ended_is_deleted_and_absent_from_then_on(
         assert [one["tinker_path"] for one in own["saved"]] == [f"tinker://{model}/weights/a"]
         anna.result(anna.post("unload_model", {"model_id": model}))
         wait_until(lambda: row_of(running, run), lambda row: row.state == "succeeded")
+        indexed = running.keeper.index.job_of_run(run)
+        assert indexed is not None
+        job = running.keeper.read_job(indexed["id"])
+        assert job is not None
+        model_url = f"{running.url}/v1/models/{job['fine_tuned_model']}"
+        headers = {"authorization": f"Bearer {tokens['anna']}"}
+        part = httpx.delete(model_url, headers=headers)
+        assert part.status_code == 409
+        says("driven_model", part.text, run=run)
         for who, status in (("ben", 404), ("rita", 403)):
             for way, method in (("", "DELETE"), ("/put_aside", "POST")):
                 answer = asked(running, f"runs/{run}{way}", tokens[who], method)

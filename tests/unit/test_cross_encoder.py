@@ -393,17 +393,20 @@ def test_a_block_of_the_other_form_is_refused(
 
 
 def test_a_positive_alone_teaches_a_cross_encoder_nothing(folder: Path) -> None:
-    with refused("list_of_one"):
+    with refused("list_of_one", passages=1):
         tasks.parse(experiment(FORM, folder, data={"passages": 1}))
 
 
-def test_an_export_without_its_head_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_an_export_of_the_other_form_is_refused(folder: Path, tmp_path: Path) -> None:
     values = experiment("retriever", folder)
     places = Places(folder, folder / "cache", folder)
     bi = tasks.load(tasks.parse(values), places)
-    bi.export({name: p.detach() for name, p in bi.model().named_parameters()}, tmp_path)
-    with refused("ranking_head_absent", folder=tmp_path):
-        loaded(folder).load_export(tmp_path)
+    bi.export({name: p.detach() for name, p in bi.model().named_parameters()}, tmp_path / "bi")
+    with refused("ranking_head_absent", folder=tmp_path / "bi"):
+        loaded(folder).load_export(tmp_path / "bi")
+    exported(loaded(folder), tmp_path / "cross")
+    with refused("reranker_for_retriever", folder=tmp_path / "cross"):
+        bi.load_export(tmp_path / "cross")
 
 
 def test_a_base_without_a_known_head_is_refused(folder: Path) -> None:

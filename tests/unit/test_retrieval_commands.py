@@ -184,13 +184,16 @@ def test_the_folder_says_which_model_made_it(found: Place) -> None:
     [
         (["--side", "both"], fault("flag_choice", flag="--side both", choices="query or passage")),
         (
-            ["--side", "query", "--dtype", "int8"],
-            fault("flag_choice", flag="--dtype int8", choices="float16 or float32"),
+            ["--side", "query", "--dtype", "int4"],
+            fault(
+                "flag_choice", flag="--dtype int4", choices="float16 or float32 or int8 or binary"
+            ),
         ),
         (
             ["--side", "query", "--precision", "fp16"],
             fault("flag_choice", flag="--precision fp16", choices="fp32 or bf16"),
         ),
+        (["--side", "query", "--dtype", "int8"], fault("small_questions", dtype="int8")),
     ],
 )
 def test_encoding_is_refused_in_words(flags: list[str], said: Fault) -> None:
@@ -258,6 +261,44 @@ def test_vectors_of_the_wrong_side_are_not_searched(found: Place) -> None:
     assert done.returncode == 2
     says("vectors_of_other_side", done.stderr, side="passage", wanted="query")
     assert not (found.folder / "no.trec").exists()
+
+
+@pytest.mark.long
+def test_the_first_numbers_of_vectors_are_searched_and_judged(found: Place, tmp_path: Path) -> None:
+    of = {side: str(tmp_path / side) for side in ("query", "passage")}
+    for side, dtype in (("query", "float32"), ("passage", "int8")):
+        (done,) = encode(found, side, "--dims", "8", "--dtype", dtype, out=tmp_path / side)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert embeddings.read(tmp_path / side).dim == 8
+    run = ["--out", str(tmp_path / "run.trec"), "--depth", "10"]
+    done = forked.run(
+        *TRAINER, "search", "--queries", of["query"], "--passages", of["passage"], *run
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    asked = ["--queries", found.path("queries.jsonl"), "--split", "test"]
+    recall = values(command("judge", "--run", str(tmp_path / "run.trec"), *asked, "--at", "10"))
+    assert 0 < recall["recall@10"] <= 1
+    whole = ["--queries", found.path("query"), "--passages", of["passage"]]
+    done = forked.run(*TRAINER, "search", *whole, "--out", str(tmp_path / "no.trec"))
+    assert done.returncode == 2
+    says("vectors_of_two_models", done.stderr)
+
+
+def test_int8_passages_are_encoded_with_their_recall_and_searched(found: Place) -> None:
+    out = found.folder / "int8"
+    (done,) = encode(found, "passage", "--dtype", "int8", "--shard_rows", "40", out=out)
+    assert done.returncode == 0, done.stderr
+    recall = embeddings.read(out).recall["10"]
+    assert f"recall@10 {recall:.3f}" in done.stdout
+    words = ["--out", found.path("int8.trec"), "--depth", "10"]
+    folders = ["--queries", found.path("query"), "--passages", str(out)]
+    done = forked.run(*TRAINER, "search", *folders, *words)
+    assert done.returncode == 0, done.stderr
+    exact, of_int8 = (read_run(found.folder / name) for name in ("run.trec", "int8.trec"))
+    for question, hits in of_int8.items():
+        np.testing.assert_allclose(
+            [hit.score for hit in hits], [hit.score for hit in exact[question]], rtol=0.02
+        )
 
 
 def values(printed: list[str]) -> dict[str, float]:

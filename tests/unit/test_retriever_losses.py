@@ -18,7 +18,8 @@ from tests.unit.test_retriever_task import exported, loaded, texts, training_row
 from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.config.block import validate
-from trainer.protocol.task import DRAW
+from trainer.protocol.task import DRAW, Places
+from trainer.retrieval import reranking
 from trainer.tasks.retriever import export, selection, sentence_folder
 from trainer.tasks.retriever.config import Data, Loss
 from trainer.tasks.retriever.loss import distillation, losses, teacher_scores
@@ -212,6 +213,19 @@ def test_a_query_takes_as_many_positives_as_it_has_and_fills_up_with_negatives(
     assert task.collate([evaluated])["targets"].tolist() == [2]
 
 
+def test_each_source_of_a_mix_has_its_instruction(folder: Path) -> None:
+    rest = {"valid": "queries/dev.jsonl"}
+    of_other = {"files": {"train": "queries/train.jsonl"}, "query_prefix": "find: "}
+    mix = {"queries/train.jsonl": 0.5, "other": {"weight": 0.5, **of_other}}
+    values = experiment("retriever", folder, data={"query_prefix": "query: ", "mix": mix})
+    values["data"] = {**values["data"], "files": rest}  # type: ignore[dict-item]
+    task: Any = tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
+    starts = {
+        task.tokenizer.decode(task.encode(row)["query"]).split(":")[0] for row in task.rows("train")
+    }
+    assert starts == {"query", "find"}
+
+
 def scores_of(row: dict[str, Any]) -> list[float | None]:
     return [one.get("score") for one in (*row["positives"], *row["negatives"])]
 
@@ -245,6 +259,13 @@ def test_scores_of_a_file_replace_those_of_the_rows(tmp_path: Path) -> None:
     (tmp_path / "ranks.tsv").write_text("q\t0\t1\nq\t2\t2\n")
     with refused("scores_are_ranks"):
         read(data("tevatron", scores="ranks.tsv"), "train", tmp_path)
+
+
+def test_what_a_reranker_writes_for_training_rows_is_read(tmp_path: Path) -> None:
+    scores = np.array([1.5, -2.0, 0.25])
+    write_lines(tmp_path / "train.jsonl", [*reranking.with_scores([tevatron_row()], [scores])])
+    (row,) = read(data("tevatron"), "train", tmp_path)
+    assert scores_of(row) == scores.tolist()
 
 
 def test_rows_without_any_score_teach_nothing() -> None:
@@ -365,3 +386,11 @@ def test_a_loss_that_would_not_mean_what_it_says_is_refused(
 def test_more_positives_than_passages_are_refused() -> None:
     with refused("positives_above_passages", positives=3, passages=2):
         validate(Data, {"source": "nq", "passages": 2, "positives": 3})
+
+
+def test_a_reranker_refuses_a_file_of_scores(folder: Path) -> None:
+    values: dict[str, Any] = {**experiment("retriever", folder), "form": "cross"}
+    del values["encoder"], values["loss"]
+    values["data"] = {**values["data"], "scores": "x.trec"}
+    with refused("block_of_other_form", block="data.scores", form="cross"):
+        tasks.parse(values)

@@ -164,6 +164,9 @@ def test_a_torn_index_is_refused(corpus: Embeddings, tmp_path: Path) -> None:
     path.write_bytes(b"\0" * len(content))
     with refused("index_torn", at=str(folder)):
         open_index(wish(folder), [corpus], QUERIES)
+    path.write_bytes(content + b"x")
+    with refused("index_torn", at=str(folder)):
+        open_index(wish(folder), [corpus], QUERIES)
     path.unlink()
     with refused("index_torn", at=str(folder)):
         open_index(wish(folder), [corpus], QUERIES)

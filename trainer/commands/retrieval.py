@@ -17,6 +17,7 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
     from trainer.data.readers.rankings import Rankings
+    from trainer.retrieval.embeddings import Embeddings
 
 RunFile = Annotated[
     Path,
@@ -59,6 +60,13 @@ Format = Annotated[
 Texts = Annotated[
     Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")
 ]
+FormOfVectors = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="Form of the vectors on disk: float16, float32, or, for passages, int8 or binary.",
+    ),
+]
 At = Annotated[
     list[int] | None, typer.Option("--at", min=1, help="A cut-off k; may be given several times.")
 ]
@@ -76,13 +84,7 @@ def encode(
     model: options.Model = "best",
     split: OfSplit = None,
     batch: options.BatchSize = 64,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            help="Form of the vectors on disk: float16, float32, or, for passages, int8 or binary.",
-        ),
-    ] = "float16",
+    dtype: FormOfVectors = "float16",
     precision: Annotated[
         str, typer.Option("--precision", help="Precision of the model: fp32 or bf16.")
     ] = "fp32",
@@ -134,15 +136,20 @@ def encode(
         plan=embeddings.EmbeddingsPlan(model=weights, texts=texts, **plan),
     )
     if distributed.is_main():
+        _tell(vectors, out)
+
+
+def _tell(vectors: Embeddings, out: Path) -> None:
+    """Say how many vectors were written, and what their small form loses."""
+    typer.echo(
+        f"{out}: {vectors.plan.count} vectors of {vectors.dim} numbers, "
+        f"{len(vectors.shards)} shard(s)"
+    )
+    for depth, recall in vectors.recall.items():
         typer.echo(
-            f"{out}: {vectors.plan.count} vectors of {vectors.dim} numbers, "
-            f"{len(vectors.shards)} shard(s)"
+            f"{out}: recall@{depth} {recall:.3f} of the exact vectors' nearest, with passages "
+            "as questions"
         )
-        for depth, recall in vectors.recall.items():
-            typer.echo(
-                f"{out}: recall@{depth} {recall:.3f} of the exact vectors' nearest, with passages "
-                "as questions"
-            )
 
 
 def _check_flags(side: str, dtype: str, precision: str, split: str | None) -> None:

@@ -116,7 +116,9 @@ def measure(
 
     def setting_of(value: int) -> Setting:
         rows_QK = searcher(sample_QD, depth, value)
-        shares = [overlap(*pair, depth) for pair in zip(exact_QK, rows_QK, strict=True)]
+        shares = [
+            overlap(exact, rows, depth) for exact, rows in zip(exact_QK, rows_QK, strict=True)
+        ]
         error = statistics.stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else 0.0
         milliseconds = _ms(lambda one: searcher(one, depth, value), sample_QD)
         return Setting(value, statistics.fmean(shares), error, milliseconds)

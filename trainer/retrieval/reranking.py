@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_SHARD_QUESTIONS = 64  # what a kill costs a rank at most
+# What a kill costs a rank at most. It does not depend on the number of ranks: the last bits of a
+# score depend on the pairs that are read together with it, and those are of one shard.
+SHARD_QUESTIONS = 16
 _POSITIVES, _NEGATIVES = "positive_passages", "negative_passages"
 
 TextList = tuple[str, Sequence[Row]]  # a question, and its passages: {"title"?, "text"}
@@ -69,11 +71,6 @@ def digest_of(lists: Sequence[TextList]) -> str:
         texts = [[passage.get("title") or "", passage["text"]] for passage in passages]
         digest.update(json.dumps([question, texts]).encode())
     return digest.hexdigest()
-
-
-def shard_questions(count: int, world: int) -> int:
-    """Questions of a shard so that every rank has some, and a kill costs little."""
-    return max(1, min(MAX_SHARD_QUESTIONS, -(-count // world)))
 
 
 def scorer_of(
@@ -170,7 +167,8 @@ def first_hits(rankings: Rankings, queries: Sequence[Query], *, depth: int) -> R
     if not of_queries:
         raise DataError(
             f"the run ranks passages for none of the {len(queries)} questions: its ids are like "
-            f"{next(iter(rankings), None)!r}. Give these questions' run."
+            f"{next(iter(rankings), None)!r}, theirs like {queries[0].id!r}. Give these questions' "
+            "run."
         )
     return of_queries
 

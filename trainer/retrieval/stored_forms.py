@@ -92,11 +92,12 @@ def recalls(exact_ND: np.ndarray, stored: np.ndarray) -> dict[str, float]:
         scores_QN = questions_QD @ vectors_ND.T
         scores_QN[np.arange(len(rows)), rows] = -np.inf
         orders.append(np.argsort(-scores_QN, axis=1, kind="stable"))
-    return {
-        str(depth): float(np.mean([overlap(*pair, depth) for pair in zip(*orders, strict=True)]))
+    shares_Q = {
+        depth: [overlap(exact, other, depth) for exact, other in zip(*orders, strict=True)]
         for depth in DEPTHS
         if len(exact_ND) >= 2 * depth
     }
+    return {str(depth): float(np.mean(shares)) for depth, shares in shares_Q.items()}
 
 
 def overlap(exact: np.ndarray, other: np.ndarray, depth: int) -> float:

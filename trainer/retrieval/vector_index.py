@@ -108,10 +108,11 @@ def open_index(
     """The index of the corpora, one after the other: loaded, grown by the last ones, or built.
 
     queries: (Q, D), a sample of which measures the recall, when the index is built or grown, when
-    `options.depth` is larger than before, or the setting is new. ConfigError when the folder holds
-    an index of another model, of other vectors or of another kind; DataError when its file is torn.
+    the depth of `options` is larger than before, or the setting is new. ConfigError when the folder
+    holds an index of another model, of other vectors or of another kind; DataError when its file is
+    torn.
     """
-    faiss = extra("faiss", "faiss")
+    faiss = _faiss()
     faiss.omp_set_num_threads(torch.get_num_threads())
     check(queries, [vectors for corpus in corpora for vectors in corpus.vectors], options.depth)
     empty = _empty(options.spec, queries.shape[1])
@@ -153,8 +154,14 @@ def verify(folder: Path) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def _faiss() -> Any:
+    # its loader tells at INFO which instructions it was built for
+    logging.getLogger("faiss").setLevel(logging.WARNING)
+    return extra("faiss", "faiss")
+
+
 def _empty(spec: str, width: int) -> Any:
-    faiss = extra("faiss", "faiss")
+    faiss = _faiss()
     try:
         return faiss.index_factory(width, spec, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -165,7 +172,7 @@ def _empty(spec: str, width: int) -> Any:
 
 def _knob(index: Any, count: int) -> Knob | None:
     """efSearch or nprobe of an index of so many vectors."""
-    faiss = extra("faiss", "faiss")
+    faiss = _faiss()
     space = faiss.ParameterSpace()
     space.initialize(index)
     names = {space.parameter_ranges.at(n).name for n in range(space.parameter_ranges.size())}
@@ -176,7 +183,7 @@ def _knob(index: Any, count: int) -> Knob | None:
 
 def _set(index: Any, knob: Knob | None, value: int) -> None:
     if knob is not None:
-        extra("faiss", "faiss").ParameterSpace().set_index_parameter(index, knob.name, value)
+        _faiss().ParameterSpace().set_index_parameter(index, knob.name, value)
 
 
 def _check_knob(options: IndexOptions, knob: Knob | None) -> None:
@@ -224,7 +231,7 @@ def _grow(spec: str, index: Any, corpora: Sequence[Embeddings]) -> None:
 
 def _training_sample(index: Any, corpora: Sequence[Embeddings]) -> np.ndarray:
     """(N, D): as many vectors as FAISS's k-means takes, at equal distances."""
-    faiss = extra("faiss", "faiss")
+    faiss = _faiss()
     try:
         lists = int(faiss.extract_index_ivf(index).nlist)
     except RuntimeError:  # no IVF
@@ -257,7 +264,7 @@ def _load(folder: Path, record: IndexRecord) -> Any:
         size = path.stat().st_size
         if size != record.file.size:
             raise _torn(folder, f"{path.name} has {size} bytes, want {record.file.size}")
-        index = extra("faiss", "faiss").read_index(str(path))
+        index = _faiss().read_index(str(path))
     except (OSError, RuntimeError) as error:
         raise _torn(folder, f"{path.name}: {error}") from error
     if index.ntotal != count:
@@ -271,7 +278,7 @@ def _write(folder: Path, index: Any) -> WrittenFile:
     path = folder / f"index-{index.ntotal}.faiss"
     with aside(path) as temporary:
         try:
-            extra("faiss", "faiss").write_index(index, str(temporary))
+            _faiss().write_index(index, str(temporary))
         except RuntimeError as error:  # FAISS's own, for a full disk too
             raise OSError(str(error)) from error
     with refusals(path):

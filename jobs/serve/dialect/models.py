@@ -49,6 +49,10 @@ def delete_model(request: Request) -> Response:
         tuned = name.rpartition(CHECKPOINT)[0]
         text = f"{name} is a checkpoint, from which its job may go on. Delete {tuned}, with which"
         raise Refusal(400, f"{text} its checkpoints are no longer listed.", param="model")
+    if job["lathe"].get("driven_by") is not None:
+        run = job["lathe"]["exp_id"]
+        text = f"{name} was made by a driven run. Delete that: DELETE /lathe/v1/runs/{run}."
+        raise Refusal(409, text, param="model", code="model_of_driven_run")
     later = jobs_after(keeper, name)
     if later:
         text = f"{name}: {quote(', '.join(later))} begin with it and have not ended. Cancel them."

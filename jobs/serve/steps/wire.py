@@ -1,6 +1,6 @@
 """The protobuf messages of the Tinker SDK, as one table of fields, and classes made of it.
 
-Source: tinker 0.38.0, proto/tinker_public_pb2.py. The table gives byte for byte the descriptor that
+Source: the messages of tinker 0.38.0. The table gives byte for byte the descriptor that
 is in that file; a test compares them (docs/decisions/40-the-tinker-dialect.md).
 """
 

@@ -18,6 +18,7 @@ from tests.mutants.faults import (
     optimizers,
     preferences,
     reliability,
+    rerankers,
     search,
     serve,
     sharing,
@@ -28,6 +29,7 @@ from tests.mutants.faults import (
     tenants,
     terminal,
     training,
+    vectors,
     votes,
 )
 
@@ -38,6 +40,7 @@ FAULTS = [
     *preferences.FAULTS,
     *teachers.FAULTS,
     *tasks.FAULTS,
+    *rerankers.FAULTS,
     *jobs.FAULTS,
     *judging.FAULTS,
     *data.FAULTS,
@@ -58,4 +61,5 @@ FAULTS = [
     *agents.FAULTS,
     *api.FAULTS,
     *votes.FAULTS,
+    *vectors.FAULTS,
 ]

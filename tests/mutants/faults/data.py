@@ -647,9 +647,9 @@ FAULTS = [
         tests=SHARDS,
     ),
     Fault(
-        "trainer/retrieval/embeddings.py",
-        'exact.astype(plan.dtype, order="C")',
-        "exact.astype(plan.dtype)",
+        "trainer/retrieval/stored_forms.py",
+        'exact_ND.astype(dtype, order="C")',
+        "exact_ND.astype(dtype)",
         why="the numbers of vectors that come column by column are mixed up",
         tests=VECTORS,
     ),

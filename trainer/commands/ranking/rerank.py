@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -76,14 +77,15 @@ def rerank(
 
     _check(what, precision)
     distributed.init()
-    source = what.rows or what.run
+    read = cache(lambda: _of_rows(what.rows) if what.rows is not None else _of_run(what))
 
-    def read() -> _Work:
+    def refuse() -> None:
         # on rank 0 alone, and inside of on_main: the others get the refusal of --strict, too
-        with left_out.one_reading(str(source), strict=strict):
-            return _of_rows(what.rows) if what.rows is not None else _of_run(what)
+        with left_out.one_reading(str(what.rows or what.run), strict=strict):
+            read()
 
-    work = on_main(read)
+    on_main(refuse)
+    work = read()
     scores = _scored(work.lists, which, what, model=model, batch=batch or 64, precision=precision)
     if distributed.is_main():
         typer.echo(f"{what.out}: {work.write(what, scores)}")
@@ -127,7 +129,9 @@ def _of_run(what: RerankOptions) -> _Work:
     needed = {hit.passage for of_question in hits.values() for hit in of_question}
     texts = corpora.passages_with_ids(what.passages, needed)
     by_id = {query.id: query.text for query in questions}
-    lists = [(by_id[name], [texts[hit.passage] for hit in of_one]) for name, of_one in hits.items()]
+    lists: list[TextList] = [
+        (by_id[name], [texts[hit.passage] for hit in of_one]) for name, of_one in hits.items()
+    ]
     return _Work(lists, hits=hits)
 
 
@@ -155,7 +159,6 @@ def _scored(
     from trainer.evaluation.run import Question, open_model
     from trainer.protocol.abilities import Reranks
     from trainer.retrieval import embeddings, reranking
-    from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
 
     values = which.values()
@@ -170,7 +173,7 @@ def _scored(
         model=on_main(lambda: embeddings.fingerprint(folder, task.fingerprint())),
         texts=reranking.digest_of(lists),
         count=len(lists),
-        shard_questions=reranking.shard_questions(len(lists), distributed.world()),
+        shard_questions=reranking.SHARD_QUESTIONS,
         **how,
     )
     scorer = reranking.scorer_of(task, ranker, batch=batch, **how)

@@ -19,6 +19,32 @@ if TYPE_CHECKING:
     from trainer.retrieval.exact_search import Hits
     from trainer.retrieval.vector_index import IndexOptions
 
+FaissSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--faiss",
+        help='Search with a FAISS index, built once: HNSW32, "IVF1024,Flat", Flat.',
+    ),
+]
+IndexFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--index", help="The folder of the FAISS index; index-... in the first --passages."
+    ),
+]
+EfSearch = Annotated[
+    int | None,
+    typer.Option(
+        "--ef_search",
+        min=1,
+        help="HNSW: candidates of a question. Chosen by recall.",
+    ),
+]
+Nprobe = Annotated[
+    int | None,
+    typer.Option("--nprobe", min=1, help="IVF: lists that are searched. Chosen by recall."),
+]
+
 
 @options.guard
 def search(
@@ -35,31 +61,10 @@ def search(
     depth: Depth = 100,
     run_format: Format = "trec",
     tag: Annotated[str, typer.Option("--tag", help="trec: the name of the run.")] = "dense",
-    faiss: Annotated[
-        str | None,
-        typer.Option(
-            "--faiss",
-            help='Search with a FAISS index, built once: HNSW32, "IVF1024,Flat", Flat.',
-        ),
-    ] = None,
-    index: Annotated[
-        Path | None,
-        typer.Option(
-            "--index", help="The folder of the FAISS index; index-... in the first --passages."
-        ),
-    ] = None,
-    ef_search: Annotated[
-        int | None,
-        typer.Option(
-            "--ef_search",
-            min=1,
-            help="HNSW: candidates of a question. Chosen by recall.",
-        ),
-    ] = None,
-    nprobe: Annotated[
-        int | None,
-        typer.Option("--nprobe", min=1, help="IVF: lists that are searched. Chosen by recall."),
-    ] = None,
+    faiss: FaissSpec = None,
+    index: IndexFolder = None,
+    ef_search: EfSearch = None,
+    nprobe: Nprobe = None,
     remove_query: Annotated[
         bool,
         typer.Option("--remove_query", help="Leave out the passage with the question's own id."),

@@ -1,5 +1,5 @@
 """What a retriever's experiment states, and a reranker's. Imports no torch. docs/tasks/retriever.md
-maps Tevatron's argument names, docs/reranking.md says what `form: "cross"` trains.
+maps Tevatron's argument names, docs/tasks/reranker.md says what `form: "cross"` trains.
 """
 
 from __future__ import annotations
@@ -300,6 +300,7 @@ class Cross(Strict):
 class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
 
+    encoded = frozenset({"form"})
     not_encoded = frozenset({"encoder", "loss", "cross", "dropout"})
 
     task: Literal["retriever"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
@@ -337,16 +338,19 @@ class Config(Experiment):
         if self.form == "bi":
             blocks = {"cross": Cross()}
         unread = [name for name, default in blocks.items() if getattr(self, name) != default]
+        if self.form == "cross" and self.data.scores is not None:
+            unread.append("data.scores")
         if unread:
             other = "bi" if self.form == "cross" else "cross"
             raise ValueError(
                 f'{unread[0]}: form="{self.form}" does not read it, form="{other}" does. Leave it '
                 f'out, or say form="{other}"'
             )
-        if self.form == "cross" and self.data.passages < 2:
+        if self.form == "cross" and self.data.passages <= self.data.positives:
             raise ValueError(
-                'data.passages=1 with form="cross": a score is learnt from a positive beside '
-                "negatives. Use 2 or more"
+                f'form="cross" learns scores from positives beside negatives: got data.passages='
+                f"{self.data.passages} with data.positives={self.data.positives}, want more "
+                "passages than positives"
             )
         return self
 

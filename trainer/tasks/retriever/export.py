@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.tasks.retriever.model import Pooler
 
 DESCRIPTION = "retriever_config.json"
+OF_CROSS = "reranker_config.json"  # the description in an export of form="cross"
 # the keys of an experiment's `data` that the description states, and that hold for the model
 DESCRIBED_DATA = (
     "separator",
@@ -205,7 +206,12 @@ def load_pooler(pooler: Pooler, folder: Path) -> None:
 
 
 def check_holds_model(folder: Path, *, tied: bool) -> None:
-    """ConfigError when a folder holds no encoder where one must be."""
+    """ConfigError when a folder holds no encoder where one must be, or a reranker."""
+    if (folder / OF_CROSS).is_file():
+        raise ConfigError(
+            f"{folder} holds a reranker ({OF_CROSS}), which makes no vectors. Name an experiment "
+            'with form="cross", or the folder of a retriever.'
+        )
     for place in sides(folder, tied=tied).values():
         if not (place / "config.json").is_file() and not adapters.are_in(place):
             raise ConfigError(

@@ -102,7 +102,7 @@ def checkpoints_of(steps: Steps, run: RunFacts) -> list[dict[str, Any]]:
 
 
 def checkpoint(steps: Steps, run: RunFacts, facts: SavedFacts) -> dict[str, Any]:
-    """Saved weights in the format of the SDK. Source: tinker 0.38.0, types/checkpoint.py."""
+    """Saved weights in the format of the SDK. Source: `Checkpoint` of tinker 0.38.0."""
     path = WeightsPath(run.id, facts.kind, facts.name)
     return {
         "checkpoint_id": path.checkpoint_id,

@@ -26,7 +26,7 @@ from jobs.serve.tickets import id_of_key, new_id
 
 SDK = "0.38.0"  # whose requests are understood (docs/decisions/40-the-tinker-dialect.md)
 CHUNK_ROWS = 1024  # of one operation
-# What the SDK does is what is supported here. Source: tinker 0.38.0, client_config_response.py.
+# What the SDK does is what is supported here. Source: tinker 0.38.0, ClientConfigResponse.
 CONFIG: dict[str, Any] = {
     "pjwt_auth_enabled": False,  # keys are sent as they are
     "credential_default_source": "api_key",

@@ -49,7 +49,7 @@ def list_runs(request: Request) -> Response:
 
 
 def run_object(request: Request, run: RunFacts) -> dict[str, Any]:
-    """A run in the format of the SDK. Source: tinker 0.38.0, types/training_run.py."""
+    """A run in the format of the SDK. Source: `TrainingRun` of tinker 0.38.0."""
     steps = steps_of(request)
     saved = sorted(checkpoints_of(steps, run), key=lambda one: one["time"])
     states = [one for one in saved if one["checkpoint_type"] == "training"]
@@ -176,7 +176,7 @@ def _status(end: FinishFacts | None, *, is_alive: bool) -> dict[str, Any] | None
 
 
 def _summary(steps: Steps, session: SessionFacts) -> dict[str, Any]:
-    """A session in the format of a search. Source: tinker 0.38.0, types/session_summary.py."""
+    """A session in the format of a search. Source: `SessionSummary` of tinker 0.38.0."""
     sessions = steps.sessions
     saved = [one for run in sessions.runs(session.id) for one in checkpoints_of(steps, run)]
     end, is_alive = sessions.finished(session.id), sessions.is_alive(session.id)

@@ -26,13 +26,13 @@ NOT_OFFERED: dict[tuple[str, str], str] = {
     ("GET", f"{API}/billing/usage/events"): "Nothing is billed here. GPU hours of runs are in "
     "/lathe/v1/status.",
     ("GET", f"{API}/billing/usage/checkpoints/current"): "Nothing is billed here. list_checkpoints "
-    "says how large each checkpoint is.",
+    "says sizes.",
     ("PUT", f"{API}/sessions/{{session}}/project"): "There are no projects: what a token makes "
     "belongs to it.",
     ("GET", f"{API}/sessions/{{session}}/trace_export"): "No trace is recorded. The page of the "
     "service shows the curves of a run.",
     ("POST", f"{WEIGHTS}/publish"): "Nothing is published: saved weights belong to their token. "
-    "Download them, and upload them where they are to be public.",
+    "Download them.",
     ("DELETE", f"{WEIGHTS}/publish"): "Nothing is published: saved weights belong to their token.",
     ("POST", f"{API}/create_custom_loss"): "No graph of a request is run here. "
     "forward_backward_custom computes a loss at the client.",

@@ -143,7 +143,7 @@ def _fill(tensor: Any, values: NDArray[Any], dtype: int, shape: Sequence[int]) -
 
 
 def _fill_topk(message: Any, rows: Sequence[Pairs | None], width: int) -> None:
-    """A matrix of the likeliest tokens. Source of the marks of absence: types/topk_logprobs.py."""
+    """A matrix of the likeliest tokens. Source of the marks of absence: `TopkLogprobs`."""
     tokens = np.zeros((len(rows), width), "<i4")
     logprobs = np.full((len(rows), width), _NO_LOGPROB, "<f4")
     for number, row in enumerate(rows):

@@ -13,15 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.record.state_table import BAD_INPUT
+from jobs.record.times import now
+from jobs.serve.job_view import FAILED
 from jobs.serve.steps.upkeep.hosts import host_for, is_shared
+from jobs.serve.tickets import Checked
+from trainer.files.atomic import create_json
 from trainer.operations.operation_log import FOLDER, LOG
 from trainer.operations.records import RecordFiles, RecordPlace
 from trainer.operations.results import RESULTS, OperationResults
 
 if TYPE_CHECKING:
+    from jobs.record.paths import BaseFolder
     from jobs.record.row import Row
     from jobs.serve.keeper import Keeper
-    from jobs.serve.tickets import Ticket
+    from jobs.serve.tickets import Ticket, TicketFolder
 
 MOST_IN_VAIN = 3  # starts one after another that gave no new result
 
@@ -56,6 +61,17 @@ class DrivenJobs:
             return
         with self._placing:
             yield host_for(keeper, ticket)
+
+    def rest(self, base: BaseFolder, row: Row) -> str | None:
+        """None when a run goes on; "" while it is put aside, for the next operation wakes it; or
+        why it does not go on.
+        """
+        if row.state not in ("paused", *FAILED):
+            return None
+        run = base.run(row.exp_id).path
+        if row.state == "paused":
+            return None if self.has_work(run) else ""
+        return self.why_it_stays(run, row)
 
     def has_work(self, run: Path) -> bool:
         """Whether a run has an operation without a result."""
@@ -118,3 +134,9 @@ def last_operation(folder: Path) -> int:
             break
         last, place = int(record.header["seq"]), RecordPlace(place.segment, record.end)
     return last
+
+
+def note_checked(folder: TicketFolder, ticket: Ticket) -> bool:
+    """Write down that a job has no files to be checked: its rows come with its operations."""
+    create_json(folder.check_file, Checked(at=now()).model_dump(mode="json"))
+    return True

@@ -32,13 +32,12 @@ from trainer.tasks.retriever.config import Config, Data
 from trainer.tasks.retriever.cross import heads, losses, metrics
 from trainer.tasks.retriever.cross.model import Ranker
 from trainer.tasks.retriever.cross.pairs import Pairs
-from trainer.tasks.retriever.export import DESCRIBED_DATA
+from trainer.tasks.retriever.export import DESCRIBED_DATA, OF_CROSS
 from trainer.tasks.retriever.tokens import passage_of
 from trainer.tasks.token_task import TokenTask
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION = "reranker_config.json"
 # What a batch says besides what the model reads.
 _BESIDE = ("relevance", "is_there", "slots")
 _NO_ACTIVATION = "torch.nn.modules.linear.Identity"
@@ -101,7 +100,7 @@ class Task(TokenTask[Config]):
         return self._classifier.base_model_prefix
 
     def load_export(self, folder: Path) -> nn.Module:
-        path = folder / DESCRIPTION
+        path = folder / OF_CROSS
         if path.is_file():
             self._follow(path)
         return super().load_export(folder).eval()
@@ -132,7 +131,7 @@ class Task(TokenTask[Config]):
             self._export_classifier(self.whole(weights, [self.base_name]), folder)
         data = self.cfg.data.model_dump()
         said = {name: data[name] for name in DESCRIBED_DATA}
-        (folder / DESCRIPTION).write_text(json.dumps(said, indent=2) + "\n")
+        (folder / OF_CROSS).write_text(json.dumps(said, indent=2) + "\n")
 
     def _export_classifier(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         config, data = self.exported_config(), self.cfg.data
@@ -168,8 +167,11 @@ class Task(TokenTask[Config]):
     def rows(self, split: str) -> Iterable[Row]:
         places, data = self.places, self.cfg.data
         of_split = rows.rows(data, split, places.data_path, cache_dir=places.cache_dir)
-        of_split = rows.without_own_positives(of_split)
-        usable = selection.trainable(of_split, data.passages if split == "train" else 1)
+        # neighbours in the embedded corpus may be equal, and a row may have no others
+        if data.source != "stdlib_docs":
+            of_split = rows.without_own_positives(of_split)
+        sizes = (data.passages, data.positives) if split == "train" else (1, 1)
+        usable = selection.trainable(of_split, *sizes)
         return ({**row, "item": item} for item, row in picked.enumerated(usable))
 
     def encode(self, row: Row) -> Encoded:
@@ -232,7 +234,7 @@ class Task(TokenTask[Config]):
         return self.cfg.data.passages * longest
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """The pairs of Q lists, P together, list by list and a positive first, as the model reads
+        """The pairs of Q lists, P together, list by list and positives first, as the model reads
         them; of N passages of the longest list, is_there (Q, N) bool and relevance (Q, N) fp32, 1
         of a positive; and slots (P,), where each pair stands in the flattened lists.
         """
@@ -274,8 +276,9 @@ class Task(TokenTask[Config]):
         return self.pairs.has_types and getattr(config, "type_vocab_size", 0) > 1
 
     def _choose(self, row: Mapping[str, Any]) -> list[int]:
-        """The places of the chosen passages of a row: in training, where rows carry a draw, a
-        positive and data.passages - 1 negatives; else all positives and the first negatives.
+        """The places of the chosen passages of a row: in training, where rows carry a draw,
+        data.passages of them, up to data.positives of which are positives; else all positives and
+        the first negatives.
         """
         data, total, positives = self.cfg.data, len(row["lengths"]), int(row["num_positives"][0])
         if DRAW not in row:
@@ -286,12 +289,11 @@ class Task(TokenTask[Config]):
             seed=self.cfg.train.seed,
             draw=int(row[DRAW][0]),
         )
-        num_negatives = total - positives
+        targets = selection.targets(positives, data.positives, turn, data.select_positive)
         negatives = selection.negatives(
-            num_negatives, data.passages - 1, turn, data.select_negatives
+            total - positives, data.passages - len(targets), turn, data.select_negatives
         )
-        positive = selection.positive(positives, turn, data.select_positive)
-        return [positive, *(positives + place for place in negatives)]
+        return [*targets, *(positives + place for place in negatives)]
 
     def describe(self, batch: Batch) -> dict[str, Text]:
         if "tokens" in batch:

@@ -1,0 +1,87 @@
+"""Faults in stored vectors, in the index beside them, and in what is told of both."""
+
+from tests.mutants.fault import Fault
+
+FORMS = "tests/unit/test_stored_forms.py"
+INDEX = "tests/unit/test_vector_index.py"
+EXACT = "tests/unit/test_exact_search.py"
+
+FAULTS = [
+    Fault(
+        "trainer/retrieval/exact_search.py",
+        'order = np.argsort(rows, kind="stable")',
+        "order = np.arange(len(rows))",
+        why="candidates of one question take the places of another's",
+        tests=EXACT,
+    ),
+    Fault(
+        "trainer/retrieval/exact_search.py",
+        "return np.concatenate(list(parts))",
+        "return np.concatenate(list(parts)[::-1])",
+        why="a search of one question in threads finds passages of the wrong part",
+        tests=EXACT,
+    ),
+    Fault(
+        "trainer/retrieval/stored_forms.py",
+        "scales = sizes_ND.max(axis=1) / 127",
+        "scales = np.broadcast_to(sizes_ND.max() / 127, len(sizes_ND))",
+        why="one large vector takes the digits of all others",
+        tests=FORMS,
+    ),
+    Fault(
+        "trainer/retrieval/stored_forms.py",
+        "scores_QN[np.arange(len(rows)), rows] = -np.inf",
+        "pass",
+        why="a vector that finds itself raises the recall that is told",
+        tests=FORMS,
+    ),
+    Fault(
+        "trainer/retrieval/vector_index.py",
+        "    if record.model != model:",
+        "    if False:",
+        why="an index of another model is searched, or refused without its name",
+        tests=INDEX,
+    ),
+    Fault(
+        "trainer/retrieval/vector_index.py",
+        "    if [part.digest for part in record.parts] != digests[: len(record.parts)]:",
+        "    if False:",
+        why="an index of other vectors answers with positions of these",
+        tests=INDEX,
+    ),
+    Fault(
+        "trainer/retrieval/vector_index.py",
+        "        if size != record.file.size:",
+        "        if False:",
+        why="FAISS reads a torn file",
+        tests=INDEX,
+    ),
+    Fault(
+        "trainer/retrieval/vector_index.py",
+        'path = folder / f"index-{index.ntotal}.faiss"',
+        'path = folder / "index-0.faiss"',
+        why="a search that is killed while an index grows leaves one that nobody can read",
+        tests=INDEX,
+    ),
+    Fault(
+        "trainer/retrieval/vector_index.py",
+        "not missing and record.recall.covers",
+        "record.recall.covers",
+        why="an index grows and its new passages are forgotten, and its recall is the old one",
+        tests=INDEX,
+    ),
+    Fault(
+        "trainer/retrieval/index_recall.py",
+        "return depth <= self.depth and",
+        "return",
+        why="the recall of 10 hits is told for 50",
+        tests=INDEX,
+    ),
+    Fault(
+        "trainer/retrieval/index_recall.py",
+        "        if settings[-1].reaches_target:",
+        "        if settings:",
+        why="an index is searched by its smallest setting, and finds half",
+        tests=INDEX,
+    ),
+]
