@@ -87,11 +87,11 @@ def write_tokenizer(folder: Path) -> Path:
 def rows(seed: int, count: int) -> tuple[bytes, Values]:
     """The payload and the fields of a pass."""
     random = np.random.default_rng(seed)
-    made: list[DrivenRow] = []
+    every: list[DrivenRow] = []
     for _ in range(count):
         ids = random.integers(0, VOCABULARY - 2, int(random.integers(*ROWS)) + 1)
-        made.append(DrivenRow(ids[:-1].astype(np.int32), {"target_tokens": ids[1:]}))
-    payload, inputs = rows_to_payload(made)
+        every.append(DrivenRow(ids[:-1].astype(np.int32), {"target_tokens": ids[1:]}))
+    payload, inputs = rows_to_payload(every)
     return payload, {"loss_fn": "cross_entropy", "inputs": inputs}
 
 
@@ -129,11 +129,11 @@ def be_worker(values: Values, savedir: Path, *, measures: bool) -> None:
     from trainer.training.run_plan import plan
 
     distributed.init()
-    told: Values = {}
+    report: Values = {}
 
     def inside(loop: Any) -> str:
         """A step without a log: what the model does, and nothing is written."""
-        told["step_ms"] = _steps_inside(loop.account.model, values)
+        report["step_ms"] = _steps_inside(loop.account.model, values)
         return "paused"
 
     if measures:
@@ -141,10 +141,10 @@ def be_worker(values: Values, savedir: Path, *, measures: bool) -> None:
     options = Options(savedir, cache_dir=savedir / "cache", deepspeed="zero0")
     run(plan(values, options, world=1, rank=0), options, Preemption())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    told["host_mib"] = round(peak)
+    report["host_mib"] = round(peak)
     if torch.cuda.is_available():
-        told["device_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
-    print(json.dumps(told), flush=True)
+        report["device_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
+    print(json.dumps(report), flush=True)
     distributed.shutdown(0)
 
 
@@ -177,7 +177,7 @@ def seconds(runs: Sequence[Path]) -> float:
 
 
 def start_together(every: Sequence[Values], savedir: Path, sizes: Sequence[int], steps: int) -> Any:
-    """The runs of one worker: their folders, and what it told."""
+    """The runs of one worker: their folders, and what it report."""
     pairs = zip(every, sizes, strict=True)
     runs = [write_run(values, savedir, steps, size) for values, size in pairs]
     for run in runs[1:]:
@@ -187,18 +187,18 @@ def start_together(every: Sequence[Values], savedir: Path, sizes: Sequence[int],
 
 def many_on_one_base(how: argparse.Namespace, folder: Path, tokenizer: Path) -> Values:
     every = [values_of(n, how.runs, tokenizer, how) for n in range(how.runs)]
-    runs, told = start_together(every, folder / "together", [4] * how.runs, how.steps)
+    runs, report = start_together(every, folder / "together", [4] * how.runs, how.steps)
     alone, peaks = 0.0, []
     for number in range(how.runs):
         values = values_of(number, 1, tokenizer, how)
         run = write_run(values, folder / "alone", how.steps, 4)
         peaks.append(worker(values, folder / "alone"))
         alone += seconds([run])
-    key = "device_mib" if "device_mib" in told else "host_mib"
+    key = "device_mib" if "device_mib" in report else "host_mib"
     return {
         "together_s": round(seconds(runs), 2),
         "alone_s": round(alone, 2),
-        "together_mib": told[key],
+        "together_mib": report[key],
         "alone_mib_sum": sum(one[key] for one in peaks),
         "alone_mib_one": round(statistics.mean(one[key] for one in peaks)),
         "memory": key,
@@ -223,15 +223,15 @@ def fairness(how: argparse.Namespace, folder: Path, tokenizer: Path) -> Values:
 def overhead(folder: Path, tokenizer: Path, how: argparse.Namespace) -> Values:
     """Milliseconds of a step, medians."""
     inside = worker(values_of(0, 1, tokenizer, how), folder / "inside", measures=True)
-    told: Values = {"inside_ms": round(statistics.median(inside["step_ms"][10:]), 2)}
+    report: Values = {"inside_ms": round(statistics.median(inside["step_ms"][10:]), 2)}
     for name, together in (("log_ms", 1), ("shared_log_ms", 8)):
         values = values_of(0, together, tokenizer, how)
         run = write_run(values, folder / name, 0, 1)
         command = [sys.executable, __file__, "--worker", json.dumps(values), str(folder / name)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        told[name] = round(statistics.median(_steps_over_log(run)[10:]), 2)
+        report[name] = round(statistics.median(_steps_over_log(run)[10:]), 2)
         process.wait()
-    return told
+    return report
 
 
 def _steps_over_log(run: Path) -> list[float]:

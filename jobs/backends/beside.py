@@ -66,8 +66,8 @@ class BesideHost:
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
         """How each guest stands, by the files of its host."""
-        found = {job_id: _observed(*_split(job_id)) for job_id in ids}
-        return {job_id: observed for job_id, observed in found.items() if observed is not None}
+        states = {job_id: _observed(*_split(job_id)) for job_id in ids}
+        return {job_id: observed for job_id, observed in states.items() if observed is not None}
 
     def cancel(self, job_id: str) -> None:
         """Ask the host's worker to save the run and let it go."""

@@ -23,8 +23,8 @@ OWN = (
 
 def differences(host: BaseModel, guest: BaseModel) -> list[str]:
     """The keys of two checked experiments that keep them from sharing a base; [] if they may."""
-    found = _differing(host.model_dump(mode="json"), guest.model_dump(mode="json"), "")
-    return sorted(key for key in found if not any(_is_below(key, own) for own in OWN))
+    keys = _differing(host.model_dump(mode="json"), guest.model_dump(mode="json"), "")
+    return sorted(key for key in keys if not any(_is_below(key, own) for own in OWN))
 
 
 def _is_below(key: str, own: str) -> bool:

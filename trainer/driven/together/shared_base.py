@@ -43,23 +43,23 @@ class Part:
     def __post_init__(self) -> None:
         object.__setattr__(self, "leaves", self.adapters.leaves())
 
-    def more(self, layer: LayerOfAdapters, given_MD: Tensor) -> Tensor:
+    def more(self, layer: LayerOfAdapters, input_MD: Tensor) -> Tensor:
         """(M, O) what the adapter of a layer adds to its output for (M, D)."""
-        low_MR = F.linear(self.dropped(layer, given_MD), self.leaves[layer.down])
+        low_MR = F.linear(self.dropped(layer, input_MD), self.leaves[layer.down])
         return F.linear(low_MR, self.leaves[layer.up]) * layer.scale
 
-    def dropped(self, layer: LayerOfAdapters, given_MD: Tensor) -> Tensor:
+    def dropped(self, layer: LayerOfAdapters, input_MD: Tensor) -> Tensor:
         """The input of an adapter after its dropout, whose draw depends on the run alone, and is
         the same when a block is computed again.
         """
         if self.seed is None or not layer.dropout:
-            return given_MD
+            return input_MD
         sequence = np.random.SeedSequence((*self.seed, layer.number))
-        generator = torch.Generator(given_MD.device)
+        generator = torch.Generator(input_MD.device)
         generator.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)
-        stays_MD = torch.empty_like(given_MD, requires_grad=False)
+        stays_MD = torch.empty_like(input_MD, requires_grad=False)
         stays_MD.bernoulli_(1 - layer.dropout, generator=generator)
-        return given_MD * stays_MD / (1 - layer.dropout)
+        return input_MD * stays_MD / (1 - layer.dropout)
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,22 @@ class Stream:
     sizes: list[int]
     parts: list[Part | None]
 
-    def through(self, name: str, given: Tensor, output: Tensor) -> Tensor:
+    def through(self, name: str, source: Tensor, output: Tensor) -> Tensor:
         """The output of a layer with what the adapters of each stretch add to it."""
         of_parts = [part and part.adapters.layers_by_name.get(name) for part in self.parts]
         if not any(of_parts):
             return output
-        given_MD = given.reshape(-1, given.shape[-1])
-        if len(given_MD) != sum(self.sizes):
+        input_MD = source.reshape(-1, source.shape[-1])
+        if len(input_MD) != sum(self.sizes):
             raise ConfigError(
-                f"data.together: layer {name} of this base reads {len(given_MD)} tokens of a pack "
+                f"data.together: layer {name} of this base reads {len(input_MD)} tokens of a pack "
                 f"of {sum(self.sizes)}, so that nobody knows whose they are. Leave together out."
             )
         pieces: list[Tensor] = []
         stretches = zip(
             self.parts,
             of_parts,
-            given_MD.split(self.sizes),
+            input_MD.split(self.sizes),
             output.reshape(-1, output.shape[-1]).split(self.sizes),
             strict=True,
         )
@@ -102,8 +102,8 @@ class _Weight(nn.Module):
         super().__init__()
         self.weight = weight
 
-    def forward(self, given: Tensor) -> Tensor:
-        return F.linear(given, self.weight)
+    def forward(self, source: Tensor) -> Tensor:
+        return F.linear(source, self.weight)
 
 
 class SharedBase:
@@ -133,8 +133,10 @@ class SharedBase:
             self._hooked.add(name)
         return adapters
 
-    def _add(self, name: str, layer: nn.Module, given: Sequence[Tensor], output: Tensor) -> Tensor:
-        return output if self._stream is None else self._stream.through(name, given[0], output)
+    def _add(
+        self, name: str, layer: nn.Module, arguments: Sequence[Tensor], output: Tensor
+    ) -> Tensor:
+        return output if self._stream is None else self._stream.through(name, arguments[0], output)
 
     def logps(
         self, rows: Sequence[DrivenRow], parts: Sequence[Part], *, with_backward: bool
@@ -168,12 +170,12 @@ class SharedBase:
         """
         leaves = [leaf for part in parts for leaf in part.leaves.values()]
         try:
-            found = torch.autograd.grad(losses, leaves, allow_unused=True)
+            partials = torch.autograd.grad(losses, leaves, allow_unused=True)
         finally:
             self._stream = None
         whole = [
             torch.zeros_like(leaf) if gradient is None else gradient
-            for gradient, leaf in zip(found, leaves, strict=True)
+            for gradient, leaf in zip(partials, leaves, strict=True)
         ]
         ends = np.cumsum([len(part.leaves) for part in parts])
         return [whole[end - len(part.leaves) : end] for end, part in zip(ends, parts, strict=True)]

@@ -95,18 +95,18 @@ class SharedLoop:
         runs that have waited for one too long.
         """
         payloads: list[bytes] = []
-        told = on_main(lambda: self._look(payloads))
-        payload = distributed.broadcast_bytes(b"".join(payloads)) if told["operations"] else b""
-        for arrival in told["arrivals"]:
+        news = on_main(lambda: self._look(payloads))
+        payload = distributed.broadcast_bytes(b"".join(payloads)) if news["operations"] else b""
+        for arrival in news["arrivals"]:
             member = self.door.admit(arrival)
             if member is not None:
                 self.members[member.name] = member
-        for name in told["stops"]:
+        for name in news["stops"]:
             self._leave(self.members[name], "preempted")
-        for name, text in told["faults"]:
+        for name, text in news["faults"]:
             self._leave(self.members[name], CheckpointError(text))
         start = 0
-        for name, header, size in told["operations"]:
+        for name, header, size in news["operations"]:
             operation = Operation(**header, payload=payload[start : start + size])
             start += size
             member = self.members.get(name)
@@ -114,41 +114,41 @@ class SharedLoop:
                 continue
             self._guarded(member, lambda m=member, o=operation: m.begin(o))
             member.served = max(member.served, self._clock)  # idle time is not saved up
-        return told["idle"]
+        return news["idle"]
 
     def _look(self, payloads: list[bytes]) -> dict[str, Any]:
         """What there is; what there will be in a moment, where nothing is under way."""
         until = time.monotonic() + TURN_S
         worked_at = max(member.worked_at for member in self.members.values())
         while True:
-            told: dict[str, Any] = {"operations": [], "faults": [], "arrivals": [], "stops": []}
-            told["stops"] = [name for name in self.door.stops() if name in self.members]
+            news: dict[str, Any] = {"operations": [], "faults": [], "arrivals": [], "stops": []}
+            news["stops"] = [name for name in self.door.stops() if name in self.members]
             if len(self.members) < self.most_runs:
-                told["arrivals"] = self.door.arrivals()[: self.most_runs - len(self.members)]
+                news["arrivals"] = self.door.arrivals()[: self.most_runs - len(self.members)]
             for member in self.members.values():
                 if member.current is None and not member.model.has_ended:
-                    self._look_at(member, told, payloads)
+                    self._look_at(member, news, payloads)
             now = time.monotonic()
             is_busy = any(member.current for member in self.members.values())
-            at_work = {name for name, *_ in told["operations"]}
-            told["idle"] = [
+            at_work = {name for name, *_ in news["operations"]}
+            news["idle"] = [
                 name for name, m in self.members.items() if name not in at_work and m.is_idle(now)
             ]
-            if any(told.values()) or is_busy or now > until or self.preemption.requested:
-                return told
+            if any(news.values()) or is_busy or now > until or self.preemption.requested:
+                return news
             time.sleep(BUSY_S if now - worked_at < BUSY_FOR_S else IDLE_S)
 
-    def _look_at(self, member: Member, told: dict[str, Any], payloads: list[bytes]) -> None:
+    def _look_at(self, member: Member, news: dict[str, Any], payloads: list[bytes]) -> None:
         assert member.reader is not None, "rank 0 has one"
         try:
             operation = member.reader.next()
         except CheckpointError as error:
             if member is self.host:
                 raise
-            return told["faults"].append([member.name, str(error)])
+            return news["faults"].append([member.name, str(error)])
         if operation is not None:
             header = {key: one for key, one in vars(operation).items() if key != "payload"}
-            told["operations"].append([member.name, header, len(operation.payload)])
+            news["operations"].append([member.name, header, len(operation.payload)])
             payloads.append(operation.payload)
 
     # A round
@@ -195,8 +195,8 @@ class SharedLoop:
                 self._loss(name, rows[part.start : part.start + part.count], logps_N)
                 for name, part, logps_N in zip(names, parts, logps, strict=True)
             ]
-            found = self.base.gradients(losses, parts)
-            for name, gradients in zip(names, found, strict=True):
+            gradients_of_parts = self.base.gradients(losses, parts)
+            for name, gradients in zip(names, gradients_of_parts, strict=True):
                 self._current(name).add_gradients(gradients)
         of_rank = torch.cat([one.detach() for one in logps]) if logps else torch.zeros(0)
         gathered = distributed.gather_rows(of_rank.float().cpu())

@@ -153,8 +153,8 @@ class GuestDoor:
     def arrivals(self) -> list[dict[str, Any]]:
         """Those who are not in, each run once."""
         inside = {*self._tokens, self.makes.host.plan.id}
-        found = {arrival["id"]: arrival for arrival in self._guests.arrivals()}
-        return [arrival for name, arrival in found.items() if name not in inside]
+        by_run = {arrival["id"]: arrival for arrival in self._guests.arrivals()}
+        return [arrival for name, arrival in by_run.items() if name not in inside]
 
     def stops(self) -> list[str]:
         """The names of runs that are asked to stop."""
