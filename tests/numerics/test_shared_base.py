@@ -21,7 +21,7 @@ from trainer.driven.packs import batch_of, inputs_of
 from trainer.driven.passes import PassLayout
 from trainer.driven.together.adapter_set import AdapterSet
 from trainer.driven.together.rounds import filler
-from trainer.driven.together.shared_base import Part, SharedBase
+from trainer.driven.together.shared_base import PackPart, SharedBase
 from trainer.protocol.task import Places
 
 BLOOM = {"model_type": "bloom", "vocab_size": 384, "hidden_size": 32, "n_layer": 2, "n_head": 4}
@@ -66,7 +66,7 @@ def adapters_of(base: SharedBase, task: Any, seed: int) -> AdapterSet:
     return adapters
 
 
-def computed(base: SharedBase, rows: list[Any], parts: list[Part]) -> list[Any]:
+def computed(base: SharedBase, rows: list[Any], parts: list[PackPart]) -> list[Any]:
     """The log-probabilities and the gradients of each part; the loss is that of cross_entropy."""
     logps = base.logps(rows, parts, with_backward=True)
     own = [rows[part.start : part.start + part.count] for part in parts]
@@ -96,7 +96,7 @@ def test_each_run_of_a_pack_gets_what_it_computes_alone(name: str, facts: Path) 
     base = shared_base(every[0])
     rows = [rows_of_seed(seed, 2) for seed in range(len(RUNS))]
     sets = [adapters_of(base, task, seed) for seed, task in enumerate(every)]
-    parts = [Part(one, 2 * number, 2, None) for number, one in enumerate(sets)]
+    parts = [PackPart(one, 2 * number, 2, None) for number, one in enumerate(sets)]
     found = computed(base, [*itertools.chain(*rows)], parts)
     for task, one, own, (logps, gradients) in zip(every, sets, rows, found, strict=True):
         weights = {name: weight.detach() for name, weight in one.named_parameters()}
@@ -139,7 +139,7 @@ def test_the_bits_of_a_run_depend_on_no_row_of_another(name: str, facts: Path) -
     sets = [adapters_of(base, task, seed) for seed, task in enumerate(every)]
     rows = [row for seed in range(3) for row in rows_of_seed(seed, 2)]
     rows[0].inputs["weights"][:] = np.nan  # a run that has gone wrong
-    parts = [Part(one, 2 * number, 2, (number, 5)) for number, one in enumerate(sets)]
+    parts = [PackPart(one, 2 * number, 2, (number, 5)) for number, one in enumerate(sets)]
     together = computed(base, rows, parts)
     for number, part in enumerate(parts):
         own = slice(part.start, part.start + part.count)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Part:
+class PackPart:
     """The rows of one run in a pack: `count` of them from row `start` on.
 
     seed: of its dropout; None: nothing is dropped.
@@ -67,7 +67,7 @@ class Stream:
     """The tokens of a pack in stretches. sizes: of each; parts: whose it is, None: nobody's."""
 
     sizes: list[int]
-    parts: list[Part | None]
+    parts: list[PackPart | None]
 
     def through(self, name: str, source: Tensor, output: Tensor) -> Tensor:
         """The output of a layer with what the adapters of each stretch add to it."""
@@ -139,7 +139,7 @@ class SharedBase:
         return output if self._stream is None else self._stream.through(name, arguments[0], output)
 
     def logps(
-        self, rows: Sequence[DrivenRow], parts: Sequence[Part], *, with_backward: bool
+        self, rows: Sequence[DrivenRow], parts: Sequence[PackPart], *, with_backward: bool
     ) -> list[Tensor]:
         """(N,) fp32 for each part: the log-probabilities of the targets of its rows. Rows that are
         in no part are read and not scored. parts: in their order; with_backward: with a graph.
@@ -164,7 +164,7 @@ class SharedBase:
             if not with_backward:
                 self._stream = None
 
-    def gradients(self, losses: Sequence[Tensor], parts: Sequence[Part]) -> list[list[Tensor]]:
+    def gradients(self, losses: Sequence[Tensor], parts: Sequence[PackPart]) -> list[list[Tensor]]:
         """For each part the gradients of its loss, of its adapters in their order. losses: () each,
         of the log-probabilities that logps() has just given.
         """
@@ -180,13 +180,13 @@ class SharedBase:
         ends = np.cumsum([len(part.leaves) for part in parts])
         return [whole[end - len(part.leaves) : end] for end, part in zip(ends, parts, strict=True)]
 
-    def _scored(self, part: Part, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+    def _scored(self, part: PackPart, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """(N,) the log-probabilities of one run: its bits are those of its own states alone."""
         layer = part.adapters.layers_by_name.get(self._output)
         proxy = None if layer is None else self._proxy(part, layer)
         return -OutputLayer(self.base, proxy).losses(hidden_ND, targets_N)
 
-    def _proxy(self, part: Part, layer: LayerOfAdapters) -> Any:
+    def _proxy(self, part: PackPart, layer: LayerOfAdapters) -> Any:
         """The output layer with the adapters of a run, with the attributes that peft's has."""
         return SimpleNamespace(
             active_adapters=("default",),
@@ -200,8 +200,8 @@ class SharedBase:
         )
 
 
-def _stream(sizes: Sequence[int], parts: Sequence[Part]) -> Stream:
-    stretches: list[tuple[int, Part | None]] = []
+def _stream(sizes: Sequence[int], parts: Sequence[PackPart]) -> Stream:
+    stretches: list[tuple[int, PackPart | None]] = []
     end = 0
     for part in parts:
         stretches.append((sum(sizes[end : part.start]), None))
@@ -212,7 +212,7 @@ def _stream(sizes: Sequence[int], parts: Sequence[Part]) -> Stream:
     return Stream([size for size, _ in real], [part for _, part in real])
 
 
-def _rows(part: Part, rows: Sequence[DrivenRow]) -> Sequence[DrivenRow]:
+def _rows(part: PackPart, rows: Sequence[DrivenRow]) -> Sequence[DrivenRow]:
     return rows[part.start : part.start + part.count]
 
 

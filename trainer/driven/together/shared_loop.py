@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from trainer.driven.packs import inputs_of
-from trainer.driven.together.member import Member
 from trainer.driven.together.rounds import Pack, compose, filler, runs_of
-from trainer.driven.together.shared_base import Part, SharedBase
+from trainer.driven.together.shared_base import PackPart, SharedBase
+from trainer.driven.together.shared_run import SharedRun
 from trainer.driven.turns import BUSY_FOR_S, BUSY_S, IDLE_S, TURN_S
 from trainer.errors import CheckpointError, LatheError
 from trainer.operations.operation_log import Operation
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 BEAT_S = 15.0  # between two status.json of a run
 
 
-class Door(Protocol):
+class RunDoor(Protocol):
     """Where other runs come in."""
 
     def arrivals(self) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ class Door(Protocol):
         """The names of runs that are asked to stop. On rank 0."""
         ...
 
-    def admit(self, arrival: Mapping[str, Any]) -> Member | None:
+    def admit(self, arrival: Mapping[str, Any]) -> SharedRun | None:
         """The run of an arrival; None, it was sent away. A collective."""
         ...
 
@@ -52,13 +52,13 @@ class Door(Protocol):
 class SharedLoop:
     """The loop of one worker. Every method is a collective."""
 
-    host: Member
+    host: SharedRun
     base: SharedBase
-    door: Door
+    door: RunDoor
     preemption: Preemption
     most_tokens: int  # of a pack
     most_runs: int
-    members: dict[str, Member] = field(init=False)
+    members: dict[str, SharedRun] = field(init=False)
 
     def __post_init__(self) -> None:
         self.members = {self.host.name: self.host}
@@ -138,7 +138,7 @@ class SharedLoop:
                 return news
             time.sleep(BUSY_S if now - worked_at < BUSY_FOR_S else IDLE_S)
 
-    def _look_at(self, member: Member, news: dict[str, Any], payloads: list[bytes]) -> None:
+    def _look_at(self, member: SharedRun, news: dict[str, Any], payloads: list[bytes]) -> None:
         assert member.reader is not None, "rank 0 has one"
         try:
             operation = member.reader.next()
@@ -215,11 +215,11 @@ class SharedLoop:
     def _row(self, run: str | None, number: int, tokens: int) -> DrivenRow:
         return filler(tokens) if run is None else self._current(run).row(number)
 
-    def _part(self, name: str, pack: Pack, *, with_backward: bool) -> Part:
+    def _part(self, name: str, pack: Pack, *, with_backward: bool) -> PackPart:
         member, current = self.members[name], self._current(name)
         places = [place for place, slot in enumerate(pack) if slot.run == name]
         seed = (member.model.seed, current.operation.seq, len(current.rounds), distributed.rank())
-        return Part(member.adapters, places[0], len(places), seed if with_backward else None)
+        return PackPart(member.adapters, places[0], len(places), seed if with_backward else None)
 
     def _loss(self, name: str, rows: Sequence[DrivenRow], logps_N: Tensor) -> Tensor:
         of = self._current(name).of
@@ -248,7 +248,7 @@ class SharedLoop:
         self.host.account.keep()
         return ended
 
-    def _leave(self, member: Member, ended: End | LatheError) -> None:
+    def _leave(self, member: SharedRun, ended: End | LatheError) -> None:
         """Save the state of a run, unless it has failed, and let it go."""
         del self.members[member.name]
         try:
@@ -261,7 +261,7 @@ class SharedLoop:
             member.account.close()
         member.leave(ended)
 
-    def _guarded(self, member: Member, action: Callable[[], None]) -> None:
+    def _guarded(self, member: SharedRun, action: Callable[[], None]) -> None:
         """Do what belongs to one run. An error ends that run alone, unless it is the host's."""
         try:
             action()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trainer.config import deepspeed_config
-from trainer.driven.together.member import Member, SharedSaves
 from trainer.driven.together.shared_base import SharedBase
 from trainer.driven.together.shared_loop import SharedLoop
+from trainer.driven.together.shared_run import SharedRun, SharedSaves
 from trainer.errors import (
     EXIT_OK,
     EXIT_PAUSED,
@@ -111,7 +111,7 @@ class _Members:
         lock: HeldLock,
         *,
         leave: Callable[[End | LatheError], None],
-    ) -> Member:
+    ) -> SharedRun:
         """A run with its adapters in its newest good state. A collective."""
         cfg, newest = run.plan.cfg, run.newest
         assert cfg.lora is not None, "the schema has looked"
@@ -128,7 +128,7 @@ class _Members:
             run, live, progress, record, lock, saves=SharedSaves(self.saves), **how
         )
         data: Any = getattr(cfg, "data")  # noqa: B009 (of the task)
-        return Member(
+        return SharedRun(
             name=run.plan.id,
             account=account,
             adapters=adapters,
@@ -161,7 +161,7 @@ class GuestDoor:
         asked = set(self._guests.stops())
         return [name for name, token in self._tokens.items() if token in asked]
 
-    def admit(self, arrival: Mapping[str, Any]) -> Member | None:
+    def admit(self, arrival: Mapping[str, Any]) -> SharedRun | None:
         """The run of an arrival; None, it was sent away. A collective."""
         name, token = arrival["id"], arrival["token"]
         stack = contextlib.ExitStack()
@@ -182,7 +182,7 @@ class GuestDoor:
         logger.info("run %s is computed here, too", name)
         return member
 
-    def _open(self, name: str, token: str, stack: contextlib.ExitStack) -> Member:
+    def _open(self, name: str, token: str, stack: contextlib.ExitStack) -> SharedRun:
         host, options = self.makes.host, self.makes.options
         folder = options.savedir_base / name
         values = on_main(lambda: read_json(folder / "exp_dict.json"))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Member:
+class SharedRun:
     """A run with its adapters, its engine, its log and its record."""
 
     name: str
