@@ -82,7 +82,7 @@ def requests(world: World, ids: dict[str, list[str]]) -> Iterator[tuple[str, str
     for route in world.client.app.app.routes:  # type: ignore[attr-defined]
         for method in sorted(route.methods - {"HEAD"}):
             for query in QUERIES.get(route.path, ("",)):
-                path = f"{route.path}{query}"
+                path = f"{route.path}{query}".replace(":path}", "}")
                 needed = list(dict.fromkeys(re.findall(r"{(\w+)}", path)))
                 for values in itertools.product(*(ids[name] for name in needed)):
                     yield method, path.format(**dict(zip(needed, values, strict=True)))
@@ -106,6 +106,7 @@ def test_no_answer_tells_a_tenant_of_places_tracebacks_or_others(
     jobs = until_all_ended(world)
     tuned = jobs[good["id"]]["fine_tuned_model"]
     everything = [good, failed, *bad[:4], others[0]]
+    session = f"sess-{'0' * 24}"
     ids = {
         "job_id": [job["id"] for job in everything],
         "exp_id": [job["lathe"]["exp_id"] for job in everything],
@@ -115,6 +116,11 @@ def test_no_answer_tells_a_tenant_of_places_tracebacks_or_others(
         "checkpoint": [f"{tuned}:ckpt-step-1", "none"],
         "permission_id": ["none"],
         "batch_id": ["batch_none"],
+        "session": [session],
+        "run": [f"{session}:train:0"],
+        "sampler": [f"{session}:sample:0"],
+        "kind": ["weights"],
+        "file": ["adapter_config.json"],
     }
     bodies: list[Any] = [
         {},

@@ -92,7 +92,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
     if not (folder / sentence_folder.MODULES).is_file():
         limits.append(
             "sentence-transformers has no words for it: adapters without their base, an encoder "
-            "for each side, or an end that its tokenizer does not add."
+            "or a projection for each side, or an end that its tokenizer does not add."
         )
         library = "peft" if cfg.exports_adapters else "transformers"
         return Usage(library, [plain], limits)
