@@ -92,6 +92,8 @@ class Traits:
     keeps_queue: bool = False
     # it holds a job back until the run that is its base has left a model, so submission need not
     awaits_bases: bool = False
+    # a job is computed by the worker of another one, which its environment names
+    needs_host: bool = False
     # the key of a job dictionary under which haven's account of the jobs goes
     account_key: Literal["account", "account_id"] = "account_id"
 

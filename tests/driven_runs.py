@@ -94,7 +94,7 @@ def results_of(run: Path) -> list[OperationResult]:
 class Kill:
     """Rank `rank` sends itself a signal at the call number `count` (from 1) of a function of the worker.
 
-    place: "done", an operation has run; "torn", half of its result is written; "written", its
+    place: "done", an operation has run; "booked", its result is about to be written; "torn", half of its result is written; "written", its
     result is; "saving", the files of a state are written and not committed; "saved", a state is.
     """
 
@@ -122,12 +122,14 @@ def drive(
 
 
 def _arm(kill: Kill) -> None:
+    from trainer.driven.account import Account
     from trainer.driven.model import DrivenModel
     from trainer.operations import records, results
     from trainer.training import checkpoint
 
     owner, name, when = {
         "done": (DrivenModel, "do", "after"),
+        "booked": (Account, "book", "before"),
         "torn": (records, "_write", "half"),
         "written": (results.ResultWriter, "append", "after"),
         "saving": (checkpoint, "commit", "before"),

@@ -1330,6 +1330,20 @@ OPERATIONS = (
     )
 )
 
+# Runs that share the worker of another one
+SHARING = wording(
+    ConfigError,
+    shared_changes_base="data.together={count} with lora.{key}: runs that share a base leave it",
+    shared_of_files="together with source={source!r}, whose run computes alone",
+    shared_zero3="data.together with ZeRO-3: one base serves many runs only where it is whole",
+    shared_unsharable="data.together: this base has {what}. Experts read",
+    shared_differing="{guest} cannot be computed on the base of {host}: they differ in {keys}. Send",
+    shared_without_host="-j beside: got a job without a host",
+) | wording(
+    ReplayDiffers,
+    shared_other_world="operation {seq} was computed on {was} rank(s), and now there are {now}",
+)
+
 # Texts of answers of the Tinker dialect, and of futures that failed
 STEPS = wording(
     operation_conflict_http="{run}: operation {seq} was sent before with another content",
@@ -1397,6 +1411,7 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "snapshots": SNAPSHOTS,
     "votes": VOTES,
     "service": SERVICE,
+    "sharing": SHARING,
 }
 
 WORDINGS = {code: wording for room in ROOMS.values() for code, wording in room.items()}

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 from jobs.backends import BackendCache
+from jobs.backends.beside import HOST, BesideHost
 from jobs.code.snapshot import Snapshot, take
 from jobs.config import JobConfig
 from jobs.errors import (
@@ -44,6 +45,7 @@ from jobs.serve.job_view import (
 from jobs.serve.offers import Offer, ServiceConfig, held_out_per_mille
 from jobs.serve.rows import checks as uploaded_rows
 from jobs.serve.steps.upkeep.driven_jobs import DrivenJobs, note_checked
+from jobs.serve.steps.upkeep.hosts import is_shared
 from jobs.serve.tickets import (
     Checked,
     Failure,
@@ -316,6 +318,17 @@ class Keeper:
 
     def _submit(self, facts: Facts, folder: TicketFolder) -> bool:
         ticket = facts.ticket
+        with self._driven.place(self, ticket) as host:
+            request = self._request_of(ticket, folder, host)
+            if len(folder.wishes()) != len(facts.wishes):
+                return True  # a wish came while the code was copied: it is looked at first
+            for result in group_of_jobs.submit(request):
+                log.info("%s: %s: %s", ticket.id, result.action, result.text)
+                _raise_failure(result)
+        return True
+
+    def _request_of(self, ticket: Ticket, folder: TicketFolder, host: str | None) -> Request:
+        """The submission of a job. host: the run whose worker is to compute it."""
         values = dict(self._offer(ticket).job)
         if self.send.python_binary:
             values["python_binary"] = self.send.python_binary
@@ -325,15 +338,9 @@ class Keeper:
             flags["data_path"] = str(folder.data)
         if self._offer(ticket).test and ticket.method == "supervised":
             flags["test"] = ""
-        request = self.request([ticket.experiment], GROUP, job, flags)
+        request = self.request([ticket.experiment], GROUP, job, flags, host=host)
         # a turn waits for nobody: what has no answer, or is locked, is tried again in the next ones
-        request = replace(request, lock_wait_s=LOCK_WAIT_S, answer_wait_s=0.0)
-        if len(folder.wishes()) != len(facts.wishes):
-            return True  # a wish came while the code was copied: it is looked at first
-        for result in group_of_jobs.submit(request):
-            log.info("%s: %s: %s", ticket.id, result.action, result.text)
-            _raise_failure(result)
-        return True
+        return replace(request, lock_wait_s=LOCK_WAIT_S, answer_wait_s=0.0)
 
     def _offer(self, ticket: Ticket) -> Offer:
         """The offer that a job was asked of. ConfigError when it is offered no more."""
@@ -354,23 +361,27 @@ class Keeper:
         flags: Mapping[str, str],
         *,
         is_plan: bool = False,
+        host: str | None = None,
     ) -> Request:
         """The submission of experiments with the code of this server. ConfigError for a mistake in
         any of them.
 
         is_plan: takes no snapshot of the code; the request can be previewed but not submitted.
+        host: the run whose worker is to compute them.
         """
         request = prepare.make(
             group=group,
             experiments=experiments,
             base=self.folder.base.path,
-            backend=self.send.backend,
+            backend=self.send.backend if host is None else BesideHost.name,
             job=job,
             flags=flags,
             allow_dirty=True,
             take_snapshot=False,
             backend_of=self.backend_of,
         )
+        if host is not None:
+            request = replace(request, environment={**request.environment, HOST: host})
         if not is_plan:
             request = replace(request, snapshot=self.snapshot, workdir=self.snapshot.workdir)
         _ = request.trials  # raises ConfigError before a run folder is written
@@ -414,9 +425,16 @@ class Keeper:
         resumed: tuple[JobState, ...] = ("paused", "cancelled")
         if facts.ticket.driven_by:
             resumed = (*resumed, "preempted", *FAILED)
-        limits = Limits(retry=resumed) if row.state in resumed else None
-        request = control.Again(self.folder.base, self.backend_of, limits, lock_wait_s=LOCK_WAIT_S)
-        (result,) = control.again(request, [row])
+        if is_shared(facts.ticket):  # another worker may compute it now
+            folder = TicketFolder(self.folder.tickets / facts.ticket.id)
+            with self._driven.place(self, facts.ticket) as host:
+                request = self._request_of(facts.ticket, folder, host)
+                request = replace(request, retry=resumed)
+                (result,) = group_of_jobs.submit(request)
+        else:
+            limits = Limits(retry=resumed) if row.state in resumed else None
+            sent = control.Again(self.folder.base, self.backend_of, limits, lock_wait_s=LOCK_WAIT_S)
+            (result,) = control.again(sent, [row])
         if result.action in ("skip", "wait") or result.is_bad:
             tries[key] = time.monotonic()
             _raise_failure(result)

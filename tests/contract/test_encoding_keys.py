@@ -58,6 +58,11 @@ OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
         "lora": {},
         "train": {"eval_every": None, "eval_batch": None},
     },
+    ("causal_lm", "data.together"): {
+        "data": {"source": "client"},
+        "lora": {},
+        "train": {"eval_every": None, "eval_batch": None},
+    },
     ("preference", "data.chat_template"): {"data": {"source": "chat"}},
     ("preference", "data.stream"): {"preference": {"loss": "simpo"}},
     ("preference", "preference.gamma"): {"preference": {"loss": "simpo"}},

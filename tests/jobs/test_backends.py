@@ -29,7 +29,9 @@ def test_the_traits_of_each_backend() -> None:
     assert {name for name in traits if traits[name].runs_here} == {"inline", "local"}
     assert {name for name in traits if traits[name].keeps_queue} == {"inline", "local"}
     assert {name for name in traits if traits[name].awaits_bases} == {"local"}
-    assert {name for name in traits if traits[name].shares_disk} == {"inline", "local", "slurm"}
+    shared = {name for name in traits if traits[name].shares_disk}
+    assert shared == {"beside", "inline", "local", "slurm"}
+    assert {name for name in traits if traits[name].needs_host} == {"beside"}
 
 
 JOBS: dict[str, dict[str, Any]] = {

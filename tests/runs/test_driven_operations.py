@@ -223,6 +223,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
         ("optim", {"name": "lion"}, fault("driven_key", key="optim.name='lion'")),
         ("data", {"source": "files", "put_aside_s": 1.0}, fault("put_aside_of_files")),
         ("data", {"facts": 3}, fault("driven_reads_files")),
+        ("data", {"source": "files", "together": 3}, fault("shared_of_files", source="files")),
     ],
 )
 def test_a_dictionary_that_needs_rows_is_refused(
@@ -231,6 +232,13 @@ def test_a_dictionary_that_needs_rows_is_refused(
     values = driven_values(tmp_path)
     values[block] = {**values[block], **own}
     with refused(expected):
+        tasks.parse(values)
+
+
+@pytest.mark.parametrize("own", [{"dora": True}, {"tokens": [3]}, {"bias": "all"}])
+def test_adapters_that_change_the_base_share_none(own: dict[str, Any], tmp_path: Path) -> None:
+    values = driven_values(tmp_path, data={"together": 4}, lora=own)
+    with refused("shared_changes_base", count=4):
         tasks.parse(values)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.optimizer.lora import Lora
 from trainer.driven import adam, passes
 from trainer.driven.checks import adam_of, check_rows, loss_of
-from trainer.driven.passes import PassLayout
+from trainer.driven.passes import PassLayout, PassResult, RowsPass
 from trainer.driven.states import SAMPLER, States, check_name
 from trainer.errors import ConfigError
 from trainer.operations.rows import outputs_to_payload, rows_of
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainer.training.engine import Engine
     from trainer.training.session import Progress
 
+FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 Outcome = tuple[dict[str, Any], bytes]  # the fields and the payload of a result
 
 
@@ -54,17 +55,44 @@ class DrivenModel:
 
     def do(self, operation: Operation) -> Outcome:
         """Run one operation. A UserError says why it was refused: then nothing has changed."""
+        self._refuse_out_of_turn(operation)
+        action = getattr(self, f"_{operation.kind}", None)
+        if action is None:
+            raise ConfigError(f"{operation.kind!r} is no kind of operation.")
+        rng.seed_everything(self.seed + ((operation.seq + 1) << 64), distributed.rank())
+        return action(operation)
+
+    def rows_pass(self, operation: Operation) -> RowsPass:
+        """The rows of a forward or a forward_backward, checked, for whoever computes them. A
+        UserError says why they were refused.
+        """
+        self._refuse_out_of_turn(operation)
+        fields = operation.fields
+        rows = rows_of(operation.payload, fields.get("inputs") or {})
+        loss, config = loss_of(fields)
+        limits: dict[str, Any] = {"vocabulary": self.vocabulary, "most_tokens": self.most_tokens}
+        check_rows(rows, loss, name=fields["loss_fn"], **limits)
+        return RowsPass(rows, loss, config, operation.kind == FORWARD_BACKWARD)
+
+    def outcome_of_pass(self, of: RowsPass, result: PassResult) -> Outcome:
+        """What a pass over rows gave whose gradient, if any, the engine has taken."""
+        if of.with_backward:
+            self.pending.operations += 1
+            self.pending.rows += len(of.rows)
+            self.pending.tokens += sum(len(row.tokens) for row in of.rows)
+            self.pending.loss += result.loss
+        trailing = list(result.logps[0].shape[1:])
+        outputs = {"logprobs": {"trailing": trailing}}
+        told = {"metrics": {"loss:sum": result.loss}, "outputs": outputs}
+        return told, outputs_to_payload({"logprobs": result.logps})
+
+    def _refuse_out_of_turn(self, operation: Operation) -> None:
         if operation.kind == "refused":  # by the server, in the place of what was sent
             raise ConfigError(str(operation.fields.get("error")))
         if self.has_ended:
             raise ConfigError(f"{operation.kind}: the run has ended. Create another one.")
         if not self.is_created and operation.kind not in ("create", "refused"):
             raise ConfigError(f"{operation.kind}: the run was not created yet. Send create first.")
-        action = getattr(self, f"_{operation.kind}", None)
-        if action is None:
-            raise ConfigError(f"{operation.kind!r} is no kind of operation.")
-        rng.seed_everything(self.seed + ((operation.seq + 1) << 64), distributed.rank())
-        return action(operation)
 
     @property
     def has_gradient(self) -> bool:
@@ -85,28 +113,10 @@ class DrivenModel:
         return {}, b""
 
     def _forward(self, operation: Operation) -> Outcome:
-        return self._pass(operation, with_backward=False)
+        of = self.rows_pass(operation)
+        return self.outcome_of_pass(of, passes.run(self.engine, of, self.layout))
 
-    def _forward_backward(self, operation: Operation) -> Outcome:
-        return self._pass(operation, with_backward=True)
-
-    def _pass(self, operation: Operation, *, with_backward: bool) -> Outcome:
-        fields = operation.fields
-        rows = rows_of(operation.payload, fields.get("inputs") or {})
-        loss, config = loss_of(fields)
-        limits: dict[str, Any] = {"vocabulary": self.vocabulary, "most_tokens": self.most_tokens}
-        check_rows(rows, loss, name=fields["loss_fn"], **limits)
-        how: dict[str, Any] = {"with_backward": with_backward}
-        result = passes.run(self.engine, rows, loss, config, self.layout, **how)
-        if with_backward:
-            self.pending.operations += 1
-            self.pending.rows += len(rows)
-            self.pending.tokens += sum(len(row.tokens) for row in rows)
-            self.pending.loss += result.loss
-        trailing = list(result.logps[0].shape[1:])
-        outputs = {"logprobs": {"trailing": trailing}}
-        told = {"metrics": {"loss:sum": result.loss}, "outputs": outputs}
-        return told, outputs_to_payload({"logprobs": result.logps})
+    _forward_backward = _forward
 
     def _optim_step(self, operation: Operation) -> Outcome:
         how = adam_of(operation.fields)

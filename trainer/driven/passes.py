@@ -36,18 +36,33 @@ class PassResult:
     logps: list[np.ndarray]
 
 
-def run(
-    engine: Engine,
-    rows: Sequence[DrivenRow],
-    loss: DrivenLoss,
-    config: Mapping[str, float],
-    layout: PassLayout,
-    *,
-    with_backward: bool,
-) -> PassResult:
+@dataclass(frozen=True)
+class RowsPass:
+    """A pass over rows that were checked. with_backward: its gradient is wanted."""
+
+    rows: Sequence[DrivenRow]
+    loss: DrivenLoss
+    config: Mapping[str, float]
+    with_backward: bool
+
+    def result(self, logps: Sequence[Tensor]) -> PassResult:
+        """logps: of each row, flat, on the CPU. One sum in one order, whatever the ranks and
+        micro-batches.
+        """
+        inputs = {name: values.double() for name, values in inputs_of(self.rows).items()}
+        total = self.loss.tokens(torch.cat([*logps]).double(), inputs, self.config).sum()
+        shaped = [
+            values.numpy().reshape(row.inputs[TARGETS].shape)
+            for values, row in zip(logps, self.rows, strict=True)
+        ]
+        return PassResult(float(total), shaped)
+
+
+def run(engine: Engine, of: RowsPass, layout: PassLayout) -> PassResult:
     """The log-probabilities of all targets, and the loss; with_backward adds its gradient to what
     the engine has accumulated. A collective.
     """
+    rows, with_backward = of.rows, of.with_backward
     world, rank = distributed.world(), distributed.rank()
     dealt = deal([len(row.tokens) for row in rows], world=world, most_tokens=layout.most_tokens)
     shortest = min(range(len(rows)), key=lambda number: len(rows[number].tokens))
@@ -61,18 +76,11 @@ def run(
             logps_N = engine.model(**to_device(batch))["logprobs"]
             if with_backward:
                 inputs = to_device(inputs_of(own))
-                losses_N = loss.tokens(logps_N, inputs, config) if numbers else 0.0 * logps_N
+                losses_N = of.loss.tokens(logps_N, inputs, of.config) if numbers else 0.0 * logps_N
                 engine.backward(losses_N.sum())
         if numbers:
             outputs.append(logps_N.detach())
     of_rank = torch.cat(outputs) if outputs else torch.zeros(0, device=distributed.device())
     counts = {number: int(row.inputs[TARGETS].size) for number, row in enumerate(rows)}
     logps = split_outputs(distributed.gather_rows(of_rank.float().cpu()), dealt, counts)
-    # one sum in one order, whatever the ranks and micro-batches
-    inputs = {name: values.double() for name, values in inputs_of(rows).items()}
-    total = loss.tokens(torch.cat(logps).double(), inputs, config).sum()
-    shaped = [
-        values.numpy().reshape(row.inputs[TARGETS].shape)
-        for values, row in zip(logps, rows, strict=True)
-    ]
-    return PassResult(float(total), shaped)
+    return of.result(logps)

@@ -67,9 +67,11 @@ class OutputLayer:
     Source: transformers 5.23.
     """
 
-    def __init__(self, base: Any) -> None:
-        """base: a model of transformers with an output layer, which may hold adapters."""
-        self._layer, config = base.get_output_embeddings(), base.config
+    def __init__(self, base: Any, layer: Any = None) -> None:
+        """base: a model of transformers with an output layer, which may hold adapters. layer: what
+        is called in its place.
+        """
+        self._layer, config = layer or base.get_output_embeddings(), base.config
         self._scale_of_states = config.d_model**-0.5 if scales_states(config) else 1.0
         config = getattr(config, "decoder", config)  # a T5Gemma's
         self._cap: float | None = getattr(config, "final_logit_softcapping", None)

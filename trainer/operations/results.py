@@ -6,7 +6,8 @@ fields and payload, in hex, and `work`: what was run, and when (work_of). The wo
 another time, so it is no part of the digest.
 
 A result with the field "error" failed: it changed nothing. "category" says whose fault it was:
-"user" or "server".
+"user" or "server". The header of a pass over rows that several runs shared also holds `layout`, how
+they were packed (trainer/driven/together/rounds.py), so that it can be run again to the same bits.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from trainer.operations.records import (
 )
 
 RESULTS = "results"
+LAYOUTS = "layouts.json"  # of a copy to be computed again, which has no results: {"NUMBER": layout}
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class OperationResult:
     time: float  # seconds since 1970
     digest: str
     work: Mapping[str, Any] = field(default_factory=dict[str, Any])  # {}: it is not known
+    layout: Mapping[str, Any] | None = None
 
     @property
     def error(self) -> str | None:
@@ -139,9 +142,10 @@ class ResultWriter(OperationResults):
         payload: bytes = b"",
         *,
         work: Mapping[str, Any] | None = None,
+        layout: Mapping[str, Any] | None = None,
     ) -> OperationResult:
         """Write the result of an operation durably. If it has one, nothing is written.
-        work: see work_of; None: it is not known.
+        work: see work_of; None: it is not known. layout: of a pass that several runs shared.
 
         ReplayDiffers when the present one is another; OperationGap when the operation before has
         no result; StorageError when the disk refuses: then nothing was written.
@@ -157,8 +161,10 @@ class ResultWriter(OperationResults):
                 f"the result of operation {seq} does not follow that of {self.last_seq}. This is a "
                 "fault of the worker: please report it."
             )
-        result = OperationResult(seq, fields, payload, time.time(), digest, work or {})
+        result = OperationResult(seq, fields, payload, time.time(), digest, work or {}, layout)
         header = {key: one for key, one in result.__dict__.items() if key != "payload"}
+        if layout is None:
+            del header["layout"]
         place = self._writer.append(header, payload)
         self._add(seq, place)
         self._end = self._writer.end

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.driven.states import AFTER, DRIVEN, SAMPLER, SAVED
 from trainer.errors import ConfigError
+from trainer.files.atomic import write_json
 from trainer.files.held_lock import HeldLock
 from trainer.launch.choose import Chosen
 from trainer.launch.driving.drive import drive
 from trainer.operations.operation_log import FOLDER, LOG, Operation, OperationReader
 from trainer.operations.records import RecordFiles, encode_record
-from trainer.operations.results import OperationResult, OperationResults
+from trainer.operations.results import LAYOUTS, OperationResult, OperationResults
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry.run_record import RunRecord
@@ -111,6 +112,8 @@ def _lay_out(run: Path, scratch: Path, start: int, after: int, count: int) -> in
     files = RecordFiles(scratch / FOLDER, LOG)
     files.folder.mkdir()
     files.path(1).write_bytes(b"".join(content))
+    layouts = {one.seq: getattr(results.get(one.seq), "layout", None) for one in operations}
+    write_json(files.folder / LAYOUTS, {str(seq): one for seq, one in layouts.items() if one})
     return operations[-1].seq
 
 

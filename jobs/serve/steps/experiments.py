@@ -51,6 +51,8 @@ class Driven(Strict):
     """Without an operation for so long a run saves its state and gives its device back; the next
     operation wakes it.
     """
+    together: Positive = 1
+    """How many runs one worker computes on one base; 1: each has a worker of its own."""
     log_bytes: Positive = 4 * GIBIBYTE
     """Of the operations of a run that may have to be run again."""
     changes: Values = Field(default_factory=dict)
@@ -121,6 +123,8 @@ def driven_experiment(one: DrivenOffer, adapters: AdapterWish, label: str, seed:
         "max_tokens": one.driven.max_tokens,
         "put_aside_s": one.driven.put_aside_s,
     }
+    if one.driven.together > 1:
+        values["data"]["together"] = one.driven.together
     parts = {
         "attention": adapters.train_attn,
         "mlp": adapters.train_mlp,

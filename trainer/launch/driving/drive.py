@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer import tasks
 from trainer.driven.loop import DrivenLoop
-from trainer.driven.model import DrivenModel
-from trainer.driven.passes import PassLayout
-from trainer.driven.states import AFTER, DRIVEN, States
 from trainer.errors import ConfigError
-from trainer.launch import doctor, memory, preflight, run_folder
-from trainer.launch.prepare import PreparedRun, newest_state
-from trainer.launch.start import engine_of, snapshot
-from trainer.operations.operation_log import FOLDER
-from trainer.operations.results import OperationResults
-from trainer.runtime import distributed, rng
-from trainer.runtime.distributed import on_main
+from trainer.launch import doctor, memory
+from trainer.launch.driving.runs import account_of, prepared
+from trainer.launch.driving.shared_worker import shared_loop
+from trainer.launch.start import engine_of
+from trainer.runtime import distributed
 from trainer.runtime.preemption import Stopped
 
 if TYPE_CHECKING:
+    from trainer.driven.account import Account
     from trainer.files.held_lock import HeldLock
     from trainer.launch.choose import Chosen
+    from trainer.launch.prepare import PreparedRun
     from trainer.runtime.preemption import Preemption
     from trainer.telemetry.run_record import RunRecord
     from trainer.training.options import Options
     from trainer.training.run import End
-    from trainer.training.session import Progress
 
 logger = logging.getLogger(__name__)
-
-STEPS_OF_STATE = 50  # optim_steps between two states, unless train.save_every says
 
 
 def drive(
@@ -50,95 +42,58 @@ def drive(
             f'data.source="client" with {", ".join(foreign)}: a client says what the run does, '
             "and the run goes on from its log. Leave it out."
         )
+    data: Any = getattr(choice.plan.cfg, "data")  # noqa: B009 (of the task)
+    begin = shared_loop if data.together > 1 else _begin
     try:
         with preemption.nothing_to_save():
-            run, loop = _begin(choice, options, record, preemption, lock)
+            record.startup.lap("imports")
+            run = prepared(choice.plan, options)
+            memory.plan_before_start(run, options)
+            doctor.before_first_use(run.zero_stage, options.cache_dir)
+            record.startup.lap("checks")
+            account, loop = begin(run, options, record, preemption, lock)
+            logger.info("operations are run from number %d on", account.after + 1)
     except Stopped:
         # do not wait for the other ranks: each has its own signal, or fails
         distributed.leave_alone()
         return "preempted"
-    saves = loop.model.states.saves
-    try:
-        with memory.enforce_plan(None, loop.model.engine, run):
-            record.goodput.begin_steps()
-            ended = loop.follow()
-        saves.wait()
-        return ended
-    except BaseException as error:
-        saves.leave(error)
-        raise
-    finally:
-        loop.model.engine.destroy()
+    with _engine_of(account), memory.enforce_plan(None, account.model.engine, run):
+        record.goodput.begin_steps()
+        ended = loop.follow()
+        account.model.states.saves.wait()
+    return ended
 
 
 def _begin(
-    choice: Chosen, options: Options, record: RunRecord, preemption: Preemption, lock: HeldLock
-) -> tuple[PreparedRun, DrivenLoop]:
-    plan, cfg = choice.plan, choice.plan.cfg
-    record.startup.lap("imports")
-    rng.seed_everything(cfg.train.seed, distributed.rank())
-    task: Any = tasks.load(cfg, options.places)
-    on_main(lambda: preflight.refuse_early(plan, options, task))
-    newest = newest_state(plan, options)
-    identity = run_folder.check_identity(plan, task, {}, newest, places=options.places)
-    run = PreparedRun(plan, task, {}, options.places, identity=identity, newest=newest)
-    distributed.make_side_group()
-    memory.plan_before_start(run, options)
-    doctor.before_first_use(run.zero_stage, options.cache_dir)
-    record.startup.lap("checks")
+    run: PreparedRun,
+    options: Options,
+    record: RunRecord,
+    preemption: Preemption,
+    lock: HeldLock,
+) -> tuple[Account, DrivenLoop]:
+    """The loop of a run that computes alone."""
     live, progress = engine_of(run, record.startup.lap)
-    after = -1 if newest is None else int(newest.state()[DRIVEN][AFTER])
-    record.resume(progress.step)
-    record.use_data(identity, options.data_path)
-    record.status("running", step=progress.step)
-
-    def write(progress: Progress, more: Mapping[str, Any], root: Path) -> Callable[[], Path]:
-        on_main(lock.check)
-        return snapshot(plan, live, progress, identity, root=root, more={DRIVEN: dict(more)})
-
-    def export(name: str) -> None:
-        on_main(lock.check)
-        run_folder.export(plan, task, live, name)
-
+    task: Any = run.task
     base: Any = live.model.module.get_submodule(task.base_name)
-    assert cfg.lora is not None, "the schema has looked"
-    data: Any = getattr(cfg, "data")  # noqa: B009 (of the task)
-    budget = cfg.train.micro_tokens or cfg.train.micro_batch * data.max_tokens
-    model = DrivenModel(
-        engine=live,
-        layout=PassLayout(budget, task.is_packed, task.pad),
-        states=States(plan.folder, write, identity["base"]),
-        progress=progress,
-        lora=cfg.lora,
-        vocabulary=base.config.vocab_size,
-        most_tokens=data.max_tokens,
-        most_steps=cfg.train.steps,
-        seed=cfg.train.seed,
-        export=export,
-        log=functools.partial(_log, record),
-        is_created=on_main(lambda: after >= 0 and _is_created(plan.folder)),
-    )
-    every = cfg.train.save_every
+    vocabulary = base.config.vocab_size
+    account = account_of(run, live, progress, record, lock, vocabulary=vocabulary)
+    data: Any = getattr(run.plan.cfg, "data")  # noqa: B009 (of the task)
     loop = DrivenLoop(
-        model=model,
-        folder=plan.folder,
-        after=after,
+        account=account,
         preemption=preemption,
-        every=every if isinstance(every, int) else STEPS_OF_STATE,
         put_aside_s=data.put_aside_s,
         beat=lambda: record.status("running"),
     )
-    logger.info("operations are run from number %d on", after + 1)
-    return run, loop
+    return account, loop
 
 
-def _is_created(folder: Path) -> bool:
-    results = OperationResults(folder / FOLDER)
-    results.follow()
-    first = results.get(0)
-    return first is None or first.error is None
-
-
-def _log(record: RunRecord, step: int, scalars: dict[str, float]) -> None:
-    record.log(step, **scalars)
-    record.move(step)
+@contextlib.contextmanager
+def _engine_of(account: Account) -> Iterator[None]:
+    """Inside, a run computes; afterwards its engine is gone, and no state is being written."""
+    try:
+        yield
+    except BaseException as error:
+        account.model.states.saves.leave(error)
+        raise
+    finally:
+        account.model.engine.destroy()

@@ -37,7 +37,7 @@ class Data(OwnRows):
     """Rows and how they become tokens."""
 
     encoded = frozenset({"source", "format", "max_tokens", "loss_on", "chat_template"})
-    not_encoded = frozenset({"facts", "put_aside_s"})
+    not_encoded = frozenset({"facts", "put_aside_s", "together"})
     purposes: ClassVar[tuple[Purpose, ...]] = ("conversation", "completion", "text")
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {"loss_on", "chat_template", "facts"}
     sources_of_formats: ClassVar[tuple[str, ...]] = ("files", "jsonl", "chat")
@@ -57,6 +57,10 @@ class Data(OwnRows):
     put_aside_s: Annotated[float, Field(gt=0)] | None = None
     """Of "client": seconds without an operation after which the run saves and ends, to be woken by
     the next one. None: it waits for ever.
+    """
+    together: Positive = 1
+    """Of "client": how many runs one worker computes on one base, each with its own adapters. Above
+    1 the run is computed so even while it is alone (docs/driven.md).
     """
     loss_on: Literal["all", "answer"] = "all"
     """The tokens that the loss counts. answer: only completions ("files" with "prompt" and
@@ -114,6 +118,10 @@ class Data(OwnRows):
         if self.source != CLIENT and self.put_aside_s is not None:
             raise ValueError(
                 f"put_aside_s with source={self.source!r}, whose rows wait for nobody: leave it out"
+            )
+        if self.source != CLIENT and self.together > 1:
+            raise ValueError(
+                f"together with source={self.source!r}, whose run computes alone: leave it out"
             )
         foreign = [key for key in ("mix", "facts") if key in self.model_fields_set]
         if self.source == CLIENT and foreign:
@@ -183,6 +191,14 @@ class Config(DistilledExperiment):
                 f'data.source="client" with {", ".join(problems)}: the client sends rows and '
                 "steps, so that there are none to choose it by, to score or to schedule. Leave "
                 f"{'it' if len(problems) == 1 else 'them'} out (docs/driven.md)"
+            )
+        lora = self.lora
+        changes = lora and (lora.weights_of_base or ("dora" if lora.dora else None))
+        changes = changes or (f"tokens={lora.tokens}" if lora and lora.tokens else None)
+        if self.data.together > 1 and changes:
+            raise ValueError(
+                f"data.together={self.data.together} with lora.{changes}: runs that share a base "
+                "leave it as it is. Leave one of the two out"
             )
         if self.lora is None:
             raise ValueError(

@@ -4,7 +4,10 @@ begun again.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING
 from jobs.record.state_table import BAD_INPUT
 from jobs.record.times import now
 from jobs.serve.job_view import FAILED
+from jobs.serve.steps.upkeep.hosts import host_for, is_shared
 from jobs.serve.tickets import Checked
 from trainer.files.atomic import create_json
 from trainer.operations.operation_log import FOLDER, LOG
@@ -21,6 +25,7 @@ from trainer.operations.results import RESULTS, OperationResults
 if TYPE_CHECKING:
     from jobs.record.paths import BaseFolder
     from jobs.record.row import Row
+    from jobs.serve.keeper import Keeper
     from jobs.serve.tickets import Ticket, TicketFolder
 
 MOST_IN_VAIN = 3  # starts one after another that gave no new result
@@ -44,6 +49,18 @@ class DrivenJobs:
     _ends: dict[Path, tuple[int, int, int]] = field(
         default_factory=dict[Path, tuple[int, int, int]]
     )
+    _placing: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def place(self, keeper: Keeper, ticket: Ticket) -> Generator[str | None]:
+        """The run whose worker is to compute a job; None: a worker of its own. Inside, nobody else
+        of this server looks for one, so that what is sent there counts for the next.
+        """
+        if not is_shared(ticket):
+            yield None
+            return
+        with self._placing:
+            yield host_for(keeper, ticket)
 
     def rest(self, base: BaseFolder, row: Row) -> str | None:
         """None when a run goes on; "" while it is put aside, for the next operation wakes it; or
