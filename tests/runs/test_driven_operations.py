@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.ranks import run_on_ranks
 from tests.wording import Fault, fault, refused, says
 from trainer import tasks
 from trainer.errors import EXIT_OK, EXIT_PAUSED, EXIT_PREEMPTED, ReplayDiffers
+from trainer.launch.driving.shared_worker import shared_loop
 from trainer.operations.operation_log import FOLDER, needless_before
 from trainer.operations.results import ResultWriter
 from trainer.operations.rows import DrivenRow
@@ -240,6 +242,13 @@ def test_adapters_that_change_the_base_share_none(own: dict[str, Any], tmp_path:
     values = driven_values(tmp_path, data={"together": 4}, lora=own)
     with refused("shared_changes_base", count=4):
         tasks.parse(values)
+
+
+def test_a_base_that_is_divided_among_ranks_serves_one_run() -> None:
+    run: Any = SimpleNamespace(zero_stage=3)
+    nobody: Any = None
+    with refused("shared_zero3"):
+        shared_loop(run, nobody, nobody, nobody, nobody)
 
 
 def test_adapters_are_wanted(tmp_path: Path) -> None:

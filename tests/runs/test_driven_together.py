@@ -29,6 +29,7 @@ from tests.driven_runs import (
 )
 from tests.facts import write_facts
 from tests.ranks import run_on_ranks
+from tests.wording import says
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PAUSED
 from trainer.files.atomic import read_json
 from trainer.operations.guests import Guests
@@ -196,6 +197,9 @@ def test_what_goes_wrong_in_one_run_leaves_the_others_alone(facts: Path, tmp_pat
     guests = Guests.of(runs[0])
     stays = [guests.stay(f"token_{run.name}") for run in runs[1:]]
     assert [one.code for one in stays] == [EXIT_OK, 1, EXIT_BAD_INPUT, EXIT_OK]
+    host, stranger = runs[0].name, runs[3].name
+    said = stays[2].error or ""
+    says("shared_differing", said, guest=stranger, host=host, keys="train.precision")
     assert guests.stay("token_of_none").code == EXIT_BAD_INPUT
     status = read_json(runs[2] / "status.json")
     assert status is not None

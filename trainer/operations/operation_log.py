@@ -151,7 +151,8 @@ class OperationLog:
         self._writer = RecordWriter(self._files, segment_bytes=segment_bytes)
         try:
             self._places: dict[int, RecordPlace] = {}
-            self._chain, self.last_seq = "", -1
+            self._chain = ""
+            self.last_seq: int = -1
             segments = self._files.segments()
             end = RecordPlace(segments[-1] if segments else 1, 0)
             for record in self._files.scan():
@@ -206,7 +207,8 @@ class OperationLog:
             operation = Operation(seq, kind, fields, payload, time.time(), content, chain)
             header = {key: one for key, one in operation.__dict__.items() if key != "payload"}
             self._places[seq] = self._writer.append(header, payload)
-            self.last_seq, self._chain = seq, chain
+            self.last_seq = seq
+            self._chain = chain
             return operation
 
     def _repeated(self, kind: Kind, seq: int, fields: Mapping[str, Any], content: str) -> Operation:

@@ -72,14 +72,15 @@ def rows_operation(request: Any, *, max_tokens: int) -> tuple[dict[str, Any], by
         for number, datum in enumerate(request.data)
     ]
     payload, inputs = rows_to_payload(rows)
-    fields = {
+    tokens = sum(len(row.tokens) for row in rows)
+    fields: dict[str, Any] = {
         "loss_fn": request.loss_fn,
         "loss_fn_config": config,
         "rows": len(rows),
-        "tokens": sum(len(row.tokens) for row in rows),
+        "tokens": tokens,
         "inputs": inputs,
     }
-    return fields, payload, fields["tokens"]
+    return fields, payload, tokens
 
 
 def _refuse_sparse(request: Any) -> None:
