@@ -87,11 +87,11 @@ class DrivenModel:
         return told, outputs_to_payload({"logprobs": result.logps})
 
     def _refuse_out_of_turn(self, operation: Operation) -> None:
-        if operation.kind == "refused":  # by the server, in the place of what was sent
+        if operation.kind == "refused":  # the server found its content wrong before it wrote it
             raise ConfigError(str(operation.fields.get("error")))
         if self.has_ended:
             raise ConfigError(f"{operation.kind}: the run has ended. Create another one.")
-        if not self.is_created and operation.kind not in ("create", "refused"):
+        if not self.is_created and operation.kind != "create":
             raise ConfigError(f"{operation.kind}: the run was not created yet. Send create first.")
 
     @property
@@ -164,10 +164,6 @@ class DrivenModel:
         self.states.load(self.engine, operation.fields, has_gradient=self.has_gradient)
         self.pending = Pending()
         return loaded(operation), b""
-
-    def _refused(self, operation: Operation) -> Outcome:
-        """The server found its content wrong before it wrote it down."""
-        return {"error": str(operation.fields["error"]), "category": "user"}, b""
 
     def _end(self, operation: Operation) -> Outcome:
         self.states.saves.wait()
