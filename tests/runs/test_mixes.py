@@ -186,6 +186,10 @@ MIXES: dict[str, dict[str, Any]] = {
         "mix": {"train.jsonl": 0.5, "valid.jsonl": 0.5},
         "files": {"valid": "valid.jsonl"},
     },
+    "preference": {
+        "mix": {"train.jsonl": 0.5, "valid.jsonl": 0.5},
+        "files": {"valid": "valid.jsonl"},
+    },
     "cross_attention": {"mix": {"train.jsonl": 0.5, "valid.jsonl": 0.5}},
     "fid": {"mix": {"train.jsonl": 0.5, "valid.jsonl": 0.5}},
     "summariser": {"mix": {"train.jsonl": None, "valid.jsonl": {"prefix": "in short: "}}},
@@ -197,7 +201,7 @@ MIXES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", long_but(("fid",), tasks.names()))
+@pytest.mark.parametrize("name", long_but(("fid", "preference"), tasks.names()))
 def test_every_task_trains_on_a_mix(name: str, folder: Path, tmp_path: Path) -> None:
     values: dict[str, Any] = dict(experiment(name, folder, train={"steps": 3}))
     values["data"] = {**values["data"], **MIXES[name]}
@@ -205,7 +209,7 @@ def test_every_task_trains_on_a_mix(name: str, folder: Path, tmp_path: Path) -> 
     lines = lines_of(run)
     last = next(line for line in reversed(lines) if "loss" in line)
     assert len([key for key in last if key.startswith("epoch_")]) == 2
-    has_labels = name not in ("retriever", "vera")
+    has_labels = name not in ("preference", "retriever", "vera")
     of_sources = [line for line in lines if any(key.startswith("loss_") for key in line)]
     assert bool(of_sources) == has_labels
 

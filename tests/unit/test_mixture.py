@@ -255,12 +255,14 @@ def test_a_source_is_called_by_its_file_or_by_all_of_its_name() -> None:
 def test_losses_of_labels_are_told_by_source() -> None:
     source_B = torch.tensor([1, 0, 1])
     rows, flags = [[5, 6, 7], [5, 6], [5, 6, 7, 8]], [[0, 1, 1], [1, 1], [1, 0, 0, 1]]
-    packed = source_of_labels(pack_labelled(rows, flags), source_B)
+    packed = source_of_labels(pack_labelled(rows, flags), source_B, torch.tensor(4))
     assert packed.tolist() == [1, 1, 0, 1]  # no model predicts a first token
-    padded = source_of_labels(pack_targets(rows), source_B)
+    padded = source_of_labels(pack_targets(rows), source_B, torch.tensor(9))
     assert padded.tolist() == [1] * 3 + [0] * 2 + [1] * 4
-    of_rows = source_of_labels({"counts": torch.ones(3)}, source_B)
+    of_rows = source_of_labels({"counts": torch.ones(3)}, source_B, torch.tensor(3))
     assert of_rows.tolist() == source_B.tolist()
+    of_pairs = pack_labelled([*rows, *rows], [*flags, *flags])  # a row has two answers
+    assert source_of_labels(of_pairs, source_B, torch.tensor(3)).tolist() == source_B.tolist()
 
     sums = SourceSums(["a", "b"])
     logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(1))

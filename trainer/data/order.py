@@ -336,19 +336,20 @@ class _Collation:
             epochs = self.epochs.epochs_of(step, numbers).tolist()
             pairs = zip(numbers.tolist(), epochs, strict=True)
             batches.append(self.task.collate([self._row(step, *pair) for pair in pairs]))
-        units = torch.stack(
-            [self.task.units(batch).to("cpu", torch.int64) for batch in batches]
-        ).sum()
+        units = torch.stack([self.task.units(batch).to("cpu", torch.int64) for batch in batches])
         batches = [distributed.pin_batch(batch) for batch in batches]
-        return StepBatches(step, batches, rows, units, self._sources(batches, rows))
+        sources = self._sources(batches, rows, units)
+        return StepBatches(step, batches, rows, units.sum(), sources)
 
-    def _sources(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> list[Tensor]:
+    def _sources(
+        self, batches: Sequence[Batch], rows: Sequence[np.ndarray], units: Tensor
+    ) -> list[Tensor]:
         """The source of every label of each micro-batch; [] without a mix."""
         if not self.sizes.sources:
             return []
         ends = np.cumsum(self.sizes.sources)
         numbers = (torch.from_numpy(np.searchsorted(ends, one, side="right")) for one in rows)
-        return [source_of_labels(*pair) for pair in zip(batches, numbers, strict=True)]
+        return [source_of_labels(*one) for one in zip(batches, numbers, units, strict=True)]
 
     def _row(self, step: int, number: int, epoch: int) -> dict[str, np.ndarray]:
         words = np.random.SeedSequence([self.seed, step, number]).generate_state(1, np.uint64)
