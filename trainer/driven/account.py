@@ -56,7 +56,7 @@ class Account:
 
     def skips(self, operation: Operation) -> bool:
         """Whether a replay leaves an operation out: one that only writes files, which may be
-        replaced or deleted by now, or that failed where a disk may not refuse any more.
+        replaced or deleted by now, or one that failed by a disk that may not refuse any more.
         """
 
         def look() -> bool:
@@ -64,7 +64,8 @@ class Account:
             if old is None:
                 return False
             is_of_disk = operation.kind in ("save_state", "save_for_sampler")
-            return is_of_disk or (operation.kind == "load_state" and old.error is not None)
+            reads_disk = operation.kind in ("load_state", "end")
+            return is_of_disk or (reads_disk and old.error is not None)
 
         is_over = on_main(look)
         if is_over:
