@@ -83,6 +83,7 @@ def account_of(
         run_folder.export(plan, run.task, live, name)
 
     assert cfg.lora is not None, "the schema has looked"
+    past = on_main(lambda: _past(plan.folder, after))
     data: Any = getattr(cfg, "data")  # noqa: B009 (of the task)
     model = DrivenModel(
         engine=live,
@@ -96,7 +97,8 @@ def account_of(
         seed=cfg.train.seed,
         export=export,
         log=functools.partial(_log, record),
-        **on_main(lambda: _past(plan.folder, after)),
+        is_created=past["is_created"],
+        has_ended=past["has_ended"],
     )
     every = cfg.train.save_every
     return Account(
