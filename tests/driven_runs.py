@@ -130,7 +130,7 @@ def _arm(kill: Kill) -> None:
     owner, name, when = {
         "done": (DrivenModel, "do", "after"),
         "booked": (Account, "book", "before"),
-        "torn": (records, "_write", "half"),
+        "torn": (records, "write_at", "half"),
         "written": (results.ResultWriter, "append", "after"),
         "saving": (checkpoint, "commit", "before"),
         "saved": (checkpoint, "commit", "after"),

@@ -1316,6 +1316,7 @@ OPERATIONS = (
         driven_no_gradient="optim_step: there is no gradient. Send",
         driven_loss_unknown="loss_fn={name!r} is not computed here",
         driven_loss_config="loss_fn_config: {key!r} is no number of {name}",
+        driven_loss_number="loss_fn_config: {key}=",
         driven_adam="optim_step: {name}: got",
         driven_name="name={name!r}: want letters, digits",
         driven_name_there="save_state: {name!r} is there already",

@@ -91,7 +91,7 @@ def _observed(host: Path, token: str) -> Observed | None:
     stay = guests.stay(token)
     if stay.state == "absent":
         return None
-    if stay.state != "out" and token in guests.stops() and stay.state == "waiting":
+    if stay.state == "waiting" and token in guests.stops():
         guests.let_out(token, EXIT_PREEMPTED)
         stay = guests.stay(token)
     gone = None if stay.state == "out" else _why_gone(host)

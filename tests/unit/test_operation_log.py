@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from tests.wording import refused
 from trainer.operations.operation_log import (
     CONTENTS,
+    LOG,
     OperationLog,
     OperationReader,
     chain_digest,
@@ -17,7 +19,7 @@ from trainer.operations.operation_log import (
     needless_before,
     note_states,
 )
-from trainer.operations.records import RecordPlace, read_record
+from trainer.operations.records import RecordFiles, RecordPlace, read_record
 from trainer.operations.results import OperationResults, ResultWriter
 from trainer.operations.rows import DrivenRow, outputs_of, outputs_to_payload, rows_of
 from trainer.operations.rows import rows_to_payload as payload_of
@@ -157,6 +159,66 @@ def test_a_byte_altered_in_the_middle_is_an_error(tmp_path: Path) -> None:
     assert reader.next()
     with refused("records_altered"):
         reader.next()
+
+
+def test_a_reader_refuses_a_damaged_record_with_whole_ones_behind_it(tmp_path: Path) -> None:
+    filled(tmp_path, 3).close()
+    path = tmp_path / "log-000001.bin"
+    first = read_record(path, RecordPlace(1, 0))
+    assert first is not None
+    content = bytearray(path.read_bytes())
+    content[first.end + 60] ^= 1
+    path.write_bytes(content)
+    reader = OperationReader(tmp_path)
+    assert reader.next()
+    with refused("records_altered"):
+        reader.next()
+
+
+def test_a_file_that_is_dropped_while_a_reader_looks_for_its_place_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path, 4, segment_bytes=200).close()  # a record a file
+    segments = RecordFiles(tmp_path, LOG).segments()
+    (tmp_path / "log-000001.bin").unlink()
+    monkeypatch.setattr(RecordFiles, "segments", lambda self: segments)
+    operation = OperationReader(tmp_path, after=1).next()
+    assert operation is not None
+    assert operation.seq == 2
+
+
+def test_digests_of_dropped_operations_are_whole_where_a_disk_takes_few_bytes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = filled(tmp_path, 5, segment_bytes=200)
+    chain, whole = log.chain, os.pwrite
+    monkeypatch.setattr("os.pwrite", lambda file, content, offset: whole(file, content[:7], offset))
+    assert log.compact(4) > 0
+    log.close()
+    log = OperationLog(tmp_path)
+    assert (log.first_seq, log.chain) == (4, chain)
+    assert log.append("forward_backward", 3, {"loss_fn": "cross_entropy"}, PAYLOAD).seq == 3
+    log.close()
+
+
+def test_a_new_file_that_a_disk_refuses_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is durable before an operation in it is acknowledged."""
+    log = filled(tmp_path, 1, segment_bytes=200)
+    synced: list[Path] = []
+
+    def refuse(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trainer.operations.records.sync", refuse)
+    with refused("disk_full"):
+        log.append("end", 1, {})
+    monkeypatch.setattr("trainer.operations.records.sync", synced.append)
+    log.append("end", 1, {})
+    assert synced == [tmp_path]
+    assert [one.seq for one in log.read()] == [0, 1]
+    log.close()
 
 
 def test_a_disk_that_refuses_leaves_nothing(

@@ -20,6 +20,7 @@ from trainer.operations.operation_log import (
 )
 from trainer.operations.records import LogRecord, RecordFiles, RecordPlace, encode_record
 from trainer.operations.results import RESULTS, ResultWriter
+from trainer.proof.operation_replay import starts
 from trainer.proof.operations import examine, is_driven
 
 COUNT = 8
@@ -141,6 +142,18 @@ def test_a_state_is_named_by_the_operation_behind_which_it_stands(run: Path) -> 
     (folder / "state.json").write_text(json.dumps({"driven": {"after_seq": 5}}))
     (problem,) = examine(run).problems
     assert problem.startswith("the state behind operation 5 (checkpoints/step-2): ")
+
+
+def test_a_replay_from_step_0_begins_before_the_first_operation(run: Path) -> None:
+    """A run that was put aside before its first step has a state of step 0, too."""
+    for step, after in ((0, 2), (3, 5)):
+        folder = run / "checkpoints" / f"step-{step}"
+        folder.mkdir(parents=True)
+        state = {"driven": {"after_seq": after}, "world": 1}
+        (folder / "state.json").write_text(json.dumps(state))
+        (folder / "rng-0-of-1.safetensors").touch()
+        (folder / "weights-0-of-1.safetensors").touch()
+    assert starts(run, world=1) == {0: -1, 3: 5}
 
 
 @pytest.mark.parametrize("stem", [LOG, RESULTS])

@@ -55,16 +55,17 @@ class Account:
             self._results.append(self.after, loaded(operation), work=work)
 
     def skips(self, operation: Operation) -> bool:
-        """Whether a replay leaves an operation out: one that only writes files, which may be
-        replaced or deleted by now, or that failed where a disk may not refuse any more.
+        """Whether a replay leaves an operation out: one that only wrote files, which may be
+        replaced or deleted by now; or one that failed, and might not fail now (the disk was full).
         """
 
         def look() -> bool:
             old = self._stored(operation.seq)
             if old is None:
                 return False
-            is_of_disk = operation.kind in ("save_state", "save_for_sampler")
-            return is_of_disk or (operation.kind == "load_state" and old.error is not None)
+            if operation.kind in ("save_state", "save_for_sampler"):
+                return True
+            return operation.kind in ("load_state", "end") and old.error is not None
 
         is_over = on_main(look)
         if is_over:

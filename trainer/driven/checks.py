@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,8 @@ def adam_of(fields: Mapping[str, Any]) -> AdamStep:
     for name, (low, high) in _ADAM.items():
         value: Any = fields.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and low <= value < high):
+        # a whole number may be beyond every float, and still below infinity
+        if not (is_number and low <= value < high and value <= sys.float_info.max):
             bound = "a finite number from 0 on" if high == math.inf else "from 0 to below 1"
             problems.append(f"{name}: got {value!r}, want {bound}")
     if problems:
@@ -66,7 +68,7 @@ def loss_of(fields: Mapping[str, Any]) -> tuple[DrivenLoss, dict[str, float]]:
             raise ConfigError(f"loss_fn_config: {key!r} is no number of {name}. {legal}")
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise ConfigError(f"loss_fn_config: {key}={value!r}. Give a finite number.")

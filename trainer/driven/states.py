@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.driven.replacement import refuse_others, replace
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, LatheError
 from trainer.operations.operation_log import FOLDER, note_states
 from trainer.runtime import distributed
 from trainer.runtime.beside import Beside
@@ -26,6 +27,8 @@ from trainer.training import checkpoint
 from trainer.training.checkpoint import Checkpoint
 from trainer.training.engine import Engine
 from trainer.training.session import Progress
+
+logger = logging.getLogger(__name__)
 
 DRIVEN, AFTER = "driven", "after_seq"  # keys of state.json
 SAVED, SAMPLER = "saved", "sampler"  # folders of a run
@@ -68,9 +71,18 @@ class States:
         def work() -> None:
             write()
             if distributed.is_main():
-                note_states(self.folder / FOLDER, after_seqs(self.checkpoints))
+                self._note()
 
         self.saves.start(work)
+
+    def _note(self) -> None:
+        """Write down which states there are. Rank 0 alone: if it fails, the state is safe all the
+        same, and the server drops fewer operations.
+        """
+        try:
+            note_states(self.folder / FOLDER, after_seqs(self.checkpoints))
+        except LatheError as error:
+            logger.warning("old operations stay: %s", error)
 
     def save(
         self, progress: Progress, seq: int, *, name: str, overwrite: bool

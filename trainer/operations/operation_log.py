@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trainer.errors import CheckpointError, UserError
-from trainer.files.atomic import read_json, refusals, write_json
+from trainer.files.atomic import read_json, refusals, sync, write_json
 from trainer.operations.records import (
     SEGMENT,
     LogRecord,
@@ -33,6 +33,7 @@ from trainer.operations.records import (
     RecordWriter,
     altered,
     encode_header,
+    write_at,
 )
 
 FOLDER, LOG, CONTENTS, STATES = "operations", "log", "contents.bin", "states.json"
@@ -119,11 +120,7 @@ class OperationReader:
                     "from a newer state."
                 )
             # the writer may be killed, and the power fail, between its write and its fsync
-            descriptor = os.open(self._files.path(record.place.segment), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(self._files.path(record.place.segment))
             self._last = seq
             return _operation(record)
 
@@ -131,7 +128,10 @@ class OperationReader:
         """The start of the file that holds the operation after the last one."""
         start: RecordPlace | None = None
         for segment in self._files.segments():
-            first = self._files.read(RecordPlace(segment, 0), with_payload=False)
+            try:
+                first = self._files.read(RecordPlace(segment, 0), with_payload=False)
+            except FileNotFoundError:
+                continue  # the server has dropped it since the files were listed
             is_behind = first is not None and int(first.header["seq"]) > self._last + 1
             if start is not None and (first is None or is_behind):
                 break
@@ -277,10 +277,11 @@ class OperationLog:
         with refusals(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                os.pwrite(descriptor, b"".join(digests), _DIGEST * numbers[0])
+                write_at(descriptor, b"".join(digests), _DIGEST * numbers[0])
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+            sync(path.parent)
 
     def _dropped(self) -> int:
         """How many operations have their digest in contents.bin."""

@@ -140,12 +140,12 @@ class RecordFiles:
         if record is not None:
             return record
         path = self.path(place.segment)
-        if path.exists() and not self.path(place.segment + 1).exists():
-            return None  # the usual case, which lists no folder
-        later = [segment for segment in self.segments() if segment > place.segment]
+        later: list[int] = []
+        if self.path(place.segment + 1).exists() or not path.exists():  # else list no folder
+            later = [segment for segment in self.segments() if segment > place.segment]
         if not later:
             if self._is_followed(place) and not self._read_or_none(place, with_payload=True):
-                raise altered(self.path(place.segment), place)
+                raise altered(path, place)
             return None
         if path.exists():  # else it was dropped
             # it may have grown between the two looks, before the next file began
@@ -263,7 +263,7 @@ class RecordWriter:
             descriptor = self._descriptor
             assert descriptor is not None, "_open has set it"
             try:
-                _write(descriptor, content, place.offset)
+                write_at(descriptor, content, place.offset)
                 os.fsync(descriptor)
             except BaseException:
                 # pages that an fsync refused may be dropped: open and cut before the next append
@@ -280,13 +280,18 @@ class RecordWriter:
 
     def _open(self, place: RecordPlace) -> None:
         path = self.files.path(place.segment)
+        self._close_file()
+        self._place = place  # where the next append tries again if the disk refuses here
         with refusals(path):
-            self._close_file()
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            self._descriptor, self._place = descriptor, place
-            os.ftruncate(descriptor, place.offset)
-            os.fsync(descriptor)  # records that an earlier writer could not make durable, too
-            sync(self.files.folder)
+            try:
+                os.ftruncate(descriptor, place.offset)
+                os.fsync(descriptor)  # records that an earlier writer could not make durable, too
+                sync(self.files.folder)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        self._descriptor = descriptor
 
     def _close_file(self) -> None:
         if self._descriptor is not None:
@@ -294,7 +299,8 @@ class RecordWriter:
             self._descriptor = None
 
 
-def _write(descriptor: int, content: bytes, offset: int) -> None:
+def write_at(descriptor: int, content: bytes, offset: int) -> None:
+    """Write all bytes of `content` from a byte of a file on. OSError."""
     view = memoryview(content)
     while view:
         count = os.pwrite(descriptor, view, offset)

@@ -48,7 +48,8 @@ def starts(run: Path, *, world: int) -> dict[int, int]:
     """
     found = {0: -1}
     for step, folder in checkpoint.candidates(run / "checkpoints"):
-        if checkpoint.saved_world(folder) == world:
+        # step 0 is the beginning, which needs no state; one may stand behind later operations
+        if step > 0 and checkpoint.saved_world(folder) == world:
             found[step] = int(checkpoint.read_state(folder)[DRIVEN][AFTER])
     segments = RecordFiles(run / FOLDER, LOG)
     first = next((int(one.header["seq"]) for one in segments.scan()), 0)
@@ -129,7 +130,7 @@ def _lay_saved(
         if one.kind != "load_state" or result is None or result.error is not None:
             continue
         folder = str(one.fields["folder"])
-        if folder in saving or Path(folder).is_dir():
+        if folder in saving or (Path(folder).is_absolute() and Path(folder).is_dir()):
             continue
         source, first = run / folder, operations[0].seq
         behind = [

@@ -8,6 +8,7 @@ _LOG, _RESULTS = "trainer/operations/operation_log.py", "trainer/operations/resu
 _RECORDS, _TESTS = "trainer/operations/records.py", "tests/unit/test_operation_log.py"
 _LOSSES, _PACKS = "trainer/driven/losses.py", "trainer/driven/packs.py"
 _ROWS = "tests/unit/test_driven_rows.py"
+_PAST = "tests/unit/test_past_of_driven_runs.py"
 _PROOF = "tests/unit/test_operation_proof.py"
 
 FAULTS = [
@@ -45,6 +46,34 @@ FAULTS = [
         "os.stat(self.files.path(place.segment))",
         why="an operation that was refused on a full disk is run all the same",
         tests=_TESTS,
+    ),
+    Fault(
+        _RECORDS,
+        "if self._is_followed(place) and not",
+        "if not path.exists() and not",
+        why="a worker waits for ever at a damaged operation with whole ones behind it",
+        tests=_TESTS,
+    ),
+    Fault(
+        _LOG,
+        "write_at(descriptor, b",
+        "os.pwrite(descriptor, b",
+        why="digests of dropped operations are lost where a disk takes few bytes at once",
+        tests=_TESTS,
+    ),
+    Fault(
+        "trainer/driven/account.py",
+        '("load_state", "end") and',
+        '("load_state",) and',
+        why="a run whose end a full disk refused never starts again",
+        tests=_PAST,
+    ),
+    Fault(
+        "trainer/launch/driving/runs.py",
+        'newest.work.get("kind") == "end"',
+        'newest.work.get("kind") == "ended"',
+        why="a run that was stopped behind its end waits for operations",
+        tests=_PAST,
     ),
     Fault(
         _RESULTS,

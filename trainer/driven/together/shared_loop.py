@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer.driven.packs import inputs_of
+from trainer import errors
+from trainer.driven.packs import TARGETS, inputs_of
 from trainer.driven.together.rounds import Pack, compose, filler, runs_of
 from trainer.driven.together.shared_base import PackPart, SharedBase
 from trainer.driven.together.shared_run import SharedRun
 from trainer.driven.turns import BUSY_FOR_S, BUSY_S, IDLE_S, TURN_S
-from trainer.errors import CheckpointError, LatheError
+from trainer.errors import CheckpointError, LatheError, StorageError
+from trainer.files.atomic import refusals
 from trainer.operations.operation_log import Operation
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
@@ -103,8 +105,9 @@ class SharedLoop:
                 self.members[member.name] = member
         for name in news["stops"]:
             self._leave(self.members[name], "preempted")
-        for name, text in news["faults"]:
-            self._leave(self.members[name], CheckpointError(text))
+        for name, kind, text in news["faults"]:
+            if name in self.members:  # else it was asked to stop
+                self._leave(self.members[name], getattr(errors, kind)(text))
         start = 0
         for name, header, size in news["operations"]:
             operation = Operation(**header, payload=payload[start : start + size])
@@ -141,11 +144,12 @@ class SharedLoop:
     def _look_at(self, member: SharedRun, news: dict[str, Any], payloads: list[bytes]) -> None:
         assert member.reader is not None, "rank 0 has one"
         try:
-            operation = member.reader.next()
-        except CheckpointError as error:
+            with refusals(member.account.folder):
+                operation = member.reader.next()
+        except (CheckpointError, StorageError) as error:
             if member is self.host:
                 raise
-            return news["faults"].append([member.name, str(error)])
+            return news["faults"].append([member.name, type(error).__name__, str(error)])
         if operation is not None:
             header = {key: one for key, one in vars(operation).items() if key != "payload"}
             news["operations"].append([member.name, header, len(operation.payload)])
@@ -205,7 +209,7 @@ class SharedLoop:
             for name in runs_of([pack]):
                 numbers = [slot.row for slot in pack if slot.run == name]
                 current = self._current(name)
-                size = sum(int(current.row(n).inputs["target_tokens"].size) for n in numbers)
+                size = sum(int(current.row(n).inputs[TARGETS].size) for n in numbers)
                 current.take(numbers, logps_N[start : start + size])
                 start += size
 
@@ -258,6 +262,8 @@ class SharedLoop:
         except LatheError as error:
             ended = error
         finally:
+            if isinstance(ended, LatheError):
+                member.model.states.saves.leave(ended)  # before its engine and its lock are gone
             member.account.close()
         member.leave(ended)
 

@@ -83,6 +83,7 @@ def account_of(
         run_folder.export(plan, run.task, live, name)
 
     assert cfg.lora is not None, "the schema has looked"
+    past = on_main(lambda: _past(plan.folder, after))
     data: Any = getattr(cfg, "data")  # noqa: B009 (of the task)
     model = DrivenModel(
         engine=live,
@@ -96,7 +97,8 @@ def account_of(
         seed=cfg.train.seed,
         export=export,
         log=functools.partial(_log, record),
-        is_created=on_main(lambda: after >= 0 and _is_created(plan.folder)),
+        is_created=past["is_created"],
+        has_ended=past["has_ended"],
     )
     every = cfg.train.save_every
     return Account(
@@ -107,11 +109,19 @@ def account_of(
     )
 
 
-def _is_created(folder: Path) -> bool:
+def _past(folder: Path, after: int) -> dict[str, bool]:
+    """Whether a run was created and has ended (the fields of DrivenModel) with operation `after`,
+    by the results of its operations. Behind an `end` all others are refused.
+    """
     results = OperationResults(folder / FOLDER)
     results.follow()
     first = results.get(0)
-    return first is None or first.error is None
+    every = (results.get(seq) for seq in range(after, -1, -1))
+    newest = next((one for one in every if one is None or one.error is None), None)
+    return {
+        "is_created": after >= 0 and (first is None or first.error is None),
+        "has_ended": newest is not None and newest.work.get("kind") == "end",
+    }
 
 
 def _log(record: RunRecord, step: int, scalars: dict[str, float]) -> None:
