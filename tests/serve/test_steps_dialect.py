@@ -369,6 +369,7 @@ def test_a_session_lives_while_its_runs_are_driven_by_a_client_that_was_started_
     sweep(steps)
     run = steps.sessions.run(client_id(model, "train"))
     assert (steps.runs.folder(run) / "sampler" / "session.0").is_dir()
+    client.finish(model)
 
 
 def test_a_number_that_was_used_saves_nothing_else(world: World) -> None:

@@ -239,10 +239,9 @@ class SampleQueues:
         offer = self.steps.offer(facts.base_model)
         most = offer.driven.max_tokens
         question = await run_in_threadpool(question_of, body, seed=seed, max_tokens=most)
-        until = time.monotonic() + GIVE_UP_S
         weights = await self._weights(facts)
         place = await run_in_threadpool(self.steps.base_folder, offer)
-        pause_s = AGAIN_S
+        pause_s, until = AGAIN_S, time.monotonic() + GIVE_UP_S
         while True:
             try:
                 worker = await self.workers.of(place, SAMPLES)
