@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs.serve.answers import workers
-from jobs.serve.answers.workers import CannotAnswer, Overloaded, Worker, Workers
+from jobs.serve.answers.workers import CannotAnswer, Overloaded, ProcessEnded, Worker, Workers
 from tests.wording import says
 
 # A worker that says how often its process was asked; "end" ends it, "mute" says nothing more.
@@ -70,6 +71,24 @@ def test_a_worker_that_ends_or_is_stuck_is_replaced_for_the_next_request(
         return lines
 
     assert asyncio.run(story()) == [0, 1, 0, 0]
+
+
+def test_a_machine_that_is_slow_is_waited_for_longer_each_time(
+    standin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that takes longer than the limit would be begun anew for ever."""
+    monkeypatch.setattr(workers, "ANSWER_S", 0.3)
+
+    async def story() -> list[int]:
+        worker, patience = Worker(standin, standin), list[int]()
+        for text in ("mute", "mute", "a"):
+            with contextlib.suppress(ProcessEnded):
+                await told(worker, text)
+            patience.append(worker._patience)
+        await worker.stop()
+        return patience
+
+    assert asyncio.run(story()) == [2, 4, 1]
 
 
 def test_a_question_that_ends_the_process_spoils_no_other(standin: Path) -> None:

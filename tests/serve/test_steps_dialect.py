@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import tarfile
 import threading
 import time
@@ -26,6 +27,7 @@ from jobs.serve.steps import wire
 from jobs.serve.steps.experiments import Driven
 from jobs.serve.steps.names import client_id
 from jobs.serve.steps.sessions import SavedFacts
+from jobs.serve.steps.upkeep.expiry import SILENT_S, sweep
 from service import TINY_CHAT
 from tests.serve.conftest import Service, own_queue, serving, wait_until
 from tests.serve.driven_stub import DrivenStub
@@ -219,6 +221,9 @@ def test_saved_states_are_listed_loaded_downloaded_and_deleted(world: World) -> 
     other = client.result(client.post("load_weights", load))["model_id"]
     forward = client.result(client.rows(other, 1, forward=True))
     assert forward.metrics["loss:sum"] == pytest.approx(2 * (0.46 + 0.56))
+    no_state = {"path": f"tinker://{model}/external_weights/out", "model_seq_id": 2}
+    assert client.post("load_weights", {**load, **no_state}).status_code == 400
+    assert client.get(f"training_runs/{session}:train:2").status_code == 404  # no run was begun
     urls = client.get(
         f"training_runs/{model}/checkpoints/{two['checkpoint_id']}/external_weights_urls"
     )
@@ -343,6 +348,28 @@ def test_a_session_that_was_finished_ends_its_runs_and_takes_nothing_more(world:
     )
     statuses = {one["session_id"]: one["status"] for one in search.json()["sessions"]}
     assert statuses[session]["type"] == "client_finished"
+
+
+def test_a_session_lives_while_its_runs_are_driven_by_a_client_that_was_started_again(
+    world: World,
+) -> None:
+    """That client beats in its own session. After a week the weights of samplers were removed."""
+    client = driver(world[0])
+    session = client.session()
+    model = client.run(session)
+    steps = world[0].app.app.state.steps
+    week_ago = time.time() - SILENT_S - 60
+    os.utime(steps.sessions.folder(session) / "alive", (week_ago, week_ago))
+    client.result(
+        client.post(
+            "save_weights_for_sampler",
+            {"model_id": model, "sampling_session_seq_id": 0, "seq_id": 1},
+        )
+    )
+    sweep(steps)
+    run = steps.sessions.run(client_id(model, "train"))
+    assert (steps.runs.folder(run) / "sampler" / "session.0").is_dir()
+    client.finish(model)
 
 
 def test_a_number_that_was_used_saves_nothing_else(world: World) -> None:

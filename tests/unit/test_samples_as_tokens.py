@@ -76,6 +76,16 @@ def test_what_is_asked_of_a_prompt_is_scored_behind_the_tokens_before_it(base: A
     assert [len(row) for row in answer["alternatives"]] == [4, 4, 4]
 
 
+def test_alternatives_at_a_tiny_temperature_are_the_likeliest_tokens(base: Any) -> None:
+    """Their quotients would leave the numbers of 32 bits, and end the process of all tenants."""
+    asked = {"num_samples": 1, "max_tokens": 1, "alternatives": 2}
+    cold = sample(TASK, base, question(**asked, temperature=1e-42))
+    assert (
+        cold["alternatives"]
+        == sample(TASK, base, question(**asked, temperature=0.0))["alternatives"]
+    )
+
+
 def test_tokens_beyond_the_vocabulary_are_refused(base: Any) -> None:
     with pytest.raises(WrongWish):
         sample(TASK, base, question(prompt=[40]))

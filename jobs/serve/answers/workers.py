@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
@@ -19,9 +20,12 @@ from jobs.submit.prepare import PROJECT
 
 MAX_WAITING = 32  # requests for one model
 MAX_TOGETHER = 16  # waiting questions that are answered in one batch
-ANSWER_BYTES = 64 << 20  # of one line of a worker
+ANSWER_BYTES = 256 << 20  # of one line of a worker
 START_S, ANSWER_S = 300.0, 300.0  # a worker that is silent for so long is ended
+MOST_PATIENCE = 8  # times as long may a worker be silent on a machine that is slow
 GONE = "the model's process has ended, or is stuck"
+
+log = logging.getLogger(__name__)
 
 
 class CannotAnswer(Exception):
@@ -35,7 +39,11 @@ class CannotAnswer(Exception):
 
 
 class ProcessEnded(CannotAnswer):
-    """A worker's process ended while it answered, or was stuck."""
+    """A worker's process ended, or was silent for too long. Another one may answer."""
+
+
+class NotReady(ProcessEnded):
+    """A worker's process ended, or was silent for too long, before it had loaded its model."""
 
 
 class Overloaded(Exception):
@@ -47,8 +55,8 @@ class Waiting:
     """A question, and the queue of the pieces of its answer; None follows the last piece."""
 
     question: dict[str, Any]
-    pieces: asyncio.Queue[dict[str, Any] | None] = field(
-        default_factory=asyncio.Queue[dict[str, Any] | None]
+    pieces: asyncio.Queue[dict[str, Any] | CannotAnswer | None] = field(
+        default_factory=asyncio.Queue["dict[str, Any] | CannotAnswer | None"]
     )
     is_answered: bool = False
     has_left: bool = False  # the client has gone: nobody reads the pieces
@@ -63,10 +71,10 @@ class Waiting:
         if piece.keys() - {"choice"} != {"text"} and piece.get("is_last", True):
             self.end()
 
-    def end(self, error: str = "") -> None:
+    def end(self, error: CannotAnswer | None = None) -> None:
         """End the answer, with an error if one is given."""
-        if error:
-            self.pieces.put_nowait({"error": error})
+        if error is not None:
+            self.pieces.put_nowait(error)
         self.is_answered = True
         self.pieces.put_nowait(None)
 
@@ -81,6 +89,7 @@ class Worker:
     cache: Path
     weights: str = "final"  # or base: as they were before the training
     _process: Process | None = None
+    _patience: int = 1  # how many times the usual time it may be silent
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _waiting: int = 0
     _together: list[Waiting] = field(default_factory=list[Waiting])
@@ -103,8 +112,8 @@ class Worker:
             self._waiting -= 1
 
     async def ask(self, question: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """The pieces of the answer; waiting questions are answered in one batch. CannotAnswer,
-        Overloaded.
+        """The pieces of the answer; waiting questions are answered in one batch. CannotAnswer
+        (ProcessEnded if another process may answer), Overloaded.
         """
         if self._waiting >= MAX_WAITING:
             raise Overloaded
@@ -115,6 +124,8 @@ class Worker:
             self._send()
         try:
             while (piece := await one.pieces.get()) is not None:
+                if isinstance(piece, CannotAnswer):
+                    raise piece
                 if "error" in piece:
                     raise CannotAnswer(piece["error"], piece.get("param", "model"))
                 yield piece
@@ -148,23 +159,26 @@ class Worker:
         """Answer a batch, under the lock. If its process ends, each question of whose answer no
         piece came is asked again alone, since another one may have ended the process.
         """
-        error = GONE
+        error = CannotAnswer(GONE)
         try:
             await self._exchange(batch)
-        except ProcessEnded:
+        except NotReady as reason:  # it would end for each question again
+            error = reason
+        except ProcessEnded as reason:
+            error = reason
             for one in batch if len(batch) > 1 else []:
                 if not (one.is_begun or one.has_left):
                     await self._answer([one])
         except CannotAnswer as reason:
-            error = str(reason)
+            error = reason
         finally:
             for one in batch:
                 if not one.is_answered:
                     one.end(error)
 
     async def _exchange(self, batch: list[Waiting]) -> None:
-        """Send a batch, and hand each piece to its question. ProcessEnded; CannotAnswer if no
-        process starts.
+        """Send a batch, and hand each piece to its question. ProcessEnded; CannotAnswer if the
+        model cannot be loaded.
         """
         is_whole = False
         try:
@@ -177,6 +191,7 @@ class Worker:
                 piece = await self._line(process, ANSWER_S)
                 is_whole = "done" in piece
                 if is_whole:
+                    self._patience = 1
                     break
                 number: int = piece.pop("of")
                 batch[number].tell(piece)
@@ -201,19 +216,29 @@ class Worker:
             )
             try:
                 ready = await self._line(self._process, START_S)
-            except ProcessEnded as error:  # it would end for each question again
-                raise CannotAnswer(str(error)) from None
+            except ProcessEnded:
+                raise NotReady(GONE) from None
             if "error" in ready:
                 raise CannotAnswer(ready["error"])
         return self._process
 
     async def _line(self, process: Process, within_s: float) -> dict[str, Any]:
+        """The next line of a process. ProcessEnded: the next process may be silent twice as long
+        if this one was, since the machine may be slow.
+        """
         assert process.stdout is not None, "it was made with a pipe"
+        within_s *= self._patience
         try:
             line = await asyncio.wait_for(process.stdout.readline(), within_s)
-            return json.loads(line)
-        except (asyncio.TimeoutError, ValueError):
+            piece = json.loads(line)
+        except asyncio.TimeoutError:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+            log.warning("%s: its process said nothing for %.0f s", self.run, within_s)
             raise ProcessEnded(GONE) from None
+        except ValueError:
+            log.warning("%s: its process ended, with the code %s", self.run, process.returncode)
+            raise ProcessEnded(GONE) from None
+        return piece
 
     async def stop(self) -> None:
         """End its process; the next request starts a new one."""

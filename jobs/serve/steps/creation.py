@@ -86,12 +86,12 @@ async def load_weights(request: Request) -> Response:
         train_mlp=source.train_mlp,
         train_unembed=source.train_unembed,
     )
-    async with shares_of(request).turn("create", session.owner):
-        facts = await run_in_threadpool(_add_run, request, body, offer, adapters)
-    try:
-        fields = await run_in_threadpool(load_fields, request, facts, body)
+    try:  # before there is a run, which would hold a device for weights that it cannot load
+        fields = await run_in_threadpool(load_fields, request, source, body)
     except Wrong as error:
         raise Refusal(400, str(error), param="path") from None
+    async with shares_of(request).turn("create", session.owner):
+        facts = await run_in_threadpool(_add_run, request, body, offer, adapters)
     await _append_create(request, facts, adapters, offer)
     most = offer.driven.log_bytes
     await steps.runs.append(facts, facts.shift, "load_state", fields, most_bytes=most)

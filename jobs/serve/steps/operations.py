@@ -360,6 +360,8 @@ async def acknowledge(
     """Write an operation durably, and answer with its future. seq: the client's number."""
     steps = steps_of(request)
     refuse_finished(steps.sessions, facts.session)
+    # a client that was started again beats in a session of its own
+    await run_in_threadpool(steps.sessions.beat, facts.session)
     if payload:
         await run_in_threadpool(refuse_on_full_disk, keeper_of(request), len(payload))
     driven = steps.offer(facts.base_model).driven

@@ -124,7 +124,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/generation/sampling.py",
-        "max(temperature, _LEAST_TEMPERATURE)",
+        "max(temperature, LEAST_TEMPERATURE)",
         "temperature",
         why="a temperature near 0 makes the logits infinite",
         tests="tests/numerics/test_texts.py",

@@ -15,6 +15,13 @@ FAULTS = [
         tests=f"{STEPS} -k waits_for_the_one_before",
     ),
     Fault(
+        "jobs/serve/steps/sampling/queues.py",
+        "if is_over or time.monotonic() >= until:",
+        "if True:",
+        why="a worker that was silent once fails a sample for good, and its seed is lost",
+        tests="tests/unit/test_sample_queues.py -k asked_again",
+    ),
+    Fault(
         "jobs/serve/steps/context.py",
         "return client.may_change(owner) if writes else client.sees(owner)",
         "return True",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.commands.texts.wishes import WrongWish
-from trainer.models.generation.sampling import draw
+from trainer.models.generation.sampling import LEAST_TEMPERATURE, draw
 from trainer.models.generation.texts import GrowingText, chance_of, grown
 from trainer.tasks.generated import text_of
 
@@ -161,7 +161,7 @@ def _alternatives(
     if not temperature:
         tokens = [int(logits_V.argmax())] * width
     else:
-        chances_V = (logits_V / temperature).softmax(-1)
+        chances_V = (logits_V / max(temperature, LEAST_TEMPERATURE)).softmax(-1)
         draws = torch.multinomial(chances_V, width, replacement=True, generator=chance)
         tokens = draws.tolist()
     return [(token, float(logprobs_V[token])) for token in tokens]

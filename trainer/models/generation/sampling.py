@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.models.generation.grammar import Grammar
 
 # Lower ones choose as this one does; their quotients would leave the numbers of 32 bits.
-_LEAST_TEMPERATURE = 1e-6
+LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Adjustment:
 
 def draw(logits_V: Tensor, *, temperature: float, top_p: float, chance: torch.Generator) -> int:
     """A token that is drawn by (V,) logits, from the likeliest ones that top_p leaves."""
-    chances_V = (logits_V.float().cpu() / max(temperature, _LEAST_TEMPERATURE)).softmax(-1)
+    chances_V = (logits_V.float().cpu() / max(temperature, LEAST_TEMPERATURE)).softmax(-1)
     if top_p < 1:
         ordered_V, tokens_V = chances_V.sort(descending=True, stable=True)
         # a token stays if those before it do not have the share yet; the likeliest always does

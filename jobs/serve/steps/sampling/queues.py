@@ -23,14 +23,14 @@ import anyio
 from starlette.concurrency import run_in_threadpool
 
 from jobs.errors import without_places
-from jobs.serve.answers.workers import GONE, CannotAnswer, Overloaded, Workers
+from jobs.serve.answers.workers import CannotAnswer, Overloaded, ProcessEnded, Workers
 from jobs.serve.requests import Refusal
 from jobs.serve.steps.bodies import AskSample
 from jobs.serve.steps.names import ClientId, absent
 from jobs.serve.steps.sampling.replies import question_of, sample_output
 from jobs.serve.steps.sampling.sample_log import SampleLog
 from jobs.serve.steps.sessions import SamplerFacts
-from trainer.errors import DataError
+from trainer.errors import DataError, StorageError
 
 if TYPE_CHECKING:
     from jobs.serve.steps.context import Steps
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 CLONE = 1_000_000_000  # the numbers of requests of one client of a sampler
 AT_ONCE = 16  # questions of one sampler in progress
 MOST_WAITING = 4096  # requests of one sampler without an answer
-TRIES = 3  # of a question whose worker ends
-AGAIN_S = 1.0  # until a busy worker is asked again
-WEIGHTS_S = 600.0  # within which the operation that saves a sampler's weights must be done
+# For so long a request is tried: the SDK gives up after two hours without progress (RetryConfig).
+GIVE_UP_S = 7200.0
+AGAIN_S = 1.0  # until a busy worker is asked again, or a disk that refused
+MOST_AGAIN_S = 120.0  # until a question is asked again that several workers did not answer
 MOST_OPEN = 512
 SAMPLES = "samples"
 
@@ -207,6 +208,7 @@ class SampleQueues:
                 payload = await self._sample(queue.facts, body, seed)
         except (DataError, CannotAnswer, Refusal) as error:
             is_ours = isinstance(error, CannotAnswer) and error.param == "model"
+            is_ours = is_ours or (isinstance(error, Refusal) and error.status >= 500)
             text = without_places(str(error))
             fields = {"error": text, "category": "server" if is_ours else "user"}
         except asyncio.CancelledError:
@@ -214,19 +216,32 @@ class SampleQueues:
         except Exception:
             log.exception("%s:%d", queue.facts.id, seq)
             fields = {"error": "The server failed. Its log says why.", "category": "server"}
-        await run_in_threadpool(queue.log.write, seq, fields, payload)
+        await self._write(queue, seq, fields, payload)
         async with queue.news:
             queue.news.notify_all()
 
+    async def _write(
+        self, queue: SampleQueue, seq: int, fields: Mapping[str, Any], payload: bytes
+    ) -> None:
+        """Write an answer durably, as soon as the disk has room for it."""
+        while True:
+            try:
+                return await run_in_threadpool(queue.log.write, seq, fields, payload)
+            except StorageError as error:
+                log.warning("%s:%d is not written yet: %s", queue.facts.id, seq, error)
+                await asyncio.sleep(AGAIN_S)
+
     async def _sample(self, facts: SamplerFacts, body: AskSample, seed: int) -> bytes:
-        """The answer of a worker. DataError, CannotAnswer, Refusal."""
+        """The answer of a worker, of another one if one does not answer: a client that asked anew
+        would get another seed. DataError, CannotAnswer, Refusal.
+        """
         assert self.steps is not None, "the parts of the dialect are joined"
         offer = self.steps.offer(facts.base_model)
         most = offer.driven.max_tokens
         question = await run_in_threadpool(question_of, body, seed=seed, max_tokens=most)
         weights = await self._weights(facts)
         place = await run_in_threadpool(self.steps.base_folder, offer)
-        number = 0
+        pause_s, until = AGAIN_S, time.monotonic() + GIVE_UP_S
         while True:
             try:
                 worker = await self.workers.of(place, SAMPLES)
@@ -236,10 +251,13 @@ class SampleQueues:
                 return await run_in_threadpool(sample_output, body, answer)
             except Overloaded:
                 await asyncio.sleep(AGAIN_S)
-            except CannotAnswer as error:
-                number += 1
-                if str(error) != GONE or number >= TRIES:
+            except ProcessEnded as error:
+                is_over = self.steps.sessions.finished(facts.session) is not None
+                if is_over or time.monotonic() >= until:
                     raise
+                log.warning("%s is asked again in %.0f s: %s", facts.id, pause_s, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MOST_AGAIN_S)
 
     async def _weights(self, facts: SamplerFacts) -> str:
         """The folder of a sampler's weights, once they are saved; "" for the base. Refusal."""
@@ -251,9 +269,9 @@ class SampleQueues:
         run = self.steps.sessions.run_by_name(facts.of_run)
         if run is None:
             raise Refusal(404, f"The run {facts.of_run} is not there any more.")
-        result = await self.steps.runs.result(run, facts.of_operation, within_s=WEIGHTS_S)
+        result = await self.steps.runs.result(run, facts.of_operation, within_s=GIVE_UP_S)
         if result is None:
-            raise Refusal(503, f"The weights of {facts.id} were not saved within {WEIGHTS_S} s.")
+            raise Refusal(503, f"The weights of {facts.id} were not saved within {GIVE_UP_S} s.")
         if result.error is not None:
             raise Refusal(400, f"The weights of {facts.id} were not saved: {result.error}")
         return str(self.steps.runs.folder(run) / facts.folder)

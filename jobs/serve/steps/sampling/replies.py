@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jobs.serve.answers.workers import ANSWER_BYTES
 from jobs.serve.steps import wire
 from jobs.serve.steps.bodies import AskSample, TokenTable
 from jobs.serve.steps.datums import dense
 from trainer.errors import DataError
 
 Pairs = Sequence[tuple[int, float]]
-MOST_TOKENS = 4 << 20  # that one request may ask for, of all its samples
-MOST_SCORES = 16 << 20  # numbers of one answer
+NUMBER_BYTES = 36  # of a token with its log-probability, in the line of a worker
+MOST_NUMBERS = (
+    ANSWER_BYTES // NUMBER_BYTES
+)  # of one answer; a worker would be ended at a longer one
 _NO_LOGPROB = -99999.0
 _ABSENT = -1  # in a table of tokens: nothing is asked of this cell
 
@@ -31,20 +34,13 @@ def question_of(body: AskSample, *, seed: int, max_tokens: int) -> dict[str, Any
         raise DataError(f"prompt: got {len(prompt)} tokens, want 1 to {max_tokens - 1}.")
     room = max_tokens - len(prompt)
     most = room if how.max_tokens is None else min(how.max_tokens, room)
-    if most * body.num_samples > MOST_TOKENS:
-        raise DataError(
-            f"num_samples: {body.num_samples} of {most} tokens are more than "
-            f"{MOST_TOKENS}. Ask for fewer."
-        )
     last_n = body.prompt_logprobs_last_n
     if last_n is not None and not (body.prompt_logprobs and last_n < len(prompt)):
         raise DataError(
             f"prompt_logprobs_last_n: got {last_n}, want 1 to {len(prompt) - 1}, with "
             "include_prompt_logprobs."
         )
-    widths = body.topk_prompt_logprobs + body.prompt_alt_tokens_k
-    if widths * len(prompt) + body.topk_sample_logprobs * most * body.num_samples > MOST_SCORES:
-        raise DataError("topk: more numbers than one answer holds. Ask for fewer likeliest tokens.")
+    _refuse_large(body, len(prompt), most)
     if body.record_stability_info:
         raise DataError("record_stability_info: nothing is recorded here. Leave it out.")
     stop_tokens, stops = _stops(how.stop)
@@ -65,6 +61,21 @@ def question_of(body: AskSample, *, seed: int, max_tokens: int) -> dict[str, Any
         "targets": _targets(body.target_prompt_logprobs, len(prompt)),
         "alternatives": body.prompt_alt_tokens_k,
     }
+
+
+def _refuse_large(body: AskSample, prompt: int, most: int) -> None:
+    """Return if an answer is one that a worker can give, however long its samples become; else
+    DataError. prompt, most: tokens of the prompt, and of each sample at most.
+    """
+    of_prompt = prompt * (1 + body.topk_prompt_logprobs + body.prompt_alt_tokens_k)
+    of_prompt += len(body.target_prompt_logprobs.data) if body.target_prompt_logprobs else 0
+    count = of_prompt + body.num_samples * most * (1 + body.topk_sample_logprobs)
+    if count > MOST_NUMBERS:
+        raise DataError(
+            f"num_samples={body.num_samples} of {most} tokens, with the likeliest tokens of each "
+            f"place, may be {count} numbers, want at most {MOST_NUMBERS}. Ask for fewer samples, "
+            "tokens (max_tokens) or likeliest tokens."
+        )
 
 
 def _stops(stop: str | list[str] | list[int] | None) -> tuple[list[int] | None, list[str]]:

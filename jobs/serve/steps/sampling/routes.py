@@ -97,6 +97,7 @@ async def ask_sample(request: Request) -> Response:
     body = await read_body(request, AskSample, keeper_of(request).config)
     facts = visible_sampler(request, body.sampling_session_id, writes=True)
     refuse_finished(steps_of(request).sessions, facts.session)
+    await run_in_threadpool(steps_of(request).sessions.beat, facts.session)
     await run_in_threadpool(refuse_on_full_disk, keeper_of(request), 0)
     async with room_for(request, Demand()):
         ids = await steps_of(request).samples.add(facts, body)
