@@ -246,7 +246,9 @@ def _session(
             bool(torch.isfinite(weight).all()) for weight in weights
         )
 
-    plan: Any = SimpleNamespace(folder=folder, values={}, cfg=cfg)
+    plan: Any = SimpleNamespace(
+        folder=folder, checkpoints=folder / "checkpoints", values={}, cfg=cfg
+    )
     clock = Clock(case, outcome, is_resumed=weights is not None)
     chain = StepChain()
     live.step = step
