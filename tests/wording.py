@@ -331,6 +331,7 @@ PASSAGES = wording(
     corpus_not_named="passage {passage!r} is given by its id alone. Name the corpus in data.corpus",
     passage_missing="has no passage {passage!r} ({missing} of {count} are missing)",
     passage_twice="a passage stands twice for question {question!r}",
+    id_of_two_vectors="the id {id!r} stands twice: in {folder}/ids.txt and in {other}/ids.txt",
     no_negative_passage="query {query!r} has no negative passage",
     no_positive_and_negative="no question has a positive and a negative",
     no_answers="no question has answers",

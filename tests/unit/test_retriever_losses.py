@@ -259,6 +259,9 @@ def test_scores_of_a_file_replace_those_of_the_rows(tmp_path: Path) -> None:
     (tmp_path / "ranks.tsv").write_text("q\t0\t1\nq\t2\t2\n")
     with refused("scores_are_ranks"):
         read(data("tevatron", scores="ranks.tsv"), "train", tmp_path)
+    (tmp_path / "twice.trec").write_text("q Q0 0 1 2.5 cross\nq Q0 0 2 -1.5 cross\n")
+    with refused("passage_twice", question="q"):
+        read(data("tevatron", scores="twice.trec"), "train", tmp_path)
 
 
 def test_what_a_reranker_writes_for_training_rows_is_read(tmp_path: Path) -> None:

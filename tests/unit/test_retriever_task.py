@@ -138,13 +138,13 @@ def test_other_ways_of_choosing_have_distinct_negatives(how: Any) -> None:
 def test_training_takes_one_positive_and_evaluation_all(folder: Path) -> None:
     task = loaded(folder)
     (row,) = [row for row in training_rows(task, 2) if int(row["num_positives"][0]) == 2]
-    first, second = (task._batches.choose({**row, EPOCH: np.array([epoch])})[0] for epoch in (0, 1))
+    first, second = (
+        selection.choose({**row, EPOCH: np.array([epoch])}, task.cfg.data, seed=42)[0]
+        for epoch in (0, 1)
+    )
     assert {first, second} == {0, 1}
-    assert task._batches.choose({key: value for key, value in row.items() if key != DRAW}) == [
-        0,
-        1,
-        2,
-    ]
+    evaluated = {key: value for key, value in row.items() if key != DRAW}
+    assert selection.choose(evaluated, task.cfg.data, seed=42) == [0, 1, 2]
 
 
 # Model

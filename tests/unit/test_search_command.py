@@ -61,3 +61,14 @@ def test_flags_of_an_index_want_one(place: Path) -> None:
         done = forked.run(*TRAINER, *words(place, *flags))
         assert done.returncode == 2
         says("index_flags", done.stderr)
+
+
+def test_an_id_of_two_folders_is_refused_by_name(place: Path) -> None:
+    random = np.random.default_rng(1)
+    write_vectors(place / "late", random.standard_normal((5, WIDTH)).astype(np.float32), first=299)
+    (place / "run.trec").unlink(missing_ok=True)
+    done = forked.run(*TRAINER, *words(place, corpora=("p", "late")))
+    assert done.returncode == 2
+    both = {"folder": str(place / "p"), "other": str(place / "late")}
+    says("id_of_two_vectors", done.stderr, id="p299", **both)
+    assert not (place / "run.trec").exists()

@@ -79,6 +79,27 @@ def test_a_knob_doubles_up_to_everything() -> None:
     assert Knob("efSearch", 16).series == [16]
 
 
+def test_an_index_is_searched_by_what_was_measured_also_for_fewer_hits(
+    corpus: Embeddings, tmp_path: Path
+) -> None:
+    deep = open_index(wish(tmp_path / "i", depth=100), [corpus], QUERIES)
+    assert deep.setting.value >= 100, "with fewer candidates than hits FAISS takes as many"
+    few = open_index(wish(tmp_path / "i", depth=1, ef_search=100), [corpus], QUERIES)
+    assert few.record == deep.record
+    by_hand = open_index(wish(tmp_path / "i", depth=1, ef_search=2), [corpus], QUERIES)
+    assert (by_hand.record.recall.depth, by_hand.setting.value) == (1, 2)
+
+
+def test_one_question_does_not_speak_for_all_that_follow(
+    corpus: Embeddings, tmp_path: Path
+) -> None:
+    first = open_index(wish(tmp_path / "i", "IVF16,Flat"), [corpus], QUERIES[:1])
+    assert first.record.recall.questions == 1
+    later = open_index(wish(tmp_path / "i", "IVF16,Flat"), [corpus], QUERIES)
+    assert later.record.recall.questions == len(QUERIES)
+    assert later.record.file == first.record.file
+
+
 def test_the_next_call_loads_and_measures_nothing(
     corpus: Embeddings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,27 @@ def verify(embeddings: Embeddings) -> None:
         )
 
 
+def refuse_ids_twice(corpora: Sequence[Embeddings]) -> None:
+    """DataError for an id of two vectors: a ranking would name one passage twice."""
+    names = [name for corpus in corpora for name in corpus.ids]
+    # hashes take 8 bytes of an id, a set of millions of texts ten times as much
+    hashes, counts = np.unique(np.fromiter(map(hash, names), np.int64), return_counts=True)
+    if not (counts > 1).any():
+        return
+    candidates, places = {*hashes[counts > 1].tolist()}, dict[str, Path]()
+    for corpus in corpora:
+        for name in corpus.ids:
+            if hash(name) not in candidates:
+                continue
+            if name in places:
+                raise DataError(
+                    f"the id {name!r} stands twice: in {places[name] / _IDS} and in "
+                    f"{corpus.folder / _IDS}. Give every passage an id of its own, and encode anew "
+                    "what has changed."
+                )
+            places[name] = corpus.folder
+
+
 def fingerprint(folder: Path, frozen: str = "") -> str:
     """A digest of an exported model: of every file in its folder, and of what it stands on
     (Task.fingerprint).

@@ -39,6 +39,10 @@ class Knob:
             value *= 2
         return [*values, self.largest]
 
+    def effective(self, value: int, depth: int) -> int:
+        """What FAISS searches with: HNSW keeps at least as many candidates as there are hits."""
+        return max(value, depth) if self.name == "efSearch" else value
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -70,10 +74,13 @@ class IndexRecall:
         settings = [Setting(**setting) for setting in values.pop("settings")]
         return IndexRecall(**values, settings=settings)
 
-    def covers(self, depth: int, value: int | None) -> bool:
-        """Whether this says what a search of that depth and setting finds."""
+    def covers(self, depth: int, value: int | None, *, questions: int) -> bool:
+        """Whether this says what a search of that depth and setting finds, and so many questions
+        would tell no more.
+        """
         values = {setting.value for setting in self.settings}
-        return depth <= self.depth and (value is None or value in values)
+        is_deep = depth <= self.depth and (value is None or value in values)
+        return is_deep and min(questions, SAMPLE) <= self.questions
 
     def setting(self, value: int | None) -> Setting:
         """The measurement of a value, or of the default."""
@@ -107,8 +114,8 @@ def measure(
     """The recall of a doubling series of settings, up to the first that reaches TARGET, on a sample
     of the questions.
 
-    passages: vectors in any stored form, in the order of the index. wish: a value that is
-    measured besides.
+    passages: vectors in any stored form, in the order of the index. wish: an effective value that
+    is measured besides.
     """
     chosen = np.random.default_rng(0).permutation(len(queries))[:SAMPLE]
     sample_QD = queries[np.sort(chosen)]
@@ -124,7 +131,10 @@ def measure(
         return Setting(value, statistics.fmean(shares), error, milliseconds)
 
     settings: list[Setting] = []
-    for value in [0] if knob is None else knob.series:
+    series = [0]
+    if knob is not None:
+        series = [*dict.fromkeys(knob.effective(value, depth) for value in knob.series)]
+    for value in series:
         settings.append(setting_of(value))
         if settings[-1].reaches_target:
             break

@@ -108,9 +108,9 @@ def open_index(
     """The index of the corpora, one after the other: loaded, grown by the last ones, or built.
 
     queries: (Q, D), a sample of which measures the recall, when the index is built or grown, when
-    the depth of `options` is larger than before, or the setting is new. ConfigError when the folder
-    holds an index of another model, of other vectors or of another kind; DataError when its file is
-    torn.
+    the depth of `options` is larger than before, the setting is new, or more questions (up to
+    SAMPLE) are there than were then. ConfigError when the folder holds an index of another model,
+    of other vectors or of another kind; DataError when its file is torn.
     """
     faiss = _faiss()
     faiss.omp_set_num_threads(torch.get_num_threads())
@@ -125,7 +125,10 @@ def open_index(
     missing = corpora[0 if record is None else len(record.parts) :]
     _grow(options.spec, index, missing)
     value = None if options.wish is None else options.wish[1]
-    is_measured = record is not None and not missing and record.recall.covers(options.depth, value)
+    if knob is not None and value is not None:
+        value = knob.effective(value, options.depth)
+    asks: Any = {"depth": options.depth, "value": value, "questions": len(queries)}
+    is_measured = record is not None and not missing and record.recall.covers(**asks)
     if record is None or not is_measured:
         vectors = [block for corpus in corpora for block in corpus.vectors]
         recall = measure(

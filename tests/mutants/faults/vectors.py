@@ -72,9 +72,16 @@ FAULTS = [
     ),
     Fault(
         "trainer/retrieval/index_recall.py",
-        "return depth <= self.depth and",
-        "return",
+        "is_deep = depth <= self.depth and",
+        "is_deep =",
         why="the recall of 10 hits is told for 50",
+        tests=INDEX,
+    ),
+    Fault(
+        "trainer/retrieval/index_recall.py",
+        'return max(value, depth) if self.name == "efSearch" else value',
+        "return value",
+        why="the recall of 100 candidates is told for the 16 that a search of few hits visits",
         tests=INDEX,
     ),
     Fault(

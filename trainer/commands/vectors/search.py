@@ -81,6 +81,7 @@ def search(
     from trainer.retrieval import embeddings, exact_search, rankings, stored_forms
     from trainer.retrieval.vector_index import IndexOptions, folder_of
     from trainer.runtime import distributed
+    from trainer.runtime.distributed import on_main
 
     check_run(run_format, out)
     distributed.init()
@@ -88,6 +89,7 @@ def search(
     _check_vectors(questions, corpora)
     for vectors in (questions, *corpora) if verify else ():
         embeddings.verify(vectors)
+    on_main(lambda: embeddings.refuse_ids_twice(corpora))
     query_vectors = np.concatenate([stored_forms.floats(shard) for shard in questions.vectors])
     num_hits = depth + remove_query
     if faiss is None:

@@ -150,9 +150,14 @@ def _check_header(columns: list[str], path: Path) -> None:
 def check_distinct(passages: list[str], question: str, path: Path) -> None:
     """DataError when a ranking holds a passage of a question twice."""
     if len(set(passages)) < len(passages):
-        raise DataError(
-            f"{path}: a passage stands twice for question {question!r}; rank every passage once."
-        )
+        raise passage_twice(question, path)
+
+
+def passage_twice(question: str, path: Path) -> DataError:
+    """The error of a file that ranks or scores a passage of a question twice."""
+    return DataError(
+        f"{path}: a passage stands twice for question {question!r}; rank every passage once."
+    )
 
 
 def _check_columns(columns: list[str], num_columns: int, path: Path, line: int) -> None:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from trainer.data.padding import pad_right
 from trainer.protocol.abilities import Side
-from trainer.protocol.task import DRAW, EPOCH, Batch
+from trainer.protocol.task import Batch
 from trainer.tasks.retriever import selection
 from trainer.tasks.retriever.config import Config
 from trainer.tasks.retriever.model import packed
@@ -37,7 +37,7 @@ class Batches:
         positives; positive_counts (Q,); teacher (P,), the scores of a teacher; numbers (Q,), the
         numbers of the rows.
         """
-        choices = [self.choose(row) for row in rows]
+        choices = [selection.choose(row, self.cfg.data, seed=self.cfg.train.seed) for row in rows]
         passages = [
             passage_of(row, index)
             for row, places in zip(rows, choices, strict=True)
@@ -65,26 +65,6 @@ class Batches:
             "teacher": _at(scores, choices),
             "numbers": torch.tensor([int(row["item"][0]) for row in rows]),
         }
-
-    def choose(self, row: Mapping[str, Any]) -> list[int]:
-        """The places of the chosen passages of a row: in training, where rows carry a draw,
-        data.passages of them, up to data.positives of which are positives; else all positives and
-        the first negatives.
-        """
-        data, total, positives = self.cfg.data, len(row["lengths"]), int(row["num_positives"][0])
-        if DRAW not in row:
-            return list(range(min(total, positives + data.passages - 1)))
-        turn = selection.Turn(
-            item=int(row["item"][0]),
-            epoch=int(row[EPOCH][0]),
-            seed=self.cfg.train.seed,
-            draw=int(row[DRAW][0]),
-        )
-        targets = selection.targets(positives, data.positives, turn, data.select_positive)
-        negatives = selection.negatives(
-            total - positives, data.passages - len(targets), turn, data.select_negatives
-        )
-        return [*targets, *(positives + place for place in negatives)]
 
     def lay_out(self, texts: Sequence[Any], side: Side) -> dict[str, Tensor]:
         """Token ids of some texts as tensors that the model takes."""

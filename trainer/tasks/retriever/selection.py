@@ -5,17 +5,18 @@ random, or always the first ones.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.errors import DataError
+from trainer.protocol.task import DRAW, EPOCH
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
-    from trainer.tasks.retriever.config import Selection
+    from trainer.tasks.retriever.config import Data, Selection
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,24 @@ def _draws(turn: Turn, count: int) -> np.ndarray:
     positive, the others are for the negatives.
     """
     return np.random.PCG64(turn.draw).random_raw(1 + count) >> np.uint64(1)
+
+
+def choose(row: Mapping[str, Any], data: Data, *, seed: int) -> list[int]:
+    """The places of the chosen passages of an encoded row: in training, where rows carry a draw,
+    data.passages of them, up to data.positives of which are positives; else all positives and the
+    first negatives.
+    """
+    total, num_positives = len(row["lengths"]), int(row["num_positives"][0])
+    if DRAW not in row:
+        return list(range(min(total, num_positives + data.passages - 1)))
+    turn = Turn(
+        item=int(row["item"][0]), epoch=int(row[EPOCH][0]), seed=seed, draw=int(row[DRAW][0])
+    )
+    of_positives = targets(num_positives, data.positives, turn, data.select_positive)
+    of_negatives = negatives(
+        total - num_positives, data.passages - len(of_positives), turn, data.select_negatives
+    )
+    return [*of_positives, *(num_positives + place for place in of_negatives)]
 
 
 def trainable(rows: Iterable[Row], passages: int, positives: int = 1) -> Iterator[Row]:

@@ -25,7 +25,7 @@ from trainer.models.head import load_head
 from trainer.models.packed.layout import pack
 from trainer.models.weights import model_folder
 from trainer.protocol.abilities import IdLists, Uncut
-from trainer.protocol.task import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
+from trainer.protocol.task import Batch, Encoded, Places, Row, Text
 from trainer.runtime.batch import to_device
 from trainer.tasks.retriever import rows, selection, sentence_folder
 from trainer.tasks.retriever.config import Config, Data
@@ -238,7 +238,8 @@ class Task(TokenTask[Config]):
         them; of N passages of the longest list, is_there (Q, N) bool and relevance (Q, N) fp32, 1
         of a positive; and slots (P,), where each pair stands in the flattened lists.
         """
-        places = [self._choose(row) for row in rows]
+        seed = self.cfg.train.seed
+        places = [selection.choose(row, self.cfg.data, seed=seed) for row in rows]
         lists = [
             (row["query"], [passage_of(row, index) for index in chosen])
             for row, chosen in zip(rows, places, strict=True)
@@ -274,26 +275,6 @@ class Task(TokenTask[Config]):
         """Whether the tokenizer tells the two texts apart, and the body listens."""
         config = base_source.config_of(self.cfg.base, self.places)
         return self.pairs.has_types and getattr(config, "type_vocab_size", 0) > 1
-
-    def _choose(self, row: Mapping[str, Any]) -> list[int]:
-        """The places of the chosen passages of a row: in training, where rows carry a draw,
-        data.passages of them, up to data.positives of which are positives; else all positives and
-        the first negatives.
-        """
-        data, total, positives = self.cfg.data, len(row["lengths"]), int(row["num_positives"][0])
-        if DRAW not in row:
-            return list(range(min(total, positives + data.passages - 1)))
-        turn = selection.Turn(
-            item=int(row["item"][0]),
-            epoch=int(row[EPOCH][0]),
-            seed=self.cfg.train.seed,
-            draw=int(row[DRAW][0]),
-        )
-        targets = selection.targets(positives, data.positives, turn, data.select_positive)
-        negatives = selection.negatives(
-            total - positives, data.passages - len(targets), turn, data.select_negatives
-        )
-        return [*targets, *(positives + place for place in negatives)]
 
     def describe(self, batch: Batch) -> dict[str, Text]:
         if "tokens" in batch:

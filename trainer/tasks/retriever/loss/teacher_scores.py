@@ -12,7 +12,7 @@ from trainer.config.own_rows import OwnRows, Splits
 from trainer.data.readers import fields, retrieved
 from trainer.data.readers.folders import required_folder
 from trainer.data.readers.jsonl import preview
-from trainer.data.readers.rankings import ranked_passages
+from trainer.data.readers.rankings import passage_twice, ranked_passages
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -93,7 +93,10 @@ def _read(path: Path) -> Scores:
                 f"{path} has ranks, and a teacher gives scores. Write it in the format trec or "
                 "tevatron."
             )
-        scores.setdefault(question, {})[passage] = score
+        known = scores.setdefault(question, {})
+        if passage in known:
+            raise passage_twice(question, path)
+        known[passage] = score
     return scores
 
 
