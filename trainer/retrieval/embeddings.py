@@ -165,7 +165,7 @@ def refuse_ids_twice(corpora: Sequence[Embeddings]) -> None:
                 continue
             if name in places:
                 raise DataError(
-                    f"the id {name!r} stands twice: in {places[name] / _IDS} and in "
+                    f"two vectors have the id {name!r}: in {places[name] / _IDS} and in "
                     f"{corpus.folder / _IDS}. Give every passage an id of its own, and encode anew "
                     "what has changed."
                 )
