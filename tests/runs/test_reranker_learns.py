@@ -20,19 +20,18 @@ COMMAND = re.compile(r"^\$ python (.+)$", re.M)
 
 @pytest.mark.long
 def test_the_reranker_of_the_page_beats_the_order_that_it_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     page = PAGE.read_text()
     (script,) = SCRIPT.findall(page)
     (tmp_path / "make_lookups.py").write_text(script)
     subprocess.run([sys.executable, "make_lookups.py"], cwd=tmp_path, check=True)
-    monkeypatch.chdir(tmp_path)
     measures: list[dict[str, float]] = []
     for line in COMMAND.findall(page)[1:]:
         words = shlex.split(line)
         if words[0] == "trainval.py":
             words = [*forked.TRAINVAL, *words[1:]]
-        result = forked.run(*words)
+        result = forked.run(*words, cwd=tmp_path)
         assert result.returncode == 0, result.stdout + result.stderr
         if "judge" in words:
             lines = [one.split() for one in result.stdout.splitlines()]
