@@ -114,6 +114,39 @@ def test_every_run_of_a_group_trains_as_it_does_alone(
     assert shared > 20
 
 
+@pytest.mark.long
+def test_runs_of_a_group_begin_and_train_in_bf16_as_they_do_alone(
+    facts: Path, tmp_path: Path
+) -> None:
+    """The adapters that they begin with are equal to the last bit, what they learn to bf16's."""
+    first = ("save_for_sampler", {"name": "first"}, b"")
+    short: list[list[Step]] = []
+    folders: list[list[Path]] = []
+    for together in (8, 1):
+        every = [values_of(facts, number, together=together) for number in range(2)]
+        for values in every:
+            values["train"]["precision"] = "bf16"
+        logs = [steps_of(values, number, 3) for number, values in enumerate(every)]
+        short = [[steps[0], first, *steps[1:], LAST, ("end", {}, b"")] for steps in logs]
+        if together > 1:
+            short[0].pop()
+            runs = group_of(every, short, tmp_path / "together")
+            run_on_ranks(1, drive, every[0], facts, tmp_path / "together", 2)
+        else:
+            runs = [folder_of(values, tmp_path / "alone") for values in every]
+            for run, values, steps in zip(runs, every, short, strict=True):
+                write_log(run, steps)
+                run_on_ranks(1, drive, values, facts, tmp_path / "alone", 2)
+        folders.append(runs)
+    for run, alone in zip(*folders, strict=True):
+        begun = [tensors_sha(one / "sampler" / "first") for one in (run, alone)]
+        assert begun[0] == begun[1] != {}
+        for one, other in zip(results_of(run), results_of(alone), strict=False):
+            assert one.error is None
+            for name, value in one.fields.get("metrics", {}).items():
+                assert value == pytest.approx(other.fields["metrics"][name], rel=2e-2)
+
+
 def _num_shared(layout: Any) -> int:
     """In how many packs of a pass rows of other runs stood, too."""
     packs = [pack for packs in (layout or {"rounds": []})["rounds"] for pack in packs]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,8 @@ def draw(base: Any, how: Lora, *, seed: int, prefix: str) -> AdapterSet:
             "data.together: the adapters of this run train weights of the base or scale them, "
             "which it shares with other runs. Use plain adapters, or leave together out."
         )
-    adapted = adapters.adapted(base, how, seed=seed)
+    with _of_full_precision(base):
+        adapted = adapters.adapted(base, how, seed=seed)
     try:
         weights: dict[str, Tensor] = {}
         layers: dict[str, LayerOfAdapters] = {}
@@ -101,6 +103,21 @@ def draw(base: Any, how: Lora, *, seed: int, prefix: str) -> AdapterSet:
         adapters.remove(base)
         if hasattr(base, "peft_config"):
             del base.peft_config
+
+
+@contextlib.contextmanager
+def _of_full_precision(base: nn.Module) -> Iterator[None]:
+    """While it is open, every weight of a base looks like fp32, without memory: peft rounds new
+    adapters to the dtype of the weight beside them, and a run alone begins with all their bits.
+    """
+    held = [(p, p.data) for p in base.parameters() if p.is_floating_point()]
+    for parameter, values in held:
+        parameter.data = torch.zeros((), device=values.device).expand(values.shape)
+    try:
+        yield
+    finally:
+        for parameter, values in held:
+            parameter.data = values
 
 
 def zeros_of(leaves: Mapping[str, Tensor]) -> list[Tensor]:

@@ -29,6 +29,7 @@ from trainer.files.atomic import read_json
 from trainer.launch.driving.runs import account_of, layout_of, prepared
 from trainer.launch.run_folder import claim_folder
 from trainer.launch.start import restore
+from trainer.models import base_model
 from trainer.models.weights import absent
 from trainer.operations.guests import Guests
 from trainer.operations.sharing import differences
@@ -79,7 +80,8 @@ def shared_loop(
     model = read(cfg.base, None, bits=cfg.train.base_bits)
     absent.refuse(model, is_trained=True)
     base_name: str = getattr(task, "base_name")  # noqa: B009 (of a TokenTask)
-    base = SharedBase(model.to(distributed.device()), base_name, layout_of(run))
+    model = model.to(distributed.device(), base_model.DTYPES[cfg.train.precision])  # as an engine
+    base = SharedBase(model, base_name, layout_of(run))
     record.startup.lap("model")
     makes = _Members(run, options, base)
     host = makes.member(run, record, lock, leave=lambda ended: None)
