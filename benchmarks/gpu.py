@@ -117,7 +117,7 @@ def parts(is_rehearsed: bool) -> list[Part]:
         _part("calibration", 60, functools.partial(alone, gpu_kernels.calibration)),
     ]
     for shape in SHAPES:
-        every.append(_part(f"step-{shape.name}", 150, functools.partial(speed_of, shape)))
+        every.append(_part(f"step-{shape.name}", shape.limit_s, functools.partial(speed_of, shape)))
     for name in COMPILED[:1] if is_rehearsed else COMPILED:  # a rehearsal waits for one compiler
         shape = replace(by_name[name], name=f"compiled-{name}", train={"compile": True})
         every.append(_part(f"step-{shape.name}", 240, functools.partial(speed_of, shape)))

@@ -104,6 +104,7 @@ class Shape:
     micro_batch: int = 8
     is_prepared: bool = False  # encoder states are computed and stored first
     train: Values = field(default_factory=dict)  # of that block
+    limit_s: float = 150
 
     def experiment(self, *, is_rehearsed: bool, **train: Any) -> Values:
         config = self.config
@@ -172,7 +173,7 @@ def _lora(name: str, config: Values) -> Shape:
     blocks = {"data": {"source": "jsonl", "max_tokens": 4096}, "lora": lora}
     blocks["optim"] = {"lr": 1e-5, "weight_decay": 0.01, "clip": 0.0}
     train = {"global_batch": 32, "log_every": 1}
-    return Shape(name, "causal_lm", config, blocks, 2, train=train)
+    return Shape(name, "causal_lm", config, blocks, 2, train=train, limit_s=280)
 
 
 _STARCODER_3B = bigcode(2816, 36, 22)
