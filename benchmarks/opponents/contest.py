@@ -72,7 +72,7 @@ SETUPS = {
         8,
         4,
         {
-            "layers": {"count": 2, "stride": 2, "width": 256, "heads": 4},
+            "layers": {"count": 2, "stride": 1, "width": 256, "heads": 4},
             "data": {"decoder_tokens": 128, "context_tokens": 1024, "shuffled_context": False},
         },
     ),
