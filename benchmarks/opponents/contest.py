@@ -17,29 +17,32 @@ from trainer import tasks
 from trainer.data.order import Sharding
 from trainer.protocol.task import Places
 
-T5 = {"model_type": "t5", "vocab_size": 32128, "d_kv": 64, "dropout_rate": 0.0, "pad_token_id": 1}
+T5 = {"model_type": "t5", "d_kv": 64, "dropout_rate": 0.0, "pad_token_id": 1}
 T5 |= {"decoder_start_token_id": 1, "eos_token_id": 0}
-BIGCODE = {"model_type": "gpt_bigcode", "vocab_size": 16384, "n_positions": 2048}
+BIGCODE = {"model_type": "gpt_bigcode", "n_positions": 2048}
 BIGCODE |= {"bos_token_id": 0, "eos_token_id": 0}
 BIGCODE |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-LLAMA = {"model_type": "llama", "vocab_size": 16384, "max_position_embeddings": 2048}
+LLAMA = {"model_type": "llama", "max_position_embeddings": 2048}
 LLAMA |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1, "tie_word_embeddings": True}
-BERT = {"model_type": "bert", "vocab_size": 30522, "pad_token_id": 1}
+BERT = {"model_type": "bert", "pad_token_id": 1}
 BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def _shapes(width: int, layers: int) -> dict[str, dict[str, Any]]:
-    """The bases by family, with heads of 64."""
+def _shapes(width: int, layers: int, words: int) -> dict[str, dict[str, Any]]:
+    """The bases by family, with heads of 64. words: of the vocabulary."""
     heads = width // 64
     llama = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     bert = {**llama, "intermediate_size": 4 * width}
     llama |= {"intermediate_size": 11 * width // 4, "num_key_value_heads": max(1, heads // 2)}
     t5 = {"d_model": width, "d_ff": 4 * width, "num_heads": heads, "num_layers": layers}
     code = {"n_embd": width, "n_layer": layers, "n_head": heads}
-    return {"t5": T5 | t5, "code": BIGCODE | code, "llama": LLAMA | llama, "bert": BERT | bert}
+    found = {"t5": T5 | t5, "code": BIGCODE | code, "llama": LLAMA | llama, "bert": BERT | bert}
+    return {family: {**config, "vocab_size": words} for family, config in found.items()}
 
 
-SIZES = {"tiny": (64, 2), "small": (256, 4), "medium": (384, 6), "base": (768, 12)}
+# Width, blocks, and a vocabulary whose share of the weights is that of larger models.
+SIZES = {"tiny": (64, 2, 512), "small": (256, 4, 4096), "medium": (384, 6, 8192)}
+SIZES |= {"base": (768, 12, 32128)}
 _PLAIN = {"projection": None, "pooling": "mean", "normalize": True, "temperature": 0.05}
 
 
@@ -108,9 +111,7 @@ class Contest:
         train = {"steps": 1, "global_batch": self.num_rows, "micro_batch": self.micro_batch}
         changes = {**setup.more, "train": {**train, "precision": self.precision}}
         changes["optim"] = {"lr": 1e-4, "weight_decay": 0.0}
-        values = experiment(
-            self.name, self.folder, base={"config": base, "seed": 1}, **changes
-        )
+        values = experiment(self.name, self.folder, base={"config": base, "seed": 1}, **changes)
         values["optim"] = {"lr": 1e-4, "weight_decay": 0.0, "clip": 1.0}
         places = Places(self.folder, self.folder / "cache", self.folder / "results")
         self.task = tasks.load(tasks.parse(values), places)

@@ -220,7 +220,9 @@ class OfVerifier(Loss):
             "group": torch.from_numpy(np.repeat(np.arange(len(rows)), counts)),
             "column": torch.tensor(column),
             "is_gold": torch.from_numpy(has_gold * (np.array(column) == 0)).bool(),
-            "is_multiple_choice": torch.tensor([bool(row["is_multiple_choice"][0]) for row in rows]),
+            "is_multiple_choice": torch.tensor(
+                [bool(row["is_multiple_choice"][0]) for row in rows]
+            ),
         }
         (loss,) = self.task.losses(_Reading(lambda: self._read(texts)), [batch])
         return loss

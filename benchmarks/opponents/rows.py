@@ -102,7 +102,9 @@ class Published:
             found["cross_attention"].append([qc + answers[number], context])
         assert len(asked) == len(found["fid"])
         claims = [row["sentence"] for row in self._read("statements/creak/train.json")[:2000]]
-        claims += [row["question"] for row in self._read("statements/csqa2/csqa2_train.json")[:2000]]
+        claims += [
+            row["question"] for row in self._read("statements/csqa2/csqa2_train.json")[:2000]
+        ]
         found["vera"] = [[n] for n in t5(claims, "vera")]
         papers = self._read("summarisation/scitldr/train.jsonl")[:1000]
         sources = t5([" ".join(row["source"]) for row in papers], "source")
@@ -113,7 +115,9 @@ class Published:
     @cached_property
     def _questions(self) -> list[tuple[int, int, int]]:
         asked = [row["question"] for row in self._read("nq/queries.jsonl")[:600]]
-        counts = [self._counts(name)(asked, "query") for name in ("t5", "bert-uncased", "starcoder")]
+        counts = [
+            self._counts(name)(asked, "query") for name in ("t5", "bert-uncased", "starcoder")
+        ]
         return list(zip(*counts, strict=True))  # pyright: ignore[reportReturnType]
 
     def _counts(self, tokenizer: str) -> Any:

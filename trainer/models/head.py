@@ -125,7 +125,9 @@ class OutputLayer:
         """(N,) fp32: losses.target_losses of the logits, in chunks where there are many. The same
         holds under ZeRO-3.
         """
-        return self._scored(hidden_ND, Scoring(targets_N, self.chunk, self._finishing, by_target=True))
+        return self._scored(
+            hidden_ND, Scoring(targets_N, self.chunk, self._finishing, by_target=True)
+        )
 
     @torch.no_grad()
     def likeliest(

@@ -8,9 +8,9 @@ row, in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ class Piece:
     first_key: int
     num_queries: int  # of each row
     num_keys: int
+
+    @property
+    def num_scores(self) -> int:
+        """Of one head."""
+        return self.rows * self.num_queries * self.num_keys
 
     def queries(self, x_MHC: Tensor) -> Tensor:
         """(N, H, Q, C), a view."""
@@ -65,6 +70,11 @@ def pieces_of(query_starts: Tensor, key_starts: Tensor | None = None) -> list[Pi
             piece = Piece(before.rows + 1, before.first_query, before.first_key, *sizes)
         found.append(piece)
     return found
+
+
+def each(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces one by one. The memory plan has one stand for others like it."""
+    return iter(pieces)
 
 
 def _continues(before: Piece, piece: Piece) -> bool:
@@ -102,24 +112,26 @@ class _Fused(torch.autograd.Function):
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
-        mixed, log_sums = q.new_empty(q.shape), []
-        for piece in pieces:
+        mixed, wide = q.new_empty(q.shape), torch.promote_types(q.dtype, torch.float32)
+        log_sums_MH1 = q.new_empty(*q.shape[:2], 1, dtype=wide)
+        for piece in each(pieces):
             qkv = piece.queries(q), piece.keys(k), piece.keys(v)
-            own, sums = _flash(*qkv, 0.0, is_causal, attn_mask=None, scale=scale)
+            own, sums_NHQ = _flash(*qkv, 0.0, is_causal, attn_mask=None, scale=scale)
             piece.queries(mixed).copy_(own)
-            log_sums.append(sums)
-        ctx.save_for_backward(q, k, v, mixed, *log_sums)
+            piece.queries(log_sums_MH1).copy_(sums_NHQ.unsqueeze(-1))
+        ctx.save_for_backward(q, k, v, mixed, log_sums_MH1)
         ctx.pieces, ctx.is_causal, ctx.scale = pieces, is_causal, scale
         return mixed
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, mixed, *log_sums = ctx.saved_tensors
+        q, k, v, mixed, log_sums_MH1 = ctx.saved_tensors
         of_q, of_k, of_v = _gradients(q, k, v, ctx.pieces)
-        for piece, sums in zip(ctx.pieces, log_sums, strict=True):
+        for piece in each(ctx.pieces):
             qkv = piece.queries(q), piece.keys(k), piece.keys(v)
-            given = (piece.queries(gradient), *qkv, piece.queries(mixed), sums)
+            sums_NHQ = piece.queries(log_sums_MH1).squeeze(-1)
+            given = (piece.queries(gradient), *qkv, piece.queries(mixed), sums_NHQ)
             how: Any = {"attn_mask": None, "scale": ctx.scale}
             own_q, own_k, own_v = _flash_backward(*given, 0.0, ctx.is_causal, **how)
             piece.queries(of_q).copy_(own_q)
@@ -167,38 +179,37 @@ class _Biased(torch.autograd.Function):
         pieces: Sequence[Piece],
         dropout: float,
     ) -> Tensor:
-        mixed, kept = q.new_empty(q.shape), []
-        for piece in pieces:
-            shares_BQL = _shares(piece, q, k, bias_HLL)
-            scales_BQL = None
-            applied_BQL = shares_BQL
-            if dropout:
-                scales_BQL = torch.empty_like(shares_BQL).bernoulli_(1 - dropout).div_(1 - dropout)
-                applied_BQL = shares_BQL * scales_BQL
+        mixed = q.new_empty(q.shape)
+        every_share = q.new_empty(q.shape[1] * sum(piece.num_scores for piece in pieces))
+        is_kept = torch.empty_like(every_share, dtype=torch.bool) if dropout else None
+        if is_kept is not None:
+            is_kept.bernoulli_(1 - dropout)
+        for piece, place in _placed(pieces, q.shape[1]):
+            shares_BQL = _shares(piece, q, k, bias_HLL, every_share[place])
+            applied_BQL = _dropped(shares_BQL, is_kept, place, dropout)
             own_BQC = torch.bmm(applied_BQL, _batch(piece.keys(v)))
             piece.queries(mixed).copy_(own_BQC.unflatten(0, (piece.rows, -1)))
-            kept += [shares_BQL, scales_BQL]
-        ctx.save_for_backward(q, k, v, bias_HLL, mixed, *kept)
-        ctx.pieces = pieces
+        ctx.save_for_backward(q, k, v, bias_HLL, mixed, every_share, is_kept)
+        ctx.pieces, ctx.dropout = pieces, dropout
         return mixed
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, bias_HLL, mixed, *kept = ctx.saved_tensors
+        q, k, v, bias_HLL, mixed, every_share, is_kept = ctx.saved_tensors
         of_q, of_k, of_v = _gradients(q, k, v, ctx.pieces)
         of_bias = None
         if bias_HLL is not None and ctx.needs_input_grad[3]:
             of_bias = torch.zeros_like(bias_HLL)
         # the sum over keys of share x gradient of the share
         means_MH1 = (gradient * mixed).sum(-1, keepdim=True)
-        for piece, shares, scales in zip(ctx.pieces, kept[::2], kept[1::2], strict=True):
+        for piece, place in _placed(ctx.pieces, q.shape[1]):
             own_BQC = _batch(piece.queries(gradient))
-            of_scores = torch.bmm(own_BQC, _batch(piece.keys(v)).transpose(1, 2))
-            if scales is not None:
-                of_scores.mul_(scales)
+            shares = every_share[place].view(-1, piece.num_queries, piece.num_keys)
+            of_shares = torch.bmm(own_BQC, _batch(piece.keys(v)).transpose(1, 2))
+            of_scores = _dropped(of_shares, is_kept, place, ctx.dropout)
             of_scores.sub_(_batch(piece.queries(means_MH1))).mul_(shares)
-            applied = shares if scales is None else shares * scales
+            applied = _dropped(shares, is_kept, place, ctx.dropout)
             for total, product in (
                 (piece.queries(of_q), torch.bmm(of_scores, _batch(piece.keys(k)))),
                 (piece.keys(of_k), torch.bmm(of_scores.transpose(1, 2), _batch(piece.queries(q)))),
@@ -212,17 +223,33 @@ class _Biased(torch.autograd.Function):
         return of_q, of_k, of_v, of_bias, None, None
 
 
-def _shares(piece: Piece, q: Tensor, k: Tensor, bias_HLL: Tensor | None) -> Tensor:
-    """(B, Q, L) of a piece: the softmax of its scores, computed in one tensor."""
+def _shares(piece: Piece, q: Tensor, k: Tensor, bias_HLL: Tensor | None, place: Tensor) -> Tensor:
+    """(B, Q, L) of a piece: the softmax of its scores, computed where they are kept."""
     own, others = _batch(piece.queries(q)), _batch(piece.keys(k)).transpose(1, 2)
+    scores = place.view(-1, piece.num_queries, piece.num_keys)
     if bias_HLL is None:
-        scores = torch.bmm(own, others)
+        torch.bmm(own, others, out=scores)
     else:
         bias = bias_HLL[:, : piece.num_queries, : piece.num_keys]
-        scores = bias.expand(piece.rows, *bias.shape).reshape(own.shape[0], *bias.shape[1:])
-        scores = scores.clone() if scores._base is not None else scores  # reshape may be a view
+        scores.unflatten(0, (piece.rows, -1)).copy_(bias)
         scores.baddbmm_(own, others)
     return _softmax(scores, -1, False, out=scores)
+
+
+def _placed(pieces: Sequence[Piece], heads: int) -> Iterator[tuple[Piece, slice]]:
+    """Each piece, and where its scores lie among all."""
+    starts = accumulate((heads * piece.num_scores for piece in pieces), initial=0)
+    place_of = {id(piece): start for piece, start in zip(pieces, starts, strict=False)}
+    for piece in each(pieces):
+        start = place_of[id(piece)]
+        yield piece, slice(start, start + heads * piece.num_scores)
+
+
+def _dropped(x_BQL: Tensor, is_kept: Tensor | None, place: slice, rate: float) -> Tensor:
+    """The same without what dropout takes, scaled up."""
+    if is_kept is None:
+        return x_BQL
+    return (x_BQL * is_kept[place].view(x_BQL.shape)).div_(1 - rate)
 
 
 def _batch(x_NHLC: Tensor) -> Tensor:
@@ -233,4 +260,3 @@ def _batch(x_NHLC: Tensor) -> Tensor:
 def is_wide(x: Tensor) -> bool:
     """Whether attend_biased takes tensors like this one: a processor's, of 32 or 64 bits."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-
