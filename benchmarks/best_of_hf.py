@@ -149,8 +149,8 @@ def _quartiles(values: Any) -> list[float]:
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     """The worst row first: the one that misses its targets by most."""
     lines = [
-        "| task | lengths | against no pads | its settings | against pads | its settings | peak MiB: "
-        "ours, no pads, pads | positions: ours, pads | products |",
+        "| task | lengths | against no pads | its settings | against pads | its settings | "
+        "peak MiB: ours, no pads, pads | positions: ours, pads | products |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(row) for row in sorted(found, key=_worst)]

@@ -91,10 +91,11 @@ def test_biases_are_added_and_have_a_gradient() -> None:
 
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_keys_that_no_query_reads_have_no_gradient(is_fused: bool) -> None:
-    queries, keys = [3, 0, 2], [2, 4, 3]
+    queries, keys = [3, 0, 3], [2, 4, 2]
     q = _drawn(queries, HEADS, 0)
     k, v = (_drawn(keys, HEADS, n) for n in (1, 2))
     pieces = pieces_of(_starts(queries), _starts(keys))
+    assert [piece.first_key for piece in pieces] == [0, 6], "keys between them belong to no query"
     mixed = attend(q, k, v, pieces) if is_fused else attend_biased(q, k, v, None, pieces)
     for gradient in torch.autograd.grad(mixed.square().sum(), (k, v)):
         assert bool((gradient[2:6] == 0).all())

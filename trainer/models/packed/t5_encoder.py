@@ -74,7 +74,7 @@ def _by_length(encoder: Any, batch: Mapping[str, Tensor]) -> AttendBy:
         dropout = table.dropout if encoder.training else 0.0
         if is_long:
             return in_streams(table, batch, dropout=dropout)
-        if is_wide(table.relative_attention_bias.weight):
+        if cells.device.type == "cpu" and is_wide(table.relative_attention_bias.weight):
             return in_short_rows(table, rows, dropout=dropout)
         return in_grids(table, grids, cells, dropout=dropout)
 
