@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.models.fused import like, stock_of
-from trainer.models.lean.dropout import Draw, rate_of
+from trainer.models.lean.dropout import Draw, TorchDraw, rate_of
 from trainer.models.lean.remade import Remade
 
 
@@ -47,8 +47,19 @@ class Down(nn.Linear):
         """
         if not rate and remade is None and input.dtype == self.weight.dtype:
             return F.linear(input, self.weight)
-        draw = Draw(input.device, rate)
-        return _Low.apply(input, self.weight, draw, remade)  # pyright: ignore[reportReturnType]
+        return low_of(input, self.weight, TorchDraw(input.device, rate), remade)
+
+
+def lowered(down: Any, dropout: Any, input: Tensor) -> Tensor:
+    """down(dropout(input)) of an adapter, which keeps the input alone if the adapter can."""
+    return down(input, rate_of(dropout)) if isinstance(down, Down) else down(dropout(input))
+
+
+def low_of(input: Tensor, weight_RD: Tensor, draw: Draw, remade: Remade | None = None) -> Tensor:
+    """(..., D) -> (..., R): F.linear(dropped input in the weight's dtype, weight). It keeps the
+    input, or what that is made of.
+    """
+    return _Low.apply(input, weight_RD, draw, remade)  # pyright: ignore[reportReturnType]
 
 
 class _Low(torch.autograd.Function):
@@ -91,8 +102,9 @@ def _kind(stock: type[nn.Module]) -> type[nn.Module]:
 def _forward(
     self: Any, x: Tensor, *given: Any, remade: Remade | None = None, **named: Any
 ) -> Tensor:
-    name = _plain_adapter(self)
-    if name is None or given or named or torch.compiler.is_compiling():
+    is_stock = torch.compiler.is_compiling() or given or named
+    name = None if is_stock else _plain_adapter(self)
+    if name is None:
         return stock_of(self).forward(self, x, *given, **named)
     result = self.base_layer(x)
     dtype, up = result.dtype, self.lora_B[name]

@@ -6,7 +6,7 @@ which the host knows without waiting for the device, and the whole state (5,056 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,6 @@ def rate_of(dropout: nn.Module) -> float:
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
-def can_redraw(rate: float) -> bool:
-    """Whether F.dropout at this rate is one that `Draw` draws: torch computes 1 in another way."""
-    return 0.0 <= rate < 1.0
-
-
 class Dropped(NamedTuple):
     """A tensor after its dropout, and what its gradient is multiplied with: on the CPU 0 or
     1 / (1 - rate) in the tensor's dtype, elsewhere a mask of one byte.
@@ -34,10 +29,25 @@ class Dropped(NamedTuple):
     mask: Tensor
 
 
-class Draw:
-    """The dropout of one tensor, which is drawn in the forward pass and again in the backward pass.
+class Draw(Protocol):
+    """The dropout of one tensor, drawn in the forward pass and again in the backward pass."""
 
-    Made just before the first draw. The draws of others in between are not disturbed.
+    def first(self, input: Tensor) -> Tensor:
+        """The tensor after its dropout. Called once."""
+        ...
+
+    def again(self, input: Tensor) -> Dropped:
+        """The same dropout of a tensor of the same shape, strides and dtype."""
+        ...
+
+    def gradient(self, of_values: Tensor, dropped: Dropped) -> Tensor:
+        """The gradient of the input, of that of `dropped.values`."""
+        ...
+
+
+class TorchDraw(Draw):
+    """F.dropout at a rate. Made just before the first draw; draws of others in between are
+    not disturbed.
     """
 
     def __init__(self, device: torch.device, rate: float) -> None:
@@ -45,11 +55,9 @@ class Draw:
         self._state = _state_of(device) if rate else None
 
     def first(self, input: Tensor) -> Tensor:
-        """F.dropout(input, rate)"""
         return F.dropout(input, self._rate) if self._rate else input
 
     def again(self, input: Tensor) -> Dropped:
-        """The same dropout of a tensor of the same shape, strides and dtype."""
         if self._state is None or not input.numel():
             return Dropped(input, input)
         now = _state_of(self._device)
@@ -60,10 +68,9 @@ class Draw:
             _set_state(self._device, now)
 
     def gradient(self, of_values: Tensor, dropped: Dropped) -> Tensor:
-        """The gradient of the input, of that of `dropped.values`."""
         if self._state is None or not of_values.numel():
             return of_values
-        if of_values.device.type == "cpu":
+        if of_values.device.type == "cpu" or self._rate == 1.0:
             return of_values * dropped.mask
         return _aten.native_dropout_backward(of_values, dropped.mask, 1 / (1 - self._rate))
 
@@ -72,6 +79,9 @@ def _dropped(input: Tensor, rate: float) -> Dropped:
     """F.dropout of a tensor with numbers in it, as torch 2.11 to 2.13 computes it (ATen,
     native/Dropout.cpp).
     """
+    if rate == 1.0:
+        mask = torch.zeros_like(input)
+        return Dropped(input * mask, mask)
     if input.device.type == "cpu":
         mask = torch.empty_like(input).bernoulli_(1 - rate).div_(1 - rate)
         return Dropped(input * mask, mask)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.models.families import FAMILIES
 from trainer.models.fused import like, stock_of
-from trainer.models.lean.dropout import Draw, rate_of
+from trainer.models.lean.dropout import Draw, TorchDraw, rate_of
 from trainer.models.lean.remade import Remade, call
 
 Activation = Callable[[Tensor], Tensor]
@@ -28,13 +28,13 @@ def keep_less(model: nn.Module) -> None:
     decides: there the stock code runs.
     """
     for module in model.modules():
-        if type(module).__name__ in _CLASSES:
+        if type(module).__name__ in CLASSES:
             forwards = [_FORWARDS[name] for name in _FORWARDS if hasattr(module, name)]
             if len(forwards) == 1 and type(module).forward not in forwards:
                 module.__class__ = like(type(module), forwards[0])
 
 
-_CLASSES = {row.gated for row in FAMILIES.values() if row.gated}
+CLASSES = {row.gated for row in FAMILIES.values() if row.gated}
 
 
 def _of_two(self: Any, hidden: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ _FORWARDS = {
 
 def _product(gate: Tensor, up: Tensor, act: nn.Module, dropout: nn.Module) -> tuple[Tensor, Remade]:
     """dropout(act(gate) * up), and how it is made again."""
-    draw = Draw(gate.device, rate_of(dropout))
+    draw = TorchDraw(gate.device, rate_of(dropout))
     # its forward(): hooks, such as ZeRO-3's, would run again in the backward pass
     inner: Any = _Product.apply(gate, up, act.forward, draw)
 
