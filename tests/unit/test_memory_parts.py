@@ -26,7 +26,7 @@ from trainer.data.order import Sharding, Sizes, window_rows
 from trainer.devices import GIB, device_of
 from trainer.launch import choose
 from trainer.launch.prepare import PreparedRun
-from trainer.plan.memory import plan_text
+from trainer.plan.memory import measure, plan_text
 from trainer.plan.memory.advice import (
     Advice,
     Fix,

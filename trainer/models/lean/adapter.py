@@ -116,7 +116,7 @@ def _plain_adapter(layer: Any) -> str | None:
     """The name of the adapter that a layer adds, if that is one alone and peft adds it as
     base(x) + B(A(dropout(x))) * scale; otherwise None.
     """
-    if layer.disable_adapters or layer.merged or layer.lora_variant or len(layer.lora_A) != 1:
+    if layer.disable_adapters or layer.merged or len(layer.lora_A) != 1:
         return None
     (name,) = layer.lora_A
     is_cast = layer.cast_input_dtype_enabled
