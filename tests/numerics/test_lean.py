@@ -208,6 +208,13 @@ def test_what_a_block_keeps_is_the_two_factors_and_each_input_once() -> None:
     assert stocks.kept == 4 * (2 * 2 * rows * width + 2 * rows * inner + 3 * rows * inner + lows)
 
 
+def test_an_activation_with_weights_of_its_own_trains_them() -> None:
+    stock = built(EVERY["llama"], AutoModelForCausalLM, hidden_act="xielu", num_hidden_layers=1)
+    lean = lean_of(stock)
+    assert type(lean.model.layers[0].mlp) is type(stock.model.layers[0].mlp)
+    assert type(lean.model.layers[0].mlp.act_fn).__name__ == "XIELUActivation"
+
+
 @pytest.mark.parametrize(
     ("of_input", "of_adapter"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],

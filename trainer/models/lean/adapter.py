@@ -52,7 +52,7 @@ class Down(nn.Linear):
 
 def lowered(down: Any, dropout: Any, input: Tensor) -> Tensor:
     """down(dropout(input)) of an adapter, which keeps the input alone if the adapter can."""
-    return down(input, rate_of(dropout)) if isinstance(down, Down) else down(dropout(input))
+    return down(input, rate=rate_of(dropout)) if isinstance(down, Down) else down(dropout(input))
 
 
 def low_of(input: Tensor, weight_RD: Tensor, draw: Draw, remade: Remade | None = None) -> Tensor:
@@ -108,7 +108,8 @@ def _forward(
         return stock_of(self).forward(self, x, *given, **named)
     result = self.base_layer(x)
     dtype, up = result.dtype, self.lora_B[name]
-    low = self.lora_A[name](x, rate_of(self.lora_dropout[name]), remade)
+    # by their names: hooks of ZeRO-3 look through what is given by place
+    low = self.lora_A[name](x, rate=rate_of(self.lora_dropout[name]), remade=remade)
     return (result + scaled(up, low, self.scaling[name])).to(dtype)
 
 

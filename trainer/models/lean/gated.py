@@ -8,7 +8,7 @@ backward pass, by the code of the model, so that no bit changes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,13 @@ def keep_less(model: nn.Module) -> None:
     decides: there the stock code runs.
     """
     for module in model.modules():
-        if type(module).__name__ in CLASSES:
-            forwards = [_FORWARDS[name] for name in _FORWARDS if hasattr(module, name)]
-            if len(forwards) == 1 and type(module).forward not in forwards:
-                module.__class__ = like(type(module), forwards[0])
+        if type(module).__name__ not in CLASSES:
+            continue
+        for form in _FORMS:
+            # an activation with weights (xIELU) has gradients of its own
+            is_ours = hasattr(module, form.first) and not [*getattr(module, form.act).parameters()]
+            if is_ours and type(module).forward is not form.forward:
+                module.__class__ = like(type(module), form.forward)
 
 
 CLASSES = {row.gated for row in FAMILIES.values() if row.gated}
@@ -73,23 +76,35 @@ def _of_modernbert(self: Any, hidden: Tensor) -> Tensor:
     return call(self.Wo, *_product(gate, up, self.act, self.drop))
 
 
-# A layer of which kind holds which module.
-_FORWARDS = {
-    "gate_proj": _of_two,
-    "gate_up_proj": _of_one,
-    "wi_0": _of_t5,
-    "Wi": _of_modernbert,
-}
+class _Form(NamedTuple):
+    """The layers that hold a module of the name `first`, and their activation as `act`."""
+
+    first: str
+    act: str
+    forward: Callable[[Any, Tensor], Tensor]
 
 
-def _product(gate: Tensor, up: Tensor, act: nn.Module, dropout: nn.Module) -> tuple[Tensor, Remade]:
-    """dropout(act(gate) * up), and how it is made again."""
+_FORMS = (
+    _Form("gate_proj", "act_fn", _of_two),
+    _Form("gate_up_proj", "activation_fn", _of_one),
+    _Form("wi_0", "act", _of_t5),
+    _Form("Wi", "act", _of_modernbert),
+)
+
+
+def _product(
+    gate: Tensor, up: Tensor, act: nn.Module, dropout: nn.Module
+) -> tuple[Tensor, Remade | None]:
+    """dropout(act(gate) * up), and how it is made again in a backward pass."""
     draw = TorchDraw(gate.device, rate_of(dropout))
     # its forward(): hooks, such as ZeRO-3's, would run again in the backward pass
-    inner: Any = _Product.apply(gate, up, act.forward, draw)
+    activation = act.forward
+    if not torch.is_grad_enabled():
+        return draw.first(activation(gate) * up), None
+    inner: Any = _Product.apply(gate, up, activation, draw)
 
     def remake(gate: Tensor, up: Tensor) -> Tensor:
-        return draw.again(act.forward(gate) * up).values
+        return draw.again(activation(gate) * up).values
 
     return inner, Remade(remake, (gate, up))
 

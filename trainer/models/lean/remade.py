@@ -19,6 +19,6 @@ class Remade:
     sources: tuple[Tensor, ...]
 
 
-def call(layer: Any, input: Tensor, remade: Remade) -> Tensor:
+def call(layer: Any, input: Tensor, remade: Remade | None) -> Tensor:
     """layer(input), which keeps the sources of its input instead of the input if it can."""
     return layer(input, remade=remade) if getattr(layer, "takes_remade", False) else layer(input)
