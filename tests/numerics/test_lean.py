@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,11 +53,13 @@ class Passed:
 def passed(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Passed:
     """Forward and backward under seed 7, of the sum of squares of what `run` gives."""
     storages: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shapes: set[tuple[int, ...]] = set()
 
     def keep(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
             shapes.add(tuple(tensor.shape))
         return tensor
 
@@ -190,12 +193,12 @@ def test_what_a_block_keeps_is_the_two_factors_and_each_input_once() -> None:
     hidden = torch.randn(rows, width, requires_grad=True)
     other = passed(mlp, lambda model: model(hidden))
     lows, factors = 3 * rows * r, 2 * rows * inner
-    # and the lows times the scale, which B keeps instead
-    assert other.kept == 4 * (rows * width + factors + lows)
+    masks = 2 * rows * width + rows * inner  # of a byte, for a processor
+    assert other.kept == 4 * (rows * width + factors + lows) + masks
     assert (rows, inner) in other.places
     stocks = passed(stock.model.layers[0].mlp, lambda model: model(hidden))
-    # also a mask of 4 bytes and what is left of each input, silu's result; the input of silu
-    assert stocks.kept == 4 * (2 * 2 * rows * width + 2 * rows * inner + 3 * rows * inner + lows)
+    # a mask of four bytes a number and what dropout left of each input; silu's result
+    assert stocks.kept == 4 * (2 * (2 * rows * width + rows * inner) + 3 * rows * inner + lows)
 
 
 def test_an_activation_with_weights_of_its_own_trains_them() -> None:
@@ -272,14 +275,42 @@ def test_a_mask_is_drawn_again_and_other_draws_are_not_disturbed(
     (gradient,) = torch.autograd.grad(want.sum(), input)
     torch.manual_seed(5)
     draw = TorchDraw(input.device, rate)
-    assert torch.equal(draw.first(input), want)
+    first = draw.first(input)
+    assert torch.equal(first.values, want)
     after = torch.rand(3)
-    dropped = draw.again(input.detach())
+    again = draw.again(input.detach(), *first.kept)
     then = torch.rand(3)
-    assert torch.equal(dropped.values, want)
-    assert torch.equal(draw.gradient(torch.ones_like(want), dropped), gradient)
+    assert torch.equal(again.values, want)
+    assert torch.equal(draw.gradient(torch.ones_like(want), again.factor), gradient)
     torch.manual_seed(5)
     F.dropout(input, rate)
+    assert torch.equal(after, torch.rand(3))
+    assert torch.equal(then, torch.rand(3))
+
+
+def test_a_device_that_draws_fast_keeps_no_mask_but_its_generators_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A processor plays the device: its generator, and its tensors."""
+    module = SimpleNamespace(
+        get_rng_state=lambda device: torch.get_rng_state(),
+        set_rng_state=lambda state, device: torch.set_rng_state(state),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    input = torch.randn(40, 30).requires_grad_()
+    torch.manual_seed(5)
+    draw = TorchDraw(torch.device("meta"), 0.4)
+    first = draw.first(input)
+    (gradient,) = torch.autograd.grad(first.values.sum(), input)
+    assert not first.kept
+    after = torch.rand(3)
+    again = draw.again(input.detach())
+    then = torch.rand(3)
+    assert torch.equal(again.values == 0, first.values == 0)
+    assert torch.allclose(again.values, first.values)  # on a processor torch multiplies twice
+    assert torch.allclose(draw.gradient(torch.ones_like(input), again.factor), gradient)
+    torch.manual_seed(5)
+    F.dropout(input, 0.4)
     assert torch.equal(after, torch.rand(3))
     assert torch.equal(then, torch.rand(3))
 

@@ -18,7 +18,7 @@ from trainer.driven.together.adapter_set import AdapterSet, LayerOfAdapters, dra
 from trainer.errors import ConfigError
 from trainer.models.head import OutputLayer
 from trainer.models.lean.adapter import low_of
-from trainer.models.lean.dropout import Draw, Dropped
+from trainer.models.lean.dropout import Again, Draw, First
 from trainer.runtime.batch import name_batch_when_out_of_memory, to_device
 
 if TYPE_CHECKING:
@@ -39,19 +39,27 @@ class _SeededDraw(Draw):
     rate: float
     seed: int
 
-    def first(self, input: Tensor) -> Tensor:
-        return self.again(input).values if self.rate else input
-
-    def again(self, input: Tensor) -> Dropped:
+    def first(self, input: Tensor) -> First:
         if not self.rate:
-            return Dropped(input, input)
+            return First(input, ())
+        stays = self._stays(input)
+        # a processor draws slowly (models/lean/dropout.py)
+        kept = (stays.bool(),) if input.device.type == "cpu" else ()
+        return First(input * stays / (1 - self.rate), kept)
+
+    def again(self, input: Tensor, *kept: Tensor) -> Again:
+        if not self.rate:
+            return Again(input, input)
+        stays = kept[0].to(input.dtype) if kept else self._stays(input)
+        return Again(input * stays / (1 - self.rate), stays)
+
+    def gradient(self, of_values: Tensor, factor: Tensor) -> Tensor:
+        return of_values / (1 - self.rate) * factor if self.rate else of_values
+
+    def _stays(self, input: Tensor) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(self.seed)
         stays = torch.empty_like(input, requires_grad=False)
-        stays.bernoulli_(1 - self.rate, generator=generator)
-        return Dropped(input * stays / (1 - self.rate), stays)
-
-    def gradient(self, of_values: Tensor, dropped: Dropped) -> Tensor:
-        return of_values / (1 - self.rate) * dropped.mask if self.rate else of_values
+        return stays.bernoulli_(1 - self.rate, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class PackPart:
 
     def dropped(self, layer: LayerOfAdapters, input_MD: Tensor) -> Tensor:
         """The input of an adapter after its dropout."""
-        return self._draw(layer, input_MD.device).first(input_MD)
+        return self._draw(layer, input_MD.device).first(input_MD).values
 
     def _draw(self, layer: LayerOfAdapters, device: torch.device) -> _SeededDraw:
         if self.seed is None or not layer.dropout:

@@ -2,8 +2,8 @@
 
 peft computes base(x) + B(A(dropout(x))) * scale. torch keeps dropout(x) and its mask for each of
 the layers that read the same x, seven times in a Llama's block. Here A keeps x, which these layers
-share, or what x is made of (remade.py), and draws the mask again in the backward pass. Every bit is
-peft's: `base`, A and B are called as modules in peft's order, so that hooks see what they saw.
+share, or what x is made of (remade.py), and drops again in the backward pass (dropout.py). Every
+bit is peft's: `base`, A and B are called as modules in peft's order, so that hooks see the same.
 """
 
 # N tokens, D width of the input, R rank
@@ -70,25 +70,28 @@ class _Low(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor, draw: Draw, remade: Remade | None
     ) -> Tensor:
         sources = (input,) if remade is None else [one.detach() for one in remade.sources]
-        ctx.save_for_backward(weight, *sources)
+        values, kept = draw.first(input.to(weight.dtype))
+        ctx.save_for_backward(weight, *sources, *kept)
+        ctx.num_sources = len(sources)
         ctx.draw, ctx.remake = draw, remade and remade.remake
         ctx.shape, ctx.dtype = input.shape, input.dtype
-        return F.linear(draw.first(input.to(weight.dtype)), weight)
+        return F.linear(values, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        weight_RD, *sources = ctx.saved_tensors
+        weight_RD, *tensors = ctx.saved_tensors
+        sources, kept = tensors[: ctx.num_sources], tensors[ctx.num_sources :]
         input = sources[0] if ctx.remake is None else ctx.remake(*sources)
-        dropped = ctx.draw.again(input.to(weight_RD.dtype))
+        values, factor = ctx.draw.again(input.to(weight_RD.dtype), *kept)
         gradient_NR = gradient.reshape(-1, gradient.shape[-1])
         of_input = of_weight = None
         if ctx.needs_input_grad[1]:
-            values_ND = dropped.values.reshape(-1, ctx.shape[-1])
+            values_ND = values.reshape(-1, ctx.shape[-1])
             of_weight = gradient_NR.t().mm(values_ND)
         if ctx.needs_input_grad[0]:
             of_values = gradient_NR.mm(weight_RD).view(ctx.shape)
-            of_input = ctx.draw.gradient(of_values, dropped).to(ctx.dtype)
+            of_input = ctx.draw.gradient(of_values, factor).to(ctx.dtype)
         return of_input, of_weight, None, None
 
 

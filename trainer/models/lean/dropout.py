@@ -1,7 +1,8 @@
-"""Dropout whose mask is drawn again in the backward pass, with the bits of F.dropout.
+"""Dropout whose output is computed again in the backward pass, with the bits of F.dropout.
 
-A mask follows from the state of the device's generator before the draw: seed and offset on CUDA,
-which the host knows without waiting for the device, and the whole state (5,056 bytes) on the CPU.
+On a GPU the mask is drawn again: it follows from the state of the device's generator before the
+draw, seed and offset, which the host knows without waiting for the device. A processor takes 5 ns
+to draw a number, as long as for a product of 16 ranks, so that there a mask of one byte is kept.
 """
 
 from __future__ import annotations
@@ -20,82 +21,84 @@ def rate_of(dropout: nn.Module) -> float:
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
-class Dropped(NamedTuple):
-    """A tensor after its dropout, and what its gradient is multiplied with: on the CPU 0 or
-    1 / (1 - rate) in the tensor's dtype, elsewhere a mask of one byte.
-    """
+class First(NamedTuple):
+    """A tensor after its dropout, and what has to be kept to repeat it."""
 
     values: Tensor
-    mask: Tensor
+    kept: tuple[Tensor, ...]
+
+
+class Again(NamedTuple):
+    """A tensor after its dropout, and what `Draw.gradient` needs."""
+
+    values: Tensor
+    factor: Tensor
 
 
 class Draw(Protocol):
-    """The dropout of one tensor, drawn in the forward pass and again in the backward pass."""
+    """The dropout of one tensor in the forward pass, and the same one in the backward pass."""
 
-    def first(self, input: Tensor) -> Tensor:
+    def first(self, input: Tensor) -> First:
         """The tensor after its dropout. Called once."""
         ...
 
-    def again(self, input: Tensor) -> Dropped:
+    def again(self, input: Tensor, *kept: Tensor) -> Again:
         """The same dropout of a tensor of the same shape, strides and dtype."""
         ...
 
-    def gradient(self, of_values: Tensor, dropped: Dropped) -> Tensor:
-        """The gradient of the input, of that of `dropped.values`."""
+    def gradient(self, of_values: Tensor, factor: Tensor) -> Tensor:
+        """The gradient of the input, of that of the values."""
         ...
 
 
 class TorchDraw(Draw):
-    """F.dropout at a rate. Made just before the first draw; draws of others in between are
-    not disturbed.
+    """F.dropout at a rate, as torch 2.11 to 2.13 computes it (ATen, native/Dropout.cpp). Made just
+    before the first draw; draws of others in between are not disturbed.
     """
 
     def __init__(self, device: torch.device, rate: float) -> None:
-        self._rate, self._device = rate, device
-        self._state = _state_of(device) if rate else None
+        self._rate = rate
+        self._draws = 0.0 < rate < 1.0  # torch computes a rate of 1 without a draw
+        self._device = None if device.type == "cpu" else device
+        self._state = _state_of(device) if self._draws and self._device else None
 
-    def first(self, input: Tensor) -> Tensor:
-        return F.dropout(input, self._rate) if self._rate else input
+    def first(self, input: Tensor) -> First:
+        if not self._rate or not input.numel():
+            return First(input, ())
+        if self._state is not None:
+            return First(F.dropout(input, self._rate), ())
+        mask = torch.empty_like(input, dtype=torch.bool)
+        mask = mask.bernoulli_(1 - self._rate) if self._draws else mask.fill_(False)
+        return First(input * self._factor(mask, input.dtype), (mask,))
 
-    def again(self, input: Tensor) -> Dropped:
-        if self._state is None or not input.numel():
-            return Dropped(input, input)
+    def again(self, input: Tensor, *kept: Tensor) -> Again:
+        if kept:
+            factor = self._factor(kept[0], input.dtype)
+            return Again(input * factor, factor)
+        if self._state is None or self._device is None or not input.numel():
+            return Again(input, input)
         now = _state_of(self._device)
         _set_state(self._device, self._state)
         try:
-            return _dropped(input, self._rate)
+            return Again(*torch.native_dropout(input, self._rate, True))
         finally:
             _set_state(self._device, now)
 
-    def gradient(self, of_values: Tensor, dropped: Dropped) -> Tensor:
-        if self._state is None or not of_values.numel():
+    def gradient(self, of_values: Tensor, factor: Tensor) -> Tensor:
+        if not self._rate or not of_values.numel():
             return of_values
-        if of_values.device.type == "cpu" or self._rate == 1.0:
-            return of_values * dropped.mask
-        return _aten.native_dropout_backward(of_values, dropped.mask, 1 / (1 - self._rate))
+        if self._state is None:
+            return of_values * factor
+        return _aten.native_dropout_backward(of_values, factor, 1 / (1 - self._rate))
 
-
-def _dropped(input: Tensor, rate: float) -> Dropped:
-    """F.dropout of a tensor with numbers in it, as torch 2.11 to 2.13 computes it (ATen,
-    native/Dropout.cpp).
-    """
-    if rate == 1.0:
-        mask = torch.zeros_like(input)
-        return Dropped(input * mask, mask)
-    if input.device.type == "cpu":
-        mask = torch.empty_like(input).bernoulli_(1 - rate).div_(1 - rate)
-        return Dropped(input * mask, mask)
-    return Dropped(*torch.native_dropout(input, rate, True))
+    def _factor(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """What numbers are multiplied with: 0 or 1 / (1 - rate) in their dtype."""
+        return mask.to(dtype).div_(1 - self._rate) if self._draws else mask.to(dtype)
 
 
 def _state_of(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
     return torch.get_device_module(device).get_rng_state(device)
 
 
 def _set_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+    torch.get_device_module(device).set_rng_state(state, device)

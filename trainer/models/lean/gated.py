@@ -100,32 +100,37 @@ def _product(
     # its forward(): hooks, such as ZeRO-3's, would run again in the backward pass
     activation = act.forward
     if not torch.is_grad_enabled():
-        return draw.first(activation(gate) * up), None
-    inner: Any = _Product.apply(gate, up, activation, draw)
+        return draw.first(activation(gate) * up).values, None
+    made: Any = _Product.apply(gate, up, activation, draw)
+    inner, *kept = made
 
-    def remake(gate: Tensor, up: Tensor) -> Tensor:
-        return draw.again(activation(gate) * up).values
+    def remake(gate: Tensor, up: Tensor, *kept: Tensor) -> Tensor:
+        return draw.again(activation(gate) * up, *kept).values
 
-    return inner, Remade(remake, (gate, up))
+    return inner, Remade(remake, (gate, up, *kept))
 
 
 class _Product(torch.autograd.Function):
-    """dropout(act(gate) * up)"""
+    """(dropout(act(gate) * up), what `draw` keeps)"""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, act: Activation, draw: Draw) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(gate, up)
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gate: Tensor, up: Tensor, act: Activation, draw: Draw
+    ) -> tuple[Tensor, ...]:
+        values, kept = draw.first(act(gate) * up)
+        ctx.save_for_backward(gate, up, *kept)
+        ctx.mark_non_differentiable(*kept)
         ctx.act, ctx.draw = act, draw
-        return draw.first(act(gate) * up)
+        return values, *kept
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate, up = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate, up, *kept = ctx.saved_tensors
         with torch.enable_grad():
             leaf = gate.detach().requires_grad_(ctx.needs_input_grad[0])
             opened = ctx.act(leaf)
-        gradient = ctx.draw.gradient(gradient, ctx.draw.again(opened.detach()))
+        gradient = ctx.draw.gradient(gradient, ctx.draw.again(opened.detach(), *kept).factor)
         of_gate = of_up = None
         if ctx.needs_input_grad[0]:
             (of_gate,) = torch.autograd.grad(opened, leaf, gradient * up)
