@@ -825,6 +825,24 @@ RETRIEVER = wording(
     passages_to_score_absent="want passages to score",
     row_without_passages="want positive_passages and negative_passages",
 )
+BATCHES = wording(
+    ConfigError,
+    batches_say_nothing="data.batches says nothing",
+    batches_without_negatives="data.batches puts rows together that are each other's negatives",
+    one_source_of_no_mix='data.batches.source="one" is of a mix',
+    topics_of_a_mix="data.batches.topics of a mix: a step has one topic",
+    batches_and_order="data.batches and train.{key} both say which rows a step has",
+    source_without_topics="the rows of {source} say no topic",
+    field_with_clusters='by="field" forms no clusters',
+    model_of_topics_unread='by="{by}" reads no model',
+    topics_model_absent="data.batches.topics.model: there is no folder {folder}. Give",
+    topics_other_tokenizer="has another tokenizer than this experiment, whose tokens it would read",
+    clusters_above_rows="clusters={got}: got more clusters than the {rows} training rows",
+) | wording(
+    DataError,
+    step_of_distinct_rows="got a step of {want} rows for which the data have only {got} without",
+    row_without_topic="query {id!r} has no ...topic",
+)
 SUMMARISER = wording(
     ConfigError,
     draws_no_summaries="draws no summaries. Leave out {flag}.",
@@ -1402,6 +1420,7 @@ ROOMS: dict[str, dict[str, Wording]] = {
     "cross attention": CROSS_ATTENTION,
     "fid": FID,
     "retriever": RETRIEVER,
+    "batches": BATCHES,
     "summariser": SUMMARISER,
     "vera": VERA,
     "training": TRAINING,

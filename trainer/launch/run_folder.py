@@ -17,6 +17,7 @@ from trainer.config.identity import digest
 from trainer.config.userfile import kind
 from trainer.data import left_out
 from trainer.data.content import content_of, content_of_rows, rows_of
+from trainer.data.mixed.store import sources_in
 from trainer.data.stream.store import is_streamed
 from trainer.errors import ConfigError, DataError, LatheError, ResumeError, StorageError
 from trainer.exports import card, record
@@ -24,7 +25,7 @@ from trainer.files.atomic import read_json, refusals, refuse_link_out, write_jso
 from trainer.files.held_lock import HeldLock
 from trainer.metrics import own
 from trainer.models import base_source
-from trainer.protocol.abilities import LearnsFromTeacher
+from trainer.protocol.abilities import ArrangesRows, LearnsFromTeacher
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.survival import groups, lifeline
@@ -53,6 +54,7 @@ WRITTEN_AGAIN = (
     "memory_plan.json",
 )
 _TEACHER = "teacher"  # the key of its digest in data.json
+_TOPICS = "topics of data.batches"  # the key of their digest in data.json
 _OF_RUN = "weights of the run before"  # the key of their digest in data.json
 _NEW_SHARES = (
     " The rule of data.valid_share is another one than before 2026-11-26 (CHANGELOG.md): a run "
@@ -240,6 +242,10 @@ def identity_of(
     teacher = task.teacher_fingerprint() if isinstance(task, LearnsFromTeacher) else None
     if teacher is not None:
         now[_TEACHER] = teacher
+    if isinstance(task, ArrangesRows) and "train" in stores:
+        arrangement = task.arrangement(stores["train"], sources_in(stores["train"]))
+        if arrangement is not None and arrangement.digest is not None:
+            now[_TOPICS] = arrangement.digest
     of_run = base_source.begun_with(plan.cfg.base, places)
     return now if of_run is None else {**now, _OF_RUN: of_run}
 

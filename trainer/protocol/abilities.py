@@ -368,6 +368,17 @@ class Packs(Protocol):
 
 
 @runtime_checkable
+class ArrangesRows(Protocol):
+    """The ability to say which rows belong together in a step."""
+
+    def arrangement(self, store: Any, sources: tuple[int, ...]) -> Any:
+        """The Arrangement (trainer/data/arranged) of the rows of a split's token store; None: any
+        rows may share a step. sources: the rows of each source of a mix.
+        """
+        ...
+
+
+@runtime_checkable
 class Mixes(Protocol):
     """The ability to read rows from several sources (data.mix)."""
 

@@ -12,8 +12,10 @@ from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.formats.layouts import QUERIES, QUESTIONS, TEVATRON, Layout, Purpose
 from trainer.config.own_rows import OwnRows
 from trainer.config.schema import Experiment
+from trainer.tasks.retriever.batching.config import Batching
 
 Selection = Literal["by_epoch", "drawn", "first"]
+_WITH_TOPICS = ("files", "tevatron", "hub")  # sources whose rows may say their topic
 
 
 class Data(OwnRows):
@@ -44,7 +46,7 @@ class Data(OwnRows):
         }
     )
 
-    unstreamed: ClassVar[tuple[str, ...]] = ("corpus",)
+    unstreamed: ClassVar[tuple[str, ...]] = ("corpus", "batches")
     purposes: ClassVar[tuple[Purpose, ...]] = ("query",)
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
         "corpus",
@@ -98,6 +100,8 @@ class Data(OwnRows):
     """Whether texts end with the tokenizer's end-of-sequence token."""
     pad_to_multiple_of: Positive = 8
     """Where rows are padded: to a multiple of it, but never beyond the limits above."""
+    batches: Batching | None = None
+    """Which rows stand together in a step; None: any."""
 
     def layout(self) -> Layout | None:
         if self.source in ("files", "fid"):
@@ -366,6 +370,29 @@ class Config(Experiment):
                 f'loss.{asks}: {key}="{reads}" has no scores of a teacher. Use "fid", or name a '
                 "file of scores in data.scores"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_can_be_made(self) -> Config:
+        batches, data, train = self.data.batches, self.data, self.train
+        if batches is None:
+            return self
+        reason = None
+        if batches == Batching():
+            reason = "says nothing: name source, distinct or topics, or leave it out"
+        elif self.form == "cross" or self.loss.kind == "triplet" or not self.loss.contrastive:
+            reason = "puts rows together that are each other's negatives, and here none is"
+        elif batches.source == "one" and not data.mix:
+            reason = '.source="one" is of a mix: name its sources in data.mix, or leave it out'
+        elif batches.topics is not None and data.mix and batches.source == "mixed":
+            reason = '.topics of a mix: a step has one topic, want source="one" besides'
+        elif train.bucket_steps > 1 or train.order == "as_given":
+            key = "order" if train.order == "as_given" else "bucket_steps"
+            reason = f" and train.{key} both say which rows a step has: leave one of them out"
+        elif batches.reads_topics and data.reads not in _WITH_TOPICS:
+            reason = f'.topics.by="field": the rows of {data.reads!r} say no topic. Use "words"'
+        if reason is not None:
+            raise ValueError(f"data.batches{'' if reason[0] in '. ' else ' '}{reason}")
         return self
 
     @model_validator(mode="after")
