@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from exp_configs import vary
-from tests.contract.runs import train, untimed
+from tests.contract.runs import untimed
 from tests.facts import experiment, write_facts
-from tests.runs.test_mixes import read_rows
-from tests.wording import refused
+from tests.runs.test_mixes import command, read_rows
+from tests.wording import says
 
 STEPS = 16
 BATCHES: dict[str, dict[str, Any]] = {
@@ -62,9 +62,13 @@ def test_a_killed_run_goes_on_with_its_arranged_steps_and_on_other_ranks_has_the
 
 def test_a_run_that_would_go_on_with_other_topics_is_refused(folder: Path, tmp_path: Path) -> None:
     values = vary(values_of(folder, "topics"), train={"save_every": 1})
-    train(values, folder, tmp_path / "results", until=2)
-    (kept,) = (tmp_path / "results").parent.glob("**/topics.npy")
+    assert command(folder, tmp_path / "runs", values, "--until", "2").returncode == 10
+    (kept,) = (folder / "cache" / "topics").glob("*/topics.npy")
     topics = np.load(kept)
-    np.save(kept, topics[::-1].copy())
-    with refused("data_changed", key="topics of data.batches"):
-        train(values, folder, tmp_path / "results")
+    try:
+        np.save(kept, topics[::-1].copy())
+        done = command(folder, tmp_path / "runs", values)
+    finally:
+        np.save(kept, topics)
+    assert done.returncode == 2, done.stderr
+    says("run_changed", done.stderr, key="topics of data.batches")

@@ -154,7 +154,9 @@ def test_what_becomes_of_the_rows_is_told(folder: Path) -> None:
     found = report(cfg, task, ["train"], cache_dir=folder / "cache")
     told = found["splits"]["train"]["batches"]
     assert told == {"rows": 60, "left_out": 0, "mixed": 0, "sharing": 60, "topics": 3}
-    assert "3 topics: 0 rows fill no step" in table.text(found, is_coloured=False).replace("\n", " ")
+    assert "3 topics: 0 rows fill no step" in table.text(found, is_coloured=False).replace(
+        "\n", " "
+    )
 
 
 def test_ids_are_those_of_before_where_batches_read_nothing(folder: Path) -> None:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
+from trainer.config.auto import CHUNKS, chunk_tokens
 from trainer.config.identity import digest
 from trainer.data import left_out
 from trainer.data.content import Content, content_of, shared_test_rows, valid_splits
@@ -78,8 +79,12 @@ class PreparedRun:
             rows: RowsByNumber = Specimens(self.task)
         else:
             rows = StoredRows(train, self.task, "train")
+        values = with_value(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing)
+        tokens = chunk_tokens(plan.cfg)
+        if tokens is not None:
+            values = with_value(values, CHUNKS, tokens)
         return Subject(
-            with_value(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing),
+            values,
             plan.cfg,
             plan.ds,
             plan.sharding,
@@ -111,7 +116,7 @@ class PreparedRun:
         digests = {split: store.digest for split, store in self.stores.items()}
         versions = {"torch": version("torch"), "transformers": version("transformers")}
         shards = [plan.sharding.world, plan.sharding.micro_batch, bool(self.questions)]
-        shards += [train.frozen, train.gradient_checkpointing]
+        shards += [train.frozen, train.gradient_checkpointing, chunk_tokens(plan.cfg)]
         return digest(
             {"values": plan.values, "ds": plan.ds, "shards": shards, "device": target.name}
             | digests

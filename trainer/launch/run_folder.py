@@ -210,6 +210,17 @@ def recorded_recomputation(folder: Path) -> bool | int | None:
     return how if isinstance(how, int) else None
 
 
+def recorded_chunk_tokens(folder: Path) -> int | None:
+    """The value of loss.chunk_tokens in the last start of a run; None if its folder does not say
+    it.
+    """
+    try:
+        tokens = _read(folder / "resolved.json")["loss"]["chunk_tokens"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return tokens if isinstance(tokens, int) else None
+
+
 def _check_dictionary(plan: RunPlan) -> None:
     """ResumeError if the folder belongs to another dictionary. The ids of two dictionaries can
     collide (md5 of joined text); their digests cannot.

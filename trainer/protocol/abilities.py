@@ -320,6 +320,12 @@ class Embeds(Protocol):
         """
         ...
 
+    def keep_layers(self, model: nn.Module, count: int) -> None:
+        """Remove all but the first `count` blocks of the model's base. ConfigError where it has
+        fewer.
+        """
+        ...
+
 
 # The ids of a query, and of each of its passages.
 IdLists = tuple[Sequence[int], Sequence[Sequence[int]]]

@@ -151,7 +151,8 @@ class Task(TokenTask[Config]):
         query, passage = encoder_of(export.QUERY), None if how.tied else encoder_of(export.PASSAGE)
         width, dtype = query.config.hidden_size, next(query.parameters()).dtype
         pooler = pooler_of(how.projection, how, width=width, seed=self.cfg.train.seed, dtype=dtype)
-        widest = max(self.cfg.loss.matryoshka.dims) if self.cfg.loss.matryoshka else 0
+        nested = self.cfg.loss.matryoshka
+        widest = max(nested.dims, default=0) if nested else 0
         whole = width if how.projection is None else how.projection.width
         if widest > whole:
             raise ConfigError(
@@ -162,6 +163,7 @@ class Task(TokenTask[Config]):
         read["passage"] = read["query"] if passage is None else self.reader(passage)
         scale = LogScale(how.temperature, dtype) if how.learn_temperature else None
         parts: Any = {"pooler": pooler, "log_scale": scale, "read": read}
+        parts["layers"] = nested.layers if nested else ()
         return Retriever(query, passage, how=how, **parts)
 
     def operate(self, base: Any) -> Any:
@@ -377,3 +379,6 @@ class Task(TokenTask[Config]):
 
     def shorten(self, dims: int) -> None:
         self._dims = dims
+
+    def keep_layers(self, model: Any, count: int) -> None:
+        model.keep_layers(count)

@@ -73,9 +73,7 @@ def _folder(task: Any, name: str) -> Path:
             f"data.batches.topics.model: there is no folder {folder}. Give that of a trained "
             "retriever, such as results/<id>/best."
         )
-    theirs = vocabulary.load_tokenizer(
-        str(folder), data_path=None, cache_dir=task.places.cache_dir
-    )
+    theirs = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=task.places.cache_dir)
     if vocabulary.tokenizer_id(theirs) != vocabulary.tokenizer_id(task.tokenizer):
         raise ConfigError(
             f"data.batches.topics.model: {folder} has another tokenizer than this experiment, "
