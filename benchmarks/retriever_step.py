@@ -1,7 +1,7 @@
 """A training step of a dense retriever with GradCache, beside sentence-transformers at its best.
 
     python benchmarks/retriever_step.py --data_path DIR --tokenizer DIR [--size minilm] [--batch 32]
-    [--shapes short mixed long uniform] [--rounds 5] [--json]
+    [--shapes short mixed long uniform] [--budgets N ...] [--rows N ...] [--rounds 5] [--json]
 
 DIR holds queries.jsonl and corpus.tsv (NaturalQuestions); the tokenizer is BERT's. Both train the
 same rows from the same random weights with AdamW, and clip. Ours runs through the engine at ZeRO 0
@@ -238,6 +238,8 @@ def main() -> None:
     made.add_argument("--passages", type=int, default=2, help="of a query")
     made.add_argument("--shapes", nargs="*", choices=tuple(SHAPES), default=list(SHAPES))
     made.add_argument("--rounds", type=int, default=5, help="timed turns of each")
+    made.add_argument("--budgets", type=int, nargs="*", help="of tokens; None: those of the shape")
+    made.add_argument("--rows", type=int, nargs="*", help="of their micro-batches; None: as above")
     report(made.parse_args())
     distributed.shutdown()
 
@@ -250,6 +252,10 @@ def report(options: argparse.Namespace) -> None:
     names = ("data_path", "tokenizer", "size", "batch", "passages")
     for name in options.shapes:
         shape = SHAPES[name]
+        if options.budgets is not None:
+            shape = replace(shape, budgets=tuple(options.budgets))
+        if options.rows is not None:
+            shape = replace(shape, sizes=tuple(options.rows))
         with tempfile.TemporaryDirectory() as folder:
             work = ShapedWork(
                 folder=Path(folder),
