@@ -144,7 +144,7 @@ def test_a_step_of_one_source_has_rows_of_no_other(ends: str) -> None:
 def test_topics_within_one_source_each_at_any_number_of_ranks() -> None:
     mix = Mix(("a", "b"), ((0, (Fraction(1, 2), Fraction(1, 2))),), is_by_step=True)
     topics = np.array([row // 16 for row in range(96)])
-    by = Arrangement(96, topics, ends=())
+    by = Arrangement(96, topics, ends=(64, 96), is_by_step=True)
     sizes = Sizes(np.full((96, 1), 5), np.zeros(96, np.int32), False, (64, 32), by)
 
     def rows(step: int, world: int) -> list[int]:
@@ -161,6 +161,17 @@ def test_topics_within_one_source_each_at_any_number_of_ranks() -> None:
         assert len({topics[row] for row in alone}) == 1
     trained = [row for step in range(8) for row in rows(step, 1)]
     assert sorted(row for row in trained if row >= 64) == list(range(64, 96))
+
+
+def test_a_row_that_stands_twice_is_of_the_source_of_its_step() -> None:
+    weights = (Fraction(1, 2), Fraction(1, 2))
+    mixture = Mixture(Mix(("a", "b"), ((0, weights),), is_by_step=True), (30, 66), 8, 7)
+    things = [[7] if row < 20 else [row] for row in range(96)]  # 20 of 30 rows of a share one
+    by = Arrangement(96, shared=shared_of(things), ends=(30, 96), is_by_step=True)
+    steps = steps_of(mixture, by, 30)
+    assert not clashes(steps, things)
+    assert all(len({int(row >= 30) for row in rows}) == 1 for rows in steps)
+    assert all(len({*rows}) == 8 for rows in steps)
 
 
 def test_a_mixed_step_keeps_its_number_of_rows_of_each_source() -> None:

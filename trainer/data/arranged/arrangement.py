@@ -30,20 +30,31 @@ class Arrangement:
     num_rows: int
     topics_N: np.ndarray | None = None  # the topic of each row; None: all are of one
     shared: Shared | None = None  # of what no step has two rows; None: it may have
-    # where the rows of each source end, if a step keeps its number of rows of each; (): one source
-    ends: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()  # where the rows of each source of a mix end
+    is_by_step: bool = False  # each step has rows of one source; else it keeps its share of each
     digest: str | None = None  # of topics that a resumed run must find again
+
+    @property
+    def keeps_shares(self) -> bool:
+        """Whether a step has rows of several sources, whose numbers stay."""
+        return bool(self.ends) and not self.is_by_step
 
     def kind_of(self, row: int) -> int:
         """The source of a row, where a step has rows of several."""
-        return int(np.searchsorted(self.ends, row, side="right")) if self.ends else 0
+        return int(np.searchsorted(self.ends, row, side="right")) if self.keeps_shares else 0
 
     def room(self, rows_SB: np.ndarray) -> np.ndarray:
         """(S, kinds) how many rows of each kind are in each step."""
-        if not self.ends:
+        if not self.keeps_shares:
             return np.full((len(rows_SB), 1), rows_SB.shape[1])
         kinds_SB = np.searchsorted(self.ends, rows_SB, side="right")
         return np.stack([np.bincount(kinds, minlength=len(self.ends)) for kinds in kinds_SB])
+
+    def alike(self, pool: Pool) -> range:
+        """All rows that may stand in the steps of a pool."""
+        if pool.source is None:
+            return range(self.num_rows)
+        return range((0, *self.ends)[pool.source], self.ends[pool.source])
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,8 @@ def arranged(epochs: Pools, pool: Pool, by: Arrangement) -> Arranged:
     rows_SB = epochs.rows_of(pool)
     words = [epochs.seed or 0, pool.first, pool.count, 0 if pool.source is None else pool.source]
     draws = np.random.PCG64(np.random.SeedSequence(words))
-    steps_SB = _of_topics(rows_SB, by, draws)
-    if not by.ends:  # else a step has its own number of rows of each source
+    steps_SB = _of_topics(rows_SB, _Region(by, by.alike(pool), rows_SB.shape[1]), draws)
+    if not by.keeps_shares:  # else a step has its own number of rows of each source
         order = np.argsort(draws.random_raw(len(steps_SB)), kind="stable")
         steps_SB = steps_SB[order]
     steps_SB.setflags(write=False)  # all callers share this array
@@ -75,13 +86,32 @@ def arranged(epochs: Pools, pool: Pool, by: Arrangement) -> Arranged:
     return Arranged(steps_SB, len(np.setdiff1d(rows_SB, steps_SB)), mixed)
 
 
-def _of_topics(rows_SB: np.ndarray, by: Arrangement, draws: np.random.PCG64) -> np.ndarray:
+@dataclass(frozen=True)
+class _Region:
+    """What some steps of a pool are filled by."""
+
+    by: Arrangement
+    alike: range  # rows that may stand in them
+    size: int  # B
+
+    def filled(self, rows: np.ndarray, room_TK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(T, B) rows in steps with this room, and the rows that no step could take."""
+        count = len(room_TK) * self.size
+        if self.by.shared is None or not count:
+            return rows[:count].reshape(-1, self.size), rows[count:]
+        steps = FilledSteps(room_TK, self.by.shared, self.by.kind_of)
+        unplaced = steps.fill(rows.tolist())
+        steps.repeat(rows, self.alike)
+        return steps.rows(), np.array(unplaced, np.int64)
+
+
+def _of_topics(rows_SB: np.ndarray, region: _Region, draws: np.random.PCG64) -> np.ndarray:
     """(S, B) rows in steps of one topic each, topic after topic. What fills no step of its own
     topic is left for the last steps, neighbouring topics together.
     """
-    rows, size = rows_SB.flatten(), rows_SB.shape[1]
+    rows, size, by = rows_SB.flatten(), region.size, region.by
     if by.topics_N is None:
-        return _filled(rows, by.room(rows_SB), by, size=size)[0]
+        return region.filled(rows, by.room(rows_SB))[0]
     topics, numbers, counts = np.unique(by.topics_N[rows], return_inverse=True, return_counts=True)
     rank = np.argsort(np.argsort(draws.random_raw(len(topics)), kind="stable"), kind="stable")
     rows = rows[np.argsort(rank[numbers], kind="stable")]
@@ -89,23 +119,9 @@ def _of_topics(rows_SB: np.ndarray, by: Arrangement, draws: np.random.PCG64) -> 
     whole: list[np.ndarray] = []
     rest: list[np.ndarray] = []
     for of_topic in np.split(rows, ends[:-1]):
-        room = np.full((len(of_topic) // size, 1), size)
-        steps, unplaced = _filled(of_topic, room, by, size=size)
+        steps, unplaced = region.filled(of_topic, np.full((len(of_topic) // size, 1), size))
         whole.append(steps)
         rest.append(unplaced)
     num_last = len(rows_SB) - sum(map(len, whole))
-    last, _ = _filled(np.concatenate(rest), np.full((num_last, 1), size), by, size=size)
+    last, _ = region.filled(np.concatenate(rest), np.full((num_last, 1), size))
     return np.concatenate([*whole, last])
-
-
-def _filled(
-    rows: np.ndarray, room_TK: np.ndarray, by: Arrangement, *, size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """(T, B) rows in steps with this room, and the rows that no step could take. size: B."""
-    count = len(room_TK)
-    if by.shared is None or not count:
-        return rows[: count * size].reshape(count, size), rows[count * size :]
-    steps = FilledSteps(room_TK, by.shared, by.kind_of)
-    unplaced = steps.fill(rows.tolist())
-    steps.repeat(rows, range(by.num_rows))
-    return steps.rows(), np.array(unplaced, np.int64)

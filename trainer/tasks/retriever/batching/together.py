@@ -77,8 +77,9 @@ def arrangement_of(
     elif batches.topics is not None:
         topics_N = topics.clusters(task, batches.topics, store)
         digest = hashlib.sha256(topics_N.astype("<i8").tobytes()).hexdigest()
-    ends = tuple(np.cumsum(sources).tolist()) if batches.source == "mixed" else ()
-    return Arrangement(len(store), topics_N, shared, ends, digest)
+    ends = tuple(np.cumsum(sources).tolist())
+    is_by_step = batches.source == "one"
+    return Arrangement(len(store), topics_N, shared, ends, is_by_step, digest)
 
 
 def _shared(store: TokenStore, sources: tuple[int, ...]) -> Shared:
