@@ -5,6 +5,7 @@ the tests.
 from tests.mutants.faults import (
     agents,
     api,
+    batches,
     chat,
     data,
     device,
@@ -43,6 +44,7 @@ FAULTS = [
     *teachers.FAULTS,
     *tasks.FAULTS,
     *rerankers.FAULTS,
+    *batches.FAULTS,
     *jobs.FAULTS,
     *judging.FAULTS,
     *data.FAULTS,
