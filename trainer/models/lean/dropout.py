@@ -28,7 +28,7 @@ class First(NamedTuple):
     kept: tuple[Tensor, ...]
 
 
-class Again(NamedTuple):
+class Redrawn(NamedTuple):
     """A tensor after its dropout, and what `Draw.gradient` needs."""
 
     values: Tensor
@@ -42,7 +42,7 @@ class Draw(Protocol):
         """The tensor after its dropout. Called once."""
         ...
 
-    def again(self, input: Tensor, *kept: Tensor) -> Again:
+    def again(self, input: Tensor, *kept: Tensor) -> Redrawn:
         """The same dropout of a tensor of the same shape, strides and dtype."""
         ...
 
@@ -71,16 +71,16 @@ class TorchDraw(Draw):
         mask = mask.bernoulli_(1 - self._rate) if self._draws else mask.fill_(False)
         return First(input * self._factor(mask, input.dtype), (mask,))
 
-    def again(self, input: Tensor, *kept: Tensor) -> Again:
+    def again(self, input: Tensor, *kept: Tensor) -> Redrawn:
         if kept:
             factor = self._factor(kept[0], input.dtype)
-            return Again(input * factor, factor)
+            return Redrawn(input * factor, factor)
         if self._state is None or self._device is None or not input.numel():
-            return Again(input, input)
+            return Redrawn(input, input)
         now = _state_of(self._device)
         _set_state(self._device, self._state)
         try:
-            return Again(*torch.native_dropout(input, self._rate, True))
+            return Redrawn(*torch.native_dropout(input, self._rate, True))
         finally:
             _set_state(self._device, now)
 
