@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,24 @@ def positives_of(queries: Iterable[Query], qrels: Qrels | None) -> dict[str, lis
         name: [passage for passage, value in of_query.items() if value > 0]
         for name, of_query in judged.items()
     }
+
+
+def in_turn(runs: Sequence[Rankings], *, first: int, last: int) -> Rankings:
+    """The hits of ranks `first` to `last` of several rankings as one: of each question the first of
+    every ranking, then the second of every one, each passage once.
+
+    One ranking alone stays as it is, from `first` on.
+    """
+    merged: Rankings = {}
+    for question in dict.fromkeys(name for run in runs for name in run):
+        windows = [run.get(question, [])[first - 1 : last] for run in runs]
+        found: dict[str, Hit] = {}
+        for hits in zip_longest(*windows):
+            for hit in hits:
+                if hit is not None:
+                    found.setdefault(hit.passage, hit)
+        merged[question] = list(found.values())
+    return merged
 
 
 def noting_strangers(
