@@ -42,7 +42,8 @@ def judged_rows(rows: Iterable[Row], verdict: Verdict) -> Iterator[Row]:
     remains. Sources: Qu et al. 2021 (RocketQA) for above; Solatorio 2024 (GISTEmbed) for margin.
     """
     num_rows, num_kept = 0, 0
-    for num_rows, row in enumerate(rows, start=1):
+    for row in rows:
+        num_rows += 1
         positives, negatives = row["positive_passages"], row["negative_passages"]
         scores = row["scores"]
         best = max(scores[: len(positives)])

@@ -73,8 +73,8 @@ def checked(values: Values, data_path: Path | None) -> Values:
     if unread:
         raise ConfigError(
             f"rounds: {', '.join(unread)} of this experiment has no meaning there: a round begins "
-            "with the weights of the round before, at the temperature of the dictionary, and trains "
-            "on what was mined alone. Leave it out."
+            "with the weights of the round before, at the temperature of the dictionary, and "
+            "trains on what was mined alone. Leave it out."
         )
     name = values.get("tokenizer")
     if isinstance(name, str) and data_path is not None and not Path(name).is_dir():

@@ -7,6 +7,7 @@ the vectors of every round are the same bits as without the kill.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -134,7 +135,7 @@ def _train(values: Values, folder: Path, options: Options) -> int:
     if on_main(lambda: is_finished(run_plan)):
         return EXIT_OK
     with timed(folder, "train"):
-        return run_group([run_plan], options)
+        return run_group([run_plan], replace(options, began_at=time.time()))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from trainer.retrieval import (
     stored_forms,
 )
 from trainer.rounds.plan import BATCH
-from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 
 if TYPE_CHECKING:
@@ -174,6 +173,7 @@ def _write_mined(
     loop: Loop, sources: Sources, runs: list[Rankings], path: Path, *, of: str, number: int
 ) -> None:
     window, questions = loop.mining.window, getattr(sources, of)
+    path.parent.mkdir(parents=True, exist_ok=True)
     hits = negatives.in_turn(runs, first=window.first, last=window.last)
     # every hit of `hits` is in the window
     last = max(map(len, hits.values()), default=1)
