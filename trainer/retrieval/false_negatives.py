@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.data.formats.lists import as_list
 from trainer.data.left_out import note
+from trainer.data.readers.fields import QUESTION_IDS, first_given
 from trainer.errors import ConfigError, DataError
 from trainer.retrieval.negatives import UNTRAINABLE
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
+SIDES = ("positive_passages", "negative_passages")
 FALSE = "negatives that the judge takes for positives (left out)"
 
 
@@ -44,21 +48,24 @@ def judged_rows(rows: Iterable[Row], verdict: Verdict) -> Iterator[Row]:
     num_rows, num_kept = 0, 0
     for row in rows:
         num_rows += 1
-        positives, negatives = row["positive_passages"], row["negative_passages"]
-        scores = row["scores"]
-        best = max(scores[: len(positives)])
-        pairs = list(zip(negatives, scores[len(positives) :], strict=True))
+        name = first_given(row, QUESTION_IDS)[1]
+        place = f"question {str(num_rows) if name is None else name!r}"
+        positives, negatives = (as_list(row.get(side) or [], place, side) for side in SIDES)
+        of_positives = row["scores"][: len(positives)]
+        of_negatives = row["scores"][len(positives) :]
+        best = max(of_positives, default=math.inf)
+        pairs = list(zip(negatives, of_negatives, strict=True))
         kept = [pair for pair in pairs if not verdict.is_false(pair[1], best)]
         if len(kept) < len(pairs):
-            note(f"question {row['query_id']!r}", FALSE, count=len(pairs) - len(kept))
+            note(place, FALSE, count=len(pairs) - len(kept))
         if not kept:
-            note(f"question {row['query_id']!r}", UNTRAINABLE)
+            note(place, UNTRAINABLE)
             continue
         num_kept += 1
         yield {
             **row,
-            "negative_passages": [passage for passage, _ in kept],
-            "scores": [*scores[: len(positives)], *(score for _, score in kept)],
+            SIDES[1]: [passage for passage, _ in kept],
+            "scores": [*of_positives, *(score for _, score in kept)],
         }
     if not num_kept:
         raise DataError(

@@ -36,7 +36,6 @@ from trainer.rounds.plan import BATCH
 from trainer.runtime.distributed import on_main
 
 if TYPE_CHECKING:
-    from trainer.data.readers.questions import Query
     from trainer.protocol.abilities import Side
     from trainer.protocol.task import Row
     from trainer.retrieval.embeddings import Embeddings
@@ -172,18 +171,17 @@ def mine(loop: Loop, sources: Sources, miner: Model, path: Path, *, of: str, num
 def _write_mined(
     loop: Loop, sources: Sources, runs: list[Rankings], path: Path, *, of: str, number: int
 ) -> None:
-    window, questions = loop.mining.window, getattr(sources, of)
+    questions: Questions = getattr(sources, of)
     path.parent.mkdir(parents=True, exist_ok=True)
-    hits = negatives.in_turn(runs, first=window.first, last=window.last)
-    # every hit of `hits` is in the window
-    last = max(map(len, hits.values()), default=1)
-    own = replace(window, first=1, last=max(1, last), seed=window.seed + number)
-    needed = {hit.passage for of_one in hits.values() for hit in of_one}
-    of_questions: list[Query] = list(questions.queries)
-    needed.update(*(questions.positives[one.id] for one in of_questions))
-    texts = sources.corpus.texts(needed)
+    window = replace(loop.mining.window, seed=loop.mining.window.seed + number)
+    needed = {hit.passage for hits in negatives.in_turn(runs, window).values() for hit in hits}
+    needed.update(*(questions.positives[one.id] for one in questions.queries))
     rows = negatives.training_rows(
-        hits, of_questions, texts, positives=questions.positives, window=own
+        runs,
+        questions.queries,
+        sources.corpus.texts(needed),
+        positives=questions.positives,
+        window=window,
     )
     negatives.write_rows(path, left_out.refusing(rows, str(path), strict=False))
 
