@@ -108,9 +108,7 @@ def test_a_share_of_the_training_questions_is_held_out_and_no_question_is_in_bot
     tmp_path: Path,
 ) -> None:
     sources = files(tmp_path, valid_share=0.25).read(Guard(1.0))
-    train, valid = (
-        {query.id for query in part.queries} for part in (sources.train, sources.valid)
-    )
+    train, valid = ({query.id for query in part.queries} for part in (sources.train, sources.valid))
     assert len(train | valid) == 40
     assert not train & valid
     assert 3 <= len(valid) <= 20

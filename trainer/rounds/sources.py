@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.formats.held_out import PLACES, is_held_out
-from trainer.data.formats.normal_form import normal_form
+from trainer.config.formats.layouts import TEVATRON
+from trainer.data.formats.held_out import PLACES, place_of_row
 from trainer.data.readers.passages import passages, passages_with_ids
 from trainer.data.readers.questions import queries
 from trainer.data.readers.rankings import Qrels, read_qrels
@@ -110,19 +110,7 @@ class SourceFiles:
         """
         train = self.train.read()
         if self.valid is None:
-            per_mille = round(self.valid_share * PLACES)
-            places = [
-                is_held_out(normal_form(query.text), per_mille=per_mille) for query in train.queries
-            ]
-            parts = [
-                [
-                    query
-                    for query, is_out in zip(train.queries, places, strict=True)
-                    if is_out == one
-                ]
-                for one in (True, False)
-            ]
-            valid, train = train.only(parts[0]), train.only(parts[1])
+            valid, train = _parted(train, self.valid_share)
         else:
             valid = self.valid.read()
         if not valid.qrels:
@@ -136,6 +124,19 @@ class SourceFiles:
             held_out.append(HeldOut("test", test.queries, test.positives))
         kept = without_leaks(train.queries, train.positives, held_out, guard=guard)
         return Sources(Corpus(self.passages), train.only(kept), valid)
+
+
+def _parted(questions: Questions, share: float) -> tuple[Questions, Questions]:
+    """The held-out share, and the others: the rule of `data.valid_share`, so that a judge trained
+    under the same share has not seen what is held out here.
+    """
+    held_out: list[Query] = []
+    others: list[Query] = []
+    for query in questions.queries:
+        place = place_of_row({"query": query.text}, TEVATRON)
+        is_held_out = place is not None and place < round(share * PLACES)
+        (held_out if is_held_out else others).append(query)
+    return questions.only(held_out), questions.only(others)
 
 
 @dataclass(frozen=True)
