@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import exp_configs
 from our_commands import figures, run
+
+import exp_configs
 from trainer.config.identity import exp_id
 
 if TYPE_CHECKING:
