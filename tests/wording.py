@@ -362,7 +362,6 @@ PASSAGES = wording(
     rounds_teacher="rounds: loss.distillation (or false_negatives.by) of this experiment learns",
     rounds_of_others="was mined with vectors of another model: {was}..., and the one of round "
     "{round} is {now}... now",
-    judge_is_none="--judge: task '{task}' of that run scores no pairs",
     judge_absent="--judge_above and --judge_margin are limits of a judge's scores",
     drop_without_rows="--drop_above and --drop_margin leave negatives of training rows out",
     rank_range="want a count of at least 1, and ranks 1 <= first <= last",

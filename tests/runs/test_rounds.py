@@ -249,6 +249,9 @@ def test_a_loop_of_other_flags_or_other_texts_is_refused_and_a_longer_one_goes_o
         done = forked.run(*words, first=small_shards)
         assert done.returncode == 2, done.stdout + done.stderr
         says("vectors_of_others", " ".join(done.stderr.split()), key=key)
+    done = forked.run(*whole.words("none", *FLAGS, "--judge", str(whole.folder / "base")))
+    assert done.returncode == 2, done.stdout + done.stderr
+    says("scores_no_pairs", " ".join(done.stderr.split()), task="retriever")
     words = whole.words("whole", *FLAGS, "--judge", whole.judge, rounds=NUM_ROUNDS + 1)
     done = forked.run(*words, first=small_shards)
     assert done.returncode == 0, done.stdout + done.stderr

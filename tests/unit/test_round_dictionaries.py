@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from exp_configs import vary
 from tests.facts import TINY_BERT, experiment
-from tests.wording import Fault, fault, refused
+from tests.wording import Fault, fault, refused, says
 from trainer import tasks
+from trainer.__main__ import app
 from trainer.config.identity import exp_id
 from trainer.retrieval.negatives import RankRange
 from trainer.rounds.dictionaries import all_rounds, checked, refuse_no_teacher
@@ -85,6 +87,16 @@ def test_a_student_needs_a_judge_whose_scores_it_learns(tmp_path: Path) -> None:
     refuse_no_teacher(retriever(tmp_path), has_judge=False)
     with refused("rounds_teacher"):
         refuse_no_teacher(values, has_judge=False)
+
+
+def test_limits_of_a_judge_want_a_judge(tmp_path: Path) -> None:
+    groups = tmp_path / "groups.py"
+    groups.write_text(f"EXP_GROUPS = {{'one': [{retriever(tmp_path)!r}]}}\n")
+    texts = ["--queries", "q.jsonl", "--passages", "p.jsonl", "--valid_share", "0.1"]
+    words = ["-e", "one", "--exp_configs", str(groups), "-sb", "results", *texts, "--out", "loop"]
+    result = CliRunner().invoke(app, ["rounds", *words, "--judge_margin", "0.5"])
+    assert result.exit_code == 2
+    says("judge_absent", " ".join(result.output.split()))
 
 
 def test_an_unknown_way_to_mine_is_refused() -> None:

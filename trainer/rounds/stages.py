@@ -244,7 +244,7 @@ def fingerprint_of_judge(verdict_of: Judge, options: Options) -> str:
     task = tasks.load(tasks.parse(verdict_of.question.values), options.places)
     if not isinstance(task, Reranks):
         raise ConfigError(
-            f"--judge: task {verdict_of.question.values['task']!r} of that run scores no pairs. "
+            f"--judge: task {verdict_of.question.values['task']!r} scores no pairs. "
             'Name a run of a retriever with form="cross".'
         )
     folder = model_folder(verdict_of.question, options)
