@@ -18,7 +18,7 @@ from trainer.config.identity import exp_id
 from trainer.retrieval.negatives import RankRange
 from trainer.rounds.dictionaries import all_rounds, checked, refuse_no_teacher
 from trainer.rounds.leaks import Guard
-from trainer.rounds.plan import Mining
+from trainer.rounds.plan import Loop, Mining
 from trainer.rounds.sources import QuestionFile, SourceFiles
 
 
@@ -28,7 +28,7 @@ def retriever(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def test_each_round_begins_with_the_model_of_the_round_before(tmp_path: Path) -> None:
     values = retriever(tmp_path, data={"valid_share": 0.1, "corpus": "c.jsonl"})
-    first, second, third = all_rounds(values, 3)
+    first, second, third = all_rounds(values, 3, digest="a" * 64)
     assert first["base"] == "some/model"
     assert second["base"] == {"experiment": first}
     assert third["base"] == {"experiment": second}
@@ -42,7 +42,11 @@ def test_each_round_begins_with_the_model_of_the_round_before(tmp_path: Path) ->
         assert not {"valid_share", "corpus"} & one["data"].keys()
         tasks.parse(one)
     # a longer loop has the same first rounds
-    assert all_rounds(values, 2) == [first, second]
+    assert all_rounds(values, 2, digest="a" * 64) == [first, second]
+    # a loop of another plan trains on other rows of the same name: other experiments
+    other = all_rounds(values, 1, digest="b" * 64)[0]
+    assert exp_id(other) != exp_id(first)
+    assert {**other, "label": None} == {**first, "label": None}
 
 
 def test_a_prefix_stays_and_a_tokenizer_below_the_data_is_found_again(tmp_path: Path) -> None:
@@ -51,7 +55,7 @@ def test_a_prefix_stays_and_a_tokenizer_below_the_data_is_found_again(tmp_path: 
     values["tokenizer"] = "words"
     own = checked(values, tmp_path)
     assert own["tokenizer"] == str((tmp_path / "words").resolve())
-    assert all_rounds(own, 1)[0]["data"]["query_prefix"] == "query: "
+    assert all_rounds(own, 1, digest="a" * 64)[0]["data"]["query_prefix"] == "query: "
     assert checked(values, None) == values
 
 
@@ -103,6 +107,8 @@ def test_an_unknown_way_to_mine_is_refused() -> None:
     by: Any = "hand"
     with refused("mining_by", value="hand"):
         Mining(RankRange(3), by)
+    with refused("flag_choice", flag="--precision fp8"):
+        Loop({}, 1, Path("out"), Mining(RankRange(3)), Guard(), by.replace("hand", "fp8"))
 
 
 def files(folder: Path, **changes: Any) -> SourceFiles:

@@ -25,12 +25,17 @@ def rows_file(number: int) -> str:
     return f"round-{number}/rows.jsonl"
 
 
-def of_round(values: Values, before: Values | None, number: int) -> Values:
+def of_round(values: Values, before: Values | None, number: int, *, digest: str) -> Values:
     """The dictionary of a round: the experiment's own, with the rows of the round, and from the
     second round on with the trained model of the round before as its base.
+
+    digest: of the plan of its loop. The label names it, so that rounds on other rows, of which the
+    dictionary says but a file's name, have another id.
     """
-    own = cast("Values", values["data"])
-    data = {key: value for key, value in own.items() if key not in _OF_SOURCE}
+    own = values.get("label") or "rounds"
+    values = {**values, "label": f"{own} {digest[:12]}, round {number}"}
+    given = cast("Values", values["data"])
+    data = {key: value for key, value in given.items() if key not in _OF_SOURCE}
     data |= {"source": "tevatron", "files": {"train": rows_file(number), "valid": VALID}}
     if before is None:
         return {**values, "data": data}
@@ -38,11 +43,11 @@ def of_round(values: Values, before: Values | None, number: int) -> Values:
     return {**rest, "base": {"experiment": before}, "data": data}
 
 
-def all_rounds(values: Values, rounds: int) -> list[Values]:
+def all_rounds(values: Values, rounds: int, *, digest: str) -> list[Values]:
     """The dictionaries of all rounds, the first one first."""
     made: list[Values] = []
     for number in range(1, rounds + 1):
-        made.append(of_round(values, made[-1] if made else None, number))
+        made.append(of_round(values, made[-1] if made else None, number, digest=digest))
     return made
 
 

@@ -6,14 +6,18 @@ the vectors of every round are the same bits as without the kill.
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import logging
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from trainer import tasks
-from trainer.config.identity import exp_id
+from trainer.config.identity import canonical_json, exp_id
 from trainer.data import left_out
 from trainer.data.shard_folder import ShardFolder
 from trainer.errors import EXIT_OK, ConfigError
@@ -61,33 +65,46 @@ def run_rounds(
     on_main(begin)
     sources, of_judge = read(), loop.mining.judge
     judge = None if of_judge is None else stages.fingerprint_of_judge(of_judge, options)
-    plan = ShardFolder(loop.out, "rounds", "", "rounds", refusal=ConfigError)
-    plan.begin(loop.identity(sources.digests, judge), choice="rounds")
+    identity = loop.identity(sources.digests, judge)
+    folder = ShardFolder(loop.out, "rounds", "", "rounds", refusal=ConfigError)
+    folder.begin(identity, choice="")
+    digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+    experiments = all_rounds(loop.values, loop.rounds, digest=digest)
     with watch.watch_ranks(last_words):
-        return _rounds(loop, sources, options)
+        return _rounds(loop, experiments, sources, options)
 
 
-def _rounds(loop: Loop, sources: Sources, options: Options) -> tuple[int, list[Line]]:
-    experiments = all_rounds(loop.values, loop.rounds)
+def _rounds(
+    loop: Loop, experiments: list[Values], sources: Sources, options: Options
+) -> tuple[int, list[Line]]:
     names = {
         exp_id(values): f"{options.group} round {number}".strip()
         for number, values in enumerate(experiments, start=1)
     }
     own = replace(options, data_path=loop.out, names=names)
     _settle(experiments[0])
-    model = Model(Question(experiments[0], model="base"), loop.folder(0), own)
+    how = (own, loop.precision)
+    model = Model(Question(experiments[0], model="base"), loop.folder(0), *how)
     lines = [_line(0, model, loop, sources, Judged())]
     for number, values in enumerate(experiments, start=1):
         log.info("round %d of %d: mining", number, loop.rounds)
         judged = _rows(loop, sources, model, number, options)
+        del model  # its weights make room for the training
+        _free()
         log.info("round %d of %d: training", number, loop.rounds)
         code = _train(values, loop.folder(number), own)
         if code != EXIT_OK:
             return code, lines
-        model = Model(Question(values, model="final"), loop.folder(number), own)
+        model = Model(Question(values, model="final"), loop.folder(number), *how)
         lines.append(_line(number, model, loop, sources, judged))
     on_main(lambda: write_json(loop.out / TABLE, [asdict(line) for line in lines]))
     return EXIT_OK, lines
+
+
+def _free() -> None:
+    gc.collect()
+    if distributed.is_gpu():
+        torch.cuda.empty_cache()
 
 
 def _settle(values: Values) -> None:
@@ -122,9 +139,8 @@ def _rows(loop: Loop, sources: Sources, miner: Model, number: int, options: Opti
         else:
             mined = folder / "mined.jsonl"
             stages.mine(loop, sources, miner, mined, of="train", number=number)
-            judged = stages.judge(
-                loop.mining.judge, mined, rows, folder / "scores", options=options
-            )
+            how: Any = {"precision": loop.precision, "options": options}
+            judged = stages.judge(loop.mining.judge, mined, rows, folder / "scores", **how)
     on_main(lambda: write_json(record, {"model": miner.fingerprint, **asdict(judged)}))
     return judged
 

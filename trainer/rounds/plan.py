@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trainer.rounds.dictionaries import Values
 
 MiningBy = Literal["model", "bm25", "both"]
+Precision = Literal["fp32", "bf16"]
 DEPTH = 100  # at least so many hits of a question are ranked and measured
 BATCH = 64  # texts, or pairs of the judge, of one forward
 
@@ -66,6 +67,11 @@ class Loop:
     out: Path
     mining: Mining
     guard: Guard = field(default_factory=Guard)
+    precision: Precision = "fp32"  # of encoding and judging
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            raise ConfigError(f"--precision {self.precision}: want fp32 or bf16.")
 
     @property
     def depth(self) -> int:
@@ -76,14 +82,15 @@ class Loop:
         return self.out / f"round-{number}"
 
     def identity(self, digests: dict[str, str], judge: str | None) -> dict[str, Any]:
-        """What plan.json says. judge: the fingerprint of its model. All but the number of rounds
-        must be the same when a loop goes on.
+        """What plan.json says, which must be the same when a loop goes on, with more rounds or not.
+
+        judge: the fingerprint of its model.
         """
         mining = self.mining
         verdict = None if mining.judge is None else asdict(mining.judge.verdict)
         return {
             "experiment": exp_id(self.values),
-            "rounds": self.rounds,
+            "precision": self.precision,
             "by": mining.by,
             **asdict(mining.window),
             "judge": judge,

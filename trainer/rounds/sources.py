@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,9 +59,12 @@ class Questions:
         own = self.positives
         return {one.id: dict.fromkeys(own[one.id], 1) for one in self.queries if own[one.id]}
 
-    def rows(self) -> list[Row]:
-        """As encode reads questions."""
-        return [{"id": one.id, "text": one.text} for one in self.queries]
+    @cached_property
+    def digest_and_count(self) -> tuple[str, int]:
+        return embeddings.digest_of(self.rows())
+
+    def rows(self) -> Iterable[Row]:
+        return ({"id": one.id, "text": one.text} for one in self.queries)
 
     def only(self, kept: Sequence[Query]) -> Questions:
         return Questions(kept, self.positives)
@@ -73,8 +76,8 @@ class Corpus:
 
     path: Path
 
-    def rows(self) -> list[Row]:
-        return list(passages(self.path))
+    def rows(self) -> Iterable[Row]:
+        return passages(self.path)
 
     def texts(self, ids: set[str]) -> dict[str, Row]:
         return passages_with_ids(self.path, ids)

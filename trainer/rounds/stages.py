@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from trainer.protocol.abilities import Side
     from trainer.protocol.task import Row
     from trainer.retrieval.embeddings import Embeddings
-    from trainer.rounds.plan import Judge, Loop
-    from trainer.rounds.sources import Questions, Sources
+    from trainer.rounds.plan import Judge, Loop, Precision
+    from trainer.rounds.sources import Corpus, Questions, Sources
     from trainer.training.options import Options
 
 SECONDS = "seconds.json"
@@ -73,6 +73,7 @@ class Model:
     question: Question
     folder: Path  # of its files
     options: Options
+    precision: Precision
 
     @cached_property
     def fingerprint(self) -> str:
@@ -81,27 +82,25 @@ class Model:
         weights = model_folder(self.question, self.options)
         return on_main(lambda: embeddings.fingerprint(weights, task.fingerprint()))
 
-    def vectors(self, name: str, side: Side, rows: Callable[[], list[Row]]) -> Embeddings:
+    def vectors(self, name: str, side: Side, texts: Questions | Corpus) -> Embeddings:
         """The vectors of texts, made if need be. ConfigError when the folder holds those of another
         model. A collective.
         """
-        texts, count = embeddings.digest_of(rows())
+        digest, count = texts.digest_and_count
         plan = embeddings.EmbeddingsPlan(
-            self.fingerprint, texts, side, "float16", count, shard_rows=SHARD_ROWS
+            self.fingerprint, digest, side, "float16", count, shard_rows=SHARD_ROWS
         )
         out = self.folder / name
 
         def encode(of_shard: Sequence[Row]) -> Any:
-            return self._encoder(side)(of_shard)
+            task, model = self._opened
+            how: Any = {"side": side, "batch": BATCH, "precision": self.precision}
+            return embeddings.encoder_of(task, model, **how)(of_shard)
 
         if on_main((out / META).is_file):
-            return embeddings.write(out, rows, encode, plan=plan)  # which compares the plans
+            return embeddings.write(out, texts.rows, encode, plan=plan)  # which compares the plans
         with timed(self.folder, f"encode {name}"):
-            return embeddings.write(out, rows, encode, plan=plan)
-
-    def _encoder(self, side: Side) -> embeddings.Encoder:
-        task, model = self._opened
-        return embeddings.encoder_of(task, model, side=side, batch=BATCH)
+            return embeddings.write(out, texts.rows, encode, plan=plan)
 
     @cached_property
     def _opened(self) -> tuple[Any, Any]:
@@ -111,8 +110,8 @@ class Model:
     def ranking(self, name: str, questions: Questions, loop: Loop, sources: Sources) -> Rankings:
         """The best passages of questions. A collective."""
         path = self.folder / f"{name}.trec"
-        own = self.vectors(name, "query", questions.rows)
-        corpus = self.vectors("passages", "passage", sources.corpus.rows)
+        own = self.vectors(name, "query", questions)
+        corpus = self.vectors("passages", "passage", sources.corpus)
         if not on_main(path.is_file):
             with timed(self.folder, f"search {name}"):
                 exact = np.concatenate([stored_forms.floats(shard) for shard in own.vectors])
@@ -198,13 +197,21 @@ class Judged:
         return self.false / self.judged if self.judged else 0.0
 
 
-def judge(verdict_of: Judge, mined: Path, out: Path, folder: Path, *, options: Options) -> Judged:
+def judge(
+    verdict_of: Judge,
+    mined: Path,
+    out: Path,
+    folder: Path,
+    *,
+    precision: Precision,
+    options: Options,
+) -> Judged:
     """Write mined rows with the judge's scores, and without the negatives that it takes for
     positives. A collective.
     """
     rows = [row for _, row in objects(mined)]
     lists = [reranking.list_of(row, f"{mined}, row {at}") for at, row in enumerate(rows, 1)]
-    how: dict[str, Any] = {"precision": "fp32"}
+    how: dict[str, Any] = {"precision": precision}
     plan = reranking.ScoresPlan(
         model=fingerprint_of_judge(verdict_of, options),
         texts=reranking.digest_of(lists),

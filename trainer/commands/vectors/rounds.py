@@ -174,6 +174,9 @@ def rounds(
     deepspeed: Annotated[
         str | None, typer.Option("--deepspeed", help="As trainval.py has it, of every training.")
     ] = None,
+    precision: Annotated[
+        str, typer.Option("--precision", help="Precision of encoding and judging: fp32 or bf16.")
+    ] = "fp32",
     strict: Strict = False,
 ) -> None:
     """Encode, mine negatives and train so many times, each time from the model of the last round;
@@ -195,7 +198,8 @@ def rounds(
     how = mining.mining(which.savedir_base)
     dictionaries.refuse_no_teacher(own, has_judge=how.judge is not None)
     files = questions.files()
-    loop = Loop(own, count, out, how, guard)
+    in_precision: Any = precision
+    loop = Loop(own, count, out, how, guard, in_precision)
     run_options = which.run_options(deepspeed=deepspeed, group=which.exp_group or "")
     distributed.init()
     code, lines = run_rounds(loop, files, run_options, strict=strict)
