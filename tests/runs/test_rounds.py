@@ -138,10 +138,10 @@ FLAGS = ("--by", "both", "--judge_margin", "0")
 def test_a_loop_killed_five_times_gives_the_same_vectors_bit_for_bit(whole: Place) -> None:
     events = int((whole.folder / "events").read_text())
     draw = random.Random(47)
+    words = whole.words("killed", *FLAGS, "--judge", whole.judge)
     for _ in range(KILLS):
         at = draw.randint(1, events // (KILLS + 1))
         count = partial(counted, str(whole.folder / "killed-events"), at)
-        words = whole.words("killed", *FLAGS, "--judge", whole.judge)
         done = forked.run(*words, first=count)
         assert done.returncode == -signal.SIGKILL, f"at {at}: {done.stdout}{done.stderr}"
     done = forked.run(*words, first=small_shards)
