@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,11 @@ from trainer.commands import options
 from trainer.commands.retrieval import OfSplit, PassagesFile, QrelsFile, QueriesFile
 from trainer.config.flags import Strict
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.retrieval.false_negatives import Verdict
+    from trainer.rounds.plan import Mining
+    from trainer.rounds.sources import SourceFiles
 
 ValidQueries = Annotated[
     Path | None,
@@ -72,7 +77,8 @@ class QuestionOptions:
         ),
     ] = False
 
-    def files(self) -> Any:
+    def files(self) -> SourceFiles:
+        """The files that they lie in."""
         from trainer.rounds.sources import QuestionFile, SourceFiles
 
         def of(*flags: Any) -> QuestionFile | None:
@@ -137,11 +143,9 @@ class MiningOptions:
         ),
     ] = None
 
-    def mining(self, savedir_base: Path) -> Any:
-        from trainer.evaluation.named_run import named_run
+    def verdict(self) -> Verdict:
+        """The limits of the judge's scores. Imports no torch."""
         from trainer.retrieval import false_negatives
-        from trainer.retrieval.negatives import RankRange
-        from trainer.rounds.plan import Judge, Mining
 
         flags = ("--judge_above", "--judge_margin")
         verdict = false_negatives.checked(self.judge_above, self.judge_margin, flags)
@@ -150,7 +154,15 @@ class MiningOptions:
                 "--judge_above and --judge_margin are limits of a judge's scores. Name the judge "
                 "in --judge, or leave them out."
             )
-        judge = None
+        return verdict
+
+    def mining(self, savedir_base: Path) -> Mining:
+        """All of it, with the run of the judge."""
+        from trainer.evaluation.named_run import named_run
+        from trainer.retrieval.negatives import RankRange
+        from trainer.rounds.plan import Judge, Mining
+
+        judge, verdict = None, self.verdict()
         if self.judge is not None:
             judge = Judge(named_run(self.judge, savedir_base).question("best"), verdict)
         window = RankRange(self.most, self.first, self.last, self.seed, self.keep_answers)
@@ -182,21 +194,21 @@ def rounds(
     """Encode, mine negatives and train so many times, each time from the model of the last round;
     then one table. Every round is an experiment of its own. Killed, the same command goes on.
     """
-    values = which.values()
+    from trainer.rounds import dictionaries
     from trainer.runtime import device_defaults
 
+    own = dictionaries.checked(which.values(), which.data_path)
+    mining.verdict()
+    dictionaries.refuse_no_teacher(own, has_judge=mining.judge is not None)
     device_defaults.before_torch()
     from trainer.launch.ending import leave
-    from trainer.rounds import dictionaries
     from trainer.rounds.leaks import Guard
     from trainer.rounds.loop import run_rounds, table
     from trainer.rounds.plan import Loop
     from trainer.runtime import distributed
 
-    own = dictionaries.checked(values, which.data_path)
     guard = Guard(questions.near, questions.drop_copies)
     how = mining.mining(which.savedir_base)
-    dictionaries.refuse_no_teacher(own, has_judge=how.judge is not None)
     files = questions.files()
     in_precision: Any = precision
     loop = Loop(own, count, out, how, guard, in_precision)
