@@ -241,18 +241,19 @@ def test_rows_mined_with_another_model_are_refused_by_its_digest(
 
 
 @pytest.mark.long
-def test_a_loop_of_other_flags_or_other_texts_is_refused_and_a_longer_one_goes_on(
+def test_a_loop_of_other_flags_is_refused_and_a_longer_one_goes_on(
     whole: Place,
 ) -> None:
+    shutil.copytree(whole.folder / "whole", whole.folder / "longer")
     for flags, key in ((("--judge_margin", "1"), "verdict"), (("--seed", "1"), "seed")):
-        words = whole.words("whole", *FLAGS, "--judge", whole.judge, *flags)
+        words = whole.words("longer", *FLAGS, "--judge", whole.judge, *flags)
         done = forked.run(*words, first=small_shards)
         assert done.returncode == 2, done.stdout + done.stderr
         says("vectors_of_others", " ".join(done.stderr.split()), key=key)
     done = forked.run(*whole.words("none", *FLAGS, "--judge", str(whole.folder / "base")))
     assert done.returncode == 2, done.stdout + done.stderr
     says("scores_no_pairs", " ".join(done.stderr.split()), task="retriever")
-    words = whole.words("whole", *FLAGS, "--judge", whole.judge, rounds=NUM_ROUNDS + 1)
+    words = whole.words("longer", *FLAGS, "--judge", whole.judge, rounds=NUM_ROUNDS + 1)
     done = forked.run(*words, first=small_shards)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (whole.folder / "whole/loop" / f"round-{NUM_ROUNDS + 1}" / "measures.json").is_file()
+    assert (whole.folder / "longer/loop" / f"round-{NUM_ROUNDS + 1}" / "measures.json").is_file()
