@@ -9,7 +9,7 @@ import json
 import logging
 import sqlite3
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from jobs.report.text import plain
 from jobs.serve.job_view import FINAL, JobEvent, event_object
 from jobs.serve.live.cards import job_card
 
-VERSION = 3  # of the tables; an index of another version is deleted and filled again
+VERSION = 4  # of the tables; an index of another version is deleted and filled again
 WAIT_S = 30.0  # for another server's transaction
 CACHE_KIB = 1024  # of each thread
 TABLES = """
@@ -43,8 +43,13 @@ create table if not exists runs (
     exp_id text primary key, facts text not null, state text not null, body text not null,
     grp text not null, name text not null, experiment text not null, tick integer not null,
     card text not null);
-create table if not exists clock (tick integer not null);
-insert into clock select 0 where not exists (select 1 from clock);
+create index if not exists jobs_open on jobs (id) where is_open;
+create index if not exists jobs_by_tick on jobs (tick);
+create index if not exists runs_by_state on runs (state);
+create index if not exists runs_by_group on runs (grp);
+create index if not exists runs_by_tick on runs (tick);
+create table if not exists clock (tick integer not null, epoch text not null);
+insert into clock select 0, hex(randomblob(8)) where not exists (select 1 from clock);
 """
 
 TICK = "(select tick from clock)"  # grows with every change that pages show
@@ -122,9 +127,11 @@ class Index:
 
     # Jobs
 
-    def job_marks(self) -> dict[str, str]:
-        """id -> the mark that its files had when they were read, of every job (Keeper._marks)."""
-        return dict(self.connection.execute("select id, facts from jobs"))
+    def job_marks(self, only: Collection[str] | None = None) -> dict[str, str]:
+        """id -> the mark that its files had when they were read (FolderReader._marks), of every job
+        or of some.
+        """
+        return dict(self._chosen("select id, facts from jobs", "id", only))
 
     def open_jobs(self) -> set[str]:
         """Ids of the jobs that have not ended."""
@@ -270,9 +277,9 @@ class Index:
         row = self.connection.execute(query, (file_id,)).fetchone()
         return None if row is None else json.loads(row[0])
 
-    def upload_ids(self) -> set[str]:
-        """Ids of the uploaded files in the index."""
-        return {row[0] for row in self.connection.execute("select id from uploads")}
+    def upload_ids(self, only: Collection[str] | None = None) -> set[str]:
+        """Ids of the uploaded files in the index, of all or of some."""
+        return {row[0] for row in self._chosen("select id from uploads", "id", only)}
 
     def drop_uploads(self, ids: Iterable[str]) -> None:
         """Remove files that were deleted."""
@@ -286,9 +293,13 @@ class Index:
             values.append(purpose)
         return self._page("uploads", cut, where, values, is_rising=is_rising)
 
-    def run_marks(self) -> dict[str, str]:
-        """exp_id -> the mark that its files had when they were read (live.runs.mark)."""
-        return dict(self.connection.execute("select exp_id, facts from runs"))
+    def run_marks(self, only: Collection[str]) -> dict[str, str]:
+        """exp_id -> the mark that its files had when they were read (live.runs.mark), of some."""
+        return dict(self._chosen("select exp_id, facts from runs", "exp_id", only))
+
+    def run_ids(self, only: Collection[str] | None = None) -> set[str]:
+        """Ids of the runs in the index, of all or of some."""
+        return {row[0] for row in self._chosen("select exp_id from runs", "exp_id", only)}
 
     def live_runs(self, states: Sequence[str]) -> set[str]:
         """Ids of the runs that were in one of these states."""
@@ -325,9 +336,9 @@ class Index:
             connection.execute("update clock set tick = tick + 1")
             connection.executemany(query, values)
 
-    def names(self) -> dict[str, str]:
-        """exp_id -> name, of every run."""
-        return dict(self.connection.execute("select exp_id, name from runs"))
+    def names(self, only: Collection[str]) -> dict[str, str]:
+        """exp_id -> name, of some runs."""
+        return dict(self._chosen("select exp_id, name from runs", "exp_id", only))
 
     def experiments_of(self, group: str) -> dict[str, str]:
         """exp_id -> the JSON of its dictionary, of the runs that were submitted with a group."""
@@ -346,6 +357,10 @@ class Index:
     def tick(self) -> int:
         """A number that grows with every change that pages show."""
         return self.connection.execute("select tick from clock").fetchone()[0]
+
+    def epoch(self) -> str:
+        """A text that is another one after the index was deleted and made again."""
+        return self.connection.execute("select epoch from clock").fetchone()[0]
 
     def board(self, since: int, owner: str | None) -> str:
         """The JSON of what changed after a tick: {"tick", "num_runs", "runs", "jobs"}; the last two
@@ -375,6 +390,15 @@ class Index:
         where, values = ("", ()) if only is None else ("where exp_id = ?", (only,))
         query = f"select body from runs {where} order by exp_id"
         return [row[0] for row in self.connection.execute(query, values)]
+
+    def _chosen(self, query: str, key: str, only: Collection[str] | None) -> sqlite3.Cursor:
+        """The rows of a query, of every key or of those of `only`."""
+        if only is None:
+            return self.connection.execute(query)
+        values = (json.dumps(list(only)),)
+        return self.connection.execute(
+            f"{query} where {key} in (select value from json_each(?))", values
+        )
 
     def _page(
         self,

@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 def update_index(
-    index: Index, base: BaseFolder, backend_of: Callable[[str], Backend], troubled: Collection[str]
+    index: Index,
+    base: BaseFolder,
+    backend_of: Callable[[str], Backend],
+    due: Collection[str],
+    again: Collection[str],
 ) -> dict[str, str]:
-    """Write the runs that may have changed to the index, and remove those whose folder is gone.
-
-    troubled: ids of runs that could not be read whole before. Returns those that cannot be now, and
-    why.
+    """Write those of the runs `due` that have changed to the index; returns those that cannot be
+    read whole now, and why. again: ids of runs that are read whether or not they have changed.
     """
-    indexed, live = index.run_marks(), index.live_runs(ACTIVE)
+    indexed = index.run_marks(due)
     marks = {
         run.path.name: " ".join(map(mark, (run.record, run.status, run.metrics)))
-        for run in base.runs()
+        for run in map(base.run, sorted(due))
     }
-    index.drop_runs(indexed.keys() - marks.keys())
-    again = live | set(troubled)
     changed = [name for name in marks if name in again or marks[name] != indexed.get(name)]
     if not changed:
         return {}
@@ -50,7 +50,7 @@ def update_index(
         record_changes=False,
         include_unsubmitted=True,
     )
-    names, entries = index.names(), list[dict[str, Any]]()
+    names, entries = index.names(changed), list[dict[str, Any]]()
     problems = {row.exp_id: row.reason or "" for row in rows if row.read_error is not None}
     for row in rows:
         experiment, scores = {}, {}
