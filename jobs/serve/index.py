@@ -42,12 +42,13 @@ create table if not exists uploads (
 create table if not exists runs (
     exp_id text primary key, facts text not null, state text not null, body text not null,
     grp text not null, name text not null, experiment text not null, tick integer not null,
-    card text not null);
+    card text not null, created text not null);
 create index if not exists jobs_open on jobs (id) where is_open;
 create index if not exists jobs_by_tick on jobs (tick);
 create index if not exists runs_by_state on runs (state);
 create index if not exists runs_by_group on runs (grp);
 create index if not exists runs_by_tick on runs (tick);
+create index if not exists runs_by_time on runs (created, exp_id);
 create table if not exists clock (tick integer not null, epoch text not null);
 insert into clock select 0, hex(randomblob(8)) where not exists (select 1 from clock);
 """
@@ -55,9 +56,10 @@ insert into clock select 0, hex(randomblob(8)) where not exists (select 1 from c
 TICK = "(select tick from clock)"  # grows with every change that pages show
 # A run whose card did not change keeps its tick.
 PUT_RUN = f"""
-insert into runs values (:exp_id, :facts, :state, :body, :group, :name, :experiment, {TICK}, :card)
-on conflict (exp_id) do update set facts = :facts, state = :state, body = :body, name = :name,
-    experiment = :experiment,
+insert into runs values (:exp_id, :facts, :state, :body, :group, :name, :experiment, {TICK}, :card,
+    :created)
+on conflict (exp_id) do update set facts = :facts, state = :state, body = :body, grp = :group, name = :name,
+    experiment = :experiment, created = :created,
     tick = iif(card = :card, tick, {TICK}), card = :card"""
 NAME_RUN = f"""
 update runs set name = ?1, card = json_set(card, '$.name', ?1), tick = {TICK},
@@ -81,6 +83,14 @@ class PageRequest:
     owner: str | None
     after: str | None = None
     limit: int = 20
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """So many runs, the newest first. after: the last one of the page before."""
+
+    limit: int
+    after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -321,7 +331,7 @@ class Index:
 
     def write_runs(self, entries: Iterable[Mapping[str, str]]) -> None:
         """Replace the rows of runs. An entry has exp_id, facts, state, body, group, name,
-        experiment and card (JSON).
+        experiment, card (JSON) and created.
         """
         self._change(PUT_RUN, list(entries))
 
@@ -336,9 +346,10 @@ class Index:
             connection.execute("update clock set tick = tick + 1")
             connection.executemany(query, values)
 
-    def names(self, only: Collection[str]) -> dict[str, str]:
-        """exp_id -> name, of some runs."""
-        return dict(self._chosen("select exp_id, name from runs", "exp_id", only))
+    def names(self, only: Collection[str]) -> dict[str, tuple[str, str]]:
+        """exp_id -> (group, name), of some runs."""
+        rows = self._chosen("select exp_id, grp, name from runs", "exp_id", only)
+        return {exp_id: (group, name) for exp_id, group, name in rows}
 
     def experiments_of(self, group: str) -> dict[str, str]:
         """exp_id -> the JSON of its dictionary, of the runs that were submitted with a group."""
@@ -385,11 +396,45 @@ class Index:
         if values:
             self._change("delete from runs where exp_id = ?", values)
 
-    def runs(self, only: str | None = None) -> list[str]:
-        """The JSON of every run in the order of ids, or of one run."""
-        where, values = ("", ()) if only is None else ("where exp_id = ?", (only,))
-        query = f"select body from runs {where} order by exp_id"
-        return [row[0] for row in self.connection.execute(query, values)]
+    def run(self, exp_id: str) -> str | None:
+        """The JSON of a run; None for an unknown one."""
+        query = "select body from runs where exp_id = ?"
+        row = self.connection.execute(query, (exp_id,)).fetchone()
+        return None if row is None else row[0]
+
+    def runs(
+        self,
+        owner: str | None,
+        *,
+        group: str | None = None,
+        state: str | None = None,
+        cut: RunPage | None = None,
+    ) -> list[tuple[str, str]]:
+        """(exp_id, JSON) of the runs of a group in a state, of one owner's jobs or of everybody's:
+        all in the order of ids, or one page of them, the newest first. KeyError for an unknown
+        `after`.
+        """
+        where, values = list[str](), list[Any]()
+        if owner is not None:
+            where, values = ["exp_id in (select exp_id from jobs where owner = ?)"], [owner]
+        for column, value in (("grp", group), ("state", state)):
+            if value is not None:
+                where.append(f"{column} = ?")
+                values.append(value)
+        order = "exp_id"
+        if cut is not None:
+            order = "created desc, exp_id desc limit ?"
+            if cut.after is not None:
+                query = "select created from runs where exp_id = ?"
+                row = self.connection.execute(query, (cut.after,)).fetchone()
+                if row is None:
+                    raise KeyError(cut.after)
+                where.append("(created, exp_id) < (?, ?)")
+                values += [row[0], cut.after]
+            values.append(cut.limit)
+        condition = f"where {' and '.join(where)}" if where else ""
+        query = f"select exp_id, body from runs {condition} order by {order}"
+        return self.connection.execute(query, values).fetchall()
 
     def _chosen(self, query: str, key: str, only: Collection[str] | None) -> sqlite3.Cursor:
         """The rows of a query, of every key or of those of `only`."""

@@ -60,13 +60,15 @@ def update_index(
                 scores = best_scores(base.run(row.exp_id), experiment)
             except Exception as error:  # of any kind: one run must not hide the others
                 problems[row.exp_id] = reason_of(error, base.run(row.exp_id).path)
-        own_row = row if row.by_hand else replace(row, name=names.get(row.exp_id, ""))
+        own_row = row if row.by_hand else replace(row, name=names.get(row.exp_id, ("", ""))[1])
         reason = for_client(row.reason or "", base.path)
         card = run_card(replace(own_row, reason=reason), scores, experiment)
         entries.append(_entry(own_row, card, experiment, marks[row.exp_id]))
     index.write_runs(entries)
     # every run of a group with a new run is named after the values that distinguish it
-    for group in {row.group for row in rows if not row.by_hand and row.exp_id not in names}:
+    groups = {row.exp_id: row.group for row in rows if not row.by_hand}
+    was_in = {name: group for name, (group, _) in names.items()}
+    for group in {one for name, one in groups.items() if was_in.get(name) != plain(one)}:
         experiments = index.experiments_of(group)
         differences = names_by_difference([json.loads(text) for text in experiments.values()])
         index.write_names(dict(zip(experiments, differences, strict=True)))
@@ -87,6 +89,7 @@ def _entry(
         "experiment": json.dumps(plain(experiment)),
         "card": json.dumps(plain(card)),
         "body": json.dumps(plain(body)),
+        "created": plain(row.created_at or ""),
     }
 
 
