@@ -18,6 +18,9 @@ _UNITS = {"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 SMALL_CUBLAS, LARGE_CUBLAS = 2 * 8_519_680, 2 * 32 * 2**20
 CONTEXT = int(0.5 * GIB)  # CUDA's context, outside torch's allocator: 0.4 to 0.6 GiB
 NCCL = int(0.5 * GIB)  # NCCL's buffers for a process group: 0.1 to 1 GiB
+# share of what is alive that a processor's run holds besides, because malloc keeps freed memory for
+# the next step (runtime/host_memory.py); measured (docs/log/2026-11.md)
+KEPT = 0.14
 FILLED = 0.95  # share that a run fills if it chooses for itself: fragments are not planned
 
 
@@ -73,12 +76,14 @@ class Device:
     name: str
     nbytes: int
     cublas_nbytes: int = LARGE_CUBLAS
+    kept: float = 0.0  # KEPT of a processor
 
     def usable(self, world: int) -> int:
         """Bytes that torch's allocator can use: the memory without CUDA's context and, with several
-        ranks, without NCCL's buffers.
+        ranks, without NCCL's buffers; of a processor's, what is alive when the kept memory fits,
+        too.
         """
-        return self.nbytes - CONTEXT - (NCCL if world > 1 else 0)
+        return int((self.nbytes - CONTEXT - (NCCL if world > 1 else 0)) / (1 + self.kept))
 
     def bytes_to_fill(self, world: int) -> int:
         """How many of the usable bytes a run fills if it chooses for itself."""

@@ -78,14 +78,19 @@ def before_torch() -> None:
 
 
 def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults | None:
-    """Apply the settings for the GPU of this process and return them; None without a GPU."""
+    """Apply the settings for the GPU of this process and return them; None without a GPU. Without
+    one, freed memory is kept for the next step (host_memory.py).
+    """
     import importlib.util
 
     import torch
 
-    from trainer.runtime import distributed
+    from trainer.runtime import distributed, host_memory
 
     if not distributed.is_gpu():
+        is_kept = host_memory.keep(os.environ)
+        how = f"kept ({host_memory.SWITCH}=0: given back)" if is_kept else "as malloc does it"
+        logger.debug("device: a processor; freed memory: %s", how)
         return None
     has_triton = importlib.util.find_spec("triton") is not None
     defaults = DeviceDefaults.of_experiment(
