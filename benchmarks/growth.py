@@ -1,4 +1,4 @@
-"""What finished runs cost: an idle server, its list of runs, and `results`, at several numbers of them.
+"""What finished runs cost: an idle server, its list of runs, `results`, at several numbers of them.
 
     python benchmarks/growth.py [--runs 1000 4000] [--idle_s 60] [--asks 40] [--rounds 3]
 
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +69,7 @@ def tell_results(base: Path, rounds: int) -> None:
     """Print the CPU seconds of `results` and of `status`, the least of some rounds."""
     for name in ("results", "status"):
         argv = [sys.executable, "-m", "jobs.cli", name, "-sb", str(base), "--json"]
-        seconds = [_of_children(lambda: _run(argv)) for _ in range(rounds)]
+        seconds = [_cpu_s_of(argv) for _ in range(rounds)]
         print(f"  lathe-jobs {name} --json: {_listed(seconds)} CPU s", flush=True)
 
 
@@ -99,14 +98,10 @@ def tell_server(base: Path, count: int, idle_s: float, asks: int) -> None:
         server.stop()
 
 
-def _run(argv: list[str]) -> None:
-    subprocess.run(argv, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
-
-
-def _of_children(action: Callable[[], None]) -> float:
-    """CPU seconds of the processes that an action starts and waits for."""
+def _cpu_s_of(argv: list[str]) -> float:
+    """CPU seconds of a command."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    action()
+    subprocess.run(argv, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -3,10 +3,10 @@
     python benchmarks/start.py --tokenizer ../shared/data/tokenizers/starcoder [--rows 25000] \
         [--kinds texts chat] [--rounds 3] [--parts]
 
-Both sides read the same JSON lines, tokenise every row, hash every row, write the tokens to the disk
-and take one step of a tiny Llama, each in a process of its own with an empty cache, in turns. The
-opponent is lean: `load_dataset("json")`, `map(batched=True)` with a fast tokenizer, sha256 over the
-rows, `Trainer` with one step. --parts: only how long texts take to become tokens, against one
+Both sides read the same JSON lines, tokenise every row, hash every row, write the tokens to the
+disk and take one step of a tiny Llama, each in a process of its own with an empty cache, in turns.
+The opponent is lean: `load_dataset("json")`, `map(batched=True)` with a fast tokenizer, sha256 over
+the rows, `Trainer` with one step. --parts: only how long texts take to become tokens, against one
 batched call of the tokenizer for every thousand texts, in this process.
 """
 
@@ -45,10 +45,12 @@ import hashlib, json, sys
 from datasets import load_dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers import DataCollatorForLanguageModeling
-folder, source, kind, limit, config = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
+folder, source, kind, limit, config = sys.argv[1:]
+limit = int(limit)
 tokenizer = AutoTokenizer.from_pretrained(source)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-rows = load_dataset("json", data_files=f"{folder}/train.jsonl", split="train", cache_dir=f"{folder}/hf")
+files = f"{folder}/train.jsonl"
+rows = load_dataset("json", data_files=files, split="train", cache_dir=f"{folder}/hf")
 def text(messages):
     return "".join(f"{one['role']}: {one['content']}\\n" for one in messages)
 def encode(batch):

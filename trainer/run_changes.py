@@ -1,7 +1,8 @@
-"""Which runs of a savedir_base have just changed: a short log that whoever changes one adds a name to.
+"""Which runs of a savedir_base have just changed: a short log, to which whoever changes a run adds
+its name.
 
-A server over thousands of finished runs reads this log instead of looking at all of them. The log is
-a hint, and no truth: the files of a run say what it is. So a name may be missing (a process was
+A server over thousands of finished runs reads this log instead of looking at all of them. The log
+is a hint, and no truth: the files of a run say what it is. So a name may be missing (a process was
 killed before it wrote it, an earlier version wrote none, a person edited a file), and whoever reads
 the log also looks at every run now and then. Imports no torch.
 """

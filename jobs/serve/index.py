@@ -58,8 +58,8 @@ TICK = "(select tick from clock)"  # grows with every change that pages show
 PUT_RUN = f"""
 insert into runs values (:exp_id, :facts, :state, :body, :group, :name, :experiment, {TICK}, :card,
     :created)
-on conflict (exp_id) do update set facts = :facts, state = :state, body = :body, grp = :group, name = :name,
-    experiment = :experiment, created = :created,
+on conflict (exp_id) do update set facts = :facts, state = :state, body = :body, grp = :group,
+    name = :name, experiment = :experiment, created = :created,
     tick = iif(card = :card, tick, {TICK}), card = :card"""
 NAME_RUN = f"""
 update runs set name = ?1, card = json_set(card, '$.name', ?1), tick = {TICK},

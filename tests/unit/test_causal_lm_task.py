@@ -274,9 +274,7 @@ def test_a_second_reading_of_the_rows_tokenises_nothing(
     assert len(list(task._pieces(longer))) > len(first)
 
 
-def test_long_texts_do_not_fill_the_memory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts_do_not_fill_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_tokens, "_REMEMBERED_TOKENS", 1000)
     monkeypatch.setattr(text_tokens, "_LETTERS_AT_ONCE", 4000)
     task = load(folder, max_tokens=64)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.errors import for_client, reason_of
-from jobs.job_state import ACTIVE
 from jobs.record.row import experiment_of
 from jobs.record.status import survey
 from jobs.report.scores import best_scores

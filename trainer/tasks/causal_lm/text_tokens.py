@@ -1,4 +1,4 @@
-"""Tokens of whole texts, many of them by one call of the tokenizer, and how many pieces each makes."""
+"""Tokens of whole texts, many of them by one call of the tokenizer, and how many each has."""
 
 from __future__ import annotations
 
