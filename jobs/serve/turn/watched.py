@@ -1,9 +1,9 @@
 """Which of thousands of folders a turn looks at: those that changed, and a few of the others.
 
 What has ended hardly ever changes, so an idle server must not look at all of it every second. A
-turn looks at what is open, at what is new or gone (the folder above tells, by its time), at what the
-log of changes names (trainer/run_changes.py), and at LOOKS of the others, the next ones in turn: a
-file that a person edits by hand is seen after `names / LOOKS` turns at the latest.
+turn looks at what is open, at what is new or gone (the folder above tells, by its time), at what
+the log of changes names (trainer/run_changes.py), and at LOOKS of the others, the next ones in
+turn: a file that a person edits by hand is seen after `names / LOOKS` turns at the latest.
 """
 
 from __future__ import annotations
