@@ -263,7 +263,7 @@ def test_texts_are_tokenised_many_at_a_time_and_as_one_by_one(
 def test_a_second_reading_of_the_rows_tokenises_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = load(folder, max_tokens=8)
+    task = load(folder, max_tokens=8, loss_on="all")
     _, texts = counting(task, monkeypatch)
     rows = [{"text": f"Ada keeps key {n} of the cellar. " * 5} for n in range(100)]
     first = list(task._pieces(rows))
@@ -277,7 +277,7 @@ def test_a_second_reading_of_the_rows_tokenises_nothing(
 def test_long_texts_do_not_fill_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_tokens, "_REMEMBERED_TOKENS", 1000)
     monkeypatch.setattr(text_tokens, "_LETTERS_AT_ONCE", 4000)
-    task = load(folder, max_tokens=64)
+    task = load(folder, max_tokens=64, loss_on="all")
     sizes, _ = counting(task, monkeypatch)
     rows = [{"text": f"{n} " * 900} for n in range(20)]
     pieces = list(task._pieces(rows))
