@@ -72,9 +72,13 @@ def before_torch() -> None:
     """Make torch's CUDA allocator use expandable segments: packed shapes hardly ever repeat, so
     blocks of fixed size would often stay unused. The allocator reads the environment only once.
 
+    And let tokenizers start no threads: many rows are encoded by processes, which are forked from
+    this one, and a process with such threads warns of that when it is forked.
+
     A value that the environment has already stays.
     """
     os.environ.setdefault(_ALLOCATOR, "expandable_segments:True")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults | None:
