@@ -28,7 +28,7 @@ class FolderNames:
     path: Path
     is_of_kind: Callable[[str], bool]
     inodes: dict[str, int] = field(default_factory=dict[str, int])
-    _facts: tuple[int, int, int] | None = None
+    _facts: tuple[int, int, int, int] | None = None
     _is_settled: bool = False
 
     def read(self) -> bool:
@@ -40,7 +40,8 @@ class FolderNames:
         except FileNotFoundError:
             had_names, self.inodes, self._facts = bool(self.inodes), {}, None
             return had_names
-        facts = (about.st_dev, about.st_ino, about.st_mtime_ns)
+        # the time of the inode as well: who may list it has changed, perhaps
+        facts = (about.st_dev, about.st_ino, about.st_mtime_ns, about.st_ctime_ns)
         if facts == self._facts and self._is_settled:
             return False
         is_settled = time.time() - about.st_mtime > SETTLED_S
