@@ -66,7 +66,7 @@ def unpacked_folder() -> Path:
         digest.update(str(path.relative_to(PACKED)).encode() + path.read_bytes())
     name = f"lathe-recorded-{os.getuid()}-{digest.hexdigest()[:16]}"
     folder = Path(tempfile.gettempdir()) / name
-    with open(f"{folder}.lock", "w") as held:  # noqa: PTH123 (flock wants an open file)
+    with open(f"{folder}.lock", "w") as held:
         # without it, a process that comes second removes what the first one reads
         fcntl.flock(held, fcntl.LOCK_EX)
         if not _is_complete(folder, files):
