@@ -113,6 +113,8 @@ for _name in TASKS:
     OF_ONE_TASK[_name, "data.mix"] = {"data": _files}
     for _key in ("ends", "changes"):
         OF_ONE_TASK[_name, f"data.mixing.{_key}"] = {"data": {**_files, "mix": _mix}}
+    if _name == "retriever":
+        OF_ONE_TASK[_name, "data.batches.source"] = {"data": {**_files, "mix": _mix}}
     OF_ONE_TASK[_name, "data.mixing.temperature"] = {"data": {**_files, "mix": dict.fromkeys(_mix)}}
 # What a key's other value needs besides.
 AFTER: dict[tuple[str, str], dict[str, Any]] = {

@@ -25,11 +25,12 @@ from trainer.config.schema import Optim
 from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime import distributed
 
-Cut = tuple[Any, list[int]]  # chunks of queries and passages (None: plain), and micro-batches
+# chunks of queries and passages, or of tokens (None: plain), and micro-batches
+Cut = tuple[Any, list[int]]
 PLAIN: Cut = (None, [8])
 CUTS: dict[int, list[Cut]] = {
-    1: [((3, 5), [8]), (None, [3, 5])],
-    2: [(None, [4, 4]), ((3, 5), [4, 4]), (None, [1, 3, 1, 3])],
+    1: [((3, 5), [8]), (None, [3, 5]), (70, [3, 5])],
+    2: [(None, [4, 4]), ((3, 5), [4, 4]), (None, [1, 3, 1, 3]), (70, [4, 4]), (40, [1, 3, 1, 3])],
 }
 _TWO: dict[str, Any] = {"data": {"passages": 3, "positives": 2}}
 LEARNT: dict[str, Any] = {"encoder": {"learn_temperature": True}}
@@ -43,6 +44,18 @@ FORMS: dict[str, dict[str, Any]] = {
     "false negatives": {"loss": {"symmetric": True, "false_negatives": {"margin": -0.1}}},
     "by the teacher": {"loss": {"false_negatives": {"by": "teacher", "above": 0.5}}, **_TWO},
     "matryoshka": {"loss": {"matryoshka": {"dims": [16, 8, 3], "weights": [1.0, 0.5, 0.2]}}},
+    "layers": {"loss": {"symmetric": True, "matryoshka": {"layers": [1, 0]}}, **_TWO},
+    "layers and dims": {
+        "loss": {
+            "matryoshka": {
+                "dims": [16, 4],
+                "weights": [1.0, 0.5],
+                "layers": [1],
+                "layer_weights": [0.7],
+                "divergence": 0.5,
+            }
+        }
+    },
     "divergence": {"loss": {"contrastive": 0.0, "distillation": {}}, **LEARNT, **_TWO},
     "margins": {"loss": {"distillation": {"kind": "margin_mse"}}, **_TWO},
     "all at once": {
@@ -67,7 +80,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def task_of(folder: Path, form: str, chunks: Any = None) -> Any:
     values = experiment("retriever", folder)
-    cut = {} if chunks is None else {"query_chunk": chunks[0], "passage_chunk": chunks[1]}
+    cut: dict[str, Any] = {}
+    if isinstance(chunks, int):
+        cut = {"chunk_tokens": chunks}
+    elif chunks is not None:
+        cut = {"query_chunk": chunks[0], "passage_chunk": chunks[1]}
     values["loss"] = cut
     return tasks.load(
         tasks.parse(vary(values, **FORMS[form])), Places(folder, folder / "cache", folder)

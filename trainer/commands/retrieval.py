@@ -90,6 +90,7 @@ def encode(
     ] = "fp32",
     shard_rows: options.ShardRows = None,
     dims: options.Dims = None,
+    layers: options.Layers = None,
     strict: Strict = False,
 ) -> None:
     """Write the vectors of a corpus or of questions; under torchrun, every rank writes a shard at a
@@ -114,6 +115,9 @@ def encode(
     if dims is not None:
         task.shorten(dims)
         weights += f", first {dims}"  # comparable with one another alone
+    if layers is not None:
+        task.keep_layers(retriever, layers)
+        weights += f", {layers} layers"
 
     def read() -> list[Any]:
         # on rank 0 alone, and inside of on_main: the others get the refusal of --strict, too

@@ -27,8 +27,9 @@ from trainer.plan.memory.advice import (
     recomputation_line,
     recomputing,
 )
-from trainer.plan.memory.measure import MeasuringError
+from trainer.plan.memory.measure import MeasuringError, measuring, with_value
 from trainer.plan.memory.plan import make
+from trainer.plan.memory.planned_rows import training_batches
 from trainer.plan.time.fastest import ways
 from trainer.plan.time.target import target_of
 from trainer.plan.time.text import duration
@@ -37,6 +38,7 @@ from trainer.training.run_plan import with_rows
 
 if TYPE_CHECKING:
     from trainer.devices import Device
+    from trainer.plan.memory.subject import Subject
     from trainer.plan.time.target import Target
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
@@ -56,9 +58,9 @@ class Chosen:
 def choose(plan: RunPlan, options: Options) -> Chosen:
     """Look whether the saved step is there that the run goes on with, if it goes on with one, and
     whether that was trained on the same rows. Count the steps that train.epochs are. Choose the
-    DeepSpeed file, the micro-batch, the recomputed blocks and the place of frozen weights, each if
-    the experiment says "auto". Rank 0 loads the task and the rows once for all choices. A
-    collective.
+    DeepSpeed file, the micro-batch, the recomputed blocks, the place of frozen weights and the
+    chunks of GradCache, each if the experiment says "auto". Rank 0 loads the task and the rows once
+    for all choices. A collective.
 
     ConfigError if the device is not known; DoesNotFitError if nothing fits.
     """
@@ -69,6 +71,7 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
     preset = options.deepspeed or plan.cfg.deepspeed
     is_open = AUTO in (preset, plan.values["train"]["micro_batch"])
     is_auto = is_open or AUTO in (train.gradient_checkpointing, train.frozen)
+    is_auto = is_auto or auto.chunk_tokens(plan.cfg) == AUTO
     # read before anything is written: the sources of a mix, and the rows of a run that goes on with
     # another one
     other = None if on_main(lambda: _has_begun(plan, options)) else plan.cfg.continues
@@ -103,6 +106,11 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
             run = replace(run, plan=_with_choices(plan, values, options.until))
         if train.frozen == AUTO:
             values["frozen"] = frozen(run, name=options.device)
+            run = replace(run, plan=_with_choices(plan, values, options.until))
+        if auto.chunk_tokens(plan.cfg) == AUTO:
+            goes_on = _has_begun(plan, options)
+            recorded = run_folder.recorded_chunk_tokens(plan.folder) if goes_on else None
+            values["chunk"] = recorded or chunk_tokens(run, name=options.device)
         return values
 
     values = on_main(choices)
@@ -127,6 +135,8 @@ def _with_choices(plan: RunPlan, chosen: Mapping[str, Any], until: int | None) -
         cfg = auto.with_recomputation(cfg, chosen["recomputed"])
     if "frozen" in chosen:
         cfg = with_frozen(cfg, chosen["frozen"])
+    if "chunk" in chosen:
+        cfg = auto.with_chunk_tokens(cfg, chosen["chunk"])
     return replace(plan, cfg=cfg, ds=ds, sharding=sharding)
 
 
@@ -255,3 +265,40 @@ def frozen(run: PreparedRun, *, name: str | None) -> str:
     how = "replicate" if fits else "shard"
     logger.info("memory: frozen weights: %s (train.frozen is auto)", how)
     return how
+
+
+@measuring()
+def chunk_tokens(run: PreparedRun, *, name: str | None) -> int:
+    """The value for loss.chunk_tokens="auto": the most tokens with which the heaviest micro-batch
+    fits the device, out of the longest text's and the doubles of it, up to those with which every
+    side of a micro-batch is one chunk. ConfigError without a device, or if memory cannot be
+    planned.
+    """
+    target = target_of(name, world=run.plan.sharding.world).device
+    if target is None:
+        raise ConfigError(
+            'loss.chunk_tokens="auto" needs to know the device. Run on a GPU, give --device, such '
+            "as --device 24GiB, or say a number."
+        )
+    subject = run.subject()
+    least = max(run.task.limits().values())
+    most = max(int(subject.train.lengths[one.numbers].sum()) for one in training_batches(subject))
+    sizes = [least]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    try:
+        fitting = (size for size in reversed(sizes) if _fits_in_chunks(subject, size, target))
+        tokens = next(fitting, least)  # where nothing fits, the plan of the run says so
+    except MeasuringError as error:
+        raise ConfigError(
+            f'loss.chunk_tokens="auto": no plan can be basis. Say a number.\n{error}'
+        ) from error
+    logger.info("memory: chunks of %d tokens (loss.chunk_tokens is auto)", tokens)
+    return tokens
+
+
+def _fits_in_chunks(subject: Subject, tokens: int, device: Device) -> bool:
+    values = with_value(subject.values, auto.CHUNKS, tokens)
+    cfg = auto.with_chunk_tokens(subject.cfg, tokens)
+    memory = make(replace(subject, values=values, cfg=cfg), cublas=device.cublas_nbytes)
+    return memory.total <= device.bytes_to_fill(subject.sharding.world)

@@ -320,6 +320,12 @@ class Embeds(Protocol):
         """
         ...
 
+    def keep_layers(self, model: nn.Module, count: int) -> None:
+        """Remove all but the first `count` blocks of the model's base. ConfigError where it has
+        fewer.
+        """
+        ...
+
 
 # The ids of a query, and of each of its passages.
 IdLists = tuple[Sequence[int], Sequence[Sequence[int]]]
@@ -364,6 +370,17 @@ class Packs(Protocol):
     @property
     def is_packed(self) -> bool:
         """Whether this experiment packs its micro-batches."""
+        ...
+
+
+@runtime_checkable
+class ArrangesRows(Protocol):
+    """The ability to say which rows belong together in a step."""
+
+    def arrangement(self, store: Any, sources: tuple[int, ...]) -> Any:
+        """The Arrangement (trainer/data/arranged) of the rows of a split's token store; None: any
+        rows may share a step. sources: the rows of each source of a mix.
+        """
         ...
 
 

@@ -14,6 +14,7 @@ from trainer.config.auto import placeholder, with_micro_batch, with_steps
 from trainer.config.identity import exp_id
 from trainer.config.mistakes import late_stop
 from trainer.config.schema import Experiment
+from trainer.data.arranged import told
 from trainer.data.mixed.mixture import Mix, Mixture
 from trainer.data.mixed.task import refuse_missing
 from trainer.data.order import Sharding, Sizes, padding_share
@@ -180,6 +181,15 @@ def say_padding(plan: RunPlan, sizes: Sizes) -> None:
         100 * share,
         steps,
     )
+
+
+def say_batches(plan: RunPlan, sizes: Sizes) -> None:
+    """Log what becomes of the rows of an epoch where data.batches puts rows together. DataError
+    where they fill no step.
+    """
+    if sizes.arrangement is not None:
+        epochs = plan.sharding.epochs(len(sizes), plan.cfg.train.seed, sizes.sources)
+        logger.info("%s", told.line(told.facts(epochs, sizes.arrangement)))
 
 
 def rests(plan: RunPlan, until: int | None) -> bool:

@@ -12,8 +12,10 @@ from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.formats.layouts import QUERIES, QUESTIONS, TEVATRON, Layout, Purpose
 from trainer.config.own_rows import OwnRows
 from trainer.config.schema import Experiment
+from trainer.tasks.retriever.batching.config import Batching
 
 Selection = Literal["by_epoch", "drawn", "first"]
+_WITH_TOPICS = ("files", "tevatron", "hub")  # sources whose rows may say their topic
 
 
 class Data(OwnRows):
@@ -44,7 +46,7 @@ class Data(OwnRows):
         }
     )
 
-    unstreamed: ClassVar[tuple[str, ...]] = ("corpus",)
+    unstreamed: ClassVar[tuple[str, ...]] = ("corpus", "batches")
     purposes: ClassVar[tuple[Purpose, ...]] = ("query",)
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
         "corpus",
@@ -98,6 +100,8 @@ class Data(OwnRows):
     """Whether texts end with the tokenizer's end-of-sequence token."""
     pad_to_multiple_of: Positive = 8
     """Where rows are padded: to a multiple of it, but never beyond the limits above."""
+    batches: Batching | None = None
+    """Which rows stand together in a step; None: any."""
 
     def layout(self) -> Layout | None:
         if self.source in ("files", "fid"):
@@ -190,21 +194,40 @@ class FalseNegatives(Strict):
 
 
 class Matryoshka(Strict):
-    """The loss is a weighted sum of the losses of the first numbers of each vector, which have
-    length 1 again where `encoder.normalize` says so.
+    """The loss is a weighted sum of losses: of the first numbers of each vector (`dims`), which
+    have length 1 again where `encoder.normalize` says so, and of the vectors that the first blocks
+    of the base give (`layers`). With both, the loss of every layer is that sum over `dims`.
     """
 
-    dims: Annotated[tuple[Positive, ...], Field(min_length=1)]
-    """So many numbers; the whole width should be among them."""
+    dims: tuple[Positive, ...] = ()
+    """So many numbers; the whole width should be among them. None are listed: whole vectors."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    """One for each of them; None: 1 for all."""
+    """One for each of `dims`; None: 1 for all."""
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """So many blocks of the base, 0 for its embeddings; the whole base counts besides, with the
+    weight 1. `encode --layers` then uses fewer blocks.
+    """
+    layer_weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """One for each of `layers`; None: all alike, and together 1."""
+    divergence: Annotated[float, Field(ge=0)] = 1.0
+    """The factor of the divergence of each layer's vectors from the whole base's, which do not
+    move towards them; 0: without it.
+    """
+    divergence_temperature: Annotated[float, Field(gt=0)] = 0.3
+    """Vectors are divided by it, before a softmax over their numbers."""
 
     @model_validator(mode="after")
     def _each_has_a_weight(self) -> Matryoshka:
-        if self.weights is not None and len(self.weights) != len(self.dims):
-            raise ValueError(f"got {len(self.weights)} weights, want one for each of {self.dims}")
-        if len({*self.dims}) < len(self.dims):
-            raise ValueError(f"dims={list(self.dims)}: got one of them twice, want each once")
+        for key, sizes, weights in (
+            ("dims", self.dims, self.weights),
+            ("layers", self.layers, self.layer_weights),
+        ):
+            if weights is not None and len(weights) != len(sizes):
+                raise ValueError(f"got {len(weights)} weights, want one for each of {key} {sizes}")
+            if len({*sizes}) < len(sizes):
+                raise ValueError(f"{key}={list(sizes)}: got one of them twice, want each once")
+        if not self.dims and not self.layers:
+            raise ValueError("got neither dims nor layers, want one of them or both")
         return self
 
 
@@ -224,6 +247,12 @@ class Loss(Strict):
     """
     passage_chunk: Positive | None = None
     """As query_chunk, for passages; None: all at once."""
+    chunk_tokens: Positive | Literal["auto"] | None = None
+    """In the place of both: as many queries, or passages, at a time as have so many tokens
+    together, those of like length; a longer text goes alone. auto: the most that fits, by the
+    memory plan; the choice is the run's from its first step on. None: by query_chunk and
+    passage_chunk.
+    """
     pool_on_host: bool = False
     """Keep representations and scores in the CPU's memory."""
     mask_duplicates: bool = False
@@ -253,6 +282,16 @@ class Loss(Strict):
     def _something_is_minimised(self) -> Loss:
         if self.contrastive == 0 and self.distillation is None:
             raise ValueError("contrastive=0 without distillation leaves nothing to minimise")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_are_of_rows_or_tokens(self) -> Loss:
+        if self.chunk_tokens is not None and (self.query_chunk or self.passage_chunk):
+            raise ValueError(
+                f"chunk_tokens={self.chunk_tokens!r} with query_chunk={self.query_chunk} and "
+                f"passage_chunk={self.passage_chunk}: want chunks of tokens or of rows. Leave one "
+                "kind out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -365,6 +404,39 @@ class Config(Experiment):
             raise ValueError(
                 f'loss.{asks}: {key}="{reads}" has no scores of a teacher. Use "fid", or name a '
                 "file of scores in data.scores"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_can_be_made(self) -> Config:
+        batches, data, train = self.data.batches, self.data, self.train
+        if batches is None:
+            return self
+        reason = None
+        if batches == Batching():
+            reason = "says nothing: name source, distinct or topics, or leave it out"
+        elif self.form == "cross" or self.loss.kind == "triplet" or not self.loss.contrastive:
+            reason = "puts rows together that are each other's negatives, and here none is"
+        elif batches.source == "one" and not data.mix:
+            reason = '.source="one" is of a mix: name its sources in data.mix, or leave it out'
+        elif batches.topics is not None and data.mix and batches.source == "mixed":
+            reason = '.topics of a mix: a step has one topic, want source="one" besides'
+        elif train.bucket_steps > 1 or train.order == "as_given":
+            key = "order" if train.order == "as_given" else "bucket_steps"
+            reason = f" and train.{key} both say which rows a step has: leave one of them out"
+        elif batches.reads_topics and data.reads not in _WITH_TOPICS:
+            reason = f'.topics.by="field": the rows of {data.reads!r} say no topic. Use "words"'
+        if reason is not None:
+            raise ValueError(f"data.batches{'' if reason[0] in '. ' else ' '}{reason}")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_listened_to(self) -> Config:
+        nested = self.loss.matryoshka
+        if nested is not None and nested.layers and self.train.compile:
+            raise ValueError(
+                "loss.matryoshka.layers with train.compile, whose blocks are not listened to: "
+                "leave one of the two out"
             )
         return self
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.config.optimizer.lora import Lora
 from trainer.config.schema import Base, RandomBase
+from trainer.data.arranged.arrangement import Arrangement
 from trainer.data.formats import picked
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
@@ -34,6 +35,7 @@ from trainer.tasks.retriever import (
     sentence_folder,
 )
 from trainer.tasks.retriever.batches import Batches, texts_of
+from trainer.tasks.retriever.batching import together
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.loss import teacher_scores
 from trainer.tasks.retriever.loss.pool_loss import PoolLoss
@@ -60,6 +62,7 @@ class Task(TokenTask[Config]):
     rows_are_of_files: ClassVar[bool] = True
     base_name: ClassVar[str] = ""  # operate() gives the base of one side as it is
     _dims: int | None = None  # numbers of a vector that embed() gives; None: all
+    _arranged: tuple[str, Arrangement | None] | None = None  # of the store with this digest
 
     def __init__(self, cfg: Config, places: Places) -> None:
         self.places = places
@@ -148,7 +151,8 @@ class Task(TokenTask[Config]):
         query, passage = encoder_of(export.QUERY), None if how.tied else encoder_of(export.PASSAGE)
         width, dtype = query.config.hidden_size, next(query.parameters()).dtype
         pooler = pooler_of(how.projection, how, width=width, seed=self.cfg.train.seed, dtype=dtype)
-        widest = max(self.cfg.loss.matryoshka.dims) if self.cfg.loss.matryoshka else 0
+        nested = self.cfg.loss.matryoshka
+        widest = max(nested.dims, default=0) if nested else 0
         whole = width if how.projection is None else how.projection.width
         if widest > whole:
             raise ConfigError(
@@ -159,6 +163,7 @@ class Task(TokenTask[Config]):
         read["passage"] = read["query"] if passage is None else self.reader(passage)
         scale = LogScale(how.temperature, dtype) if how.learn_temperature else None
         parts: Any = {"pooler": pooler, "log_scale": scale, "read": read}
+        parts["layers"] = nested.layers if nested else ()
         return Retriever(query, passage, how=how, **parts)
 
     def operate(self, base: Any) -> Any:
@@ -220,6 +225,8 @@ class Task(TokenTask[Config]):
         data = self.cfg.data
         if split == "train" and self.cfg.needs_teacher:
             of_split = teacher_scores.required(of_split)
+        if split == "train" and data.batches is not None and data.batches.reads_topics:
+            of_split = together.with_topics(of_split)
         sizes = (data.passages, data.positives) if split == "train" else (1, 1)
         usable = selection.trainable(of_split, *sizes)
         return ({**row, "item": item} for item, row in picked.enumerated(usable))
@@ -250,6 +257,7 @@ class Task(TokenTask[Config]):
                 "scores": np.asarray(scores, dtype=np.float32).view(np.int32).tolist(),
                 "num_positives": [len(row["positives"])],
                 "item": [row["item"]],
+                **together.fields(row, self.cfg.data.batches),
             },
             is_truncated=is_cut,
             cuts={
@@ -298,9 +306,19 @@ class Task(TokenTask[Config]):
     def encoding_id(self) -> str:
         data: Data = self.cfg.data
         # the stored lengths depend on the number of passages
-        return self.encoded_under(
-            passages=data.passages, **{name: getattr(data, name) for name in export.DESCRIBED_DATA}
-        )
+        described = {name: getattr(data, name) for name in export.DESCRIBED_DATA}
+        described |= together.settings(data.batches)
+        return self.encoded_under(passages=data.passages, **described)
+
+    def arrangement(self, store: Any, sources: tuple[int, ...]) -> Arrangement | None:
+        """What data.batches says of the training rows, computed once for a store."""
+        batches = self.cfg.data.batches
+        if batches is None or store.meta["split"] != "train":
+            return None
+        if self._arranged is None or self._arranged[0] != store.digest:
+            by = together.arrangement_of(self, batches, store, sources)
+            self._arranged = (store.digest, by)
+        return self._arranged[1]
 
     def length(self, encoded: Mapping[str, Any]) -> int:
         return len(encoded["query"]) + self.cfg.data.passages * int(max(encoded["lengths"]))
@@ -361,3 +379,6 @@ class Task(TokenTask[Config]):
 
     def shorten(self, dims: int) -> None:
         self._dims = dims
+
+    def keep_layers(self, model: Any, count: int) -> None:
+        model.keep_layers(count)
