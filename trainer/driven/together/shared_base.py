@@ -44,7 +44,7 @@ class _SeededDraw(Draw):
             return Dropped(input, ())
         stays = self._stays(input)
         # a processor draws slowly (models/lean/dropout.py)
-        kept = (stays.bool(),) if input.device.type == "cpu" else ()
+        kept = (stays.to(torch.uint8),) if input.device.type == "cpu" else ()
         return Dropped(input * stays / (1 - self.rate), kept)
 
     def again(self, input: Tensor, of_values: Tensor | None, *kept: Tensor) -> DroppedAgain:

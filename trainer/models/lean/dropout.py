@@ -66,8 +66,9 @@ class TorchDraw(Draw):
             return Dropped(input, ())
         if self._state is not None:
             return Dropped(F.dropout(input, self.rate), ())
-        mask = torch.empty_like(input, dtype=torch.bool)
-        mask = mask.bernoulli_(1 - self.rate) if self._draws else mask.fill_(False)
+        # not bool, which torch 2.13 converts to floats three times as slowly
+        mask = torch.empty_like(input, dtype=torch.uint8)
+        mask = mask.bernoulli_(1 - self.rate) if self._draws else mask.zero_()
         return Dropped(self._factor(mask, input.dtype).mul_(input), (mask,))
 
     def again(self, input: Tensor, of_values: Tensor | None, *kept: Tensor) -> DroppedAgain:
