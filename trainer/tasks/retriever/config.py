@@ -306,8 +306,8 @@ class Late(Strict):
     width: Positive = 128
     """Numbers of a vector: a linear layer without bias on each state; vectors have length 1."""
     expand: bool = True
-    """Queries are filled up to data.query_tokens with mask tokens, whose vectors count as well
-    (ColBERT's query augmentation). False: the query's own tokens alone.
+    """Queries are filled up to data.query_tokens with mask tokens (of a tokenizer without one, its
+    end token), whose vectors count as well: ColBERT's query augmentation. False: they are not.
     """
     attend: bool = False
     """Whether tokens attend to those mask tokens; of ColBERT they do not."""
@@ -406,8 +406,8 @@ class Config(Experiment):
             )
         if self.form == "late" and self.data.passages == 1:
             raise ValueError(
-                'form="late" is validated on the passages of each query alone: got data.passages=1, '
-                "want 2 or more, so that a positive has negatives (lathe mine finds some)"
+                'form="late" is validated on each query\'s own passages: got data.passages=1, want '
+                "2 or more, so that a positive has negatives (lathe mine finds some)"
             )
         return self
 
