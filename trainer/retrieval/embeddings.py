@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.data.shard_folder import META, ShardFolder, Values
+from trainer.data.shard_folder import META, PLAN, ShardFolder, Values
 from trainer.errors import ConfigError, DataError, DivergedError, LatheError
 from trainer.files.atomic import refusals, replace_file, sha256_of
 from trainer.files.safetensors_file import WrittenFile, checksum_problem
@@ -39,6 +39,15 @@ MAX_SHARD_ROWS = 65_536  # what a kill costs a rank at most; 96 MiB of 768 fp16 
 _IDS = "ids.txt"
 
 Encoder = Callable[[Sequence[Row]], Tensor]  # N texts -> (N, D) on any device
+
+
+class ShardPlan(Protocol):
+    """Which rows each shard of a folder holds."""
+
+    @property
+    def shard_rows(self) -> int: ...
+
+    def rows(self, shard: int) -> range: ...
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,16 @@ def read(folder: Path) -> Embeddings:
         return Embeddings(folder, EmbeddingsPlan(**meta), dim, records, recall)
 
     return shards.read(META, convert)
+
+
+def form_of(folder: Path) -> str:
+    """Which form of retriever made a folder of vectors: "bi", whose plan does not say so, or what
+    it says. DataError when the plan cannot be read, ConfigError when there is none.
+    """
+    shards = _shards(folder)
+    if not shards.is_begun:
+        raise ConfigError(f"{folder}: {PLAN} is missing. This folder of vectors is not there.")
+    return shards.read(PLAN, lambda plan: str(plan.get("form", "bi")))
 
 
 def verify(embeddings: Embeddings) -> None:
@@ -249,7 +268,7 @@ def write(
     plan = EmbeddingsPlan(**shards.begin(asdict(plan), choice="shard_rows"))
     if not shards.is_finished:
         own = set(shards.own_missing(plan.num_shards))
-        for number, of_shard in _of_shards(rows(), plan, own):
+        for number, of_shard in of_shards(rows(), plan, own):
             _write_shard(shards, number, encoder(of_shard), plan)
         shards.finish(plan.num_shards, lambda records: _facts(folder, rows(), plan, records))
     return read(folder)
@@ -264,8 +283,8 @@ def _shards(folder: Path) -> ShardFolder:
     return ShardFolder(folder, "vectors", ".npy", "encode", refusal=ConfigError)
 
 
-def _of_shards(
-    rows: Iterable[Row], plan: EmbeddingsPlan, shards: set[int]
+def of_shards(
+    rows: Iterable[Row], plan: ShardPlan, shards: set[int]
 ) -> Iterator[tuple[int, list[Row]]]:
     """(shard, its rows) of the wanted shards, one in memory at a time."""
     rows_of_shard: list[Row] = []
