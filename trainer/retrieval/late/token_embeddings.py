@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SHARD_ROWS = 4096  # what a kill costs a rank at most; 180 MiB of 180 vectors of 128 fp16 each
 DTYPES = ("float16", "float32")
-_IDS, _OFFSETS = "ids.txt", "offsets.npy"
+_OFFSETS = "offsets.npy"
 
 # N texts -> (K, E) float32 vectors of one text after the other, and (N,) how many each text has
 TokenEncoder = Callable[[Sequence[Row]], tuple[np.ndarray, np.ndarray]]
@@ -66,25 +66,11 @@ class TokenPlan:
 
 
 @dataclass(frozen=True)
-class TokenEmbeddings:
-    """A finished folder. Vectors stay on the disk until they are read."""
+class TokenEmbeddings(embeddings.StoredVectors):
+    """A finished folder of vectors of tokens."""
 
-    folder: Path
     plan: TokenPlan
-    dim: int
-    shards: list[WrittenFile]
     offsets_sha256: str
-
-    @cached_property
-    def ids(self) -> list[str]:
-        """The id of every text."""
-        with refusals(self.folder / _IDS):
-            ids = (self.folder / _IDS).read_text(encoding="utf-8").split("\n")[:-1]
-        if len(ids) != self.plan.count:
-            raise DataError(
-                f"{self.folder / _IDS} has {len(ids)} ids for {self.plan.count} texts. Encode anew."
-            )
-        return ids
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -241,7 +227,7 @@ def _facts(folder: Path, rows: Iterable[Row], plan: TokenPlan, records: list[Val
             f"{folder}: shards hold token vectors of {sorted(dims)} numbers. Delete it and encode "
             "anew."
         )
-    replace_file(folder / _IDS, "".join(f"{row['id']}\n" for row in rows).encode())
+    embeddings.write_ids(folder, rows)
     lengths = [length for record in records for length in record["lengths"]]
     written = io.BytesIO()
     np.save(written, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
