@@ -122,6 +122,14 @@ def test_maxsim_is_its_formula_within_any_budget() -> None:
     assert largest[10**6] == 9 * 77
 
 
+def test_autocast_makes_no_score_coarser() -> None:
+    queries, passages = lists([3, 1], 1).float(), lists([2, 4], 2).float()
+    arguments = (queries, torch.tensor([3, 1]), passages, torch.tensor([2, 4]))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = maxsim(*arguments)
+    assert torch.equal(found, maxsim(*arguments))
+
+
 # Which tokens have a vector
 # --------------------------------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ def test_a_killed_encoding_goes_on_and_another_one_is_refused(tmp_path: Path) ->
     for name in ("meta.json", "ids.txt", "offsets.npy", "vectors-00001.json"):
         (tmp_path / "p" / name).unlink()
     assert [shard.sha256 for shard in written(tmp_path / "p", own).shards] == digest
-    with refused("vectors_of_others", key="pool_factor", now="2.0"):
+    with refused("vectors_of_others", key="pool_factor", now=2.0):
         written(tmp_path / "p", own, pool_factor=2.0)
     (tmp_path / "p" / "meta.json").unlink()
     with refused("vectors_unfinished"):
