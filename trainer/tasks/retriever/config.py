@@ -1,10 +1,12 @@
-"""What a retriever's experiment states, and a reranker's. Imports no torch. docs/tasks/retriever.md
-maps Tevatron's argument names, docs/tasks/reranker.md says what `form: "cross"` trains.
+"""What a retriever's experiment states, in each of its forms (Config.form). Imports no torch.
+docs/tasks/retriever.md maps Tevatron's argument names, docs/tasks/reranker.md says what
+`form: "cross"` trains, docs/tasks/sparse.md what `form: "sparse"` does.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -297,17 +299,81 @@ class Cross(Strict):
     """Of lambda: the k of nDCG@k. Only pairs with a passage in the first k count. None: all."""
 
 
+class Sparse(Strict):
+    """How a text becomes weights of the words of a vocabulary, and what keeps most of them at 0."""
+
+    pooling: Literal["max", "sum"] = "max"
+    """A word's weight in a text: the largest that one of its tokens gives it, or their sum."""
+    queries: Literal["encoded", "tokens"] = "encoded"
+    """encoded: by the model, as passages are. tokens: each token of a query has the weight 1, and
+    no model reads it (SPLADE-doc).
+    """
+    query_regulariser: Literal["flops", "l1"] = "flops"
+    """What is added to the loss for queries. flops: the sum over words of the square of their mean
+    weight. l1: the mean sum of a query's weights.
+    """
+    passage_regulariser: Literal["flops", "l1"] = "flops"
+    """The same for passages."""
+    query_weight: Annotated[float, Field(ge=0)] = 5e-5
+    """The factor of the queries' regulariser, behind its warm-up."""
+    passage_weight: Annotated[float, Field(ge=0)] = 3e-5
+    """The factor of the passages' regulariser, behind its warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """In step t of so many both factors are multiplied by the square of t / warmup_steps."""
+    anti_zero: Annotated[float, Field(ge=0)] = 0.0
+    """The factor of a term that keeps weights from all becoming 0: one over the square of the sum
+    of all queries' weights, and the same of passages.
+    """
+
+    @model_validator(mode="after")
+    def _tokens_have_no_regulariser(self) -> Sparse:
+        given = sorted(self.model_fields_set & {"query_regulariser", "query_weight"})
+        if self.queries == "tokens" and given:
+            raise ValueError(
+                f'{given[0]}: got it with queries="tokens", whose weights are all 1: nothing of '
+                'them can be learnt. Leave it out, or use queries="encoded"'
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of the task: where its code is, and which keys it does not read."""
+
+    package: str
+    unread: tuple[str, ...]  # blocks, or keys of blocks; another form reads them
+
+
+FORMS = {
+    "bi": Form("retriever", ("cross", "sparse")),
+    "cross": Form("retriever.cross", ("encoder", "loss", "sparse", "data.scores")),
+    "sparse": Form(
+        "retriever.sparse",
+        (
+            "encoder.tied",
+            "encoder.pooling",
+            "encoder.projection",
+            "encoder.normalize",
+            "encoder.learn_temperature",
+            "loss.matryoshka",
+            "cross",
+        ),
+    ),
+}
+
+
 class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
 
     encoded = frozenset({"form"})
-    not_encoded = frozenset({"encoder", "loss", "cross", "dropout"})
+    not_encoded = frozenset({"encoder", "loss", "cross", "sparse", "dropout"})
 
     task: Literal["retriever"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
-    """A dense retriever, or a reranker."""
-    form: Literal["bi", "cross"] = "bi"
+    """A retriever of vectors or of words, or a reranker."""
+    form: Literal["bi", "cross", "sparse"] = "bi"
     """bi: a query and a passage each become a vector (`encoder`, `loss`). cross: one model reads
-    both together and scores the pair (`cross`).
+    both together and scores the pair (`cross`). sparse: each becomes weights of words (`sparse`,
+    `loss`).
     """
     data: Data
     """Rows, and how they become tokens."""
@@ -317,6 +383,8 @@ class Config(Experiment):
     """What is minimised, and in which pieces."""
     cross: Cross = Cross()
     """What form="cross" minimises."""
+    sparse: Sparse = Sparse()
+    """What form="sparse" makes of texts, and what it adds to `loss`."""
     dropout: Fraction | None = None
     """None: the base's own."""
 
@@ -330,21 +398,17 @@ class Config(Experiment):
     @property
     def package(self) -> str:
         """The forms are packages of the task."""
-        return f"{self.task}.cross" if self.form == "cross" else self.task
+        return FORMS[self.form].package
 
     @model_validator(mode="after")
-    def _the_form_has_its_blocks(self) -> Config:
-        blocks = {"encoder": Encoder(), "loss": Loss()}
-        if self.form == "bi":
-            blocks = {"cross": Cross()}
-        unread = [name for name, default in blocks.items() if getattr(self, name) != default]
-        if self.form == "cross" and self.data.scores is not None:
-            unread.append("data.scores")
+    def _the_form_reads_every_key(self) -> Config:
+        unread = [key for key in FORMS[self.form].unread if _is_given(self, key)]
         if unread:
-            other = "bi" if self.form == "cross" else "cross"
+            key = unread[0]
+            others = [f'"{name}"' for name, form in FORMS.items() if not _covers(form, key)]
             raise ValueError(
-                f'{unread[0]}: form="{self.form}" does not read it, form="{other}" does. Leave it '
-                f'out, or say form="{other}"'
+                f'{key}: form="{self.form}" does not read it, form={" or ".join(others)} does. '
+                f"Leave it out, or say form={others[0]}"
             )
         if self.form == "cross" and self.data.passages <= self.data.positives:
             raise ValueError(
@@ -376,3 +440,19 @@ class Config(Experiment):
                 f"data.positives={self.data.positives}, want more passages than positives"
             )
         return self
+
+
+def _is_given(cfg: Config, key: str) -> bool:
+    """Whether the experiment says something else of a block, or of a key of one, than is the
+    default.
+    """
+    block, _, name = key.partition(".")
+    stated: Any = getattr(cfg, block)
+    if not name:
+        return stated != type(stated)()
+    return getattr(stated, name) != type(stated).model_fields[name].get_default()
+
+
+def _covers(form: Form, key: str) -> bool:
+    """Whether a form does not read a key, alone or with its whole block."""
+    return key in form.unread or key.partition(".")[0] in form.unread

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "retriever_config.json"
 OF_CROSS = "reranker_config.json"  # the description in an export of form="cross"
+FILES_OF_FORMS = {"bi": DESCRIPTION, "cross": OF_CROSS, "sparse": "sparse_config.json"}
 # the keys of an experiment's `data` that the description states, and that hold for the model
 DESCRIBED_DATA = (
     "separator",
@@ -205,13 +206,18 @@ def load_pooler(pooler: Pooler, folder: Path) -> None:
         parameter.copy_(tensors[name])
 
 
+def refuse_other_form(folder: Path, form: str) -> None:
+    """ConfigError when a folder holds an export of another form of the task."""
+    for other, name in FILES_OF_FORMS.items():
+        if other != form and (folder / name).is_file():
+            raise ConfigError(
+                f'{folder} holds a model of form="{other}" ({name}), want one of form="{form}". '
+                f'Name an experiment with form="{other}", or another folder.'
+            )
+
+
 def check_holds_model(folder: Path, *, tied: bool) -> None:
-    """ConfigError when a folder holds no encoder where one must be, or a reranker."""
-    if (folder / OF_CROSS).is_file():
-        raise ConfigError(
-            f"{folder} holds a reranker ({OF_CROSS}), which makes no vectors. Name an experiment "
-            'with form="cross", or the folder of a retriever.'
-        )
+    """ConfigError when a folder holds no encoder where one must be."""
     for place in sides(folder, tied=tied).values():
         if not (place / "config.json").is_file() and not adapters.are_in(place):
             raise ConfigError(

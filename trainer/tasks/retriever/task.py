@@ -97,6 +97,7 @@ class Task(TokenTask[Config]):
         return model
 
     def load_export(self, folder: Path) -> nn.Module:
+        export.refuse_other_form(folder, "bi")
         how = export.encoder_of(folder, self.cfg.encoder)
         export.check_holds_model(folder, tied=how.tied)
         self._follow(folder, how)

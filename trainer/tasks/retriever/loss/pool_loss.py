@@ -49,7 +49,9 @@ class PoolLoss:
         window or of its micro-batch, of all ranks or of its own.
         """
         cfg = self.cfg.loss
-        scope = PoolScope(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
+        compares = cfg.contrastive and cfg.kind == "softmax"  # with passages of other queries
+        own = _OWN if compares else (*_OWN, "passages")
+        scope = PoolScope(own=own, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
         # one micro-batch at a time: a list would hold all of them on the device
         for pool in [window] if cfg.pool == "window" else ([batch] for batch in window):
             if not self._is_size_logged:
