@@ -396,7 +396,12 @@ def _units(task: Task, rows: Iterable[Mapping[str, Any]]) -> int:
 def _with_draw(row: Mapping[str, Any]) -> dict[str, Any]:
     """An encoded row with the fields that training adds for collate."""
     zero = np.zeros(1, dtype=np.int64)
-    return {**{name: np.asarray(ids) for name, ids in row.items()}, DRAW: zero, EPOCH: zero, STEP: zero + 1}
+    return {
+        **{name: np.asarray(ids) for name, ids in row.items()},
+        DRAW: zero,
+        EPOCH: zero,
+        STEP: zero + 1,
+    }
 
 
 def _no_label(count: int) -> str:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Places
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What is taken of a base. "encoder": the body without a head; of a T5, its encoder. "masked_lm": the
-# body with the head that fills masks.
+# What is taken of a base. "encoder": the body without a head; of a T5, its encoder. "masked_lm":
+# the body with the head that fills masks.
 Kind = Literal["causal_lm", "seq2seq_lm", "encoder", "masked_lm"]
 
 

@@ -5,8 +5,7 @@ docs/tasks/retriever.md maps Tevatron's argument names, docs/tasks/reranker.md s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -320,6 +319,8 @@ class Sparse(Strict):
     """The factor of the passages' regulariser, behind its warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """In step t of so many both factors are multiplied by the square of t / warmup_steps."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Scores are divided by it in the loss."""
     anti_zero: Annotated[float, Field(ge=0)] = 0.0
     """The factor of a term that keeps weights from all becoming 0: one over the square of the sum
     of all queries' weights, and the same of passages.
@@ -336,29 +337,12 @@ class Sparse(Strict):
         return self
 
 
-@dataclass(frozen=True)
-class Form:
-    """One form of the task: where its code is, and which keys it does not read."""
-
-    package: str
-    unread: tuple[str, ...]  # blocks, or keys of blocks; another form reads them
-
-
-FORMS = {
-    "bi": Form("retriever", ("cross", "sparse")),
-    "cross": Form("retriever.cross", ("encoder", "loss", "sparse", "data.scores")),
-    "sparse": Form(
-        "retriever.sparse",
-        (
-            "encoder.tied",
-            "encoder.pooling",
-            "encoder.projection",
-            "encoder.normalize",
-            "encoder.learn_temperature",
-            "loss.matryoshka",
-            "cross",
-        ),
-    ),
+# What each form reads, of the blocks that not all forms read. "bi" has its code in the folder of
+# the task, every other form in a folder within.
+BLOCKS_OF_FORMS = {
+    "bi": ("encoder", "loss"),
+    "cross": ("cross",),
+    "sparse": ("sparse", "loss"),
 }
 
 
@@ -398,17 +382,32 @@ class Config(Experiment):
     @property
     def package(self) -> str:
         """The forms are packages of the task."""
-        return FORMS[self.form].package
+        return self.task if self.form == "bi" else f"{self.task}.{self.form}"
 
     @model_validator(mode="after")
-    def _the_form_reads_every_key(self) -> Config:
-        unread = [key for key in FORMS[self.form].unread if _is_given(self, key)]
+    def _the_form_has_its_blocks(self) -> Config:
+        own = BLOCKS_OF_FORMS[self.form]
+        readers = {
+            block: form for form, blocks in reversed(BLOCKS_OF_FORMS.items()) for block in blocks
+        }
+        defaults = type(self).model_fields
+        unread = [
+            name
+            for name in readers
+            if name not in own and getattr(self, name) != defaults[name].default
+        ]
+        if "loss" not in own and self.data.scores is not None:
+            unread.append("data.scores")
         if unread:
-            key = unread[0]
-            others = [f'"{name}"' for name, form in FORMS.items() if not _covers(form, key)]
+            other = readers.get(unread[0], "bi")
             raise ValueError(
-                f'{key}: form="{self.form}" does not read it, form={" or ".join(others)} does. '
-                f"Leave it out, or say form={others[0]}"
+                f'{unread[0]}: form="{self.form}" does not read it, form="{other}" does. Leave it '
+                f'out, or say form="{other}"'
+            )
+        if self.form == "sparse" and self.loss.matryoshka is not None:
+            raise ValueError(
+                'loss.matryoshka: form="sparse" makes weights of words, and the first of them are '
+                'no vector. Leave it out, or say form="bi"'
             )
         if self.form == "cross" and self.data.passages <= self.data.positives:
             raise ValueError(
@@ -440,19 +439,3 @@ class Config(Experiment):
                 f"data.positives={self.data.positives}, want more passages than positives"
             )
         return self
-
-
-def _is_given(cfg: Config, key: str) -> bool:
-    """Whether the experiment says something else of a block, or of a key of one, than is the
-    default.
-    """
-    block, _, name = key.partition(".")
-    stated: Any = getattr(cfg, block)
-    if not name:
-        return stated != type(stated)()
-    return getattr(stated, name) != type(stated).model_fields[name].get_default()
-
-
-def _covers(form: Form, key: str) -> bool:
-    """Whether a form does not read a key, alone or with its whole block."""
-    return key in form.unread or key.partition(".")[0] in form.unread

@@ -62,7 +62,8 @@ def read(folder: Path) -> Described:
 
 def sparse_of(described: Described, otherwise: Sparse) -> Sparse:
     """How an exported model makes weights; what only training reads is that of `otherwise`."""
-    own = {"pooling": described.pooling, "queries": described.queries}
+    names = ("pooling", "queries", "temperature")
+    own = {name: getattr(described, name) for name in names}
     return otherwise.model_copy(update=own)
 
 
@@ -72,7 +73,7 @@ def write(folder: Path, cfg: Config) -> None:
     content = {
         "pooling": cfg.sparse.pooling,
         "queries": cfg.sparse.queries,
-        "temperature": cfg.encoder.temperature,
+        "temperature": cfg.sparse.temperature,
         **{name: data[name] for name in DESCRIBED_DATA},
     }
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")

@@ -60,7 +60,7 @@ def check_read(model: Any, source: str) -> None:
     if lost:
         raise ConfigError(
             f"base={source!r}: its files hold a body without its masked-LM head (they lack "
-            f"{', '.join(sorted(lost))}), and form=\"sparse\" reads the words of a text off that "
+            f'{", ".join(sorted(lost))}), and form="sparse" reads the words of a text off that '
             "head. Name a folder with the weights of a model that fills masks, such as "
             "BertForMaskedLM."
         )
@@ -78,7 +78,7 @@ def output_of(model: Any) -> nn.Linear:
     layer: Any = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or hasattr(layer, "lora_A"):
         raise ConfigError(
-            f'lora: got adapters in the output layer of the base ({type(layer).__name__}), which '
+            f"lora: got adapters in the output layer of the base ({type(layer).__name__}), which "
             'form="sparse" reads without them. Name other layers in lora.targets or lora.parts.'
         )
     return layer

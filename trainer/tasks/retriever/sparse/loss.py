@@ -1,5 +1,5 @@
-"""What a sparse retriever lowers: a retriever's loss of its weights, and regularisers that keep most
-of them at 0.
+"""What a sparse retriever lowers: a retriever's loss of its weights, and regularisers that keep
+most of them at 0.
 
 A regulariser is a function of the mean weight of each word over the whole pool: over all
 micro-batches of a window and all ranks, as far as the pool of the contrast goes. Each micro-batch
@@ -23,6 +23,19 @@ from trainer.tasks.retriever.loss.pool_loss import PoolLoss
 
 class SparseLoss(PoolLoss):
     """The losses of an experiment over its pools, with regularisers."""
+
+    @property
+    def own(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As of any retriever. Passages are wide here: without a contrast with those of other
+        queries, ranks do not exchange them.
+        """
+        how = self.cfg.loss
+        is_contrast = how.contrastive > 0 and how.kind == "softmax"
+        return PoolLoss.own if is_contrast else (*PoolLoss.own, "passages")
+
+    @property
+    def temperature(self) -> float:
+        return self.cfg.sparse.temperature
 
     def _represent(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         represented = super()._represent(model, batch)

@@ -1,5 +1,5 @@
-"""How well sparse queries find their passages among all passages of a split, and how many words they
-and the passages have.
+"""How well sparse queries find their passages among all passages of a split, and how many words
+they and the passages have.
 
 Ranks gather one table of numbers, in which a text takes as many rows as its words need.
 """
@@ -97,7 +97,11 @@ def _texts(rows: Tensor, key: slice, vocabulary: int) -> tuple[Tensor, Tensor]:
     kept = order[is_first]
     shape = (len(keys), vocabulary)
     of_texts = torch.sparse_coo_tensor(
-        places[:, kept], weights[is_word][kept].double(), shape, is_coalesced=True
+        places[:, kept],
+        weights[is_word][kept].double(),
+        shape,
+        check_invariants=True,
+        is_coalesced=True,
     )
     return keys, of_texts
 

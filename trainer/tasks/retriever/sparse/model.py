@@ -80,4 +80,5 @@ class SparseRetriever(Retriever):
             cells, ones = (rows + ids_NL).flatten(), piece["mask"].flatten().float()
         flat = torch.zeros(count * width, device=cells.device)
         weights_NV = flat.scatter_reduce(0, cells, ones, "amax").view(count, width)
-        return weights_NV.index_fill(1, torch.tensor(self._around, device=cells.device), 0.0)
+        around = torch.tensor(self._around, dtype=torch.int64, device=cells.device)
+        return weights_NV.index_fill(1, around, 0.0)

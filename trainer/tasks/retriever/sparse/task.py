@@ -50,7 +50,7 @@ class Task(dense.Task):
     def __init__(self, cfg: Config, places: Places) -> None:
         heads.check(base_source.config_of(cfg.base, places))
         super().__init__(cfg, places)
-        self.how_sparse: Sparse = cfg.sparse  # an exported model may say otherwise
+        self.words: Sparse = cfg.sparse  # an exported model may say otherwise
         self._pool_loss = SparseLoss(cfg)
 
     @property
@@ -71,7 +71,7 @@ class Task(dense.Task):
             base_model.set_dropout(base, self.cfg.dropout)
         around = [*self.tokens.before, *self.tokens.after]
         read = self.reader(base.base_model)
-        return SparseRetriever(base, read, how=self.how_sparse, around=around)
+        return SparseRetriever(base, read, how=self.words, around=around)
 
     def load_export(self, folder: Path) -> nn.Module:
         refuse_other_form(folder, "sparse")
@@ -83,9 +83,7 @@ class Task(dense.Task):
         otherwise.
         """
         description = export.read(folder)
-        self.how_sparse = export.sparse_of(description, self.cfg.sparse)
-        temperature = {"temperature": description.temperature}
-        self.how = self.cfg.encoder.model_copy(update=temperature)
+        self.words = export.sparse_of(description, self.cfg.sparse)
         data = self.cfg.data
         trained = {name: getattr(description, name) for name in DESCRIBED_DATA}
         changed = {name: value for name, value in trained.items() if value != getattr(data, name)}
@@ -122,7 +120,7 @@ class Task(dense.Task):
         texts = texts_of(batch)
         weights = model(**texts, calls=most_calls(texts))
         table = metrics.table_of(batch, weights["queries"], weights["passages"])
-        how = {"vocabulary": self.vocabulary, "temperature": self.how.temperature}
+        how = {"vocabulary": self.vocabulary, "temperature": self.words.temperature}
         return {"retrieval": GatheredValues(table, partial(metrics.sparse_metrics, **how))}
 
     # Embedding
