@@ -809,7 +809,7 @@ RETRIEVER = wording(
     positives_above_passages="positives={positives} of passages={passages}: want at most all",
     teacher_without_scores="loss.{asks}: ...has no scores of a teacher",
     ranking_head_absent="{folder} holds no head (head.safetensors, or in its weights)",
-    export_of_other_form='{folder} holds a model of form="{other}" ...want one of form="{form}"',
+    export_of_other_form='{folder} holds a retriever of form="{form}"',
     block_of_other_form='{block}: form="{form}" does not read it',
     list_of_one='form="cross" learns scores from positives beside negatives: got data.passages={passages}',
     base_without_head="got model_type '{family}', which has no head",

@@ -56,7 +56,7 @@ def exported(task: Any, folder: Path) -> Any:
 def ours(task: Any, model: Any, texts: list[str], side: Any) -> Tensor:
     ids = task.ids([{"text": text} for text in texts], side=side)
     with torch.no_grad():
-        return task.embed(model, ids, side=side)
+        return task.embed_words(model, ids, side=side)
 
 
 @pytest.mark.parametrize("sparse", [{}, {"pooling": "sum"}, {"queries": "tokens"}])

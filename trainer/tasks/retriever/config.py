@@ -1,6 +1,7 @@
-"""What a retriever's experiment states, in each of its forms (Config.form). Imports no torch.
+"""What a retriever's experiment states, in each of its forms. Imports no torch.
 docs/tasks/retriever.md maps Tevatron's argument names, docs/tasks/reranker.md says what
-`form: "cross"` trains, docs/tasks/sparse.md what `form: "sparse"` does.
+`form: "cross"` trains, docs/tasks/late.md what `form: "late"` does, docs/tasks/sparse.md what
+`form: "sparse"` does.
 """
 
 from __future__ import annotations
@@ -337,11 +338,41 @@ class Sparse(Strict):
         return self
 
 
+class Late(Strict):
+    """How the tokens of a text become vectors, and two lists of vectors a score (MaxSim): for each
+    vector of the query the largest dot product with one of the passage, summed.
+    """
+
+    width: Positive = 128
+    """Numbers of a vector: a linear layer without bias on each state; vectors have length 1."""
+    expand: bool = True
+    """Queries are filled up to data.query_tokens with mask tokens (of a tokenizer without one, its
+    end token), whose vectors count as well: ColBERT's query augmentation. False: they are not.
+    """
+    attend: bool = False
+    """Whether tokens attend to those mask tokens; of ColBERT they do not."""
+    skip_punctuation: bool = True
+    """Punctuation marks of passages have no vector."""
+    skip: tuple[str, ...] = ()
+    """More tokens of passages that have none, as the tokenizer's vocabulary spells them."""
+    mean: bool = False
+    """Scores are divided by the number of the query's vectors."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Scores are divided by it in the loss."""
+
+    @model_validator(mode="after")
+    def _mask_tokens_are_there(self) -> Late:
+        if self.attend and not self.expand:
+            raise ValueError("attend=true without expand has no mask tokens to attend to")
+        return self
+
+
 # What each form reads, of the blocks that not all forms read. "bi" has its code in the folder of
 # the task, every other form in a folder within.
 BLOCKS_OF_FORMS = {
     "bi": ("encoder", "loss"),
     "cross": ("cross",),
+    "late": ("late", "loss"),
     "sparse": ("sparse", "loss"),
 }
 
@@ -350,14 +381,14 @@ class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
 
     encoded = frozenset({"form"})
-    not_encoded = frozenset({"encoder", "loss", "cross", "sparse", "dropout"})
+    not_encoded = frozenset({"encoder", "loss", "cross", "late", "sparse", "dropout"})
 
     task: Literal["retriever"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
-    """A retriever of vectors or of words, or a reranker."""
-    form: Literal["bi", "cross", "sparse"] = "bi"
+    """A dense, late or sparse retriever, or a reranker."""
+    form: Literal["bi", "cross", "late", "sparse"] = "bi"
     """bi: a query and a passage each become a vector (`encoder`, `loss`). cross: one model reads
-    both together and scores the pair (`cross`). sparse: each becomes weights of words (`sparse`,
-    `loss`).
+    both together and scores the pair (`cross`). late: each token becomes a vector (`late`, `loss`).
+    sparse: each text becomes weights of words (`sparse`, `loss`).
     """
     data: Data
     """Rows, and how they become tokens."""
@@ -367,6 +398,8 @@ class Config(Experiment):
     """What is minimised, and in which pieces."""
     cross: Cross = Cross()
     """What form="cross" minimises."""
+    late: Late = Late()
+    """How tokens of form="late" become vectors."""
     sparse: Sparse = Sparse()
     """What form="sparse" makes of texts, and what it adds to `loss`."""
     dropout: Fraction | None = None
@@ -404,6 +437,11 @@ class Config(Experiment):
                 f'{unread[0]}: form="{self.form}" does not read it, form="{other}" does. Leave it '
                 f'out, or say form="{other}"'
             )
+        if self.form == "late" and self.loss.matryoshka is not None:
+            raise ValueError(
+                'loss.matryoshka: form="late" has no vector of a whole text to cut short. Leave it '
+                'out, or say form="bi"'
+            )
         if self.form == "sparse" and self.loss.matryoshka is not None:
             raise ValueError(
                 'loss.matryoshka: form="sparse" makes weights of words, and the first of them are '
@@ -414,6 +452,11 @@ class Config(Experiment):
                 f'form="cross" learns scores from positives beside negatives: got data.passages='
                 f"{self.data.passages} with data.positives={self.data.positives}, want more "
                 "passages than positives"
+            )
+        if self.form == "late" and self.data.passages == 1:
+            raise ValueError(
+                'form="late" is validated on each query\'s own passages: got data.passages=1, want '
+                "2 or more, so that a positive has negatives (lathe mine finds some)"
             )
         return self
 

@@ -17,13 +17,12 @@ from trainer.files import safetensors_file
 from trainer.models.weights import model_folder
 from trainer.tasks.retriever import sentence_folder
 from trainer.tasks.retriever.config import Sparse, Strict
-from trainer.tasks.retriever.export import DESCRIBED_DATA, FILES_OF_FORMS
+from trainer.tasks.retriever.export import DESCRIBED_DATA, OF_SPARSE
 
 if TYPE_CHECKING:
     from trainer.tasks.retriever.config import Config
     from trainer.tasks.retriever.tokens import Tokens
 
-DESCRIPTION = FILES_OF_FORMS["sparse"]
 _MODULES = "sentence_transformers."
 _TRANSFORMER = f"{_MODULES}base.modules.transformer.Transformer"
 _POOLING = f"{_MODULES}sparse_encoder.modules.splade_pooling.SpladePooling"
@@ -49,7 +48,7 @@ class Described(Strict):
 
 def read(folder: Path) -> Described:
     """The description in an export; ConfigError when there is none, or it is malformed."""
-    path = folder / DESCRIPTION
+    path = folder / OF_SPARSE
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -76,7 +75,7 @@ def write(folder: Path, cfg: Config) -> None:
         "temperature": cfg.sparse.temperature,
         **{name: data[name] for name in DESCRIBED_DATA},
     }
-    (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / OF_SPARSE).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def can_say(cfg: Config, tokens: Tokens, vocabulary: int) -> bool:

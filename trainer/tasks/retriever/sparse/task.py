@@ -8,48 +8,42 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import base_model, base_source
 from trainer.models.weights import model_folder
 from trainer.protocol.abilities import Side
-from trainer.protocol.task import STEP, Batch, Places
+from trainer.protocol.task import STEP, Batch, Places, Text
 from trainer.runtime.batch import to_device
 from trainer.tasks.retriever import sentence_folder
-from trainer.tasks.retriever import task as dense
-from trainer.tasks.retriever.batches import texts_of
+from trainer.tasks.retriever.apart.task import TwoSidedTask
+from trainer.tasks.retriever.batches import Batches, texts_of
 from trainer.tasks.retriever.config import Config, Sparse
 from trainer.tasks.retriever.export import DESCRIBED_DATA, QUERY, refuse_other_form
-from trainer.tasks.retriever.model import most_calls
+from trainer.tasks.retriever.model import most_calls, texts_by_name
 from trainer.tasks.retriever.sparse import export, heads, metrics
 from trainer.tasks.retriever.sparse.loss import SparseLoss
 from trainer.tasks.retriever.sparse.model import SparseRetriever
 from trainer.tasks.retriever.tokens import Tokens
-from trainer.tasks.token_task import TokenTask
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
 
 log = logging.getLogger(__name__)
 
 
-class Task(dense.Task):
-    """A row is a query with its passages; the loss is a mean over queries."""
+class Task(TwoSidedTask):
+    """Each text becomes weights of words."""
 
     kind: ClassVar[base_model.Kind] = "masked_lm"
-    base_name: ClassVar[str] = QUERY  # one model for both sides
-
-    # there are no two encoders here, so that the model is that of any task
-    skeleton, bases = TokenTask.skeleton, TokenTask.bases
+    base_name: ClassVar[str] = QUERY  # of Retriever, which may have two
 
     def __init__(self, cfg: Config, places: Places) -> None:
         heads.check(base_source.config_of(cfg.base, places))
-        super().__init__(cfg, places)
+        tokenizer = base_source.tokenizer_of(cfg, places, needs_eos=False)
+        super().__init__(cfg, places, tokenizer=tokenizer)
+        self.tokens = Tokens(self.tokenizer, cfg.data)
         self.words: Sparse = cfg.sparse  # an exported model may say otherwise
         self._pool_loss = SparseLoss(cfg)
 
@@ -60,9 +54,6 @@ class Task(dense.Task):
 
     # Model
     # ----------------------------------------------------------------------------------------------
-
-    def model(self) -> nn.Module:
-        return TokenTask.model(self)
 
     def operate(self, base: Any) -> nn.Module:
         source = base_source.resolve(self.cfg.base, self.places)
@@ -76,7 +67,7 @@ class Task(dense.Task):
     def load_export(self, folder: Path) -> nn.Module:
         refuse_other_form(folder, "sparse")
         self._follow_description(folder)
-        return TokenTask.load_export(self, folder).eval()
+        return super().load_export(folder).eval()
 
     def _follow_description(self, folder: Path) -> None:
         """Make of texts what the exported model was trained to, even if this experiment says
@@ -99,14 +90,18 @@ class Task(dense.Task):
         """A model of transformers that fills masks, or adapters; and what sentence-transformers
         needs, where it has words for it.
         """
-        TokenTask.export(self, weights, folder)
+        super().export(weights, folder)
         export.write(folder, self.cfg)
         if export.can_say(self.cfg, self.tokens, self.vocabulary):
             model_folder.write_tokenizer(folder, sentence_folder.with_pad(self.tokenizer))
             export.write_for_sentences(folder, self.cfg, self.tokens)
 
-    # Loss and scores
+    # Batches and scores
     # ----------------------------------------------------------------------------------------------
+
+    @property
+    def _batches(self) -> Batches:
+        return Batches(self.cfg, self.tokens, is_packed=self.is_packed)
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """As the dense retriever's; in training also step (1,), the number of the step."""
@@ -114,6 +109,9 @@ class Task(dense.Task):
         if STEP in rows[0]:
             batch[STEP] = torch.tensor([int(rows[0][STEP][0])])
         return batch
+
+    def describe(self, batch: Batch) -> dict[str, Text]:
+        return texts_by_name(batch)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
         """Every metric of metrics.sparse_metrics."""
@@ -126,21 +124,7 @@ class Task(dense.Task):
     # Embedding
     # ----------------------------------------------------------------------------------------------
 
-    def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
-        """(N, V) fp32 weights of N token rows."""
+    def embed_words(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
+        """(N, V) fp32 weights of N token rows, 0 of most words."""
         texts = to_device(self._batches.lay_out(rows, side))
         return model(**texts)["queries" if side == "query" else "passages"].float()
-
-    def embed_words(
-        self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side
-    ) -> csr_matrix:
-        """(N, V) fp32: the weights above 0 of N token rows, on the CPU."""
-        from scipy.sparse import csr_matrix
-
-        return csr_matrix(self.embed(model, rows, side=side).cpu().numpy())
-
-    def shorten(self, dims: int) -> None:
-        raise ConfigError(
-            f"--dims {dims}: got it for a sparse retriever, whose numbers are weights of words: "
-            "the first ones are no vector. Leave it out."
-        )
