@@ -314,6 +314,13 @@ RETRIEVER_TINY["data"] = {
     "passage_tokens": 96,
     "passages": 2,
 }
+LATE_TINY = vary(
+    RETRIEVER_TINY,
+    form="late",
+    late={"width": 32},
+    train={"steps": 60, "eval_every": 30, "save_every": 30},
+)
+del LATE_TINY["encoder"]
 # Its rows are made up by a script of docs/tasks/reranker.md: matching words are no answer.
 RERANKER_TINY = vary(
     RETRIEVER_TINY,
@@ -459,6 +466,7 @@ EXP_GROUPS: dict[str, list[Values]] = {
     "vera_cpu": [VERA_CPU_A, VERA_CPU_B],
     "retriever_tiny": [RETRIEVER_TINY],
     "reranker_tiny": [RERANKER_TINY],
+    "late_tiny": [LATE_TINY],
     "sparse_tiny": [SPARSE_TINY],
     "retriever_nq_cpu": [RETRIEVER_NQ_CPU],
     "retriever_scifact_cpu": [RETRIEVER_SCIFACT_CPU],

@@ -40,8 +40,11 @@ def maxsim(
 
 
 def _best(passages_ME: Tensor, lengths_P: Tensor, block_TE: Tensor) -> Tensor:
-    """(P, T) the largest dot product of each vector of some queries with those of each passage."""
-    return _reduced(passages_ME @ block_TE.T, "max", lengths_P)
+    """(P, T) the largest dot product of each vector of some queries with those of each passage.
+    Autocast does not make them coarser: sums of bf16 numbers would often be equal.
+    """
+    with torch.autocast(passages_ME.device.type, enabled=False):
+        return _reduced(passages_ME @ block_TE.T, "max", lengths_P)
 
 
 def _reduced(values: Tensor, how: str, lengths: Tensor) -> Tensor:

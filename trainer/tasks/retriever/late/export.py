@@ -149,13 +149,10 @@ def _of_dense(source: str) -> Tensor | None:
     """The weight of the Dense module on the vectors of tokens, which must be the only one."""
     from safetensors.torch import load_file
 
-    listed = weight_files.find_file(source, MODULES)
-    if listed is None:
-        return None
-    modules: list[Mapping[str, Any]] = json.loads(listed.read_text())
-    paths = [one["path"] for one in modules if one["type"].endswith("Dense")]
-    kinds = [one["type"].rpartition(".")[2] for one in modules]
-    if not paths or "Pooling" in kinds:  # of one vector for a text
+    paths = [DENSE]
+    if weight_files.find_file(source, OF_LATE) is None:  # not ours
+        paths = _dense_layers(source)
+    if not paths:
         return None
     config = weight_files.find_file(source, f"{paths[0]}/config.json")
     values: dict[str, Any] = {} if config is None else json.loads(config.read_text())
@@ -170,3 +167,13 @@ def _of_dense(source: str) -> Tensor | None:
         )
     file = weight_files.find_file(source, f"{paths[0]}/model.safetensors")
     return None if file is None else load_file(file).get(_WEIGHT)
+
+
+def _dense_layers(source: str) -> list[str]:
+    """The folders of the Dense modules that sentence-transformers puts on the vectors of tokens."""
+    listed = weight_files.find_file(source, MODULES)
+    modules: list[Mapping[str, Any]] = [] if listed is None else json.loads(listed.read_text())
+    kinds = [one["type"].rpartition(".")[2] for one in modules]
+    if "Pooling" in kinds:  # then they are on one vector for a text
+        return []
+    return [one["path"] for one, kind in zip(modules, kinds, strict=True) if kind == "Dense"]
