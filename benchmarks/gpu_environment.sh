@@ -14,7 +14,7 @@ here="$(cd "$(dirname "$0")/.." && pwd)"
 python="${PYTHON:-python3}"
 packages=(
   deepspeed==0.19.8 hjson einops msgpack ninja py-cpuinfo psutil==7.2.2
-  pydantic==2.14.3 pydantic-core annotated-types typing-inspection
+  pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection
   accelerate==1.15.0 peft==0.21.2 ijson==3.6.0 wandb==0.31.0 haven-ai==0.7.3
   # what wandb asks for
   cwevals==0.0.1b1 distro sniffio platformdirs protobuf requests charset-normalizer urllib3 xxhash googleapis-common-protos

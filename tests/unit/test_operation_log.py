@@ -262,24 +262,6 @@ def test_results_are_followed_and_kept_once(tmp_path: Path) -> None:
         again.append(3, {})
 
 
-def test_old_results_are_dropped_by_whole_files(tmp_path: Path) -> None:
-    writer = ResultWriter(tmp_path, segment_bytes=200)
-    for seq in range(6):
-        writer.append(seq, {}, PAYLOAD)
-    reader = OperationResults(tmp_path)
-    reader.follow()
-    assert writer.drop(most_bytes=600) > 0
-    assert writer.size_bytes() <= 600
-    assert writer.get(0) is None
-    assert reader.get(0) is None
-    last = reader.get(5)
-    assert last is not None
-    assert last.payload == PAYLOAD
-    assert OperationResults(tmp_path).follow()[-1] == 5
-    assert writer.append(0, {}, PAYLOAD).seq == 0  # a replay from far back
-    writer.close()
-
-
 def test_rows_come_back_with_their_inputs() -> None:
     rows = [
         DrivenRow(

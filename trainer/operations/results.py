@@ -170,20 +170,6 @@ class ResultWriter(OperationResults):
         self._end = self._writer.end
         return result
 
-    def drop(self, *, most_bytes: int) -> int:
-        """Delete the oldest files until the results have at most so many bytes; the last file
-        stays. Returns the bytes that became free.
-        """
-        freed, size = 0, self.size_bytes()
-        for segment in self._files.segments()[:-1]:
-            if size - freed <= most_bytes:
-                break
-            path = self._files.path(segment)
-            freed += path.stat().st_size
-            path.unlink()
-            self._places = {s: p for s, p in self._places.items() if p.segment != segment}
-        return freed
-
     def close(self) -> None:
         self._writer.close()
 

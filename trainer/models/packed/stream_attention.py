@@ -47,6 +47,10 @@ class RowStarts:
     longest: int  # of either
     is_causal: bool = False  # a query sees the keys up to its own place
 
+    def __post_init__(self) -> None:
+        for name in ("queries", "keys"):  # kernels read them as they lie in memory
+            object.__setattr__(self, name, getattr(self, name).contiguous())
+
 
 def attend(
     q_MHC: Tensor,

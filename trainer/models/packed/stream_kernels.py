@@ -79,7 +79,8 @@ class _Launch:
         first_MH = second_MH = rows.queries  # not read
         if drop is not None:
             first_MH, second_MH = drop.keys(torch.arange(len(q), device=q.device), num_heads)
-        self.tensors = (rows.queries, rows.keys, biases_HX, bucket_of, first_MH, second_MH)
+        tensors = (rows.queries, rows.keys, biases_HX, bucket_of, first_MH, second_MH)
+        self.tensors = tuple(x.contiguous() for x in tensors)
         self.numbers: dict[str, Any] = {
             "num_heads": num_heads,
             "width": width,
