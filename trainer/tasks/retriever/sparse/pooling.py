@@ -171,8 +171,8 @@ class _Summed(torch.autograd.Function):
         ctx.save_for_backward(flat_CD, weight_VD, bias_V)
         weights_NV = _wide(flat_CD[:0]).new_zeros(places.num_texts, len(weight_VD))
         for chunk in places.chunks(_positions(weight_VD)):
-            logits = _wide(_logits(chunk, flat_CD, weight_VD, bias_V)).relu().log1p()
-            weights_NV[chunk.texts] += (logits * chunk.is_there_BL[..., None]).sum(1)
+            logits = _wide(_logits(chunk, flat_CD, weight_VD, bias_V)).relu_().log1p_()
+            weights_NV[chunk.texts] += logits.mul_(chunk.is_there_BL[..., None]).sum(1)
         return weights_NV
 
     @staticmethod
@@ -182,8 +182,8 @@ class _Summed(torch.autograd.Function):
         for chunk in ctx.places.chunks(_positions(weight_VD)):
             logits = _wide(_logits(chunk, flat_CD, weight_VD, bias_V))
             is_active = (logits > 0) & chunk.is_there_BL[..., None]
-            slopes = gradient_NV[chunk.texts][:, None] / (1 + logits)
-            of_cells = slopes.masked_fill(~is_active, 0.0).to(flat_CD.dtype)
+            slopes = logits.add_(1).reciprocal_().mul_(gradient_NV[chunk.texts][:, None])
+            of_cells = slopes.masked_fill_(~is_active, 0.0).to(flat_CD.dtype)
             work.add(chunk.cells, of_cells.flatten(0, 1))
         return None, *work.finished()
 
