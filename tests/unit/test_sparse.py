@@ -30,8 +30,7 @@ from trainer.tasks.retriever.metrics import retrieval_metrics
 from trainer.tasks.retriever.metrics import table_of as dense_table_of
 from trainer.tasks.retriever.sparse import metrics, trained
 from trainer.tasks.retriever.sparse.loss import regularisers
-from trainer.tasks.retriever.sparse.pooling import Places as Cells
-from trainer.tasks.retriever.sparse.pooling import pooled
+from trainer.tasks.retriever.sparse.pooling import TextCells, pooled
 
 FORM = "retriever, sparse"
 LENGTHS = [5, 70, 33, 1, 40, 64, 2]
@@ -67,7 +66,7 @@ def test_weights_and_gradients_are_those_of_all_logits_at_once(
     inputs = (drawn(sum(LENGTHS), WIDTH), drawn(VOCABULARY, WIDTH, seed=1), drawn(VOCABULARY))
     states_MD, weight_VD, bias_V = inputs
     stream = pack([[1] * length for length in LENGTHS], bucketed=True)
-    got = pooled(states_MD, weight_VD, bias_V, Cells.of_stream(stream), how)
+    got = pooled(states_MD, weight_VD, bias_V, TextCells.of_stream(stream), how)
     rows = [(own @ weight_VD.T + bias_V).relu().log1p() for own in states_MD.split(LENGTHS)]
     wanted = torch.stack([row.max(0).values if how == "max" else row.sum(0) for row in rows])
     torch.testing.assert_close(got, wanted)
@@ -92,7 +91,9 @@ def test_logits_of_more_than_a_chunk_never_exist(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.nn.functional, "linear", watched)
     stream = pack([[1] * length for length in LENGTHS], bucketed=True)
     states = drawn(sum(LENGTHS), WIDTH)
-    pooled(states, drawn(VOCABULARY, WIDTH), None, Cells.of_stream(stream), "max").sum().backward()
+    pooled(
+        states, drawn(VOCABULARY, WIDTH), None, TextCells.of_stream(stream), "max"
+    ).sum().backward()
     assert largest == 64
 
 

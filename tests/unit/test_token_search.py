@@ -19,7 +19,7 @@ from trainer.protocol.abilities import Side
 from trainer.retrieval import embeddings
 from trainer.retrieval.late import token_embeddings, token_search
 from trainer.retrieval.late.pooling import pooled
-from trainer.retrieval.late.token_search import Budget
+from trainer.retrieval.late.token_search import SearchBudget
 
 WIDTH = 8
 
@@ -69,9 +69,9 @@ def test_a_folder_gives_back_every_vector_and_its_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "budget", [None, Budget(vectors=20, products=64, questions=4), Budget(1, 1, 1)]
+    "budget", [None, SearchBudget(vectors=20, products=64, questions=4), SearchBudget(1, 1, 1)]
 )
-def test_a_search_is_exact_within_any_budget(budget: Budget | None, tmp_path: Path) -> None:
+def test_a_search_is_exact_within_any_budget(budget: SearchBudget | None, tmp_path: Path) -> None:
     questions, passages = texts(9, 2, longest=5), texts(50, 3)
     passages[31] = passages[12]  # equal scores stand in the order of the passages
     found = token_search.search(
@@ -100,7 +100,7 @@ def test_no_array_of_a_search_is_larger_than_the_budget(
     monkeypatch.setattr(token_search, "maxsim", spy)
     questions = written(tmp_path / "q", texts(9, 2), side="query")
     corpus = written(tmp_path / "p", texts(50, 3), shard_rows=50)
-    token_search.search(questions, [corpus], depth=3, budget=Budget(30, 100, 4))
+    token_search.search(questions, [corpus], depth=3, budget=SearchBudget(30, 100, 4))
     assert max(vectors for vectors, _ in seen) <= 30
     assert max(count for _, count in seen) == 4
     assert sum(vectors for vectors, _ in seen) == 3 * int(corpus.offsets[-1]), "each is read once"
@@ -108,7 +108,7 @@ def test_no_array_of_a_search_is_larger_than_the_budget(
 
 def _searched(folder: Path) -> Any:
     both = [token_embeddings.read(folder / name) for name in ("q", "p")]
-    return token_search.search(both[0], both[1:], depth=5, budget=Budget(30, 100, 4))
+    return token_search.search(both[0], both[1:], depth=5, budget=SearchBudget(30, 100, 4))
 
 
 @pytest.mark.long

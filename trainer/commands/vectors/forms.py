@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Writer:
+class VectorWriter:
     """What `encode` writes the vectors of a task with."""
 
     store: Any  # the module of the form: write, encoder_of, shard_rows
@@ -29,7 +29,7 @@ class Writer:
 
 def writer_of(
     task: Any, *, side: str, dtype: str, dims: int | None, factor: float | None
-) -> Writer:
+) -> VectorWriter:
     """The writer of a task's vectors. ConfigError for a flag of another form, and for a task that
     makes no vectors.
     """
@@ -50,7 +50,7 @@ def writer_of(
             raise ConfigError("--pool_factor is for passages; questions keep all of their vectors.")
         pooled = {"pool_factor": float(factor or 1)}
         of_plan = {**pooled, "mean": task.late.mean}
-        return Writer(token_embeddings, token_embeddings.TokenPlan, of_plan, pooled)
+        return VectorWriter(token_embeddings, token_embeddings.TokenPlan, of_plan, pooled)
     if isinstance(task, EmbedsWords):
         for flag, value, form in (("--dims", dims, "bi"), ("--pool_factor", factor, "late")):
             if value is not None:
@@ -61,7 +61,7 @@ def writer_of(
                 'form="sparse".'
             )
         word_weights.scipy_sparse()
-        return Writer(word_weights, word_weights.WordPlan, {}, {})
+        return VectorWriter(word_weights, word_weights.WordPlan, {}, {})
     if not isinstance(task, Embeds):
         raise ConfigError(
             f"task {task.cfg.task!r} makes no vectors. Name an experiment of a retriever."
@@ -70,7 +70,7 @@ def writer_of(
         raise ConfigError(_of_other("--pool_factor", "late", "bi"))
     if dims is not None:
         task.shorten(dims)
-    return Writer(embeddings, embeddings.EmbeddingsPlan, {}, {})
+    return VectorWriter(embeddings, embeddings.EmbeddingsPlan, {}, {})
 
 
 def _of_other(flag: str, form: str, own: str) -> str:

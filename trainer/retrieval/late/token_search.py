@@ -22,7 +22,7 @@ from trainer.runtime import distributed
 
 
 @dataclass(frozen=True)
-class Budget:
+class SearchBudget:
     """The most numbers that each array of a search may have, but for the questions and their hits.
     A passage that alone has more is a block of its own.
     """
@@ -32,8 +32,8 @@ class Budget:
     questions: int  # at the same time
 
 
-ON_CPU = Budget(vectors=2**16, products=2**24, questions=64)  # 64 MiB of products
-ON_GPU = Budget(vectors=2**18, products=2**28, questions=256)  # 1 GiB
+ON_CPU = SearchBudget(vectors=2**16, products=2**24, questions=64)  # 64 MiB of products
+ON_GPU = SearchBudget(vectors=2**18, products=2**28, questions=256)  # 1 GiB
 
 
 def search(
@@ -42,7 +42,7 @@ def search(
     *,
     depth: int,
     device: torch.device | None = None,
-    budget: Budget | None = None,
+    budget: SearchBudget | None = None,
 ) -> Hits:
     """The `depth` passages with the highest scores, computed in fp32; equal ones in the passages'
     order. A collective: every rank searches its share, and all get the same hits.

@@ -58,8 +58,9 @@ class LateRetriever(Retriever):
 
     def _vectors(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
         """(K, E) of the texts of one piece."""
-        states_KD = self._states(side, piece).index_select(0, piece["places"])
-        return F.normalize(self.head(states_KD), dim=-1)
+        # chosen behind the projection: a copy of the states would be kept for the backward pass
+        vectors_KE = self.head(self._states(side, piece)).index_select(0, piece["places"])
+        return F.normalize(vectors_KE, dim=-1)
 
     def _states(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
         """The states of a stream, or those of flattened padded rows."""

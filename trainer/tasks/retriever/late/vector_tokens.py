@@ -30,19 +30,16 @@ class VectorTokens:
             self.mask = tokenizer.mask_token_id
             if self.mask is None:  # as PyLate and sentence-transformers do, of a decoder
                 self.mask = vocabulary.eos_id(tokenizer)
-        self.skipped_words = [*how.skip]
-        if how.skip_punctuation:
-            self.skipped_words += [
-                mark for mark in string.punctuation if _id_of(mark, tokenizer) is not None
-            ]
-        ids = {word: _id_of(word, tokenizer) for word in self.skipped_words}
-        unknown = [word for word, number in ids.items() if number is None]
+        known = tokenizer.get_vocab()
+        unknown = [word for word in how.skip if word not in known]
         if unknown:
             raise ConfigError(
                 f"late.skip: {unknown[0]!r} is no token of {tokenizer.name_or_path!r}, want words "
                 "as its vocabulary spells them. Correct or leave it out."
             )
-        self._skipped = frozenset(ids.values())
+        marks = [mark for mark in string.punctuation if how.skip_punctuation and mark in known]
+        self.skipped_words = [*how.skip, *marks]
+        self._skipped = frozenset(known[word] for word in self.skipped_words)
 
     def expanded(self, query: Sequence[int]) -> list[int]:
         """The ids of a query with mask tokens up to its limit; the same ids without expansion."""
@@ -58,8 +55,3 @@ class VectorTokens:
         if side == "query":
             return [*every]
         return [place for place in every if ids[place] not in self._skipped] or [*every]
-
-
-def _id_of(word: str, tokenizer: Any) -> int | None:
-    """The id of a token; None where the vocabulary does not have it."""
-    return tokenizer.get_vocab().get(word)

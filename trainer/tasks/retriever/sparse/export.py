@@ -32,7 +32,7 @@ _POOLING_FOLDER, _TOKENS_FOLDER = "1_SpladePooling", "query_0_SparseStaticEmbedd
 _HERE = "."  # the folder of the model, in a list of modules with routes
 
 
-class Described(Strict):
+class DescribedWords(Strict):
     """sparse_config.json. temperature: scores were divided by it in training."""
 
     pooling: str
@@ -46,7 +46,7 @@ class Described(Strict):
     append_eos: bool
 
 
-def read(folder: Path) -> Described:
+def read(folder: Path) -> DescribedWords:
     """The description in an export; ConfigError when there is none, or it is malformed."""
     path = folder / OF_SPARSE
     try:
@@ -56,10 +56,10 @@ def read(folder: Path) -> Described:
             f"{path}: {error}. Want the folder of a sparse retriever: give best/ or final/ of an "
             'experiment with form="sparse", or export it again.'
         ) from None
-    return validate(Described, values, source=str(path))
+    return validate(DescribedWords, values, source=str(path))
 
 
-def sparse_of(described: Described, otherwise: Sparse) -> Sparse:
+def sparse_of(described: DescribedWords, otherwise: Sparse) -> Sparse:
     """How an exported model makes weights; what only training reads is that of `otherwise`."""
     names = ("pooling", "queries", "temperature")
     own = {name: getattr(described, name) for name in names}

@@ -16,7 +16,7 @@ from trainer.protocol.abilities import Side
 from trainer.tasks.retriever.config import Encoder, Sparse
 from trainer.tasks.retriever.model import Retriever
 from trainer.tasks.retriever.sparse import heads
-from trainer.tasks.retriever.sparse.pooling import Places, pooled
+from trainer.tasks.retriever.sparse.pooling import TextCells, pooled
 
 if TYPE_CHECKING:
     from trainer.models.decoder.streams import Read
@@ -55,17 +55,17 @@ class SparseRetriever(Retriever):
         with replaced(output, "forward", of_states):
             return output(heads.transform_of(base)(states_MD))
 
-    def _states(self, base: Any, piece: Mapping[str, Tensor]) -> tuple[Places, Tensor]:
+    def _states(self, base: Any, piece: Mapping[str, Tensor]) -> tuple[TextCells, Tensor]:
         """Where tokens lie, and their states: (M, D) of a stream, (N * L, D) of padded rows."""
         if "tokens" in piece:
             read = self._read["passage"]
             assert read is not None
-            return Places.of_stream(piece), read(piece)
+            return TextCells.of_stream(piece), read(piece)
         mask_NL = piece["mask"]
         states_NLD = base.base_model(
             input_ids=piece["ids"], attention_mask=of_right_padded(mask_NL, base.config)
         ).last_hidden_state
-        return Places([mask_NL.bool()]), states_NLD.flatten(0, 1)
+        return TextCells([mask_NL.bool()]), states_NLD.flatten(0, 1)
 
     def _of_tokens(self, piece: Mapping[str, Tensor]) -> Tensor:
         """(N, V) fp32: 1 for each token that a text has, but for those around it."""

@@ -26,7 +26,7 @@ Pooling = Literal["max", "sum"]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class CellChunk:
     """Cells whose logits exist together: of some rows of a rectangle, from one column on."""
 
     texts: slice | Tensor  # (B,) their numbers
@@ -37,7 +37,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Places:
+class TextCells:
     """Where the tokens of N texts lie in padded rectangles, which the host knows the shapes of."""
 
     grids: list[Tensor]  # (rows, length) bool, True where there is a token
@@ -48,7 +48,7 @@ class Places:
     cells_M: Tensor | None = None
 
     @classmethod
-    def of_stream(cls, stream: Mapping[str, Tensor]) -> Places:
+    def of_stream(cls, stream: Mapping[str, Tensor]) -> TextCells:
         """Of a packed batch (layout.pack)."""
         grids, cells_M = grids_of(stream), stream["cells"]
         rows: list[Tensor] = []
@@ -73,7 +73,7 @@ class Places:
         flat = states_MD.new_zeros(count, states_MD.shape[1])
         return flat.index_copy(0, self.cells_M, states_MD)
 
-    def chunks(self, positions: int) -> Iterator[Chunk]:
+    def chunks(self, positions: int) -> Iterator[CellChunk]:
         """All cells, at most so many positions at a time; of a longer text, so many of its own."""
         row, cell = 0, 0
         for grid in self.grids:
@@ -88,12 +88,12 @@ class Places:
                 for first in range(0, length, width):
                     is_there_BL = is_there[:, first : first + width]
                     cells = slice(start + first, start + first + is_there_BL.numel())
-                    yield Chunk(texts, first, width < length, cells, is_there_BL)
+                    yield CellChunk(texts, first, width < length, cells, is_there_BL)
             row, cell = row + len(grid), cell + grid.numel()
 
 
 def pooled(
-    states_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, places: Places, how: Pooling
+    states_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, places: TextCells, how: Pooling
 ) -> Tensor:
     """(N, V) fp32 weights of texts whose tokens have these states, 0 or more; fp64 of fp64 states.
 
@@ -108,7 +108,7 @@ def _wide(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _logits(chunk: Chunk, flat_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+def _logits(chunk: CellChunk, flat_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
     """(B, L, V) of the tokens of a chunk."""
     logits = F.linear(flat_CD[chunk.cells], weight_VD, bias_V)
     return logits.view(*chunk.is_there_BL.shape, -1)
@@ -117,7 +117,7 @@ def _logits(chunk: Chunk, flat_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | N
 class _Largest(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, places: Places, flat_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None
+        ctx: Any, places: TextCells, flat_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None
     ) -> Tensor:
         shape, positions = (places.num_texts, len(weight_VD)), _positions(weight_VD)
         longest = max(grid.shape[1] for grid in places.grids)
@@ -165,7 +165,7 @@ class _Largest(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, places: Places, flat_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None
+        ctx: Any, places: TextCells, flat_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None
     ) -> Tensor:
         ctx.places = places
         ctx.save_for_backward(flat_CD, weight_VD, bias_V)
