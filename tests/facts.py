@@ -278,6 +278,13 @@ FORMS: dict[str, dict[str, Any]] = {
         "data": OF_TASK["retriever"]["data"],
         "form": "cross",
     },
+    "retriever, sparse": {
+        "base": TINY_BERT,
+        "data": OF_TASK["retriever"]["data"],
+        "form": "sparse",
+        "sparse": {"warmup_steps": 4, "query_weight": 0.01, "passage_weight": 0.01},
+        "loss": {"query_chunk": 2, "passage_chunk": 3},
+    },
     "retriever, late": {
         "base": TINY_BERT,
         "data": OF_TASK["retriever"]["data"],

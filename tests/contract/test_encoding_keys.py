@@ -94,6 +94,9 @@ for _key in ("loss", "margin", "sigma", "weights", "mu", "top"):
 _OF_LATE = ("width", "expand", "attend", "skip_punctuation", "skip", "mean", "temperature")
 for _key in _OF_LATE:
     OF_ONE_TASK["retriever", f"late.{_key}"] = {**_OF_NO_FORM, "form": "late"}
+_OF_SPARSE = ("pooling", "queries", "query_regulariser", "passage_regulariser", "query_weight")
+for _key in (*_OF_SPARSE, "passage_weight", "warmup_steps", "temperature", "anti_zero"):
+    OF_ONE_TASK["retriever", f"sparse.{_key}"] = {**_OF_NO_FORM, "form": "sparse"}
 _OF_A_DATA_SET = ("dataset", "subset", "revision", "splits")
 for _key in _OF_A_DATA_SET:
     OF_ONE_TASK["summariser", f"data.{_key}"] = {

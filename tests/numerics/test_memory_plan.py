@@ -92,6 +92,7 @@ def _of_a_task(task: str, name: str, folder: Path) -> tuple[int, int]:
         ("vera", "umt5"),
         ("retriever", "t5"),
         ("retriever, late", "bert"),
+        ("retriever, sparse", "bert"),
     ],
 )
 def test_a_step_of_a_task_is_predicted_on_a_skeleton_of_its_base(

@@ -354,6 +354,21 @@ class EmbedsTokens(Protocol):
         ...
 
 
+@runtime_checkable
+class EmbedsWords(Protocol):
+    """The ability to compute weights of the words of a vocabulary for queries and passages, most of
+    them 0. The dot product of a query's and a passage's is their relevance.
+    """
+
+    def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
+        """As Embeds.ids."""
+        ...
+
+    def embed_words(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
+        """(N, V) fp32 weights of N token rows, on the model's device. model: in evaluation mode."""
+        ...
+
+
 # The ids of a query, and of each of its passages.
 IdLists = tuple[Sequence[int], Sequence[Sequence[int]]]
 

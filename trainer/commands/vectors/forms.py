@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,9 +33,10 @@ def writer_of(
     """The writer of a task's vectors. ConfigError for a flag of another form, and for a task that
     makes no vectors.
     """
-    from trainer.protocol.abilities import Embeds, EmbedsTokens
+    from trainer.protocol.abilities import Embeds, EmbedsTokens, EmbedsWords
     from trainer.retrieval import embeddings
     from trainer.retrieval.late import token_embeddings
+    from trainer.retrieval.sparse import word_weights
 
     if isinstance(task, EmbedsTokens):
         if dims is not None:
@@ -48,6 +51,17 @@ def writer_of(
         pooled = {"pool_factor": float(factor or 1)}
         of_plan = {**pooled, "mean": task.late.mean}
         return VectorWriter(token_embeddings, token_embeddings.TokenPlan, of_plan, pooled)
+    if isinstance(task, EmbedsWords):
+        for flag, value, form in (("--dims", dims, "bi"), ("--pool_factor", factor, "late")):
+            if value is not None:
+                raise ConfigError(_of_other(flag, form, "sparse"))
+        if dtype not in word_weights.DTYPES:
+            raise ConfigError(
+                f"--dtype {dtype}: want {' or '.join(word_weights.DTYPES)} for a model of "
+                'form="sparse".'
+            )
+        word_weights.scipy_sparse()
+        return VectorWriter(word_weights, word_weights.WordPlan, {}, {})
     if not isinstance(task, Embeds):
         raise ConfigError(
             f"task {task.cfg.task!r} makes no vectors. Name an experiment of a retriever."
@@ -101,6 +115,35 @@ def search_tokens(queries: Path, passages: Sequence[Path], *, depth: int, verify
     on_main(lambda: embeddings.refuse_ids_twice(corpora))
     hits = token_search.search(questions, corpora, depth=depth)
     return Found(questions.ids, [name for corpus in corpora for name in corpus.ids], hits)
+
+
+def search_words(queries: Path, passages: Sequence[Path], *, depth: int, verify: bool) -> Found:
+    """An exact search of weights of words; it tells how many words texts have, and share."""
+    from trainer.retrieval import embeddings
+    from trainer.retrieval.sparse import word_search, word_weights
+    from trainer.runtime import distributed
+    from trainer.runtime.distributed import on_main
+
+    questions = word_weights.read(queries)
+    corpora = [word_weights.read(folder) for folder in passages]
+    check_vectors(questions, corpora)
+    for stored in (questions, *corpora) if verify else ():
+        embeddings.verify(stored)
+    on_main(lambda: embeddings.refuse_ids_twice(corpora))
+    found = word_search.search(questions, corpora, depth=depth)
+    if distributed.is_main():
+        count = sum(corpus.plan.count for corpus in corpora)
+        of_passage = sum(corpus.stored for corpus in corpora) / max(1, count)
+        typer.echo(
+            f"{questions.words:.1f} words of a question, {of_passage:.1f} of a passage, "
+            f"{found.flops:.3f} in common (FLOPS), on average"
+        )
+    ids = [name for corpus in corpora for name in corpus.ids]
+    return Found(questions.ids, ids, found.hits)
+
+
+# Of each form besides "bi": what searches its vectors.
+SEARCHES = {"late": search_tokens, "sparse": search_words}
 
 
 def check_vectors(queries: Any, corpora: Sequence[Any]) -> None:

@@ -77,7 +77,7 @@ def search(
     """Find the passages with the highest dot products for every question, exactly; on a GPU if
     there is one.
     """
-    from trainer.commands.vectors.forms import one_form, search_tokens
+    from trainer.commands.vectors.forms import SEARCHES, one_form
     from trainer.retrieval import rankings
     from trainer.retrieval.vector_index import IndexOptions, folder_of
     from trainer.runtime import distributed
@@ -100,7 +100,7 @@ def search(
                 f"--faiss searches one vector of each text, {queries} holds vectors of form="
                 f'"{form}". Leave it out.'
             )
-        found = search_tokens(queries, passages, depth=num_hits, verify=verify)
+        found = SEARCHES[form](queries, passages, depth=num_hits, verify=verify)
     if distributed.is_main():
         cut = {"is_without_query": remove_query, "depth": depth}
         rows, scores = found.hits.rows, found.hits.scores

@@ -1,6 +1,7 @@
-"""What a retriever's experiment states, and a reranker's. Imports no torch. docs/tasks/retriever.md
-maps Tevatron's argument names, docs/tasks/reranker.md says what `form: "cross"` trains,
-docs/tasks/late.md what `form: "late"` does.
+"""What a retriever's experiment states, in each of its forms. Imports no torch.
+docs/tasks/retriever.md maps Tevatron's argument names, docs/tasks/reranker.md says what
+`form: "cross"` trains, docs/tasks/late.md what `form: "late"` does, docs/tasks/sparse.md what
+`form: "sparse"` does.
 """
 
 from __future__ import annotations
@@ -337,6 +338,45 @@ class Cross(Strict):
     """Of lambda: the k of nDCG@k. Only pairs with a passage in the first k count. None: all."""
 
 
+class Sparse(Strict):
+    """How a text becomes weights of the words of a vocabulary, and what keeps most of them at 0."""
+
+    pooling: Literal["max", "sum"] = "max"
+    """A word's weight in a text: the largest that one of its tokens gives it, or their sum."""
+    queries: Literal["encoded", "tokens"] = "encoded"
+    """encoded: by the model, as passages are. tokens: each token of a query has the weight 1, and
+    no model reads it (SPLADE-doc).
+    """
+    query_regulariser: Literal["flops", "l1"] = "flops"
+    """What is added to the loss for queries. flops: the sum over words of the square of their mean
+    weight. l1: the mean sum of a query's weights.
+    """
+    passage_regulariser: Literal["flops", "l1"] = "flops"
+    """The same for passages."""
+    query_weight: Annotated[float, Field(ge=0)] = 5e-5
+    """The factor of the queries' regulariser, behind its warm-up."""
+    passage_weight: Annotated[float, Field(ge=0)] = 3e-5
+    """The factor of the passages' regulariser, behind its warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """In step t of so many both factors are multiplied by the square of t / warmup_steps."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Scores are divided by it in the loss."""
+    anti_zero: Annotated[float, Field(ge=0)] = 0.0
+    """The factor of a term that keeps weights from all becoming 0: one over the square of the sum
+    of all queries' weights, and the same of passages.
+    """
+
+    @model_validator(mode="after")
+    def _tokens_have_no_regulariser(self) -> Sparse:
+        given = sorted(self.model_fields_set & {"query_regulariser", "query_weight"})
+        if self.queries == "tokens" and given:
+            raise ValueError(
+                f'{given[0]}: got it with queries="tokens", whose weights are all 1: nothing of '
+                'them can be learnt. Leave it out, or use queries="encoded"'
+            )
+        return self
+
+
 class Late(Strict):
     """How the tokens of a text become vectors, and two lists of vectors a score (MaxSim): for each
     vector of the query the largest dot product with one of the passage, summed.
@@ -372,6 +412,7 @@ BLOCKS_OF_FORMS = {
     "bi": ("encoder", "loss"),
     "cross": ("cross",),
     "late": ("late", "loss"),
+    "sparse": ("sparse", "loss"),
 }
 
 
@@ -379,13 +420,14 @@ class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
 
     encoded = frozenset({"form"})
-    not_encoded = frozenset({"encoder", "loss", "cross", "late", "dropout"})
+    not_encoded = frozenset({"encoder", "loss", "cross", "late", "sparse", "dropout"})
 
     task: Literal["retriever"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
-    """A dense retriever, or a reranker."""
-    form: Literal["bi", "cross", "late"] = "bi"
+    """A dense, late or sparse retriever, or a reranker."""
+    form: Literal["bi", "cross", "late", "sparse"] = "bi"
     """bi: a query and a passage each become a vector (`encoder`, `loss`). cross: one model reads
     both together and scores the pair (`cross`). late: each token becomes a vector (`late`, `loss`).
+    sparse: each text becomes weights of words (`sparse`, `loss`).
     """
     data: Data
     """Rows, and how they become tokens."""
@@ -397,6 +439,8 @@ class Config(Experiment):
     """What form="cross" minimises."""
     late: Late = Late()
     """How tokens of form="late" become vectors."""
+    sparse: Sparse = Sparse()
+    """What form="sparse" makes of texts, and what it adds to `loss`."""
     dropout: Fraction | None = None
     """None: the base's own."""
 
@@ -436,6 +480,11 @@ class Config(Experiment):
             raise ValueError(
                 'loss.matryoshka: form="late" has no vector of a whole text to cut short. Leave it '
                 'out, or say form="bi"'
+            )
+        if self.form == "sparse" and self.loss.matryoshka is not None:
+            raise ValueError(
+                'loss.matryoshka: form="sparse" makes weights of words, and the first of them are '
+                'no vector. Leave it out, or say form="bi"'
             )
         if self.form == "cross" and self.data.passages <= self.data.positives:
             raise ValueError(

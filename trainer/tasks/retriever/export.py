@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 DESCRIPTION = "retriever_config.json"
 OF_CROSS = "reranker_config.json"  # the description in an export of form="cross"
 OF_LATE = "late_config.json"  # that of form="late"
-_DESCRIPTIONS = {"bi": DESCRIPTION, "cross": OF_CROSS, "late": OF_LATE}
+OF_SPARSE = "sparse_config.json"  # that of form="sparse"
+_DESCRIPTIONS = {"bi": DESCRIPTION, "cross": OF_CROSS, "late": OF_LATE, "sparse": OF_SPARSE}
 # the keys of an experiment's `data` that the description states, and that hold for the model
 DESCRIBED_DATA = (
     "separator",
