@@ -839,6 +839,7 @@ RETRIEVER = wording(
     block_of_other_form='{block}: form="{form}" does not read it',
     vectors_of_two_forms='holds vectors of form="late", ...of form="bi", which no search compares',
     index_of_token_vectors="--faiss searches one vector of each text",
+    late_chunk_tokens='loss.chunk_tokens: form="late" cuts its texts by their number. Use query_chunk and passage_chunk',
     late_matryoshka='loss.matryoshka: form="late" has no vector of a whole text',
     late_without_negatives='form="late" is validated on each query\'s own passages',
     attend_without_expand="attend=true without expand has no mask tokens",

@@ -18,7 +18,7 @@ from tests.bases import base_of
 from tests.facts import LLAMA, experiment, write_facts
 from tests.wording import refused
 from trainer import tasks
-from trainer.models.maxsim import maxsim
+from trainer.models.lean.maxsim import maxsim
 from trainer.protocol.abilities import Embeds, EmbedsTokens, Reranks
 from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.tasks.retriever.late import trained
@@ -311,6 +311,11 @@ def test_the_projection_of_colberts_authors_lies_beside_its_body(
         ({"encoder": {"pooling": "mean"}}, "block_of_other_form", {"block": "encoder"}),
         ({"cross": {"loss": "margin"}}, "block_of_other_form", {"block": "cross"}),
         ({"loss": {"matryoshka": {"dims": [8]}}}, "late_matryoshka", {}),
+        (
+            {"loss": {"chunk_tokens": 64, "query_chunk": None, "passage_chunk": None}},
+            "late_chunk_tokens",
+            {},
+        ),
         ({"data": {"passages": 1}}, "late_without_negatives", {}),
         ({"late": {"attend": True, "expand": False}}, "attend_without_expand", {}),
     ],

@@ -481,6 +481,11 @@ class Config(Experiment):
                 'loss.matryoshka: form="late" has no vector of a whole text to cut short. Leave it '
                 'out, or say form="bi"'
             )
+        if self.form == "late" and self.loss.chunk_tokens is not None:
+            raise ValueError(
+                'loss.chunk_tokens: form="late" cuts its texts by their number. Use query_chunk '
+                "and passage_chunk"
+            )
         if self.form == "sparse" and self.loss.matryoshka is not None:
             raise ValueError(
                 'loss.matryoshka: form="sparse" makes weights of words, and the first of them are '
