@@ -271,7 +271,14 @@ def measures_of(asked: RankingOptions, split: str | None, *, strict: bool) -> di
 
 @options.guard
 def mine(
-    run: RunFile,
+    runs: Annotated[
+        list[Path],
+        typer.Option(
+            "--run",
+            help="The run file: TREC's columns, or question, passage, and score or rank. May be "
+            "given several times: their hits are taken in turn.",
+        ),
+    ],
     queries: QueriesFile,
     passages: PassagesFile,
     out: Annotated[
@@ -308,17 +315,18 @@ def mine(
     from trainer.retrieval import negatives
 
     window = negatives.RankRange(most, first, last, seed, keep_answers)
-    questions, of_run = list(read_queries(queries, split)), read_run(run)
+    questions = list(read_queries(queries, split))
+    read = [read_run(run) for run in runs]
     judgements = None if qrels is None else read_qrels(qrels)
     positives = negatives.positives_of(questions, judgements)
-    needed = {
-        hit.passage for query in questions for hit in of_run.get(query.id, [])[first - 1 : last]
-    }
+    hits = negatives.in_turn(read, window)
+    needed = {hit.passage for query in questions for hit in hits.get(query.id, [])}
     texts = corpora.passages_with_ids(passages, needed.union(*positives.values()))
-    rows = negatives.training_rows(of_run, questions, texts, positives=positives, window=window)
-    strangers = {*of_run, *(judgements or ())} if split is None else ()
+    rows = negatives.training_rows(read, questions, texts, positives=positives, window=window)
+    strangers = {*hits, *(judgements or ())} if split is None else ()
     rows = negatives.noting_strangers(rows, strangers, questions)
-    count = negatives.write_rows(out, left_out.refusing(rows, str(run), strict=strict))
+    names = ", ".join(map(str, runs))
+    count = negatives.write_rows(out, left_out.refusing(rows, names, strict=strict))
     typer.echo(f"{out}: {count} of {len(questions)} questions")
 
 

@@ -616,8 +616,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/retrieval/negatives.py",
-        "[window.first - 1 : window.last]",
-        "[window.first : window.last]",
+        "[window.first - 1 : window.last] for run in runs",
+        "[window.first : window.last] for run in runs",
         why="the hardest negative is never trained on",
         tests=MINING,
     ),

@@ -18,7 +18,7 @@ from trainer.driven.together.adapter_set import AdapterSet, LayerOfAdapters, dra
 from trainer.errors import ConfigError
 from trainer.models.head import OutputLayer
 from trainer.models.lean.adapter import low_of
-from trainer.models.lean.dropout import Draw, First, Redrawn
+from trainer.models.lean.dropout import Draw, Dropped, DroppedAgain
 from trainer.runtime.batch import name_batch_when_out_of_memory, to_device
 
 if TYPE_CHECKING:
@@ -39,19 +39,19 @@ class _SeededDraw(Draw):
     rate: float
     seed: int
 
-    def first(self, input: Tensor) -> First:
+    def first(self, input: Tensor) -> Dropped:
         if not self.rate:
-            return First(input, ())
+            return Dropped(input, ())
         stays = self._stays(input)
         # a processor draws slowly (models/lean/dropout.py)
         kept = (stays.bool(),) if input.device.type == "cpu" else ()
-        return First(input * stays / (1 - self.rate), kept)
+        return Dropped(input * stays / (1 - self.rate), kept)
 
-    def again(self, input: Tensor, *kept: Tensor) -> Redrawn:
+    def again(self, input: Tensor, *kept: Tensor) -> DroppedAgain:
         if not self.rate:
-            return Redrawn(input, input)
+            return DroppedAgain(input, input)
         stays = kept[0].to(input.dtype) if kept else self._stays(input)
-        return Redrawn(input * stays / (1 - self.rate), stays)
+        return DroppedAgain(input * stays / (1 - self.rate), stays)
 
     def gradient(self, of_values: Tensor, factor: Tensor) -> Tensor:
         return of_values / (1 - self.rate) * factor if self.rate else of_values

@@ -21,14 +21,14 @@ def rate_of(dropout: nn.Module) -> float:
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
-class First(NamedTuple):
+class Dropped(NamedTuple):
     """A tensor after its dropout, and what has to be kept to repeat it."""
 
     values: Tensor
     kept: tuple[Tensor, ...]
 
 
-class Redrawn(NamedTuple):
+class DroppedAgain(NamedTuple):
     """A tensor after its dropout, and what `Draw.gradient` needs."""
 
     values: Tensor
@@ -38,11 +38,11 @@ class Redrawn(NamedTuple):
 class Draw(Protocol):
     """The dropout of one tensor in the forward pass, and the same one in the backward pass."""
 
-    def first(self, input: Tensor) -> First:
+    def first(self, input: Tensor) -> Dropped:
         """The tensor after its dropout. Called once."""
         ...
 
-    def again(self, input: Tensor, *kept: Tensor) -> Redrawn:
+    def again(self, input: Tensor, *kept: Tensor) -> DroppedAgain:
         """The same dropout of a tensor of the same shape, strides and dtype."""
         ...
 
@@ -62,25 +62,25 @@ class TorchDraw(Draw):
         self._device = None if device.type == "cpu" else device
         self._state = _state_of(device) if self._draws and self._device else None
 
-    def first(self, input: Tensor) -> First:
+    def first(self, input: Tensor) -> Dropped:
         if not self._rate or not input.numel():
-            return First(input, ())
+            return Dropped(input, ())
         if self._state is not None:
-            return First(F.dropout(input, self._rate), ())
+            return Dropped(F.dropout(input, self._rate), ())
         mask = torch.empty_like(input, dtype=torch.bool)
         mask = mask.bernoulli_(1 - self._rate) if self._draws else mask.fill_(False)
-        return First(input * self._factor(mask, input.dtype), (mask,))
+        return Dropped(input * self._factor(mask, input.dtype), (mask,))
 
-    def again(self, input: Tensor, *kept: Tensor) -> Redrawn:
+    def again(self, input: Tensor, *kept: Tensor) -> DroppedAgain:
         if kept:
             factor = self._factor(kept[0], input.dtype)
-            return Redrawn(input * factor, factor)
+            return DroppedAgain(input * factor, factor)
         if self._state is None or self._device is None or not input.numel():
-            return Redrawn(input, input)
+            return DroppedAgain(input, input)
         now = _state_of(self._device)
         _set_state(self._device, self._state)
         try:
-            return Redrawn(*torch.native_dropout(input, self._rate, True))
+            return DroppedAgain(*torch.native_dropout(input, self._rate, True))
         finally:
             _set_state(self._device, now)
 
