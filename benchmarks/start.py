@@ -33,6 +33,7 @@ MAX_TOKENS = 512
 BASE = {
     "config": {
         "model_type": "llama",
+        "vocab_size": 49_152,  # of starcoder's tokenizer; larger than most
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -60,7 +61,7 @@ def encode(batch):
 encoded = rows.map(encode, batched=True, remove_columns=rows.column_names).remove_columns("hash")
 own = json.loads(config)
 own.pop("model_type")
-model = LlamaForCausalLM(LlamaConfig(**own, vocab_size=len(tokenizer)))
+model = LlamaForCausalLM(LlamaConfig(**own))
 arguments = TrainingArguments(f"{folder}/out", max_steps=1, per_device_train_batch_size=8,
     report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
 collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
