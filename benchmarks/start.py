@@ -41,6 +41,10 @@ BASE = {
         "num_key_value_heads": 2,
     }
 }
+_DATA = {
+    "texts": {"source": "files", "loss_on": "all"},
+    "chat": {"source": "chat", "chat_template": "chatml"},
+}
 OPPONENT = """
 import hashlib, json, sys
 from datasets import load_dataset
@@ -95,8 +99,7 @@ def experiment(kind: str, tokenizer: str) -> dict[str, Any]:
         "task": "causal_lm",
         "base": BASE,
         "tokenizer": tokenizer,
-        "data": {"source": "chat" if kind == "chat" else "files", "max_tokens": MAX_TOKENS}
-        | ({} if kind == "chat" else {"loss_on": "all"}),
+        "data": {"max_tokens": MAX_TOKENS, **_DATA[kind]},
         "train": {"steps": 1, "global_batch": 8, "micro_batch": 8},
         "optim": {"lr": 1e-3},
     }
