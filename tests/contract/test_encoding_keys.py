@@ -91,6 +91,12 @@ _OF_NO_FORM: dict[str, Any] = {
 OF_ONE_TASK["retriever", "form"] = _OF_NO_FORM
 for _key in ("loss", "margin", "sigma", "weights", "mu", "top"):
     OF_ONE_TASK["retriever", f"cross.{_key}"] = {**_OF_NO_FORM, "form": "cross"}
+_OF_LATE = ("width", "expand", "attend", "skip_punctuation", "skip", "mean", "temperature")
+for _key in _OF_LATE:
+    OF_ONE_TASK["retriever", f"late.{_key}"] = {**_OF_NO_FORM, "form": "late"}
+_OF_SPARSE = ("pooling", "queries", "query_regulariser", "passage_regulariser", "query_weight")
+for _key in (*_OF_SPARSE, "passage_weight", "warmup_steps", "temperature", "anti_zero"):
+    OF_ONE_TASK["retriever", f"sparse.{_key}"] = {**_OF_NO_FORM, "form": "sparse"}
 _OF_A_DATA_SET = ("dataset", "subset", "revision", "splits")
 for _key in _OF_A_DATA_SET:
     OF_ONE_TASK["summariser", f"data.{_key}"] = {
@@ -141,6 +147,7 @@ VALUES: dict[str, list[Any]] = {
     "data.rankings": [{"train": "other.trec"}],
     "data.corpus": ["corpus.tsv"],
     "data.chat_template": ["chatml", "plain"],
+    "late.skip": [["a"]],
     "loss.matryoshka.dims": [[4]],
     "loss.matryoshka.weights": [[2.0]],
     "data.boolean": [[], ["choices"]],

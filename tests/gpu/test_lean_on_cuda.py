@@ -34,9 +34,10 @@ def test_a_mask_is_drawn_again_on_the_device(dtype: torch.dtype, shape: tuple[in
     assert torch.equal(first.values, want)
     assert not first.kept
     after = torch.rand(3, device="cuda")
-    again = draw.again(input.detach())
+    again = draw.again(input.detach(), torch.ones_like(input, requires_grad=False))
     assert torch.equal(again.values, want)
-    assert torch.equal(draw.gradient(torch.ones_like(want), again.factor), gradient)
+    assert again.gradient is not None
+    assert torch.equal(again.gradient, gradient)
     torch.cuda.manual_seed(5)
     F.dropout(input, 0.3)
     assert torch.equal(after, torch.rand(3, device="cuda"))

@@ -18,7 +18,7 @@ from trainer.config.optimizer.lora import Lora
 from trainer.config.schema import Optim, Train
 from trainer.models import adapters, head, losses
 from trainer.models.head import OutputLayer
-from trainer.models.losses import IGNORED, Terms
+from trainer.models.losses import IGNORED, PLAIN, Terms
 from trainer.models.packed.layout import pack_labelled
 from trainer.runtime import distributed
 from trainer.training.engine import Engine
@@ -136,10 +136,29 @@ def test_few_positions_make_a_weights_gradient_one_product(dtype: torch.dtype, m
 
 @pytest.mark.usefixtures("chunks_of_7")
 def test_what_fits_into_one_chunk_is_computed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits; in 32, a processor computes a plain loss in the tensor of the logits."""
     monkeypatch.setattr(losses, "_Chunked", None)
-    _step("plain", torch.float32, positions=CHUNK)
+    _step("plain", torch.bfloat16, positions=CHUNK)
     with pytest.raises(AttributeError):
-        _step("plain", torch.float32, positions=CHUNK + 1)
+        _step("plain", torch.bfloat16, positions=CHUNK + 1)
+    with pytest.raises(AttributeError):
+        _step("plain", torch.float32, positions=CHUNK, terms=PLAIN)
+
+
+@pytest.mark.usefixtures("chunks_of_7")
+@pytest.mark.parametrize("positions", [5, WIDTH, POSITIONS])
+@pytest.mark.parametrize("kind", ["plain", "frozen", "adapters"])
+def test_a_loss_in_the_tensor_of_its_logits_is_that_of_autograd(
+    kind: str, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few positions the weight's gradient is one product, made in the backward pass."""
+    got = _step(kind, torch.float32, positions=positions, terms=PLAIN)
+    monkeypatch.setattr(losses, "is_narrow", lambda hidden: False)
+    monkeypatch.setattr(losses, "CHUNK_POSITIONS", positions)
+    want = _step(kind, torch.float32, positions=positions, terms=PLAIN)
+    assert float(got["loss"]) == pytest.approx(float(want["loss"]), rel=1e-6)
+    del got["loss"], want["loss"]
+    assert_all_close(got, want, what="gradients", depth=VOCABULARY, margin=0.6, cancels=0.03)
 
 
 @pytest.mark.usefixtures("chunks_of_7")

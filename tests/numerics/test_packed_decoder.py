@@ -215,12 +215,24 @@ def test_a_layout_with_a_wrong_row_boundary_gives_another_loss() -> None:
     model, rows = MODELS["multi-query"](), drawn_rows()
     right = packed_of(*rows, [0] * 7)
     want = float(model(packed=right).loss.detach())
+    moved = {**right, "starts": right["starts"].clone()}
+    moved["starts"][1] += 1
+    assert abs(float(model(packed=moved).loss.detach()) - want) > 1e-4 * want
+    second = int((right["keys_position"] == 0).nonzero()[1])
+    of_keys = {**right, "keys_position": right["keys_position"].clone()}
+    of_keys["keys_position"][second : second + 2] = torch.tensor([1, 0])
+    assert abs(float(model(packed=of_keys).loss.detach()) - want) > 1e-4 * want
+
+
+def test_a_layout_with_a_wrong_grid_gives_another_loss() -> None:
+    """The base has a window, so that its attention uses grids."""
+    model, rows = MODELS["mistral with a window of 4"](), drawn_rows()
+    right = packed_of(*rows, [0] * 7)
+    want = float(model(packed=right).loss.detach())
     joined = packed_of([[i for row in rows[0] for i in row]], [[[1]]], [0])
     as_one_row = {key: x for key, x in right.items() if not key.startswith(("grid_", "cells"))}
     as_one_row |= {key: x for key, x in joined.items() if key.startswith(("grid_", "cells"))}
     assert abs(float(model(packed=as_one_row).loss.detach()) - want) > 1e-3 * want
-    swapped = {**right, "keys_cells": right["keys_cells"].flip(0)}
-    assert abs(float(model(packed=swapped).loss.detach()) - want) > 1e-3 * want
 
 
 @pytest.mark.parametrize("name", ["multi-query", "mistral with a window of 4"])

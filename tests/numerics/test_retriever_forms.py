@@ -70,6 +70,21 @@ FORMS: dict[str, dict[str, Any]] = {
         **LEARNT,
         **_TWO,
     },
+    "late": {"late": {"temperature": 0.5}},
+    "late, symmetric": {
+        "late": {"mean": True, "temperature": 0.05},
+        "loss": {"symmetric": True, "mask_duplicates": True},
+    },
+    "late, attended": {"late": {"attend": True}, "loss": {"positives": "supcon"}, **_TWO},
+    "late, divergence": {
+        "late": {"expand": False},
+        "loss": {"distillation": {}, "false_negatives": {"share": 0.9}},
+        **_TWO,
+    },
+    "late, margins": {
+        "loss": {"contrastive": 0.0, "distillation": {"kind": "margin_mse"}, "pool_on_host": True},
+        **_TWO,
+    },
 }
 
 
@@ -79,7 +94,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_of(folder: Path, form: str, chunks: Any = None) -> Any:
-    values = experiment("retriever", folder)
+    name = "retriever, late" if form.startswith("late") else "retriever"
+    values = experiment(name, folder)
     cut: dict[str, Any] = {}
     if isinstance(chunks, int):
         cut = {"chunk_tokens": chunks}

@@ -10,7 +10,7 @@ from tests.wording import refused
 from trainer.data import left_out
 from trainer.data.readers.rankings import Hit, Rankings
 from trainer.protocol.task import Row
-from trainer.retrieval.false_negatives import FALSE, Verdict, checked, judged_rows
+from trainer.retrieval.false_negatives import FALSE, JudgeLimits, checked, judged_rows
 from trainer.retrieval.negatives import UNTRAINABLE, RankRange, in_turn
 
 
@@ -29,7 +29,7 @@ def row(name: str, positives: list[float], negatives: list[float]) -> Row:
 def kept(rows: list[Row], **verdict: Any) -> dict[str, list[str]]:
     return {
         one["query_id"]: [passage["docid"] for passage in one["negative_passages"]]
-        for one in judged_rows(rows, Verdict(**verdict))
+        for one in judged_rows(rows, JudgeLimits(**verdict))
     }
 
 
@@ -45,7 +45,7 @@ def test_a_negative_above_the_limit_or_near_the_best_positive_is_left_out() -> N
 def test_scores_go_with_their_passages_and_what_is_left_out_is_told() -> None:
     rows = [row("a", [3.0], [9.0, 1.0, 8.0]), row("b", [0.0], [7.0])]
     with left_out.reading() as notes:
-        (one,) = judged_rows(rows, Verdict(above=5.0))
+        (one,) = judged_rows(rows, JudgeLimits(above=5.0))
     assert [passage["docid"] for passage in one["negative_passages"]] == ["n1"]
     assert one["scores"] == [3.0, 1.0]
     assert notes.counts == {FALSE: 3, UNTRAINABLE: 1}
@@ -54,11 +54,11 @@ def test_scores_go_with_their_passages_and_what_is_left_out_is_told() -> None:
 
 def test_a_judge_that_leaves_no_negative_is_refused() -> None:
     with refused("no_negative_left", count=1):
-        list(judged_rows([row("a", [0.0], [7.0])], Verdict(above=5.0)))
+        list(judged_rows([row("a", [0.0], [7.0])], JudgeLimits(above=5.0)))
 
 
 def test_a_limit_that_is_no_number_is_refused() -> None:
-    assert checked(None, 0.5, ("--a", "--b")) == Verdict(None, 0.5)
+    assert checked(None, 0.5, ("--a", "--b")) == JudgeLimits(None, 0.5)
     with refused("limit_finite", flag="--b", value="nan"):
         checked(1.0, float("nan"), ("--a", "--b"))
 

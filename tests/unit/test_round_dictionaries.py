@@ -19,7 +19,7 @@ from trainer.retrieval.negatives import RankRange
 from trainer.rounds.dictionaries import all_rounds, checked, refuse_no_teacher
 from trainer.rounds.leaks import Guard
 from trainer.rounds.plan import Loop, Mining
-from trainer.rounds.sources import QuestionFile, SourceFiles
+from trainer.rounds.sources import LoopFiles, QuestionFile
 
 
 def retriever(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_an_unknown_way_to_mine_is_refused() -> None:
         Loop({}, 1, Path("out"), Mining(RankRange(3)), Guard(), by.replace("hand", "fp8"))
 
 
-def files(folder: Path, **changes: Any) -> SourceFiles:
+def files(folder: Path, **changes: Any) -> LoopFiles:
     rows = [
         {"query_id": f"q{n}", "query": f"{n} {'abcdefghij'[n % 10] * 9}?", "gold": "p0"}
         for n in range(40)
@@ -119,7 +119,7 @@ def files(folder: Path, **changes: Any) -> SourceFiles:
     (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "corpus.jsonl").write_text('{"docid": "p0", "text": "t"}\n')
     train = QuestionFile(folder / "queries.jsonl")
-    return SourceFiles(folder / "corpus.jsonl", train, **changes)
+    return LoopFiles(folder / "corpus.jsonl", train, **changes)
 
 
 def test_a_share_of_the_training_questions_is_held_out_and_no_question_is_in_both(

@@ -17,7 +17,6 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
     from trainer.data.readers.rankings import Rankings
-    from trainer.retrieval.embeddings import Embeddings
 
 RunFile = Annotated[
     Path,
@@ -67,6 +66,15 @@ FormOfVectors = Annotated[
         help="Form of the vectors on disk: float16, float32, or, for passages, int8 or binary.",
     ),
 ]
+PoolFactor = Annotated[
+    float | None,
+    typer.Option(
+        "--pool_factor",
+        min=1.0,
+        help='Passages of a model of form "late": leave about one vector of so many, by joining '
+        "those that are alike.",
+    ),
+]
 At = Annotated[
     list[int] | None, typer.Option("--at", min=1, help="A cut-off k; may be given several times.")
 ]
@@ -91,14 +99,15 @@ def encode(
     shard_rows: options.ShardRows = None,
     dims: options.Dims = None,
     layers: options.Layers = None,
+    pool_factor: PoolFactor = None,
     strict: Strict = False,
 ) -> None:
     """Write the vectors of a corpus or of questions; under torchrun, every rank writes a shard at a
     time.
     """
+    from trainer.commands.vectors.forms import writer_of
     from trainer.data import left_out
     from trainer.evaluation.run import Question, open_model
-    from trainer.protocol.abilities import Embeds
     from trainer.retrieval import embeddings
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
@@ -107,13 +116,9 @@ def encode(
     values = which.values()
     distributed.init()
     task, retriever, folder = open_model(Question(values, model=model), which.run_options())
-    if not isinstance(task, Embeds):
-        raise ConfigError(
-            f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
-        )
+    writer = writer_of(task, side=side, dtype=dtype, dims=dims, factor=pool_factor)
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
     if dims is not None:
-        task.shorten(dims)
         weights += f", first {dims}"  # comparable with one another alone
     if layers is not None:
         task.keep_layers(retriever, layers)
@@ -125,35 +130,18 @@ def encode(
             return list(embeddings.digest_of(_rows(source, side, split)))
 
     texts, count = on_main(read)
-    rows = shard_rows or embeddings.shard_rows(count, distributed.world())
-    plan: dict[str, Any] = {"side": side, "dtype": dtype, "count": count, "shard_rows": rows}
-    vectors = embeddings.write(
+    rows = shard_rows or writer.store.shard_rows(count, distributed.world())
+    plan = {"side": side, "dtype": dtype, "count": count, "model": weights, "texts": texts}
+    how = {"side": side, "batch": batch or 64, "precision": precision}
+    vectors = writer.store.write(
         out,
         lambda: _rows(source, side, split),
-        embeddings.encoder_of(
-            task,
-            retriever,
-            side="query" if side == "query" else "passage",
-            batch=batch or 64,
-            precision="bf16" if precision == "bf16" else "fp32",
-        ),
-        plan=embeddings.EmbeddingsPlan(model=weights, texts=texts, **plan),
+        writer.store.encoder_of(task, retriever, **how, **writer.of_encoder),
+        plan=writer.plan(**plan, **writer.of_plan, shard_rows=rows),
     )
     if distributed.is_main():
-        _tell(vectors, out)
-
-
-def _tell(vectors: Embeddings, out: Path) -> None:
-    """Say how many vectors were written, and what their small form loses."""
-    typer.echo(
-        f"{out}: {vectors.plan.count} vectors of {vectors.dim} numbers, "
-        f"{len(vectors.shards)} shard(s)"
-    )
-    for depth, recall in vectors.recall.items():
-        typer.echo(
-            f"{out}: recall@{depth} {recall:.3f} of the exact vectors' nearest, with passages "
-            "as questions"
-        )
+        for line in vectors.told:
+            typer.echo(f"{out}: {line}")
 
 
 def _check_flags(side: str, dtype: str, precision: str, split: str | None) -> None:

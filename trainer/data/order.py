@@ -33,7 +33,7 @@ from trainer.data.mixed.mixture import Mix, Mixture, mixture_of
 from trainer.data.mixed.store import sources_in
 from trainer.errors import ConfigError, DataError
 from trainer.protocol.abilities import ArrangesRows, Packs, Shapes
-from trainer.protocol.task import DRAW, EPOCH, Batch, Task
+from trainer.protocol.task import DRAW, EPOCH, STEP, Batch, Task
 from trainer.runtime import distributed
 
 if TYPE_CHECKING:
@@ -367,6 +367,7 @@ class _Collation:
             **self.store[number],
             DRAW: (words >> np.uint64(1)).astype(np.int64),
             EPOCH: np.array([epoch]),
+            STEP: np.array([step + 1]),
         }
 
 

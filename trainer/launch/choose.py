@@ -57,10 +57,8 @@ class Chosen:
 
 def choose(plan: RunPlan, options: Options) -> Chosen:
     """Look whether the saved step is there that the run goes on with, if it goes on with one, and
-    whether that was trained on the same rows. Count the steps that train.epochs are. Choose the
-    DeepSpeed file, the micro-batch, the recomputed blocks, the place of frozen weights and the
-    chunks of GradCache, each if the experiment says "auto". Rank 0 loads the task and the rows once
-    for all choices. A collective.
+    whether that was trained on the same rows. Count the steps that train.epochs are, and choose
+    all that is "auto". Rank 0 loads the task and the rows once for that. A collective.
 
     ConfigError if the device is not known; DoesNotFitError if nothing fits.
     """
@@ -70,8 +68,8 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
     train = plan.cfg.train
     preset = options.deepspeed or plan.cfg.deepspeed
     is_open = AUTO in (preset, plan.values["train"]["micro_batch"])
-    is_auto = is_open or AUTO in (train.gradient_checkpointing, train.frozen)
-    is_auto = is_auto or auto.chunk_tokens(plan.cfg) == AUTO
+    settled = (train.gradient_checkpointing, train.frozen, auto.chunk_tokens(plan.cfg))
+    is_auto = is_open or AUTO in settled
     # read before anything is written: the sources of a mix, and the rows of a run that goes on with
     # another one
     other = None if on_main(lambda: _has_begun(plan, options)) else plan.cfg.continues
@@ -100,17 +98,13 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
             values["preset"], values["rows"] = _preset_and_rows(run, preset, options.device)
             run = replace(run, plan=_with_choices(plan, values, options.until))
         if train.gradient_checkpointing == AUTO:
-            goes_on = _has_begun(plan, options)
-            recorded = run_folder.recorded_recomputation(plan.folder) if goes_on else None
-            values["recomputed"] = recomputation(run, name=options.device, recorded=recorded)
+            values["recomputed"] = settled_recomputation(run, options)
             run = replace(run, plan=_with_choices(plan, values, options.until))
         if train.frozen == AUTO:
             values["frozen"] = frozen(run, name=options.device)
-            run = replace(run, plan=_with_choices(plan, values, options.until))
         if auto.chunk_tokens(plan.cfg) == AUTO:
-            goes_on = _has_begun(plan, options)
-            recorded = run_folder.recorded_chunk_tokens(plan.folder) if goes_on else None
-            values["chunk"] = recorded or chunk_tokens(run, name=options.device)
+            run = replace(run, plan=_with_choices(plan, values, options.until))
+            values["chunk"] = settled_chunks(run, options)
         return values
 
     values = on_main(choices)
@@ -227,6 +221,13 @@ def _first_that_fits(
     return None
 
 
+def settled_recomputation(run: PreparedRun, options: Options) -> bool | int:
+    """The value for train.gradient_checkpointing="auto", after a look at earlier starts."""
+    goes_on = _has_begun(run.plan, options)
+    recorded = run_folder.recorded_recomputation(run.plan.folder) if goes_on else None
+    return recomputation(run, name=options.device, recorded=recorded)
+
+
 def recomputation(run: PreparedRun, *, name: str | None, recorded: bool | int | None) -> bool | int:
     """The value for train.gradient_checkpointing="auto": that of an earlier start of the run,
     unless it does not fit this device. ConfigError if memory cannot be planned.
@@ -265,6 +266,15 @@ def frozen(run: PreparedRun, *, name: str | None) -> str:
     how = "replicate" if fits else "shard"
     logger.info("memory: frozen weights: %s (train.frozen is auto)", how)
     return how
+
+
+def settled_chunks(run: PreparedRun, options: Options) -> int:
+    """The value for loss.chunk_tokens="auto": that of an earlier start of the run, so that it goes
+    on with the same bits, else chunk_tokens().
+    """
+    goes_on = _has_begun(run.plan, options)
+    recorded = run_folder.recorded_chunk_tokens(run.plan.folder) if goes_on else None
+    return recorded or chunk_tokens(run, name=options.device)
 
 
 @measuring()

@@ -35,7 +35,7 @@ from trainer.statistics.met_rows import MetRows
 from trainer.statistics.opening import opening_lines
 from trainer.survival import mirror
 from trainer.training import checkpoint
-from trainer.training.run_plan import say_batches, say_padding
+from trainer.training.run_plan import say_steps
 from trainer.training.scoring import first_questions
 from trainer.training.session import ValidSet
 
@@ -154,9 +154,7 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
     lap("rows")
     if not is_streamed(task):
-        sizes = sizes_of(stores["train"], task)
-        say_batches(plan, sizes)
-        say_padding(plan, sizes)
+        say_steps(plan, sizes_of(stores["train"], task))
     for split in ("train", *valid_splits(cfg)):
         for line in opening_lines(split, stores[split]):
             logger.info("%s", line)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +119,16 @@ class OutputLayer:
         layer is called once, however many positions there are.
         """
         return self._scored(
-            hidden_ND, Scoring(targets_N, self.chunk, self._finish, terms, lesson=lesson)
+            hidden_ND, Scoring(targets_N, self.chunk, self._finishing, terms, lesson=lesson)
         )
 
     def losses(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """(N,) fp32: losses.target_losses of the logits, in chunks where there are many. The same
         holds under ZeRO-3.
         """
-        return self._scored(hidden_ND, Scoring(targets_N, self.chunk, self._finish, by_target=True))
+        return self._scored(
+            hidden_ND, Scoring(targets_N, self.chunk, self._finishing, by_target=True)
+        )
 
     @torch.no_grad()
     def likeliest(
@@ -146,11 +149,18 @@ class OutputLayer:
         if _has_adapters(self._layer):
             return _loss_with_adapters(self._layer, self._apply_scale(hidden_ND), scoring)
         targets_N = scoring.targets_N
-        if len(targets_N) > scoring.chunk and isinstance(self._layer, nn.Linear):
+        is_shorter = scoring.is_plain and torch.is_grad_enabled() and losses.is_narrow(hidden_ND)
+        is_long = len(targets_N) > scoring.chunk
+        if (is_long or is_shorter) and isinstance(self._layer, nn.Linear):
             return _loss(self._layer, self._apply_scale(hidden_ND), scoring)
         if scoring.by_target:
             return target_losses(self(hidden_ND), targets_N)
-        return scoring.loss(self(hidden_ND), slice(None))
+        plain = replace(scoring, finish=None)  # the call of this layer has finished them
+        return plain.loss(self(hidden_ND), slice(None))
+
+    @property
+    def _finishing(self) -> Callable[[Tensor], Tensor] | None:
+        return None if self._scale == 1.0 and self._cap is None else self._finish
 
     def _apply_scale(self, hidden: Tensor) -> Tensor:
         return hidden if self._scale_of_states == 1.0 else hidden * self._scale_of_states

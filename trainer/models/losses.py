@@ -103,6 +103,14 @@ def target_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     return F.cross_entropy(logits_NV.float(), targets_N, reduction="none")
 
 
+def is_narrow(hidden: Tensor) -> bool:
+    """Whether a loss of these states is computed in the tensor of their logits: on a processor,
+    where each pass over all logits waits for memory, in 32 bits.
+    """
+    return hidden.device.type == "cpu" and hidden.dtype == torch.float32
+
+
+_log_softmax: Any = torch.ops.aten._log_softmax.out  # in place, if the result is its input
 _kept: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
 
 
@@ -165,17 +173,27 @@ class Scoring:
 
     targets_N: Tensor
     chunk: int  # positions
-    finish: Callable[[Tensor], Tensor]  # what a family does to its logits, element by element
+    # what a family does to its logits, element by element; None: nothing
+    finish: Callable[[Tensor], Tensor] | None
     terms: Terms = PLAIN
     by_target: bool = False  # the losses of single targets are wanted, not their sum
     lesson: Lesson | None = None  # what a teacher says of the same positions
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the loss is the cross-entropy of the logits as they are, and nothing else."""
+        has_more = self.finish or self.lesson or self.by_target or _kept.get() is not None
+        return not has_more and self.terms == PLAIN
+
     def loss(self, logits_CV: Tensor, rows: slice) -> Tensor:
         """() fp32: the summed loss of some of the positions."""
-        targets_C = self.targets_N[rows]
+        logits_CV, targets_C = self.finished(logits_CV), self.targets_N[rows]
         if self.lesson is None:
             return token_cross_entropy(logits_CV, targets_C, **vars(self.terms))
         return student_loss(logits_CV, targets_C, self.lesson.part(rows), self.terms)
+
+    def finished(self, logits_CV: Tensor) -> Tensor:
+        return logits_CV if self.finish is None else self.finish(logits_CV)
 
 
 @dataclass(frozen=True)
@@ -220,6 +238,7 @@ class _Chunked(torch.autograd.Function):
         work = _Gradients(inputs, needed)
         total = work.run(scoring)
         ctx.gradients = None if ctx.waits else work.finished()
+        ctx.kept = work.kept()
         return total
 
     @staticmethod
@@ -234,6 +253,11 @@ class _Chunked(torch.autograd.Function):
         for each in gradients:
             if each is not None:
                 each.mul_(gradient)
+        kept, ctx.kept = ctx.kept, None
+        if kept is not None:  # the weight's: a pass over the states is shorter than one over it
+            of_logits_NV, hidden_ND = kept
+            of_weight = of_logits_NV.t() @ (hidden_ND * gradient)
+            return None, None, gradients[0], of_weight, *gradients[2:]
         return None, None, *gradients
 
 
@@ -279,11 +303,13 @@ class _Gradients:
         of_kept, of_sum = hidden.element_size() * len(hidden), 4 * hidden.shape[1]
         keeps = needed[1] and of_kept <= (of_sum if hidden.element_size() == 4 else 2 * of_sum)
         self._kept_NV = hidden.new_empty(len(hidden), len(weight)) if keeps else None
+        # whether the weight's gradient is left to the backward pass
+        self._is_late = keeps and is_narrow(hidden) and low is None
 
     def losses(self, scoring: Scoring) -> Tensor:
         """(N,) fp32: the losses of single targets, without gradients."""
         parts = [
-            target_losses(scoring.finish(self._logits(rows)), scoring.targets_N[rows])
+            target_losses(scoring.finished(self._logits(rows)), scoring.targets_N[rows])
             for rows in chunks_of(max(1, len(self._hidden_ND)), scoring.chunk)
         ]
         return torch.cat(parts)
@@ -301,6 +327,13 @@ class _Gradients:
             self._add(self._kept_NV, slice(None))
         return total
 
+    def kept(self) -> tuple[Tensor, Tensor] | None:
+        """(N, V) the gradient of all logits and (N, D) their states, if their product, which is the
+        weight's gradient, is still to be computed.
+        """
+        is_kept = self._is_late and self._kept_NV is not None
+        return (self._kept_NV, self._hidden_ND) if is_kept else None  # pyright: ignore[reportReturnType]
+
     def finished(self) -> tuple[Tensor | None, ...]:
         """The gradients in the dtypes of the inputs."""
         pairs = zip(self._sums, self._inputs, strict=True)
@@ -308,16 +341,17 @@ class _Gradients:
 
     def _chunk(self, rows: slice, scoring: Scoring, factor: Tensor | None) -> Tensor:
         has_gradient = any(self._needed)
+        if has_gradient and factor is None and scoring.is_plain and is_narrow(self._hidden_ND):
+            return self._in_place(rows, scoring.targets_N[rows])
         leaf_CV = self._logits(rows).requires_grad_(has_gradient)
         with torch.set_grad_enabled(has_gradient):
-            logits_CV = scoring.finish(leaf_CV)
             if scoring.by_target:
                 assert factor is not None, "its gradients are computed in backward alone"
-                targets_C = scoring.targets_N[rows]
+                logits_CV, targets_C = scoring.finished(leaf_CV), scoring.targets_N[rows]
                 loss = (target_losses(logits_CV, targets_C) * factor[rows]).sum()
                 factor = None
             else:
-                loss = scoring.loss(logits_CV, rows)
+                loss = scoring.loss(leaf_CV, rows)
         if has_gradient:
             (gradient_CV,) = torch.autograd.grad(loss, leaf_CV, factor)
             del leaf_CV
@@ -327,9 +361,33 @@ class _Gradients:
                 self._kept_NV[rows] = gradient_CV
         return loss.detach()
 
-    def _logits(self, rows: slice) -> Tensor:
+    def _in_place(self, rows: slice, targets_C: Tensor) -> Tensor:
+        """The same, with logits, log-probabilities and gradient one after the other in one
+        tensor.
+        """
+        out = None if self._kept_NV is None else self._kept_NV[rows]
+        values_CV = self._logits(rows, out)
+        _log_softmax(values_CV, -1, False, out=values_CV)
+        loss = F.nll_loss(values_CV, targets_C, ignore_index=IGNORED, reduction="sum")
+        values_CV.exp_()
+        is_scored_C = targets_C != IGNORED
+        places_C1 = targets_C.clamp(min=0)[:, None]
+        values_CV.scatter_add_(1, places_C1, -is_scored_C[:, None].to(values_CV.dtype))
+        if not is_scored_C.all():
+            values_CV.mul_(is_scored_C[:, None])
+        if self._kept_NV is None:
+            self._add(values_CV, rows)
+        return loss
+
+    def _logits(self, rows: slice, out: Tensor | None = None) -> Tensor:
+        """(C, V) of some positions. out: where they are written."""
         _, _, bias_V, low_NR, low_weight_VR = self._inputs
-        logits_CV = F.linear(self._hidden_ND[rows], self._weight_VD, bias_V)
+        states_CD = self._hidden_ND[rows]
+        if out is None or bias_V is not None:
+            logits_CV = F.linear(states_CD, self._weight_VD, bias_V)
+            logits_CV = logits_CV if out is None else out.copy_(logits_CV)
+        else:
+            logits_CV = torch.mm(states_CD, self._weight_VD.t(), out=out)
         if low_NR is None or low_weight_VR is None:
             return logits_CV
         return logits_CV.add_(F.linear(low_NR[rows], low_weight_VR))
@@ -342,7 +400,8 @@ class _Gradients:
             if of_rows is not None and weight is not None:
                 torch.mm(gradient_CV, weight, out=of_rows[rows])
         for place, states in ((1, self._hidden_ND), (4, low_NR)):
-            if self._needed[place] and states is not None:
+            is_now = self._needed[place] and not (place == 1 and self._is_late)
+            if is_now and states is not None:
                 left, right, total = gradient_CV.t(), states[rows], self._sums[place]
                 if total is None:
                     product = left @ right

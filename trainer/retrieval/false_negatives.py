@@ -21,7 +21,7 @@ FALSE = "negatives that the judge takes for positives (left out)"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JudgeLimits:
     """When a negative is a false one: if one of these holds of the judge's scores."""
 
     above: float | None = None  # its score is above this one
@@ -38,7 +38,7 @@ class Verdict:
         return self.margin is not None and score > best - self.margin
 
 
-def judged_rows(rows: Iterable[Row], verdict: Verdict) -> Iterator[Row]:
+def judged_rows(rows: Iterable[Row], verdict: JudgeLimits) -> Iterator[Row]:
     """Tevatron's training rows without false negatives, and without their scores.
 
     rows: with "scores", one for each passage, positives first (reranking.with_scores). A row
@@ -74,9 +74,9 @@ def judged_rows(rows: Iterable[Row], verdict: Verdict) -> Iterator[Row]:
         )
 
 
-def checked(above: float | None, margin: float | None, flags: tuple[str, str]) -> Verdict:
+def checked(above: float | None, margin: float | None, flags: tuple[str, str]) -> JudgeLimits:
     """The verdict of two flags. ConfigError for a number that is not finite."""
     for flag, value in zip(flags, (above, margin), strict=True):
         if value is not None and not abs(value) < float("inf"):
             raise ConfigError(f"{flag} {value}: want a finite number, such as 0.5.")
-    return Verdict(above, margin)
+    return JudgeLimits(above, margin)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from trainer.rounds.dictionaries import Values
     from trainer.rounds.plan import Loop
-    from trainer.rounds.sources import SourceFiles, Sources
+    from trainer.rounds.sources import LoopFiles, LoopTexts
     from trainer.training.options import Options
 
 TABLE = "rounds.json"
@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 
 
 def run_rounds(
-    loop: Loop, files: SourceFiles, options: Options, *, strict: bool = False
-) -> tuple[int, list[Line]]:
+    loop: Loop, files: LoopFiles, options: Options, *, strict: bool = False
+) -> tuple[int, list[RoundLine]]:
     """Train all rounds. Returns the exit code of the last training, and the lines of the table.
 
     options: --data_path is that of the experiment; the rounds have the loop's folder in its place.
@@ -75,8 +75,8 @@ def run_rounds(
 
 
 def _rounds(
-    loop: Loop, experiments: list[Values], sources: Sources, options: Options
-) -> tuple[int, list[Line]]:
+    loop: Loop, experiments: list[Values], sources: LoopTexts, options: Options
+) -> tuple[int, list[RoundLine]]:
     names = {
         exp_id(values): f"{options.group} round {number}".strip()
         for number, values in enumerate(experiments, start=1)
@@ -117,7 +117,7 @@ def _settle(values: Values) -> None:
     )
 
 
-def _rows(loop: Loop, sources: Sources, miner: Model, number: int, options: Options) -> Judged:
+def _rows(loop: Loop, sources: LoopTexts, miner: Model, number: int, options: Options) -> Judged:
     """Mine the training rows of a round, and let the judge look at them. What is there already
     stays. ConfigError when another model has mined it.
     """
@@ -155,7 +155,7 @@ def _train(values: Values, folder: Path, options: Options) -> int:
 
 
 @dataclass(frozen=True)
-class Line:
+class RoundLine:
     """A line of the table: a model, and how it came about."""
 
     round: int
@@ -171,16 +171,16 @@ class Line:
         return [str(self.round), *values, share, f"{self.seconds:.1f}", self.id or "-"]
 
 
-def _line(number: int, model: Model, loop: Loop, sources: Sources, judged: Judged) -> Line:
+def _line(number: int, model: Model, loop: Loop, sources: LoopTexts, judged: Judged) -> RoundLine:
     measures = model.measures(loop, sources)
     log.info("round %d: %s", number, ", ".join(f"{name} {measures[name]:.4f}" for name in SHOWN))
     seconds: dict[str, float] = on_main(lambda: read_json(loop.folder(number) / SECONDS) or {})
     name = None if number == 0 else exp_id(model.question.values)
     spent = round(sum(seconds.values()), 1)
-    return Line(number, name, measures, judged.judged, judged.false, spent)
+    return RoundLine(number, name, measures, judged.judged, judged.false, spent)
 
 
-def table(lines: list[Line]) -> list[str]:
+def table(lines: list[RoundLine]) -> list[str]:
     """The lines of the table as Markdown."""
     titles = ["round", *SHOWN, "judged false", "seconds", "experiment"]
     rows = [titles, ["---"] * len(titles), *(line.cells() for line in lines)]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
-from trainer.retrieval.false_negatives import Verdict
+from trainer.retrieval.false_negatives import JudgeLimits
 from trainer.rounds.leaks import Guard
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ BATCH = 64  # texts, or pairs of the judge, of one forward
 
 
 @dataclass(frozen=True)
-class Judge:
+class NegativeJudge:
     """A cross-encoder that scores what was mined."""
 
     question: Question  # its run and model
-    verdict: Verdict  # may have no limit: then its scores are only written
+    verdict: JudgeLimits  # may have no limit: then its scores are only written
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Mining:
 
     window: RankRange
     by: MiningBy = "model"
-    judge: Judge | None = None
+    judge: NegativeJudge | None = None
 
     def __post_init__(self) -> None:
         if self.by not in get_args(MiningBy):

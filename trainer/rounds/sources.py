@@ -88,7 +88,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class SourceFiles:
+class LoopFiles:
     """What a person names."""
 
     passages: Path
@@ -107,7 +107,7 @@ class SourceFiles:
         if not 0 <= self.valid_share < 1:
             raise ConfigError(f"--valid_share {self.valid_share}: want a share such as 0.1.")
 
-    def read(self, guard: Guard) -> Sources:
+    def read(self, guard: Guard) -> LoopTexts:
         """What the files hold, without near copies of what is held out. DataError when nothing is
         left to train on or to measure.
         """
@@ -126,7 +126,7 @@ class SourceFiles:
             test = self.test.read()
             held_out.append(HeldOut("test", test.queries, test.positives))
         kept = without_leaks(train.queries, train.positives, held_out, guard=guard)
-        return Sources(Corpus(self.passages), train.only(kept), valid)
+        return LoopTexts(Corpus(self.passages), train.only(kept), valid)
 
 
 def _parted(questions: Questions, share: float) -> tuple[Questions, Questions]:
@@ -143,7 +143,7 @@ def _parted(questions: Questions, share: float) -> tuple[Questions, Questions]:
 
 
 @dataclass(frozen=True)
-class Sources:
+class LoopTexts:
     """What was read."""
 
     corpus: Corpus

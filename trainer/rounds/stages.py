@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from trainer.protocol.abilities import Side
     from trainer.protocol.task import Row
     from trainer.retrieval.embeddings import Embeddings
-    from trainer.rounds.plan import Judge, Loop, Precision
-    from trainer.rounds.sources import Corpus, Questions, Sources
+    from trainer.rounds.plan import Loop, NegativeJudge, Precision
+    from trainer.rounds.sources import Corpus, LoopTexts, Questions
     from trainer.training.options import Options
 
 SECONDS = "seconds.json"
@@ -107,7 +107,7 @@ class Model:
         task, model, _ = open_model(self.question, self.options)
         return task, model
 
-    def ranking(self, name: str, questions: Questions, loop: Loop, sources: Sources) -> Rankings:
+    def ranking(self, name: str, questions: Questions, loop: Loop, sources: LoopTexts) -> Rankings:
         """The best passages of questions. A collective."""
         path = self.folder / f"{name}.trec"
         own = self.vectors(name, "query", questions)
@@ -122,7 +122,7 @@ class Model:
                 on_main(lambda: rankings.write_run(path, ranked))
         return read_run(path)
 
-    def measures(self, loop: Loop, sources: Sources) -> dict[str, float]:
+    def measures(self, loop: Loop, sources: LoopTexts) -> dict[str, float]:
         """Of the validation questions. A collective."""
         ranked = self.ranking("valid", sources.valid, loop, sources)
         found = rankings.mean_measures(ranked, sources.valid.qrels, at=AT)
@@ -134,7 +134,7 @@ class Model:
 # --------------------------------------------------------------------------------------------------
 
 
-def rankings_to_mine(loop: Loop, sources: Sources, miner: Model, *, of: str) -> list[Rankings]:
+def rankings_to_mine(loop: Loop, sources: LoopTexts, miner: Model, *, of: str) -> list[Rankings]:
     """The rankings out of which negatives are taken, for the training or the validation questions
     (`of`: train or valid). A collective.
     """
@@ -157,7 +157,7 @@ def rankings_to_mine(loop: Loop, sources: Sources, miner: Model, *, of: str) -> 
     return runs
 
 
-def mine(loop: Loop, sources: Sources, miner: Model, path: Path, *, of: str, number: int) -> None:
+def mine(loop: Loop, sources: LoopTexts, miner: Model, path: Path, *, of: str, number: int) -> None:
     """Write the training rows that a model mines, once. A collective. number: of the round, which
     the sample of negatives depends on.
     """
@@ -168,7 +168,7 @@ def mine(loop: Loop, sources: Sources, miner: Model, path: Path, *, of: str, num
 
 
 def _write_mined(
-    loop: Loop, sources: Sources, runs: list[Rankings], path: Path, *, of: str, number: int
+    loop: Loop, sources: LoopTexts, runs: list[Rankings], path: Path, *, of: str, number: int
 ) -> None:
     questions: Questions = getattr(sources, of)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ class Judged:
 
 
 def judge(
-    verdict_of: Judge,
+    verdict_of: NegativeJudge,
     mined: Path,
     out: Path,
     folder: Path,
@@ -244,7 +244,7 @@ def judge(
     return Judged(*on_main(write))
 
 
-def fingerprint_of_judge(verdict_of: Judge, options: Options) -> str:
+def fingerprint_of_judge(verdict_of: NegativeJudge, options: Options) -> str:
     """Names the judge's weights. ConfigError when its run is no cross-encoder. A collective."""
     from trainer.protocol.abilities import Reranks
 

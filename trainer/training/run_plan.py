@@ -168,11 +168,16 @@ def _refuse_late_stop(until: int | None, steps: int) -> None:
         raise ConfigError(late_stop(until, steps))
 
 
-def say_padding(plan: RunPlan, sizes: Sizes) -> None:
-    """Log which part of the first steps is padding."""
+def say_steps(plan: RunPlan, sizes: Sizes) -> None:
+    """Log what becomes of the rows of an epoch where data.batches puts rows together, and which
+    part of the first steps is padding. DataError where such rows fill no step.
+    """
+    train = plan.cfg.train
+    if sizes.arrangement is not None:
+        epochs = plan.sharding.epochs(len(sizes), train.seed, sizes.sources)
+        logger.info("%s", told.line(told.facts(epochs, sizes.arrangement)))
     if sizes.is_packed:
         return logger.info("micro-batches are packed: no padding, but inside attention")
-    train = plan.cfg.train
     seed = train.seed if train.order == "shuffled" else None
     steps = min(train.steps, max(_PADDING_STEPS, train.bucket_steps))
     share = padding_share(sizes, plan.sharding, seed=seed, steps=steps)
@@ -181,15 +186,6 @@ def say_padding(plan: RunPlan, sizes: Sizes) -> None:
         100 * share,
         steps,
     )
-
-
-def say_batches(plan: RunPlan, sizes: Sizes) -> None:
-    """Log what becomes of the rows of an epoch where data.batches puts rows together. DataError
-    where they fill no step.
-    """
-    if sizes.arrangement is not None:
-        epochs = plan.sharding.epochs(len(sizes), plan.cfg.train.seed, sizes.sources)
-        logger.info("%s", told.line(told.facts(epochs, sizes.arrangement)))
 
 
 def rests(plan: RunPlan, until: int | None) -> bool:

@@ -160,6 +160,28 @@ FAULTS = [
         why="a language model sees the tokens that it is to write",
         tests="tests/numerics/test_rows_where_they_lie.py -k gpt_bigcode",
     ),
+    # A processor's rows, and its loss in the tensor of the logits
+    Fault(
+        "trainer/models/processor/row_attention.py",
+        "return sizes and before.first_key + before.rows * before.num_keys == piece.first_key",
+        "return sizes",
+        why="queries read the keys of a row that has no queries",
+        tests="tests/numerics/test_row_attention.py -k no_query_reads",
+    ),
+    Fault(
+        "trainer/models/processor/row_attention.py",
+        "of_bias[:, : piece.num_queries, : piece.num_keys] += of_piece",
+        "of_bias[:, : piece.num_queries, : piece.num_keys] = of_piece",
+        why="T5's table of biases learns from the last row of a batch alone",
+        tests="tests/numerics/test_row_attention.py -k biases",
+    ),
+    Fault(
+        "trainer/models/losses.py",
+        "values_CV.mul_(is_scored_C[:, None])",
+        "pass",
+        why="a position without a label has a gradient",
+        tests="tests/numerics/test_chunked_loss.py -k of_autograd",
+    ),
     # The engine and its optimizer
     Fault(
         "trainer/training/engine.py",

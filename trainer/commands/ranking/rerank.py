@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from trainer.data.readers.rankings import Rankings
     from trainer.protocol.task import Row
-    from trainer.retrieval.false_negatives import Verdict
+    from trainer.retrieval.false_negatives import JudgeLimits
     from trainer.retrieval.reranking import TextList
 
 
@@ -74,7 +74,7 @@ class RerankOptions:
     run_format: Format = "trec"
     tag: Annotated[str, typer.Option("--tag", help="trec: the name of the run.")] = "rerank"
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> JudgeLimits:
         """Which negatives of --rows are left out."""
         from trainer.retrieval.false_negatives import checked
 

@@ -14,9 +14,9 @@ from trainer.config.flags import Strict
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.retrieval.false_negatives import Verdict
+    from trainer.retrieval.false_negatives import JudgeLimits
     from trainer.rounds.plan import Mining
-    from trainer.rounds.sources import SourceFiles
+    from trainer.rounds.sources import LoopFiles
 
 ValidQueries = Annotated[
     Path | None,
@@ -77,15 +77,15 @@ class QuestionOptions:
         ),
     ] = False
 
-    def files(self) -> SourceFiles:
+    def files(self) -> LoopFiles:
         """The files that they lie in."""
-        from trainer.rounds.sources import QuestionFile, SourceFiles
+        from trainer.rounds.sources import LoopFiles, QuestionFile
 
         def of(*flags: Any) -> QuestionFile | None:
             queries, qrels, split = flags
             return QuestionFile(queries or self.queries, qrels, split) if any(flags) else None
 
-        return SourceFiles(
+        return LoopFiles(
             self.passages,
             QuestionFile(self.queries, self.qrels, self.split),
             of(self.valid_queries, self.valid_qrels, self.valid_split),
@@ -143,7 +143,7 @@ class MiningOptions:
         ),
     ] = None
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> JudgeLimits:
         """The limits of the judge's scores. Imports no torch."""
         from trainer.retrieval import false_negatives
 
@@ -160,11 +160,11 @@ class MiningOptions:
         """All of it, with the run of the judge."""
         from trainer.evaluation.named_run import named_run
         from trainer.retrieval.negatives import RankRange
-        from trainer.rounds.plan import Judge, Mining
+        from trainer.rounds.plan import Mining, NegativeJudge
 
         judge, verdict = None, self.verdict()
         if self.judge is not None:
-            judge = Judge(named_run(self.judge, savedir_base).question("best"), verdict)
+            judge = NegativeJudge(named_run(self.judge, savedir_base).question("best"), verdict)
         window = RankRange(self.most, self.first, self.last, self.seed, self.keep_answers)
         by: Any = self.by
         return Mining(window, by, judge)

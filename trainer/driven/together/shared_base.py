@@ -44,17 +44,15 @@ class _SeededDraw(Draw):
             return Dropped(input, ())
         stays = self._stays(input)
         # a processor draws slowly (models/lean/dropout.py)
-        kept = (stays.bool(),) if input.device.type == "cpu" else ()
+        kept = (stays.to(torch.uint8),) if input.device.type == "cpu" else ()
         return Dropped(input * stays / (1 - self.rate), kept)
 
-    def again(self, input: Tensor, *kept: Tensor) -> DroppedAgain:
+    def again(self, input: Tensor, of_values: Tensor | None, *kept: Tensor) -> DroppedAgain:
         if not self.rate:
-            return DroppedAgain(input, input)
+            return DroppedAgain(input, of_values)
         stays = kept[0].to(input.dtype) if kept else self._stays(input)
-        return DroppedAgain(input * stays / (1 - self.rate), stays)
-
-    def gradient(self, of_values: Tensor, factor: Tensor) -> Tensor:
-        return of_values / (1 - self.rate) * factor if self.rate else of_values
+        gradient = None if of_values is None else of_values.div_(1 - self.rate).mul_(stays)
+        return DroppedAgain(stays.mul_(input).div_(1 - self.rate), gradient)
 
     def _stays(self, input: Tensor) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(self.seed)

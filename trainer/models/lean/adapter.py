@@ -83,15 +83,15 @@ class _Low(torch.autograd.Function):
         weight_RD, *tensors = ctx.saved_tensors
         sources, kept = tensors[: ctx.num_sources], tensors[ctx.num_sources :]
         input = sources[0] if ctx.remake is None else ctx.remake(*sources)
-        values, factor = ctx.draw.again(input.to(weight_RD.dtype), *kept)
         gradient_NR = gradient.reshape(-1, gradient.shape[-1])
-        of_input = of_weight = None
-        if ctx.needs_input_grad[1]:
-            values_ND = values.reshape(-1, ctx.shape[-1])
-            of_weight = gradient_NR.t().mm(values_ND)
-        if ctx.needs_input_grad[0]:
-            of_values = gradient_NR.mm(weight_RD).view(ctx.shape)
-            of_input = ctx.draw.gradient(of_values, factor).to(ctx.dtype)
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        of_values = gradient_NR.mm(weight_RD).view(ctx.shape) if needs_input else None
+        values, of_input = ctx.draw.again(input.to(weight_RD.dtype), of_values, *kept)
+        of_weight = None
+        if needs_weight:
+            of_weight = gradient_NR.t().mm(values.reshape(-1, ctx.shape[-1]))
+        if of_input is not None:
+            of_input = of_input.to(ctx.dtype)
         return of_input, of_weight, None, None
 
 

@@ -29,10 +29,10 @@ class Dropped(NamedTuple):
 
 
 class DroppedAgain(NamedTuple):
-    """A tensor after its dropout, and what `Draw.gradient` needs."""
+    """A tensor after its dropout, and the gradient of the tensor."""
 
     values: Tensor
-    factor: Tensor
+    gradient: Tensor | None
 
 
 class Draw(Protocol):
@@ -42,12 +42,11 @@ class Draw(Protocol):
         """The tensor after its dropout. Called once."""
         ...
 
-    def again(self, input: Tensor, *kept: Tensor) -> DroppedAgain:
-        """The same dropout of a tensor of the same shape, strides and dtype."""
-        ...
+    def again(self, input: Tensor, of_values: Tensor | None, *kept: Tensor) -> DroppedAgain:
+        """The same dropout of a tensor of the same shape, strides and dtype, and its gradient.
 
-    def gradient(self, of_values: Tensor, factor: Tensor) -> Tensor:
-        """The gradient of the input, of that of the values."""
+        of_values: the gradient of the values, which is overwritten; None: no gradient is wanted.
+        """
         ...
 
 
@@ -57,43 +56,42 @@ class TorchDraw(Draw):
     """
 
     def __init__(self, device: torch.device, rate: float) -> None:
-        self._rate = rate
+        self.rate = rate
         self._draws = 0.0 < rate < 1.0  # torch computes a rate of 1 without a draw
         self._device = None if device.type == "cpu" else device
         self._state = _state_of(device) if self._draws and self._device else None
 
     def first(self, input: Tensor) -> Dropped:
-        if not self._rate or not input.numel():
+        if not self.rate or not input.numel():
             return Dropped(input, ())
         if self._state is not None:
-            return Dropped(F.dropout(input, self._rate), ())
-        mask = torch.empty_like(input, dtype=torch.bool)
-        mask = mask.bernoulli_(1 - self._rate) if self._draws else mask.fill_(False)
-        return Dropped(input * self._factor(mask, input.dtype), (mask,))
+            return Dropped(F.dropout(input, self.rate), ())
+        # not bool, which torch 2.13 converts to floats three times as slowly
+        mask = torch.empty_like(input, dtype=torch.uint8)
+        mask = mask.bernoulli_(1 - self.rate) if self._draws else mask.zero_()
+        return Dropped(self._factor(mask, input.dtype).mul_(input), (mask,))
 
-    def again(self, input: Tensor, *kept: Tensor) -> DroppedAgain:
+    def again(self, input: Tensor, of_values: Tensor | None, *kept: Tensor) -> DroppedAgain:
         if kept:
             factor = self._factor(kept[0], input.dtype)
-            return DroppedAgain(input * factor, factor)
+            gradient = None if of_values is None else of_values.mul_(factor)
+            return DroppedAgain(factor.mul_(input), gradient)
         if self._state is None or self._device is None or not input.numel():
-            return DroppedAgain(input, input)
+            return DroppedAgain(input, of_values)
         now = _state_of(self._device)
         _set_state(self._device, self._state)
         try:
-            return DroppedAgain(*torch.native_dropout(input, self._rate, True))
+            values, mask = torch.native_dropout(input, self.rate, True)
         finally:
             _set_state(self._device, now)
-
-    def gradient(self, of_values: Tensor, factor: Tensor) -> Tensor:
-        if not self._rate or not of_values.numel():
-            return of_values
-        if self._state is None:
-            return of_values * factor
-        return _aten.native_dropout_backward(of_values, factor, 1 / (1 - self._rate))
+        if of_values is None:
+            return DroppedAgain(values, None)
+        scale = 1 / (1 - self.rate)
+        return DroppedAgain(values, _aten.native_dropout_backward(of_values, mask, scale))
 
     def _factor(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """What numbers are multiplied with: 0 or 1 / (1 - rate) in their dtype."""
-        return mask.to(dtype).div_(1 - self._rate) if self._draws else mask.to(dtype)
+        return mask.to(dtype).div_(1 - self.rate) if self._draws else mask.to(dtype)
 
 
 def _state_of(device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.models.families import FAMILIES
 from trainer.models.fused import like, stock_of
-from trainer.models.lean.dropout import Draw, TorchDraw, rate_of
+from trainer.models.lean.dropout import TorchDraw, rate_of
 from trainer.models.lean.remade import Remade, call
 
 Activation = Callable[[Tensor], Tensor]
@@ -105,7 +105,7 @@ def _product(
     inner, *kept = made
 
     def remake(gate: Tensor, up: Tensor, *kept: Tensor) -> Tensor:
-        return draw.again(activation(gate) * up, *kept).values
+        return draw.again(activation(gate) * up, None, *kept).values
 
     return inner, Remade(remake, (gate, up, *kept))
 
@@ -115,12 +115,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gate: Tensor, up: Tensor, act: Activation, draw: Draw
+        ctx: Any, gate: Tensor, up: Tensor, act: Activation, draw: TorchDraw
     ) -> tuple[Tensor, ...]:
         values, kept = draw.first(act(gate) * up)
         ctx.save_for_backward(gate, up, *kept)
         ctx.mark_non_differentiable(*kept)
-        ctx.act, ctx.draw = act, draw
+        ctx.act, ctx.draw, ctx.is_dropped = act, draw, draw.rate > 0.0
         return values, *kept
 
     @staticmethod
@@ -130,7 +130,8 @@ class _Product(torch.autograd.Function):
         with torch.enable_grad():
             leaf = gate.detach().requires_grad_(ctx.needs_input_grad[0])
             opened = ctx.act(leaf)
-        gradient = ctx.draw.gradient(gradient, ctx.draw.again(opened.detach(), *kept).factor)
+        if ctx.is_dropped:
+            gradient = ctx.draw.again(opened.detach(), gradient.clone(), *kept).gradient
         of_gate = of_up = None
         if ctx.needs_input_grad[0]:
             (of_gate,) = torch.autograd.grad(opened, leaf, gradient * up)

@@ -17,6 +17,7 @@ from trainer.models.packed.layout import grids_of
 from trainer.models.packed.rectangles import in_rectangles, in_stream
 from trainer.models.packed.stream_attention import Biases, RowStarts
 from trainer.models.packed.stream_attention import attend as stream_attend
+from trainer.models.processor import row_attention
 
 # M tokens, I width of all heads together, H heads, C width of one, N passages of a grid, L its
 # length
@@ -68,6 +69,22 @@ def in_streams(table: Any, batch: Mapping[str, Tensor], *, dropout: float) -> At
     # the grids tell the longest row; reading the lengths would wait for the device
     longest = max(grid.shape[1] for grid in grids_of(batch))
     return in_rows(table, RowStarts(batch["starts"], batch["starts"], longest), dropout=dropout)
+
+
+def in_short_rows(table: Any, rows: RowStarts, *, dropout: float) -> Attend:
+    """The same as in_rows, on a processor: it keeps the shares of every row."""
+    longest = rows.longest_piece
+    bias_HLL = table.compute_bias(longest, longest, rows.queries.device).squeeze(0)
+    if rows.is_causal:
+        is_later = torch.ones(longest, longest, dtype=torch.bool).triu(1)
+        bias_HLL = bias_HLL.masked_fill(is_later, -torch.inf)
+
+    def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
+        qkv = (x.unflatten(-1, (table.n_heads, -1)) for x in (q_MI, k_MI, v_MI))
+        mixed_MHC = row_attention.attend_biased(*qkv, bias_HLL, rows.pieces, dropout=dropout)
+        return mixed_MHC.flatten(1)
+
+    return attend
 
 
 def in_rows(table: Any, rows: RowStarts, *, dropout: float) -> Attend:

@@ -7,6 +7,7 @@ untouched (transformers 5.23).
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ from trainer.models.families import family_of
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.rectangles import in_rectangles, in_stream
 from trainer.models.packed.replaced import replaced
+from trainer.models.processor import row_attention
 
 # M tokens of all rows, N rows of a rectangle, L its length, H heads, G key-value heads, C width of
 # a head
@@ -59,6 +61,11 @@ class Rows:
     def longest(self) -> int:
         """No row has more tokens. The host knows the number without waiting for the device."""
         return max(grid.shape[1] for grid in self.grids)
+
+    @functools.cached_property
+    def pieces(self) -> list[row_attention.Piece]:
+        """On a processor: the rows, neighbours of equal length together."""
+        return row_attention.pieces_of(self.starts)
 
     def mask(self, number: int, window: int | None, *, is_causal: bool) -> Tensor | None:
         """The keys that are seen in rectangle `number`: (L, L) or (N, 1, L, L) bool, made once for
@@ -115,6 +122,11 @@ def attention(
     if softcap is None and not dropout and _has_kernel(query, key):
         how: dict[str, Any] = {"is_causal": is_causal, "window": sliding_window, "scale": scaling}
         return _where_they_lie(query, key, value, rows, **how), None
+    reaches_all = sliding_window is None or sliding_window >= rows.longest
+    if softcap is None and not dropout and reaches_all and query.device.type == "cpu":
+        qkv = (_of_tokens(x) for x in (query, key, value))
+        how = {"is_causal": is_causal, "scale": scaling}
+        return row_attention.attend(*qkv, rows.pieces, **how)[None], None
     sizes = [grid.numel() for grid in rows.grids]
     laid_out = [in_rectangles(_of_tokens(x), rows.cells_M, sizes) for x in (query, key, value)]
     mixed: list[Tensor] = []

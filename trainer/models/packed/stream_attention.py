@@ -8,6 +8,7 @@ score's place, so both passes drop the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from trainer.models.packed import stream_kernels
 from trainer.models.packed.dropped import Dropout
+from trainer.models.processor import row_attention
 
 # M query tokens and S key tokens of all rows, H heads, C width of one, K buckets of distances; of a
 # row: Q queries, L keys, A queries of a block, X distances = Q + L - 1
@@ -46,6 +48,16 @@ class RowStarts:
     keys: Tensor
     longest: int  # of either
     is_causal: bool = False  # a query sees the keys up to its own place
+
+    @functools.cached_property
+    def pieces(self) -> list[row_attention.Piece]:
+        """On a processor: the rows, neighbours of equal length together."""
+        return row_attention.pieces_of(self.queries, self.keys)
+
+    @property
+    def longest_piece(self) -> int:
+        """On a processor: the most queries of a row."""
+        return max((piece.num_queries for piece in self.pieces), default=1)
 
     def __post_init__(self) -> None:
         for name in ("queries", "keys"):  # kernels read them as they lie in memory

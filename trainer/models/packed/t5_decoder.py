@@ -12,9 +12,11 @@ from torch import Tensor
 from trainer.models import recomputation
 from trainer.models.fused import apart, of_blocks
 from trainer.models.packed import absorbed
-from trainer.models.packed.attention import Attend, in_rows
+from trainer.models.packed.attention import Attend, in_rows, in_short_rows
 from trainer.models.packed.stream_attention import RowStarts, attend
-from trainer.models.packed.t5_encoder import within_fp16
+from trainer.models.packed.t5_encoder import LONG, within_fp16
+from trainer.models.processor import row_attention
+from trainer.models.processor.row_attention import is_wide
 
 # T target tokens of all rows, S source tokens of all rows, D width, I width of all heads together
 
@@ -55,7 +57,10 @@ def decode(
 
 def _by_biases(heads: Any, own: RowStarts) -> Attend:
     """Causal attention in rows with the biases of a T5Attention that has a table."""
-    return in_rows(heads, own, dropout=heads.dropout if heads.training else 0.0)
+    rate = heads.dropout if heads.training else 0.0
+    if is_wide(heads.relative_attention_bias.weight) and own.longest_piece < LONG["cpu"]:
+        return in_short_rows(heads, own, dropout=rate)
+    return in_rows(heads, own, dropout=rate)
 
 
 def _decoder_block(
@@ -97,4 +102,6 @@ def _across(heads: Any, rows: RowStarts, q_TI: Tensor, k: Tensor, v: Tensor) -> 
         more = {"queries": rows.queries * heads.n_heads, "longest": rows.longest * heads.n_heads}
         rows = replace(rows, **more)
     rate = getattr(heads.dropout, "p", heads.dropout) if heads.training else 0.0
+    if not rate and q.device.type == "cpu":
+        return row_attention.attend(q, k, v, rows.pieces, scale=1.0).reshape(q_TI.shape)
     return attend(q, k, v, rows, dropout=rate).reshape(q_TI.shape)

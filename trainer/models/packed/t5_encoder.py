@@ -14,8 +14,16 @@ from torch import Tensor
 
 from trainer.models import recomputation
 from trainer.models.fused import apart, of_blocks
-from trainer.models.packed.attention import Attend, AttendBy, in_grids, in_streams
+from trainer.models.packed.attention import (
+    Attend,
+    AttendBy,
+    in_grids,
+    in_short_rows,
+    in_streams,
+)
 from trainer.models.packed.layout import grids_of
+from trainer.models.packed.stream_attention import RowStarts
+from trainer.models.processor.row_attention import is_wide
 
 # M tokens, D width
 
@@ -54,15 +62,20 @@ def encode(
 
 
 def _by_length(encoder: Any, batch: Mapping[str, Tensor]) -> AttendBy:
-    """Attention in grids or in the stream: the way that is faster, and takes less memory, here."""
+    """Attention in grids, row by row or in the stream: the way that is faster, and takes less
+    memory, here.
+    """
     grids, cells = grids_of(batch), batch["cells"]
     longest = max(grid.shape[1] for grid in grids)
+    rows = RowStarts(batch["starts"], batch["starts"], longest)
     is_long = longest >= LONG.get(cells.device.type, LONG_ELSEWHERE)
 
     def by(table: Any) -> Attend:
         dropout = table.dropout if encoder.training else 0.0
         if is_long:
             return in_streams(table, batch, dropout=dropout)
+        if cells.device.type == "cpu" and is_wide(table.relative_attention_bias.weight):
+            return in_short_rows(table, rows, dropout=dropout)
         return in_grids(table, grids, cells, dropout=dropout)
 
     return by

@@ -303,22 +303,29 @@ _GROUPS = 4  # of rows of similar length; the middle row of each is measured
 
 @contextmanager
 def rows_in_groups(tracker: Tracker) -> Iterator[None]:
-    """Inside, attention that a processor computes row by row (packed/stream_attention.py) computes
-    one row of each group of rows of similar length, and counts it once for each row of the group.
+    """Inside, attention that a processor computes row by row (packed/stream_attention.py,
+    processor/row_attention.py) computes one row of each group of rows of similar length, and counts
+    it once for each row of the group.
     """
     from trainer.models.packed import stream_attention
+    from trainer.models.processor import row_attention
 
-    before = stream_attention.spans_of
+    before, before_pieces = stream_attention.spans_of, row_attention.each
 
-    def spans_of(rows: Any) -> Iterator[Any]:
-        spans = sorted(before(rows), key=lambda pair: sum(span.stop - span.start for span in pair))
+    def each(pieces: Any) -> Iterator[Any]:
+        return _standing(sorted(before_pieces(pieces), key=lambda piece: piece.num_scores))
+
+    def _standing(like: list[Any]) -> Iterator[Any]:
         for number in range(_GROUPS):
-            start, stop = (len(spans) * n // _GROUPS for n in (number, number + 1))
+            start, stop = (len(like) * n // _GROUPS for n in (number, number + 1))
             if start < stop:
                 with tracker.standing_for(stop - start):
-                    yield spans[(start + stop) // 2]
+                    yield like[(start + stop) // 2]
 
-    with replaced(stream_attention, "spans_of", spans_of):
+    def spans_of(rows: Any) -> Iterator[Any]:
+        return _standing(sorted(before(rows), key=lambda x: sum(s.stop - s.start for s in x)))
+
+    with replaced(stream_attention, "spans_of", spans_of), replaced(row_attention, "each", each):
         yield
 
 

@@ -1,5 +1,7 @@
-"""What a retriever's experiment states, and a reranker's. Imports no torch. docs/tasks/retriever.md
-maps Tevatron's argument names, docs/tasks/reranker.md says what `form: "cross"` trains.
+"""What a retriever's experiment states, in each of its forms. Imports no torch.
+docs/tasks/retriever.md maps Tevatron's argument names, docs/tasks/reranker.md says what
+`form: "cross"` trains, docs/tasks/late.md what `form: "late"` does, docs/tasks/sparse.md what
+`form: "sparse"` does.
 """
 
 from __future__ import annotations
@@ -336,17 +338,96 @@ class Cross(Strict):
     """Of lambda: the k of nDCG@k. Only pairs with a passage in the first k count. None: all."""
 
 
+class Sparse(Strict):
+    """How a text becomes weights of the words of a vocabulary, and what keeps most of them at 0."""
+
+    pooling: Literal["max", "sum"] = "max"
+    """A word's weight in a text: the largest that one of its tokens gives it, or their sum."""
+    queries: Literal["encoded", "tokens"] = "encoded"
+    """encoded: by the model, as passages are. tokens: each token of a query has the weight 1, and
+    no model reads it (SPLADE-doc).
+    """
+    query_regulariser: Literal["flops", "l1"] = "flops"
+    """What is added to the loss for queries. flops: the sum over words of the square of their mean
+    weight. l1: the mean sum of a query's weights.
+    """
+    passage_regulariser: Literal["flops", "l1"] = "flops"
+    """The same for passages."""
+    query_weight: Annotated[float, Field(ge=0)] = 5e-5
+    """The factor of the queries' regulariser, behind its warm-up."""
+    passage_weight: Annotated[float, Field(ge=0)] = 3e-5
+    """The factor of the passages' regulariser, behind its warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """In step t of so many both factors are multiplied by the square of t / warmup_steps."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Scores are divided by it in the loss."""
+    anti_zero: Annotated[float, Field(ge=0)] = 0.0
+    """The factor of a term that keeps weights from all becoming 0: one over the square of the sum
+    of all queries' weights, and the same of passages.
+    """
+
+    @model_validator(mode="after")
+    def _tokens_have_no_regulariser(self) -> Sparse:
+        given = sorted(self.model_fields_set & {"query_regulariser", "query_weight"})
+        if self.queries == "tokens" and given:
+            raise ValueError(
+                f'{given[0]}: got it with queries="tokens", whose weights are all 1: nothing of '
+                'them can be learnt. Leave it out, or use queries="encoded"'
+            )
+        return self
+
+
+class Late(Strict):
+    """How the tokens of a text become vectors, and two lists of vectors a score (MaxSim): for each
+    vector of the query the largest dot product with one of the passage, summed.
+    """
+
+    width: Positive = 128
+    """Numbers of a vector: a linear layer without bias on each state; vectors have length 1."""
+    expand: bool = True
+    """Queries are filled up to data.query_tokens with mask tokens (of a tokenizer without one, its
+    end token), whose vectors count as well: ColBERT's query augmentation. False: they are not.
+    """
+    attend: bool = False
+    """Whether tokens attend to those mask tokens; of ColBERT they do not."""
+    skip_punctuation: bool = True
+    """Punctuation marks of passages have no vector."""
+    skip: tuple[str, ...] = ()
+    """More tokens of passages that have none, as the tokenizer's vocabulary spells them."""
+    mean: bool = False
+    """Scores are divided by the number of the query's vectors."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Scores are divided by it in the loss."""
+
+    @model_validator(mode="after")
+    def _mask_tokens_are_there(self) -> Late:
+        if self.attend and not self.expand:
+            raise ValueError("attend=true without expand has no mask tokens to attend to")
+        return self
+
+
+# What each form reads, of the blocks that not all forms read. "bi" has its code in the folder of
+# the task, every other form in a folder within.
+BLOCKS_OF_FORMS = {
+    "bi": ("encoder", "loss"),
+    "cross": ("cross",),
+    "late": ("late", "loss"),
+    "sparse": ("sparse", "loss"),
+}
+
+
 class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
 
     encoded = frozenset({"form"})
-    not_encoded = frozenset({"encoder", "loss", "cross", "dropout"})
+    not_encoded = frozenset({"encoder", "loss", "cross", "late", "sparse", "dropout"})
 
     task: Literal["retriever"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
-    """A dense retriever, or a reranker."""
-    form: Literal["bi", "cross"] = "bi"
+    """A dense, late or sparse retriever, or a reranker."""
+    form: Literal["bi", "cross", "late", "sparse"] = "bi"
     """bi: a query and a passage each become a vector (`encoder`, `loss`). cross: one model reads
-    both together and scores the pair (`cross`).
+    both together and scores the pair (`cross`). late: each token becomes a vector (`late`, `loss`).
+    sparse: each text becomes weights of words (`sparse`, `loss`).
     """
     data: Data
     """Rows, and how they become tokens."""
@@ -356,6 +437,10 @@ class Config(Experiment):
     """What is minimised, and in which pieces."""
     cross: Cross = Cross()
     """What form="cross" minimises."""
+    late: Late = Late()
+    """How tokens of form="late" become vectors."""
+    sparse: Sparse = Sparse()
+    """What form="sparse" makes of texts, and what it adds to `loss`."""
     dropout: Fraction | None = None
     """None: the base's own."""
 
@@ -369,27 +454,48 @@ class Config(Experiment):
     @property
     def package(self) -> str:
         """The forms are packages of the task."""
-        return f"{self.task}.cross" if self.form == "cross" else self.task
+        return self.task if self.form == "bi" else f"{self.task}.{self.form}"
 
     @model_validator(mode="after")
     def _the_form_has_its_blocks(self) -> Config:
-        blocks = {"encoder": Encoder(), "loss": Loss()}
-        if self.form == "bi":
-            blocks = {"cross": Cross()}
-        unread = [name for name, default in blocks.items() if getattr(self, name) != default]
-        if self.form == "cross" and self.data.scores is not None:
+        own = BLOCKS_OF_FORMS[self.form]
+        readers = {
+            block: form for form, blocks in reversed(BLOCKS_OF_FORMS.items()) for block in blocks
+        }
+        defaults = type(self).model_fields
+        unread = [
+            name
+            for name in readers
+            if name not in own and getattr(self, name) != defaults[name].default
+        ]
+        if "loss" not in own and self.data.scores is not None:
             unread.append("data.scores")
         if unread:
-            other = "bi" if self.form == "cross" else "cross"
+            other = readers.get(unread[0], "bi")
             raise ValueError(
                 f'{unread[0]}: form="{self.form}" does not read it, form="{other}" does. Leave it '
                 f'out, or say form="{other}"'
+            )
+        if self.form == "late" and self.loss.matryoshka is not None:
+            raise ValueError(
+                'loss.matryoshka: form="late" has no vector of a whole text to cut short. Leave it '
+                'out, or say form="bi"'
+            )
+        if self.form == "sparse" and self.loss.matryoshka is not None:
+            raise ValueError(
+                'loss.matryoshka: form="sparse" makes weights of words, and the first of them are '
+                'no vector. Leave it out, or say form="bi"'
             )
         if self.form == "cross" and self.data.passages <= self.data.positives:
             raise ValueError(
                 f'form="cross" learns scores from positives beside negatives: got data.passages='
                 f"{self.data.passages} with data.positives={self.data.positives}, want more "
                 "passages than positives"
+            )
+        if self.form == "late" and self.data.passages == 1:
+            raise ValueError(
+                'form="late" is validated on each query\'s own passages: got data.passages=1, want '
+                "2 or more, so that a positive has negatives (lathe mine finds some)"
             )
         return self
 

@@ -129,7 +129,7 @@ class Retriever(nn.Module):
         to no effect.
         """
         pieces: dict[Side, list[dict[str, Tensor]]] = {
-            side: _pieces(batch, side, size)
+            side: pieces_of(batch, side, size)
             for side, size in zip(_VECTORS, chunks or (None, None), strict=True)
             if any(name.startswith(side) for name in batch)
         }
@@ -217,11 +217,13 @@ def most_calls(batch: Mapping[str, Tensor]) -> list[int]:
     """The numbers of encoder runs, for queries and for passages, on the rank that needs most for
     its batch. A collective.
     """
-    own = [len(_pieces(batch, side, None)) for side in _VECTORS]
+    own = [len(pieces_of(batch, side, None)) for side in _VECTORS]
     return [max(of_side) for of_side in zip(*distributed.gather(own), strict=True)]
 
 
-def _pieces(batch: Mapping[str, Tensor], side: Side, size: int | None) -> list[dict[str, Tensor]]:
+def pieces_of(
+    batch: Mapping[str, Tensor], side: Side, size: int | None = None
+) -> list[dict[str, Tensor]]:
     """The texts of a side, in groups that are encoded together."""
     if f"{side}_ids" in batch:
         ids, mask = batch[f"{side}_ids"], batch[f"{side}_mask"]
@@ -239,7 +241,7 @@ def _pieces(batch: Mapping[str, Tensor], side: Side, size: int | None) -> list[d
 def rows_of_streams(batch: Mapping[str, Tensor], side: Side) -> list[Tensor]:
     """The ids of each text of a side that packed() laid out, or that stands in pieces."""
     texts: list[tuple[int, Tensor]] = []
-    for piece in _pieces(batch, side, None):
+    for piece in pieces_of(batch, side, None):
         if "tokens" in piece:
             rows = piece["tokens"].split(piece["starts"].diff().tolist())
         else:

@@ -18,6 +18,8 @@ from trainer.models.decoder.rotation import Rotation
 from trainer.models.fused import apart
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.rectangles import in_rectangles, in_stream
+from trainer.models.processor import row_attention
+from trainer.models.processor.row_attention import Piece, pieces_of
 
 # B batch, T decoder tokens, L context tokens, D base width, H heads, K head size, W cross width = H
 # * K
@@ -92,6 +94,7 @@ class Pairs:
     query_shapes: list[tuple[int, int]]  # (rows, queries) of each rectangle
     key_grids: list[Tensor]  # (rows, keys) bool, True where there is a key
     masks: list[KeyMask]
+    pieces: list[Piece] | None = None  # on a processor, if every key is seen
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor]) -> Pairs:
@@ -101,19 +104,26 @@ class Pairs:
             (int(grid.shape[0]), int(grid.shape[1])) for grid in grids_of(batch, "queries_grid_")
         ]
         masks = [key_mask(grid, grid) for grid in grids]
-        return cls(batch["queries_cells"], batch["keys_cells"], shapes, grids, masks)
+        pieces = None
+        if grids[0].device.type == "cpu":
+            first_M = (batch["keys_position"] == 0).nonzero()[:, 0]
+            key_starts = F.pad(first_M, (0, 1), value=len(batch["keys_position"]))
+            pieces = pieces_of(batch["starts"], key_starts)
+        return cls(batch["queries_cells"], batch["keys_cells"], shapes, grids, masks, pieces)
 
     def showing(self, kept_L: Tensor) -> Pairs:
         """The same with only the kept keys of the stream, (L,) bool."""
         sizes = [grid.numel() for grid in self.key_grids]
         is_visible = in_rectangles(kept_L[:, None], self.key_cells_L, sizes)
         laid_out = zip(is_visible, self.key_grids, strict=True)
-        return replace(
-            self, masks=[key_mask(cells.view_as(grid), grid) for cells, grid in laid_out]
-        )
+        masks = [key_mask(cells.view_as(grid), grid) for cells, grid in laid_out]
+        return replace(self, masks=masks, pieces=None)
 
     def attend(self, queries_1HTK: Tensor, keys_values: KeysValues, *, dropout: float) -> Tensor:
         """(1, H, T, K) queries of the stream -> (1, T, H*K)."""
+        if self.pieces is not None and not dropout:
+            qkv = (x.squeeze(0).transpose(0, 1) for x in (queries_1HTK, *keys_values))
+            return row_attention.attend(*qkv, self.pieces).flatten(1)[None]
         queries = self._laid_out(queries_1HTK, self.query_cells_T, self.query_shapes)
         key_shapes = [(int(grid.shape[0]), int(grid.shape[1])) for grid in self.key_grids]
         keys, values = (self._laid_out(x, self.key_cells_L, key_shapes) for x in keys_values)

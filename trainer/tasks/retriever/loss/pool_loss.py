@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +44,17 @@ class PoolLoss:
 
     cfg: Config
     _is_size_logged: bool = False
+    own: ClassVar[tuple[str, ...]] = _OWN
 
     def of_window(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
         """The losses of a window. A query is compared with all passages of its pool: those of the
         window or of its micro-batch, of all ranks or of its own.
         """
         cfg = self.cfg.loss
+        where = {"across_ranks": cfg.negatives_x_device, "on_host": cfg.pool_on_host}
         layers = cfg.matryoshka.layers if cfg.matryoshka else ()
-        own = (*_OWN, *(f"queries_{layer}" for layer in layers))
-        scope = PoolScope(own=own, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
+        own = (*self.own, *(f"queries_{layer}" for layer in layers))
+        scope = PoolScope(own=own, **where)
         # one micro-batch at a time: a list would hold all of them on the device
         for pool in [window] if cfg.pool == "window" else ([batch] for batch in window):
             if not self._is_size_logged:
@@ -64,6 +67,11 @@ class PoolLoss:
             yield from pooled_losses(
                 lambda batch: self._represent(model, batch), pool, self._of_pool, scope
             )
+
+    @property
+    def temperature(self) -> float:
+        """What scores are divided by, where it is not learnt."""
+        return self.cfg.encoder.temperature
 
     def _represent(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The vectors of a micro-batch, and the other tensors that the loss needs."""
@@ -136,7 +144,7 @@ class PoolLoss:
 
     def _of_vectors(self, pool: Mapping[str, Tensor]) -> Tensor:
         cfg, total = self.cfg.loss, pool["queries"].new_zeros(())
-        temperature: losses.Temperature = self.cfg.encoder.temperature
+        temperature: losses.Temperature = self.temperature
         if "log_scale" in pool:
             temperature = (-pool["log_scale"]).exp()
         if cfg.contrastive and cfg.kind == "triplet":

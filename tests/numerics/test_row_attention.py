@@ -1,0 +1,133 @@
+"""Attention of a processor that leaves rows where they lie, against its formula row by row in
+fp64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.models.processor.row_attention import Piece, attend, attend_biased, pieces_of
+
+# Neighbours of equal length, a row alone, a row of one token
+LENGTHS = [7, 7, 7, 5, 2, 2, 1]
+KEYS = [4, 4, 6, 3, 2, 2, 9]
+HEADS, WIDTH = 4, 8
+
+
+def _starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def _drawn(lengths: list[int], heads: int, seed: int) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(sum(lengths), heads, WIDTH, generator=random, dtype=torch.float64)
+    return drawn.requires_grad_()
+
+
+def _row_by_row(
+    q: Tensor, k: Tensor, v: Tensor, keys: list[int], bias: Tensor, *, scale: float
+) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    mixed: list[Tensor] = []
+    for own, others, values in zip(q.split(LENGTHS), k.split(keys), v.split(keys), strict=True):
+        scores = own.transpose(0, 1) @ others.permute(1, 2, 0) * scale
+        scores = scores + bias[:, : len(own), : len(others)]
+        mixed.append((scores.softmax(-1) @ values.transpose(0, 1)).transpose(0, 1))
+    return torch.cat(mixed)
+
+
+def _assert_same(got: Tensor, want: Tensor, inputs: list[Tensor]) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    weights = torch.arange(want.numel(), dtype=want.dtype).view_as(want).sin()
+    of_got, of_want = (torch.autograd.grad(x, inputs, weights) for x in (got, want))
+    for one, other in zip(of_got, of_want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_neighbours_of_equal_length_stand_in_one_piece() -> None:
+    pieces = pieces_of(_starts(LENGTHS), _starts(KEYS))
+    assert [(piece.rows, piece.num_queries, piece.num_keys) for piece in pieces] == [
+        (2, 7, 4),
+        (1, 7, 6),
+        (1, 5, 3),
+        (2, 2, 2),
+        (1, 1, 9),
+    ]
+    assert pieces[3] == Piece(2, 26, 17, 2, 2)
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_are_attended_to_where_they_lie(is_causal: bool, groups: int) -> None:
+    q, k, v = (_drawn(LENGTHS, heads, n) for n, heads in enumerate((HEADS, groups, groups)))
+    bias = torch.zeros(HEADS, 7, 7, dtype=torch.float64)
+    if is_causal:
+        bias.masked_fill_(torch.ones(7, 7, dtype=torch.bool).triu(1), -torch.inf)
+    got = attend(q, k, v, pieces_of(_starts(LENGTHS)), is_causal=is_causal)
+    want = _row_by_row(q, k, v, LENGTHS, bias, scale=WIDTH**-0.5)
+    _assert_same(got, want, [q, k, v])
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_queries_see_the_keys_of_their_own_row(is_fused: bool) -> None:
+    q = _drawn(LENGTHS, HEADS, 0)
+    k, v = (_drawn(KEYS, HEADS, n) for n in (1, 2))
+    pieces = pieces_of(_starts(LENGTHS), _starts(KEYS))
+    got = attend(q, k, v, pieces, scale=1.0) if is_fused else attend_biased(q, k, v, None, pieces)
+    want = _row_by_row(q, k, v, KEYS, torch.zeros(HEADS, 7, 9, dtype=q.dtype), scale=1.0)
+    _assert_same(got, want, [q, k, v])
+
+
+def test_biases_are_added_and_have_a_gradient() -> None:
+    q, k, v = (_drawn(LENGTHS, HEADS, n) for n in range(3))
+    bias = _drawn([7 * HEADS], 7, 5)[..., 0].view(HEADS, 7, 7)
+    got = attend_biased(q, k, v, bias, pieces_of(_starts(LENGTHS)))
+    want = _row_by_row(q, k, v, LENGTHS, bias, scale=1.0)
+    _assert_same(got, want, [q, k, v, bias])
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_keys_that_no_query_reads_have_no_gradient(is_fused: bool) -> None:
+    queries, keys = [3, 0, 3], [2, 4, 2]
+    q = _drawn(queries, HEADS, 0)
+    k, v = (_drawn(keys, HEADS, n) for n in (1, 2))
+    pieces = pieces_of(_starts(queries), _starts(keys))
+    assert [piece.first_key for piece in pieces] == [0, 6], "keys between them belong to no query"
+    mixed = attend(q, k, v, pieces) if is_fused else attend_biased(q, k, v, None, pieces)
+    for gradient in torch.autograd.grad(mixed.square().sum(), (k, v)):
+        assert bool((gradient[2:6] == 0).all())
+        assert bool((gradient[:2] != 0).any())
+
+
+def test_dropout_takes_its_share_in_both_passes() -> None:
+    """With equal states of torch's generator the numeric gradient is that of the backward pass."""
+    q, k, v = (_drawn(LENGTHS, HEADS, n) for n in range(3))
+    bias = _drawn([7 * HEADS], 7, 5)[..., 0].detach().view(HEADS, 7, 7).requires_grad_()
+    pieces = pieces_of(_starts(LENGTHS))
+
+    def mixed(*inputs: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return attend_biased(*inputs, pieces, dropout=0.3)
+
+    assert not torch.equal(mixed(q, k, v, bias), attend_biased(q, k, v, bias, pieces))
+    assert torch.autograd.gradcheck(mixed, (q, k, v, bias), fast_mode=True)
+    ones = torch.ones_like(v)
+    many = torch.stack(
+        [attend_biased(q, k, ones, bias, pieces, dropout=0.3).detach() for _ in range(400)]
+    )
+    assert float(many.mean()) == pytest.approx(1.0, abs=0.02), "what stays is scaled up"
+
+
+def test_sixteen_bits_keep_their_dtype() -> None:
+    q, k, v = (_drawn(LENGTHS, HEADS, n).detach().bfloat16().requires_grad_() for n in range(3))
+    mixed = attend(q, k, v, pieces_of(_starts(LENGTHS)), is_causal=True)
+    assert mixed.dtype == torch.bfloat16
+    (gradient,) = torch.autograd.grad(mixed.float().sum(), v)
+    assert gradient.dtype == torch.bfloat16
+    want = F.scaled_dot_product_attention(
+        *(x[:7].transpose(0, 1)[None].float() for x in (q, k, v)), is_causal=True
+    )
+    torch.testing.assert_close(mixed[:7].float(), want[0].transpose(0, 1), rtol=0.02, atol=0.02)
