@@ -305,12 +305,16 @@ def test_the_projection_of_colberts_authors_lies_beside_its_body(
 # --------------------------------------------------------------------------------------------------
 
 
+_OF_TOKENS = {"chunk_tokens": 64, "query_chunk": None, "passage_chunk": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "values"),
     [
         ({"encoder": {"pooling": "mean"}}, "block_of_other_form", {"block": "encoder"}),
         ({"cross": {"loss": "margin"}}, "block_of_other_form", {"block": "cross"}),
         ({"loss": {"matryoshka": {"dims": [8]}}}, "late_matryoshka", {}),
+        ({"loss": _OF_TOKENS}, "late_chunk_tokens", {}),
         ({"data": {"passages": 1}}, "late_without_negatives", {}),
         ({"late": {"attend": True, "expand": False}}, "attend_without_expand", {}),
     ],
