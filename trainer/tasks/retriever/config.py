@@ -481,11 +481,6 @@ class Config(Experiment):
                 'loss.matryoshka: form="late" has no vector of a whole text to cut short. Leave it '
                 'out, or say form="bi"'
             )
-        if self.form == "late" and self.loss.chunk_tokens is not None:
-            raise ValueError(
-                'loss.chunk_tokens: form="late" cuts its texts by their number. Use query_chunk '
-                "and passage_chunk"
-            )
         if self.form == "sparse" and self.loss.matryoshka is not None:
             raise ValueError(
                 'loss.matryoshka: form="sparse" makes weights of words, and the first of them are '
@@ -496,6 +491,11 @@ class Config(Experiment):
                 f'form="cross" learns scores from positives beside negatives: got data.passages='
                 f"{self.data.passages} with data.positives={self.data.positives}, want more "
                 "passages than positives"
+            )
+        if self.form == "late" and self.loss.chunk_tokens is not None:
+            raise ValueError(
+                'loss.chunk_tokens: form="late" cuts micro-batches by texts alone. Use query_chunk '
+                "and passage_chunk"
             )
         if self.form == "late" and self.data.passages == 1:
             raise ValueError(

@@ -59,7 +59,7 @@ class LateRetriever(Retriever):
     def _of_layers(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
         """(K, 1, E) of the texts of one piece."""
         # chosen behind the projection: a copy of the states would be kept for the backward pass
-        vectors_KE = self.head(self._states(side, piece)).index_select(0, piece["places"])
+        vectors_KE = self.head(self._states(side, piece)).index_select(0, piece["kept"])
         return F.normalize(vectors_KE, dim=-1)[:, None]
 
     def _states(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
