@@ -45,7 +45,7 @@ class SparseRetriever(Retriever):
         if side == "query" and self._sparse.queries == "tokens":
             return self._of_tokens(piece)[:, None]
         base: Any = self.query_model
-        places, states_MD = self._cells_and_states(base, piece)
+        places, states_MD = self._laid_out(base, piece)
         output = heads.output_of(base)
 
         def of_states(states_MD: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class SparseRetriever(Retriever):
         with replaced(output, "forward", of_states):
             return output(heads.transform_of(base)(states_MD))[:, None]
 
-    def _cells_and_states(self, base: Any, piece: Mapping[str, Tensor]) -> tuple[TextCells, Tensor]:
+    def _laid_out(self, base: Any, piece: Mapping[str, Tensor]) -> tuple[TextCells, Tensor]:
         """Where tokens lie, and their states: (M, D) of a stream, (N * L, D) of padded rows."""
         if "tokens" in piece:
             read = self._read["passage"]
