@@ -314,6 +314,13 @@ RETRIEVER_TINY["data"] = {
     "passage_tokens": 96,
     "passages": 2,
 }
+LATE_TINY = vary(
+    RETRIEVER_TINY,
+    form="late",
+    late={"width": 32},
+    train={"steps": 60, "eval_every": 30, "save_every": 30},
+)
+del LATE_TINY["encoder"]
 # Its rows are made up by a script of docs/tasks/reranker.md: matching words are no answer.
 RERANKER_TINY = vary(
     RETRIEVER_TINY,
@@ -335,6 +342,20 @@ RERANKER_TINY["data"] = {
     "passage_tokens": 32,
     "passages": 3,
 }
+# A sparse retriever, docs/tasks/sparse.md: from random weights it learns which words a docstring
+# and the name of its function share.
+SPARSE_TINY = vary(
+    RETRIEVER_TINY,
+    form="sparse",
+    train={"steps": 60, "eval_every": 30, "save_every": 30},
+    sparse={
+        "query_weight": 1e-3,
+        "passage_weight": 1e-3,
+        "warmup_steps": 30,
+        "temperature": 1.0,
+    },
+)
+del SPARSE_TINY["encoder"]
 # Questions and passages of Natural Questions on a CPU: a small BERT from nothing, BM25's other hits
 # as negatives.
 RETRIEVER_NQ_CPU = vary(
@@ -445,6 +466,8 @@ EXP_GROUPS: dict[str, list[Values]] = {
     "vera_cpu": [VERA_CPU_A, VERA_CPU_B],
     "retriever_tiny": [RETRIEVER_TINY],
     "reranker_tiny": [RERANKER_TINY],
+    "late_tiny": [LATE_TINY],
+    "sparse_tiny": [SPARSE_TINY],
     "retriever_nq_cpu": [RETRIEVER_NQ_CPU],
     "retriever_scifact_cpu": [RETRIEVER_SCIFACT_CPU],
 }

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from trainer import tasks
 from trainer.config import deepspeed_config
-from trainer.data.order import Sharding, step_rows
+from trainer.data.epochs import Epochs
+from trainer.data.order import Sharding
 from trainer.data.token_store import TokenStore, store_of
 from trainer.protocol.task import Places
 from trainer.runtime import distributed, rng
@@ -106,10 +107,8 @@ class Work:
     def rows_BT(self) -> list[Tensor]:
         """The (batch, TOKENS) ids of every step, those that our loop trains on."""
         store = self.store("train")
-        order = [
-            step_rows(step, len(store), global_batch=self.batch, seed=SEED)
-            for step in range(self.total)
-        ]
+        epochs = Epochs(len(store), self.batch, SEED)
+        order = [epochs.rows(step) for step in range(self.total)]
         return [
             torch.stack([torch.from_numpy(store[int(row)]["ids"]).long() for row in rows])
             for rows in order

@@ -37,7 +37,7 @@ sys.path.insert(
 from preference_contestants import Ours, Pairs, Trl, TwoModels
 from races import OURS, REFERENCE, SETTLING, Race, environment, race_parser, show, table
 
-from tests.trl_1_16.environment import python
+from tests.trl_1_16.environment import TRL
 from trainer.runtime import distributed
 from trainer.telemetry.meter import Meter
 
@@ -119,7 +119,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     if importlib.util.find_spec("trl") is None:  # again, by the interpreter of TRL's environment
-        os.execv(str(python()), [str(python()), __file__, *sys.argv[1:]])
+        interpreter = str(TRL.python())
+        os.execv(interpreter, [interpreter, __file__, *sys.argv[1:]])
     options = parser().parse_args()
     for name in ("DeepSpeed", "trl"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -36,6 +36,12 @@ SIZES: dict[str, dict[str, int]] = {  # base as google-bert/bert-base-uncased; t
         "num_attention_heads": 2,
         "intermediate_size": 512,
     },
+    "minilm": {  # as all-MiniLM-L6-v2
+        "num_hidden_layers": 6,
+        "hidden_size": 384,
+        "num_attention_heads": 12,
+        "intermediate_size": 1536,
+    },
     "small": {
         "num_hidden_layers": 4,
         "hidden_size": 256,

@@ -40,12 +40,11 @@ from trainer.runtime.process import facts  # noqa: E402
 STEPS = 60
 
 
-def finished(folder: ServiceFolder) -> str:
-    """Make a job that has succeeded; returns its id."""
-    offer = offers.read(None).models["tiny-chat"]
+def finished(folder: ServiceFolder, offer: offers.Offer) -> str:
+    """Make a job of an offer that has succeeded; returns its id."""
     job_id = new_id(JOB)
-    asked = offers.Asked(num_rows=160, kind="chat", seed=1, label=job_id)
-    values = offers.fill(offer, asked).experiment
+    request = offers.TuningRequest(num_rows=160, kind="chat", seed=1, label=job_id)
+    values = offers.fill(offer, request).experiment
     name = exp_id(values)
     folder.create(
         Ticket(
@@ -177,7 +176,8 @@ def main() -> None:
     try:
         service = ServiceFolder(BaseFolder(folder / "base"))
         service.make()
-        ids = [finished(service) for _ in range(asked.runs)]
+        offer = offers.read(None).models["tiny-chat"]
+        ids = [finished(service, offer) for _ in range(asked.runs)]
         if asked.pages:
             show_pages(folder / "base", asked.pages, asked.minutes * 60, is_trained=asked.trained)
         else:

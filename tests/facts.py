@@ -278,6 +278,20 @@ FORMS: dict[str, dict[str, Any]] = {
         "data": OF_TASK["retriever"]["data"],
         "form": "cross",
     },
+    "retriever, sparse": {
+        "base": TINY_BERT,
+        "data": OF_TASK["retriever"]["data"],
+        "form": "sparse",
+        "sparse": {"warmup_steps": 4, "query_weight": 0.01, "passage_weight": 0.01},
+        "loss": {"query_chunk": 2, "passage_chunk": 3},
+    },
+    "retriever, late": {
+        "base": TINY_BERT,
+        "data": OF_TASK["retriever"]["data"],
+        "form": "late",
+        "late": {"width": 16, "temperature": 0.5},
+        "loss": {"query_chunk": 2, "passage_chunk": 3},
+    },
 }
 EVERY_BLOCK: Any = {**OF_TASK["cross_attention"]["layers"], "stride": 1}  # of a base of two blocks
 

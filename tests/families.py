@@ -374,8 +374,10 @@ PADDED_VOCABULARY = 448  # the tokenizer of tests/facts.py has 384
 
 
 def experiment_on(task: str, name: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Four steps of a task on a random base of the table, whose vocabulary is padded."""
-    stated = base_of(task, name, vocab_size=PADDED_VOCABULARY)
+    """Four steps of a task, or of a form of it (facts.FORMS), on a random base of the table, whose
+    vocabulary is padded.
+    """
+    stated = base_of(task.partition(", ")[0], name, vocab_size=PADDED_VOCABULARY)
     if task in ("cross_attention", "causal_lm"):
         stated["config"] |= {"initializer_range": 0.05}
     own: dict[str, Any] = {"base": stated, "train": STEPS, "optim": {"lr": 1e-3}}
@@ -475,7 +477,8 @@ class TaskStep:
 
     @cached_property
     def _task(self) -> Any:
-        values: Any = experiment_on(self.task, self.name, self.folder, data=_LIMITS[self.task])
+        limits = _LIMITS[self.task.partition(", ")[0]]
+        values: Any = experiment_on(self.task, self.name, self.folder, data=limits)
         values["base"]["config"] = wider(values["base"]["config"])
         return tasks.load(
             tasks.parse(values), Places(self.folder, self.folder / "cache", self.folder)

@@ -5,7 +5,7 @@ A room is a folder of trainer/ or jobs/, or a module beside them. Floors of trai
 (what is named stands higher or lower than its room):
 8  lathe.py, api/ and demo/, which are also above jobs/
 7  trainval.py, trainer/__main__.py, commands/
-6  proof/, recipes/
+6  proof/, recipes/, rounds/
 5  launch/, survival/, evaluation/, judging/, averages/, harness/
 4  driven/, training/, plan/, retrieval/, statistics/, exports/
 3  tasks/<name>/
@@ -85,6 +85,7 @@ FLOORS = {
     "trainer.survival": 5,
     "trainer.proof": 6,
     "trainer.recipes": 6,
+    "trainer.rounds": 6,
     "jobs": 4,
     "trainer.__main__": 7,
     "trainer.commands": 7,

@@ -22,7 +22,7 @@ from trainer.commands import (
     verifier,
 )
 from trainer.commands.ranking import rerank
-from trainer.commands.vectors import search
+from trainer.commands.vectors import rounds, search
 from trainer.program import PartOfLathe
 from trainer.version import Version
 
@@ -58,6 +58,7 @@ app.command()(rerank.rerank)
 app.command()(judge.judge)
 app.command()(retrieval.mine)
 app.command()(retrieval.contexts)
+app.command()(rounds.rounds)
 app.command()(verifier.convert)
 app.command()(verifier.calibrate)
 app.command()(verifier.score)

@@ -20,6 +20,9 @@ SMALL_CUBLAS, LARGE_CUBLAS = 2 * 8_519_680, 2 * 32 * 2**20
 # An H100 told 1.27 GiB when a run of an 8B base with LoRA had no memory left (torch 2.11, CUDA 13).
 CONTEXT = int(1.3 * GIB)
 NCCL = int(0.5 * GIB)  # NCCL's buffers for a group of several ranks: 0.1 to 1 GiB
+# share of what is alive that a processor's run holds besides, because malloc keeps freed memory for
+# the next step (runtime/host_memory.py); measured (docs/gpu.md)
+KEPT = 0.14
 FILLED = 0.95  # share that a run fills if it chooses for itself: fragments are not planned
 
 
@@ -75,12 +78,14 @@ class Device:
     name: str
     nbytes: int
     cublas_nbytes: int = LARGE_CUBLAS
+    kept: float = 0.0  # KEPT of a processor
 
     def usable(self, world: int) -> int:
         """Bytes that torch's allocator can use: the memory without CUDA's context and, with several
-        ranks, without NCCL's buffers.
+        ranks, without NCCL's buffers; of a processor's, what is alive when the kept memory fits,
+        too.
         """
-        return self.nbytes - CONTEXT - (NCCL if world > 1 else 0)
+        return int((self.nbytes - CONTEXT - (NCCL if world > 1 else 0)) / (1 + self.kept))
 
     def bytes_to_fill(self, world: int) -> int:
         """How many of the usable bytes a run fills if it chooses for itself."""

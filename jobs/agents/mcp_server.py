@@ -59,8 +59,9 @@ class Tools:
         limit: Annotated[int, Field(ge=1, le=500)] = 50,
     ) -> dict[str, Any]:
         """List the newest runs: id, group, state, reason, step, times."""
-        rows = self._service.get("/lathe/v1/status", group=group, state=state)
-        return {"runs": rows[-limit:], "not_shown": max(0, len(rows) - limit)}
+        path = "/lathe/v1/status"
+        rows = self._service.get(path, group=group, state=state, limit=limit + 1)
+        return {"runs": rows[:limit], "has_more": len(rows) > limit}
 
     def show_run(self, exp_id: ExpId) -> dict[str, Any]:
         """Show a run: its state and why, its attempts, its dictionary."""

@@ -46,6 +46,7 @@ def status_command(
     from rich.console import Console
 
     from jobs.report import table
+    from jobs.report.text import json_lines
 
     def look() -> list[Row]:
         return selection.rows(savedir_base, exp_group, by_hand=True, exp_configs=exp_configs)
@@ -57,7 +58,7 @@ def status_command(
         return
     rows = look()
     if as_json:
-        typer.echo(json.dumps(table.as_json(rows), indent=1))
+        typer.echo(json_lines(table.as_json(rows)))
     else:
         table.show(rows, Console())
     if not rows:
@@ -133,35 +134,41 @@ def results_command(
 
     from jobs.report import scores as tables
     from jobs.report.operations import as_operations_table
+    from jobs.report.text import json_lines
 
     if sum((csv, html is not None, as_json)) > 1:
         raise ConfigError("results: of --csv, --html and --json keep one.")
     base = BaseFolder(savedir_base.absolute())
-    rows = selection.rows(savedir_base, exp_group, by_hand=True, exp_configs=exp_configs)
-    if not rows:
+    results = tables.gather_listed(
+        base, exp_group, lambda: selection.members(exp_group, exp_configs)
+    )
+    if results is None:
         raise NothingMatched(f"{savedir_base} holds no experiment of {exp_group or 'any group'}.")
-    results = tables.gather(base, [row.exp_id for row in rows])
     if html is not None:
         from jobs.report.html import report
         from trainer.files.atomic import replace_file
 
+        rows = selection.rows(savedir_base, exp_group, by_hand=True, exp_configs=exp_configs)
         replace_file(html, report(base, rows, results).encode())
         typer.echo(str(html))
     elif csv:
         typer.echo(tables.as_csv(results), nl=False)
     elif as_json:
-        typer.echo(json.dumps(tables.as_json(results), indent=1))
+        typer.echo(json_lines(tables.as_json(results)))
     else:
-        screen = Console()
-        screen.print(tables.as_table(results, width=screen.width))
-        of_tests = tables.as_test_table(results)
+        screen, shown = Console(), tables.best_of(results)
+        screen.print(tables.as_table(shown, width=screen.width))
+        of_tests = tables.as_test_table(shown)
         if of_tests is not None:
             screen.print()
             screen.print(of_tests)
-        of_driven = as_operations_table([(one.exp_id, one.operations) for one in results.results])
+        of_driven = as_operations_table([(one.exp_id, one.operations) for one in shown.results])
         if of_driven is not None:
             screen.print()
             screen.print(of_driven)
-        typer.echo(tables.refused_lines(results), nl=False)
+        typer.echo(tables.refused_lines(shown), nl=False)
+        left_out = len(results.results) - len(shown.results)
+        if left_out:
+            typer.echo(f"{left_out:,} more are not shown: --csv, --json or --html shows all.")
     if not as_json:
         typer.echo(tables.unreadable_lines(results), err=True, nl=False)

@@ -33,6 +33,7 @@ from jobs.job_state import STATES
 from jobs.record.times import now
 from trainer.errors import LatheError
 from trainer.files.atomic import read_small, refusals
+from trainer.run_changes import note_change
 
 if TYPE_CHECKING:
     from jobs.job_state import JobState
@@ -97,6 +98,7 @@ def append(folder: RunFolder, *events: dict[str, Any], is_durable: bool = True) 
         file.write(lines)
         if is_durable:
             os.fsync(file.fileno())
+    note_change(folder.path.parent, folder.path.name)
 
 
 def new_nonce() -> str:

@@ -106,7 +106,6 @@ def starts_of(attempt: Attempt) -> list[Start]:
     gpus: int = gpus_of_node * job.get("nodes", 1)
     began = [read_json(path) or {} for path in paths]
     last_exit = read_json(attempt.exit)
-    beat_at = (read_json(attempt.heartbeat) or {}).get("at")
     starts: list[Start] = []
     for k, facts in enumerate(began, 1):
         is_last = k == len(began)
@@ -114,10 +113,13 @@ def starts_of(attempt: Attempt) -> list[Start]:
         if outcome is None and last_exit is not None and last_exit.get("start", len(began)) == k:
             outcome = last_exit
         begin = str(facts.get("at") or "")
-        # a start that was killed without a word ended before the next one began: no later time is
-        # known to be better
-        guess = beat_at if is_last else began[k].get("at")
-        end = str((outcome or {}).get("at") or max(guess or begin, begin))
+        end = str((outcome or {}).get("at") or "")
+        if not end:
+            # a start that was killed without a word ended before the next one began: no later time
+            # is known to be better
+            beat = (read_json(attempt.heartbeat) or {}).get("at") if is_last else None
+            guess = beat if is_last else began[k].get("at")
+            end = str(max(guess or begin, begin))
         host, code = facts.get("host"), (outcome or {}).get("code")
         starts.append(Start(attempt.number, k, begin, end, host, gpus, code))
     return starts

@@ -317,15 +317,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
             return None
         if not is_there(folder.status):
             return _row_of_haven(folder)
-        status = read_json(folder.status)
-        if status is None:
-            raise LatheError(f"{folder.status}: no whole JSON object. Run the experiment again.")
-        for name in ("updated_at", "host"):
-            if not isinstance(status.get(name), str | None):
-                raise LatheError(
-                    f"{folder.status}: {name}: got {preview(status[name])}, want a text. Run the "
-                    "experiment again."
-                )
+        status = _status_by_hand(folder)
         state = cast(JobState, status["state"]) if status.get("state") in STATES else "pending"
         age_s = age_of(folder.status, status.get("updated_at"))
         reason = None
@@ -348,6 +340,33 @@ def _by_hand(folder: RunFolder) -> Row | None:
         return as_shown(_with_reason(_with_progress(row, folder, status)))
     except Exception as error:  # of any kind: it must not hide the others
         return _unreadable(folder, error)
+
+
+def _status_by_hand(folder: RunFolder) -> dict[str, Any]:
+    """status.json of a run that was started by hand. LatheError when it is not as a run writes it,
+    OSError.
+    """
+    status = read_json(folder.status)
+    if status is None:
+        raise LatheError(f"{folder.status}: no whole JSON object. Run the experiment again.")
+    for name in ("updated_at", "host"):
+        if not isinstance(status.get(name), str | None):
+            raise LatheError(
+                f"{folder.status}: {name}: got {preview(status[name])}, want a text. Run the "
+                "experiment again."
+            )
+    return status
+
+
+def seen_by_hand(folder: RunFolder) -> str | None:
+    """When a run that was never submitted was last seen, which is the `created_at` of its row; None
+    when it has no row (`survey`). LatheError, OSError.
+    """
+    if not is_there(folder.exp_dict):
+        return None
+    if is_there(folder.status):
+        return _status_by_hand(folder).get("updated_at") or ""
+    return None if _row_of_haven(folder) is None else ""
 
 
 def _row_of_haven(folder: RunFolder) -> Row | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from rich.table import Table
@@ -14,9 +14,11 @@ from rich.text import Text
 
 from jobs.errors import reason_of
 from jobs.record import events as record
+from jobs.record.events import Job
 from jobs.record.metrics import evaluations, last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import experiment_of, starts_of
+from jobs.record.status import seen_by_hand
 from jobs.report.operations import OperationTotals, operations_of
 from jobs.report.test_scores import TestResult, best_test, read_test
 from jobs.report.text import number_text, visible
@@ -31,6 +33,7 @@ SPEEDS = {"s a step": "step_s", "TFLOP/s": "tflops"}  # head of a column -> what
 _RUN_HEADS = ("steps", "wall_s", *SPEEDS.values())
 MOST_BESIDE_TESTS = 3  # hyper-parameters in the table of the test split
 WIDEST_CELL = 24  # letters of a hyper-parameter in the table
+MOST_SHOWN = 200  # experiments in a table for a terminal
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,49 @@ def gather(
     unreadable: dict[str, str] = {}
     for folder in folders:
         try:
-            result = _result(folder)
+            result = _result(folder, record.read(folder))
         except Exception as error:  # of any kind: it must not hide the others
             unreadable[folder.path.name] = reason_of(error, folder.path)
             continue
         results += [] if result is None else [result]
+    return _together(results, unreadable)
+
+
+def gather_listed(
+    base: BaseFolder, group: str | None, members: Callable[[], Collection[str]]
+) -> Results | None:
+    """The results of the experiments that `status` lists, in its order, of all groups or of one;
+    None when it lists none. Each file of a run is read once, and no scheduler is asked.
+
+    members: the ids of the group's experiments, to which those that were run by hand belong.
+    """
+    listed: list[tuple[tuple[str, str, str], ExperimentScores | None]] = []
+    unreadable: dict[str, str] = {}
+    of_group: Collection[str] | None = None
+    for folder in base.runs():
+        name, job = folder.path.name, None
+        try:
+            job = record.read(folder)
+            seen_at = job.created_at if job else seen_by_hand(folder)
+            if seen_at is None:
+                continue  # nobody has sent it, and it has not begun
+            own_group = job.group if job else ""
+            if job is None and group is not None:
+                of_group = members() if of_group is None else of_group
+                own_group = group if name in of_group else ""
+            if group in (None, own_group):
+                order = (job.group if job else "", seen_at, name)
+                listed.append((order, _result(folder, job)))
+        except Exception as error:  # of any kind: it must not hide the others
+            if group in (None, job.group if job else ""):
+                unreadable[name] = reason_of(error, folder.path)
+    if not listed and not unreadable:
+        return None
+    in_order = [result for _, result in sorted(listed, key=lambda one: one[0])]
+    return _together([one for one in in_order if one is not None], unreadable)
+
+
+def _together(results: list[ExperimentScores], unreadable: Mapping[str, str]) -> Results:
     metrics = (name for result in results for name in result.scores)
     tests = (result.test for result in results if result.test is not None)
     return Results(
@@ -116,18 +157,17 @@ def _in_order(metrics: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(metrics), key=lambda name: (not name.endswith("/loss"), name)))
 
 
-def _result(folder: RunFolder) -> ExperimentScores | None:
+def _result(folder: RunFolder, job: Job | None) -> ExperimentScores | None:
     values = experiment_of(folder)
     if values is None:
         return None
-    job = record.read(folder)
     starts = [
         start
         for attempt in (job.attempts if job else ())
         for start in starts_of(folder.attempt(attempt.number))
     ]
     last, operations = last_metrics(folder), operations_of(folder.path)
-    step: Any = last.get("step", (read_json(folder.status) or {}).get("step"))
+    step: Any = last["step"] if "step" in last else (read_json(folder.status) or {}).get("step")
     return ExperimentScores(
         folder.path.name,
         job.group if job else "",
@@ -181,6 +221,22 @@ def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) 
         is_least = None if direction is None else direction == "min"
         scores[name] = Score(best, best_step, points[-1][1], points[-1][0], is_least)
     return scores
+
+
+def best_of(results: Results, most: int = MOST_SHOWN) -> Results:
+    """The results of so many experiments, in their order: the best by the first metric, or the
+    first ones where it is not known which value is better.
+    """
+    order = list(results.results)
+    metric = next(iter(results.metrics), None)
+    directions = {one.scores[metric].is_least_best for one in order if metric in one.scores}
+    if metric is not None and directions in ({True}, {False}):
+        sign = 1 if directions == {True} else -1
+        order.sort(
+            key=lambda one: sign * one.scores[metric].best if metric in one.scores else math.inf
+        )
+    chosen = {one.exp_id for one in order[:most]}
+    return replace(results, results=tuple(one for one in results.results if one.exp_id in chosen))
 
 
 def as_table(results: Results, *, width: int = 120) -> Table:

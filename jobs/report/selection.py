@@ -38,16 +38,18 @@ def rows(
     all_rows = survey(folder, backend_of=BackendCache(), include_unsubmitted=by_hand)
     if group is None:
         return all_rows
-    members = _members(group, exp_configs) if any(row.by_hand for row in all_rows) else set[str]()
+    of_group = members(group, exp_configs) if any(row.by_hand for row in all_rows) else set[str]()
     return [
-        row for row in all_rows if row.group == group or (row.by_hand and row.exp_id in members)
+        row for row in all_rows if row.group == group or (row.by_hand and row.exp_id in of_group)
     ]
 
 
-def _members(group: str, exp_configs: Path | None) -> set[str]:
+def members(group: str | None, exp_configs: Path | None) -> set[str]:
     """Ids of a group's experiments; none when the built-in file lacks the group: then it was
-    submitted from another file, which need not be named again.
+    submitted from another file, which need not be named again. None: of no group.
     """
+    if group is None:
+        return set()
     from exp_configs import experiments_of  # a hundred dictionaries, which few commands need
     from trainer.config.identity import exp_id
 

@@ -9,7 +9,7 @@ import json
 import logging
 import sqlite3
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from jobs.report.text import plain
 from jobs.serve.job_view import FINAL, JobEvent, event_object
 from jobs.serve.live.cards import job_card
 
-VERSION = 3  # of the tables; an index of another version is deleted and filled again
+VERSION = 4  # of the tables; an index of another version is deleted and filled again
 WAIT_S = 30.0  # for another server's transaction
 CACHE_KIB = 1024  # of each thread
 TABLES = """
@@ -42,17 +42,24 @@ create table if not exists uploads (
 create table if not exists runs (
     exp_id text primary key, facts text not null, state text not null, body text not null,
     grp text not null, name text not null, experiment text not null, tick integer not null,
-    card text not null);
-create table if not exists clock (tick integer not null);
-insert into clock select 0 where not exists (select 1 from clock);
+    card text not null, created text not null);
+create index if not exists jobs_open on jobs (id) where is_open;
+create index if not exists jobs_by_tick on jobs (tick);
+create index if not exists runs_by_state on runs (state);
+create index if not exists runs_by_group on runs (grp);
+create index if not exists runs_by_tick on runs (tick);
+create index if not exists runs_by_time on runs (created, exp_id);
+create table if not exists clock (tick integer not null, epoch text not null);
+insert into clock select 0, hex(randomblob(8)) where not exists (select 1 from clock);
 """
 
 TICK = "(select tick from clock)"  # grows with every change that pages show
 # A run whose card did not change keeps its tick.
 PUT_RUN = f"""
-insert into runs values (:exp_id, :facts, :state, :body, :group, :name, :experiment, {TICK}, :card)
-on conflict (exp_id) do update set facts = :facts, state = :state, body = :body, name = :name,
-    experiment = :experiment,
+insert into runs values (:exp_id, :facts, :state, :body, :group, :name, :experiment, {TICK}, :card,
+    :created)
+on conflict (exp_id) do update set facts = :facts, state = :state, body = :body, grp = :group,
+    name = :name, experiment = :experiment, created = :created,
     tick = iif(card = :card, tick, {TICK}), card = :card"""
 NAME_RUN = f"""
 update runs set name = ?1, card = json_set(card, '$.name', ?1), tick = {TICK},
@@ -76,6 +83,14 @@ class PageRequest:
     owner: str | None
     after: str | None = None
     limit: int = 20
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """So many runs, the newest first. after: the last one of the page before."""
+
+    limit: int
+    after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -122,9 +137,11 @@ class Index:
 
     # Jobs
 
-    def job_marks(self) -> dict[str, str]:
-        """id -> the mark that its files had when they were read, of every job (Keeper._marks)."""
-        return dict(self.connection.execute("select id, facts from jobs"))
+    def job_marks(self, only: Collection[str] | None = None) -> dict[str, str]:
+        """id -> the mark that its files had when they were read (FolderReader._marks), of every job
+        or of some.
+        """
+        return dict(self._chosen("select id, facts from jobs", "id", only))
 
     def open_jobs(self) -> set[str]:
         """Ids of the jobs that have not ended."""
@@ -270,9 +287,9 @@ class Index:
         row = self.connection.execute(query, (file_id,)).fetchone()
         return None if row is None else json.loads(row[0])
 
-    def upload_ids(self) -> set[str]:
-        """Ids of the uploaded files in the index."""
-        return {row[0] for row in self.connection.execute("select id from uploads")}
+    def upload_ids(self, only: Collection[str] | None = None) -> set[str]:
+        """Ids of the uploaded files in the index, of all or of some."""
+        return {row[0] for row in self._chosen("select id from uploads", "id", only)}
 
     def drop_uploads(self, ids: Iterable[str]) -> None:
         """Remove files that were deleted."""
@@ -286,9 +303,13 @@ class Index:
             values.append(purpose)
         return self._page("uploads", cut, where, values, is_rising=is_rising)
 
-    def run_marks(self) -> dict[str, str]:
-        """exp_id -> the mark that its files had when they were read (live.runs.mark)."""
-        return dict(self.connection.execute("select exp_id, facts from runs"))
+    def run_marks(self, only: Collection[str]) -> dict[str, str]:
+        """exp_id -> the mark that its files had when they were read (live.runs.mark), of some."""
+        return dict(self._chosen("select exp_id, facts from runs", "exp_id", only))
+
+    def run_ids(self, only: Collection[str] | None = None) -> set[str]:
+        """Ids of the runs in the index, of all or of some."""
+        return {row[0] for row in self._chosen("select exp_id from runs", "exp_id", only)}
 
     def live_runs(self, states: Sequence[str]) -> set[str]:
         """Ids of the runs that were in one of these states."""
@@ -310,7 +331,7 @@ class Index:
 
     def write_runs(self, entries: Iterable[Mapping[str, str]]) -> None:
         """Replace the rows of runs. An entry has exp_id, facts, state, body, group, name,
-        experiment and card (JSON).
+        experiment, card (JSON) and created.
         """
         self._change(PUT_RUN, list(entries))
 
@@ -325,9 +346,10 @@ class Index:
             connection.execute("update clock set tick = tick + 1")
             connection.executemany(query, values)
 
-    def names(self) -> dict[str, str]:
-        """exp_id -> name, of every run."""
-        return dict(self.connection.execute("select exp_id, name from runs"))
+    def names(self, only: Collection[str]) -> dict[str, tuple[str, str]]:
+        """exp_id -> (group, name), of some runs."""
+        rows = self._chosen("select exp_id, grp, name from runs", "exp_id", only)
+        return {exp_id: (group, name) for exp_id, group, name in rows}
 
     def experiments_of(self, group: str) -> dict[str, str]:
         """exp_id -> the JSON of its dictionary, of the runs that were submitted with a group."""
@@ -346,6 +368,10 @@ class Index:
     def tick(self) -> int:
         """A number that grows with every change that pages show."""
         return self.connection.execute("select tick from clock").fetchone()[0]
+
+    def epoch(self) -> str:
+        """A text that is another one after the index was deleted and made again."""
+        return self.connection.execute("select epoch from clock").fetchone()[0]
 
     def board(self, since: int, owner: str | None) -> str:
         """The JSON of what changed after a tick: {"tick", "num_runs", "runs", "jobs"}; the last two
@@ -370,11 +396,54 @@ class Index:
         if values:
             self._change("delete from runs where exp_id = ?", values)
 
-    def runs(self, only: str | None = None) -> list[str]:
-        """The JSON of every run in the order of ids, or of one run."""
-        where, values = ("", ()) if only is None else ("where exp_id = ?", (only,))
-        query = f"select body from runs {where} order by exp_id"
-        return [row[0] for row in self.connection.execute(query, values)]
+    def run(self, exp_id: str) -> str | None:
+        """The JSON of a run; None for an unknown one."""
+        query = "select body from runs where exp_id = ?"
+        row = self.connection.execute(query, (exp_id,)).fetchone()
+        return None if row is None else row[0]
+
+    def runs(
+        self,
+        owner: str | None,
+        *,
+        group: str | None = None,
+        state: str | None = None,
+        cut: RunPage | None = None,
+    ) -> list[tuple[str, str]]:
+        """(exp_id, JSON) of the runs of a group in a state, of one owner's jobs or of everybody's:
+        all in the order of ids, or one page of them, the newest first. KeyError for an unknown
+        `after`.
+        """
+        where, values = list[str](), list[Any]()
+        if owner is not None:
+            where, values = ["exp_id in (select exp_id from jobs where owner = ?)"], [owner]
+        for column, value in (("grp", group), ("state", state)):
+            if value is not None:
+                where.append(f"{column} = ?")
+                values.append(value)
+        order = "exp_id"
+        if cut is not None:
+            order = "created desc, exp_id desc limit ?"
+            if cut.after is not None:
+                query = "select created from runs where exp_id = ?"
+                row = self.connection.execute(query, (cut.after,)).fetchone()
+                if row is None:
+                    raise KeyError(cut.after)
+                where.append("(created, exp_id) < (?, ?)")
+                values += [row[0], cut.after]
+            values.append(cut.limit)
+        condition = f"where {' and '.join(where)}" if where else ""
+        query = f"select exp_id, body from runs {condition} order by {order}"
+        return self.connection.execute(query, values).fetchall()
+
+    def _chosen(self, query: str, key: str, only: Collection[str] | None) -> sqlite3.Cursor:
+        """The rows of a query, of every key or of those of `only`."""
+        if only is None:
+            return self.connection.execute(query)
+        values = (json.dumps(list(only)),)
+        return self.connection.execute(
+            f"{query} where {key} in (select value from json_each(?))", values
+        )
 
     def _page(
         self,

@@ -23,6 +23,7 @@ from jobs.errors import NothingMatched, Unreachable
 from jobs.job_state import ENDED_BADLY
 from jobs.record.paths import RunFolder, is_exp_id, is_there
 from jobs.report import logs, scores
+from jobs.serve.index import RunPage
 from jobs.serve.job_view import metric_lines
 from jobs.serve.limits.disclosure import for_tenant, log_of_tenant, row_of_tenant
 from jobs.serve.preview.command import GROUP, MAX_OUTPUT, look
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 MAX_LINES = 5000  # of metrics in one answer
 MAX_TAIL = 2000  # lines of a log
+MAX_ROWS = 1000  # of `status` in one page
 CODE_KEYS = ("trust_remote_code", "auto_map", "custom_pipelines", "metrics")
 MEMORY_PLAN, JUDGE = "memory_plan.json", "judge.json"
 DRY_RUN_S = 600.0
@@ -70,26 +72,40 @@ class AskExperiment(Body):
 
 
 def list_status(request: Request) -> Response:
-    """Rows of `lathe-jobs status --json`. Parameters: group, state."""
+    """Rows of `lathe-jobs status --json`. Parameters: group, state, limit (so many, the newest
+    first), after (the last id of the page before). An ETag that is sent back as If-None-Match is
+    answered with 304 as long as nothing has changed.
+    """
     keeper, query = keeper_of(request), request.query_params
-    all_rows = [json.loads(text) for text in keeper.index.runs()]
-    own = own_runs(request)
-    rows = [
-        row
-        for row in all_rows
-        if (own is None or row["exp_id"] in own)
-        and query.get("group") in (None, row["group"])
-        and query.get("state") in (None, row["state"])
-    ]
-    if not is_operator(request):
-        rows = [row_of_tenant(row, keeper.folder.base.path) for row in rows]
-    return PlainJSON(rows)
+    index, owner = keeper.index, client_of(request).owner
+    # read before the rows: a change between the two gives newer rows under an older tag
+    tag = f'"{index.epoch()}-{index.tick()}"'
+    headers = {"etag": tag, "vary": "authorization"}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    cut = None
+    if "limit" in query or "after" in query:
+        page = page_query(request, usual=MAX_ROWS, most=MAX_ROWS)
+        cut = RunPage(page.limit, page.after)
+    try:
+        rows = index.runs(owner, group=query.get("group"), state=query.get("state"), cut=cut)
+    except KeyError:
+        text = f"after: got {quote(query.get('after'))}, want the id of a run. Begin without it."
+        raise Refusal(400, text, param="after") from None
+    if is_operator(request):  # as they stand in the index, without a reading of each
+        text = f"[{','.join(body for _, body in rows)}]"
+        return Response(text, media_type="application/json", headers=headers)
+    base = keeper.folder.base.path
+    own = [row_of_tenant(json.loads(body), base) for _, body in rows]
+    return PlainJSON(own, headers=headers)
 
 
 def show_run(request: Request) -> Response:
     """A row of `status`, together with the experiment's dictionary."""
     keeper, folder = keeper_of(request), find_run(request)
-    (text,) = keeper.index.runs(folder.path.name)
+    text = keeper.index.run(folder.path.name)
+    if text is None:  # its folder has just gone
+        raise _no_run(folder.path.name)
     job = keeper.index.job_of_run(folder.path.name)
     experiment = None
     with suppress(OSError):  # then the row says so, and the rest of it is shown
@@ -153,11 +169,8 @@ def show_judgement(request: Request) -> Response:
 
 def list_results(request: Request) -> Response:
     """The answer of `lathe-jobs results --json`. Parameter: group."""
-    keeper, own = keeper_of(request), own_runs(request)
-    group = request.query_params.get("group")
-    rows = [json.loads(text) for text in keeper.index.runs()]
-    ids = [row["exp_id"] for row in rows if group in (None, row["group"])]
-    ids = [name for name in ids if own is None or name in own]
+    keeper, group = keeper_of(request), request.query_params.get("group")
+    ids = [name for name, _ in keeper.index.runs(client_of(request).owner, group=group)]
     results = scores.as_json(scores.gather(keeper.folder.base, ids))
     return _for_reader(request, results)
 
@@ -324,10 +337,14 @@ def find_run(request: Request, name: str | None = None) -> RunFolder:
     keeper = keeper_of(request)
     name = str(request.path_params["exp_id"]) if name is None else name
     own = own_runs(request)
-    is_there = is_exp_id(name) and bool(keeper.index.runs(name))
+    is_there = is_exp_id(name) and keeper.index.run(name) is not None
     if not is_there or (own is not None and name not in own):
-        raise Refusal(404, f"No such run: {quote(name)}.", param="exp_id")
+        raise _no_run(name)
     return keeper.folder.base.run(name)
+
+
+def _no_run(name: str) -> Refusal:
+    return Refusal(404, f"No such run: {quote(name)}.", param="exp_id")
 
 
 def own_runs(request: Request) -> set[str] | None:

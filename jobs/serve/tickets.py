@@ -46,6 +46,7 @@ from trainer.config.block import Strict
 from trainer.data.formats.json_text import preview
 from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import create_json, open_file, refusals, sync, write_json
+from trainer.run_changes import note_change
 
 WishKind = Literal["pause", "resume", "cancel", "delete"]
 JOB, FILE = "ftjob-", "file-"
@@ -198,6 +199,7 @@ class TicketFolder:
             number += 1
         while not create_json(self._wish(number), values):
             number += 1  # another server has just written this number
+        note_change(self.path.parents[2], self.path.name)  # <base>/_service/tickets/<job id>
 
     def _wish(self, number: int) -> Path:
         return self.path / f"wish-{number}.json"

@@ -80,6 +80,8 @@ OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("retriever", "loss.kind"): {"loss": {"margin": 0.2}},
     ("retriever", "loss.false_negatives"): {"loss": {"false_negatives": {"above": 0.5}}},
     ("retriever", "loss.matryoshka"): {"loss": {"matryoshka": {"dims": [8]}}},
+    ("retriever", "loss.matryoshka.layer_weights"): {"loss": {"matryoshka": {"layers": [1]}}},
+    ("retriever", "loss.chunk_tokens"): {"loss": {"query_chunk": None, "passage_chunk": None}},
     ("retriever", "data.valid_share"): {"data": {"files": {"valid": None}}},
     ("vera", "data.order"): {"train": {"order": "as_given"}},
 }
@@ -91,6 +93,12 @@ _OF_NO_FORM: dict[str, Any] = {
 OF_ONE_TASK["retriever", "form"] = _OF_NO_FORM
 for _key in ("loss", "margin", "sigma", "weights", "mu", "top"):
     OF_ONE_TASK["retriever", f"cross.{_key}"] = {**_OF_NO_FORM, "form": "cross"}
+_OF_LATE = ("width", "expand", "attend", "skip_punctuation", "skip", "mean", "temperature")
+for _key in _OF_LATE:
+    OF_ONE_TASK["retriever", f"late.{_key}"] = {**_OF_NO_FORM, "form": "late"}
+_OF_SPARSE = ("pooling", "queries", "query_regulariser", "passage_regulariser", "query_weight")
+for _key in (*_OF_SPARSE, "passage_weight", "warmup_steps", "temperature", "anti_zero"):
+    OF_ONE_TASK["retriever", f"sparse.{_key}"] = {**_OF_NO_FORM, "form": "sparse"}
 _OF_A_DATA_SET = ("dataset", "subset", "revision", "splits")
 for _key in _OF_A_DATA_SET:
     OF_ONE_TASK["summariser", f"data.{_key}"] = {
@@ -113,6 +121,8 @@ for _name in TASKS:
     OF_ONE_TASK[_name, "data.mix"] = {"data": _files}
     for _key in ("ends", "changes"):
         OF_ONE_TASK[_name, f"data.mixing.{_key}"] = {"data": {**_files, "mix": _mix}}
+    if _name == "retriever":
+        OF_ONE_TASK[_name, "data.batches.source"] = {"data": {**_files, "mix": _mix}}
     OF_ONE_TASK[_name, "data.mixing.temperature"] = {"data": {**_files, "mix": dict.fromkeys(_mix)}}
 # What a key's other value needs besides.
 AFTER: dict[tuple[str, str], dict[str, Any]] = {
@@ -139,7 +149,10 @@ VALUES: dict[str, list[Any]] = {
     "data.rankings": [{"train": "other.trec"}],
     "data.corpus": ["corpus.tsv"],
     "data.chat_template": ["chatml", "plain"],
+    "late.skip": [["a"]],
     "loss.matryoshka.dims": [[4]],
+    "loss.matryoshka.layers": [[0]],
+    "loss.matryoshka.layer_weights": [[2.0]],
     "loss.matryoshka.weights": [[2.0]],
     "data.boolean": [[], ["choices"]],
     "data.train_tasks": [["judged"]],

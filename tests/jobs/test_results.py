@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,71 @@ def test_short_names_are_as_long_as_they_must_be() -> None:
     keys = ("optim.lr", "train.steps", "head.optim.wd", "body.optim.wd", "seed")
     assert short_names(keys) == ["lr", "steps", "head.optim.wd", "body.optim.wd", "seed"]
     assert short_names(("lr", "optim.lr", "a.optim.lr")) == ["lr", "optim.lr", "a.optim.lr"]
+
+
+# ---------------------------------------------------------------- many experiments
+
+
+def listed(base: BaseFolder, exp_id: str, group: str, seed: int) -> RunFolder:
+    """An experiment of a group that was sent."""
+    folder = experiment(base, exp_id, {"task": "t", "train": {"seed": seed}})
+    record.create(folder, exp_id=exp_id, digest="d", group=group)
+    return folder
+
+
+def test_results_are_of_the_experiments_that_status_lists(base: BaseFolder) -> None:
+    listed(base, IDS[1], "b", 1)
+    listed(base, IDS[0], "a", 2)
+    by_hand = experiment(base, IDS[2], {"task": "t"})
+    by_hand.status.write_text('{"state": "succeeded"}')
+    experiment(base, IDS[3], {"task": "t"})  # it has not begun, and nobody has sent it
+    (listed(base, IDS[4], "b", 3).exp_dict).write_text("torn")
+
+    def ids(group: str | None, members: Sequence[str] = ()) -> list[str]:
+        found = results.gather_listed(base, group, lambda: members)
+        return [] if found is None else [one.exp_id for one in found.results]
+
+    assert ids(None) == [IDS[2], IDS[0], IDS[1]]
+    assert ids("b") == [IDS[1]]
+    assert ids("b", [IDS[2]]) == [IDS[2], IDS[1]]
+    assert ids("c") == []
+    found = results.gather_listed(base, "b", list)
+    assert found is not None
+    assert list(found.unreadable) == [IDS[4]]
+    assert results.gather_listed(base, "c", list) is None
+    assert results.gather_listed(base, "a", list) == replace(gather(base, [IDS[0]]), unreadable={})
+
+
+def test_each_file_of_a_run_is_read_once_for_the_results(
+    base: BaseFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, exp_id in enumerate(IDS):
+        logged(listed(base, exp_id, "a", number), [{"step": 1, "loss": 2.0}])
+        scored(base.run(exp_id), [{"step": 1, "valid/loss": 1.0}])
+    opened: list[str] = []
+    open_file = os.open
+
+    def counted(path: Any, *more: Any, **other: Any) -> int:
+        opened.append(str(path))
+        return open_file(path, *more, **other)
+
+    monkeypatch.setattr(os, "open", counted)
+    assert results.gather_listed(base, None, list) is not None
+    of_runs = [path for path in opened if path.startswith(str(base.path))]
+    assert len(of_runs) == len(set(of_runs)) > 3 * len(IDS)
+
+
+def test_a_table_of_many_shows_the_best_in_their_order(base: BaseFolder) -> None:
+    for number, exp_id in enumerate(IDS):
+        folder = experiment(base, exp_id, {"task": "t", "seed": number})
+        scored(folder, [{"step": 1, "valid/loss": abs(number - 3.0), "valid/kl": 1.0}])
+    found = gather(base)
+    shown = results.best_of(found, 2)
+    assert [one.exp_id for one in shown.results] == [IDS[2], IDS[3]]
+    assert shown.metrics == found.metrics
+    assert results.best_of(found) == found
+    nobody_knows = replace(found, metrics=("valid/kl",))
+    assert [one.exp_id for one in results.best_of(nobody_knows, 2).results] == IDS[:2]
 
 
 # ---------------------------------------------------------------- scores

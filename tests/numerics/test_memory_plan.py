@@ -86,7 +86,14 @@ def _of_a_task(task: str, name: str, folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("task", "name"), [("cross_attention", "gemma3"), ("vera", "umt5"), ("retriever", "t5")]
+    ("task", "name"),
+    [
+        ("cross_attention", "gemma3"),
+        ("vera", "umt5"),
+        ("retriever", "t5"),
+        ("retriever, late", "bert"),
+        ("retriever, sparse", "bert"),
+    ],
 )
 def test_a_step_of_a_task_is_predicted_on_a_skeleton_of_its_base(
     task: str, name: str, tmp_path: Path

@@ -25,11 +25,12 @@ from trainer.config.schema import Optim
 from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime import distributed
 
-Cut = tuple[Any, list[int]]  # chunks of queries and passages (None: plain), and micro-batches
+# chunks of queries and passages, or of tokens (None: plain), and micro-batches
+Cut = tuple[Any, list[int]]
 PLAIN: Cut = (None, [8])
 CUTS: dict[int, list[Cut]] = {
-    1: [((3, 5), [8]), (None, [3, 5])],
-    2: [(None, [4, 4]), ((3, 5), [4, 4]), (None, [1, 3, 1, 3])],
+    1: [((3, 5), [8]), (None, [3, 5]), (70, [3, 5])],
+    2: [(None, [4, 4]), ((3, 5), [4, 4]), (None, [1, 3, 1, 3]), (70, [4, 4]), (40, [1, 3, 1, 3])],
 }
 _TWO: dict[str, Any] = {"data": {"passages": 3, "positives": 2}}
 LEARNT: dict[str, Any] = {"encoder": {"learn_temperature": True}}
@@ -43,6 +44,18 @@ FORMS: dict[str, dict[str, Any]] = {
     "false negatives": {"loss": {"symmetric": True, "false_negatives": {"margin": -0.1}}},
     "by the teacher": {"loss": {"false_negatives": {"by": "teacher", "above": 0.5}}, **_TWO},
     "matryoshka": {"loss": {"matryoshka": {"dims": [16, 8, 3], "weights": [1.0, 0.5, 0.2]}}},
+    "layers": {"loss": {"symmetric": True, "matryoshka": {"layers": [1, 0]}}, **_TWO},
+    "layers and dims": {
+        "loss": {
+            "matryoshka": {
+                "dims": [16, 4],
+                "weights": [1.0, 0.5],
+                "layers": [1],
+                "layer_weights": [0.7],
+                "divergence": 0.5,
+            }
+        }
+    },
     "divergence": {"loss": {"contrastive": 0.0, "distillation": {}}, **LEARNT, **_TWO},
     "margins": {"loss": {"distillation": {"kind": "margin_mse"}}, **_TWO},
     "all at once": {
@@ -57,6 +70,21 @@ FORMS: dict[str, dict[str, Any]] = {
         **LEARNT,
         **_TWO,
     },
+    "late": {"late": {"temperature": 0.5}},
+    "late, symmetric": {
+        "late": {"mean": True, "temperature": 0.05},
+        "loss": {"symmetric": True, "mask_duplicates": True},
+    },
+    "late, attended": {"late": {"attend": True}, "loss": {"positives": "supcon"}, **_TWO},
+    "late, divergence": {
+        "late": {"expand": False},
+        "loss": {"distillation": {}, "false_negatives": {"share": 0.9}},
+        **_TWO,
+    },
+    "late, margins": {
+        "loss": {"contrastive": 0.0, "distillation": {"kind": "margin_mse"}, "pool_on_host": True},
+        **_TWO,
+    },
 }
 
 
@@ -66,8 +94,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_of(folder: Path, form: str, chunks: Any = None) -> Any:
-    values = experiment("retriever", folder)
-    cut = {} if chunks is None else {"query_chunk": chunks[0], "passage_chunk": chunks[1]}
+    name = "retriever, late" if form.startswith("late") else "retriever"
+    values = experiment(name, folder)
+    cut: dict[str, Any] = {}
+    if isinstance(chunks, int):
+        cut = {"chunk_tokens": chunks}
+    elif chunks is not None:
+        cut = {"query_chunk": chunks[0], "passage_chunk": chunks[1]}
     values["loss"] = cut
     return tasks.load(
         tasks.parse(vary(values, **FORMS[form])), Places(folder, folder / "cache", folder)
@@ -122,7 +155,9 @@ def at(folder: Path, form: str, stages: tuple[int, ...], cuts: list[Cut]) -> lis
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_that_of_one_batch_at_every_stage(form: str, world: int, folder: Path) -> None:
     ((_, _, wanted),) = run_on_ranks(1, at, folder, form, (0,), [PLAIN])[0]
-    found = run_on_ranks(world, at, folder, form, STAGES, CUTS[world])[0]
+    is_late = form.startswith("late")  # which cuts by texts alone
+    cuts = [cut for cut in CUTS[world] if not (is_late and isinstance(cut[0], int))]
+    found = run_on_ranks(world, at, folder, form, STAGES, cuts)[0]
     losses = [abs(step[0] - wanted[0]) for _, _, step in found]
     gradients = [distance(step[1], wanted[1]) for _, _, step in found]
     print(f"\n{form}, {world} rank(s), ZeRO 0-3: {max(losses):.1e} {max(gradients):.1e}")

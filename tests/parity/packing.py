@@ -8,6 +8,7 @@ files that are equal to another one: {"K/x.safetensors": "H/x.safetensors"}.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import lzma
@@ -65,14 +66,14 @@ def unpacked_folder() -> Path:
         digest.update(str(path.relative_to(PACKED)).encode() + path.read_bytes())
     name = f"lathe-recorded-{os.getuid()}-{digest.hexdigest()[:16]}"
     folder = Path(tempfile.gettempdir()) / name
-    if not _is_complete(folder, files):
-        made = Path(tempfile.mkdtemp(prefix=name))
-        _unpack(files, made)
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
+    with open(f"{folder}.lock", "w") as held:
+        # without it, a process that comes second removes what the first one reads
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if not _is_complete(folder, files):
+            made = Path(tempfile.mkdtemp(prefix=name))
+            _unpack(files, made)
+            shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(made)
     return folder
 
 

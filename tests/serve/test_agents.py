@@ -84,7 +84,7 @@ def test_an_admins_agent_plans_submits_follows_and_reads_as_lathe_does(
     assert time.monotonic() - started < 300, "it has ended long before"
     assert (run["state"], run["experiment"]["task"]) == ("succeeded", "causal_lm")
     runs = told(call(service, adam, "list_runs", group="causal_lm_tiny"))
-    assert ([one["exp_id"] for one in runs["runs"]], runs["not_shown"]) == ([exp_id], 0)
+    assert ([one["exp_id"] for one in runs["runs"]], runs["has_more"]) == ([exp_id], False)
     numbers = told(call(service, adam, "read_metrics", exp_id=exp_id, since=1))
     assert [line["step"] for line in numbers["metrics"]][:1] == [2]
     assert told(call(service, adam, "read_logs", exp_id=exp_id, limit=5)) == {"lines": []}

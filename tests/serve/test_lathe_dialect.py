@@ -77,6 +77,28 @@ def test_status_and_results_are_those_of_the_command_line(world: Any) -> None:
     assert [row["by_hand"] for row in here.get("/lathe/v1/status?group=service").json()] == [False]
 
 
+def test_status_comes_in_pages_and_not_again_while_nothing_changes(world: Any) -> None:
+    _, here, _ = world
+    status = "/lathe/v1/status"
+    first = here.get(f"{status}?limit=1").json()
+    second = here.get(f"{status}?limit=1&after={first[0]['exp_id']}").json()
+    assert (first[0]["created_at"] or "") >= (second[0]["created_at"] or "")
+    assert sorted(row["exp_id"] for row in first + second) == [
+        row["exp_id"] for row in here.get(status).json()
+    ]
+    for wrong in ("limit=0", "limit=1001", "after=none"):
+        assert here.get(f"{status}?{wrong}").status_code == 400
+    wait_until(lambda: _is_unchanged(here), bool)
+    assert here.get(status, headers={"if-none-match": '"another"'}).status_code == 200
+
+
+def _is_unchanged(here: TestClient) -> bool:
+    """Whether an answer that is asked for with the tag of the last one is not sent again."""
+    tag = here.get("/lathe/v1/status").headers["etag"]
+    again = here.get("/lathe/v1/status", headers={"if-none-match": tag})
+    return (again.status_code, again.content) == (304, b"")
+
+
 def test_a_run_shows_its_dictionary_its_job_its_metrics_and_its_log(world: Any) -> None:
     _, here, job = world
     path = f"/lathe/v1/runs/{job['lathe']['exp_id']}"

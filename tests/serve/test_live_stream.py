@@ -60,7 +60,7 @@ def test_a_line_is_told_when_it_changes_and_not_again(keeper: Keeper) -> None:
     assert names == {first.name: "seed=1", second.name: "seed=2"}
     assert told["num_runs"] == 2
     rows = survey(base, backend_of=keeper.backend_of)
-    kept = [json.loads(text) for text in keeper.index.runs()]
+    kept = [json.loads(text) for _, text in keeper.index.runs(None)]
     assert {row["exp_id"]: row["name"] for row in kept} == {row.exp_id: row.name for row in rows}
     (second / "job.jsonl").unlink()
     for path in second.iterdir():

@@ -117,7 +117,7 @@ def test_a_service_goes_on_while_slurm_hangs(
         hand.mkdir()
         (hand / "exp_dict.json").write_text(json.dumps(values))
         (hand / "status.json").write_text('{"state": "succeeded", "step": 2, "total": 2}')
-        wait_until(lambda: index.runs(hand.name), bool)
+        wait_until(lambda: index.run(hand.name), bool)
         wait_until(lambda: "has not answered" in "".join(index.runs()), bool)
         assert (tmp_path / "asked").read_text() == "asked\n"  # the first squeue still hangs
         # whoever asked goes away

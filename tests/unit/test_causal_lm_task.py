@@ -22,6 +22,7 @@ from trainer.data.padding import pad_right
 from trainer.data.vocabulary import most_tokens_per_byte
 from trainer.models.losses import IGNORED
 from trainer.protocol.task import Places
+from trainer.tasks.causal_lm import text_tokens
 
 LINES = [
     {"prompt": "Dana keeps the map. Who? ", "completion": "Dana."},
@@ -209,20 +210,83 @@ def test_a_long_text_is_tokenised_once_for_all_of_its_pieces(
     calls: list[str] = []
     of_tokenizer = task.tokenizer
 
-    def tokenizer(text: str, **how: Any) -> Any:
-        calls.append(text)
-        return of_tokenizer(text, **how)
+    def tokenizer(texts: list[str], **how: Any) -> Any:
+        calls.extend(texts)
+        return of_tokenizer(texts, **how)
 
     tokenizer.backend_tokenizer = of_tokenizer.backend_tokenizer  # type: ignore[attr-defined]
     assert (task.opening, task.end) == ([], 0)
     monkeypatch.setattr(task, "tokenizer", tokenizer)
     text = "Ada keeps the red key in the cellar. " * 50
     row = {"text": text, "answer_spans": [(4, 9)]}
-    pieces = [task.encode(piece)["ids"] for piece in task._pieces(row)]
+    pieces = [task.encode(piece)["ids"] for piece in task._pieces([row])]
     assert len(pieces) > 40
     assert calls == [text]
     other = {**row, "answer_spans": [(0, 3)], "piece": 0}
     assert task.encode(other)["scored"] != task.encode({**row, "piece": 0})["scored"]
+
+
+def counting(task: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[str]]:
+    """The sizes of the calls of a task's tokenizer from now on, and all their texts."""
+    sizes, texts, of_tokenizer = list[int](), list[str](), task.tokenizer
+
+    def tokenizer(given: list[str], **how: Any) -> Any:
+        sizes.append(len(given))
+        texts.extend(given)
+        return of_tokenizer(given, **how)
+
+    tokenizer.backend_tokenizer = of_tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    assert (task.opening, task.end) == ([], 0)
+    monkeypatch.setattr(task, "tokenizer", tokenizer)
+    return sizes, texts
+
+
+@pytest.mark.parametrize("is_on_answers", [False, True])
+def test_texts_are_tokenised_many_at_a_time_and_as_one_by_one(
+    folder: Path, is_on_answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"Ada {'keeps it. ' * (n % 60)}" for n in range(150)]
+    rows = [{"text": text, "answer_spans": [(0, 3)]} for text in texts]
+    alone = load(folder, max_tokens=16, loss_on="answer" if is_on_answers else "all")
+    pieces = [piece for row in rows for piece in alone._pieces([row])]
+    one_by_one = [alone.encode(piece) for piece in pieces]
+    task = load(folder, max_tokens=16, loss_on="answer" if is_on_answers else "all")
+    sizes, _ = counting(task, monkeypatch)
+    assert list(task._pieces(rows)) == pieces
+    assert task.encode_rows(pieces) == one_by_one
+    assert ("scored" in one_by_one[0]) == is_on_answers
+    assert len(sizes) <= 2 * 3 + 3  # three chunks of 64 rows, read and encoded
+    whole = [number for piece in one_by_one[:1] for number in piece["ids"]]
+    assert whole == [*alone.tokenizer(texts[0], add_special_tokens=False)["input_ids"], alone.end]
+
+
+def test_a_second_reading_of_the_rows_tokenises_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = load(folder, max_tokens=8, loss_on="all")
+    _, texts = counting(task, monkeypatch)
+    rows = [{"text": f"Ada keeps key {n} of the cellar. " * 5} for n in range(100)]
+    first = list(task._pieces(rows))
+    assert sorted(texts) == sorted(row["text"] for row in rows)
+    assert list(task._pieces(rows)) == first
+    assert len(texts) == len(rows)
+    longer = [{"text": row["text"] * 2} for row in rows]  # they have changed meanwhile
+    assert len(list(task._pieces(longer))) > len(first)
+
+
+def test_long_texts_do_not_fill_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_tokens, "_REMEMBERED_TOKENS", 1000)
+    monkeypatch.setattr(text_tokens, "_LETTERS_AT_ONCE", 4000)
+    task = load(folder, max_tokens=64, loss_on="all")
+    sizes, _ = counting(task, monkeypatch)
+    rows = [{"text": f"{n} " * 900} for n in range(20)]
+    pieces = list(task._pieces(rows))
+    assert max(sizes) <= 3
+    assert len(task._text_tokens._recent) == 1
+    encoded = zip(pieces, task.encode_rows(pieces), strict=True)
+    text = rows[0]["text"]
+    ids = [number for piece, one in encoded if piece["text"] == text for number in one["ids"]]
+    assert ids == [*task.tokenizer([text], add_special_tokens=False)["input_ids"][0], task.end]
 
 
 @pytest.mark.parametrize(

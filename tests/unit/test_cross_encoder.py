@@ -405,7 +405,7 @@ def test_an_export_of_the_other_form_is_refused(folder: Path, tmp_path: Path) ->
     with refused("ranking_head_absent", folder=tmp_path / "bi"):
         loaded(folder).load_export(tmp_path / "bi")
     exported(loaded(folder), tmp_path / "cross")
-    with refused("reranker_for_retriever", folder=tmp_path / "cross"):
+    with refused("export_of_other_form", folder=tmp_path / "cross", form="cross"):
         bi.load_export(tmp_path / "cross")
 
 

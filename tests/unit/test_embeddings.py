@@ -53,6 +53,9 @@ class Bags:
     def shorten(self, dims: int) -> None:
         raise NotImplementedError
 
+    def keep_layers(self, model: nn.Module, count: int) -> None:
+        raise NotImplementedError
+
 
 def bag_model() -> nn.Module:
     torch.manual_seed(3)

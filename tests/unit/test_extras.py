@@ -16,6 +16,7 @@ from trainer import tasks
 from trainer.api.run import Run
 from trainer.harness import lm_eval, mteb
 from trainer.protocol.task import Places
+from trainer.retrieval.sparse import word_weights
 from trainer.tasks.vera import use
 from trainer.training.options import Options
 
@@ -30,6 +31,7 @@ USES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "vera": ("sklearn", lambda folder: load("vera_tiny", folder)),
     "lm-eval": ("lm_eval", lambda folder: lm_eval.version()),
     "mteb": ("mteb", lambda folder: mteb.version()),
+    "sparse": ("scipy", lambda folder: word_weights.scipy_sparse()),
     "plots": ("matplotlib", lambda folder: Run(folder, {}, cache_dir=folder).plot()),
 }
 

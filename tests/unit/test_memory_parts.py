@@ -26,7 +26,7 @@ from trainer.data.order import Sharding, Sizes, window_rows
 from trainer.devices import GIB, device_of
 from trainer.launch import choose
 from trainer.launch.prepare import PreparedRun
-from trainer.plan.memory import plan_text
+from trainer.plan.memory import measure, plan_text
 from trainer.plan.memory.advice import (
     Advice,
     Fix,
@@ -551,3 +551,8 @@ assert utils.is_scipy_available is before
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_step_is_measured_again_where_any_file_of_the_program_has_changed() -> None:
+    names = {str(file.relative_to(measure.ROOT)) for file in measure.files_of_program()}
+    assert {"trainer/plan/memory/measure.py", "trainer/models/head.py"} <= names

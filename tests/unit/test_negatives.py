@@ -49,7 +49,7 @@ def run(*ids: str) -> Rankings:
 def negatives(found: Rankings, query: Query = QUERY, **window: Any) -> list[str]:
     chosen = RankRange(**{"count": 50, **window})
     (row,) = training_rows(
-        found, [query], PASSAGES, positives=positives_of([query], None), window=chosen
+        [found], [query], PASSAGES, positives=positives_of([query], None), window=chosen
     )
     return [passage["docid"] for passage in row["negative_passages"]]
 
@@ -94,7 +94,7 @@ def test_questions_without_a_positive_or_a_negative_are_left_out() -> None:
     queries = [QUERY, Query("bare", "q", [], []), Query("easy", "q", [], ["gold"])]
     found = {**run("n1"), "bare": [Hit("n1", 1.0)], "easy": [Hit("gold", 1.0)]}
     rows = training_rows(
-        found, queries, PASSAGES, positives=positives_of(queries, None), window=RankRange(3)
+        [found], queries, PASSAGES, positives=positives_of(queries, None), window=RankRange(3)
     )
     with left_out.reading() as notes:
         assert [row["query_id"] for row in rows] == ["q"]
@@ -103,7 +103,7 @@ def test_questions_without_a_positive_or_a_negative_are_left_out() -> None:
     with refused("no_positive_and_negative"):
         list(
             training_rows(
-                {}, queries, PASSAGES, positives=positives_of(queries, None), window=RankRange(3)
+                [], queries, PASSAGES, positives=positives_of(queries, None), window=RankRange(3)
             )
         )
 
@@ -118,7 +118,7 @@ def test_an_empty_window_is_refused(values: Any) -> None:
 
 def test_a_training_row_is_tevatrons(tmp_path: Path) -> None:
     rows = training_rows(
-        run("n1"), [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=RankRange(3)
+        [run("n1")], [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=RankRange(3)
     )
     assert write_rows(tmp_path / "train.jsonl", rows) == 1
     assert json.loads((tmp_path / "train.jsonl").read_text()) == {
@@ -160,7 +160,7 @@ def test_an_error_on_the_way_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         write_rows(
             tmp_path / "train.jsonl",
             training_rows(
-                {}, [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=RankRange(1)
+                [], [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=RankRange(1)
             ),
         )
     assert (tmp_path / "train.jsonl").read_text() == "old"

@@ -36,7 +36,7 @@ from trainer.data.order import (
 )
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError
-from trainer.protocol.task import DRAW, EPOCH, Batch, Encoded, Task
+from trainer.protocol.task import DRAW, EPOCH, STEP, Batch, Encoded, Task
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -588,6 +588,22 @@ def test_the_epoch_of_each_row_is_told_where_an_epoch_ends_within_a_step(
     assert {row: sorted(epochs) for row, epochs in seen.items()} == {
         n: [0, 1, 2] for n in range(40)
     }
+
+
+def test_the_number_of_its_step_is_told_to_each_row_from_1_and_after_a_resume(
+    store: TokenStore,
+) -> None:
+    seen: list[list[int]] = []
+
+    class Steps(_Lines):
+        def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+            seen.append([int(row[STEP][0]) for row in rows])
+            return super().collate(rows)
+
+    sharding = Sharding(8, 4, 1, 0)
+    list(windows(store, Steps().as_task(), sharding, seed=1, start_step=0, stop_step=2))
+    list(windows(store, Steps().as_task(), sharding, seed=1, start_step=6, stop_step=7))
+    assert seen == [[1] * 4, [1] * 4, [2] * 4, [2] * 4, [7] * 4, [7] * 4]
 
 
 def test_closing_early_ends_the_thread_which_was_never_far_ahead(store: TokenStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,17 @@ def test_a_lost_file_is_unpacked_again(tmp_path: Path, monkeypatch: pytest.Monke
     content = file.read_bytes()
     file.unlink()
     assert (unpack() / "fid/eval_cases.json").read_bytes() == content
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+
+
+def test_who_comes_second_leaves_the_files_that_the_first_one_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes of pytest on a new machine unpack at once."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ThreadPoolExecutor(3) as pool:
+        made = [pool.submit(lambda: unpacked_folder.__wrapped__().stat().st_ino) for _ in range(3)]
+    assert len({one.result() for one in made}) == 1
 
 
 def test_a_cut_tensor_holds_its_largest_number_and_is_compared_where_it_is_known() -> None:

@@ -179,6 +179,10 @@ def test_training_rows_get_the_scores_of_a_teacher_positives_first(
     [
         ([], fault("rerank_source")),
         (["--run", "run.trec"], fault("rerank_texts")),
+        (
+            ["--run", "r", "--queries", "q", "--passages", "p", "--drop_above", "1"],
+            fault("drop_without_rows"),
+        ),
         (["--rows", "r", "--format", "csv"], fault("flag_choice", flag="--format csv")),
         (["--rows", "r", "--precision", "fp8"], fault("flag_choice", flag="--precision fp8")),
     ],
@@ -202,6 +206,42 @@ def test_a_model_without_pairs_and_a_run_of_other_questions_are_refused(
     result = forked.run(*TRAINER, *words)
     assert result.returncode == 2
     says("ranking_of_others", result.stderr, count=NUM_QUERIES, ours="x", theirs="q0")
+
+
+def test_a_judge_leaves_out_negatives_that_it_prefers_to_the_positive(
+    folder: Path, tmp_path: Path
+) -> None:
+    rows = facts(0, NUM_PASSAGES)
+    passages = [
+        {"docid": f"p{n}", "title": "", "text": row["context"]} for n, row in enumerate(rows)
+    ]
+    mined = [
+        {
+            "query_id": f"q{n}",
+            "query": rows[n]["question"],
+            "positive_passages": passages[n : n + 1],
+            "negative_passages": passages[n + 1 : n + 6],
+        }
+        for n in range(4)
+    ]
+    path, out = tmp_path / "mined.jsonl", tmp_path / "judged.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in mined))
+    words = argv(folder, "--rows", str(path), "--out", str(out))
+    result = forked.run(*TRAINER, *words, "--drop_margin", "0")
+    assert result.returncode == 0, result.stdout + result.stderr
+    wanted: dict[str, list[str]] = {}
+    for row in mined:
+        every = [*row["positive_passages"], *row["negative_passages"]]
+        first, *scores = scores_of(folder, [(row["query"], every)])
+        pairs = zip(row["negative_passages"], scores, strict=True)
+        kept = [passage["docid"] for passage, score in pairs if score <= first]
+        wanted |= {row["query_id"]: kept} if kept else {}
+    got = {
+        row["query_id"]: [passage["docid"] for passage in row["negative_passages"]]
+        for row in map(json.loads, out.read_text().splitlines())
+    }
+    assert got == wanted
+    assert sum(map(len, got.values())) < 20
 
 
 def test_a_row_without_passages_or_texts_is_refused() -> None:

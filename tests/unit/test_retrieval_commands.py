@@ -284,6 +284,31 @@ def test_the_first_numbers_of_vectors_are_searched_and_judged(found: Place, tmp_
     says("vectors_of_two_models", done.stderr)
 
 
+@pytest.mark.long
+def test_fewer_blocks_give_vectors_of_a_model_of_their_own(found: Place, tmp_path: Path) -> None:
+    for side in ("query", "passage"):
+        (done,) = encode(found, side, "--layers", "1", "--dims", "8", out=tmp_path / side)
+        assert done.returncode == 0, done.stdout + done.stderr
+    task: Any = tasks.load(
+        tasks.parse(found.values), Places(found.folder, found.folder / "cache", found.folder)
+    )
+    model = task.load_export(found.run_folder / "best")
+    task.keep_layers(model, 1)
+    task.shorten(8)
+    first = json.loads((found.folder / "queries.jsonl").read_text().splitlines()[0])
+    ids = task.ids([{"text": first["query"]}], side="query")
+    wanted = task.embed(model, ids, side="query").detach().numpy()
+    vectors = embeddings.read(tmp_path / "query").vectors[0]
+    np.testing.assert_allclose(vectors[:1].astype(np.float32), wanted, atol=2e-3)
+    both = ["--queries", found.path("query"), "--passages", str(tmp_path / "passage")]
+    done = forked.run(*TRAINER, "search", *both, "--out", str(tmp_path / "no.trec"))
+    assert done.returncode == 2
+    says("vectors_of_two_models", done.stderr)
+    (done,) = encode(found, "query", "--layers", "3", out=tmp_path / "more")
+    assert done.returncode == 2
+    says("layers_beyond_base", done.stderr, got=3, blocks=2, most=2)
+
+
 def test_int8_passages_are_encoded_with_their_recall_and_searched(found: Place) -> None:
     out = found.folder / "int8"
     (done,) = encode(found, "passage", "--dtype", "int8", "--shard_rows", "40", out=out)

@@ -38,8 +38,9 @@ def as_found(*, compiles: bool = False) -> Iterator[None]:
         device_defaults.before_torch()
         import torch
 
-        from trainer.runtime import distributed, rng
+        from trainer.runtime import distributed, host_memory, rng
 
+        stack.callback(host_memory.let_go)
         stack.enter_context(_logging())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

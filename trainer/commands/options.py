@@ -160,6 +160,15 @@ Dims = Annotated[
         "loss.matryoshka.",
     ),
 ]
+Layers = Annotated[
+    int | None,
+    typer.Option(
+        "--layers",
+        min=1,
+        help="Use the first blocks of the base only; of a model trained with "
+        "loss.matryoshka.layers.",
+    ),
+]
 BatchSize = Annotated[
     int | None,
     typer.Option("--batch", min=1, help="Rows per device and forward; default train.eval_batch."),

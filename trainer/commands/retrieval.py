@@ -17,7 +17,6 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
     from trainer.data.readers.rankings import Rankings
-    from trainer.retrieval.embeddings import Embeddings
 
 RunFile = Annotated[
     Path,
@@ -67,6 +66,15 @@ FormOfVectors = Annotated[
         help="Form of the vectors on disk: float16, float32, or, for passages, int8 or binary.",
     ),
 ]
+PoolFactor = Annotated[
+    float | None,
+    typer.Option(
+        "--pool_factor",
+        min=1.0,
+        help='Passages of a model of form "late": leave about one vector of so many, by joining '
+        "those that are alike.",
+    ),
+]
 At = Annotated[
     list[int] | None, typer.Option("--at", min=1, help="A cut-off k; may be given several times.")
 ]
@@ -90,14 +98,16 @@ def encode(
     ] = "fp32",
     shard_rows: options.ShardRows = None,
     dims: options.Dims = None,
+    layers: options.Layers = None,
+    pool_factor: PoolFactor = None,
     strict: Strict = False,
 ) -> None:
     """Write the vectors of a corpus or of questions; under torchrun, every rank writes a shard at a
     time.
     """
+    from trainer.commands.vectors.forms import writer_of
     from trainer.data import left_out
     from trainer.evaluation.run import Question, open_model
-    from trainer.protocol.abilities import Embeds
     from trainer.retrieval import embeddings
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
@@ -106,14 +116,14 @@ def encode(
     values = which.values()
     distributed.init()
     task, retriever, folder = open_model(Question(values, model=model), which.run_options())
-    if not isinstance(task, Embeds):
-        raise ConfigError(
-            f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
-        )
+    flags: dict[str, Any] = {"dims": dims, "factor": pool_factor, "layers": layers}
+    writer = writer_of(task, side=side, dtype=dtype, **flags)
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
     if dims is not None:
-        task.shorten(dims)
         weights += f", first {dims}"  # comparable with one another alone
+    if layers is not None:
+        task.keep_layers(retriever, layers)
+        weights += f", {layers} layers"
 
     def read() -> list[Any]:
         # on rank 0 alone, and inside of on_main: the others get the refusal of --strict, too
@@ -121,35 +131,18 @@ def encode(
             return list(embeddings.digest_of(_rows(source, side, split)))
 
     texts, count = on_main(read)
-    rows = shard_rows or embeddings.shard_rows(count, distributed.world())
-    plan: dict[str, Any] = {"side": side, "dtype": dtype, "count": count, "shard_rows": rows}
-    vectors = embeddings.write(
+    rows = shard_rows or writer.store.shard_rows(count, distributed.world())
+    plan = {"side": side, "dtype": dtype, "count": count, "model": weights, "texts": texts}
+    how = {"side": side, "batch": batch or 64, "precision": precision}
+    vectors = writer.store.write(
         out,
         lambda: _rows(source, side, split),
-        embeddings.encoder_of(
-            task,
-            retriever,
-            side="query" if side == "query" else "passage",
-            batch=batch or 64,
-            precision="bf16" if precision == "bf16" else "fp32",
-        ),
-        plan=embeddings.EmbeddingsPlan(model=weights, texts=texts, **plan),
+        writer.store.encoder_of(task, retriever, **how, **writer.of_encoder),
+        plan=writer.plan(**plan, **writer.of_plan, shard_rows=rows),
     )
     if distributed.is_main():
-        _tell(vectors, out)
-
-
-def _tell(vectors: Embeddings, out: Path) -> None:
-    """Say how many vectors were written, and what their small form loses."""
-    typer.echo(
-        f"{out}: {vectors.plan.count} vectors of {vectors.dim} numbers, "
-        f"{len(vectors.shards)} shard(s)"
-    )
-    for depth, recall in vectors.recall.items():
-        typer.echo(
-            f"{out}: recall@{depth} {recall:.3f} of the exact vectors' nearest, with passages "
-            "as questions"
-        )
+        for line in vectors.told:
+            typer.echo(f"{out}: {line}")
 
 
 def _check_flags(side: str, dtype: str, precision: str, split: str | None) -> None:
@@ -267,7 +260,14 @@ def measures_of(asked: RankingOptions, split: str | None, *, strict: bool) -> di
 
 @options.guard
 def mine(
-    run: RunFile,
+    runs: Annotated[
+        list[Path],
+        typer.Option(
+            "--run",
+            help="The run file: TREC's columns, or question, passage, and score or rank. May be "
+            "given several times: their hits are taken in turn.",
+        ),
+    ],
     queries: QueriesFile,
     passages: PassagesFile,
     out: Annotated[
@@ -304,17 +304,18 @@ def mine(
     from trainer.retrieval import negatives
 
     window = negatives.RankRange(most, first, last, seed, keep_answers)
-    questions, of_run = list(read_queries(queries, split)), read_run(run)
+    questions = list(read_queries(queries, split))
+    read = [read_run(run) for run in runs]
     judgements = None if qrels is None else read_qrels(qrels)
     positives = negatives.positives_of(questions, judgements)
-    needed = {
-        hit.passage for query in questions for hit in of_run.get(query.id, [])[first - 1 : last]
-    }
+    hits = negatives.in_turn(read, window)
+    needed = {hit.passage for query in questions for hit in hits.get(query.id, [])}
     texts = corpora.passages_with_ids(passages, needed.union(*positives.values()))
-    rows = negatives.training_rows(of_run, questions, texts, positives=positives, window=window)
-    strangers = {*of_run, *(judgements or ())} if split is None else ()
+    rows = negatives.training_rows(read, questions, texts, positives=positives, window=window)
+    strangers = {*hits, *(judgements or ())} if split is None else ()
     rows = negatives.noting_strangers(rows, strangers, questions)
-    count = negatives.write_rows(out, left_out.refusing(rows, str(run), strict=strict))
+    names = ", ".join(map(str, runs))
+    count = negatives.write_rows(out, left_out.refusing(rows, names, strict=strict))
     typer.echo(f"{out}: {count} of {len(questions)} questions")
 
 

@@ -10,6 +10,7 @@ from trainer.config import deepspeed_config
 from trainer.config.schema import Experiment
 
 AUTO = "auto"
+CHUNKS = "loss.chunk_tokens"
 # The fastest first; stage 0 is not among them, for it accumulates gradients of a bf16 model in
 # bf16.
 PRESETS = ("zero2", "zero3", "zero2_offload", "zero3_offload")
@@ -34,6 +35,16 @@ def with_recomputation(cfg: Experiment, how: bool | int) -> Experiment:
     """The experiment with `train.gradient_checkpointing` settled."""
     train = cfg.train.model_copy(update={"gradient_checkpointing": how})
     return cfg.model_copy(update={"train": train})
+
+
+def with_chunk_tokens(cfg: Any, tokens: int) -> Any:
+    """The experiment of a retriever with `loss.chunk_tokens` settled."""
+    return cfg.model_copy(update={"loss": cfg.loss.model_copy(update={"chunk_tokens": tokens})})
+
+
+def chunk_tokens(cfg: Any) -> int | str | None:
+    """`loss.chunk_tokens` of an experiment; None where it has none."""
+    return getattr(getattr(cfg, "loss", None), "chunk_tokens", None)
 
 
 def placeholder(name: str, cfg: Experiment) -> str:

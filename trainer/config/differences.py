@@ -47,17 +47,30 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differing(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Keys that are absent somewhere or differ in value, in order of appearance."""
     keys = dict.fromkeys(key for values in dictionaries for key in values)
-    absent = object()
-    return tuple(
-        key
-        for key in keys
-        if len({_identity(values.get(key, absent), absent) for values in dictionaries}) > 1
-    )
+    return tuple(key for key in keys if _differs(dictionaries, key))
 
 
-def _identity(value: Any, absent: object) -> str:
+_ABSENT = object()
+_EXACT = (str, int, bool, type(None))  # of one type, equal values are written equally
+
+
+def _differs(dictionaries: Sequence[Mapping[str, Any]], key: str) -> bool:
+    """Whether a key is absent in some of these, or has another value than in the first one."""
+    first = dictionaries[0].get(key, _ABSENT)
+    kind, identity = type(first), _identity(first)
+    is_exact = kind in _EXACT
+    for values in dictionaries:
+        value = values.get(key, _ABSENT)
+        if is_exact and type(value) is kind and value == first:
+            continue
+        if _identity(value) != identity:
+            return True
+    return False
+
+
+def _identity(value: Any) -> str:
     # 1, 1.0, "1" and True differ
-    return "" if value is absent else json.dumps(value, sort_keys=True, default=str)
+    return "" if value is _ABSENT else json.dumps(value, sort_keys=True, default=str)
 
 
 def short_names(keys: Sequence[str]) -> list[str]:

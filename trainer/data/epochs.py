@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from trainer.data.arranged.pool import Pool
 from trainer.errors import DataError
 
 
@@ -62,6 +63,15 @@ class Epochs:
         first = math.ceil(epoch * self.steps)
         stop = math.floor((epoch + 1) * self.steps)
         return range(first, stop) if first <= step < stop else range(step, step + 1)
+
+    def pool(self, step: int) -> tuple[Pool, int]:
+        """The steps of its span, whose rows may change places, and the place of a step in it."""
+        span = self.span(step)
+        return Pool(span.start, len(span)), step - span.start
+
+    def rows_of(self, pool: Pool) -> np.ndarray:
+        """(steps, global_batch) the rows of a pool."""
+        return np.stack([self.rows(pool.first + place) for place in range(pool.count)])
 
     def epoch(self, step: int) -> int:
         """The epoch (0-based) of the first row of a step."""

@@ -1,7 +1,9 @@
 """Which rows each rank and micro-batch of a step trains on: f(seed, step, world).
 
 A step takes the next `global_batch` rows of its epoch (epochs.py); with `bucket_steps`, the rows of
-several steps are first sorted by length, so that a step has rows of similar length. A window is one
+several steps are first sorted by length, so that a step has rows of similar length; with an
+arrangement (arranged/), those of an epoch change places, so that a step has rows that belong
+together. A window is one
 rank's share of a step. It is cut into micro-batches of a fixed number of rows, or of at most
 `micro_tokens` tokens. A step depends on no earlier step, so resuming at step n costs nothing.
 
@@ -24,13 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.data.arranged.arrangement import Arrangement, arranged
 from trainer.data.epochs import Epochs
 from trainer.data.mixed.by_source import source_of_labels
 from trainer.data.mixed.mixture import Mix, Mixture, mixture_of
 from trainer.data.mixed.store import sources_in
 from trainer.errors import ConfigError, DataError
-from trainer.protocol.abilities import Packs, Shapes
-from trainer.protocol.task import DRAW, EPOCH, Batch, Task
+from trainer.protocol.abilities import ArrangesRows, Packs, Shapes
+from trainer.protocol.task import DRAW, EPOCH, STEP, Batch, Task
 from trainer.runtime import distributed
 
 if TYPE_CHECKING:
@@ -103,6 +106,7 @@ class Sizes:
     kinds_N: np.ndarray  # (rows,)
     is_packed: bool = False  # micro-batches are streams of real tokens without padding
     sources: tuple[int, ...] = ()  # the rows of each source of a mix
+    arrangement: Arrangement | None = None  # which rows belong together in a step
 
     def __len__(self) -> int:
         return len(self.kinds_N)
@@ -119,11 +123,12 @@ Lengths = np.ndarray | Sizes  # (rows,): one axis, one kind
 def sizes_of(store: TokenStore, task: object) -> Sizes:
     """The sizes of a store's rows as its task pads or packs them."""
     is_packed, sources = isinstance(task, Packs) and task.is_packed, sources_in(store)
+    by = task.arrangement(store, sources) if isinstance(task, ArrangesRows) else None
     if not isinstance(task, Shapes):
-        return Sizes(store.axes(), np.zeros(len(store), np.int32), is_packed, sources)
+        return Sizes(store.axes(), np.zeros(len(store), np.int32), is_packed, sources, by)
     kind = task.kind_field()
     kinds = np.zeros(len(store), np.int32) if kind is None else store.numbers(kind)
-    return Sizes(store.axes(task.padded_fields()), kinds, is_packed, sources)
+    return Sizes(store.axes(task.padded_fields()), kinds, is_packed, sources, by)
 
 
 def _sizes(lengths: Lengths) -> Sizes:
@@ -152,8 +157,13 @@ def bucketed_step_rows(
     epoch has the same rows as without buckets.
 
     A seed of None ignores bucket_steps. The last bucket of an epoch may have fewer steps, and a
-    step with rows of two epochs is a bucket of its own.
+    step with rows of two epochs is a bucket of its own. Rows that belong together (Sizes) are put
+    into one step instead.
     """
+    by = lengths.arrangement if isinstance(lengths, Sizes) else None
+    if by is not None and epochs.seed is not None:
+        pool, place = epochs.pool(step)
+        return arranged(epochs, pool, by).rows_SB[place]
     if bucket_steps == 1 or epochs.seed is None:
         return epochs.rows(step)
     span = epochs.span(step)
@@ -357,6 +367,7 @@ class _Collation:
             **self.store[number],
             DRAW: (words >> np.uint64(1)).astype(np.int64),
             EPOCH: np.array([epoch]),
+            STEP: np.array([step + 1]),
         }
 
 

@@ -180,6 +180,12 @@ class TokenStore:
         """(rows,) int64: the number of ids of each row in `field`."""
         return np.diff(self._offsets[field])
 
+    def texts(self, field: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all rows in `field`, (ids,) int32, and (rows + 1,) where those of each row
+        begin in them.
+        """
+        return self._ids[field], np.asarray(self._offsets[field])
+
     def numbers(self, field: str) -> np.ndarray:
         """(rows,) int32: the value of a field that has one number per row; zeros when the rows do
         not have the field.

@@ -139,12 +139,18 @@ def open_file(path: Path) -> BinaryIO:
     """A file for reading. OSError, and at once, also for what is none: a pipe or a device, at which
     a reader would wait for ever, or a folder.
     """
+    descriptor, _ = _open(path)
+    return open(path, "rb", opener=lambda *_: descriptor)  # its name is the path
+
+
+def _open(path: Path) -> tuple[int, int]:
+    """(descriptor, size) of a file that is opened for reading. OSError as `open_file`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return open(path, "rb", opener=lambda *_: descriptor)  # its name is the path
+    about = os.fstat(descriptor)
+    if stat.S_ISREG(about.st_mode):
+        return descriptor, about.st_size
     os.close(descriptor)
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(about.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "no file but a pipe, a socket or a device", str(path))
 
@@ -152,12 +158,25 @@ def open_file(path: Path) -> BinaryIO:
 def read_small(path: Path) -> bytes:
     """The content of a file that is small by its nature. OSError as `open_file`, and for more than
     LARGEST bytes: a file of another kind, put there by mistake, does not fill the memory.
+
+    It makes no file object, which a list of thousands of runs would make ten of for each run.
     """
-    with open_file(path) as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise _too_large(path)
-    return content
+    descriptor, size = _open(path)
+    try:
+        content = b""
+        # the end is where nothing more comes: the file may have grown, and some have no size
+        while len(content) <= LARGEST:
+            most = min(max(size - len(content), 0) + 4096, LARGEST + 1 - len(content))
+            block = os.read(descriptor, most)
+            if not block:
+                return content
+            content += block
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(descriptor)
+    raise _too_large(path)
 
 
 def bounded_lines(file: IO[bytes]) -> Iterator[bytes]:

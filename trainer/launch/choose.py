@@ -27,8 +27,9 @@ from trainer.plan.memory.advice import (
     recomputation_line,
     recomputing,
 )
-from trainer.plan.memory.measure import MeasuringError
+from trainer.plan.memory.measure import MeasuringError, measuring, with_value
 from trainer.plan.memory.plan import make
+from trainer.plan.memory.planned_rows import training_batches
 from trainer.plan.time.fastest import ways
 from trainer.plan.time.target import target_of
 from trainer.plan.time.text import duration
@@ -37,6 +38,7 @@ from trainer.training.run_plan import with_rows
 
 if TYPE_CHECKING:
     from trainer.devices import Device
+    from trainer.plan.memory.subject import Subject
     from trainer.plan.time.target import Target
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
@@ -55,10 +57,8 @@ class Chosen:
 
 def choose(plan: RunPlan, options: Options) -> Chosen:
     """Look whether the saved step is there that the run goes on with, if it goes on with one, and
-    whether that was trained on the same rows. Count the steps that train.epochs are. Choose the
-    DeepSpeed file, the micro-batch, the recomputed blocks and the place of frozen weights, each if
-    the experiment says "auto". Rank 0 loads the task and the rows once for all choices. A
-    collective.
+    whether that was trained on the same rows. Count the steps that train.epochs are, and choose
+    all that is "auto". Rank 0 loads the task and the rows once for that. A collective.
 
     ConfigError if the device is not known; DoesNotFitError if nothing fits.
     """
@@ -68,7 +68,8 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
     train = plan.cfg.train
     preset = options.deepspeed or plan.cfg.deepspeed
     is_open = AUTO in (preset, plan.values["train"]["micro_batch"])
-    is_auto = is_open or AUTO in (train.gradient_checkpointing, train.frozen)
+    settled = (train.gradient_checkpointing, train.frozen, auto.chunk_tokens(plan.cfg))
+    is_auto = is_open or AUTO in settled
     # read before anything is written: the sources of a mix, and the rows of a run that goes on with
     # another one
     other = None if on_main(lambda: _has_begun(plan, options)) else plan.cfg.continues
@@ -97,12 +98,13 @@ def choose(plan: RunPlan, options: Options) -> Chosen:
             values["preset"], values["rows"] = _preset_and_rows(run, preset, options.device)
             run = replace(run, plan=_with_choices(plan, values, options.until))
         if train.gradient_checkpointing == AUTO:
-            goes_on = _has_begun(plan, options)
-            recorded = run_folder.recorded_recomputation(plan.folder) if goes_on else None
-            values["recomputed"] = recomputation(run, name=options.device, recorded=recorded)
+            values["recomputed"] = settled_recomputation(run, options)
             run = replace(run, plan=_with_choices(plan, values, options.until))
         if train.frozen == AUTO:
             values["frozen"] = frozen(run, name=options.device)
+        if auto.chunk_tokens(plan.cfg) == AUTO:
+            run = replace(run, plan=_with_choices(plan, values, options.until))
+            values["chunk"] = settled_chunks(run, options)
         return values
 
     values = on_main(choices)
@@ -127,6 +129,8 @@ def _with_choices(plan: RunPlan, chosen: Mapping[str, Any], until: int | None) -
         cfg = auto.with_recomputation(cfg, chosen["recomputed"])
     if "frozen" in chosen:
         cfg = with_frozen(cfg, chosen["frozen"])
+    if "chunk" in chosen:
+        cfg = auto.with_chunk_tokens(cfg, chosen["chunk"])
     return replace(plan, cfg=cfg, ds=ds, sharding=sharding)
 
 
@@ -217,6 +221,13 @@ def _first_that_fits(
     return None
 
 
+def settled_recomputation(run: PreparedRun, options: Options) -> bool | int:
+    """The value for train.gradient_checkpointing="auto", after a look at earlier starts."""
+    goes_on = _has_begun(run.plan, options)
+    recorded = run_folder.recorded_recomputation(run.plan.folder) if goes_on else None
+    return recomputation(run, name=options.device, recorded=recorded)
+
+
 def recomputation(run: PreparedRun, *, name: str | None, recorded: bool | int | None) -> bool | int:
     """The value for train.gradient_checkpointing="auto": that of an earlier start of the run,
     unless it does not fit this device. ConfigError if memory cannot be planned.
@@ -255,3 +266,49 @@ def frozen(run: PreparedRun, *, name: str | None) -> str:
     how = "replicate" if fits else "shard"
     logger.info("memory: frozen weights: %s (train.frozen is auto)", how)
     return how
+
+
+def settled_chunks(run: PreparedRun, options: Options) -> int:
+    """The value for loss.chunk_tokens="auto": that of an earlier start of the run, so that it goes
+    on with the same bits, else chunk_tokens().
+    """
+    goes_on = _has_begun(run.plan, options)
+    recorded = run_folder.recorded_chunk_tokens(run.plan.folder) if goes_on else None
+    return recorded or chunk_tokens(run, name=options.device)
+
+
+@measuring()
+def chunk_tokens(run: PreparedRun, *, name: str | None) -> int:
+    """The value for loss.chunk_tokens="auto": the most tokens with which the heaviest micro-batch
+    fits the device, out of the longest text's and the doubles of it, up to those with which every
+    side of a micro-batch is one chunk. ConfigError without a device, or if memory cannot be
+    planned.
+    """
+    target = target_of(name, world=run.plan.sharding.world).device
+    if target is None:
+        raise ConfigError(
+            'loss.chunk_tokens="auto" needs to know the device. Run on a GPU, give --device, such '
+            "as --device 24GiB, or say a number."
+        )
+    subject = run.subject()
+    least = max(run.task.limits().values())
+    most = max(int(subject.train.lengths[one.numbers].sum()) for one in training_batches(subject))
+    sizes = [least]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    try:
+        fitting = (size for size in reversed(sizes) if _fits_in_chunks(subject, size, target))
+        tokens = next(fitting, least)  # where nothing fits, the plan of the run says so
+    except MeasuringError as error:
+        raise ConfigError(
+            f'loss.chunk_tokens="auto": no plan can be basis. Say a number.\n{error}'
+        ) from error
+    logger.info("memory: chunks of %d tokens (loss.chunk_tokens is auto)", tokens)
+    return tokens
+
+
+def _fits_in_chunks(subject: Subject, tokens: int, device: Device) -> bool:
+    values = with_value(subject.values, auto.CHUNKS, tokens)
+    cfg = auto.with_chunk_tokens(subject.cfg, tokens)
+    memory = make(replace(subject, values=values, cfg=cfg), cublas=device.cublas_nbytes)
+    return memory.total <= device.bytes_to_fill(subject.sharding.world)

@@ -25,7 +25,7 @@ from trainer.plan.memory.measure import MeasuringError, measuring
 from trainer.plan.memory.plan import MemoryPlan, make
 from trainer.plan.memory.planned_rows import Specimens
 from trainer.plan.time.target import target_of
-from trainer.protocol.task import DRAW, EPOCH
+from trainer.protocol.task import DRAW, EPOCH, STEP
 from trainer.runtime import distributed, rng
 from trainer.runtime.batch import batch_of, name_batch_when_out_of_memory, to_device
 from trainer.training.engine import Engine, trainable
@@ -137,6 +137,7 @@ def rehearse(
             **of_row,
             DRAW: np.zeros(1, dtype=np.int64),
             EPOCH: np.zeros(1, dtype=np.int64),
+            STEP: np.ones(1, dtype=np.int64),
         }
         for of_row in _rehearse(run, trained_rows, is_planned=is_planned)
     ]

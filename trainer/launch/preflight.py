@@ -40,7 +40,7 @@ from trainer.models.optimizers.rates import freeze_whole, places, rules
 from trainer.models.weights import weight_files
 from trainer.plan.time.target import target_of
 from trainer.protocol.abilities import Answers, LearnsFromTeacher, Mixes
-from trainer.protocol.task import DRAW, EPOCH, Encoded, Places
+from trainer.protocol.task import DRAW, EPOCH, STEP, Encoded, Places
 from trainer.runtime.distributed import on_main
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
@@ -396,7 +396,12 @@ def _units(task: Task, rows: Iterable[Mapping[str, Any]]) -> int:
 def _with_draw(row: Mapping[str, Any]) -> dict[str, Any]:
     """An encoded row with the fields that training adds for collate."""
     zero = np.zeros(1, dtype=np.int64)
-    return {**{name: np.asarray(ids) for name, ids in row.items()}, DRAW: zero, EPOCH: zero}
+    return {
+        **{name: np.asarray(ids) for name, ids in row.items()},
+        DRAW: zero,
+        EPOCH: zero,
+        STEP: zero + 1,
+    }
 
 
 def _no_label(count: int) -> str:

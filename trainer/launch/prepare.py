@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
+from trainer.config.auto import CHUNKS, chunk_tokens
 from trainer.config.identity import digest
 from trainer.data import left_out
 from trainer.data.content import Content, content_of, shared_test_rows, valid_splits
@@ -34,7 +35,7 @@ from trainer.statistics.met_rows import MetRows
 from trainer.statistics.opening import opening_lines
 from trainer.survival import mirror
 from trainer.training import checkpoint
-from trainer.training.run_plan import say_padding
+from trainer.training.run_plan import say_steps
 from trainer.training.scoring import first_questions
 from trainer.training.session import ValidSet
 
@@ -78,8 +79,12 @@ class PreparedRun:
             rows: RowsByNumber = Specimens(self.task)
         else:
             rows = StoredRows(train, self.task, "train")
+        values = with_value(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing)
+        tokens = chunk_tokens(plan.cfg)
+        if tokens is not None:
+            values = with_value(values, CHUNKS, tokens)
         return Subject(
-            with_value(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing),
+            values,
             plan.cfg,
             plan.ds,
             plan.sharding,
@@ -111,7 +116,7 @@ class PreparedRun:
         digests = {split: store.digest for split, store in self.stores.items()}
         versions = {"torch": version("torch"), "transformers": version("transformers")}
         shards = [plan.sharding.world, plan.sharding.micro_batch, bool(self.questions)]
-        shards += [train.frozen, train.gradient_checkpointing]
+        shards += [train.frozen, train.gradient_checkpointing, chunk_tokens(plan.cfg)]
         return digest(
             {"values": plan.values, "ds": plan.ds, "shards": shards, "device": target.name}
             | digests
@@ -149,7 +154,7 @@ def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> Pre
     distributed.make_side_group()  # early: while it is made, the death of a rank is noticed late
     lap("rows")
     if not is_streamed(task):
-        say_padding(plan, sizes_of(stores["train"], task))
+        say_steps(plan, sizes_of(stores["train"], task))
     for split in ("train", *valid_splits(cfg)):
         for line in opening_lines(split, stores[split]):
             logger.info("%s", line)

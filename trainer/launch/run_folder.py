@@ -17,6 +17,7 @@ from trainer.config.identity import digest
 from trainer.config.userfile import kind
 from trainer.data import left_out
 from trainer.data.content import content_of, content_of_rows, rows_of
+from trainer.data.mixed.store import sources_in
 from trainer.data.stream.store import is_streamed
 from trainer.errors import ConfigError, DataError, LatheError, ResumeError, StorageError
 from trainer.exports import card, record
@@ -24,7 +25,7 @@ from trainer.files.atomic import read_json, refusals, refuse_link_out, write_jso
 from trainer.files.held_lock import HeldLock
 from trainer.metrics import own
 from trainer.models import base_source
-from trainer.protocol.abilities import LearnsFromTeacher
+from trainer.protocol.abilities import ArrangesRows, LearnsFromTeacher
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.survival import groups, lifeline
@@ -53,6 +54,7 @@ WRITTEN_AGAIN = (
     "memory_plan.json",
 )
 _TEACHER = "teacher"  # the key of its digest in data.json
+_TOPICS = "topics of data.batches"  # the key of their digest in data.json
 _OF_RUN = "weights of the run before"  # the key of their digest in data.json
 _NEW_SHARES = (
     " The rule of data.valid_share is another one than before 2026-11-26 (CHANGELOG.md): a run "
@@ -208,6 +210,17 @@ def recorded_recomputation(folder: Path) -> bool | int | None:
     return how if isinstance(how, int) else None
 
 
+def recorded_chunk_tokens(folder: Path) -> int | None:
+    """The value of loss.chunk_tokens in the last start of a run; None if its folder does not say
+    it.
+    """
+    try:
+        tokens = _read(folder / "resolved.json")["loss"]["chunk_tokens"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return tokens if isinstance(tokens, int) else None
+
+
 def _check_dictionary(plan: RunPlan) -> None:
     """ResumeError if the folder belongs to another dictionary. The ids of two dictionaries can
     collide (md5 of joined text); their digests cannot.
@@ -240,6 +253,10 @@ def identity_of(
     teacher = task.teacher_fingerprint() if isinstance(task, LearnsFromTeacher) else None
     if teacher is not None:
         now[_TEACHER] = teacher
+    if isinstance(task, ArrangesRows) and "train" in stores:
+        arrangement = task.arrangement(stores["train"], sources_in(stores["train"]))
+        if arrangement is not None and arrangement.digest is not None:
+            now[_TOPICS] = arrangement.digest
     of_run = base_source.begun_with(plan.cfg.base, places)
     return now if of_run is None else {**now, _OF_RUN: of_run}
 

@@ -19,6 +19,7 @@ from trainer.config.schema import Base, RandomBase
 from trainer.errors import ConfigError
 from trainer.models import base_source, families, fused, masks
 from trainer.models.frozen import quantized
+from trainer.models.lean import gated
 from trainer.models.weights import absent, config_file, generation_file, weight_files
 from trainer.models.weights.t5_encoder_weights import encoder_source
 from trainer.models.weights.zero3 import tied_as_saved
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Places
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What is taken of a base. "encoder": the body without a head; of a T5, its encoder.
-Kind = Literal["causal_lm", "seq2seq_lm", "encoder"]
+# What is taken of a base. "encoder": the body without a head; of a T5, its encoder. "masked_lm":
+# the body with the head that fills masks.
+Kind = Literal["causal_lm", "seq2seq_lm", "encoder", "masked_lm"]
 
 
 def load(
@@ -84,6 +86,7 @@ def _mend(model: PreTrainedModel, bits: quantized.Bits | None, precision: str) -
         quantized.quantize(model, bits, DTYPES[precision])
     masks.mend_attention(model)
     fused.fuse(model)
+    gated.keep_less(model)
     generation_file.keep_ids_alone(model)
     return model
 
@@ -171,6 +174,7 @@ def _model_class(config: PretrainedConfig, kind: Kind) -> Any:
         "causal_lm": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         "seq2seq_lm": transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         "encoder": transformers.MODEL_MAPPING,
+        "masked_lm": transformers.MODEL_FOR_MASKED_LM_MAPPING,
     }[kind]
     what, advice = _description(config)
     is_other = kind == "causal_lm" and (config.is_encoder_decoder or what == _MASKED)
@@ -191,6 +195,7 @@ _WANTED: dict[Kind, str] = {
     "causal_lm": "a decoder, which writes a text from left to right, such as llama or gpt_bigcode",
     "seq2seq_lm": "an encoder-decoder, such as t5",
     "encoder": "a language model with a body of its own, such as t5, bert or llama",
+    "masked_lm": "an encoder of masked language modelling, such as bert or modernbert",
 }
 _MASKED = "an encoder of masked language modelling"
 

@@ -33,6 +33,8 @@ class Family:
     rms_norm: str | None = None
     # The class of its feed-forward layers if they are T5's: wo(dropout(act(wi(states)))).
     feed_forward: str | None = None
+    # The class of its feed-forward layers if they are gated: down(act(gate) * up).
+    gated: str | None = None
     # Its rotations are applied in fp32, whatever the dtype of queries and keys.
     rotates_in_fp32: bool = False
     # Its first position is pad_token_id + 1 instead of 0.
@@ -63,46 +65,54 @@ _TABLE = (
         name="Llama",
         reader="rotary_decoder",
         rms_norm="LlamaRMSNorm",
+        gated="LlamaMLP",
     ),
     Family(
         model_type="mistral",
         name="Mistral",
         reader="rotary_decoder",
         rms_norm="MistralRMSNorm",
+        gated="MistralMLP",
     ),
     Family(
         model_type="qwen2",
         name="Qwen2",
         reader="rotary_decoder",
         rms_norm="Qwen2RMSNorm",
+        gated="Qwen2MLP",
     ),
     Family(
         model_type="qwen3",
         name="Qwen3",
         reader="rotary_decoder",
         rms_norm="Qwen3RMSNorm",
+        gated="Qwen3MLP",
     ),
     Family(
         model_type="phi3",
         name="Phi-3",
         reader="rotary_decoder",
         rms_norm="Phi3RMSNorm",
+        gated="Phi3MLP",
     ),
     Family(
         model_type="olmo2",
         name="OLMo 2",
         reader="rotary_decoder",
+        gated="Olmo2MLP",
         rotates_in_fp32=True,
     ),
     Family(
         model_type="gemma2",
         name="Gemma 2",
         reader="rotary_decoder",
+        gated="Gemma2MLP",
     ),
     Family(
         model_type="gemma3_text",
         name="Gemma 3",
         reader="rotary_decoder",
+        gated="Gemma3MLP",
         becomes_halves_of="t5gemma2",
     ),
     # T5 v1.1, flan-T5 and ByT5 have this model_type, too.
@@ -112,6 +122,7 @@ _TABLE = (
         reader="t5_encoder",
         rms_norm="T5LayerNorm",
         feed_forward="T5DenseActDense",
+        gated="T5DenseGatedActDense",
         start_key="decoder_start_token_id",
         scale_key="scale_decoder_outputs",
     ),
@@ -121,6 +132,7 @@ _TABLE = (
         reader="t5_encoder",
         rms_norm="MT5LayerNorm",
         feed_forward="MT5DenseActDense",
+        gated="MT5DenseGatedActDense",
         start_key="decoder_start_token_id",
     ),
     Family(
@@ -129,6 +141,7 @@ _TABLE = (
         reader="t5_encoder",
         rms_norm="UMT5LayerNorm",
         feed_forward="UMT5DenseActDense",
+        gated="UMT5DenseGatedActDense",
         reads_buckets_from_config=True,
         start_key="decoder_start_token_id",
         scale_key="tie_word_embeddings",
@@ -136,17 +149,20 @@ _TABLE = (
     Family(
         model_type="longt5",
         name="LongT5",
+        gated="LongT5DenseGatedActDense",
         start_key="decoder_start_token_id",
         scale_key="scale_decoder_outputs",
     ),
     Family(
         model_type="t5gemma",
         name="T5Gemma",
+        gated="T5GemmaMLP",
         start_key="decoder.bos_token_id",
     ),
     Family(
         model_type="t5gemma2",
         name="T5Gemma 2",
+        gated="T5Gemma2MLP",
         start_key="decoder.bos_token_id",
         reads_pictures=True,
     ),
@@ -176,16 +192,19 @@ _TABLE = (
         model_type="modernbert",
         name="ModernBERT",
         reader="stock",
+        gated="ModernBertMLP",
     ),
     Family(
         model_type="granite",
         name="Granite",
         reader="stock",
+        gated="GraniteMLP",
     ),
     Family(
         model_type="cohere",
         name="Cohere",
         reader="stock",
+        gated="CohereMLP",
     ),
 )
 FAMILIES = {row.model_type: row for row in _TABLE}

@@ -35,11 +35,11 @@ def fuse(model: nn.Module) -> None:
     for module in model.modules():
         forward = _FUSED.get(type(module).__name__)
         if forward is not None and type(module).forward is not forward:
-            module.__class__ = _like(type(module), forward)
+            module.__class__ = like(type(module), forward)
 
 
 @functools.cache
-def _like(stock: type[nn.Module], forward: Any) -> type[nn.Module]:
+def like(stock: type[nn.Module], forward: Any) -> type[nn.Module]:
     """A subclass of `stock` with another forward. A forward set on each module instead would make
     torch.compile compile the code around every module anew.
     """
@@ -48,20 +48,20 @@ def _like(stock: type[nn.Module], forward: Any) -> type[nn.Module]:
 
 def _norm(self: Any, hidden: Tensor) -> Tensor:
     if hidden.device == _CPU:
-        return _stock(self).forward(self, hidden)
+        return stock_of(self).forward(self, hidden)
     return rms_norm(hidden, self.weight, self.variance_epsilon)
 
 
 def _gelu(self: Any, hidden: Tensor) -> Tensor:
     if hidden.device == _CPU:
-        return _stock(self).forward(self, hidden)
+        return stock_of(self).forward(self, hidden)
     return F.gelu(hidden, approximate="tanh")
 
 
 def _dense(self: Any, hidden: Tensor) -> Tensor:
     rate = self.dropout.p if self.training else 0.0
     if not rate or type(self.act) is not nn.ReLU or torch.compiler.is_compiling():
-        return _stock(self).forward(self, hidden)
+        return stock_of(self).forward(self, hidden)
     inner: Any = _DroppedReLU.apply(self.wi(hidden), rate)
     weight = self.wo.weight  # transformers leaves it in fp32 where the rest is read in fp16
     is_plain = isinstance(weight, Tensor) and weight.is_floating_point()
@@ -88,7 +88,8 @@ class _DroppedReLU(torch.autograd.Function):
         return (gradient * scale).masked_fill_(result <= 0, 0.0), None
 
 
-def _stock(module: nn.Module) -> Any:
+def stock_of(module: nn.Module) -> Any:
+    """The class that `like` gave another forward."""
     return type(module).__mro__[1]
 
 
@@ -149,7 +150,7 @@ def _compiled_kind(stock: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         return compiled(self, *given, **named)
 
-    kind = _like(stock, forward)
+    kind = like(stock, forward)
     kind.is_compiled = True  # pyright: ignore[reportAttributeAccessIssue]
     return kind
 

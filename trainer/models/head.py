@@ -20,6 +20,7 @@ from trainer.files import safetensors_file
 from trainer.models import losses
 from trainer.models.distillation import DistillationTerms, Lesson, likeliest
 from trainer.models.families import family_of
+from trainer.models.lean.adapter import lowered
 from trainer.models.losses import (
     PLAIN,
     Scorer,
@@ -200,7 +201,7 @@ def _loss_with_adapters(layer: Any, hidden_ND: Tensor, scoring: Scoring) -> Tens
     plain, down, up = layer.get_base_layer(), layer.lora_A[name], layer.lora_B[name]
 
     def of_states(hidden_ND: Tensor) -> Tensor:
-        low_NR = down(layer.lora_dropout[name](hidden_ND)) * layer.scaling[name]
+        low_NR = lowered(down, layer.lora_dropout[name], hidden_ND) * layer.scaling[name]
 
         def of_low(low_NR: Tensor) -> Tensor:
             scorer = Scorer(plain.weight, plain.bias, low_NR, up.weight)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainer.errors import ConfigError
+from trainer.models.packed.replaced import replaced
 
 
 def run(function: Callable[..., Any], *given: Any, number: int, every: int | None) -> Any:
@@ -30,6 +32,16 @@ def of_stock(base: Any, *, every: int | None, **how: Any) -> None:
     for blocks in _stacks(base):
         for number, block in enumerate(blocks):
             block.gradient_checkpointing = number % every == 0
+
+
+@contextmanager
+def nothing_of(base: nn.Module) -> Iterator[None]:
+    """Inside, no block of a stock model is computed again, whatever of_stock() said."""
+    blocks = [block for block in base.modules() if getattr(block, "gradient_checkpointing", False)]
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(replaced(block, "gradient_checkpointing", False))
+        yield
 
 
 def num_blocks(model: nn.Module) -> int:

@@ -320,6 +320,54 @@ class Embeds(Protocol):
         """
         ...
 
+    def keep_layers(self, model: nn.Module, count: int) -> None:
+        """Remove all but the first `count` blocks of the model's base. ConfigError where it has
+        fewer.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TokenVectors:
+    """The vectors of N texts, of which each has one for some of its tokens."""
+
+    vectors: Tensor  # (K, E), those of one text after the other
+    lengths: Tensor  # (N,) how many each text has, at least one
+
+
+@runtime_checkable
+class EmbedsTokens(Protocol):
+    """The ability to compute a vector for each token of queries and passages. Their relevance is
+    that of late interaction (models/lean/maxsim.py).
+    """
+
+    late: Any  # the block of the experiment, or of the export that was read
+
+    def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
+        """As Embeds.ids."""
+        ...
+
+    def token_vectors(
+        self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side
+    ) -> TokenVectors:
+        """The fp32 vectors of N token rows, on the model's device. model: in evaluation mode."""
+        ...
+
+
+@runtime_checkable
+class EmbedsWords(Protocol):
+    """The ability to compute weights of the words of a vocabulary for queries and passages, most of
+    them 0. The dot product of a query's and a passage's is their relevance.
+    """
+
+    def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
+        """As Embeds.ids."""
+        ...
+
+    def embed_words(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
+        """(N, V) fp32 weights of N token rows, on the model's device. model: in evaluation mode."""
+        ...
+
 
 # The ids of a query, and of each of its passages.
 IdLists = tuple[Sequence[int], Sequence[Sequence[int]]]
@@ -364,6 +412,17 @@ class Packs(Protocol):
     @property
     def is_packed(self) -> bool:
         """Whether this experiment packs its micro-batches."""
+        ...
+
+
+@runtime_checkable
+class ArrangesRows(Protocol):
+    """The ability to say which rows belong together in a step."""
+
+    def arrangement(self, store: Any, sources: tuple[int, ...]) -> Any:
+        """The Arrangement (trainer/data/arranged) of the rows of a split's token store; None: any
+        rows may share a step. sources: the rows of each source of a mix.
+        """
         ...
 
 

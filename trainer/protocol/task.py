@@ -28,6 +28,9 @@ DRAW = "draw"
 # In training every row also has its epoch under this key, (1,) int64 from 0, for a task that takes
 # turns.
 EPOCH = "epoch"
+# In training every row also has the number of its step under this key, (1,) int64 from 1, for a
+# task whose loss changes with it. Rows that a client sends have none.
+STEP = "step"
 
 
 @dataclass(frozen=True)

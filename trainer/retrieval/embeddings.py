@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.data.shard_folder import META, ShardFolder, Values
+from trainer.data.shard_folder import META, PLAN, ShardFolder, Values
 from trainer.errors import ConfigError, DataError, DivergedError, LatheError
 from trainer.files.atomic import refusals, replace_file, sha256_of
 from trainer.files.safetensors_file import WrittenFile, checksum_problem
@@ -39,6 +39,15 @@ MAX_SHARD_ROWS = 65_536  # what a kill costs a rank at most; 96 MiB of 768 fp16 
 _IDS = "ids.txt"
 
 Encoder = Callable[[Sequence[Row]], Tensor]  # N texts -> (N, D) on any device
+
+
+class ShardPlan(Protocol):
+    """Which rows each shard of a folder holds."""
+
+    @property
+    def shard_rows(self) -> int: ...
+
+    def rows(self, shard: int) -> range: ...
 
 
 @dataclass(frozen=True)
@@ -64,18 +73,17 @@ class EmbeddingsPlan:
 
 
 @dataclass(frozen=True)
-class Embeddings:
-    """A finished folder. Vectors stay on the disk until they are read."""
+class StoredVectors:
+    """A finished folder of any form. Vectors stay on the disk until they are read."""
 
     folder: Path
-    plan: EmbeddingsPlan
+    plan: Any
     dim: int
     shards: list[WrittenFile]
-    recall: dict[str, float]  # of int8 or binary by depth (stored_forms.recalls); else empty
 
     @cached_property
     def ids(self) -> list[str]:
-        """The id of every vector."""
+        """The id of every text."""
         with refusals(self.folder / _IDS):
             ids = (self.folder / _IDS).read_text(encoding="utf-8").split("\n")[:-1]
         if len(ids) != self.plan.count:
@@ -84,6 +92,14 @@ class Embeddings:
                 "anew."
             )
         return ids
+
+
+@dataclass(frozen=True)
+class Embeddings(StoredVectors):
+    """A finished folder of one vector for each text."""
+
+    plan: EmbeddingsPlan
+    recall: dict[str, float]  # of int8 or binary by depth (stored_forms.recalls); else empty
 
     @cached_property
     def vectors(self) -> list[np.ndarray]:
@@ -97,6 +113,15 @@ class Embeddings:
         """Names these vectors: of what plan.json says and of every shard's content."""
         content = [asdict(self.plan), [record.sha256 for record in self.shards]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @property
+    def told(self) -> list[str]:
+        """What `encode` says of the folder: how many vectors, and what their small form loses."""
+        written = f"{self.plan.count} vectors of {self.dim} numbers, {len(self.shards)} shard(s)"
+        return [written] + [
+            f"recall@{depth} {recall:.3f} of the exact vectors' nearest, with passages as questions"
+            for depth, recall in self.recall.items()
+        ]
 
     def _map(self, number: int, record: WrittenFile) -> np.ndarray:
         path, rows = self.folder / record.name, len(self.plan.rows(number))
@@ -137,7 +162,17 @@ def read(folder: Path) -> Embeddings:
     return shards.read(META, convert)
 
 
-def verify(embeddings: Embeddings) -> None:
+def form_of(folder: Path) -> str:
+    """Which form of retriever made a folder of vectors: what its plan says, else "bi". DataError
+    when the plan cannot be read.
+    """
+    shards = _shards(folder)
+    if not shards.is_begun:
+        return "bi"  # read() says what is missing
+    return shards.read(PLAN, lambda plan: str(plan.get("form", "bi")))
+
+
+def verify(embeddings: StoredVectors) -> None:
     """DataError when a shard's bytes are not those that were written."""
     problems = [
         problem
@@ -151,7 +186,7 @@ def verify(embeddings: Embeddings) -> None:
         )
 
 
-def refuse_ids_twice(corpora: Sequence[Embeddings]) -> None:
+def refuse_ids_twice(corpora: Sequence[StoredVectors]) -> None:
     """DataError for an id of two vectors: a ranking would name one passage twice."""
     names = [name for corpus in corpora for name in corpus.ids]
     # hashes take 8 bytes of an id, a set of millions of texts ten times as much
@@ -249,7 +284,7 @@ def write(
     plan = EmbeddingsPlan(**shards.begin(asdict(plan), choice="shard_rows"))
     if not shards.is_finished:
         own = set(shards.own_missing(plan.num_shards))
-        for number, of_shard in _of_shards(rows(), plan, own):
+        for number, of_shard in of_shards(rows(), plan, own):
             _write_shard(shards, number, encoder(of_shard), plan)
         shards.finish(plan.num_shards, lambda records: _facts(folder, rows(), plan, records))
     return read(folder)
@@ -264,8 +299,8 @@ def _shards(folder: Path) -> ShardFolder:
     return ShardFolder(folder, "vectors", ".npy", "encode", refusal=ConfigError)
 
 
-def _of_shards(
-    rows: Iterable[Row], plan: EmbeddingsPlan, shards: set[int]
+def of_shards(
+    rows: Iterable[Row], plan: ShardPlan, shards: set[int]
 ) -> Iterator[tuple[int, list[Row]]]:
     """(shard, its rows) of the wanted shards, one in memory at a time."""
     rows_of_shard: list[Row] = []
@@ -303,6 +338,11 @@ def _write_shard(shards: ShardFolder, number: int, vectors: Tensor, plan: Embedd
     )
 
 
+def write_ids(folder: Path, rows: Iterable[Row]) -> None:
+    """Write the ids of a folder's texts, in their order."""
+    replace_file(folder / _IDS, "".join(f"{row['id']}\n" for row in rows).encode())
+
+
 def _facts(
     folder: Path, rows: Iterable[Row], plan: EmbeddingsPlan, records: list[Values]
 ) -> Values:
@@ -312,7 +352,7 @@ def _facts(
         raise LatheError(
             f"{folder}: shards hold vectors of {sorted(dims)} numbers. Delete it and encode anew."
         )
-    replace_file(folder / _IDS, "".join(f"{row['id']}\n" for row in rows).encode())
+    write_ids(folder, rows)
     facts: Values = {**asdict(plan), "dim": dims.pop()}
     if plan.dtype in stored_forms.SMALL:
         facts["recall"] = stored_forms.mean_recalls(

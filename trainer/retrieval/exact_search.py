@@ -32,7 +32,7 @@ QUERY_BLOCK, BLOCK_SCORES, LARGEST_PASSAGE_BLOCK = 256, 2**21, 32_768
 FEW_QUERIES = 8
 ROWS_OF_A_THREAD = 4096  # fewer are computed before a thread has begun
 GPU_QUERY_BLOCK, GPU_PASSAGE_BLOCK = 2048, 65_536
-_NO_HIT = torch.iinfo(torch.int64).min  # below every key
+NO_HIT = torch.iinfo(torch.int64).min  # below every key
 _LOW = 2**32 - 1  # the bits of a key that hold the position
 
 
@@ -68,7 +68,7 @@ def search(
         passage_block = GPU_PASSAGE_BLOCK if is_gpu else min(LARGEST_PASSAGE_BLOCK, in_block)
     check(queries, passages, depth)
     queries_QD = torch.from_numpy(np.asarray(queries, dtype=np.float32)).to(device)
-    keys_QK = torch.full((len(queries), depth), _NO_HIT, device=device)
+    keys_QK = torch.full((len(queries), depth), NO_HIT, device=device)
     for start, block in _share(passages, passage_block):
         numbers = stored_forms.floats(block) if block.dtype.names else block
         block_PD = (
@@ -79,10 +79,15 @@ def search(
         for first in range(0, len(queries), query_block):
             own = slice(first, first + query_block)
             scores_QP = _products(queries_QD[own], block_PD)
-            keys_QK[own] = _best_with_block(keys_QK[own], scores_QP, start)
-    parts = distributed.gather_rows(keys_QK)
+            keys_QK[own] = best_with_block(keys_QK[own], scores_QP, start)
+    return hits_of(keys_QK)
+
+
+def hits_of(keys_QK: Tensor) -> Hits:
+    """The hits of all ranks, of which each has found keys among its passages. A collective."""
+    parts, depth = distributed.gather_rows(keys_QK), keys_QK.shape[1]
     keys_QK = torch.cat(parts, dim=1).topk(depth, dim=1).values if len(parts) > 1 else keys_QK
-    is_hit = keys_QK != _NO_HIT
+    is_hit = keys_QK != NO_HIT
     rows = torch.where(is_hit, _LOW - (keys_QK & _LOW), -1)
     scores = torch.where(is_hit, _scores(torch.where(is_hit, keys_QK, 0)), -torch.inf)
     return Hits(rows.cpu().numpy(), scores.cpu().numpy())
@@ -144,13 +149,13 @@ def _products_of_one(query_D: np.ndarray, block_PD: np.ndarray) -> np.ndarray:
         return np.concatenate(list(parts))
 
 
-def _best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
+def best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
     """The keys of the best hits so far, updated by a block of passages.
 
     scores_QP: of the block, whose first passage has the position `start`.
     """
     depth, width = keys_QK.shape[1], scores_QP.shape[1]
-    has_depth_hits = bool((keys_QK[:, -1] != _NO_HIT).all())
+    has_depth_hits = bool((keys_QK[:, -1] != NO_HIT).all())
     if has_depth_hits:
         # of equal scores the earlier passage is better, so only scores above the K-th best count
         candidates = _candidates(scores_QP, _scores(keys_QK[:, -1:]), is_tie_one=False)
@@ -194,7 +199,7 @@ def _merge(keys_QK: Tensor, scores_QP: Tensor, candidates: _Candidates, start: i
     rows, columns = candidates.rows, candidates.columns
     counts = rows.bincount(minlength=len(keys_QK))
     places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    candidates_QC = keys_QK.new_full((len(keys_QK), int(counts.max())), _NO_HIT)
+    candidates_QC = keys_QK.new_full((len(keys_QK), int(counts.max())), NO_HIT)
     candidates_QC[rows, places] = _keys(scores_QP[rows, columns], columns + start)
     return (
         torch.cat([keys_QK, candidates_QC], dim=1).topk(keys_QK.shape[1], dim=1, sorted=True).values
@@ -204,12 +209,12 @@ def _merge(keys_QK: Tensor, scores_QP: Tensor, candidates: _Candidates, start: i
 def _keys(scores: Tensor, positions: Tensor) -> Tensor:
     """int64 keys: a higher score gives a larger key, and of equal scores the earlier position does.
 
-    -0.0 counts as 0.0. A position of -1 gives _NO_HIT.
+    -0.0 counts as 0.0. A position of -1 gives NO_HIT.
     """
     bits = (scores.float() + 0.0).view(torch.int32).long()
     # of negative floats those with larger bits are smaller
     ordered = torch.where(bits < 0, -(2**31) - 1 - bits, bits)
-    return torch.where(positions < 0, _NO_HIT, ordered * 2**32 + (_LOW - positions))
+    return torch.where(positions < 0, NO_HIT, ordered * 2**32 + (_LOW - positions))
 
 
 def _scores(keys: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,22 @@ def positives_of(queries: Iterable[Query], qrels: Qrels | None) -> dict[str, lis
     }
 
 
+def in_turn(runs: Sequence[Rankings], window: RankRange) -> Rankings:
+    """The hits in the window of several rankings as one ranking: of each question the first hit of
+    every one, then the second of every one, each passage once.
+    """
+    merged: Rankings = {}
+    for question in dict.fromkeys(name for run in runs for name in run):
+        in_window = [run.get(question, [])[window.first - 1 : window.last] for run in runs]
+        found: dict[str, Hit] = {}
+        for hits in zip_longest(*in_window):
+            for hit in hits:
+                if hit is not None:
+                    found.setdefault(hit.passage, hit)
+        merged[question] = list(found.values())
+    return merged
+
+
 def noting_strangers(
     rows: Iterable[Row], names: Iterable[str], queries: Sequence[Query]
 ) -> Iterator[Row]:
@@ -73,27 +90,26 @@ def noting_strangers(
 
 
 def training_rows(
-    rankings: Rankings,
+    runs: Sequence[Rankings],
     queries: Sequence[Query],
     passages: Mapping[str, Row],
     *,
-    positives: Mapping[str, list[str]],
+    positives: Mapping[str, Sequence[str]],
     window: RankRange,
 ) -> Iterator[Row]:
     """Tevatron's training rows: query_id, query, answers, positive_passages, and negative_passages
-    out of the window.
+    out of the window of every run (in_turn).
 
-    A negative is a hit in the window that is no positive, has no positive's text, and holds no
-    answer (see RankRange). Where there are more than window.count, a sample is taken that depends
+    A negative is a hit in a window that is no positive, has no positive's text, and holds no answer
+    (see RankRange). Where there are more than window.count, a sample is taken that depends
     on seed and question alone, in the order of the ranking. Questions without a positive or without
     any negative are left out, and noted. DataError when no question remains.
     """
-    finder, num_rows = AnswerFinder(passages), 0
+    finder, hits, num_rows = AnswerFinder(passages), in_turn(runs, window), 0
     for query in queries:
         relevant = positives[query.id]
         texts = {passages[name]["text"] for name in relevant}
-        in_window = rankings.get(query.id, [])[window.first - 1 : window.last]
-        ids = [hit.passage for hit in in_window if hit.passage not in relevant]
+        ids = [hit.passage for hit in hits.get(query.id, []) if hit.passage not in relevant]
         negatives = [name for name in ids if passages[name]["text"] not in texts]
         if not window.may_have_answer and query.answers:
             answering = finder.having(query.answers, negatives)

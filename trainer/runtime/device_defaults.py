@@ -72,20 +72,29 @@ def before_torch() -> None:
     """Make torch's CUDA allocator use expandable segments: packed shapes hardly ever repeat, so
     blocks of fixed size would often stay unused. The allocator reads the environment only once.
 
+    And let tokenizers start no threads: many rows are encoded by processes, which are forked from
+    this one, and a process with such threads warns of that when it is forked.
+
     A value that the environment has already stays.
     """
     os.environ.setdefault(_ALLOCATOR, "expandable_segments:True")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults | None:
-    """Apply the settings for the GPU of this process and return them; None without a GPU."""
+    """Apply the settings for the GPU of this process and return them; None without a GPU. Without
+    one, freed memory is kept for the next step (host_memory.py).
+    """
     import importlib.util
 
     import torch
 
-    from trainer.runtime import distributed
+    from trainer.runtime import distributed, host_memory
 
     if not distributed.is_gpu():
+        is_kept = host_memory.keep(os.environ)
+        how = f"kept ({host_memory.SWITCH}=0: given back)" if is_kept else "as malloc does it"
+        logger.debug("device: a processor; freed memory: %s", how)
         return None
     has_triton = importlib.util.find_spec("triton") is not None
     defaults = DeviceDefaults.of_experiment(

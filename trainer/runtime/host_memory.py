@@ -4,11 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _AT_ONCE = 128 * 1024  # bytes; the initial value of glibc
 _LATE = 32 * 2**20  # the value that glibc itself reaches after it has freed blocks of that size
+_NEVER = 2**30  # beyond the tensors of a step on a processor
+SWITCH = "LATHE_KEEP_MEMORY"
+# of malloc itself: who sets one of them has decided
+_OWN_WORDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
+
+_is_kept = False
+
+
+def keep(environment: Mapping[str, str]) -> bool:
+    """Make malloc keep freed memory for the next step, instead of giving it back and taking it
+    anew, page by page; returns whether it does from now on. The process then holds more than is
+    alive (devices.KEPT).
+
+    environment: LATHE_KEEP_MEMORY=0 leaves malloc as it is, and so does a setting of malloc there,
+    and another malloc than glibc's. Bits do not depend on it.
+    """
+    global _is_kept
+    is_set = any(name in environment for name in _OWN_WORDS)
+    is_set |= "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
+    if environment.get(SWITCH, "1") == "0" or is_set:
+        return _is_kept
+    _is_kept = _set(mmap=_NEVER, trim=2**31 - 1)
+    return _is_kept
+
+
+def let_go() -> None:
+    """Undo `keep`, and return what is free to the system: a run in somebody's process is over."""
+    global _is_kept
+    if not _is_kept:
+        return
+    _is_kept = False
+    _set(mmap=_LATE, trim=2 * _LATE)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
@@ -22,11 +56,16 @@ def returned_at_once() -> Iterator[None]:
     try:
         yield
     finally:
-        _set(mmap=_LATE, trim=2 * _LATE)
+        if _is_kept:
+            _set(mmap=_NEVER, trim=2**31 - 1)
+        else:
+            _set(mmap=_LATE, trim=2 * _LATE)
 
 
-def _set(*, mmap: int, trim: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):
+def _set(*, mmap: int, trim: int) -> bool:
+    """Set both thresholds, in bytes; returns whether malloc has taken them."""
+    try:
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, mmap)
-        libc.mallopt(_M_TRIM_THRESHOLD, trim)
+        return bool(libc.mallopt(_M_MMAP_THRESHOLD, mmap) and libc.mallopt(_M_TRIM_THRESHOLD, trim))
+    except (OSError, AttributeError):
+        return False

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
 
 # Endings of the names of fields that hold no token ids, but numbers about texts.
-_NOT_TEXT = ("lengths", "scores", "identities", "scored")
+_NOT_TEXT = ("lengths", "scores", "identities", "scored", "ids_of_positives", "topic")
 
 
 def opening_line(store: TokenStore, notes: Notes | None = None) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.data.arranged import told
 from trainer.data.mixed.mixture import Mix, mixture_of
 from trainer.data.mixed.store import MixedStore
 from trainer.data.order import Sharding, padding_share, sizes_of, window_rows
@@ -68,6 +69,7 @@ def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dic
         "truncated_rows": store.summary()["truncated_rows"],
         "lost_labels": {"lost": lost, "of": of} if of else None,
         "padding": _padding(train, task, store),
+        **_batches(train, task, store),
         **_sources(train, task, store),
         **counts.report(),
         "examples": examples(task, store, ids=counts.ids),
@@ -106,6 +108,17 @@ def _sources(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
             share = counts[place] / sum(counts)
             of_source |= {"taken": counts[place], "share": share, "epochs": epochs[place]}
     return {"sources": sources}
+
+
+def _batches(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
+    """What becomes of the rows of an epoch where data.batches puts rows together; else {}."""
+    sizes = sizes_of(store, task)
+    if sizes.arrangement is None or len(store) < train.global_batch:
+        return {}
+    is_whole, mix = train.epochs is not None, Mix.of(task.cfg.data)
+    sharding = Sharding(train.global_batch, 1, 1, 0, is_whole=is_whole, mix=mix)
+    epochs = sharding.epochs(len(store), train.seed, sizes.sources)
+    return {"batches": told.facts(epochs, sizes.arrangement)}
 
 
 def _lengths(sizes: np.ndarray) -> dict[str, Any]:

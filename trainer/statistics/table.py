@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from trainer.data.arranged import told
+
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 132
 _IN_LOSS = "bold green"
@@ -48,6 +50,8 @@ def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
                 f"them once; most frequent: {', '.join(frequent)}"
             )
         _print_padding(console, of_split["padding"])
+        if "batches" in of_split:
+            console.print(told.line(of_split["batches"]))
         duplicates = of_split["duplicates"]
         repeated = {key: count for key, count in duplicates.items() if key != "pairs"}
         console.print(f"repeated: {_pairs(repeated) or 'nothing'}")

@@ -34,7 +34,7 @@ from trainer.models.distillation import DistillationTerms, teacher_fields
 from trainer.models.head import OutputLayer
 from trainer.models.weights import absent
 from trainer.protocol.abilities import EncodedRows
-from trainer.protocol.task import DRAW, EPOCH, Batch
+from trainer.protocol.task import DRAW, EPOCH, STEP, Batch
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
 from trainer.tasks.token_task import TokenTask
@@ -267,7 +267,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _without_draw(row: Row) -> dict[str, Any]:
-    return {name: values for name, values in row.items() if name not in (DRAW, EPOCH)}
+    return {name: values for name, values in row.items() if name not in (DRAW, EPOCH, STEP)}
 
 
 def _no_values(count: int, k: int, dtype: torch.dtype) -> LikelyTokens:

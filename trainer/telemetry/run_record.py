@@ -23,6 +23,7 @@ from torch import Tensor
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError, RankLostError, StorageError
 from trainer.files import survival_events as events
 from trainer.files.atomic import overwrite_json, read_json, refusals, replace_file, write_json
+from trainer.run_changes import note_change
 from trainer.runtime import distributed, process, watch
 from trainer.telemetry.chain import PROOF
 from trainer.telemetry.console import Bar, Lines, Number, screen
@@ -79,6 +80,7 @@ class RunRecord:
         # steps against their prediction (trainer/launch/late.py), once they are done
         self.time: dict[str, Any] | None = None
         self._state: State = "running"
+        self._told_state: State | None = None  # of the last status.json that the log of changes has
         self._status_at = 0.0
         self._is_writer = distributed.is_main()
         watch.record_by(self.fail)
@@ -250,6 +252,9 @@ class RunRecord:
                 raise
             # A full disk holds no second file, but the room that this one has is its own.
             overwrite_json(self.folder / STATUS, values | {"error": error and error[:MAX_ERROR]})
+        if state != self._told_state:
+            self._told_state = state
+            note_change(self.folder.absolute().parent, self.folder.name)
 
     def fail(self, error: BaseException) -> None:
         """Record that `error` of this rank ends the run.

@@ -14,6 +14,7 @@ from trainer.config.auto import placeholder, with_micro_batch, with_steps
 from trainer.config.identity import exp_id
 from trainer.config.mistakes import late_stop
 from trainer.config.schema import Experiment
+from trainer.data.arranged import told
 from trainer.data.mixed.mixture import Mix, Mixture
 from trainer.data.mixed.task import refuse_missing
 from trainer.data.order import Sharding, Sizes, padding_share
@@ -167,11 +168,16 @@ def _refuse_late_stop(until: int | None, steps: int) -> None:
         raise ConfigError(late_stop(until, steps))
 
 
-def say_padding(plan: RunPlan, sizes: Sizes) -> None:
-    """Log which part of the first steps is padding."""
+def say_steps(plan: RunPlan, sizes: Sizes) -> None:
+    """Log what becomes of the rows of an epoch where data.batches puts rows together, and which
+    part of the first steps is padding. DataError where such rows fill no step.
+    """
+    train = plan.cfg.train
+    if sizes.arrangement is not None:
+        epochs = plan.sharding.epochs(len(sizes), train.seed, sizes.sources)
+        logger.info("%s", told.line(told.facts(epochs, sizes.arrangement)))
     if sizes.is_packed:
         return logger.info("micro-batches are packed: no padding, but inside attention")
-    train = plan.cfg.train
     seed = train.seed if train.order == "shuffled" else None
     steps = min(train.steps, max(_PADDING_STEPS, train.bucket_steps))
     share = padding_share(sizes, plan.sharding, seed=seed, steps=steps)

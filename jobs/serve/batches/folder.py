@@ -21,10 +21,12 @@ import json
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +35,7 @@ from jobs.record.paths import is_there
 from jobs.record.times import now
 from jobs.serve.tickets import ServiceFolder, Time, alone, is_id, read_model
 from jobs.serve.turn.troubles import Troubles
+from jobs.serve.turn.watched import FolderNames
 from trainer.config.block import Strict
 from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import create_json, refusals, sync, write_json
@@ -193,6 +196,11 @@ class BatchFolders:
     service: ServiceFolder
     unreadable: Troubles = field(default_factory=lambda: Troubles(0.0))
     _ended: dict[str, BatchState] = field(default_factory=dict[str, "BatchState"])
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    @cached_property
+    def _names(self) -> FolderNames:
+        return FolderNames(self.service.batches, lambda name: is_id(name, BATCH))
 
     def folder(self, batch_id: str) -> BatchFolder | None:
         """The folder of a batch; None for a malformed id."""
@@ -223,19 +231,18 @@ class BatchFolders:
 
     def ids(self) -> list[str]:
         """Ids of all batches. OSError."""
-        try:
-            names = os.listdir(self.service.batches)
-        except FileNotFoundError:
-            return []
-        return sorted(name for name in names if is_id(name, BATCH))
+        with self._guard:
+            self._names.read()
+            return sorted(self._names.inodes)
 
     def open(self) -> Iterator[tuple[Batch, BatchFolder]]:
         """The batches that have not ended, of those whose request can be read. OSError."""
-        names = self.ids()
+        with self._guard:
+            self._names.read()
+            names = self._names.inodes
         self.unreadable.keep(names, prefix=BATCH)
-        for name in names:
-            folder = BatchFolder(self.service.batches / name)
-            state = None if name in self._ended else self.state(name)
+        for name in sorted(names.keys() - self._ended.keys()):
+            folder, state = BatchFolder(self.service.batches / name), self.state(name)
             # nobody owns one whose request cannot be read
             if state is not None and state.batch.owner and not folder.has_ended():
                 yield state.batch, folder

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.errors import for_client, reason_of
-from jobs.job_state import ACTIVE
 from jobs.record.row import experiment_of
 from jobs.record.status import survey
 from jobs.report.scores import best_scores
@@ -26,20 +25,20 @@ if TYPE_CHECKING:
 
 
 def update_index(
-    index: Index, base: BaseFolder, backend_of: Callable[[str], Backend], troubled: Collection[str]
+    index: Index,
+    base: BaseFolder,
+    backend_of: Callable[[str], Backend],
+    due: Collection[str],
+    again: Collection[str],
 ) -> dict[str, str]:
-    """Write the runs that may have changed to the index, and remove those whose folder is gone.
-
-    troubled: ids of runs that could not be read whole before. Returns those that cannot be now, and
-    why.
+    """Write those of the runs `due` that have changed to the index; returns those that cannot be
+    read whole now, and why. again: ids of runs that are read whether or not they have changed.
     """
-    indexed, live = index.run_marks(), index.live_runs(ACTIVE)
+    indexed = index.run_marks(due)
     marks = {
         run.path.name: " ".join(map(mark, (run.record, run.status, run.metrics)))
-        for run in base.runs()
+        for run in map(base.run, sorted(due))
     }
-    index.drop_runs(indexed.keys() - marks.keys())
-    again = live | set(troubled)
     changed = [name for name in marks if name in again or marks[name] != indexed.get(name)]
     if not changed:
         return {}
@@ -50,7 +49,7 @@ def update_index(
         record_changes=False,
         include_unsubmitted=True,
     )
-    names, entries = index.names(), list[dict[str, Any]]()
+    names, entries = index.names(changed), list[dict[str, Any]]()
     problems = {row.exp_id: row.reason or "" for row in rows if row.read_error is not None}
     for row in rows:
         experiment, scores = {}, {}
@@ -60,13 +59,15 @@ def update_index(
                 scores = best_scores(base.run(row.exp_id), experiment)
             except Exception as error:  # of any kind: one run must not hide the others
                 problems[row.exp_id] = reason_of(error, base.run(row.exp_id).path)
-        own_row = row if row.by_hand else replace(row, name=names.get(row.exp_id, ""))
+        own_row = row if row.by_hand else replace(row, name=names.get(row.exp_id, ("", ""))[1])
         reason = for_client(row.reason or "", base.path)
         card = run_card(replace(own_row, reason=reason), scores, experiment)
         entries.append(_entry(own_row, card, experiment, marks[row.exp_id]))
     index.write_runs(entries)
     # every run of a group with a new run is named after the values that distinguish it
-    for group in {row.group for row in rows if not row.by_hand and row.exp_id not in names}:
+    groups = {row.exp_id: row.group for row in rows if not row.by_hand}
+    was_in = {name: group for name, (group, _) in names.items()}
+    for group in {one for name, one in groups.items() if was_in.get(name) != plain(one)}:
         experiments = index.experiments_of(group)
         differences = names_by_difference([json.loads(text) for text in experiments.values()])
         index.write_names(dict(zip(experiments, differences, strict=True)))
@@ -87,6 +88,7 @@ def _entry(
         "experiment": json.dumps(plain(experiment)),
         "card": json.dumps(plain(card)),
         "body": json.dumps(plain(body)),
+        "created": plain(row.created_at or ""),
     }
 
 

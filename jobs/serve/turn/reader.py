@@ -49,12 +49,14 @@ from jobs.serve.job_view import (
     unreadable_job,
 )
 from jobs.serve.live.runs import mark, update_index
-from jobs.serve.tickets import FILE, JOB, Failure, ServiceFolder, Ticket, TicketFolder
+from jobs.serve.tickets import FILE, JOB, Failure, ServiceFolder, Ticket, TicketFolder, is_id
 from jobs.serve.turn.troubles import Troubles
+from jobs.serve.turn.watched import FolderNames, Watched
 from jobs.serve.uploads import unreadable
 from trainer.errors import LatheError
 from trainer.files.atomic import open_file, refusals
 from trainer.metrics.judge_record import refusals_of
+from trainer.run_changes import ChangeLog
 
 # before a place in metrics.jsonl; their digest shows whether the file is the same
 MARK_BYTES = 4096
@@ -75,6 +77,9 @@ class FolderReader:
     open_ids: set[str] = field(default_factory=set[str])
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _exp_ids: dict[str, str] = field(default_factory=dict[str, str])
+    # ids of tickets and run folders that the index does not have: they are being made, perhaps
+    _new_jobs: set[str] = field(default_factory=set[str])
+    _new_runs: set[str] = field(default_factory=set[str])
 
     @cached_property
     def unreadable(self) -> Troubles:
@@ -92,9 +97,23 @@ class FolderReader:
         with refusals(self.folder.index):
             return Index(self.folder.index)
 
+    @cached_property
+    def _jobs(self) -> Watched:
+        log = ChangeLog(self.folder.base.path)
+        return Watched(FolderNames(self.folder.tickets, lambda name: is_id(name, JOB)), log)
+
+    @cached_property
+    def _runs(self) -> Watched:
+        base = self.folder.base.path
+        return Watched(FolderNames(base, is_exp_id), ChangeLog(base))
+
+    @cached_property
+    def _uploads(self) -> Watched:
+        return Watched(FolderNames(self.folder.uploads, lambda name: is_id(name, FILE)))
+
     def read_changes(self) -> dict[str, Facts]:
         """Read everything that may have changed; returns the jobs among it."""
-        facts = self.run_part("the jobs", lambda: self.read_jobs(self._jobs_with_changes()), {})
+        facts = self.run_part("the jobs", self._take_in_jobs, {})
         self.run_part("the uploads", self._take_in_uploads, None)
         self.read_runs()
         return facts
@@ -103,31 +122,57 @@ class FolderReader:
         """Write the runs that may have changed to the index."""
         self.run_part("the runs", self._take_in_runs, None)
 
-    def _jobs_with_changes(self) -> list[str]:
-        """Ids of the jobs whose files may have changed since they were read. What is kept in memory
+    def _take_in_jobs(self) -> dict[str, Facts]:
+        """Read the jobs whose files may have changed since they were read. What is kept in memory
         of jobs that have ended, or whose folder is gone, is forgotten.
         """
-        marks, waiting = self.index.job_marks(), self.index.open_jobs()
-        names = set(self.folder.ticket_ids())
-        self.open_ids = (names & waiting) | (names - marks.keys())
-        parts = {index_part(name) for name in names}
-        parts |= {part for name in self.open_ids for part in (name, failure_part(name))}
-        self.failing.keep(parts, prefix=JOB)
+        waiting = self.index.open_jobs()
+        troubled = self._troubled(JOB)
+        look = self._jobs.look(waiting | troubled | self._new_jobs, self.index.epoch())
+        names, marks = look.names, self.index.job_marks(look.due)
+        self._new_jobs = look.due - marks.keys()
+        self.open_ids = waiting.intersection(names) | self._new_jobs
+        self.failing.keep_if(self._is_of_job, prefix=JOB)
         self.unreadable.keep(names, prefix=JOB)
-        with self._looking:
-            self._exp_ids = {name: self._exp_ids[name] for name in self._exp_ids if name in names}
-        return [name for name in names if name in self.open_ids or self._marks(name) != marks[name]]
+        if look.is_new:
+            with self._looking:
+                self._exp_ids = {one: text for one, text in self._exp_ids.items() if one in names}
+        due = [
+            name
+            for name in sorted(look.due)
+            if name in self.open_ids or self._marks(name) != marks[name]
+        ]
+        facts = self.read_jobs(due)
+        self._jobs.done(look)
+        return facts
+
+    def _is_of_job(self, part: str) -> bool:
+        """Whether a part of the turn that threw is still done for a job: what brings it into the
+        index is done for every job, all else for those that have not ended.
+        """
+        name = _name_of(part)
+        if part == index_part(name):
+            return name in self._jobs.folder.inodes
+        return name in self.open_ids
+
+    def _troubled(self, prefix: str) -> set[str]:
+        """Ids of the jobs or uploads that could not be read, or not be written to the index."""
+        parts = (*self.unreadable.reasons, *self.failing.reasons)
+        return {_name_of(part) for part in parts if part.startswith(prefix)}
 
     def _take_in_uploads(self) -> None:
         """Write new uploads to the index, and remove those that are gone."""
-        on_disk, indexed = set(self.folder.upload_ids()), self.index.upload_ids()
-        self.index.drop_uploads(indexed - on_disk)
-        self.unreadable.keep(on_disk, prefix=FILE)
-        self.failing.keep([index_part(name) for name in on_disk], prefix=FILE)
-        troubled = on_disk & self.unreadable.reasons.keys()
-        altered = {name for name in on_disk & indexed if self._is_altered(name)}
-        for file_id in (on_disk - indexed) | troubled | altered:
-            self.run_part(index_part(file_id), partial(self._take_in_upload, file_id), None)
+        troubled = self._troubled(FILE)
+        look = self._uploads.look(troubled, self.index.epoch())
+        if look.is_new:
+            self.index.drop_uploads(self.index.upload_ids() - look.names)
+        self.unreadable.keep(look.names, prefix=FILE)
+        self.failing.keep_if(lambda part: _name_of(part) in look.names, prefix=FILE)
+        indexed = self.index.upload_ids(look.due)
+        for file_id in sorted(look.due):
+            if file_id not in indexed or file_id in troubled or self._is_altered(file_id):
+                self.run_part(index_part(file_id), partial(self._take_in_upload, file_id), None)
+        self._uploads.done(look)
 
     def _is_altered(self, file_id: str) -> bool:
         """Whether the facts of an upload are no file any more that this server may read."""
@@ -154,9 +199,16 @@ class FolderReader:
             )
 
     def _take_in_runs(self) -> None:
-        troubled = [name for name in self.unreadable.reasons if is_exp_id(name)]
-        reasons = update_index(self.index, self.folder.base, self.observed_by, troubled)
-        for name in set(troubled) - reasons.keys():
+        troubled = {name for name in self.unreadable.reasons if is_exp_id(name)}
+        live = self.index.live_runs(ACTIVE)
+        look = self._runs.look(live | troubled | self._new_runs, self.index.epoch())
+        if look.is_new:
+            self.index.drop_runs(self.index.run_ids() - look.names)
+        self._new_runs = look.due - self.index.run_ids(look.due)
+        again = live | troubled | self._new_runs
+        reasons = update_index(self.index, self.folder.base, self.observed_by, look.due, again)
+        self._runs.done(look)
+        for name in troubled - reasons.keys():
             self.unreadable.end(name)
         for name, reason in reasons.items():
             kind = without_numbers(reason)
@@ -347,6 +399,11 @@ class FolderReader:
 def index_part(name: str) -> str:
     """The part of a turn that brings a job or an upload into the index."""
     return f"{name}: the index"
+
+
+def _name_of(part: str) -> str:
+    """The job, or the upload, that a part of a turn is of."""
+    return part.partition(":")[0]
 
 
 def failure_part(job_id: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,12 @@ class Troubles:
 
     def keep(self, names: Collection[str], *, prefix: str = "") -> None:
         """Forget all others of those whose name begins so: their folders are gone or readable."""
+        self.keep_if(lambda name: name in names, prefix=prefix)
+
+    def keep_if(self, is_kept: Callable[[str], bool], *, prefix: str) -> None:
+        """Forget those whose name begins so and that are not to be kept."""
         for name in list(self._open):
-            if name.startswith(prefix) and name not in names:
+            if name.startswith(prefix) and not is_kept(name):
                 self.end(name)
 
     def __contains__(self, name: str) -> bool:

@@ -103,8 +103,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/files/atomic.py",
-        "if stat.S_ISREG(mode):",
-        "if not stat.S_ISDIR(mode):",
+        "if stat.S_ISREG(about.st_mode):",
+        "if not stat.S_ISDIR(about.st_mode):",
         why="a pipe in the place of a file counts as an empty one, in silence",
         tests="tests/jobs/test_odd_folders.py -k status_shows",
     ),

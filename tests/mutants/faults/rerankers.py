@@ -4,6 +4,8 @@ from tests.mutants.fault import Fault
 
 CROSS = "tests/unit/test_cross_encoder.py -m 'not long'"
 RERANK = "tests/unit/test_reranking.py"
+JUDGE = "tests/unit/test_false_negatives.py"
+COPIES = "tests/unit/test_near_copies.py"
 
 FAULTS = [
     Fault(
@@ -75,5 +77,47 @@ FAULTS = [
         "range(plan.num_shards)",
         why="a command that was killed begins again",
         tests=RERANK,
+    ),
+    Fault(
+        "trainer/retrieval/false_negatives.py",
+        "self.margin is not None and score > best - self.margin",
+        "self.margin is not None and score > best + self.margin",
+        why="unknown positives within the margin are taught to be negatives",
+        tests=JUDGE,
+    ),
+    Fault(
+        "trainer/retrieval/false_negatives.py",
+        "*(score for _, score in kept)]",
+        "*of_negatives[: len(kept)]]",
+        why="a student learns the scores of passages that were left out",
+        tests=JUDGE,
+    ),
+    Fault(
+        "trainer/retrieval/negatives.py",
+        "found.setdefault(hit.passage, hit)",
+        'found[f"{len(found)}"] = hit',
+        why="what both rankings find is a negative twice",
+        tests=JUDGE,
+    ),
+    Fault(
+        "trainer/rounds/near_copies.py",
+        "least * len(own) - _ROUNDING) + 1]",
+        "least * len(own) - _ROUNDING)]",
+        why="near copies of test questions are trained on",
+        tests=COPIES,
+    ),
+    Fault(
+        "trainer/rounds/leaks.py",
+        "if number not in copies]",
+        "if number in copies or True]",
+        why="--drop_copies drops nothing",
+        tests=COPIES,
+    ),
+    Fault(
+        "trainer/rounds/dictionaries.py",
+        'rest, "base": {"experiment": before}',
+        'rest, "base": values["base"]',
+        why="every round begins with the first model again",
+        tests="tests/unit/test_round_dictionaries.py",
     ),
 ]

@@ -33,8 +33,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/lathe_routes.py",
-        "rows = [row_of_tenant(row, keeper.folder.base.path) for row in rows]",
-        "pass",
+        "own = [row_of_tenant(json.loads(body), base) for _, body in rows]",
+        "own = [json.loads(body) for _, body in rows]",
         why="tenants see the folders of their runs as the server sees them",
         tests=f"{DISCLOSURE} -k no_answer",
     ),
@@ -355,8 +355,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/live/runs.py",
-        "row.exp_id not in names",
-        "False",
+        "if was_in.get(name) != plain(one)",
+        "if False",
         why="nothing tells the runs of a group apart on the page",
         tests=STREAM,
     ),
@@ -572,7 +572,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/turn/reader.py",
-        "self.failing.keep(parts, prefix=JOB)",
+        "self.failing.keep_if(self._is_of_job, prefix=JOB)",
         "pass",
         why="the server is called degraded for a job whose folder is gone",
         tests=f"{KEEPER} -k is_forgotten",
@@ -679,8 +679,9 @@ FAULTS = [
     ),
     Fault(
         "jobs/report/scores.py",
-        "        except Exception as error:  # of any kind: it must not hide the others\n",
-        "        except ValueError as error:\n",
+        "        except Exception as error:  # of any kind: it must not hide the others\n"
+        "            if group",
+        "        except ValueError as error:\n            if group",
         why="one run folder ends the results of all",
         tests=ODD,
     ),

@@ -152,8 +152,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/retriever/loss/pool_loss.py",
-        'represented["askers"] = vectors["queries"]',
-        'represented["askers"] = vectors["queries"].detach()',
+        'name.replace("queries", "askers"): tensor\n',
+        'name.replace("queries", "askers"): tensor.detach()\n',
         why="the way back of a symmetric loss teaches the queries nothing",
         tests=f"{RETRIEVER_LOSSES} -k window",
     ),
@@ -616,8 +616,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/retrieval/negatives.py",
-        "[window.first - 1 : window.last]",
-        "[window.first : window.last]",
+        "[window.first - 1 : window.last] for run in runs",
+        "[window.first : window.last] for run in runs",
         why="the hardest negative is never trained on",
         tests=MINING,
     ),

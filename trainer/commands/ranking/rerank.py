@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from trainer.data.readers.rankings import Rankings
     from trainer.protocol.task import Row
+    from trainer.retrieval.false_negatives import JudgeLimits
     from trainer.retrieval.reranking import TextList
 
 
@@ -45,6 +47,22 @@ class RerankOptions:
             "passage, positives first: a teacher's.",
         ),
     ] = None
+    drop_above: Annotated[
+        float | None,
+        typer.Option(
+            "--drop_above",
+            help="With --rows: leave out negatives whose score is above this one, as unknown "
+            "positives.",
+        ),
+    ] = None
+    drop_margin: Annotated[
+        float | None,
+        typer.Option(
+            "--drop_margin",
+            help="With --rows: leave out negatives whose score is above that of the best positive "
+            "less this margin.",
+        ),
+    ] = None
     queries: Annotated[
         Path | None, typer.Option("--queries", help="With --run: JSON lines of questions.")
     ] = None
@@ -55,6 +73,29 @@ class RerankOptions:
     split: OfSplit = None
     run_format: Format = "trec"
     tag: Annotated[str, typer.Option("--tag", help="trec: the name of the run.")] = "rerank"
+
+    def verdict(self) -> JudgeLimits:
+        """Which negatives of --rows are left out."""
+        from trainer.retrieval.false_negatives import checked
+
+        flags = ("--drop_above", "--drop_margin")
+        verdict = checked(self.drop_above, self.drop_margin, flags)
+        if verdict.is_given and self.rows is None:
+            raise ConfigError(
+                f"{' and '.join(flags)} leave negatives of training rows out: give --rows, or "
+                "leave them out."
+            )
+        return verdict
+
+    def kept(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """The scored rows without what the verdict leaves out, which is told."""
+        from trainer.data import left_out
+        from trainer.retrieval.false_negatives import judged_rows
+
+        verdict = self.verdict()
+        if not verdict.is_given:
+            return rows
+        return left_out.refusing(judged_rows(rows, verdict), str(self.rows), strict=False)
 
 
 @options.guard
@@ -76,6 +117,7 @@ def rerank(
     from trainer.runtime.distributed import on_main
 
     _check(what, precision)
+    what.verdict()
     distributed.init()
     read = cache(lambda: _of_rows(what.rows) if what.rows is not None else _of_run(what))
 
@@ -107,8 +149,8 @@ class _Work:
         from trainer.retrieval import negatives, rankings, reranking
 
         if self.rows is not None:
-            count = negatives.write_rows(what.out, reranking.with_scores(self.rows, scores))
-            return f"{count} rows with scores"
+            rows = what.kept(reranking.with_scores(self.rows, scores))
+            return f"{negatives.write_rows(what.out, rows)} rows with scores"
         assert self.hits is not None
         ordered, how = reranking.reordered(self.hits, scores), {"format": what.run_format}
         rankings.write_run(what.out, ordered, tag=what.tag, **how)  # pyright: ignore

@@ -62,13 +62,14 @@ QUESTIONS = Layout(
     objects=(("ctxs", _PASSAGE),),
 )
 # The same of a retriever, which looks for the passages among the contexts.
-QUERIES = replace(QUESTIONS, purpose="query")
+QUERIES = replace(QUESTIONS, groups=(*QUESTIONS.groups, ("topic",)), purpose="query")
 TEVATRON = Layout(
     (
         ("query", "query_text", "question", "text"),
         ("query_id", "_id", "qid", "id"),
         ("positive_passages", "positive_docids", "positive_document_ids"),
         ("negative_passages", "negative_docids", "negative_document_ids"),
+        ("topic",),
     ),
     purpose="query",
     lists=frozenset(

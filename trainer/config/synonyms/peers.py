@@ -40,8 +40,10 @@ SYNONYMS: dict[str, Synonym] = {
     "save_first_step": nothing("--dry_run of trainval.py checks folder, disk and two rows."),
     # sentence-transformers
     "batch_sampler": as_key(
+        "data.batches",
         "loss.mask_duplicates",
-        advice="It takes a text out of the negatives of a query that it answers.",
+        advice='NO_DUPLICATES is {"distinct": true}; mask_duplicates takes a text out of the '
+        "negatives of a query that it answers.",
     ),
     "multi_dataset_batch_sampler": to.SEVERAL_SETS,
     "prompts": as_key("data.query_prefix", "data.passage_prefix"),

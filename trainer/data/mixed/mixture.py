@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.config.mix import exact, labels_of, weights_of
+from trainer.data.arranged.pool import Pool
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _DIGITS = 9  # of weights by temperature, whose powers may differ in the last bits by machine
 _NEVER = 1 << 40  # steps that no run has
+_MOST_POOLED = 1024  # steps of several sources whose rows change places
 
 Weights = tuple[Fraction, ...]  # by source; they sum to 1
 
@@ -40,6 +42,7 @@ class Mix:
     labels: tuple[str, ...] = ()  # of the sources, in metrics
     temperature: float = 1.0
     stops: bool = False  # the run ends where a source ends
+    is_by_step: bool = False  # each step has rows of one source
 
     @classmethod
     def of(cls, data: OwnRows | None) -> Mix | None:
@@ -55,7 +58,8 @@ class Mix:
             phases += [(one.after, exact(one.weights, names)) for one in mixing.changes]
         labels = tuple(labels_of(names).values())
         temperature, stops = mixing.temperature or 1.0, mixing.ends == "stop"
-        return cls(tuple(names), tuple(phases), labels, temperature, stops)
+        is_by_step = getattr(getattr(data, "batches", None), "source", "mixed") == "one"
+        return cls(tuple(names), tuple(phases), labels, temperature, stops, is_by_step)
 
     def phases_of(self, sizes: Sequence[int]) -> tuple[tuple[int, Weights], ...]:
         """The same with weights, now that the rows of each source are counted."""
@@ -117,12 +121,14 @@ class Mixture:
     def taken(self, steps: int) -> tuple[int, ...]:
         """How many rows of each source the first `steps` steps take."""
         counts = [0] * len(self.sizes)
+        # what is dealt out: the places of rows, or those of whole steps
+        places, rows = (1, self.global_batch) if self.mix.is_by_step else (self.global_batch, 1)
         for start, stop, parts in self._phases:
             if start < steps:
-                rest = (min(steps, stop) - start) * self.global_batch
+                rest = (min(steps, stop) - start) * places
                 for source, (part, of) in enumerate(parts):
-                    share = (2 * rest * part + of) // (2 * of)  # to the nearest row
-                    counts[source] += share
+                    share = (2 * rest * part + of) // (2 * of)  # to the nearest place
+                    counts[source] += share * rows
                     rest -= share
         return tuple(counts)
 
@@ -147,19 +153,46 @@ class Mixture:
     def rows(self, step: int) -> np.ndarray:
         """The (global_batch,) rows of a step (0-based), no row twice, source after source."""
         begins, ends = self.taken(step), self.taken(step + 1)
-        parts: list[np.ndarray] = []
-        first_row = 0
-        for source, size in enumerate(self.sizes):
-            epoch, place = divmod(begins[source], size)
-            count = ends[source] - begins[source]
-            if count:
-                rows = self._order(source, epoch)[place : place + count]
-                missing = count - len(rows)
-                if missing:
-                    rows = np.concatenate([rows, self._order(source, epoch + 1)[:missing]])
-                parts.append(rows + first_row)
-            first_row += size
-        return np.concatenate(parts)
+        return np.concatenate(
+            [
+                self._rows_of_source(source, begin, end - begin)
+                for source, (begin, end) in enumerate(zip(begins, ends, strict=True))
+                if end > begin
+            ]
+        )
+
+    def _rows_of_source(self, source: int, begin: int, count: int) -> np.ndarray:
+        """`count` rows of a source, behind the first `begin` that are taken of it."""
+        epoch, place = divmod(begin, self.sizes[source])
+        rows = self._order(source, epoch)[place : place + count]
+        missing = count - len(rows)
+        if missing:
+            rows = np.concatenate([rows, self._order(source, epoch + 1)[:missing]])
+        return rows + sum(self.sizes[:source])
+
+    def pool(self, step: int) -> tuple[Pool, int]:
+        """The steps around a step whose rows may change places with it, and its place among them:
+        of steps of one source each, all that its source has in this epoch of it.
+        """
+        if not self.mix.is_by_step:
+            span = self.span(step)
+            first = step - (step - span.start) % _MOST_POOLED
+            return Pool(first, min(span.stop - first, _MOST_POOLED)), step - first
+        begins, ends = self.taken(step), self.taken(step + 1)
+        source = next(place for place, begin in enumerate(begins) if ends[place] > begin)
+        begin, size, batch = begins[source], self.sizes[source], self.global_batch
+        start = begin // size * size  # of its epoch
+        if ends[source] > start + size:  # the step has rows of two epochs
+            return Pool(begin, 1, source), 0
+        first = -(-start // batch) * batch
+        return Pool(first, (start + size - first) // batch, source), (begin - first) // batch
+
+    def rows_of(self, pool: Pool) -> np.ndarray:
+        """(steps, global_batch) the rows of a pool."""
+        if pool.source is None:
+            return np.stack([self.rows(pool.first + place) for place in range(pool.count)])
+        rows = self._rows_of_source(pool.source, pool.first, pool.count * self.global_batch)
+        return rows.reshape(pool.count, self.global_batch)
 
     def span(self, step: int) -> range:
         """The steps around a step that have its weights, and in which every source stays in its
@@ -232,6 +265,9 @@ class Mixture:
         for _, _, parts in self._phases:
             rest = self.global_batch
             for source, (part, of) in enumerate(parts):
+                if self.mix.is_by_step:
+                    most[source] = max(most[source], rest if part else 0)
+                    continue
                 most[source] = max(most[source], -(-rest * part // of))
                 rest -= rest * part // of
         return most

@@ -124,6 +124,13 @@ class MixedStore:
         ]
         return np.concatenate(sizes)
 
+    def texts(self, field: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all rows in `field`, and where those of each row begin in them."""
+        ids, starts = zip(*(store.texts(field) for store in self._list), strict=True)
+        ends = np.cumsum([0, *map(len, ids)])
+        moved = [of_store[:-1] + end for of_store, end in zip(starts, ends[:-1], strict=True)]
+        return np.concatenate(ids), np.concatenate([*moved, ends[-1:]])
+
     def numbers(self, field: str) -> np.ndarray:
         return np.concatenate([store.numbers(field) for store in self._list])
 

@@ -17,6 +17,8 @@ from trainer.driven.packs import TARGETS, batch_of
 from trainer.driven.together.adapter_set import AdapterSet, LayerOfAdapters, draw
 from trainer.errors import ConfigError
 from trainer.models.head import OutputLayer
+from trainer.models.lean.adapter import low_of
+from trainer.models.lean.dropout import Draw, Dropped, DroppedAgain
 from trainer.runtime.batch import name_batch_when_out_of_memory, to_device
 
 if TYPE_CHECKING:
@@ -25,6 +27,37 @@ if TYPE_CHECKING:
     from trainer.operations.rows import DrivenRow
 
 # M tokens of a pack, N targets, D width, O outputs of a layer, R rank
+
+
+@dataclass(frozen=True)
+class _SeededDraw(Draw):
+    """The dropout of one layer, whose draw depends on the run alone, and is the same when a block
+    is computed again.
+    """
+
+    device: torch.device
+    rate: float
+    seed: int
+
+    def first(self, input: Tensor) -> Dropped:
+        if not self.rate:
+            return Dropped(input, ())
+        stays = self._stays(input)
+        # a processor draws slowly (models/lean/dropout.py)
+        kept = (stays.to(torch.uint8),) if input.device.type == "cpu" else ()
+        return Dropped(input * stays / (1 - self.rate), kept)
+
+    def again(self, input: Tensor, of_values: Tensor | None, *kept: Tensor) -> DroppedAgain:
+        if not self.rate:
+            return DroppedAgain(input, of_values)
+        stays = kept[0].to(input.dtype) if kept else self._stays(input)
+        gradient = None if of_values is None else of_values.div_(1 - self.rate).mul_(stays)
+        return DroppedAgain(stays.mul_(input).div_(1 - self.rate), gradient)
+
+    def _stays(self, input: Tensor) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        stays = torch.empty_like(input, requires_grad=False)
+        return stays.bernoulli_(1 - self.rate, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -45,21 +78,20 @@ class PackPart:
 
     def more(self, layer: LayerOfAdapters, input_MD: Tensor) -> Tensor:
         """(M, O) what the adapter of a layer adds to its output for (M, D)."""
-        low_MR = F.linear(self.dropped(layer, input_MD), self.leaves[layer.down])
+        draw = self._draw(layer, input_MD.device)
+        low_MR = low_of(input_MD, self.leaves[layer.down], draw)
         return F.linear(low_MR, self.leaves[layer.up]) * layer.scale
 
     def dropped(self, layer: LayerOfAdapters, input_MD: Tensor) -> Tensor:
-        """The input of an adapter after its dropout, whose draw depends on the run alone, and is
-        the same when a block is computed again.
-        """
+        """The input of an adapter after its dropout."""
+        return self._draw(layer, input_MD.device).first(input_MD).values
+
+    def _draw(self, layer: LayerOfAdapters, device: torch.device) -> _SeededDraw:
         if self.seed is None or not layer.dropout:
-            return input_MD
+            return _SeededDraw(device, 0.0, 0)
         sequence = np.random.SeedSequence((*self.seed, layer.number))
-        generator = torch.Generator(input_MD.device)
-        generator.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)
-        stays_MD = torch.empty_like(input_MD, requires_grad=False)
-        stays_MD.bernoulli_(1 - layer.dropout, generator=generator)
-        return input_MD * stays_MD / (1 - layer.dropout)
+        seed = int(sequence.generate_state(1, np.uint64)[0]) >> 1
+        return _SeededDraw(device, layer.dropout, seed)
 
 
 @dataclass(frozen=True)

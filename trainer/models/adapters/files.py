@@ -24,7 +24,8 @@ _BASE = "adapter_base.json"  # what the adapters were trained on
 _FOREIGN = ("use_qalora", "layer_replication", "lora_bias")
 _OUTPUTS = ("lm_head", "embed_out")  # what the output layers of decoders are called
 _MOVED = re.compile(r"pissa|olora|corda|loftq")  # these begin by changing the base's weights
-_TASK_TYPES = {
+_TASK_TYPES: dict[str, str | None] = {
+    "masked_lm": None,  # peft has no word for it
     "causal_lm": "CAUSAL_LM",
     "seq2seq_lm": "SEQ_2_SEQ_LM",
     "encoder": "FEATURE_EXTRACTION",

@@ -24,6 +24,7 @@ from trainer.models.adapters.targets import (
     targets_of,
     whole_names,
 )
+from trainer.models.lean import adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,6 +74,7 @@ def adapted(base: PreTrainedModel, how: Lora, *, seed: int) -> PreTrainedModel:
         # while the engine holds every weight in one dtype
         adapted_base = peft.inject_adapter_in_model(config, base)
         tokens.put_in(adapted_base, how)
+        adapter.keep_less(adapted_base)
         return adapted_base
 
 

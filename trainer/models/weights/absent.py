@@ -43,6 +43,12 @@ def note(model: PreTrainedModel, missing: Collection[str], source: str) -> None:
     setattr(model, _NAME, _Absent(source, new))
 
 
+def names(model: PreTrainedModel) -> list[str]:
+    """The names of the weights of a model that were drawn, as note() remembers them."""
+    absent: Any = getattr(model, _NAME, None)
+    return [*absent.weights] if isinstance(absent, _Absent) else []
+
+
 def refuse(model: nn.Module, *, is_trained: bool) -> None:
     """ConfigError when a base in this module lacks weights that do not train.
 

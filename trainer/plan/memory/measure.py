@@ -31,7 +31,7 @@ from trainer.files.atomic import read_json, write_json
 if TYPE_CHECKING:
     from trainer.protocol.task import Places
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent.parent  # of the project
 TIME_LIMIT_S = 600.0
 _SHOWN_LINES = 12  # of the error output of a failed process
 # The phases of a run.
@@ -287,9 +287,16 @@ def _shape_of(base: Any) -> str:
 @cache
 def _program() -> str:
     """A digest of this program's files and the versions of its libraries."""
-    files = sorted((ROOT / "trainer").rglob("*.py"))
-    versions = [[str(f.relative_to(ROOT)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    versions = [
+        [str(file.relative_to(ROOT)), file.stat().st_size, file.stat().st_mtime_ns]
+        for file in files_of_program()
+    ]
     return digest({"files": versions, "torch": version("torch"), "with": version("transformers")})
+
+
+def files_of_program() -> list[Path]:
+    """The files that decide what a step needs: a step that others measured is measured again."""
+    return sorted((ROOT / "trainer").rglob("*.py"))
 
 
 class _Measurer:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainer.devices import GIB, Device
 from trainer.plan.memory.measure import TEACHING, TRAINING
+from trainer.runtime.host_memory import SWITCH
 
 if TYPE_CHECKING:
     from trainer.plan.memory.advice import Advice
@@ -55,6 +56,12 @@ def page(plan: MemoryPlan, advice: Advice, device: Device | None, *, world: int)
             for number, line in enumerate(fix_lines(advice, device, world), start=1)
         ]
     lines += [f"note: {note}" for note in plan.notes]
+    if device is not None and device.kept:
+        lines.append(
+            f"note: malloc keeps freed memory on a processor: {device.kept:.0%} beside what is "
+            f"alive, so {_gib(device.usable(world))} GiB are there to give ({SWITCH}=0 gives "
+            "freed memory back, and steps take longer)"
+        )
     lines.append(
         f"CPU time: {plan.seconds:.1f} s for the plan, {advice.seconds:.1f} s for what would fit"
     )

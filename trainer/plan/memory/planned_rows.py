@@ -22,7 +22,7 @@ from trainer.data.order import (
 )
 from trainer.plan.memory.measure import Kind, MeasureRequest
 from trainer.protocol.abilities import Answers, question_of
-from trainer.protocol.task import DRAW, EPOCH, Task
+from trainer.protocol.task import DRAW, EPOCH, STEP, Task
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
@@ -96,7 +96,7 @@ def epochs_of(rows: RowsByNumber, sharding: Sharding, seed: int) -> Epochs | Mix
 
 def _plain(row: Mapping[str, Any], is_drawn: bool) -> dict[str, list[int]]:
     fields = {name: [int(value) for value in values] for name, values in row.items()}
-    return {**fields, DRAW: [_DRAWN], EPOCH: [0]} if is_drawn else fields
+    return {**fields, DRAW: [_DRAWN], EPOCH: [0], STEP: [1]} if is_drawn else fields
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from trainer.plan.memory.fake_values import tensors_in
 from trainer.plan.operators import Operator, operator_of
 from trainer.plan.time.rates import Link, Rates
 from trainer.plan.time.stopwatch import Stopwatch
-from trainer.runtime import distributed
+from trainer.runtime import distributed, host_memory
 
 _PASSES = 3  # how often everything is measured: see Stopwatch
 # Sizes of tensors, in numbers, that are copied. Several tensors take turns, as in a training step.
@@ -45,6 +45,8 @@ def calibrate(folder: Path) -> Rates:
     folder: lies on the disk that checkpoints are written to.
     """
     watch = Stopwatch(distributed.device())
+    if not distributed.is_gpu():
+        host_memory.keep(os.environ)  # as a run does
     for _ in range(_PASSES - 1):
         _measure(watch, folder)
     return _measure(watch, folder)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.devices import Device, data_sheet
+from trainer.devices import KEPT, Device, data_sheet
 from trainer.errors import ConfigError
 
 VERSION = 3  # of the file format
@@ -94,7 +94,8 @@ class Rates:
     @property
     def device(self) -> Device:
         """This device as a memory plan needs it."""
-        return Device(self.name, self.nbytes, 0)
+        # a GPU computes while its host launches; a processor is its own host
+        return Device(self.name, self.nbytes, 0, kept=0.0 if self.overlaps_launches else KEPT)
 
 
 def _on(curve: list[list[float]], size: float) -> float:

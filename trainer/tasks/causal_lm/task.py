@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import left_out, lookup, stdlib_docs, vocabulary
-from trainer.data.chat.chat_template import ChatTemplate, flags
+from trainer.data.chat.chat_template import ChatTemplate
 from trainer.data.chat.rows import chats
 from trainer.data.chat.unwritten import TOOLS
 from trainer.data.chat.writer import naming
@@ -28,6 +28,7 @@ from trainer.models.packed.layout import pack_labelled
 from trainer.protocol.abilities import ReplyText, Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.config import Config
+from trainer.tasks.causal_lm.text_tokens import TextTokens
 from trainer.tasks.continuation import ContinuationTask, replies, reply_row
 from trainer.tasks.distilled import DistilledTask
 from trainer.tasks.token_task import refuse_beyond_positions
@@ -105,7 +106,6 @@ class Task(DistilledTask[Config], ContinuationTask[Config]):
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
-        self._last_tokens: tuple[Any, dict[str, list[int]]] | None = None
         self.chat = None
         if cfg.data.purpose == "conversation":
             template, folder = cfg.data.chat_template, places.data_path
@@ -133,8 +133,7 @@ class Task(DistilledTask[Config], ContinuationTask[Config]):
                     left_out.note(naming(row["messages"]), TOOLS, field="tools")
                 yield row
             return
-        for row in self._texts(split):
-            yield from self._pieces(row)
+        yield from self._pieces(self._texts(split))
 
     @property
     def _own(self) -> dict[str, Any]:
@@ -155,54 +154,41 @@ class Task(DistilledTask[Config], ContinuationTask[Config]):
     def _is_on_answers(self) -> bool:
         return self.cfg.data.loss_on == "answer"
 
-    def _pieces(self, row: Row) -> Iterator[Row]:
-        """The row as piece 0; a text longer than data.max_tokens becomes several numbered
-        pieces.
-        """
+    def _pieces(self, texts: Iterable[Row]) -> Iterator[Row]:
+        """Each text as piece 0; one longer than data.max_tokens becomes several numbered pieces."""
         limit = self.cfg.data.max_tokens
-        growth = self._most_tokens_per_byte
-        num_bytes = len(row["text"].encode())
-        if growth is not None and len(self.opening) + growth * num_bytes < limit:
-            yield {**row, "piece": 0}
-            return
-        for piece in range(-(-len(self._tokens(row)["ids"]) // limit)):
-            yield {**row, "piece": piece}
+        for row, count in self._text_tokens.with_counts(texts, self._may_be_cut):
+            for piece in range(1 if count is None else -(-count // limit)):
+                yield {**row, "piece": piece}
+
+    def _may_be_cut(self, text: str) -> bool:
+        """Whether a text may have more than data.max_tokens tokens, by its bytes alone."""
+        growth, limit = self._most_tokens_per_byte, self.cfg.data.max_tokens
+        return growth is None or len(self.opening) + growth * len(text.encode()) >= limit
 
     @cached_property
     def _most_tokens_per_byte(self) -> int | None:
         return vocabulary.most_tokens_per_byte(self.tokenizer)
 
-    def _tokens(self, row: Row) -> dict[str, list[int]]:
-        """A whole text with its opening and its end token: "ids" and, when only answers are labels,
-        "scored", which is 1 for the tokens of answers and the end token.
-
-        The tokens of the last text are remembered: its pieces follow one another.
-        """
-        key = (row["text"], row.get("answer_spans"))
-        if self._last_tokens is not None and self._last_tokens[0] == key:
-            return self._last_tokens[1]
-        encoding = self.tokenizer(
-            row["text"], add_special_tokens=False, return_offsets_mapping=self._is_on_answers
+    @cached_property
+    def _text_tokens(self) -> TextTokens:
+        return TextTokens(
+            self.tokenizer, begun=self._begun, end=self.end, is_on_answers=self._is_on_answers
         )
-        fields = {"ids": [*self._begun(encoding["input_ids"]), self.end]}
-        if self._is_on_answers:
-            scored = flags(encoding["offset_mapping"], row["answer_spans"])
-            opening = [0] * (len(fields["ids"]) - 1 - len(scored))
-            fields["scored"] = [*opening, *scored, 1]
-        self._last_tokens = (key, fields)
-        return fields
 
     def encode(self, row: Row) -> Encoded:
-        if self.chat is not None:
-            return self.encode_rows([row])[0]
-        limit, piece = self.cfg.data.max_tokens, row["piece"]
-        of_piece = slice(piece * limit, (piece + 1) * limit)
-        return Encoded({name: values[of_piece] for name, values in self._tokens(row).items()})
+        return self.encode_rows([row])[0]
 
     def encode_rows(self, rows: Sequence[Row]) -> list[Encoded]:
-        if self.chat is None:
-            return [self.encode(row) for row in rows]
-        return [self._conversation(whole) for whole in self.chat.tokens(rows, self.end)]
+        if self.chat is not None:
+            return [self._conversation(whole) for whole in self.chat.tokens(rows, self.end)]
+        limit = self.cfg.data.max_tokens
+        encoded: list[Encoded] = []
+        for row, fields in zip(rows, self._text_tokens.of(rows), strict=True):
+            start = row["piece"] * limit
+            values = {name: tokens[start : start + limit] for name, tokens in fields.items()}
+            encoded.append(Encoded(values))
+        return encoded
 
     def _conversation(self, whole: Mapping[str, list[int]]) -> Encoded:
         """The first data.max_tokens tokens of a conversation. The rest is dropped, for it would be

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trainer.data.padding import pad_right
+from trainer.models.packed.layout import pack
 from trainer.protocol.abilities import Side
 from trainer.protocol.task import Batch
 from trainer.tasks.retriever import selection
@@ -68,14 +69,54 @@ class Batches:
 
     def lay_out(self, texts: Sequence[Any], side: Side) -> dict[str, Tensor]:
         """Token ids of some texts as tensors that the model takes."""
+        cfg = self.cfg.loss
+        if cfg.chunk_tokens is not None:
+            return self._in_chunks(texts, side)
         if self.is_packed:
-            cfg = self.cfg.loss
             size = cfg.query_chunk if side == "query" else cfg.passage_chunk
             return packed(texts, side, size=size)
+        return {f"{side}_{name}": tensor for name, tensor in self._padded(texts, side).items()}
+
+    def _padded(self, texts: Sequence[Any], side: Side) -> dict[str, Tensor]:
         ids, mask = pad_right(texts, self.tokens.pad)
         room = (0, self.tokens.width(ids.shape[1], side) - ids.shape[1])
-        ids = pad(ids, room, value=self.tokens.pad)
-        return {f"{side}_ids": ids, f"{side}_mask": pad(mask, room)}
+        return {"ids": pad(ids, room, value=self.tokens.pad), "mask": pad(mask, room)}
+
+    def _in_chunks(self, texts: Sequence[Any], side: Side) -> dict[str, Tensor]:
+        """Pieces of texts of like length, the longest first, each of at most loss.chunk_tokens
+        tokens, pads included. `texts` (texts of a piece,) says which texts of the side they are.
+        """
+        lengths = np.array([len(text) for text in texts])
+        budget = self.cfg.loss.chunk_tokens
+        if budget == "auto":  # nothing is chosen yet: as little as there can be
+            budget = max(self.tokens.limit("query"), self.tokens.limit("passage"))
+        widths = [self.tokens.width(int(length), side) for length in lengths]
+        sizes = lengths if self.is_packed else np.array(widths)
+        laid_out: dict[str, Tensor] = {}
+        for number, places in enumerate(chunks_of(sizes, int(budget or 0), self.is_packed)):
+            some = [texts[place] for place in places]
+            piece = pack(some, bucketed=True) if self.is_packed else self._padded(some, side)
+            piece["texts"] = torch.from_numpy(places)
+            laid_out |= {f"{side}_{number}_{name}": tensor for name, tensor in piece.items()}
+        return laid_out
+
+
+def chunks_of(sizes: np.ndarray, budget: int, is_packed: bool) -> list[np.ndarray]:
+    """The places of texts of these sizes in chunks of at most `budget` tokens: of streams the sum
+    of their sizes, of padded rows their number times the largest. The largest come first; a text
+    above the budget goes alone.
+
+    Source: mini_batch_num_tokens of sentence-transformers, which keeps the order of the rows.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    starts, tokens = [0], 0
+    for place, size in enumerate(sizes[order].tolist()):
+        widest = int(sizes[order[starts[-1]]])
+        tokens = tokens + size if is_packed else (place - starts[-1] + 1) * widest
+        if tokens > budget and place > starts[-1]:
+            starts.append(place)
+            tokens = size
+    return np.split(order, starts[1:])
 
 
 def _at(values: Sequence[np.ndarray], choices: Sequence[list[int]]) -> Tensor:

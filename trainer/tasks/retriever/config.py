@@ -1,5 +1,7 @@
-"""What a retriever's experiment states, and a reranker's. Imports no torch. docs/tasks/retriever.md
-maps Tevatron's argument names, docs/tasks/reranker.md says what `form: "cross"` trains.
+"""What a retriever's experiment states, in each of its forms. Imports no torch.
+docs/tasks/retriever.md maps Tevatron's argument names, docs/tasks/reranker.md says what
+`form: "cross"` trains, docs/tasks/late.md what `form: "late"` does, docs/tasks/sparse.md what
+`form: "sparse"` does.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from trainer.config.block import Fraction, Positive, Strict
 from trainer.config.formats.layouts import QUERIES, QUESTIONS, TEVATRON, Layout, Purpose
 from trainer.config.own_rows import OwnRows
 from trainer.config.schema import Experiment
+from trainer.tasks.retriever.batching.config import Batching
 
 Selection = Literal["by_epoch", "drawn", "first"]
+_WITH_TOPICS = ("files", "tevatron", "hub")  # sources whose rows may say their topic
 
 
 class Data(OwnRows):
@@ -44,7 +48,7 @@ class Data(OwnRows):
         }
     )
 
-    unstreamed: ClassVar[tuple[str, ...]] = ("corpus",)
+    unstreamed: ClassVar[tuple[str, ...]] = ("corpus", "batches")
     purposes: ClassVar[tuple[Purpose, ...]] = ("query",)
     of_source: ClassVar[frozenset[str]] = OwnRows.of_source | {
         "corpus",
@@ -98,6 +102,8 @@ class Data(OwnRows):
     """Whether texts end with the tokenizer's end-of-sequence token."""
     pad_to_multiple_of: Positive = 8
     """Where rows are padded: to a multiple of it, but never beyond the limits above."""
+    batches: Batching | None = None
+    """Which rows stand together in a step; None: any."""
 
     def layout(self) -> Layout | None:
         if self.source in ("files", "fid"):
@@ -190,21 +196,40 @@ class FalseNegatives(Strict):
 
 
 class Matryoshka(Strict):
-    """The loss is a weighted sum of the losses of the first numbers of each vector, which have
-    length 1 again where `encoder.normalize` says so.
+    """The loss is a weighted sum of losses: of the first numbers of each vector (`dims`), which
+    have length 1 again where `encoder.normalize` says so, and of the vectors that the first blocks
+    of the base give (`layers`). With both, the loss of every layer is that sum over `dims`.
     """
 
-    dims: Annotated[tuple[Positive, ...], Field(min_length=1)]
-    """So many numbers; the whole width should be among them."""
+    dims: tuple[Positive, ...] = ()
+    """So many numbers; the whole width should be among them. None are listed: whole vectors."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    """One for each of them; None: 1 for all."""
+    """One for each of `dims`; None: 1 for all."""
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """So many blocks of the base, 0 for its embeddings; the whole base counts besides, with the
+    weight 1. `encode --layers` then uses fewer blocks.
+    """
+    layer_weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """One for each of `layers`; None: all alike, and together 1."""
+    divergence: Annotated[float, Field(ge=0)] = 1.0
+    """The factor of the divergence of each layer's vectors from the whole base's, which do not
+    move towards them; 0: without it.
+    """
+    divergence_temperature: Annotated[float, Field(gt=0)] = 0.3
+    """Vectors are divided by it, before a softmax over their numbers."""
 
     @model_validator(mode="after")
     def _each_has_a_weight(self) -> Matryoshka:
-        if self.weights is not None and len(self.weights) != len(self.dims):
-            raise ValueError(f"got {len(self.weights)} weights, want one for each of {self.dims}")
-        if len({*self.dims}) < len(self.dims):
-            raise ValueError(f"dims={list(self.dims)}: got one of them twice, want each once")
+        for key, sizes, weights in (
+            ("dims", self.dims, self.weights),
+            ("layers", self.layers, self.layer_weights),
+        ):
+            if weights is not None and len(weights) != len(sizes):
+                raise ValueError(f"got {len(weights)} weights, want one for each of {key} {sizes}")
+            if len({*sizes}) < len(sizes):
+                raise ValueError(f"{key}={list(sizes)}: got one of them twice, want each once")
+        if not self.dims and not self.layers:
+            raise ValueError("got neither dims nor layers, want one of them or both")
         return self
 
 
@@ -224,6 +249,12 @@ class Loss(Strict):
     """
     passage_chunk: Positive | None = None
     """As query_chunk, for passages; None: all at once."""
+    chunk_tokens: Positive | Literal["auto"] | None = None
+    """In the place of both: as many queries, or passages, at a time as have so many tokens
+    together, those of like length; a longer text goes alone. auto: the most that fits, by the
+    memory plan; the choice is the run's from its first step on. None: by query_chunk and
+    passage_chunk.
+    """
     pool_on_host: bool = False
     """Keep representations and scores in the CPU's memory."""
     mask_duplicates: bool = False
@@ -253,6 +284,16 @@ class Loss(Strict):
     def _something_is_minimised(self) -> Loss:
         if self.contrastive == 0 and self.distillation is None:
             raise ValueError("contrastive=0 without distillation leaves nothing to minimise")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_are_of_rows_or_tokens(self) -> Loss:
+        if self.chunk_tokens is not None and (self.query_chunk or self.passage_chunk):
+            raise ValueError(
+                f"chunk_tokens={self.chunk_tokens!r} with query_chunk={self.query_chunk} and "
+                f"passage_chunk={self.passage_chunk}: want chunks of tokens or of rows. Leave one "
+                "kind out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -297,17 +338,96 @@ class Cross(Strict):
     """Of lambda: the k of nDCG@k. Only pairs with a passage in the first k count. None: all."""
 
 
+class Sparse(Strict):
+    """How a text becomes weights of the words of a vocabulary, and what keeps most of them at 0."""
+
+    pooling: Literal["max", "sum"] = "max"
+    """A word's weight in a text: the largest that one of its tokens gives it, or their sum."""
+    queries: Literal["encoded", "tokens"] = "encoded"
+    """encoded: by the model, as passages are. tokens: each token of a query has the weight 1, and
+    no model reads it (SPLADE-doc).
+    """
+    query_regulariser: Literal["flops", "l1"] = "flops"
+    """What is added to the loss for queries. flops: the sum over words of the square of their mean
+    weight. l1: the mean sum of a query's weights.
+    """
+    passage_regulariser: Literal["flops", "l1"] = "flops"
+    """The same for passages."""
+    query_weight: Annotated[float, Field(ge=0)] = 5e-5
+    """The factor of the queries' regulariser, behind its warm-up."""
+    passage_weight: Annotated[float, Field(ge=0)] = 3e-5
+    """The factor of the passages' regulariser, behind its warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """In step t of so many both factors are multiplied by the square of t / warmup_steps."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Scores are divided by it in the loss."""
+    anti_zero: Annotated[float, Field(ge=0)] = 0.0
+    """The factor of a term that keeps weights from all becoming 0: one over the square of the sum
+    of all queries' weights, and the same of passages.
+    """
+
+    @model_validator(mode="after")
+    def _tokens_have_no_regulariser(self) -> Sparse:
+        given = sorted(self.model_fields_set & {"query_regulariser", "query_weight"})
+        if self.queries == "tokens" and given:
+            raise ValueError(
+                f'{given[0]}: got it with queries="tokens", whose weights are all 1: nothing of '
+                'them can be learnt. Leave it out, or use queries="encoded"'
+            )
+        return self
+
+
+class Late(Strict):
+    """How the tokens of a text become vectors, and two lists of vectors a score (MaxSim): for each
+    vector of the query the largest dot product with one of the passage, summed.
+    """
+
+    width: Positive = 128
+    """Numbers of a vector: a linear layer without bias on each state; vectors have length 1."""
+    expand: bool = True
+    """Queries are filled up to data.query_tokens with mask tokens (of a tokenizer without one, its
+    end token), whose vectors count as well: ColBERT's query augmentation. False: they are not.
+    """
+    attend: bool = False
+    """Whether tokens attend to those mask tokens; of ColBERT they do not."""
+    skip_punctuation: bool = True
+    """Punctuation marks of passages have no vector."""
+    skip: tuple[str, ...] = ()
+    """More tokens of passages that have none, as the tokenizer's vocabulary spells them."""
+    mean: bool = False
+    """Scores are divided by the number of the query's vectors."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Scores are divided by it in the loss."""
+
+    @model_validator(mode="after")
+    def _mask_tokens_are_there(self) -> Late:
+        if self.attend and not self.expand:
+            raise ValueError("attend=true without expand has no mask tokens to attend to")
+        return self
+
+
+# What each form reads, of the blocks that not all forms read. "bi" has its code in the folder of
+# the task, every other form in a folder within.
+BLOCKS_OF_FORMS = {
+    "bi": ("encoder", "loss"),
+    "cross": ("cross",),
+    "late": ("late", "loss"),
+    "sparse": ("sparse", "loss"),
+}
+
+
 class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
 
     encoded = frozenset({"form"})
-    not_encoded = frozenset({"encoder", "loss", "cross", "dropout"})
+    not_encoded = frozenset({"encoder", "loss", "cross", "late", "sparse", "dropout"})
 
     task: Literal["retriever"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
-    """A dense retriever, or a reranker."""
-    form: Literal["bi", "cross"] = "bi"
+    """A dense, late or sparse retriever, or a reranker."""
+    form: Literal["bi", "cross", "late", "sparse"] = "bi"
     """bi: a query and a passage each become a vector (`encoder`, `loss`). cross: one model reads
-    both together and scores the pair (`cross`).
+    both together and scores the pair (`cross`). late: each token becomes a vector (`late`, `loss`).
+    sparse: each text becomes weights of words (`sparse`, `loss`).
     """
     data: Data
     """Rows, and how they become tokens."""
@@ -317,6 +437,10 @@ class Config(Experiment):
     """What is minimised, and in which pieces."""
     cross: Cross = Cross()
     """What form="cross" minimises."""
+    late: Late = Late()
+    """How tokens of form="late" become vectors."""
+    sparse: Sparse = Sparse()
+    """What form="sparse" makes of texts, and what it adds to `loss`."""
     dropout: Fraction | None = None
     """None: the base's own."""
 
@@ -330,27 +454,53 @@ class Config(Experiment):
     @property
     def package(self) -> str:
         """The forms are packages of the task."""
-        return f"{self.task}.cross" if self.form == "cross" else self.task
+        return self.task if self.form == "bi" else f"{self.task}.{self.form}"
 
     @model_validator(mode="after")
     def _the_form_has_its_blocks(self) -> Config:
-        blocks = {"encoder": Encoder(), "loss": Loss()}
-        if self.form == "bi":
-            blocks = {"cross": Cross()}
-        unread = [name for name, default in blocks.items() if getattr(self, name) != default]
-        if self.form == "cross" and self.data.scores is not None:
+        own = BLOCKS_OF_FORMS[self.form]
+        readers = {
+            block: form for form, blocks in reversed(BLOCKS_OF_FORMS.items()) for block in blocks
+        }
+        defaults = type(self).model_fields
+        unread = [
+            name
+            for name in readers
+            if name not in own and getattr(self, name) != defaults[name].default
+        ]
+        if "loss" not in own and self.data.scores is not None:
             unread.append("data.scores")
         if unread:
-            other = "bi" if self.form == "cross" else "cross"
+            other = readers.get(unread[0], "bi")
             raise ValueError(
                 f'{unread[0]}: form="{self.form}" does not read it, form="{other}" does. Leave it '
                 f'out, or say form="{other}"'
+            )
+        if self.form == "late" and self.loss.matryoshka is not None:
+            raise ValueError(
+                'loss.matryoshka: form="late" has no vector of a whole text to cut short. Leave it '
+                'out, or say form="bi"'
+            )
+        if self.form == "sparse" and self.loss.matryoshka is not None:
+            raise ValueError(
+                'loss.matryoshka: form="sparse" makes weights of words, and the first of them are '
+                'no vector. Leave it out, or say form="bi"'
             )
         if self.form == "cross" and self.data.passages <= self.data.positives:
             raise ValueError(
                 f'form="cross" learns scores from positives beside negatives: got data.passages='
                 f"{self.data.passages} with data.positives={self.data.positives}, want more "
                 "passages than positives"
+            )
+        if self.form == "late" and self.loss.chunk_tokens is not None:
+            raise ValueError(
+                'loss.chunk_tokens: form="late" cuts micro-batches by texts alone. Use query_chunk '
+                "and passage_chunk"
+            )
+        if self.form == "late" and self.data.passages == 1:
+            raise ValueError(
+                'form="late" is validated on each query\'s own passages: got data.passages=1, want '
+                "2 or more, so that a positive has negatives (lathe mine finds some)"
             )
         return self
 
@@ -365,6 +515,39 @@ class Config(Experiment):
             raise ValueError(
                 f'loss.{asks}: {key}="{reads}" has no scores of a teacher. Use "fid", or name a '
                 "file of scores in data.scores"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_can_be_made(self) -> Config:
+        batches, data, train = self.data.batches, self.data, self.train
+        if batches is None:
+            return self
+        reason = None
+        if batches == Batching():
+            reason = "says nothing: name source, distinct or topics, or leave it out"
+        elif self.form == "cross" or self.loss.kind == "triplet" or not self.loss.contrastive:
+            reason = "puts rows together that are each other's negatives, and here none is"
+        elif batches.source == "one" and not data.mix:
+            reason = '.source="one" is of a mix: name its sources in data.mix, or leave it out'
+        elif batches.topics is not None and data.mix and batches.source == "mixed":
+            reason = '.topics of a mix: a step has one topic, want source="one" besides'
+        elif train.bucket_steps > 1 or train.order == "as_given":
+            key = "order" if train.order == "as_given" else "bucket_steps"
+            reason = f" and train.{key} both say which rows a step has: leave one of them out"
+        elif batches.reads_topics and data.reads not in _WITH_TOPICS:
+            reason = f'.topics.by="field": the rows of {data.reads!r} say no topic. Use "words"'
+        if reason is not None:
+            raise ValueError(f"data.batches{'' if reason[0] in '. ' else ' '}{reason}")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_listened_to(self) -> Config:
+        nested = self.loss.matryoshka
+        if nested is not None and nested.layers and self.train.compile:
+            raise ValueError(
+                "loss.matryoshka.layers with train.compile, whose blocks are not listened to: "
+                "leave one of the two out"
             )
         return self
 

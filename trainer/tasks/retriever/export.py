@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "retriever_config.json"
 OF_CROSS = "reranker_config.json"  # the description in an export of form="cross"
+OF_LATE = "late_config.json"  # that of form="late"
+OF_SPARSE = "sparse_config.json"  # that of form="sparse"
+_DESCRIPTIONS = {"bi": DESCRIPTION, "cross": OF_CROSS, "late": OF_LATE, "sparse": OF_SPARSE}
 # the keys of an experiment's `data` that the description states, and that hold for the model
 DESCRIBED_DATA = (
     "separator",
@@ -205,13 +208,19 @@ def load_pooler(pooler: Pooler, folder: Path) -> None:
         parameter.copy_(tensors[name])
 
 
+def refuse_other_form(folder: Path, form: str) -> None:
+    """ConfigError when a folder says that it holds a model of another form."""
+    for other, name in _DESCRIPTIONS.items():
+        if other != form and (folder / name).is_file():
+            raise ConfigError(
+                f'{folder} holds a retriever of form="{other}" ({name}), want one of '
+                f'form="{form}". Name an experiment with form="{other}", or another folder.'
+            )
+
+
 def check_holds_model(folder: Path, *, tied: bool) -> None:
-    """ConfigError when a folder holds no encoder where one must be, or a reranker."""
-    if (folder / OF_CROSS).is_file():
-        raise ConfigError(
-            f"{folder} holds a reranker ({OF_CROSS}), which makes no vectors. Name an experiment "
-            'with form="cross", or the folder of a retriever.'
-        )
+    """ConfigError when a folder holds no encoder where one must be, or a model of another form."""
+    refuse_other_form(folder, "bi")
     for place in sides(folder, tied=tied).values():
         if not (place / "config.json").is_file() and not adapters.are_in(place):
             raise ConfigError(

@@ -5,7 +5,7 @@ Ranks gather one table of numbers, and the metrics are computed from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -58,22 +58,40 @@ def retrieval_metrics(table: Tensor, *, temperature: float) -> dict[str, float]:
     Equal scores count against the retriever: the relevant passage gets the lowest of their ranks.
     """
     of_kind = {kind: table[table[:, 0] == kind] for kind in (QUERY, PASSAGE, RELEVANT)}
-    numbers_Q, order = _integer(of_kind[QUERY][:, 1:4]).sort()
+    numbers_Q, order = integers(of_kind[QUERY][:, 1:4]).sort()
     queries_QE = of_kind[QUERY][order, KEYS:].double()
     # passages without duplicates, by ascending id: the batches' order changes nothing
     rows = of_kind[PASSAGE]
-    ids, place = _integer(rows[:, 4:8]).sort(stable=True)
+    ids, place = integers(rows[:, 4:8]).sort(stable=True)
     is_first = torch.ones_like(ids, dtype=torch.bool)
     is_first[1:] = ids[1:] != ids[:-1]
     ids_P, passages_PE = ids[is_first], rows[place[is_first], KEYS:].double()
-    pairs = of_kind[RELEVANT]
-    is_relevant_QP = torch.zeros(len(queries_QE), len(ids_P), dtype=torch.bool)
-    row_R, column_R = _integer(pairs[:, 1:4]), _integer(pairs[:, 4:8])
+    is_relevant_QP = relevant_pairs(of_kind[RELEVANT], numbers_Q, ids_P)
+    return measures(
+        lambda some: queries_QE[some] @ passages_PE.T, is_relevant_QP, temperature=temperature
+    )
+
+
+def relevant_pairs(pairs: Tensor, numbers_Q: Tensor, ids_P: Tensor) -> Tensor:
+    """(Q, P) whether a passage is relevant to a query, by the rows of a table of kind RELEVANT.
+    numbers_Q, ids_P: int64, in ascending order.
+    """
+    is_relevant_QP = torch.zeros(len(numbers_Q), len(ids_P), dtype=torch.bool)
+    row_R, column_R = integers(pairs[:, 1:4]), integers(pairs[:, 4:8])
     is_relevant_QP[torch.searchsorted(numbers_Q, row_R), torch.searchsorted(ids_P, column_R)] = True
+    return is_relevant_QP
+
+
+def measures(
+    scores_of: Callable[[slice], Tensor], is_relevant_QP: Tensor, *, temperature: float
+) -> dict[str, float]:
+    """The metrics of retrieval_metrics. scores_of: some of the Q queries -> (Q, P) fp64 scores of
+    all passages.
+    """
     losses, best, shares = [], [], []
-    for start in range(0, len(queries_QE), _QUERIES_AT_ONCE):
-        relevant = is_relevant_QP[start : start + _QUERIES_AT_ONCE]
-        scores = queries_QE[start : start + _QUERIES_AT_ONCE] @ passages_PE.T
+    for start in range(0, len(is_relevant_QP), _QUERIES_AT_ONCE):
+        some = slice(start, start + _QUERIES_AT_ONCE)
+        relevant, scores = is_relevant_QP[some], scores_of(some)
         ranks = _ranks(scores, relevant)
         # (Q,) the mean of -log softmax over a query's relevant passages. Each one's softmax is over
         # itself and all passages that are not relevant.
@@ -107,7 +125,7 @@ def _ranks(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
     return ranks_QP
 
 
-def _integer(columns: Tensor) -> Tensor:
+def integers(columns: Tensor) -> Tensor:
     """(N, K) 16-bit numbers, the highest first -> (N,) int64."""
     total = torch.zeros(len(columns), dtype=torch.int64)
     for column in columns.long().T:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
+from trainer.models.inner_layers import InnerLayers, keep_blocks
 from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack
 from trainer.protocol.abilities import Side
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # N texts, L tokens of the longest, M tokens of all of them, D width of a state, E width of a vector
 
 _VECTORS: dict[Side, str] = {"query": "queries", "passage": "passages"}
+_LAYERS = "loss.matryoshka.layers"
 
 
 class Pooler(nn.Module):
@@ -84,9 +86,11 @@ class Retriever(nn.Module):
         pooler: Pooler | None = None,
         log_scale: LogScale | None = None,
         read: Mapping[str, Read | None] | None = None,
+        layers: Sequence[int] = (),
     ) -> None:
         """passage_model: None when one encoder serves both sides. read: the function with which
-        each side's encoder reads streams (streams.reader_of); None: rows are padded.
+        each side's encoder reads streams (streams.reader_of); None: rows are padded. layers: in
+        training there are vectors of so many blocks, too.
         """
         super().__init__()
         for model in (query_model, passage_model):
@@ -94,7 +98,15 @@ class Retriever(nn.Module):
                 model.config.use_cache = False  # a decoder's body would fill one in training
         self.query_model, self.passage_model, self.pooler = query_model, passage_model, pooler
         self.log_scale = log_scale
-        self.how, self._read = how, read or {}
+        self.how, self._read, self.layers = how, read or {}, tuple(layers)
+        self.knows_blocks_by_number = bool(layers)  # time/blocks.py must not shorten it
+        bodies = {"query": query_model, "passage": passage_model or query_model}
+        heard = {
+            id(body): InnerLayers(body, layers, key=_LAYERS)
+            for body in {*bodies.values()}
+            if layers
+        }
+        self._heard = {side: heard.get(id(body)) for side, body in bodies.items()}
 
     def forward(
         self,
@@ -103,53 +115,88 @@ class Retriever(nn.Module):
         **batch: Tensor,
     ) -> dict[str, Tensor]:
         """{"queries": (Q, E), "passages": (P, E)} in fp32, for each side that the batch holds; and
-        with the queries "log_scale" (Q,) if the temperature is learnt (LogScale).
+        with the queries "log_scale" (Q,) if the temperature is learnt (LogScale). In training
+        "queries_4" and "passages_4", where 4 is one of `layers`.
 
         batch: texts as packed() lays them out, or (N, L) right-padded query_ids, query_mask,
-        passage_ids and passage_mask. chunks: how many queries and how many passages are encoded at
-        a time (None: all); streams have the size that packed() was given. The activations of a
-        chunk are not kept: the backward pass encodes it again with the same random numbers. Only
-        the last chunk keeps them, because the backward pass reaches it first. calls: the least
-        number of encoder runs, for queries and for passages. Under ZeRO-3 each run gathers the
-        weights, so all ranks must run the encoders equally often.
+        passage_ids and passage_mask, or pieces of either with `texts` (Batches.lay_out). chunks:
+        how many queries and how many passages are encoded at a time (None: all); streams and pieces
+        have their sizes already. The activations of a chunk are not kept: the backward pass encodes
+        it again with the same random numbers. Only the last chunk keeps them, because the backward
+        pass reaches it first. calls: the least number of encoder runs, for queries and for
+        passages. Under ZeRO-3 each run gathers the weights, so all ranks must run the encoders
+        equally often, forwards and backwards: a rank with fewer chunks runs its smallest one again,
+        to no effect.
         """
         pieces: dict[Side, list[dict[str, Tensor]]] = {
-            side: _pieces(batch, side, size)
+            side: pieces_of(batch, side, size)
             for side, size in zip(_VECTORS, chunks or (None, None), strict=True)
             if any(name.startswith(side) for name in batch)
         }
         last = [*pieces][-1]
         by_side: dict[str, Tensor] = {}
         for side, of_side in pieces.items():
-            again = 0 if chunks is None else len(of_side) - (side == last)
+            spare = max(0, calls[[*_VECTORS].index(side)] - len(of_side))
+            runs = [*of_side[-1:] * spare, *of_side]
+            again = 0 if chunks is None else len(runs) - (side == last)
             vectors = [
-                checkpoint(self._vectors, side, piece, use_reentrant=False)
-                for piece in of_side[:again]
+                checkpoint(self._of_layers, side, piece, use_reentrant=False)
+                for piece in runs[:again]
             ]
-            vectors += [self._vectors(side, piece) for piece in of_side[again:]]
-            for _ in range(calls[[*_VECTORS].index(side)] - len(of_side)):
-                self._vectors(side, of_side[-1])
-            by_side[_VECTORS[side]] = torch.cat(vectors)
+            vectors += [self._of_layers(side, piece) for piece in runs[again:]]
+            for unused in vectors[:spare]:
+                vectors[-1] = vectors[-1] + 0.0 * unused.sum()
+            whole = torch.cat(vectors[spare:])
+            if "texts" in of_side[0]:
+                whole = whole[torch.cat([piece["texts"] for piece in of_side]).argsort()]
+            names = [_VECTORS[side], *(f"{_VECTORS[side]}_{layer}" for layer in self.layers)]
+            by_side |= zip(names, whole.unbind(1), strict=False)
         if self.log_scale is not None and "queries" in by_side:
             by_side["log_scale"] = self.log_scale(len(by_side["queries"]))
         return by_side
 
-    def _vectors(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
-        """(N, E) of the texts of one piece."""
-        states_ND = self._pool(side, piece)
-        vectors_NE = states_ND if self.pooler is None else self.pooler(states_ND, side)
-        return F.normalize(vectors_NE, dim=-1) if self.how.normalize else vectors_NE
+    def _of_layers(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
+        """(N, K, E) of the texts of one piece: of the whole encoder, then of each of `layers` in
+        training.
+        """
+        vectors = [
+            states_ND if self.pooler is None else self.pooler(states_ND, side)
+            for states_ND in self._pool(side, piece)
+        ]
+        vectors_NKE = torch.stack(vectors, 1)
+        return F.normalize(vectors_NKE, dim=-1) if self.how.normalize else vectors_NKE
 
-    def _pool(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
+    def _pool(self, side: Side, piece: Mapping[str, Tensor]) -> list[Tensor]:
+        """(N, D) of the whole encoder and of each of `layers`."""
+        heard = self._heard[side]
+        if heard is None or not self.training:
+            return [self._pooled(self._states(side, piece), piece)]
+        with heard.listening() as inner:
+            states = self._states(side, piece)
+        of_layers = [inner[layer].view(states.shape) for layer in self.layers]
+        return [self._pooled(one, piece) for one in (states, *of_layers)]
+
+    def _states(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
+        """The states of the tokens of a piece, as a stream or as padded rows."""
         if "tokens" in piece:
             read = self._read[side]
             assert read is not None
-            return pooled_stream(read(piece), piece, self.how.pooling)
+            return read(piece)
         is_tied = self.passage_model is None
         model: Any = self.query_model if side == "query" or is_tied else self.passage_model
         visible = of_right_padded(piece["mask"], model.config)
-        states_NLD = model(input_ids=piece["ids"], attention_mask=visible).last_hidden_state
-        return pooled(states_NLD, piece["mask"], self.how.pooling)
+        return model(input_ids=piece["ids"], attention_mask=visible).last_hidden_state
+
+    def _pooled(self, states: Tensor, piece: Mapping[str, Tensor]) -> Tensor:
+        if "tokens" in piece:
+            return pooled_stream(states, piece, self.how.pooling)
+        return pooled(states, piece["mask"], self.how.pooling)
+
+    def keep_layers(self, count: int) -> None:
+        """Remove all but the first `count` blocks of each encoder."""
+        for body in (self.query_model, self.passage_model):
+            if body is not None:
+                keep_blocks(body, count, key="--layers")
 
 
 def packed(texts: Sequence[Sequence[int]], side: Side, *, size: int | None) -> dict[str, Tensor]:
@@ -170,11 +217,13 @@ def most_calls(batch: Mapping[str, Tensor]) -> list[int]:
     """The numbers of encoder runs, for queries and for passages, on the rank that needs most for
     its batch. A collective.
     """
-    own = [len(_pieces(batch, side, None)) for side in _VECTORS]
+    own = [len(pieces_of(batch, side, None)) for side in _VECTORS]
     return [max(of_side) for of_side in zip(*distributed.gather(own), strict=True)]
 
 
-def _pieces(batch: Mapping[str, Tensor], side: Side, size: int | None) -> list[dict[str, Tensor]]:
+def pieces_of(
+    batch: Mapping[str, Tensor], side: Side, size: int | None = None
+) -> list[dict[str, Tensor]]:
     """The texts of a side, in groups that are encoded together."""
     if f"{side}_ids" in batch:
         ids, mask = batch[f"{side}_ids"], batch[f"{side}_mask"]
@@ -190,12 +239,16 @@ def _pieces(batch: Mapping[str, Tensor], side: Side, size: int | None) -> list[d
 
 
 def rows_of_streams(batch: Mapping[str, Tensor], side: Side) -> list[Tensor]:
-    """The ids of each text of a side that packed() laid out."""
-    return [
-        ids
-        for piece in _pieces(batch, side, None)
-        for ids in piece["tokens"].split(piece["starts"].diff().tolist())
-    ]
+    """The ids of each text of a side that packed() laid out, or that stands in pieces."""
+    texts: list[tuple[int, Tensor]] = []
+    for piece in pieces_of(batch, side, None):
+        if "tokens" in piece:
+            rows = piece["tokens"].split(piece["starts"].diff().tolist())
+        else:
+            rows = [ids[mask.bool()] for ids, mask in zip(piece["ids"], piece["mask"], strict=True)]
+        places = piece["texts"].tolist() if "texts" in piece else range(len(texts), 1 << 60)
+        texts += zip(places, rows, strict=False)
+    return [ids for _, ids in sorted(texts, key=lambda text: text[0])]
 
 
 def texts_by_name(batch: Mapping[str, Tensor]) -> dict[str, Text]:

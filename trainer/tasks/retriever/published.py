@@ -129,6 +129,53 @@ MINILM_SCIFACT: Values = {
     "encoder": {"pooling": "mean", "normalize": True, "temperature": 0.05},
     "deepspeed": "zero2",
 }
+# The recipe of benchmarks/scifact_recipe.py: a cross-encoder that begins with the same weights, and
+# in each round a retriever that learns its scores beside the labels, in 384 numbers and in 96.
+RERANKER_MINILM_SCIFACT: Values = {
+    "task": "retriever",
+    "form": "cross",
+    "base": MINILM_BASE,
+    "train": {
+        "steps": 368,
+        "global_batch": 16,
+        "micro_batch": 16,
+        "eval_batch": 8,
+        "precision": "fp32",
+        "log_every": 4,
+        "eval_every": 92,
+        "save_every": 46,
+        "best": "valid/ndcg@10",
+        "best_is": "max",
+    },
+    "optim": {"lr": 5e-5, "weight_decay": 0.01},
+    "schedule": {"shape": "linear", "warmup_ratio": 0.1},
+    "data": {
+        "source": "tevatron",
+        "files": {"train": "mined.both.jsonl"},
+        "valid_share": 0.08,
+        "query_tokens": 64,
+        "passage_tokens": 256,
+        "passages": 8,
+    },
+    "cross": {"loss": "softmax"},
+    "deepspeed": "zero2",
+}
+MINILM_SCIFACT_TAUGHT = vary(
+    MINILM_SCIFACT,
+    train={"steps": 48, "micro_batch": 64},
+    loss={
+        "matryoshka": {"dims": [384, 96]},
+        "distillation": {"kind": "kl", "coefficient": 1.0, "teacher_temperature": 1.0},
+    },
+)
+MINILM_SCIFACT_TAUGHT["data"] = {
+    "source": "tevatron",
+    "files": {"train": "mined.both.jsonl"},
+    "valid_share": 0.08,
+    "query_tokens": 64,
+    "passage_tokens": 256,
+    "passages": 4,
+}
 MINILM_NQ = vary(
     MINILM_SCIFACT,
     train={"steps": 62, "micro_batch": 32, "eval_every": 31, "save_every": 31},
@@ -155,6 +202,10 @@ GROUPS: dict[str, list[Values]] = {
     "retriever_msmarco_bert": [MSMARCO_BERT],
     "retriever_llm_lora": [LLM_LORA],
     "retriever_minilm_scifact": [vary(MINILM_SCIFACT, train={"seed": seed}) for seed in (1, 2, 3)],
+    "reranker_minilm_scifact": [RERANKER_MINILM_SCIFACT],
+    "retriever_minilm_scifact_taught": [
+        vary(MINILM_SCIFACT_TAUGHT, train={"seed": seed}) for seed in (1, 2, 3)
+    ],
     "retriever_minilm_nq": [vary(MINILM_NQ, train={"seed": seed}) for seed in (1, 2, 3)],
     "retriever_minilm_lookup": [MINILM_LOOKUP],
 }

@@ -41,6 +41,7 @@ from trainer.data.usual.rows import counted
 from trainer.data.usual.signs import format_of_folder
 from trainer.errors import DataError
 from trainer.metrics.mergeable import normalise
+from trainer.tasks.retriever.batching.config import TOPIC
 from trainer.tasks.retriever.loss import teacher_scores
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def rows(
 
 
 def _rows(data: Data, split: str, folder: Path | None, cache_dir: Path | None) -> Iterator[Row]:
-    corpus = _Corpus(data.corpus, folder)
+    corpus = _corpus_of(data, folder)
     if data.source == "stdlib_docs":
         return _documentation_rows(split)
     if data.source == "hub":
@@ -168,6 +169,7 @@ def _tevatron_row(raw: Row, place: str, number: int, corpus: _Corpus) -> Row:
             one if "text" in one else corpus.passage(one["id"], place)
             for one in fields.passages(values or [], place, name)
         ]
+    row |= corpus.topic(raw)
     return teacher_scores.of_row(row, raw.get(teacher_scores.SCORES), place)
 
 
@@ -223,6 +225,7 @@ def _question_row(raw: Row, place: str, number: int, corpus: _Corpus) -> Row | N
         "query": fields.text(query, place, name),
         "positives": [one for one, is_one in marked if is_one],
         "negatives": [one for one, is_one in marked if not is_one],
+        **corpus.topic(raw),
     }
 
 
@@ -331,19 +334,30 @@ def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | Non
         for index, raw in enumerate(dataset)
     )
     placed = in_our_names(placed, data.columns, TEVATRON)
-    yield from _tevatron_rows(placed, _Corpus(data.corpus, folder))
+    yield from _tevatron_rows(placed, _corpus_of(data, folder))
 
 
 # Parts
 # --------------------------------------------------------------------------------------------------
 
 
-class _Corpus:
-    """Passages by id; the file is read when the first passage is looked up."""
+def _corpus_of(data: Data, folder: Path | None) -> _Corpus:
+    batches = data.batches
+    return _Corpus(data.corpus, folder, has_topics=batches is not None and batches.reads_topics)
 
-    def __init__(self, name: str | None, folder: Path | None) -> None:
-        self.name, self.folder = name, folder
+
+class _Corpus:
+    """Passages by id; the file is read when the first passage is looked up. Besides, whether a row
+    says its topic.
+    """
+
+    def __init__(self, name: str | None, folder: Path | None, *, has_topics: bool = False) -> None:
+        self.name, self.folder, self.has_topics = name, folder, has_topics
         self._passages: dict[str, Row] | None = None
+
+    def topic(self, raw: Row) -> Row:
+        """{"topic"} of a raw row where data.batches reads it, else {}."""
+        return {TOPIC: raw.get(TOPIC)} if self.has_topics else {}
 
     def passage(self, number: str, place: str) -> Row:
         """{"id", "title"?, "text"}; DataError names `place` when the corpus lacks the id."""

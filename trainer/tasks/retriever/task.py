@@ -5,37 +5,32 @@ near those of its passages.
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.config.optimizer.lora import Lora
 from trainer.config.schema import Base, RandomBase
-from trainer.data.formats import picked
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import adapters, base_model, base_source
 from trainer.models.weights import absent, taken
-from trainer.protocol.abilities import Side, Uncut
-from trainer.protocol.task import Batch, Encoded, Places, Row, Text
+from trainer.protocol.abilities import Side
+from trainer.protocol.task import Batch, Places, Text
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
 from trainer.tasks.retriever import (
     export,
     metrics,
-    rows,
-    selection,
     sentence_folder,
 )
+from trainer.tasks.retriever.apart.task import TwoSidedTask
 from trainer.tasks.retriever.batches import Batches, texts_of
-from trainer.tasks.retriever.config import Config, Data, Encoder
-from trainer.tasks.retriever.loss import teacher_scores
+from trainer.tasks.retriever.config import Config, Encoder
 from trainer.tasks.retriever.loss.pool_loss import PoolLoss
 from trainer.tasks.retriever.model import (
     LogScale,
@@ -46,18 +41,14 @@ from trainer.tasks.retriever.model import (
     pooler_of,
     texts_by_name,
 )
-from trainer.tasks.retriever.tokens import Tokens, identity
-from trainer.tasks.token_task import TokenTask
+from trainer.tasks.retriever.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
 
-class Task(TokenTask[Config]):
-    """A row is a query with its passages; the loss is a mean over queries."""
+class Task(TwoSidedTask):
+    """Each text becomes one vector."""
 
-    unit: ClassVar[str] = "queries"
-    kind: ClassVar[base_model.Kind] = "encoder"
-    rows_are_of_files: ClassVar[bool] = True
     base_name: ClassVar[str] = ""  # operate() gives the base of one side as it is
     _dims: int | None = None  # numbers of a vector that embed() gives; None: all
 
@@ -148,7 +139,8 @@ class Task(TokenTask[Config]):
         query, passage = encoder_of(export.QUERY), None if how.tied else encoder_of(export.PASSAGE)
         width, dtype = query.config.hidden_size, next(query.parameters()).dtype
         pooler = pooler_of(how.projection, how, width=width, seed=self.cfg.train.seed, dtype=dtype)
-        widest = max(self.cfg.loss.matryoshka.dims) if self.cfg.loss.matryoshka else 0
+        nested = self.cfg.loss.matryoshka
+        widest = max(nested.dims, default=0) if nested else 0
         whole = width if how.projection is None else how.projection.width
         if widest > whole:
             raise ConfigError(
@@ -159,6 +151,7 @@ class Task(TokenTask[Config]):
         read["passage"] = read["query"] if passage is None else self.reader(passage)
         scale = LogScale(how.temperature, dtype) if how.learn_temperature else None
         parts: Any = {"pooler": pooler, "log_scale": scale, "read": read}
+        parts["layers"] = nested.layers if nested else ()
         return Retriever(query, passage, how=how, **parts)
 
     def operate(self, base: Any) -> Any:
@@ -208,105 +201,8 @@ class Task(TokenTask[Config]):
         weights = self.whole(weights, names)
         export.write(folder, weights, self.cfg, adapters_into=self.export_adapters, **own)
 
-    # Data
+    # Batches
     # ----------------------------------------------------------------------------------------------
-
-    def rows(self, split: str) -> Iterable[Row]:
-        places = self.places
-        of_split = rows.rows(self.cfg.data, split, places.data_path, cache_dir=places.cache_dir)
-        # rows of the embedded corpus stay as recorded runs have them
-        if self.cfg.data.source != "stdlib_docs":
-            of_split = rows.without_own_positives(of_split)
-        data = self.cfg.data
-        if split == "train" and self.cfg.needs_teacher:
-            of_split = teacher_scores.required(of_split)
-        sizes = (data.passages, data.positives) if split == "train" else (1, 1)
-        usable = selection.trainable(of_split, *sizes)
-        return ({**row, "item": item} for item, row in picked.enumerated(usable))
-
-    def encode(self, row: Row) -> Encoded:
-        """Ids of the query and of all its passages, positives first; the identity of each passage,
-        and its score by a teacher.
-        """
-        texts = [*row["positives"], *row["negatives"]]
-        whole = {
-            "query": self.tokens.plain_ids([row["query"]], "query"),
-            "passage": self.tokens.plain_ids(texts, "passage"),
-        }
-        (query,) = self.tokens.cut(whole["query"], "query")
-        passages = self.tokens.cut(whole["passage"], "passage")
-        scores = [
-            text.get("score", np.nan) if isinstance(text, Mapping) else np.nan for text in texts
-        ]
-        is_cut = len(query) >= self.tokens.limit("query") or max(
-            map(len, passages)
-        ) >= self.tokens.limit("passage")
-        return Encoded(
-            {
-                "query": query,
-                "passages": [token for tokens in passages for token in tokens],
-                "lengths": [len(tokens) for tokens in passages],
-                "identities": [word for tokens in passages for word in identity(tokens)],
-                "scores": np.asarray(scores, dtype=np.float32).view(np.int32).tolist(),
-                "num_positives": [len(row["positives"])],
-                "item": [row["item"]],
-            },
-            is_truncated=is_cut,
-            cuts={
-                "queries": self.tokens.cut_of(whole["query"], "query"),
-                "passages": self.tokens.cut_of(whole["passage"], "passage"),
-            },
-        )
-
-    def uncut_fields(self, row: Row) -> dict[str, Uncut]:
-        """query; and passages, positives and negatives; all with their special tokens."""
-        data = self.cfg.data
-        texts = [*row["positives"], *row["negatives"]]
-        return {
-            "query": Uncut(
-                self._whole.ids([row["query"]], "query"), data.query_tokens, "data.query_tokens"
-            ),
-            "passages": Uncut(
-                self._whole.ids(texts, "passage"), data.passage_tokens, "data.passage_tokens"
-            ),
-        }
-
-    @cached_property
-    def _whole(self) -> Tokens:
-        """The same tokens without limits."""
-        lifted = {"query_tokens": sys.maxsize, "passage_tokens": sys.maxsize}
-        return Tokens(self.tokenizer, self.cfg.data.model_copy(update=lifted))
-
-    def limits(self) -> dict[str, int]:
-        return {
-            "data.query_tokens": self.cfg.data.query_tokens,
-            "data.passage_tokens": self.cfg.data.passage_tokens,
-        }
-
-    def specimen(self) -> Row:
-        """A row with as many passages as a query has in training; token ids if the data hold
-        ids.
-        """
-        text: Any = (
-            [self.pad] * max(self.limits().values())
-            if self.cfg.data.source == "pretokenised"
-            else self.filler()
-        )
-        negatives = [text] * (self.cfg.data.passages - 1)
-        return {"query": text, "positives": [text], "negatives": negatives, "item": 0}
-
-    def encoding_id(self) -> str:
-        data: Data = self.cfg.data
-        # the stored lengths depend on the number of passages
-        return self.encoded_under(
-            passages=data.passages, **{name: getattr(data, name) for name in export.DESCRIBED_DATA}
-        )
-
-    def length(self, encoded: Mapping[str, Any]) -> int:
-        return len(encoded["query"]) + self.cfg.data.passages * int(max(encoded["lengths"]))
-
-    def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        return self._batches.of_rows(rows)
 
     @property
     def _batches(self) -> Batches:
@@ -315,14 +211,8 @@ class Task(TokenTask[Config]):
     def describe(self, batch: Batch) -> dict[str, Text]:
         return texts_by_name(batch)
 
-    # Loss and scores
+    # Scores
     # ----------------------------------------------------------------------------------------------
-
-    def units(self, batch: Batch) -> Tensor:
-        return torch.tensor(len(batch["counts"]), device=batch["counts"].device)
-
-    def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        return self._pool_loss.of_window(model, window)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
         """Every metric of metrics.retrieval_metrics: each query of the split is compared with the
@@ -340,12 +230,6 @@ class Task(TokenTask[Config]):
     # Embedding
     # ----------------------------------------------------------------------------------------------
 
-    def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
-        """Token ids as `embed` takes them: with prefix, title and special tokens, cut to the side's
-        limit.
-        """
-        return self.tokens.ids(texts, side)
-
     def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         """(N, E) fp32 vectors of N token rows."""
         texts = to_device(self._batches.lay_out(rows, side))
@@ -361,3 +245,6 @@ class Task(TokenTask[Config]):
 
     def shorten(self, dims: int) -> None:
         self._dims = dims
+
+    def keep_layers(self, model: Any, count: int) -> None:
+        model.keep_layers(count)

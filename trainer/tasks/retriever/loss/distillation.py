@@ -59,3 +59,24 @@ def margin_mse(
     wrong_QN = (scores_QN[:, :1] - scores_QN) - margins_QN.masked_fill(~is_scored_QN, 0.0)
     squares_Q = wrong_QN.square().masked_fill(~is_scored_QN, 0.0).sum(1)
     return (squares_Q / is_scored_QN.sum(1).clamp(min=1)).sum()
+
+
+def divergence(
+    vectors: Mapping[str, Tensor], whole: Mapping[str, Tensor], *, temperature: float
+) -> Tensor:
+    """() as many times as there are own queries, the mean over own texts of KL(whole || vectors),
+    times the temperature, where a vector stands for the softmax of its numbers divided by the
+    temperature. The whole vectors get no gradient.
+
+    vectors, whole: queries (Q, D) and passages (P, D), of which the first are those of the queries,
+    and in `whole` counts (Q,). Every query has equally many passages in training, so that the sum
+    over ranks is that of one rank. Source: AdaptiveLayerLoss of sentence-transformers.
+    """
+    own = int(whole["counts"].sum())
+    total = whole["queries"].new_zeros(())
+    for name, count in (("queries", len(whole["queries"])), ("passages", own)):
+        target = (whole[name][:count].detach() / temperature).softmax(-1)
+        logs = (vectors[name][:count] / temperature).log_softmax(-1)
+        total = total + torch.nn.functional.kl_div(logs, target, reduction="sum")
+    queries = len(whole["queries"])
+    return total * temperature * queries / (queries + own)

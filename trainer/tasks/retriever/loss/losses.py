@@ -24,16 +24,18 @@ def in_batch(pool: Mapping[str, Tensor], how: Loss, *, temperature: Temperature)
     """() the sum over queries of -log softmax of their positives, over all passages of the pool.
 
     pool: queries (Q, D), passages (P, D), counts (Q,): how many passages each query has, positives
-    first. Where a query may have several positives, targets (Q,) says how many. mask_duplicates
+    first; in place of their dot products it may hold products (Q, P). Where a query may have
+    several positives, targets (Q,) says how many. mask_duplicates
     leaves a query's known positives out of the softmax, except its own passages; the pool then also
     holds identities (P,), positive_ids and positive_counts (Q,). symmetric wants askers (A, D), the
-    queries of the pool, and with mask_duplicates asker_ids and asker_counts (A,).
+    queries of the pool, or asker_products (A, P), and with mask_duplicates asker_ids and
+    asker_counts (A,).
 
     Sources: Karpukhin et al. 2020 (DPR) and texttron/tevatron; symmetric: Radford et al. 2021
     (CLIP); margin: Yang et al. 2019 (additive margin softmax); positives: Khosla et al. 2020
     (SupCon, L_out), Miech et al. 2020 (MIL-NCE) for "marginal".
     """
-    products_QP = pool["queries"] @ pool["passages"].T
+    products_QP = _products(pool)
     is_target_QP = _targets(pool, products_QP.shape[1])
     hidden = []
     if how.mask_duplicates:
@@ -73,7 +75,10 @@ def _backwards(
     all queries of the pool.
     """
     owner_R, place_R = is_target_QP.nonzero().T
-    products_RA = pool["passages"][place_R] @ pool["askers"].T
+    if "asker_products" in pool:
+        products_RA = pool["asker_products"].T[place_R]
+    else:
+        products_RA = pool["passages"][place_R] @ pool["askers"].T
     is_own_RA = torch.zeros_like(products_RA, dtype=torch.bool)
     is_own_RA[torch.arange(len(owner_R), device=owner_R.device), owner_R] = True
     hidden = []
@@ -86,6 +91,10 @@ def _backwards(
     scores_RA = _scores(products_RA, is_own_RA, how.margin, hidden, _column(scale))
     surprise_R = F.cross_entropy(scores_RA, owner_R, reduction="none")
     return (surprise_R / is_target_QP.sum(1)[owner_R]).sum()
+
+
+def _products(pool: Mapping[str, Tensor]) -> Tensor:
+    return pool["products"] if "products" in pool else pool["queries"] @ pool["passages"].T
 
 
 def _scores(

@@ -26,7 +26,10 @@ def own_passages(pool: Mapping[str, Tensor]) -> OwnPassages:
     counts_Q = pool["counts"]
     query = owners(counts_Q)
     place = torch.arange(len(query), device=query.device) - (counts_Q.cumsum(0) - counts_Q)[query]
-    products = (pool["queries"][query] * pool["passages"][: len(query)]).sum(-1)
+    if "products" in pool:
+        products = pool["products"][query, torch.arange(len(query), device=query.device)]
+    else:
+        products = (pool["queries"][query] * pool["passages"][: len(query)]).sum(-1)
     empty_QN = products.new_zeros(len(counts_Q), int(counts_Q.max()))
     column_N = torch.arange(empty_QN.shape[1], device=query.device)
     targets_Q = pool["targets"] if "targets" in pool else torch.ones_like(counts_Q)

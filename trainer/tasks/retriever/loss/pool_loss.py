@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from trainer.runtime import distributed
 from trainer.tasks.retriever.batches import texts_of
 from trainer.tasks.retriever.config import Config
 from trainer.tasks.retriever.loss import distillation, losses
-from trainer.tasks.retriever.model import first_numbers
+from trainer.tasks.retriever.model import first_numbers, most_calls
 from trainer.tasks.retriever.tokens import bits_of
 
 log = logging.getLogger(__name__)
@@ -43,13 +44,17 @@ class PoolLoss:
 
     cfg: Config
     _is_size_logged: bool = False
+    own: ClassVar[tuple[str, ...]] = _OWN
 
     def of_window(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
         """The losses of a window. A query is compared with all passages of its pool: those of the
         window or of its micro-batch, of all ranks or of its own.
         """
         cfg = self.cfg.loss
-        scope = PoolScope(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
+        where = {"across_ranks": cfg.negatives_x_device, "on_host": cfg.pool_on_host}
+        layers = cfg.matryoshka.layers if cfg.matryoshka else ()
+        own = (*self.own, *(f"queries_{layer}" for layer in layers))
+        scope = PoolScope(own=own, **where)
         # one micro-batch at a time: a list would hold all of them on the device
         for pool in [window] if cfg.pool == "window" else ([batch] for batch in window):
             if not self._is_size_logged:
@@ -63,10 +68,17 @@ class PoolLoss:
                 lambda batch: self._represent(model, batch), pool, self._of_pool, scope
             )
 
+    @property
+    def temperature(self) -> float:
+        """What scores are divided by, where it is not learnt."""
+        return self.cfg.encoder.temperature
+
     def _represent(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The vectors of a micro-batch, and the other tensors that the loss needs."""
         cfg, texts = self.cfg.loss, texts_of(batch)
-        if cfg.query_chunk or cfg.passage_chunk:
+        if cfg.chunk_tokens is not None:
+            vectors = model(**texts, chunks=(None, None), calls=most_calls(texts))
+        elif cfg.query_chunk or cfg.passage_chunk:
             vectors = model(**texts, chunks=(cfg.query_chunk, cfg.passage_chunk))
         else:
             vectors = model(**texts)
@@ -78,7 +90,11 @@ class PoolLoss:
                 represented[name] = batch[name]
         if cfg.symmetric:
             # under names of their own, for these are exchanged
-            represented["askers"] = vectors["queries"]
+            represented |= {
+                name.replace("queries", "askers"): tensor
+                for name, tensor in vectors.items()
+                if name.startswith("queries")
+            }
             if cfg.mask_duplicates:
                 represented["asker_ids"] = batch["positive_ids"]
                 represented["asker_counts"] = batch["positive_counts"]
@@ -88,15 +104,36 @@ class PoolLoss:
         return represented
 
     def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
-        """() the loss of a pool: of its whole vectors, or of the first numbers of them, weighted.
+        """() the loss of a pool: of its whole vectors, and of those of the layers, weighted, with
+        their divergence from the whole ones.
 
-        Source of the sum: Kusupati et al. 2022 (Matryoshka Representation Learning).
+        Source of the layers: Li et al. 2024 (2D Matryoshka Sentence Embeddings), as
+        AdaptiveLayerLoss of sentence-transformers has them: the divergence is a mean over texts.
         """
         how = self.cfg.loss.matryoshka
         pool = dict(pool)
         if self.cfg.needs_teacher:
             pool["teacher"] = pool["teacher"].view(torch.float32)
-        if how is None:
+        total = self._of_dims(pool)
+        if how is None or not how.layers:
+            return total
+        weights = how.layer_weights or [1 / len(how.layers)] * len(how.layers)
+        for layer, weight in zip(how.layers, weights, strict=True):
+            of_layer = {name: pool[f"{name}_{layer}"] for name in _VECTORS if name in pool}
+            total = total + weight * self._of_dims({**pool, **of_layer})
+            if how.divergence:
+                total = total + how.divergence * distillation.divergence(
+                    of_layer, pool, temperature=how.divergence_temperature
+                )
+        return total
+
+    def _of_dims(self, pool: dict[str, Tensor]) -> Tensor:
+        """() the loss of some vectors, whole or of their first numbers, weighted.
+
+        Source of the sum: Kusupati et al. 2022 (Matryoshka Representation Learning).
+        """
+        how = self.cfg.loss.matryoshka
+        if how is None or not how.dims:
             return self._of_vectors(pool)
         total = pool["queries"].new_zeros(())
         for width, weight in zip(how.dims, how.weights or [1.0] * len(how.dims), strict=True):
@@ -107,7 +144,7 @@ class PoolLoss:
 
     def _of_vectors(self, pool: Mapping[str, Tensor]) -> Tensor:
         cfg, total = self.cfg.loss, pool["queries"].new_zeros(())
-        temperature: losses.Temperature = self.cfg.encoder.temperature
+        temperature: losses.Temperature = self.temperature
         if "log_scale" in pool:
             temperature = (-pool["log_scale"]).exp()
         if cfg.contrastive and cfg.kind == "triplet":

@@ -1,0 +1,74 @@
+"""Faults in layers that keep less for the backward pass."""
+
+from tests.mutants.fault import Fault
+
+LEAN = "tests/numerics/test_lean.py -m 'not long'"
+ADAPTER = "trainer/models/lean/adapter.py"
+DROPOUT = "trainer/models/lean/dropout.py"
+GATED = "trainer/models/lean/gated.py"
+
+FAULTS = [
+    Fault(
+        DROPOUT,
+        "_set_state(self._device, self._state)",
+        "pass",
+        why="on a GPU gradients of adapters belong to another mask than their outputs",
+        tests=f"{LEAN} -k draws_fast",
+    ),
+    Fault(
+        DROPOUT,
+        "_set_state(self._device, now)",
+        "pass",
+        why="on a GPU the next micro-batch draws the masks of the last one",
+        tests=f"{LEAN} -k draws_fast",
+    ),
+    Fault(
+        ADAPTER,
+        "ctx.remake(*sources)",
+        "sources[0]",
+        why="adapters of down_proj learn from the gate instead of their input",
+        tests=f"{LEAN} -k 'every_family and llama'",
+    ),
+    Fault(
+        ADAPTER,
+        "low.dtype == torch.float16 or ",
+        "",
+        why="fp16 loses bits of small numbers that peft keeps",
+        tests=f"{LEAN} -k power_of_two",
+    ),
+    Fault(
+        ADAPTER,
+        " and not module.lora_variant",
+        "",
+        why="a DoRA layer would lose its magnitudes",
+        tests=f"{LEAN} -k dora",
+    ),
+    Fault(
+        ADAPTER,
+        "layer.disable_adapters or",
+        "",
+        why="the model that preferences are compared with has adapters",
+        tests=f"{LEAN} -k dora",
+    ),
+    Fault(
+        GATED,
+        "of_up = gradient * opened.detach()",
+        "of_up = gradient * gate",
+        why="up_proj trains as if there were no activation",
+        tests=f"{LEAN} -k gated",
+    ),
+    Fault(
+        GATED,
+        "if ctx.is_dropped:",
+        "if False:",
+        why="what a T5's dropout took away gets a gradient",
+        tests=f"{LEAN} -k 'gated and mt5'",
+    ),
+    Fault(
+        "trainer/plan/memory/measure.py",
+        "parent.parent.parent.parent",
+        "parent.parent.parent",
+        why="a new version shows the memory that the old one needed",
+        tests="tests/unit/test_memory_parts.py -k measured_again",
+    ),
+]

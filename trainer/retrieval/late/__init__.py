@@ -1,0 +1,1 @@
+"""Vectors of tokens: on the disk, pooled, and searched by late interaction."""

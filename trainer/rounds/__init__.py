@@ -1,0 +1,1 @@
+"""Rounds of mining and training: `python -m trainer rounds`."""

@@ -1,0 +1,76 @@
+"""Texts that are nearly the same: their sets of character n-grams overlap.
+
+The similarity of two texts is the Jaccard index of their n-grams: what both have over what one of
+them has. Pairs above a limit are found exactly, without comparing all: two such texts share one of
+their rarest n-grams (prefix filtering: Chaudhuri et al. 2006, Bayardo et al. 2007).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from trainer.data.formats.normal_form import normal_form
+
+GRAM = 4  # characters
+_WORDS = re.compile(r"\w+")
+_ROUNDING = 1e-9  # a limit such as .7 is no number of float64, and 7 of 10 n-grams reach it
+
+
+class NearCopy(NamedTuple):
+    """A text, and the text of the others that is most like it."""
+
+    text: int  # its place
+    other: int
+    similarity: float  # from the limit to 1
+
+
+def grams(text: str) -> frozenset[str]:
+    """The n-grams of the words of a text in their normal form, with one blank between two words. A
+    shorter text is one n-gram.
+    """
+    words = " ".join(_WORDS.findall(normal_form(text))) or normal_form(text)
+    return frozenset(words[at : at + GRAM] for at in range(max(1, len(words) - GRAM + 1)))
+
+
+def near_copies(texts: Iterable[str], others: Sequence[str], *, least: float) -> list[NearCopy]:
+    """Each of `texts` that has a similarity of at least `least`, above 0, with one of `others`; the
+    most similar one is named, of equal ones the first.
+
+    The grams of `others` are held in memory, `texts` are read one by one.
+    """
+    sets = [grams(text) for text in others]
+    counts = Counter(gram for own in sets for gram in own)
+    holders: dict[str, list[int]] = {}  # by a rare gram, the others that have it
+    for place, own in enumerate(sets):
+        for gram in _rarest(own, counts, least):
+            holders.setdefault(gram, []).append(place)
+    found: list[NearCopy] = []
+    for number, text in enumerate(texts):
+        own = grams(text)
+        rare = _rarest(own, counts, least)
+        candidates = sorted({place for gram in rare for place in holders.get(gram, ())})
+        best = max(
+            (NearCopy(number, place, _similarity(own, sets[place])) for place in candidates),
+            key=lambda copy: copy.similarity,
+            default=None,
+        )
+        if best is not None and best.similarity >= least - _ROUNDING:
+            found.append(best)
+    return found
+
+
+def _rarest(own: frozenset[str], counts: Counter[str], least: float) -> list[str]:
+    """The grams of which two texts of that similarity share one at least: all but as many as they
+    must share, less one, in an order that is one for all texts.
+    """
+    in_order = sorted(own, key=lambda gram: (counts[gram], gram))
+    return in_order[: len(own) - math.ceil(least * len(own) - _ROUNDING) + 1]
+
+
+def _similarity(one: frozenset[str], other: frozenset[str]) -> float:
+    shared = len(one & other)
+    return shared / (len(one) + len(other) - shared)

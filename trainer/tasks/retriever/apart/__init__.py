@@ -1,0 +1,1 @@
+"""Forms that read queries and passages apart from each other."""

@@ -1,0 +1,1 @@
+"""Which rows of a retriever share a step: data.batches."""
