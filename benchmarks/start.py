@@ -33,12 +33,17 @@ MAX_TOKENS = 512
 BASE = {
     "config": {
         "model_type": "llama",
+        "vocab_size": 49_152,  # of starcoder's tokenizer; larger than most
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
+}
+_DATA = {
+    "texts": {"source": "files", "loss_on": "all"},
+    "chat": {"source": "chat", "chat_template": "chatml"},
 }
 OPPONENT = """
 import hashlib, json, sys
@@ -60,7 +65,7 @@ def encode(batch):
 encoded = rows.map(encode, batched=True, remove_columns=rows.column_names).remove_columns("hash")
 own = json.loads(config)
 own.pop("model_type")
-model = LlamaForCausalLM(LlamaConfig(**own, vocab_size=len(tokenizer)))
+model = LlamaForCausalLM(LlamaConfig(**own))
 arguments = TrainingArguments(f"{folder}/out", max_steps=1, per_device_train_batch_size=8,
     report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
 collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
@@ -94,8 +99,7 @@ def experiment(kind: str, tokenizer: str) -> dict[str, Any]:
         "task": "causal_lm",
         "base": BASE,
         "tokenizer": tokenizer,
-        "data": {"source": "chat" if kind == "chat" else "files", "max_tokens": MAX_TOKENS}
-        | ({} if kind == "chat" else {"loss_on": "all"}),
+        "data": {"max_tokens": MAX_TOKENS, **_DATA[kind]},
         "train": {"steps": 1, "global_batch": 8, "micro_batch": 8},
         "optim": {"lr": 1e-3},
     }

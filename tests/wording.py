@@ -840,6 +840,7 @@ RETRIEVER = wording(
     vectors_of_two_forms='holds vectors of form="late", ...of form="bi", which no search compares',
     index_of_token_vectors="--faiss searches one vector of each text",
     late_matryoshka='loss.matryoshka: form="late" has no vector of a whole text',
+    late_chunk_tokens='loss.chunk_tokens: form="late" cuts micro-batches by texts alone',
     late_without_negatives='form="late" is validated on each query\'s own passages',
     attend_without_expand="attend=true without expand has no mask tokens",
     another_projection="late.width={width}: got a base, ...whose projection makes vectors of {there}",

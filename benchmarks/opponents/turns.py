@@ -19,6 +19,7 @@ import torch
 
 Command = tuple[str, Any]
 Answers = dict[str, Callable[[Any], Any]]  # what a contestant can be asked, by name
+_STOP = "stop"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -40,9 +41,10 @@ class Contestant:
         if self._process == 0:
             status = 1
             try:
+                self._mine.close()
                 _serve(make, others)
                 status = 0
-            except (EOFError, BrokenPipeError):
+            except (EOFError, BrokenPipeError):  # the parent is gone
                 pass
             except BaseException:
                 traceback.print_exc()
@@ -59,6 +61,8 @@ class Contestant:
         return answer
 
     def close(self) -> None:
+        # said in words: contestants that were forked later hold this end of the line, too
+        self._mine.send((_STOP, None))
         self._mine.close()
         os.waitpid(self._process, 0)
 
@@ -72,6 +76,8 @@ def _serve(make: Callable[[], Answers], line: Any) -> None:
     answers["peak_mib"] = lambda _: (_status("VmHWM") - before) / 1024
     while True:
         name, what = line.recv()
+        if name == _STOP:
+            return
         try:
             line.send((True, answers[name](what)))
         except Exception as error:  # the other side says what became of it

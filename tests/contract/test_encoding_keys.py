@@ -80,6 +80,8 @@ OF_ONE_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("retriever", "loss.kind"): {"loss": {"margin": 0.2}},
     ("retriever", "loss.false_negatives"): {"loss": {"false_negatives": {"above": 0.5}}},
     ("retriever", "loss.matryoshka"): {"loss": {"matryoshka": {"dims": [8]}}},
+    ("retriever", "loss.matryoshka.layer_weights"): {"loss": {"matryoshka": {"layers": [1]}}},
+    ("retriever", "loss.chunk_tokens"): {"loss": {"query_chunk": None, "passage_chunk": None}},
     ("retriever", "data.valid_share"): {"data": {"files": {"valid": None}}},
     ("vera", "data.order"): {"train": {"order": "as_given"}},
 }
@@ -149,6 +151,8 @@ VALUES: dict[str, list[Any]] = {
     "data.chat_template": ["chatml", "plain"],
     "late.skip": [["a"]],
     "loss.matryoshka.dims": [[4]],
+    "loss.matryoshka.layers": [[0]],
+    "loss.matryoshka.layer_weights": [[2.0]],
     "loss.matryoshka.weights": [[2.0]],
     "data.boolean": [[], ["choices"]],
     "data.train_tasks": [["judged"]],

@@ -155,7 +155,9 @@ def at(folder: Path, form: str, stages: tuple[int, ...], cuts: list[Cut]) -> lis
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_that_of_one_batch_at_every_stage(form: str, world: int, folder: Path) -> None:
     ((_, _, wanted),) = run_on_ranks(1, at, folder, form, (0,), [PLAIN])[0]
-    found = run_on_ranks(world, at, folder, form, STAGES, CUTS[world])[0]
+    is_late = form.startswith("late")  # which cuts by texts alone
+    cuts = [cut for cut in CUTS[world] if not (is_late and isinstance(cut[0], int))]
+    found = run_on_ranks(world, at, folder, form, STAGES, cuts)[0]
     losses = [abs(step[0] - wanted[0]) for _, _, step in found]
     gradients = [distance(step[1], wanted[1]) for _, _, step in found]
     print(f"\n{form}, {world} rank(s), ZeRO 0-3: {max(losses):.1e} {max(gradients):.1e}")

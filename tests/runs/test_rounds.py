@@ -250,7 +250,9 @@ def test_a_loop_of_other_flags_is_refused_and_a_longer_one_goes_on(
         done = forked.run(*words, first=small_shards)
         assert done.returncode == 2, done.stdout + done.stderr
         says("vectors_of_others", " ".join(done.stderr.split()), key=key)
-    done = forked.run(*whole.words("none", *FLAGS, "--judge", str(whole.folder / "base")))
+    name = json.loads((whole.folder / "whole/loop/rounds.json").read_text())[1]["id"]
+    other = str(whole.folder / "whole" / "runs" / name)  # a retriever
+    done = forked.run(*whole.words("none", *FLAGS, "--judge", other))
     assert done.returncode == 2, done.stdout + done.stderr
     says("scores_no_pairs", " ".join(done.stderr.split()), task="retriever")
     words = whole.words("longer", *FLAGS, "--judge", whole.judge, rounds=NUM_ROUNDS + 1)

@@ -18,7 +18,8 @@ from tests.bases import base_of
 from tests.facts import LLAMA, experiment, write_facts
 from tests.wording import refused
 from trainer import tasks
-from trainer.models.maxsim import maxsim
+from trainer.commands.vectors.forms import writer_of
+from trainer.models.lean.maxsim import maxsim
 from trainer.protocol.abilities import Embeds, EmbedsTokens, Reranks
 from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.tasks.retriever.late import trained
@@ -305,12 +306,16 @@ def test_the_projection_of_colberts_authors_lies_beside_its_body(
 # --------------------------------------------------------------------------------------------------
 
 
+_OF_TOKENS = {"chunk_tokens": 64, "query_chunk": None, "passage_chunk": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "values"),
     [
         ({"encoder": {"pooling": "mean"}}, "block_of_other_form", {"block": "encoder"}),
         ({"cross": {"loss": "margin"}}, "block_of_other_form", {"block": "cross"}),
         ({"loss": {"matryoshka": {"dims": [8]}}}, "late_matryoshka", {}),
+        ({"loss": _OF_TOKENS}, "late_chunk_tokens", {}),
         ({"data": {"passages": 1}}, "late_without_negatives", {}),
         ({"late": {"attend": True, "expand": False}}, "attend_without_expand", {}),
     ],
@@ -328,6 +333,15 @@ def test_a_block_of_late_interaction_is_refused_elsewhere(folder: Path) -> None:
     values = {**experiment("retriever", folder), "late": {"width": 8}}
     with refused("block_of_other_form", block="late", form="bi"):
         tasks.parse(values)
+
+
+def test_flags_of_other_vectors_are_refused(folder: Path) -> None:
+    task = loaded(folder)
+    how: dict[str, Any] = {"side": "passage", "dtype": "float16", "dims": None, "factor": 2.0}
+    assert writer_of(task, **how).of_plan == {"pool_factor": 2.0, "mean": False}
+    for flag, given in (("--dims", {"dims": 4}), ("--layers", {"layers": 1})):
+        with refused("flag_of_other_form", flag=flag, form="bi", own="late"):
+            writer_of(task, **{**how, **given})
 
 
 def test_a_model_that_does_not_fit_is_refused(folder: Path) -> None:

@@ -116,7 +116,8 @@ def encode(
     values = which.values()
     distributed.init()
     task, retriever, folder = open_model(Question(values, model=model), which.run_options())
-    writer = writer_of(task, side=side, dtype=dtype, dims=dims, factor=pool_factor)
+    flags: dict[str, Any] = {"dims": dims, "factor": pool_factor, "layers": layers}
+    writer = writer_of(task, side=side, dtype=dtype, **flags)
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
     if dims is not None:
         weights += f", first {dims}"  # comparable with one another alone

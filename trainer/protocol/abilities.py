@@ -338,7 +338,7 @@ class TokenVectors:
 @runtime_checkable
 class EmbedsTokens(Protocol):
     """The ability to compute a vector for each token of queries and passages. Their relevance is
-    that of late interaction (models/maxsim.py).
+    that of late interaction (models/lean/maxsim.py).
     """
 
     late: Any  # the block of the experiment, or of the export that was read

@@ -45,8 +45,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/retriever/model.py",
-        'whole = whole[torch.cat([piece["places"] for piece in of_side]).argsort()]',
-        'whole = whole[torch.cat([piece["places"] for piece in of_side])]',
+        'whole = whole[torch.cat([piece["texts"] for piece in of_side]).argsort()]',
+        'whole = whole[torch.cat([piece["texts"] for piece in of_side])]',
         why="queries learn the passages of others",
         tests=CHUNKS,
     ),

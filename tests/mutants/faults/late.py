@@ -7,21 +7,21 @@ SEARCH = "tests/unit/test_token_search.py"
 
 FAULTS = [
     Fault(
-        "trainer/models/maxsim.py",
+        "trainer/models/lean/maxsim.py",
         '_reduced(passages_ME @ block_TE.T, "max", lengths_P)',
         '_reduced(passages_ME @ block_TE.T, "mean", lengths_P)',
         why="a vector is compared with the mean of a passage's, not with the nearest",
         tests=LATE,
     ),
     Fault(
-        "trainer/models/maxsim.py",
+        "trainer/models/lean/maxsim.py",
         "with torch.autocast(passages_ME.device.type, enabled=False):",
         "if True:",
         why="rerank --precision bf16 gives many passages the same score",
         tests=LATE,
     ),
     Fault(
-        "trainer/models/maxsim.py",
+        "trainer/models/lean/maxsim.py",
         "blocks = queries_TE.split(max(1, budget // max(1, len(passages_ME))))",
         "blocks = queries_TE.split(max(1, budget))",
         why="the products of a large pool are in memory at once",

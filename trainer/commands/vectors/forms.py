@@ -28,7 +28,13 @@ class VectorWriter:
 
 
 def writer_of(
-    task: Any, *, side: str, dtype: str, dims: int | None, factor: float | None
+    task: Any,
+    *,
+    side: str,
+    dtype: str,
+    dims: int | None,
+    factor: float | None,
+    layers: int | None = None,
 ) -> VectorWriter:
     """The writer of a task's vectors. ConfigError for a flag of another form, and for a task that
     makes no vectors.
@@ -39,8 +45,9 @@ def writer_of(
     from trainer.retrieval.sparse import word_weights
 
     if isinstance(task, EmbedsTokens):
-        if dims is not None:
-            raise ConfigError(_of_other("--dims", "bi", "late"))
+        for flag, value in (("--dims", dims), ("--layers", layers)):
+            if value is not None:
+                raise ConfigError(_of_other(flag, "bi", "late"))
         if dtype not in token_embeddings.DTYPES:
             raise ConfigError(
                 f"--dtype {dtype}: want {' or '.join(token_embeddings.DTYPES)} for a model of "
@@ -52,7 +59,12 @@ def writer_of(
         of_plan = {**pooled, "mean": task.late.mean}
         return VectorWriter(token_embeddings, token_embeddings.TokenPlan, of_plan, pooled)
     if isinstance(task, EmbedsWords):
-        for flag, value, form in (("--dims", dims, "bi"), ("--pool_factor", factor, "late")):
+        of_others = (
+            ("--dims", dims, "bi"),
+            ("--layers", layers, "bi"),
+            ("--pool_factor", factor, "late"),
+        )
+        for flag, value, form in of_others:
             if value is not None:
                 raise ConfigError(_of_other(flag, form, "sparse"))
         if dtype not in word_weights.DTYPES:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trainer.errors import ConfigError
-from trainer.models.maxsim import maxsim
+from trainer.models.lean.maxsim import maxsim
 from trainer.retrieval.exact_search import NO_HIT, Hits, best_with_block, hits_of
 from trainer.retrieval.late.token_embeddings import TokenEmbeddings
 from trainer.runtime import distributed

@@ -84,7 +84,7 @@ class Batches:
 
     def _in_chunks(self, texts: Sequence[Any], side: Side) -> dict[str, Tensor]:
         """Pieces of texts of like length, the longest first, each of at most loss.chunk_tokens
-        tokens, pads included. `places` (texts of a piece,) says which texts of the side they are.
+        tokens, pads included. `texts` (texts of a piece,) says which texts of the side they are.
         """
         lengths = np.array([len(text) for text in texts])
         budget = self.cfg.loss.chunk_tokens
@@ -96,7 +96,7 @@ class Batches:
         for number, places in enumerate(chunks_of(sizes, int(budget or 0), self.is_packed)):
             some = [texts[place] for place in places]
             piece = pack(some, bucketed=True) if self.is_packed else self._padded(some, side)
-            piece["places"] = torch.from_numpy(places)
+            piece["texts"] = torch.from_numpy(places)
             laid_out |= {f"{side}_{number}_{name}": tensor for name, tensor in piece.items()}
         return laid_out
 

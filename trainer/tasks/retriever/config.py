@@ -492,6 +492,11 @@ class Config(Experiment):
                 f"{self.data.passages} with data.positives={self.data.positives}, want more "
                 "passages than positives"
             )
+        if self.form == "late" and self.loss.chunk_tokens is not None:
+            raise ValueError(
+                'loss.chunk_tokens: form="late" cuts micro-batches by texts alone. Use query_chunk '
+                "and passage_chunk"
+            )
         if self.form == "late" and self.data.passages == 1:
             raise ValueError(
                 'form="late" is validated on each query\'s own passages: got data.passages=1, want '

@@ -119,7 +119,7 @@ class Retriever(nn.Module):
         "queries_4" and "passages_4", where 4 is one of `layers`.
 
         batch: texts as packed() lays them out, or (N, L) right-padded query_ids, query_mask,
-        passage_ids and passage_mask, or pieces of either with `places` (Batches.lay_out). chunks:
+        passage_ids and passage_mask, or pieces of either with `texts` (Batches.lay_out). chunks:
         how many queries and how many passages are encoded at a time (None: all); streams and pieces
         have their sizes already. The activations of a chunk are not kept: the backward pass encodes
         it again with the same random numbers. Only the last chunk keeps them, because the backward
@@ -140,22 +140,22 @@ class Retriever(nn.Module):
             runs = [*of_side[-1:] * spare, *of_side]
             again = 0 if chunks is None else len(runs) - (side == last)
             vectors = [
-                checkpoint(self._vectors, side, piece, use_reentrant=False)
+                checkpoint(self._of_layers, side, piece, use_reentrant=False)
                 for piece in runs[:again]
             ]
-            vectors += [self._vectors(side, piece) for piece in runs[again:]]
+            vectors += [self._of_layers(side, piece) for piece in runs[again:]]
             for unused in vectors[:spare]:
                 vectors[-1] = vectors[-1] + 0.0 * unused.sum()
             whole = torch.cat(vectors[spare:])
-            if "places" in of_side[0]:
-                whole = whole[torch.cat([piece["places"] for piece in of_side]).argsort()]
+            if "texts" in of_side[0]:
+                whole = whole[torch.cat([piece["texts"] for piece in of_side]).argsort()]
             names = [_VECTORS[side], *(f"{_VECTORS[side]}_{layer}" for layer in self.layers)]
             by_side |= zip(names, whole.unbind(1), strict=False)
         if self.log_scale is not None and "queries" in by_side:
             by_side["log_scale"] = self.log_scale(len(by_side["queries"]))
         return by_side
 
-    def _vectors(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
+    def _of_layers(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
         """(N, K, E) of the texts of one piece: of the whole encoder, then of each of `layers` in
         training.
         """
@@ -246,7 +246,7 @@ def rows_of_streams(batch: Mapping[str, Tensor], side: Side) -> list[Tensor]:
             rows = piece["tokens"].split(piece["starts"].diff().tolist())
         else:
             rows = [ids[mask.bool()] for ids, mask in zip(piece["ids"], piece["mask"], strict=True)]
-        places = piece["places"].tolist() if "places" in piece else range(len(texts), 1 << 60)
+        places = piece["texts"].tolist() if "texts" in piece else range(len(texts), 1 << 60)
         texts += zip(places, rows, strict=False)
     return [ids for _, ids in sorted(texts, key=lambda text: text[0])]
 

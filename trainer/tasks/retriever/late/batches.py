@@ -30,7 +30,7 @@ class LateBatches(Batches):
         """Token ids of some texts in pieces, which the model encodes one after the other: the name
         of a tensor begins with the side and the number of its piece. Besides what a body reads:
 
-        - places (K,): of the tokens that have a vector, in the stream or the flattened rows.
+        - kept (K,): places of the tokens with a vector, in the stream or the flattened rows.
         - lengths (N,): how many each text has of them.
         - seen (N, L): 1 where tokens attend to a token, if that is not where rows have one.
         """
@@ -61,7 +61,7 @@ class LateBatches(Batches):
         places = [self.vectors.places(row, side) for row in rows]
         flat = [start + at for start, of_row in zip(starts, places, strict=False) for at in of_row]
         lengths = torch.tensor([len(of_row) for of_row in places])
-        return {**piece, "places": torch.tensor(flat), "lengths": lengths}
+        return {**piece, "kept": torch.tensor(flat), "lengths": lengths}
 
 
 def texts_by_name(batch: Batch) -> dict[str, Text]:

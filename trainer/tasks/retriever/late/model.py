@@ -56,11 +56,11 @@ class LateRetriever(Retriever):
                 by_side[name] = torch.cat([piece["lengths"] for piece in pieces])
         return by_side
 
-    def _vectors(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
-        """(K, E) of the texts of one piece."""
+    def _of_layers(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
+        """(K, 1, E) of the texts of one piece."""
         # chosen behind the projection: a copy of the states would be kept for the backward pass
-        vectors_KE = self.head(self._states(side, piece)).index_select(0, piece["places"])
-        return F.normalize(vectors_KE, dim=-1)
+        vectors_KE = self.head(self._states(side, piece)).index_select(0, piece["kept"])
+        return F.normalize(vectors_KE, dim=-1)[:, None]
 
     def _states(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
         """The states of a stream, or those of flattened padded rows."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from trainer.models.maxsim import maxsim
+from trainer.models.lean.maxsim import maxsim
 from trainer.protocol.task import Batch
 from trainer.tasks.retriever.config import Late
 from trainer.tasks.retriever.loss.pool_loss import PoolLoss

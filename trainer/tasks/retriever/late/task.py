@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import base_model, base_source
 from trainer.models.families import family_of
-from trainer.models.maxsim import maxsim
+from trainer.models.lean.maxsim import maxsim
 from trainer.models.weights import model_folder
 from trainer.protocol.abilities import IdLists, Side, TokenVectors
 from trainer.protocol.task import Batch, Places, Row, Text

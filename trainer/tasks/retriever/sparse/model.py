@@ -40,12 +40,12 @@ class SparseRetriever(Retriever):
         self._sparse, self._around = how, list(around)
         heads.output_of(base)
 
-    def _vectors(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
-        """(N, V) of the texts of one piece."""
+    def _of_layers(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
+        """(N, 1, V) of the texts of one piece."""
         if side == "query" and self._sparse.queries == "tokens":
-            return self._of_tokens(piece)
+            return self._of_tokens(piece)[:, None]
         base: Any = self.query_model
-        places, states_MD = self._states(base, piece)
+        places, states_MD = self._laid_out(base, piece)
         output = heads.output_of(base)
 
         def of_states(states_MD: Tensor) -> Tensor:
@@ -53,9 +53,9 @@ class SparseRetriever(Retriever):
 
         # inside of a call of the layer, where ZeRO-3 has gathered its weight
         with replaced(output, "forward", of_states):
-            return output(heads.transform_of(base)(states_MD))
+            return output(heads.transform_of(base)(states_MD))[:, None]
 
-    def _states(self, base: Any, piece: Mapping[str, Tensor]) -> tuple[TextCells, Tensor]:
+    def _laid_out(self, base: Any, piece: Mapping[str, Tensor]) -> tuple[TextCells, Tensor]:
         """Where tokens lie, and their states: (M, D) of a stream, (N * L, D) of padded rows."""
         if "tokens" in piece:
             read = self._read["passage"]
