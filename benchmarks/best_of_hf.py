@@ -13,13 +13,15 @@ seconds of one thread, step by step in turns; medians, and first and third quart
 divided by ours. The fastest two choices of each search race, and the faster is the opponent. The
 worst row comes first. What is in --out already is not run again.
 
---slow: torch.compile is a knob, too, and costs a minute a choice.
+--slow: torch.compile is a knob, too, and costs a minute a choice. --quick: no search; two usual
+choices of each side race, so that the ratios are upper bounds of ours.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -35,7 +37,7 @@ import numpy as np
 import torch
 from opponents.contest import SETUPS, SIZES, Contest
 from opponents.counting import positions, share_of_products
-from opponents.knobs import FIRST, SLOW, SPACES, Knobs, search
+from opponents.knobs import FIRST, SLOW, SPACES, USUAL, Knobs, search
 from opponents.losses import Opponent
 from opponents.rows import KINDS
 from opponents.turns import Answers, Contestant, clocked, keep_freed_memory
@@ -79,8 +81,12 @@ def trials(contest: Contest) -> Answers:
     return {"seconds": seconds}
 
 
-def searched(contest: Contest, side: str, *, is_slow: bool) -> list[tuple[float, Knobs]]:
-    """The choices of a side by their seconds, the fastest first."""
+def searched(
+    contest: Contest, side: str, *, is_slow: bool, is_quick: bool
+) -> list[tuple[float, Knobs]]:
+    """The choices of a side by their seconds, the fastest first; is_quick: two without a search."""
+    if is_quick:
+        return [(math.nan, knobs) for knobs in USUAL[side]]
     space = SPACES[side][contest.name] | (SLOW if is_slow else {})
     if contest.precision == "bf16":
         space = {**space, "autocast": (True,)}
@@ -101,7 +107,8 @@ def raced(contest: Contest, options: argparse.Namespace) -> dict[str, Any]:
     """What ours and the fastest choices take on the same steps, in turns."""
     for number in range(max(WARM + TRIED, 1 + options.steps)):
         contest.rows(number)
-    found = {side: searched(contest, side, is_slow=options.slow) for side in WANTED}
+    how = {"is_slow": options.slow, "is_quick": options.quick}
+    found = {side: searched(contest, side, **how) for side in WANTED}
     runs = {"ours": Contestant(lambda: ours(contest))}
     of_side: dict[str, list[str]] = {}
     for side, choices in found.items():
@@ -207,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=5, help="timed, of each side")
     made.add_argument("--size", choices=list(SIZES), default="small", help="of the bases")
     made.add_argument("--precision", choices=list(CLOSE), default="fp32")
+    made.add_argument("--quick", action="store_true", help="two choices a side, no search")
     made.add_argument("--slow", action="store_true", help="torch.compile is a knob")
     made.add_argument("--malloc", choices=("kept", "default"), default="kept")
     made.add_argument("--out", type=Path, help="a JSON file that takes the results")

@@ -60,6 +60,10 @@ UNPADDED: dict[str, Space] = {
     "cross_attention": _STREAM,
 }
 FIRST = {"padded": Knobs(), "unpadded": Knobs(packing="rows")}
+USUAL = {  # what races without a search
+    "padded": (Knobs(), Knobs(micro_batch=4, chunk=4)),
+    "unpadded": (Knobs(packing="equal"), Knobs(packing="single", attention="eager")),
+}
 SPACES = {"padded": PADDED, "unpadded": UNPADDED}
 SLOW: Space = {"compiled": (False, True)}  # it compiles for a minute
 
