@@ -823,7 +823,7 @@ RETRIEVER = wording(
     matryoshka_twice="got one of them twice, want each once",
     nested_in_nothing="got neither dims nor layers",
     layers_beyond_base="got {got}, but the base has {blocks} blocks, want at most {most}",
-    layers_of_family="the blocks of a {family} are not listened to one by one",
+    layers_unheard="the blocks of a {family} are not listened to one by one",
     layers_compiled="loss.matryoshka.layers with train.compile, whose blocks are not listened to",
     chunks_of_two_kinds="chunk_tokens={tokens} with query_chunk={queries} and passage_chunk={passages}",
     chunks_without_device='loss.chunk_tokens="auto" needs to know the device',

@@ -416,7 +416,8 @@ class Index:
         """
         where, values = list[str](), list[Any]()
         if owner is not None:
-            where, values = ["exp_id in (select exp_id from jobs where owner = ?)"], [owner]
+            where.append("exp_id in (select exp_id from jobs where owner = ?)")
+            values.append(owner)
         for column, value in (("grp", group), ("state", state)):
             if value is not None:
                 where.append(f"{column} = ?")

@@ -141,5 +141,5 @@ def test_layers_that_a_base_does_not_have_are_refused(folder: Path) -> None:
 def test_the_blocks_of_a_t5_are_refused(folder: Path) -> None:
     from tests.facts import TINY_T5
 
-    with refused("layers_of_family", family="t5"):
+    with refused("layers_unheard", family="t5"):
         task_of(folder, {"layers": [1]}, base=TINY_T5, pooling="mean").model()

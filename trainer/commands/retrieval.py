@@ -122,7 +122,8 @@ def encode(
     if dims is not None:
         weights += f", first {dims}"  # comparable with one another alone
     if layers is not None:
-        task.keep_layers(retriever, layers)
+        of_layers: Any = task  # writer_of has looked
+        of_layers.keep_layers(retriever, layers)
         weights += f", {layers} layers"
 
     def read() -> list[Any]:

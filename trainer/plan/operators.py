@@ -56,12 +56,14 @@ def operator_of(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> Operator | None:
-    """The cost of one call of `func`; None for a view or an allocation.
+    """The cost of one call of `func`; None for a view, an allocation, and a call without tensors.
 
     inputs, outputs: the tensors on the device among its arguments and results.
     """
     space, _, name = func._schema.name.partition("::")
     if space not in ("aten", "torch_attn") or func.is_view or name in _FREE:
+        return None
+    if not inputs and not outputs:  # of dtypes, say
         return None
     if name in _LOOKING_UP:
         nbytes = 2 * sum(map(_nbytes, outputs))

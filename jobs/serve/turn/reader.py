@@ -165,7 +165,7 @@ class FolderReader:
         troubled = self._troubled(FILE)
         look = self._uploads.look(troubled, self.index.epoch())
         if look.is_new:
-            self.index.drop_uploads(self.index.upload_ids() - look.names)
+            self.index.drop_uploads(self.index.upload_ids().difference(look.names))
         self.unreadable.keep(look.names, prefix=FILE)
         self.failing.keep_if(lambda part: _name_of(part) in look.names, prefix=FILE)
         indexed = self.index.upload_ids(look.due)
@@ -203,7 +203,7 @@ class FolderReader:
         live = self.index.live_runs(ACTIVE)
         look = self._runs.look(live | troubled | self._new_runs, self.index.epoch())
         if look.is_new:
-            self.index.drop_runs(self.index.run_ids() - look.names)
+            self.index.drop_runs(self.index.run_ids().difference(look.names))
         self._new_runs = look.due - self.index.run_ids(look.due)
         again = live | troubled | self._new_runs
         reasons = update_index(self.index, self.folder.base, self.observed_by, look.due, again)

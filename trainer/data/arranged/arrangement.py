@@ -101,7 +101,7 @@ class _Region:
             return rows[:count].reshape(-1, self.size), rows[count:]
         steps = FilledSteps(room_TK, self.by.shared, self.by.kind_of)
         unplaced = steps.fill(rows.tolist())
-        steps.repeat(rows, self.alike)
+        steps.repeat(rows.tolist(), self.alike)
         return steps.rows(), np.array(unplaced, np.int64)
 
 

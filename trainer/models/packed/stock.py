@@ -124,9 +124,9 @@ def attention(
         return _where_they_lie(query, key, value, rows, **how), None
     reaches_all = sliding_window is None or sliding_window >= rows.longest
     if softcap is None and not dropout and reaches_all and query.device.type == "cpu":
-        qkv = (_of_tokens(x) for x in (query, key, value))
+        q, k, v = (_of_tokens(x) for x in (query, key, value))
         how = {"is_causal": is_causal, "scale": scaling}
-        return row_attention.attend(*qkv, rows.pieces, **how)[None], None
+        return row_attention.attend(q, k, v, rows.pieces, **how)[None], None
     sizes = [grid.numel() for grid in rows.grids]
     laid_out = [in_rectangles(_of_tokens(x), rows.cells_M, sizes) for x in (query, key, value)]
     mixed: list[Tensor] = []

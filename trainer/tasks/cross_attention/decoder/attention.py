@@ -122,8 +122,10 @@ class Pairs:
     def attend(self, queries_1HTK: Tensor, keys_values: KeysValues, *, dropout: float) -> Tensor:
         """(1, H, T, K) queries of the stream -> (1, T, H*K)."""
         if self.pieces is not None and not dropout:
-            qkv = (x.squeeze(0).transpose(0, 1) for x in (queries_1HTK, *keys_values))
-            return row_attention.attend(*qkv, self.pieces).flatten(1)[None]
+            queries, keys, values = (
+                x.squeeze(0).transpose(0, 1) for x in (queries_1HTK, *keys_values)
+            )
+            return row_attention.attend(queries, keys, values, self.pieces).flatten(1)[None]
         queries = self._laid_out(queries_1HTK, self.query_cells_T, self.query_shapes)
         key_shapes = [(int(grid.shape[0]), int(grid.shape[1])) for grid in self.key_grids]
         keys, values = (self._laid_out(x, self.key_cells_L, key_shapes) for x in keys_values)
