@@ -23,6 +23,13 @@ from trainer.models.packed.layout import pack_labelled
 from trainer.runtime import distributed
 from trainer.training.engine import Engine
 
+
+@pytest.fixture(autouse=True)
+def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows one by one, and losses in the tensor of their logits."""
+    monkeypatch.setenv("LATHE_CPU_KERNELS", "1")
+
+
 WIDTH, VOCABULARY, POSITIONS, CHUNK = 16, 50, 45, 7
 KINDS = ["plain", "frozen", "capped", "adapters", "dora"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

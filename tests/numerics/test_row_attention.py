@@ -11,6 +11,13 @@ from torch import Tensor
 
 from trainer.models.processor.row_attention import Piece, attend, attend_biased, pieces_of
 
+
+@pytest.fixture(autouse=True)
+def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows one by one, and losses in the tensor of their logits."""
+    monkeypatch.setenv("LATHE_CPU_KERNELS", "1")
+
+
 # Neighbours of equal length, a row alone, a row of one token
 LENGTHS = [7, 7, 7, 5, 2, 2, 1]
 KEYS = [4, 4, 6, 3, 2, 2, 9]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.models.distillation import Lesson, divergences
+from trainer.models.processor.row_attention import is_here
 
 if TYPE_CHECKING:
     from trainer.config.schema import Train
@@ -105,9 +106,9 @@ def target_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 def is_narrow(hidden: Tensor) -> bool:
     """Whether a loss of these states is computed in the tensor of their logits: on a processor,
-    where each pass over all logits waits for memory, in 32 bits.
+    where each pass over all logits waits for memory, in 32 bits; where row_attention is chosen.
     """
-    return hidden.device.type == "cpu" and hidden.dtype == torch.float32
+    return is_here(hidden) and hidden.dtype == torch.float32
 
 
 _log_softmax: Any = torch.ops.aten._log_softmax.out  # in place, if the result is its input

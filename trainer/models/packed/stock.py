@@ -123,7 +123,7 @@ def attention(
         how: dict[str, Any] = {"is_causal": is_causal, "window": sliding_window, "scale": scaling}
         return _where_they_lie(query, key, value, rows, **how), None
     reaches_all = sliding_window is None or sliding_window >= rows.longest
-    if softcap is None and not dropout and reaches_all and query.device.type == "cpu":
+    if softcap is None and not dropout and reaches_all and row_attention.is_here(query):
         q, k, v = (_of_tokens(x) for x in (query, key, value))
         how = {"is_causal": is_causal, "scale": scaling}
         return row_attention.attend(q, k, v, rows.pieces, **how)[None], None

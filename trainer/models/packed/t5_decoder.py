@@ -58,7 +58,10 @@ def decode(
 def _by_biases(heads: Any, own: RowStarts) -> Attend:
     """Causal attention in rows with the biases of a T5Attention that has a table."""
     rate = heads.dropout if heads.training else 0.0
-    if is_wide(heads.relative_attention_bias.weight) and own.longest_piece < LONG["cpu"]:
+    if (
+        is_wide(next(heads.relative_attention_bias.parameters()))
+        and own.longest_piece < LONG["cpu"]
+    ):
         return in_short_rows(heads, own, dropout=rate)
     return in_rows(heads, own, dropout=rate)
 
@@ -102,6 +105,6 @@ def _across(heads: Any, rows: RowStarts, q_TI: Tensor, k: Tensor, v: Tensor) -> 
         more = {"queries": rows.queries * heads.n_heads, "longest": rows.longest * heads.n_heads}
         rows = replace(rows, **more)
     rate = getattr(heads.dropout, "p", heads.dropout) if heads.training else 0.0
-    if not rate and q.device.type == "cpu":
+    if not rate and row_attention.is_here(q):
         return row_attention.attend(q, k, v, rows.pieces, scale=1.0).reshape(q_TI.shape)
     return attend(q, k, v, rows, dropout=rate).reshape(q_TI.shape)

@@ -23,7 +23,7 @@ from trainer.models.packed.attention import (
 )
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.stream_attention import RowStarts
-from trainer.models.processor.row_attention import is_wide
+from trainer.models.processor.row_attention import is_here, is_wide
 
 # M tokens, D width
 
@@ -74,7 +74,8 @@ def _by_length(encoder: Any, batch: Mapping[str, Tensor]) -> AttendBy:
         dropout = table.dropout if encoder.training else 0.0
         if is_long:
             return in_streams(table, batch, dropout=dropout)
-        if cells.device.type == "cpu" and is_wide(table.relative_attention_bias.weight):
+        # as an attribute its weight would be gathered at ZeRO-3, once more for each forward
+        if is_here(cells) and is_wide(next(table.relative_attention_bias.parameters())):
             return in_short_rows(table, rows, dropout=dropout)
         return in_grids(table, grids, cells, dropout=dropout)
 

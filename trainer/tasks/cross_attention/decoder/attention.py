@@ -105,7 +105,7 @@ class Pairs:
         ]
         masks = [key_mask(grid, grid) for grid in grids]
         pieces = None
-        if grids[0].device.type == "cpu":
+        if row_attention.is_here(grids[0]):
             first_M = (batch["keys_position"] == 0).nonzero()[:, 0]
             key_starts = F.pad(first_M, (0, 1), value=len(batch["keys_position"]))
             pieces = pieces_of(batch["starts"], key_starts)
