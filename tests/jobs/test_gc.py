@@ -16,6 +16,7 @@ from jobs.job_state import ACTIVE, ENDED_BADLY, JobState
 from jobs.record import events as record
 from jobs.record.paths import BaseFolder, RunFolder
 from tests.wording import refused
+from trainer import run_changes
 
 EXP_ID = "9f2c" * 8
 LONG_AGO_S = 10 * gc.DAY_S
@@ -173,6 +174,7 @@ def test_nothing_of_an_active_experiment_is_garbage(
 def test_what_an_ended_experiment_set_aside_is_garbage(base: BaseFolder) -> None:
     recorded(base.run(EXP_ID), "failed")
     recorded(RunFolder(base.deleted_folder / EXP_ID), "succeeded")
+    (base.deleted_folder / run_changes.FILE).unlink()  # the name of a run that nobody watches
     assert planned(base) == [f"deleted/{EXP_ID}"]
 
 

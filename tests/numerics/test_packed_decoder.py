@@ -211,7 +211,10 @@ def test_no_row_sees_another_rows_tokens_or_context(name: str) -> None:
     assert_close(together, torch.stack(alone).sum(), depth=depth_of(model), **LOSSES)
 
 
-def test_a_layout_with_a_wrong_row_boundary_gives_another_loss() -> None:
+def test_a_layout_with_a_wrong_row_boundary_gives_another_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LATHE_CPU_KERNELS", "1")  # rows one by one
     model, rows = MODELS["multi-query"](), drawn_rows()
     right = packed_of(*rows, [0] * 7)
     want = float(model(packed=right).loss.detach())
@@ -224,9 +227,9 @@ def test_a_layout_with_a_wrong_row_boundary_gives_another_loss() -> None:
     assert abs(float(model(packed=of_keys).loss.detach()) - want) > 1e-4 * want
 
 
-def test_a_layout_with_a_wrong_grid_gives_another_loss() -> None:
-    """The base has a window, so that its attention uses grids."""
-    model, rows = MODELS["mistral with a window of 4"](), drawn_rows()
+@pytest.mark.parametrize("name", ["multi-query", "mistral with a window of 4"])
+def test_a_layout_with_a_wrong_grid_gives_another_loss(name: str) -> None:
+    model, rows = MODELS[name](), drawn_rows()
     right = packed_of(*rows, [0] * 7)
     want = float(model(packed=right).loss.detach())
     joined = packed_of([[i for row in rows[0] for i in row]], [[[1]]], [0])
