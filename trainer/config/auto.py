@@ -38,12 +38,12 @@ def with_recomputation(cfg: Experiment, how: bool | int) -> Experiment:
 
 
 def with_chunk_tokens(cfg: Any, tokens: int) -> Any:
-    """The experiment of a retriever with `loss.chunk_tokens` settled."""
+    """The experiment of a retriever with its chunks of tokens settled."""
     return cfg.model_copy(update={"loss": cfg.loss.model_copy(update={"chunk_tokens": tokens})})
 
 
 def chunk_tokens(cfg: Any) -> int | str | None:
-    """`loss.chunk_tokens` of an experiment; None where it has none."""
+    """The chunks of tokens that an experiment states; None where it has none."""
     return getattr(getattr(cfg, "loss", None), "chunk_tokens", None)
 
 

@@ -269,7 +269,7 @@ def frozen(run: PreparedRun, *, name: str | None) -> str:
 
 
 def settled_chunks(run: PreparedRun, options: Options) -> int:
-    """The value for loss.chunk_tokens="auto": that of an earlier start of the run, so that it goes
+    """The value for chunks of "auto" tokens: that of an earlier start of the run, so that it goes
     on with the same bits, else chunk_tokens().
     """
     goes_on = _has_begun(run.plan, options)
@@ -279,7 +279,7 @@ def settled_chunks(run: PreparedRun, options: Options) -> int:
 
 @measuring()
 def chunk_tokens(run: PreparedRun, *, name: str | None) -> int:
-    """The value for loss.chunk_tokens="auto": the most tokens with which the heaviest micro-batch
+    """The value for chunks of "auto" tokens: the most tokens with which the heaviest micro-batch
     fits the device, out of the longest text's and the doubles of it, up to those with which every
     side of a micro-batch is one chunk. ConfigError without a device, or if memory cannot be
     planned.
