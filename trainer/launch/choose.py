@@ -301,7 +301,7 @@ def chunk_tokens(run: PreparedRun, *, name: str | None) -> int:
         tokens = next(fitting, least)  # where nothing fits, the plan of the run says so
     except MeasuringError as error:
         raise ConfigError(
-            f'loss.chunk_tokens="auto": no plan can be basis. Say a number.\n{error}'
+            f'loss.chunk_tokens="auto": no plan could be made. Say a number.\n{error}'
         ) from error
     logger.info("memory: chunks of %d tokens (loss.chunk_tokens is auto)", tokens)
     return tokens

@@ -349,7 +349,7 @@ def least_recomputed(subject: Subject, device: Device | None) -> bool | int:
         return room.least()
     except MeasuringError as error:
         raise ConfigError(
-            f'{RECOMPUTED}="auto": no plan can be basis. Say true, false or a number.\n{error}'
+            f'{RECOMPUTED}="auto": no plan could be made. Say true, false or a number.\n{error}'
         ) from error
 
 
