@@ -848,7 +848,7 @@ RETRIEVER = wording(
     query_beyond_positions="data.query_tokens={tokens}: late.expand makes every query so long, longer than the model's {positions} positions",
     no_such_token="late.skip: '{word}' is no token of",
     late_config_torn="{folder}/late_config.json: ...Export the model again.",
-    projection_of_another_kind="base: {folder} projects its vectors with ('bias', True), want one linear layer",
+    projection_of_another_kind="base: {folder} projects its vectors with ('bias', True), want a single linear layer",
     matryoshka_of_words='loss.matryoshka: form="sparse" makes weights of words',
     regulariser_of_tokens='{key}: got it with queries="tokens"',
     base_fills_no_masks="got model_type '{family}', which has no masked-LM head",

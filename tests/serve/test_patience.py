@@ -118,7 +118,7 @@ def test_a_service_goes_on_while_slurm_hangs(
         (hand / "exp_dict.json").write_text(json.dumps(values))
         (hand / "status.json").write_text('{"state": "succeeded", "step": 2, "total": 2}')
         wait_until(lambda: index.run(hand.name), bool)
-        wait_until(lambda: "has not answered" in "".join(index.runs()), bool)
+        wait_until(lambda: "has not answered" in str(index.runs(None)), bool)
         assert (tmp_path / "asked").read_text() == "asked\n"  # the first squeue still hangs
         # whoever asked goes away
         with fifo.open("w") as file:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.bases import base_of
 from tests.facts import LLAMA, experiment, write_facts
-from tests.wording import refused
+from tests.wording import Fault, fault, refused
 from trainer import tasks
 from trainer.commands.vectors.forms import writer_of
 from trainer.models.lean.maxsim import maxsim
@@ -310,22 +310,23 @@ _OF_TOKENS = {"chunk_tokens": 64, "query_chunk": None, "passage_chunk": None}
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "values"),
+    ("changes", "wanted"),
     [
-        ({"encoder": {"pooling": "mean"}}, "block_of_other_form", {"block": "encoder"}),
-        ({"cross": {"loss": "margin"}}, "block_of_other_form", {"block": "cross"}),
-        ({"loss": {"matryoshka": {"dims": [8]}}}, "late_matryoshka", {}),
-        ({"loss": _OF_TOKENS}, "late_chunk_tokens", {}),
-        ({"data": {"passages": 1}}, "late_without_negatives", {}),
-        ({"late": {"attend": True, "expand": False}}, "attend_without_expand", {}),
+        (
+            {"encoder": {"pooling": "mean"}},
+            fault("block_of_other_form", block="encoder", form="late"),
+        ),
+        ({"cross": {"loss": "margin"}}, fault("block_of_other_form", block="cross", form="late")),
+        ({"loss": {"matryoshka": {"dims": [8]}}}, fault("late_matryoshka")),
+        ({"loss": _OF_TOKENS}, fault("late_chunk_tokens")),
+        ({"data": {"passages": 1}}, fault("late_without_negatives")),
+        ({"late": {"attend": True, "expand": False}}, fault("attend_without_expand")),
     ],
 )
 def test_keys_that_have_no_meaning_are_refused(
-    changes: dict[str, Any], code: str, values: dict[str, Any], folder: Path
+    changes: dict[str, Any], wanted: Fault, folder: Path
 ) -> None:
-    if code == "block_of_other_form":
-        values = {**values, "form": "late"}
-    with refused(code, **values):
+    with refused(wanted):
         tasks.parse(experiment(FORM, folder, **changes))
 
 

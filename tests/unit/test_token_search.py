@@ -13,7 +13,7 @@ from tests import forked
 from tests.forked import TRAINER
 from tests.ranks import run_on_ranks
 from tests.vector_folders import write_vectors
-from tests.wording import refused, says
+from tests.wording import fault, refused, says
 from trainer.data.readers.rankings import read_run
 from trainer.protocol.abilities import Side
 from trainer.retrieval import embeddings
@@ -178,14 +178,14 @@ def test_a_search_compares_vectors_of_one_form_and_model(tmp_path: Path) -> None
     scores = by_hand(texts(3, 1), texts(5, 2))
     hits = read_run(tmp_path / "run.trec")
     assert [hits[f"p{n}"][0].passage for n in range(3)] == [f"p{n}" for n in scores.argmax(axis=1)]
-    for passages, flags, code in (
-        ("bi", (), "vectors_of_two_forms"),
-        ("other", (), "vectors_of_two_models"),
-        ("p", ("--faiss", "Flat"), "index_of_token_vectors"),
+    for passages, flags, wanted in (
+        ("bi", (), fault("vectors_of_two_forms")),
+        ("other", (), fault("vectors_of_two_models")),
+        ("p", ("--faiss", "Flat"), fault("index_of_token_vectors")),
     ):
         done = run(passages, *flags)
         assert done.returncode == 2, done.stdout + done.stderr
-        says(code, done.stderr)
+        says(wanted, done.stderr)
 
 
 # Pooling

@@ -162,7 +162,7 @@ def _of_dense(source: str) -> Tensor | None:
     if others or len(paths) > 1:
         got = f"{len(paths)} layers" if len(paths) > 1 else ", ".join(map(str, others.items()))
         raise ConfigError(
-            f"base: {source} projects its vectors with {got}, want one linear layer alone for "
+            f"base: {source} projects its vectors with {got}, want a single linear layer for "
             'form="late". Take another base.'
         )
     file = weight_files.find_file(source, f"{paths[0]}/model.safetensors")
