@@ -362,7 +362,7 @@ VERBS = [
     ("GET", JOBS, "jobs"),
     ("GET", "/v1/files", "uploads"),
     ("GET", "/lathe/v1/status", "runs"),
-    ("POST", "/lathe/v1/runs/0123456789abcdef0123456789abcdef/retry", "runs"),
+    ("POST", "/lathe/v1/runs/0123456789abcdef0123456789abcdef/retry", "run"),
     ("DELETE", "/v1/models/ft:tiny-chat:lathe::0123", "job_of_model"),
 ]
 FAILURES: list[tuple[Exception, int]] = [
