@@ -272,23 +272,30 @@ def test_tritons_kernels_give_what_the_processor_does(
 
 
 @pytest.mark.parametrize(
-    ("device", "length", "dtype", "way"),
+    ("device", "length", "dtype", "chosen", "way"),
     [
-        ("cpu", 232, torch.float32, "in_short_rows"),
-        ("cpu", 232, torch.bfloat16, "in_grids"),
-        ("cpu", 240, torch.float32, "in_streams"),
-        ("meta", 504, torch.float32, "in_grids"),
-        ("meta", 512, torch.float32, "in_streams"),
+        ("cpu", 232, torch.float32, "1", "in_short_rows"),
+        ("cpu", 232, torch.float32, "0", "in_grids"),
+        ("cpu", 232, torch.bfloat16, "1", "in_grids"),
+        ("cpu", 240, torch.float32, "1", "in_streams"),
+        ("meta", 504, torch.float32, "1", "in_grids"),
+        ("meta", 512, torch.float32, "1", "in_streams"),
     ],
 )
 def test_rows_are_attended_to_in_the_stream_from_a_length_that_the_device_decides(
-    device: str, length: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    length: int,
+    dtype: torch.dtype,
+    chosen: str,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """meta: any device but a processor. Its length was measured on an H200: docs/log.md."""
+    monkeypatch.setenv("LATHE_CPU_KERNELS", chosen)
     for name in ("in_grids", "in_short_rows", "in_streams"):
         monkeypatch.setattr(t5_encoder, name, lambda *_, name=name, **__: name)
     rows = pack([[1] * length, [1] * 8], bucketed=True)
     batch = {name: tensor.to(device) for name, tensor in rows.items()}
     choose = t5_encoder._by_length(SimpleNamespace(training=False), batch)
-    table = SimpleNamespace(weight=torch.empty(1, dtype=dtype))
+    table = torch.nn.Embedding(1, 1, dtype=dtype)
     assert choose(SimpleNamespace(dropout=0.1, relative_attention_bias=table)) == way
