@@ -38,7 +38,7 @@ FOREIGN = {
 # Words before a dot that are blocks of an experiment, names of files on disk, or plain variables,
 # although a module of ours is called so too.
 NO_MODULES = {"code", "data", "engine", "generation", "head", "model", "plan", "reader", "scores"}
-NO_MODULES |= {"jobs", "stats", "trainer"}
+NO_MODULES |= {"jobs", "loss", "shared", "stats", "trainer"}  # shared: T5's embedding
 ENDINGS = {"py", "json", "jsonl", "md", "toml", "csv", "txt", "pt", "html", "js"}
 _PATH = re.compile(r"(?<![\w./])((?:[\w-]+/)*[\w-]+\.py)\b")
 _NAME = re.compile(r"(?<![\w./\"'])([a-z_]+)\.([A-Za-z_]\w*)\b")
