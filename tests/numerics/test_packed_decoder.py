@@ -220,11 +220,13 @@ def test_a_layout_with_a_wrong_row_boundary_gives_another_loss(
     want = float(model(packed=right).loss.detach())
     moved = {**right, "starts": right["starts"].clone()}
     moved["starts"][1] += 1
-    assert abs(float(model(packed=moved).loss.detach()) - want) > 1e-4 * want
+    # few tokens change their row: a small difference, beyond a hundred roundings
+    rounding = torch.finfo(torch.float32).eps * want
+    assert abs(float(model(packed=moved).loss.detach()) - want) > 100 * rounding
     second = int((right["keys_position"] == 0).nonzero()[1])
     of_keys = {**right, "keys_position": right["keys_position"].clone()}
     of_keys["keys_position"][[second, second + 40]] = torch.tensor([1, 0])
-    assert abs(float(model(packed=of_keys).loss.detach()) - want) > 1e-4 * want
+    assert abs(float(model(packed=of_keys).loss.detach()) - want) > 100 * rounding
 
 
 @pytest.mark.parametrize("name", ["multi-query", "mistral with a window of 4"])
@@ -236,6 +238,8 @@ def test_a_layout_with_a_wrong_grid_gives_another_loss(name: str) -> None:
     as_one_row = {key: x for key, x in right.items() if not key.startswith(("grid_", "cells"))}
     as_one_row |= {key: x for key, x in joined.items() if key.startswith(("grid_", "cells"))}
     assert abs(float(model(packed=as_one_row).loss.detach()) - want) > 1e-3 * want
+    swapped = {**right, "keys_cells": right["keys_cells"].flip(0)}
+    assert abs(float(model(packed=swapped).loss.detach()) - want) > 1e-3 * want
 
 
 @pytest.mark.parametrize("name", ["multi-query", "mistral with a window of 4"])
