@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.wording import refused
 from trainer.commands.texts.samples import sample
 from trainer.commands.texts.wishes import WrongWish
 
@@ -84,6 +86,18 @@ def test_alternatives_at_a_tiny_temperature_are_the_likeliest_tokens(base: Any) 
         cold["alternatives"]
         == sample(TASK, base, question(**asked, temperature=0.0))["alternatives"]
     )
+
+
+@pytest.mark.parametrize("wish", [{"num_samples": 1}, {"temperature": 0.5, "alternatives": 2}])
+def test_a_model_that_gives_no_numbers_is_told_and_not_drawn_from(
+    base: Any, wish: dict[str, Any]
+) -> None:
+    """The process that draws serves all runs on a base: no run may end it."""
+    broken = copy.deepcopy(base)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(3e38)
+    with refused("sample_not_finite"):
+        sample(TASK, broken, question(**wish))
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(base: Any) -> None:

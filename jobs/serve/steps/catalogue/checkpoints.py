@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from jobs.serve.steps.context import (
 from jobs.serve.steps.futures import API
 from jobs.serve.steps.names import (
     KIND_OF_CHECKPOINT,
+    MOST_CLIENTS,
     SESSION,
     WeightsPath,
     checkpoint_path,
@@ -125,10 +127,12 @@ def texts_of(values: dict[str, Any] | None) -> dict[str, str] | None:
 
 def size_of(folder: Path) -> int:
     """The bytes of all files below a folder."""
-    sizes: list[int] = []
+    size = 0
     for place, _, names in os.walk(folder):
-        sizes += [os.lstat(os.path.join(place, name)).st_size for name in names]
-    return sum(sizes)
+        for name in names:
+            with suppress(FileNotFoundError):  # it was saved again meanwhile, or deleted
+                size += os.lstat(os.path.join(place, name)).st_size
+    return size
 
 
 def _named(request: Request, *, writes: bool) -> tuple[RunFacts, SavedFacts]:
@@ -140,7 +144,11 @@ def _named(request: Request, *, writes: bool) -> tuple[RunFacts, SavedFacts]:
 def delete(request: Request) -> Response:
     """Delete saved weights: they are listed no more, and their bytes are freed."""
     run, facts = _named(request, writes=True)
-    remove(steps_of(request), run, facts)
+    steps, path = steps_of(request), WeightsPath(run.id, facts.kind, facts.name)
+    if steps.sessions.saved(path, lambda one: steps.may_be_saved(one, run)) != facts:
+        text = f"{facts.kind}/{facts.name} is being saved again. Delete it when that is done."
+        raise Refusal(409, text, code="being_saved", retry_after_s=5)
+    remove(steps, run, facts)
     return Response(status_code=204)
 
 
@@ -201,6 +209,9 @@ def _copy(request: Request, body: CopyWeights, other: Any) -> WeightsPath:
             SessionFacts(id=session, created_at=now(), owner=client.name, sdk_version="")
         )
     number = body.model_seq_id if body.model_seq_id is not None else 0
+    if number >= MOST_CLIENTS:
+        text = f"model_seq_id: got {number}, want less than {MOST_CLIENTS}."
+        raise Refusal(400, text, param="model_seq_id")
     update = {
         "session": session,
         "number": number,
@@ -249,9 +260,14 @@ def _link(source: Path, target: Path) -> None:
 def expired(steps: Steps, runs: Iterable[RunFacts]) -> Iterable[tuple[RunFacts, SavedFacts]]:
     """The saved weights of runs whose time is over."""
     for run in runs:
-        for facts in steps.sessions.all_saved(run.id, lambda _: True, has_expired=True):
+        # one that is still to be saved, with the same name and folder, keeps the one before it
+        every = steps.sessions.all_saved(
+            run.id, lambda one, of=run: steps.may_be_saved(one, of), has_expired=True
+        )
+        for facts in every:
             at = steps.sessions.expires_at(run.id, facts)
-            if at is not None and seconds(at) <= datetime.now(timezone.utc).timestamp():
+            is_over = at is not None and seconds(at) <= datetime.now(timezone.utc).timestamp()
+            if is_over and steps.has_saved(facts, run):
                 yield run, facts
 
 
