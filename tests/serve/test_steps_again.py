@@ -90,6 +90,42 @@ def test_a_run_that_begins_with_a_state_is_the_first_one_when_the_state_is_gone(
     assert late.status_code == 404
 
 
+def test_a_sampler_and_a_copy_are_the_first_ones_when_their_weights_are_gone(
+    service: Service,
+) -> None:
+    client = driver(service)
+    session = client.session()
+    model = new_run(client, session)
+    client.post("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 1})
+    work(service, model)
+    path = f"tinker://{model}/sampler_weights/a"
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    copy, key = {"source_path": path}, {"x-idempotency-key": "one"}
+    first = client.post("create_sampling_session", sampler)
+    copied = client.post("copy_weights", copy, **key)
+    url = f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/a"
+    assert client.http.delete(url).status_code == 204
+    assert client.post("create_sampling_session", sampler).json() == first.json()
+    assert client.post("copy_weights", copy, **key).json() == copied.json()
+    late = {**sampler, "sampling_session_seq_id": 1}
+    assert client.post("create_sampling_session", late).status_code == 404
+    assert client.post("copy_weights", copy, **{"x-idempotency-key": "two"}).status_code == 404
+    base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny-chat"}
+    assert client.post("create_sampling_session", base).status_code == 409
+
+
+def test_the_number_of_a_sampler_of_saved_weights_begins_none_of_the_base(service: Service) -> None:
+    client = driver(service)
+    session = client.session()
+    model = new_run(client, session)
+    body = {"model_id": model, "sampling_session_seq_id": 3, "seq_id": 1}
+    assert client.post("save_weights_for_sampler", body).status_code == 200
+    base = {"session_id": session, "sampling_session_seq_id": 3, "base_model": "tiny-chat"}
+    answer = client.post("create_sampling_session", base)
+    assert answer.status_code == 409
+    says("steps_sampler_made", answer.text, sampler=f"{session}:sample:3")
+
+
 def test_what_was_refused_is_refused_again_though_its_reason_is_over(service: Service) -> None:
     client = driver(service)
     model = new_run(client, client.session())

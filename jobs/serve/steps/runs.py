@@ -291,6 +291,7 @@ class DrivenRuns:
             return result
         trouble: dict[str, Any] = job["error"] or {}
         error = trouble.get("message") or f"it has {job['status']}"
+        error = error.rstrip(".")
         text = f"The run has ended: {error}. Begin another one with weights that it has saved."
         fields = {"error": text, "category": "server"}
         return OperationResult(seq, fields, b"", time.time(), "")

@@ -43,6 +43,7 @@ from jobs.serve.steps.names import (
     KIND_OF_CHECKPOINT,
     MOST_CLIENTS,
     SESSION,
+    ClientId,
     WeightsPath,
     checkpoint_path,
     weights_path,
@@ -198,20 +199,24 @@ async def copy_weights(request: Request) -> Response:
 
 def _copy(request: Request, body: CopyWeights, other: Any) -> WeightsPath:
     steps, client = steps_of(request), writer_of(request)
-    source, saved = visible_weights(request, weights_path(body.source_path), as_client=other)
+    number = body.model_seq_id if body.model_seq_id is not None else 0
+    if number >= MOST_CLIENTS:
+        text = f"model_seq_id: got {number}, want less than {MOST_CLIENTS}."
+        raise Refusal(400, text, param="model_seq_id")
     key = request.headers.get("x-idempotency-key", "")
     if body.session_id is not None:
         session = visible_session(request, body.session_id, writes=True).id
         refuse_finished(steps.sessions, session)
     else:
         session = id_of_key(client.name, f"copy {key[:256]}", SESSION) if key else new_id(SESSION)
+    path = _copied_before(steps, ClientId(session, "train", number), body)
+    if path is not None:
+        return path
+    source, saved = visible_weights(request, weights_path(body.source_path), as_client=other)
+    if body.session_id is None:
         steps.sessions.create(
             SessionFacts(id=session, created_at=now(), owner=client.name, sdk_version="")
         )
-    number = body.model_seq_id if body.model_seq_id is not None else 0
-    if number >= MOST_CLIENTS:
-        text = f"model_seq_id: got {number}, want less than {MOST_CLIENTS}."
-        raise Refusal(400, text, param="model_seq_id")
     update = {
         "session": session,
         "number": number,
@@ -240,6 +245,15 @@ def _copy(request: Request, body: CopyWeights, other: Any) -> WeightsPath:
     )
     steps.sessions.add_saved(run.id, facts)
     return WeightsPath(run.id, saved.kind, saved.name)
+
+
+def _copied_before(steps: Steps, name: ClientId, body: CopyWeights) -> WeightsPath | None:
+    """Where the same request has copied weights before, which may be gone by now; else None."""
+    run = steps.sessions.run(name)
+    saved = None if run is None else steps.sessions.saved_by(name, 0)
+    if run is None or saved is None or run.request_digest != digest_of(body):
+        return None
+    return WeightsPath(name, saved.kind, saved.name)
 
 
 def _link(source: Path, target: Path) -> None:
