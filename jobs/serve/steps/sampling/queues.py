@@ -102,6 +102,8 @@ class SampleQueues:
         if seq not in queue.log.answers:
             return None
         record = await run_in_threadpool(queue.log.answer, seq)
+        if seq not in queue.log.answers:  # it is asked again
+            return None
         if record is None:  # SDK: the request is sent again, with a number of its own
             raise Refusal(410, f"The answer of {facts.id}:{seq} is kept no more. Ask again.")
         error: Any = record[0].get("error")
