@@ -172,13 +172,13 @@ def _readable(path: Path, kind: type[R]) -> R | None:
     try:
         return _read(path, kind)
     except Exception as error:  # of any kind
-        _warn_once(path, str(error))
+        warn_once(path, str(error))
         return None
 
 
 @lru_cache(maxsize=1000)
-def _warn_once(path: Path, text: str) -> None:
-    """Tell of a file that is passed over: lists meet it again and again."""
+def warn_once(path: Path, text: str) -> None:
+    """Tell of a file or a folder that is passed over: lists meet it again and again."""
     log.warning("%s is passed over: %s", path, text)
 
 
@@ -356,7 +356,7 @@ class Sessions:
         except FileNotFoundError:
             return []
         except OSError as error:  # nobody's folder: it hides no other
-            _warn_once(folder, str(error))
+            warn_once(folder, str(error))
             return []
 
     # Saved weights

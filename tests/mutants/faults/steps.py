@@ -19,8 +19,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/steps/catalogue/checkpoints.py",
-        "if is_over and steps.has_saved(facts, run):",
-        "if is_over:",
+        "for facts in over if steps.has_saved(facts, run)]",
+        "for facts in over]",
         why="an hour of a state that is still to be saved deletes the one before it",
         tests=f"{NAMES} -k hour_that_is_over",
     ),

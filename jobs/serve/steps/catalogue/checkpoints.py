@@ -54,10 +54,12 @@ from jobs.serve.steps.sessions import (
     SessionFacts,
     later,
     refuse_finished,
+    warn_once,
 )
 from jobs.serve.steps.upkeep.usage import Demand, room_for
 from jobs.serve.tickets import id_of_key, new_id
 from jobs.serve.uploads import refuse_on_full_disk
+from trainer.errors import CheckpointError
 from trainer.files.atomic import refusals
 
 MOST_LISTED = 1000  # in one answer
@@ -73,7 +75,7 @@ def list_all(request: Request) -> Response:
     """The saved weights of all runs of a client, the newest first."""
     steps, (limit, offset) = steps_of(request), page_of(request, usual=100)
     runs = runs_of_client(request)
-    every = [one for run in runs for one in checkpoints_of(steps, run)]
+    every = [one for run in runs for one in readable_checkpoints_of(steps, run) or ()]
     every.sort(key=lambda one: one["time"], reverse=True)
     cursor = {"offset": offset, "limit": limit, "total_count": len(every)}
     return PlainJSON({"checkpoints": every[offset : offset + limit], "cursor": cursor})
@@ -102,6 +104,17 @@ def checkpoints_of(steps: Steps, run: RunFacts) -> list[dict[str, Any]]:
     """The saved weights of a run in the format of the SDK."""
     every = steps.sessions.all_saved(run.id, lambda one: steps.has_saved(one, run))
     return [checkpoint(steps, run, facts) for facts in every]
+
+
+def readable_checkpoints_of(steps: Steps, run: RunFacts) -> list[dict[str, Any]] | None:
+    """The same for a list of many runs; None for a run whose results were altered: it hides no
+    other.
+    """
+    try:
+        return checkpoints_of(steps, run)
+    except CheckpointError as error:
+        warn_once(steps.runs.folder(run), str(error))
+        return None
 
 
 def checkpoint(steps: Steps, run: RunFacts, facts: SavedFacts) -> dict[str, Any]:
@@ -274,15 +287,23 @@ def _link(source: Path, target: Path) -> None:
 def expired(steps: Steps, runs: Iterable[RunFacts]) -> Iterable[tuple[RunFacts, SavedFacts]]:
     """The saved weights of runs whose time is over."""
     for run in runs:
-        # one that is still to be saved, with the same name and folder, keeps the one before it
-        every = steps.sessions.all_saved(
-            run.id, lambda one, of=run: steps.may_be_saved(one, of), has_expired=True
-        )
-        for facts in every:
-            at = steps.sessions.expires_at(run.id, facts)
-            is_over = at is not None and seconds(at) <= datetime.now(timezone.utc).timestamp()
-            if is_over and steps.has_saved(facts, run):
-                yield run, facts
+        try:
+            every = _expired(steps, run)
+        except CheckpointError as error:  # its results were altered: it keeps no other
+            warn_once(steps.runs.folder(run), str(error))
+            continue
+        yield from ((run, facts) for facts in every)
+
+
+def _expired(steps: Steps, run: RunFacts) -> list[SavedFacts]:
+    # one that is still to be saved, with the same name and folder, keeps the one before it
+    every = steps.sessions.all_saved(
+        run.id, lambda one: steps.may_be_saved(one, run), has_expired=True
+    )
+    now_s = datetime.now(timezone.utc).timestamp()
+    timed = [(facts, steps.sessions.expires_at(run.id, facts)) for facts in every]
+    over = [facts for facts, at in timed if at is not None and seconds(at) <= now_s]
+    return [facts for facts in over if steps.has_saved(facts, run)]
 
 
 CHECKPOINTS = f"{API}/training_runs/{{run}}/checkpoints"
