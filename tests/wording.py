@@ -1438,6 +1438,7 @@ STEPS = wording(
     driven_goes_on="The run is {status}. Cancel it first",
     driven_model="was made by a driven run. Delete that: DELETE /lathe/v1/runs/{run}.",
     driven_deleted="{run} was deleted. Use the next model_seq_id.",
+    sample_memory="num_samples={count} of {most} tokens behind a prompt of {length} do not fit into the memory",
     steps_weights_deleted="The weights of {sampler} were deleted. Begin another sampler.",
     steps_saved_again="{kind}/{name} is being saved again. Delete it when that is done.",
     steps_sampler_made="{sampler} was made of another request. Use the next sampling_session_seq_id.",

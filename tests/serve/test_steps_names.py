@@ -84,6 +84,19 @@ def test_an_hour_that_is_over_deletes_nothing_that_was_saved_before_by_the_same_
         assert not (folder_of(service, model) / "saved/a").exists()
 
 
+def test_a_name_whose_hour_is_over_is_free_at_once(service: Service) -> None:
+    client, model = new(service)
+    save(client, model, 1, ttl_seconds=HOUR)
+    work(service, model)
+    session, _, number = model.split(":")
+    folder = service.base / "_service/steps" / session
+    (folder / f"saved-{number}-1-ttl.json").write_text(LONG_AGO)
+    save(client, model, 2)  # before the next sweep
+    assert not (folder_of(service, model) / "saved/a").exists()  # or its worker would refuse it
+    work(service, model)
+    assert listed(client, model) == ["weights/a"]
+
+
 def test_weights_expire_though_saving_them_again_has_failed(service: Service) -> None:
     client, model = new(service)
     save(client, model, 1, ttl_seconds=HOUR)

@@ -30,6 +30,7 @@ from jobs.serve.steps.bodies import (
     SaveForSampler,
     SaveWeights,
 )
+from jobs.serve.steps.catalogue.checkpoints import expired, remove
 from jobs.serve.steps.context import (
     client_of_token,
     digest_of,
@@ -50,7 +51,7 @@ from jobs.serve.steps.sessions import (
     later,
     refuse_finished,
 )
-from jobs.serve.steps.upkeep.usage import Demand, Room, room_for
+from jobs.serve.steps.upkeep.usage import Demand, QuotaRoom, room_for
 from jobs.serve.uploads import refuse_on_full_disk
 from trainer.errors import DataError
 from trainer.operations.operation_log import Kind
@@ -242,6 +243,9 @@ def _to_save(
     ttl_s = body.ttl_seconds
     if ttl_s is not None and not 3600 <= ttl_s <= MOST_TTL_S:
         raise Wrong(f"ttl_seconds: got {ttl_s}, want 3600 (an hour) to {MOST_TTL_S} (ten years).")
+    for run, other in expired(steps, [facts]):  # which the next sweep would remove
+        if (other.kind, other.name) == (kind, name):
+            remove(steps, run, other)
     for other in steps.sessions.all_saved(facts.id, lambda one: steps.may_be_saved(one, facts)):
         if (other.kind, other.name) == (kind, name) and not may_replace:
             text = f"{kind}/{name} was saved before. Give another name"
@@ -410,7 +414,7 @@ async def acknowledge(
     fields: Mapping[str, Any],
     payload: bytes = b"",
     *,
-    room: Room | None = None,
+    room: QuotaRoom | None = None,
 ) -> Response:
     """Write an operation durably, and answer with its future. seq: the client's number; room: what
     it uses, which one that was sent before does not.

@@ -40,7 +40,7 @@ class Demand:
 
 
 @dataclass
-class Room:
+class QuotaRoom:
     """What a request was given. is_needed: False for one that was sent before."""
 
     is_needed: bool = True
@@ -105,7 +105,7 @@ def _bytes_of_all(folders: Iterable[Path]) -> int:
 @asynccontextmanager
 async def room_for(
     request: Request, demand: Demand, facts: RunFacts | None = None
-) -> AsyncGenerator[Room]:
+) -> AsyncGenerator[QuotaRoom]:
     """Inside, the client may send so many tokens and bytes more, which count unless an error is
     raised inside, or the room is not needed. Refusal (403: it does not pass by itself, so the SDK
     is not to ask again).
@@ -114,7 +114,7 @@ async def room_for(
     is_counted = False
     if quota.tokens is not None or quota.bytes is not None:
         is_counted = await run_in_threadpool(_take, request, demand, facts)
-    room = Room()
+    room = QuotaRoom()
     try:
         yield room
     except BaseException:
