@@ -343,6 +343,9 @@ def test_flags_of_other_vectors_are_refused(folder: Path) -> None:
     for flag, given in (("--dims", {"dims": 4}), ("--layers", {"layers": 1})):
         with refused("flag_of_other_form", flag=flag, form="bi", own="late"):
             writer_of(task, **{**how, **given})
+    for factor in (float("nan"), float("inf")):
+        with refused("factor_not_finite", factor=factor):
+            writer_of(task, **{**how, "factor": factor})
 
 
 def test_a_model_that_does_not_fit_is_refused(folder: Path) -> None:

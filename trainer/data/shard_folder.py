@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
 
 from trainer.errors import ConfigError, DataError, LatheError, StorageError, UserError
 from trainer.files.atomic import aside, refusals, size_of, write_json
@@ -77,6 +80,32 @@ class ShardFolder:
             raise DataError(
                 f"{path} cannot be read ({error}). Delete {self.path} and {self.command} anew."
             ) from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other command writes here, unless all is written already. A collective.
+        ConfigError at once when another one does; a process that is killed lets go of its lock.
+        """
+        path = self.path.resolve()
+        lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+        distributed.on_main(lambda: self._claim(lock))
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _claim(self, lock: FileLock) -> None:
+        if self.is_finished:
+            return
+        with refusals(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"{self.path}: another process is writing it. Wait for it, or name another "
+                f"{self.flag}."
+            ) from None
 
     def begin(self, plan: Values, *, choice: str) -> Values:
         """The plan that the folder was begun with, which is `plan` for a new one. A collective.

@@ -166,6 +166,11 @@ def _of_dense(source: str) -> Tensor | None:
             'form="late". Take another base.'
         )
     file = weight_files.find_file(source, f"{paths[0]}/model.safetensors")
+    if file is None and config is not None:
+        raise ConfigError(
+            f"base: {source} projects its vectors, and {paths[0]} holds no model.safetensors, want "
+            "its weights there. Save it with safetensors, or copy it again."
+        )
     return None if file is None else load_file(file).get(_WEIGHT)
 
 

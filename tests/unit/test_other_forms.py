@@ -1,0 +1,141 @@
+"""A model of one form of retriever where another form is wanted, without its head, or with another
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
+
+from tests.facts import experiment, write_facts
+from tests.vector_folders import write_vectors
+from tests.wording import refused
+from trainer import tasks
+from trainer.protocol.task import Places
+from trainer.retrieval import reranking
+
+FORMS = {
+    "bi": "retriever",
+    "cross": "retriever, cross",
+    "late": "retriever, late",
+    "sparse": "retriever, sparse",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The facts, and an export of each form."""
+    folder = write_facts(tmp_path_factory.mktemp("facts"))
+    for form in FORMS:
+        task = loaded(folder, form)
+        weights = {name: p.detach() for name, p in task.model().named_parameters()}
+        task.export(weights, folder / form)
+    return folder
+
+
+def loaded(folder: Path, form: str, **changes: Any) -> Any:
+    cfg = tasks.parse(experiment(FORMS[form], folder, **changes))
+    return tasks.load(cfg, Places(folder, folder / "cache", folder))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_experiment_starts_from_no_model_of_another_form(form: str, folder: Path) -> None:
+    for other in FORMS:
+        task = loaded(folder, form, base=str(folder / other))
+        if other == form:
+            task.model()
+            continue
+        with refused("base_of_other_form", folder=folder / other, form=other):
+            task.model()
+        with refused("export_of_other_form", folder=folder / other, form=other):
+            loaded(folder, form).load_export(folder / other)
+
+
+def test_the_body_of_another_form_is_taken_beside_a_new_head(folder: Path) -> None:
+    taken = loaded(folder, "late", init_from=str(folder / "bi")).model()
+    whole = load_file(folder / "bi" / "model.safetensors")
+    name = "embeddings.word_embeddings.weight"
+    assert (dict(taken.query_model.named_parameters())[name] == whole[name]).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "lost"),
+    [("late", "1_Dense"), ("cross", "classifier.weight"), ("bi", "pooler.pt")],
+)
+def test_a_model_without_its_head_is_no_base_and_no_model(
+    form: str, lost: str, folder: Path, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder / form, damaged)
+    if (damaged / lost).is_dir():
+        shutil.rmtree(damaged / lost)
+    elif (damaged / lost).is_file():
+        (damaged / lost).unlink()
+    else:
+        file = damaged / "model.safetensors"
+        tensors = load_file(file)
+        tensors.pop(lost)
+        save_file(tensors, file, metadata={"format": "pt"})
+    code = ("pooler_absent",) if form == "bi" else ("head_lost",)
+    fields: dict[str, Any] = {} if form == "bi" else {"folder": damaged, "form": form}
+    with refused(*code, **fields):
+        loaded(folder, form, base=str(damaged)).model()
+    with refused(*code, **fields):
+        loaded(folder, form).load_export(damaged)
+
+
+def test_a_projection_in_an_older_file_is_not_lost(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "late", tmp_path / "late")
+    (tmp_path / "late" / "1_Dense" / "model.safetensors").rename(
+        tmp_path / "late" / "1_Dense" / "pytorch_model.bin"
+    )
+    with refused("projection_without_weights", folder=tmp_path / "late", place="1_Dense"):
+        loaded(folder, "late", base=str(tmp_path / "late")).model()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_of_another_tokenizer_is_refused(form: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / form, tmp_path / form)
+    file = tmp_path / form / "tokenizer.json"
+    text = file.read_text()
+    file.write_text(text.replace('"a":', '"\\u0430":', 1))  # a letter that looks the same
+    assert file.read_text() != text
+    with refused("tokenizer_of_other_export", folder=tmp_path / form, there=384):
+        loaded(folder, form).load_export(tmp_path / form)
+
+
+@pytest.mark.parametrize("form", ["cross", "late", "sparse"])
+def test_topics_by_the_vectors_of_a_model_are_of_dense_retrievers(form: str, folder: Path) -> None:
+    code = "batches_without_negatives" if form == "cross" else "topics_of_no_vectors"
+    fields = {} if form == "cross" else {"form": form}
+    with refused(code, **fields):
+        loaded(folder, form, data={"batches": {"topics": {"by": "model"}}})
+
+
+# Two commands at once
+# --------------------------------------------------------------------------------------------------
+
+
+def test_two_commands_do_not_write_one_folder(tmp_path: Path) -> None:
+    import numpy as np
+
+    exact = np.eye(3, dtype=np.float32)
+    scores = {"model": "m", "texts": "t", "count": 1, "shard_questions": 4, "precision": "fp32"}
+    plan, lists = reranking.ScoresPlan(**scores), [("q", [{"text": "p"}])]
+
+    def scorer(_: Any) -> Any:
+        return np.ones(1, dtype=np.float32)
+
+    with FileLock(tmp_path / ".p.lock"):
+        with refused("vectors_being_written"):
+            write_vectors(tmp_path / "p", exact)
+        with refused("vectors_being_written"):
+            reranking.scores_of(tmp_path / "p", lists, scorer, plan=plan)
+    write_vectors(tmp_path / "p", exact)
+    with FileLock(tmp_path / ".p.lock"):
+        assert len(write_vectors(tmp_path / "p", exact).ids) == 3, "what is finished is only read"
