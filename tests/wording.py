@@ -837,6 +837,8 @@ RETRIEVER = wording(
     teacher_without_scores="loss.{asks}: ...has no scores of a teacher",
     ranking_head_absent="{folder} holds no head (head.safetensors, or in its weights)",
     export_of_other_form='{folder} holds a retriever of form="{form}"',
+    mteb_rows_without_texts="--mteb: got rows of {keys}, and the model reads texts",
+    mteb_compares_vectors='--mteb {task}: it compares one vector of each text, and form="{form}" makes none',
     base_of_other_form='base: {folder} was trained as form="{form}"',
     head_lost='{folder} was exported as form="{form}" ...and its head is not there',
     tokenizer_of_other_export="{folder}: its tokenizer has {there} tokens, and that of this experiment",

@@ -4,6 +4,8 @@ tokenizer.
 
 from __future__ import annotations
 
+import importlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ import pytest
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
+from tests import forked
 from tests.facts import experiment, write_facts
 from tests.vector_folders import write_vectors
 from tests.wording import refused
 from trainer import tasks
+from trainer.data.readers.rankings import read_run
 from trainer.protocol.task import Places
 from trainer.retrieval import reranking
 
@@ -102,9 +106,10 @@ def test_a_projection_in_an_older_file_is_not_lost(folder: Path, tmp_path: Path)
 def test_a_model_of_another_tokenizer_is_refused(form: str, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / form, tmp_path / form)
     file = tmp_path / form / "tokenizer.json"
-    text = file.read_text()
-    file.write_text(text.replace('"a":', '"\\u0430":', 1))  # a letter that looks the same
-    assert file.read_text() != text
+    content = json.loads(file.read_text())
+    words = content["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    file.write_text(json.dumps(content))
     with refused("tokenizer_of_other_export", folder=tmp_path / form, there=384):
         loaded(folder, form).load_export(tmp_path / form)
 
@@ -115,6 +120,46 @@ def test_topics_by_the_vectors_of_a_model_are_of_dense_retrievers(form: str, fol
     fields = {} if form == "cross" else {"form": form}
     with refused(code, **fields):
         loaded(folder, form, data={"batches": {"topics": {"by": "model"}}})
+
+
+# The commands
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["late", "sparse"])
+def test_a_newcomer_encodes_and_searches_without_a_flag(
+    form: str, folder: Path, tmp_path: Path
+) -> None:
+    groups = f"EXP_GROUPS = {{'g': [{experiment(FORMS[form], folder)!r}]}}"
+    (tmp_path / "groups.py").write_text(groups)
+    texts = ["Ada keeps the red key in the cellar.", "Emil's blue coin: the garden.", "!? ?!"]
+    sides = {"passage": [*texts, texts[0]], "query": ["Where is the red key?", "coin"]}
+    words = ["-e", "g", "--exp_configs", str(tmp_path / "groups.py"), "-sb", str(tmp_path)]
+    words += ["--model", str(folder / form)]
+    for side, own in sides.items():
+        rows = [json.dumps({"docid": f"{side}{n}", "text": text}) for n, text in enumerate(own)]
+        source = tmp_path / f"{side}.jsonl"
+        source.write_text(
+            "\n".join(rows).replace("docid", "query_id" if side == "query" else "docid")
+        )
+        done = forked.run(
+            *(*forked.TRAINER, "encode", *words, "--in", str(source), "--side", side),
+            *("--out", str(tmp_path / side)),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "run.trec"
+    folders = ["--queries", str(tmp_path / "query"), "--passages", str(tmp_path / "passage")]
+    done = forked.run(*forked.TRAINER, "search", *folders, "--out", str(run), "--verify")
+    assert done.returncode == 0, done.stdout + done.stderr
+    task = loaded(folder, form)
+    model = task.load_export(folder / form)
+    row = {"query": sides["query"][0], "ctxs": [{"text": text} for text in sides["passage"]]}
+    of_form = importlib.import_module(f"trainer.tasks.retriever.{form}.trained")
+    (found,) = of_form.predict(task, model, [row], None)
+    hits = {hit.passage: hit.score for hit in read_run(run)["query0"]}
+    wanted = {f"passage{n}": score for n, score in enumerate(found["scores"]) if score > 0}
+    assert hits == pytest.approx(wanted, rel=2e-3), "in float16"
 
 
 # Two commands at once
