@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -22,6 +23,7 @@ from trainer.commands.vectors.forms import writer_of
 from trainer.models.lean.maxsim import maxsim
 from trainer.protocol.abilities import Embeds, EmbedsTokens, Reranks
 from trainer.protocol.task import DRAW, EPOCH, Places
+from trainer.retrieval.late import token_embeddings
 from trainer.tasks.retriever.late import trained
 
 FORM = "retriever, late"
@@ -300,6 +302,16 @@ def test_the_projection_of_colberts_authors_lies_beside_its_body(
     for name in ("modules.json", "late_config.json"):
         (tmp_path / name).unlink()
     assert torch.equal(loaded(folder, base=str(tmp_path)).model().head.weight, weight)
+
+
+def test_an_encoder_keeps_the_order_of_its_rows(folder: Path) -> None:
+    task = loaded(folder)
+    model = task.model().eval()
+    encode = token_embeddings.encoder_of(task, model, side="passage", batch=2)
+    found, lengths = encode([{"id": text, "text": text} for text in PASSAGES])
+    for text, own in zip(PASSAGES, np.split(found, np.cumsum(lengths)[:-1]), strict=True):
+        (wanted,) = vectors(task, model, [text], "passage")
+        assert np.allclose(own, wanted.numpy(), atol=1e-6), text
 
 
 # Bad input

@@ -95,6 +95,7 @@ def test_a_model_without_its_head_is_no_base_and_no_model(
 
 def test_a_projection_in_an_older_file_is_not_lost(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "late", tmp_path / "late")
+    (tmp_path / "late" / "late_config.json").unlink()  # as sentence-transformers writes a model
     (tmp_path / "late" / "1_Dense" / "model.safetensors").rename(
         tmp_path / "late" / "1_Dense" / "pytorch_model.bin"
     )
