@@ -875,6 +875,7 @@ RETRIEVER = wording(
     rerank_texts="give --queries and --passages, too",
 ) | wording(
     DataError,
+    text_without_tokens="a {side} has no token, for {tokenizer!r} knows nothing in its text",
     scores_of_passages="want a number for each of the row's ...passages, positives first",
     scores_are_ranks="has ranks, and a teacher gives scores",
     no_teacher_scores="no passage of the training rows has a score of a teacher",

@@ -316,7 +316,7 @@ def test_a_word_beside_an_experiment_is_refused(tmp_path: Path) -> None:
 PASSAGES = [
     {"id": "a b", "title": "Ada", "text": "The key is in the cellar."},
     {"id": "2", "title": "", "text": "The map is in the attic."},
-    {"id": "empty", "title": "", "text": ""},
+    {"id": "title alone", "title": "Dana", "text": ""},
     {"id": "3", "title": "Emil", "text": "The coin is in the garden."},
 ]
 ASKED = [

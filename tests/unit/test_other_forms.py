@@ -163,6 +163,17 @@ def test_a_newcomer_encodes_and_searches_without_a_flag(
     assert hits == pytest.approx(wanted, rel=2e-3), "in float16"
 
 
+@pytest.mark.parametrize("form", ["bi", "late", "sparse"])
+def test_a_text_of_no_token_is_refused(form: str, folder: Path) -> None:
+    task = loaded(folder, form)
+    assert task.ids([{"text": "a"}], side="query") != [[]]
+    with refused("text_without_tokens", side="query"):
+        task.ids([{"text": "a"}, {"text": ""}], side="query")
+    assert loaded(folder, form, data={"append_eos": True}).ids([{"text": ""}], side="query") == [
+        [0]
+    ]
+
+
 # Two commands at once
 # --------------------------------------------------------------------------------------------------
 

@@ -107,14 +107,15 @@ class ShardFolder:
                 f"{self.flag}."
             ) from None
 
-    def begin(self, plan: Values, *, choice: str) -> Values:
+    def begin(self, plan: Values, *, choice: str, usual: Values | None = None) -> Values:
         """The plan that the folder was begun with, which is `plan` for a new one. A collective.
 
-        choice: the one key that may differ; the folder's value of it counts. ConfigError when
-        another key differs.
+        choice: the one key that may differ; the folder's value of it counts. usual: what holds of
+        a folder that an earlier version began without the key. ConfigError when another key
+        differs.
         """
         try:
-            begun = distributed.on_main(lambda: self._begun(plan))
+            begun = {**(usual or {}), **distributed.on_main(lambda: self._begun(plan))}
         except UserError as error:
             raise self.refusal(str(error)) from error
         differences = "; ".join(

@@ -59,6 +59,7 @@ class EmbeddingsPlan:
     dtype: stored_forms.Form
     count: int  # texts
     shard_rows: int
+    precision: Precision = field(default="fp32", kw_only=True)  # of the model
 
     @property
     def num_shards(self) -> int:
@@ -141,7 +142,10 @@ class Embeddings(StoredVectors):
     @cached_property
     def digest(self) -> str:
         """Names these vectors: of what plan.json says and of every shard's content."""
-        content = [asdict(self.plan), [record.sha256 for record in self.shards]]
+        plan = asdict(self.plan)
+        if plan["precision"] == "fp32":  # as the folders of earlier versions, which do not say it
+            del plan["precision"]
+        content = [plan, [record.sha256 for record in self.shards]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
@@ -337,7 +341,8 @@ class Store(Generic[P, V]):
         encoder: Callable[[Sequence[Row]], Any],
         plan: P,
     ) -> None:
-        begun, folder = shards.begin(asdict(plan), choice="shard_rows"), shards.path
+        how: Any = {"choice": "shard_rows", "usual": {"precision": "fp32"}}
+        begun, folder = shards.begin(asdict(plan), **how), shards.path
         plan = replace(plan, shard_rows=begun.get("shard_rows", plan.shard_rows))
         if shards.is_finished:
             return
