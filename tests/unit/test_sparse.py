@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from scipy import sparse as scipy_sparse
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForMaskedLM
 
 from tests.facts import LLAMA, TINY_BERT, experiment, write_facts
@@ -95,6 +97,36 @@ def test_logits_of_more_than_a_chunk_never_exist(monkeypatch: pytest.MonkeyPatch
         states, drawn(VOCABULARY, WIDTH), None, TextCells.of_stream(stream), "max"
     ).sum().backward()
     assert largest == 64
+
+
+class Alive(TorchDispatchMode):
+    """Counts the tensors of at least so many bytes that are there at the same time."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self._nbytes, self._now, self.most = nbytes, dict[int, Any](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.untyped_storage().nbytes() >= self._nbytes:
+            storage = out.untyped_storage()
+            key = storage._cdata
+            self._now[key] = weakref.ref(storage, lambda _: self._now.pop(key))
+            self.most = max(self.most, len(self._now))
+        return out
+
+
+@pytest.mark.parametrize("how", ["max", "sum"])
+def test_the_logits_of_one_chunk_are_freed_before_the_next(
+    how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "CHUNK_POSITIONS", 64)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 1)
+    places = TextCells.of_stream(pack([[1] * 64 for _ in range(5)], bucketed=True))
+    inputs = (drawn(5 * 64, 1), drawn(VOCABULARY, 1, seed=1))
+    with Alive(64 * VOCABULARY * 8) as alive:
+        pooled(*inputs, None, places, how).sum().backward()
+    assert alive.most == 1
 
 
 def test_a_text_has_the_weights_of_its_logits_by_transformers(folder: Path, tmp_path: Path) -> None:

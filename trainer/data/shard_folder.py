@@ -110,9 +110,8 @@ class ShardFolder:
     def begin(self, plan: Values, *, choice: str, usual: Values | None = None) -> Values:
         """The plan that the folder was begun with, which is `plan` for a new one. A collective.
 
-        choice: the one key that may differ; the folder's value of it counts. usual: what holds of
-        a folder that an earlier version began without the key. ConfigError when another key
-        differs.
+        choice: the one key that may differ; the folder's value of it counts. usual: what holds
+        where a plan does not say a key. ConfigError when another key differs.
         """
         try:
             begun = {**(usual or {}), **distributed.on_main(lambda: self._begun(plan))}
@@ -120,7 +119,7 @@ class ShardFolder:
             raise self.refusal(str(error)) from error
         differences = "; ".join(
             f"{name} was {begun.get(name)!r}, is {value!r}"
-            for name, value in json.loads(json.dumps(plan)).items()
+            for name, value in json.loads(json.dumps({**(usual or {}), **plan})).items()
             if name not in (choice, "format") and begun.get(name) != value
         )
         if differences:

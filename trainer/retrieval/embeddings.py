@@ -62,6 +62,14 @@ class EmbeddingsPlan:
     precision: Precision = field(default="fp32", kw_only=True)  # of the model
 
     @property
+    def stated(self) -> Values:
+        """What plan.json says: of fp32 nothing, as earlier versions."""
+        values = asdict(self)
+        if self.precision == "fp32":
+            del values["precision"]
+        return values
+
+    @property
     def num_shards(self) -> int:
         return -(-self.count // self.shard_rows)
 
@@ -142,10 +150,7 @@ class Embeddings(StoredVectors):
     @cached_property
     def digest(self) -> str:
         """Names these vectors: of what plan.json says and of every shard's content."""
-        plan = asdict(self.plan)
-        if plan["precision"] == "fp32":  # as the folders of earlier versions, which do not say it
-            del plan["precision"]
-        content = [plan, [record.sha256 for record in self.shards]]
+        content = [self.plan.stated, [record.sha256 for record in self.shards]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
@@ -342,7 +347,7 @@ class Store(Generic[P, V]):
         plan: P,
     ) -> None:
         how: Any = {"choice": "shard_rows", "usual": {"precision": "fp32"}}
-        begun, folder = shards.begin(asdict(plan), **how), shards.path
+        begun, folder = shards.begin(plan.stated, **how), shards.path
         plan = replace(plan, shard_rows=begun.get("shard_rows", plan.shard_rows))
         if shards.is_finished:
             return
@@ -363,7 +368,7 @@ class Store(Generic[P, V]):
                 "encode anew."
             )
         replace_file(folder / _IDS, "".join(f"{row['id']}\n" for row in rows).encode())
-        return {**asdict(plan), "dim": dims.pop(), **self.facts(folder, plan, records)}
+        return {**plan.stated, "dim": dims.pop(), **self.facts(folder, plan, records)}
 
 
 def shard_rows(count: int, world: int, most: int = MAX_SHARD_ROWS) -> int:
