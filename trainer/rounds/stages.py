@@ -88,7 +88,13 @@ class Model:
         """
         digest, count = texts.digest_and_count
         plan = embeddings.EmbeddingsPlan(
-            self.fingerprint, digest, side, "float16", count, shard_rows=SHARD_ROWS
+            self.fingerprint,
+            digest,
+            side,
+            "float16",
+            count,
+            shard_rows=SHARD_ROWS,
+            precision=self.precision,
         )
         out = self.folder / name
 
