@@ -106,6 +106,7 @@ FILES = (
     | wording(
         ResumeError,
         lock_held="another process is training this experiment",
+        rounds_held="{folder}: another process makes these rounds",
         lock_removed="was removed while this process held it",
     )
     | wording(
@@ -337,6 +338,8 @@ PASSAGES = wording(
     near_copies="{count} of {all} training questions are near copies of held-out ones",
     near_copy_of="question {id!r} ...is nearly question {other!r} of {split}",
     only_near_copies="all {count} training questions are near copies of held-out ones",
+    no_train_positive="none of the {count} training questions has a relevant passage",
+    share_leaves_none="--valid_share {share} holds all {count} questions out",
     no_valid_positive="none of the {count} validation questions has a relevant passage",
     no_positive_and_negative="no question has a positive and a negative",
     no_answers="no question has answers",

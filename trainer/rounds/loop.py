@@ -23,6 +23,7 @@ from trainer.data.shard_folder import ShardFolder
 from trainer.errors import EXIT_OK, ConfigError
 from trainer.evaluation.run import Question
 from trainer.files.atomic import read_json, refusals, write_json
+from trainer.files.held_lock import HeldLock
 from trainer.launch.ending import last_words
 from trainer.launch.group import run_group
 from trainer.rounds import stages
@@ -52,15 +53,29 @@ def run_rounds(
     """Train all rounds. Returns the exit code of the last training, and the lines of the table.
 
     options: --data_path is that of the experiment; the rounds have the loop's folder in its place.
-    strict: refuse what would be left out of the questions. A collective.
+    strict: refuse what would be left out of the questions. ResumeError when another process is at
+    work in the folder of the loop. A collective.
     """
+    out = loop.out.resolve()
+    lock = HeldLock(out.parent / f".{out.name}.lock", what=str(out), doing="makes these rounds")
+    try:
+        return _with_lock(loop, files, options, lock, strict=strict)
+    finally:
+        lock.release()
+
+
+def _with_lock(
+    loop: Loop, files: LoopFiles, options: Options, lock: HeldLock, *, strict: bool
+) -> tuple[int, list[RoundLine]]:
     read = cache(lambda: files.read(loop.guard))
 
     def begin() -> None:
         with refusals(loop.out):
             loop.out.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        lock.hold(loop.out)
         with left_out.one_reading("questions", strict=strict):
-            read()
+            read().refuse_bad_ids()
 
     on_main(begin)
     sources, of_judge = read(), loop.mining.judge

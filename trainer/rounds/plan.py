@@ -1,7 +1,7 @@
 """What a loop of rounds does, and where its files lie.
 
 plan.json              what makes up the rounds: experiment, texts, mining, judge
-bm25.trec              what a search by words ranks for the training questions
+bm25.train.trec, bm25.valid.trec    what a search by words ranks for these questions
 valid.jsonl            the validation rows of every training
 round-<n>/             of the model after n rounds; round-0 is the model that they begin with
   mined.jsonl          from round 1 on: what was mined with the vectors of the round before
