@@ -880,6 +880,7 @@ BATCHES = wording(
     batches_say_nothing="data.batches says nothing",
     batches_without_negatives="data.batches puts rows together that are each other's negatives",
     one_source_of_no_mix='data.batches.source="one" is of a mix',
+    topics_without_vectors='data.batches.topics.by="model": form="{form}" has no vector of a query',
     topics_of_a_mix="data.batches.topics of a mix: a step has one topic",
     batches_and_order="data.batches and train.{key} both say which rows a step has",
     source_without_topics="the rows of {source} say no topic",

@@ -532,6 +532,8 @@ class Config(Experiment):
             reason = '.source="one" is of a mix: name its sources in data.mix, or leave it out'
         elif batches.topics is not None and data.mix and batches.source == "mixed":
             reason = '.topics of a mix: a step has one topic, want source="one" besides'
+        elif batches.topics is not None and batches.topics.by == "model" and self.form != "bi":
+            reason = f'.topics.by="model": form="{self.form}" has no vector of a query. Use "words"'
         elif train.bucket_steps > 1 or train.order == "as_given":
             key = "order" if train.order == "as_given" else "bucket_steps"
             reason = f" and train.{key} both say which rows a step has: leave one of them out"

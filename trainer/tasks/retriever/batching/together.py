@@ -71,7 +71,7 @@ def arrangement_of(
         return None
     shared = _shared(store, sources) if batches.distinct else None
     topics_N, digest = None, None
-    if batches is not None and batches.reads_topics:
+    if batches.reads_topics:
         words, _ = store.texts(TOPIC)
         _, topics_N = np.unique(_numbers(words), return_inverse=True)
     elif batches.topics is not None:
