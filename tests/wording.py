@@ -354,6 +354,7 @@ PASSAGES = wording(
     judgements_empty="holds no judgement",
 ) | wording(
     ConfigError,
+    switch_word="{name}={word} in the environment: want {on} or {off}, or the variable unset",
     near_limit="--near {value}: want a similarity above 0 and at most 1",
     limit_finite="{flag} {value}: want a finite number",
     valid_or_share="--valid_queries ...and --valid_share: got {got}, want one",
@@ -880,6 +881,7 @@ BATCHES = wording(
     batches_say_nothing="data.batches says nothing",
     batches_without_negatives="data.batches puts rows together that are each other's negatives",
     one_source_of_no_mix='data.batches.source="one" is of a mix',
+    vectors_untrained="{flag}: loss.matryoshka.{key} of this experiment is {is_}, so that vectors",
     topics_without_vectors='data.batches.topics.by="model": form="{form}" has no vector of a query',
     topics_of_a_mix="data.batches.topics of a mix: a step has one topic",
     batches_and_order="data.batches and train.{key} both say which rows a step has",
@@ -996,6 +998,7 @@ CHECKPOINTS = (
         run_of_others="{file} is of another experiment",
         mix_grown="'{name}' of train (had {had} rows, has {has})",
         run_file_unfit="{file}: got ...; want",
+        kernels_changed="the run began with LATHE_CPU_KERNELS={was} and the environment says {now}",
         run_changed="changed since the run began: {key} (was {was}",
     )
 )

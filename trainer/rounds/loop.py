@@ -191,7 +191,9 @@ def _line(number: int, model: Model, loop: Loop, sources: LoopTexts, judged: Jud
     log.info("round %d: %s", number, ", ".join(f"{name} {measures[name]:.4f}" for name in SHOWN))
     seconds: dict[str, float] = on_main(lambda: read_json(loop.folder(number) / SECONDS) or {})
     name = None if number == 0 else exp_id(model.question.values)
-    spent = round(sum(seconds.values()), 1)
+    # training questions are encoded and searched within the mining of the next round
+    own = (of_stage for stage, of_stage in seconds.items() if not stage.endswith(" train"))
+    spent = round(sum(own), 1)
     return RoundLine(number, name, measures, judged.judged, judged.false, spent)
 
 
