@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 from tests.facts import experiment
 from tests.wording import refused
+from trainer.launch.run_folder import (
+    _of_kernels as kernels_of,  # pyright: ignore[reportPrivateUsage]
+)
 from trainer.models.processor.row_attention import is_here
 from trainer.plan.memory.measure import MeasureRequest
 from trainer.plan.memory.measure import _key as key_of  # pyright: ignore[reportPrivateUsage]
@@ -55,6 +59,21 @@ def test_kernels_of_a_processor_refuse_a_word_where_no_run_has_looked(
     monkeypatch.setenv(CPU_KERNELS, "yes")
     with refused("switch_word", name=CPU_KERNELS, word="yes", on="1", off="0"):
         is_here(torch.ones(1))
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_run_goes_on_with_the_kernels_that_it_began_with(
+    began: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data.json"
+    monkeypatch.setenv(CPU_KERNELS, str(int(began)))
+    said = kernels_of(path)
+    assert said == ({"cpu_kernels": True} if began else {})
+    path.write_text(json.dumps({"identity": {}, **said}))
+    assert kernels_of(path) == said
+    monkeypatch.setenv(CPU_KERNELS, str(int(not began)))
+    with refused("kernels_changed", was=int(began), now=int(not began)):
+        kernels_of(path)
 
 
 def test_a_step_measured_with_one_kind_of_kernels_is_not_read_for_the_other(
