@@ -894,6 +894,7 @@ BATCHES = wording(
 ) | wording(
     DataError,
     step_of_distinct_rows="got a step of {want} rows for which the data have only {got} without",
+    topic_kind='query {id!r}: got {kind} as "topic", want a text or a number',
     row_without_topic="query {id!r} has no ...topic",
 )
 SUMMARISER = wording(

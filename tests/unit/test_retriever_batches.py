@@ -46,6 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     write_lines(folder / "topical.jsonl", rows)
     write_lines(folder / "untold.jsonl", [{**row, "topic": None} for row in rows])
+    write_lines(folder / "blank.jsonl", [{**row, "topic": " "} for row in rows])
+    write_lines(folder / "several.jsonl", [{**row, "topic": [row["topic"]]} for row in rows])
     # the same ids for other texts, and a text that two ids have
     renamed = [
         {**row, "positive_passages": [{"docid": f"p{n % 30}", "text": f"the text {n}"}]}
@@ -119,6 +121,10 @@ def test_a_row_without_a_topic_is_named(folder: Path) -> None:
     values = values_of(folder, "untold.jsonl", {"topics": {"by": "field"}})
     with refused("row_without_topic", id="0"):
         steps_of(folder, values, 1)
+    with refused("row_without_topic", id="0"):
+        steps_of(folder, values_of(folder, "blank.jsonl", {"topics": {"by": "field"}}), 1)
+    with refused("topic_kind", id="0", kind="a list"):
+        steps_of(folder, values_of(folder, "several.jsonl", {"topics": {"by": "field"}}), 1)
     mapped = values_of(
         folder, "topical.jsonl", {"topics": {"by": "field"}}, columns={"topic": "query_id"}
     )

@@ -131,8 +131,8 @@ def training_rows(
         }
     if not num_rows:
         raise DataError(
-            "no question has a positive and a negative. Give --qrels, another --first and --last (of "
-            "a run that is as deep), or --keep_answers."
+            "no question has a positive and a negative. Give --qrels, another --first and --last "
+            "(of a run that is as deep), or --keep_answers."
         )
 
 

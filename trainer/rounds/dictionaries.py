@@ -30,8 +30,8 @@ def of_round(values: Values, before: Values | None, number: int, *, digest: str)
     """The dictionary of a round: the experiment's own, with the rows of the round, and from the
     second round on with the trained model of the round before as its base.
 
-    digest: of the plan of its loop. The label names it, so that rounds on other rows, of which the
-    dictionary says but a file's name, have another id.
+    digest: of the plan of its loop. It stands in the label, so that rounds on other rows have
+    another id: of its rows, the dictionary itself has only a file's name.
     """
     own = values.get("label") or "rounds"
     values = {**values, "label": f"{own} {digest[:12]}, round {number}"}

@@ -123,8 +123,9 @@ def _free() -> None:
 
 
 def _settle(values: Values) -> None:
-    """Give the GPU the settings of the trainings before the first text is encoded, and not behind
-    the first training: a loop that goes on encodes alike.
+    """Apply the settings that a training has for its device before the first text is encoded.
+    Otherwise they would hold from the first training on, and a loop that goes on after it would
+    encode other bits than one that was never stopped.
     """
     cfg = tasks.parse(values)
     device_defaults.settle(

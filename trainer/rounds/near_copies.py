@@ -76,8 +76,10 @@ def near_copies(texts: Iterable[str], others: Sequence[str], *, least: float) ->
 
 
 def _rarest(own: frozenset[str], counts: Counter[str], least: float) -> list[str]:
-    """The grams of which two texts of that similarity share one at least: all but as many as they
-    must share, less one, in an order that is one for all texts.
+    """The rarest grams of a text, so many that a text of that similarity has at least one of them.
+
+    Two such texts share at least n = ceil(least * len(own)) grams. All but n - 1 are taken of each
+    text, in one order for all texts: so those of the two texts have one in common.
     """
     in_order = sorted(own, key=lambda gram: (counts[gram], gram))
     return in_order[: len(own) - math.ceil(least * len(own) - _ROUNDING) + 1]
