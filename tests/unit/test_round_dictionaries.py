@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,16 @@ def test_an_unknown_way_to_mine_is_refused() -> None:
         Mining(RankRange(3), by)
     with refused("flag_choice", flag="--precision fp8"):
         Loop({}, 1, Path("out"), Mining(RankRange(3)), Guard(), by.replace("hand", "fp8"))
+
+
+def test_a_search_by_words_wants_its_package_before_anything_is_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    Mining(RankRange(3))
+    for by in ("bm25", "both"):
+        with refused("extra_not_installed", name="bm25s", extra="bm25"):
+            Mining(RankRange(3), by)
 
 
 def files(folder: Path, **changes: Any) -> LoopFiles:
