@@ -70,14 +70,14 @@ def clusters(task: Any, topics: Topics, store: TokenStore) -> np.ndarray:
 def _of_vectors(task: Any, folder: Path | None) -> dict[str, Any]:
     """All that the vectors of `_vectors` depend on, besides the queries."""
     cfg, places = task.cfg, task.places
-    source = base_source.resolve(cfg.base, places) if folder is None else folder
-    is_folder = isinstance(source, (str, Path)) and Path(source).is_dir()
-    started = None if folder is not None else task.init_from
+    started = task.init_from if folder is None else None
+    if folder is None:
+        source = base_source.resolve(cfg.base, places)
+        folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
+    of_base = base_source.fingerprint(cfg.base, places) if folder is None else ""
     return {
-        "model": _digest_of(Path(source), places)
-        if is_folder
-        else base_source.fingerprint(cfg.base, places),
-        "init_from": None if started is None else _digest_of(Path(started), places),
+        "model": of_base if folder is None else _digest_of(folder, places),
+        "init_from": started and [started, _digest_of(Path(started), places)],
         "encoder": cfg.encoder.model_dump(mode="json", include={"tied", "pooling", "projection"}),
         "seed": cfg.train.seed if cfg.encoder.projection is not None else None,  # of a new one
         "precision": cfg.train.precision,
