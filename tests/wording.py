@@ -106,6 +106,7 @@ FILES = (
     | wording(
         ResumeError,
         lock_held="another process is training this experiment",
+        rounds_held="{folder}: another process makes these rounds",
         lock_removed="was removed while this process held it",
     )
     | wording(
@@ -337,6 +338,8 @@ PASSAGES = wording(
     near_copies="{count} of {all} training questions are near copies of held-out ones",
     near_copy_of="question {id!r} ...is nearly question {other!r} of {split}",
     only_near_copies="all {count} training questions are near copies of held-out ones",
+    no_train_positive="none of the {count} training questions has a relevant passage",
+    share_leaves_none="--valid_share {share} holds all {count} questions out",
     no_valid_positive="none of the {count} validation questions has a relevant passage",
     no_positive_and_negative="no question has a positive and a negative",
     no_answers="no question has answers",
@@ -351,6 +354,7 @@ PASSAGES = wording(
     judgements_empty="holds no judgement",
 ) | wording(
     ConfigError,
+    switch_word="{name}={word} in the environment: want {on} or {off}, or the variable unset",
     near_limit="--near {value}: want a similarity above 0 and at most 1",
     limit_finite="{flag} {value}: want a finite number",
     valid_or_share="--valid_queries ...and --valid_share: got {got}, want one",
@@ -886,6 +890,7 @@ BATCHES = wording(
     batches_say_nothing="data.batches says nothing",
     batches_without_negatives="data.batches puts rows together that are each other's negatives",
     one_source_of_no_mix='data.batches.source="one" is of a mix',
+    vectors_untrained="{flag}: loss.matryoshka.{key} of this experiment is {is_}, so that vectors",
     topics_of_a_mix="data.batches.topics of a mix: a step has one topic",
     batches_and_order="data.batches and train.{key} both say which rows a step has",
     source_without_topics="the rows of {source} say no topic",
@@ -897,6 +902,7 @@ BATCHES = wording(
 ) | wording(
     DataError,
     step_of_distinct_rows="got a step of {want} rows for which the data have only {got} without",
+    topic_kind='query {id!r}: got {kind} as "topic", want a text or a number',
     row_without_topic="query {id!r} has no ...topic",
 )
 SUMMARISER = wording(
@@ -1001,6 +1007,7 @@ CHECKPOINTS = (
         run_of_others="{file} is of another experiment",
         mix_grown="'{name}' of train (had {had} rows, has {has})",
         run_file_unfit="{file}: got ...; want",
+        kernels_changed="the run began with LATHE_CPU_KERNELS={was} and the environment says {now}",
         run_changed="changed since the run began: {key} (was {was}",
     )
 )

@@ -24,6 +24,7 @@ from tests.unit.test_retriever_task import loaded, texts, training_rows
 from tests.wording import refused
 from trainer.commands.plan import subject_for
 from trainer.config.auto import CHUNKS, with_chunk_tokens
+from trainer.devices import LARGE_CUBLAS
 from trainer.launch.run import run
 from trainer.plan.memory import fake_step
 from trainer.plan.memory.measure import measuring, with_value
@@ -31,7 +32,7 @@ from trainer.plan.memory.plan import make
 from trainer.runtime import distributed
 from trainer.runtime.preemption import Preemption
 from trainer.tasks.retriever.batches import chunks_of
-from trainer.tasks.retriever.model import most_calls
+from trainer.tasks.retriever.model import most_calls, pieces_of
 from trainer.training.run_plan import plan
 
 WHOLE: dict[str, Any] = {"query_chunk": None, "passage_chunk": None}
@@ -104,6 +105,19 @@ def test_texts_and_vectors_are_in_their_order(is_packed: bool, folder: Path) -> 
         assert ids[0].tolist() == ids[1].tolist()
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_texts_that_are_only_encoded_are_in_one_piece_under_auto(
+    is_packed: bool, folder: Path
+) -> None:
+    plain, auto = (task_of(folder, is_packed, chunk_tokens=one) for one in (None, "auto"))
+    rows = [row["query"] for row in training_rows(plain, ROWS)]
+    assert len(pieces_of(auto._batches.lay_out(rows, "query"), "query")) > 1  # pyright: ignore
+    (piece,) = pieces_of(auto.laid_out(rows, "query"), "query")
+    (wanted,) = pieces_of(plain.laid_out(rows, "query"), "query")
+    assert piece.keys() == wanted.keys()
+    assert all(torch.equal(piece[name], tensor) for name, tensor in wanted.items())
+
+
 def test_a_rank_with_fewer_chunks_runs_one_again_to_no_effect(folder: Path) -> None:
     task = task_of(folder, True, chunk_tokens=60)
     batch = texts(task.collate(training_rows(task, ROWS)))
@@ -156,7 +170,7 @@ def _begun_and_gone_on(folder: Path) -> tuple[dict[int, int], list[tuple[int, li
                     values=with_value(values, CHUNKS, tokens),
                     cfg=with_chunk_tokens(subject.cfg, tokens),
                 ),
-                cublas=0,
+                cublas=LARGE_CUBLAS,
             ).total
             for tokens in SIZES
         }

@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def timed(folder: Path, stage: str) -> Iterator[None]:
-    """Inside is a stage that is not done yet: when it ends well, its seconds are written, those of
-    this process. A collective.
+    """Time a stage that is not done yet. When it ends well, the seconds that this process spent on
+    it are written to seconds.json. A collective.
     """
     begin = time.monotonic()
     yield

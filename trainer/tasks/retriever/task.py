@@ -229,7 +229,7 @@ class Task(TwoSidedTask):
 
     def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         """(N, E) fp32 vectors of N token rows."""
-        texts = to_device(self._batches.lay_out(rows, side))
+        texts = to_device(self.laid_out(rows, side))
         vectors_NE = model(**texts)["queries" if side == "query" else "passages"].float()
         if self._dims is None:
             return vectors_NE
@@ -241,7 +241,26 @@ class Task(TwoSidedTask):
         return first_numbers(vectors_NE, self._dims, normalize=self.how.normalize)
 
     def shorten(self, dims: int) -> None:
+        nested = self.cfg.loss.matryoshka
+        self._tell_untrained("--dims", dims, nested.dims if nested else (), "numbers")
         self._dims = dims
 
     def keep_layers(self, model: Any, count: int) -> None:
-        model.keep_layers(count)
+        nested = self.cfg.loss.matryoshka
+        if model.keep_layers(count):
+            self._tell_untrained("--layers", count, nested.layers if nested else (), "blocks")
+
+    def _tell_untrained(self, flag: str, got: int, trained: Sequence[int], what: str) -> None:
+        """Warn of vectors that the loss of this experiment does not train."""
+        if got in trained or not distributed.is_main():
+            return
+        log.warning(
+            "%s %d: loss.matryoshka.%s of this experiment is %s, so that vectors of the first %d "
+            "%s are not trained, and may find little.",
+            flag,
+            got,
+            flag.removeprefix("--"),
+            list(trained) or "not set",
+            got,
+            what,
+        )

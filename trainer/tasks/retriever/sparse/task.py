@@ -120,5 +120,5 @@ class Task(TwoSidedTask):
 
     def embed_words(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         """(N, V) fp32 weights of N token rows, 0 of most words."""
-        texts = to_device(self._batches.lay_out(rows, side))
+        texts = to_device(self.laid_out(rows, side))
         return model(**texts)["queries" if side == "query" else "passages"].float()
