@@ -847,7 +847,6 @@ RETRIEVER = wording(
     head_lost='{folder} was exported as form="{form}" ...and its head is not there',
     tokenizer_of_other_export="{folder}: its tokenizer has {there} tokens, and that of this experiment",
     projection_without_weights="base: {folder} projects its vectors, and {place} holds no model.safetensors",
-    factor_not_finite="--pool_factor {factor}: want a finite number",
     topics_of_no_vectors='.topics.by="model" clusters a vector of each query, and form="{form}" makes none',
     block_of_other_form='{block}: form="{form}" does not read it',
     vectors_of_two_forms='holds vectors of form="late", ...of form="bi", which no search compares',
