@@ -78,6 +78,17 @@ class ReadyRun:
 
 
 @dataclass(frozen=True)
+class Footing:
+    """What a run stands on that trains with others on one base, in place of its own.
+
+    engine_of: as engine_of() here. saves: who writes its checkpoints.
+    """
+
+    engine_of: Callable[[PreparedRun, Callable[[str], None]], tuple[Engine, Progress]]
+    saves: Beside
+
+
+@dataclass(frozen=True)
 class Saver:
     """What the loop has a run keep: checkpoints, exports, and steps in memory."""
 
@@ -129,24 +140,29 @@ def start(
     record: RunRecord,
     preemption: Preemption,
     lock: HeldLock,
+    footing: Footing | None = None,
 ) -> ReadyRun:
     """Plan memory, examine DeepSpeed if this machine has not done so yet, build the engine, read
     the newest state into it, and make the session. Nothing is saved yet. A collective.
 
+    footing: of a run that trains with others, whose memory is not planned; None: it trains alone.
+
     DoesNotFitError if the plan says that the run does not fit its device.
     """
     plan, cfg = run.plan, run.plan.cfg
-    memory_plan = memory.plan_before_start(run, options)
+    is_alone = footing is None
+    memory_plan = memory.plan_before_start(run, options) if is_alone else None
     doctor.before_first_use(run.zero_stage, options.cache_dir)
     record.startup.lap("checks")
-    live, progress = engine_of(run, record.startup.lap)
+    make, saves = (engine_of, Beside()) if is_alone else (footing.engine_of, footing.saves)
+    live, progress = make(run, record.startup.lap)
     progress.refuse_past(options.until)
     record.resume(progress.step, progress.bad.steps)
     record.use_data(run.identity, options.data_path)
     record.status("running", step=progress.step)
-    meter = Meter(record.goodput, counts_flops=not cfg.train.compile)
+    meter = Meter(record.goodput, counts_flops=is_alone and not cfg.train.compile)
     meter.prediction = late.of_plan(memory_plan, plan.folder / memory.FILE)
-    chain, saves = StepChain.of(progress.links), Beside()
+    chain = StepChain.of(progress.links)
     own_mirror = mirror.of_this_rank(
         options.memory, plan.id, live, step=progress.step, every=options.mirror_every
     )
