@@ -188,8 +188,7 @@ def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
         raise ConfigError(_NO_BASE)
     experiments = _experiments(which, which.savedir_base)
     resets = bool(which.reset) and not _is_restart()
-    if launch.together is not None:
-        _refuse_together(which, launch)
+    _refuse_together(which, launch)
     if launch.job_scheduler in _NO_SCHEDULER:
         options: dict[str, Any] = {
             **vars(flags),
@@ -198,9 +197,7 @@ def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
             "is_shortened": which.steps is not None and which.continue_id is None,
             **_names(which),
         }
-        if launch.together is not None:
-            return _train_together(experiments, options, launch.together, is_dry=launch.dry_run)
-        return begin(experiments, options, launch.survive, is_dry=launch.dry_run)
+        return begin(experiments, options, launch)
     from jobs.commands.of_trainval import submit_group
 
     return submit_group(
@@ -352,7 +349,7 @@ def _refuse_together(which: WhichRuns, launch: Launch) -> None:
         "--survive": launch.survive,
     }
     foreign = [flag for flag, value in given.items() if value is not None]
-    if foreign:
+    if launch.together is not None and foreign:
         raise ConfigError(
             f"--together with {', '.join(foreign)}: one process here trains a whole group (-e). "
             "Leave one of the two out."
@@ -378,11 +375,11 @@ def _train_together(
         return run_together(plans, run_options, most_tokens=tokens)
 
 
-def begin(
-    experiments: list[dict[str, Any]], options: dict[str, Any], survive: str | None, *, is_dry: bool
-) -> int:
-    ranks = parse(survive) if survive else None
-    if is_dry:
+def begin(experiments: list[dict[str, Any]], options: dict[str, Any], launch: Launch) -> int:
+    if launch.together is not None:
+        return _train_together(experiments, options, launch.together, is_dry=launch.dry_run)
+    ranks = parse(launch.survive) if launch.survive else None
+    if launch.dry_run:
         return _dry_run(experiments, options, ranks)
     if ranks is None:
         return _train(experiments, options)

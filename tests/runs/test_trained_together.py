@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from tests.facts import LLAMA, experiment, write_facts
 from tests.ranks import run_on_ranks
-from tests.wording import says
 from trainer.config.identity import exp_id
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, DataError, DivergedError
 from trainer.files.atomic import read_json
@@ -167,7 +166,9 @@ def test_a_group_that_is_killed_goes_on_to_the_same_bits(
     run_on_ranks(world, train, every, facts, tmp_path / "whole", 1)
     for count in (5, 16):  # in the second step; when the third one has finished, the second not
         with pytest.raises(AssertionError):  # a rank died
-            run_on_ranks(world, train, every, facts, tmp_path / "killed", 1, (count, signal.SIGKILL))
+            run_on_ranks(
+                world, train, every, facts, tmp_path / "killed", 1, (count, signal.SIGKILL)
+            )
     assert status(every[0], tmp_path / "killed")["state"] == "running"
     assert status(every[2], tmp_path / "killed")["state"] == "succeeded"
     codes = run_on_ranks(world, train, every, facts, tmp_path / "killed", 1)

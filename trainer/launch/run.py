@@ -174,9 +174,7 @@ def _train_or_stop(
 
 
 def trained(plan: RunPlan, ready: ReadyRun) -> Generator[StepBatches, StepBatches, End]:
-    """Train the remaining steps, and export once all are done. It halts before every step, as
-    loop.steps() does.
-    """
+    """Train the remaining steps (loop.steps), and export once all are done."""
     session = ready.session
     try:
         ended = yield from run_session(session, ready.progress, inside=ready.around_steps)

@@ -69,10 +69,9 @@ def steps(
     """Train from `progress` to the end, or to step `until` (else the session's own, which is also
     saved). True when that is reached, False when preempted (a checkpoint is saved).
 
-    It halts before every step and gives its window; the step is made with the window that is sent.
-    Raises DivergedError when the loss or the gradient norm stops being finite and that stops the
-    run, or when fp16's loss scale leaves out too many updates; earlier checkpoints stay. RolledBack
-    when a run goes back to its last checkpoint.
+    It yields each window, and makes the step with the one that is sent. Raises DivergedError when
+    the loss or gradient norm stops being finite and that stops the run, or fp16's loss scale leaves
+    out too many updates; earlier checkpoints stay. RolledBack when it goes back to the last one.
     """
     last = session.cfg.train.steps
     session.engine.leaves_out_unsound = session.is_judged
@@ -85,8 +84,7 @@ def steps(
         for window in source:
             window = yield window
             due = session.cadence.due(window.step + 1, last)
-            factor = schedule.factor(session.cfg.schedule, window.step, last)
-            lr = session.cfg.optim.lr * factor * progress.plateau.factor
+            lr = _rate(session, progress, window.step)
             with session.meter.stepping():
                 step = train_step(
                     session,
@@ -142,6 +140,13 @@ def _windows(
         stop_step=min(train.steps, until or train.steps),
         is_shuffled=train.order == "shuffled",
     )
+
+
+def _rate(session: Session, progress: Progress, step: int) -> float:
+    """The learning rate of a 0-based step."""
+    cfg = session.cfg
+    factor = schedule.factor(cfg.schedule, step, cfg.train.steps)
+    return cfg.optim.lr * factor * progress.plateau.factor
 
 
 def _count(session: Session, progress: Progress, step: Step, window: StepBatches) -> None:

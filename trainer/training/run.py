@@ -23,8 +23,7 @@ End = Literal["succeeded", "paused", "preempted"]  # as the state in status.json
 def run(
     session: Session, progress: Progress, *, inside: AbstractContextManager[None]
 ) -> Generator[StepBatches, StepBatches, End]:
-    """Train every step that is left, or those up to --until ("paused"). It halts before every step,
-    as loop.steps() does.
+    """Train every step that is left (loop.steps), or those up to --until ("paused").
 
     inside: what is enforced while steps run, such as a memory plan. The caller exports the weights
     and destroys the engine. A collective.

@@ -43,7 +43,7 @@ class SharedFooting:
 
     def of(self, run: PreparedRun) -> Footing:
         """What one experiment stands on."""
-        return Footing(partial(self._engine_of, run.plan.id), SharedSaves(self._thread))
+        return Footing(False, partial(self._engine_of, run.plan.id), SharedSaves(self._thread))
 
     def add_rows(self, run: PreparedRun, *, end: int) -> None:
         """Count the rows of an experiment of so many steps among those of every pack."""
