@@ -170,6 +170,8 @@ class _Group:
         except StopIteration as end:
             self.codes[name] = end.value
         except LatheError as error:
+            if distributed.world() > 1 and not error.is_of_all_ranks:
+                raise  # the other ranks go on with it, and would wait for this one
             logger.error("%s: %s: %s", name, type(error).__name__, error)
             self.codes[name] = error.exit_code
         if name not in self.windows:
