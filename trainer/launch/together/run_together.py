@@ -85,6 +85,7 @@ class _Group:
     windows: dict[str, StepBatches] = field(default_factory=dict[str, "StepBatches"])
     records: dict[str, RunRecord] = field(default_factory=dict[str, RunRecord])
     codes: dict[str, int] = field(default_factory=dict[str, int])  # of those that have ended
+    resting: list[RunPlan] = field(default_factory=list["RunPlan"])  # finished before, or paused
 
     def train(self) -> int:
         """Train all to their ends; the exit code of the group."""
@@ -94,7 +95,7 @@ class _Group:
         try:
             for plan in self.plans:
                 self._begin(plan)
-            self._count_finished()
+            self._count_resting()
             while self.windows:
                 self._step()
         except Stopped as stopped:  # before the first step: there is nothing to save
@@ -117,36 +118,39 @@ class _Group:
         if not resets and on_main(functools.partial(is_finished, plan)):
             logger.info("%s is finished; -r 1 starts it over", plan.folder)
             on_main(functools.partial(tell_changed_data, plan, self.options))
-            return
+            self.codes[plan.id] = EXIT_OK
+            return self.resting.append(plan)
         if not resets and on_main(functools.partial(rests, plan, self.options.until)):
             self.codes[plan.id] = EXIT_PAUSED
-            return
+            return self.resting.append(plan)
         self.courses[plan.id] = self._course(plan)
         self._go_on(plan.id, None)
         if self.codes.get(plan.id) == EXIT_PREEMPTED:
             raise Stopped
+        return None
 
-    def _count_finished(self) -> None:
-        """Count the rows of experiments that were finished before among those of steps that others
-        make again: then the packs of these steps are as they were.
+    def _count_resting(self) -> None:
+        """Count the rows of experiments that need no step now among those of steps that others make
+        again: then the packs of these steps are as they were.
         """
-        first = min((window.step for window in self.windows.values()), default=0)
-        for plan in self.plans:
-            if not self.windows or plan.id in self.windows or plan.id in self.codes:
-                continue
+        first = min((window.step for window in self.windows.values()), default=None)
+        for plan in self.resting:
             status = on_main(functools.partial(read_json, plan.folder / STATUS)) or {}
-            if status["step"] > first:
-                self._count_rows(plan, end=status["step"])
+            if first is not None and status["step"] > first:
+                is_finished = self.codes[plan.id] == EXIT_OK
+                self._count_rows(plan, end=status["step"] if is_finished else None)
 
-    def _count_rows(self, plan: RunPlan, *, end: int) -> None:
+    def _count_rows(self, plan: RunPlan, *, end: int | None) -> None:
         try:
-            with left_out.gathering():
+            with left_out.gathering(), claim_folder(plan, self.options):
                 run = prepare(choose(plan, self.options), self.options, lambda name: None)
-            self.footing.add_rows(run, end=end)
-            run.stores["train"].close()
         except LatheError as error:
-            text = "%s is finished, and its rows are gone: the last bits of others may differ (%s)"
-            logger.warning(text, plan.folder, error)
+            if distributed.world() > 1 and not error.is_of_all_ranks:
+                raise
+            text = "%s rests, and its rows cannot be read: the last bits of others may differ (%s)"
+            return logger.warning(text, plan.folder, error)
+        self.footing.add_rows(run, end=end or run.plan.cfg.train.steps)
+        return run.stores["train"].close()
 
     def _step(self) -> None:
         """Make the earliest step that is left, of all experiments that have not done it."""
@@ -176,7 +180,8 @@ class _Group:
             self.codes[name] = error.exit_code
         if name not in self.windows:
             del self.courses[name]
-            self.footing.leave(name)
+            # others go on with a step that it will make, too, when it goes on
+            self.footing.leave(name, returns=self.codes[name] in (EXIT_PREEMPTED, EXIT_PAUSED))
         watch.record_by(self._fail)  # a record that was opened or closed has taken its place
 
     def _course(self, plan: RunPlan) -> Course:
@@ -226,7 +231,7 @@ class _Group:
         self.records[plan.id] = record
         try:
             yield record
-        except Exception as error:
+        except BaseException as error:
             with contextlib.suppress(StorageError):  # a full disk must not hide what went wrong
                 record.fail(error)
             raise

@@ -52,9 +52,10 @@ class SharedFooting:
         sizes = sizes_of(run.stores["train"], run.task)
         self.rows[run.plan.id] = StepRows(sizes, sharding, seed, end)
 
-    def leave(self, name: str) -> None:
-        """Take the rows of an experiment out of the packs of later steps."""
-        self.rows.pop(name, None)
+    def leave(self, name: str, *, returns: bool) -> None:
+        """Let an experiment go. Unless it returns, its rows are in no pack of later steps."""
+        if not returns:
+            self.rows.pop(name, None)
         if self.steps is not None:
             self.steps.members.pop(name, None)
 
