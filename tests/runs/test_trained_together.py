@@ -25,7 +25,7 @@ from trainer.files.atomic import read_json
 Values = dict[str, Any]
 PARTS = (["attention"], ["attention", "mlp", "output"], ["mlp"])
 TOKENS = 150  # of a pack: those of about five rows
-_OF_TIME = ("tokens_per_s", "step_s", "peak_gib", "goodput", "seal")
+_OF_TIME = ("at", "tokens_per_s", "step_s", "peak_gib", "goodput", "seal")
 
 
 @pytest.fixture(scope="module")
