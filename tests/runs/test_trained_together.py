@@ -141,19 +141,6 @@ def test_two_experiments_train_at_once_as_they_do_alone(facts: Path, tmp_path: P
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "stage"), [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2)])
-def test_a_group_trains_as_its_experiments_do_alone_at_every_stage(
-    world: int, stage: int, facts: Path, tmp_path: Path
-) -> None:
-    every = [values_of(facts, number, steps=20 - 4 * number) for number in range(3)]
-    every[2]["train"] |= {"label_smoothing": 0.1, "z_loss": 1e-4, "order": "as_given"}
-    codes = run_on_ranks(world, train, every, facts, tmp_path / "together", stage)
-    assert codes == [EXIT_OK] * world
-    run_on_ranks(world, train_alone, every, facts, tmp_path / "alone", stage)
-    assert_as_alone(every, tmp_path / "together", tmp_path / "alone")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_group_that_is_killed_goes_on_to_the_same_bits(
     world: int, facts: Path, tmp_path: Path
@@ -177,19 +164,6 @@ def test_a_group_that_is_killed_goes_on_to_the_same_bits(
 
 
 @pytest.mark.long
-def test_a_group_that_is_asked_to_stop_saves_all_and_goes_on(facts: Path, tmp_path: Path) -> None:
-    every = [values_of(facts, number, steps=6) for number in range(2)]
-    run_on_ranks(2, train, every, facts, tmp_path / "whole", 2)
-    stop = (6, signal.SIGTERM)  # in the third step of the second
-    codes = run_on_ranks(2, train, every, facts, tmp_path / "stopped", 2, stop)
-    assert codes == [EXIT_PREEMPTED] * 2
-    for values in every:
-        assert status(values, tmp_path / "stopped")["state"] == "preempted"
-    assert run_on_ranks(2, train, every, facts, tmp_path / "stopped", 2) == [EXIT_OK] * 2
-    assert_same_bits(every, tmp_path / "stopped", tmp_path / "whole")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_goes_wrong_in_one_experiment_ends_that_one_alone(
     world: int, facts: Path, tmp_path: Path
@@ -208,3 +182,29 @@ def test_what_goes_wrong_in_one_experiment_ends_that_one_alone(
     sound = [every[0], every[3]]
     run_on_ranks(world, train_alone, sound, facts, tmp_path / "alone", 1)
     assert_as_alone(sound, tmp_path / "together", tmp_path / "alone")
+
+
+@pytest.mark.long
+def test_a_group_that_is_asked_to_stop_saves_all_and_goes_on(facts: Path, tmp_path: Path) -> None:
+    every = [values_of(facts, number, steps=6) for number in range(2)]
+    run_on_ranks(2, train, every, facts, tmp_path / "whole", 2)
+    stop = (6, signal.SIGTERM)  # in the third step of the second
+    codes = run_on_ranks(2, train, every, facts, tmp_path / "stopped", 2, stop)
+    assert codes == [EXIT_PREEMPTED] * 2
+    for values in every:
+        assert status(values, tmp_path / "stopped")["state"] == "preempted"
+    assert run_on_ranks(2, train, every, facts, tmp_path / "stopped", 2) == [EXIT_OK] * 2
+    assert_same_bits(every, tmp_path / "stopped", tmp_path / "whole")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2)])
+def test_a_group_trains_as_its_experiments_do_alone_at_every_stage(
+    world: int, stage: int, facts: Path, tmp_path: Path
+) -> None:
+    every = [values_of(facts, number, steps=20 - 4 * number) for number in range(3)]
+    every[2]["train"] |= {"label_smoothing": 0.1, "z_loss": 1e-4, "order": "as_given"}
+    codes = run_on_ranks(world, train, every, facts, tmp_path / "together", stage)
+    assert codes == [EXIT_OK] * world
+    run_on_ranks(world, train_alone, every, facts, tmp_path / "alone", stage)
+    assert_as_alone(every, tmp_path / "together", tmp_path / "alone")
