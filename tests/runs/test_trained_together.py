@@ -151,13 +151,15 @@ def test_a_group_that_is_killed_goes_on_to_the_same_bits(
     for values in every:
         values["lora"]["dropout"] = 0.2
     run_on_ranks(world, train, every, facts, tmp_path / "whole", 1)
-    for count in (5, 16):  # in the second step; when the third one has finished, the second not
+    # in the second step; in the fifth of the second, when the third one has finished; when both have
+    for count in (5, 12, 7):
         with pytest.raises(AssertionError):  # a rank died
             run_on_ranks(
                 world, train, every, facts, tmp_path / "killed", 1, (count, signal.SIGKILL)
             )
     assert status(every[0], tmp_path / "killed")["state"] == "running"
-    assert status(every[2], tmp_path / "killed")["state"] == "succeeded"
+    for values in every[1:]:
+        assert status(values, tmp_path / "killed")["state"] == "succeeded"
     codes = run_on_ranks(world, train, every, facts, tmp_path / "killed", 1)
     assert codes == [EXIT_OK] * world
     assert_same_bits(every, tmp_path / "killed", tmp_path / "whole")
