@@ -178,7 +178,7 @@ def test_what_goes_wrong_in_one_experiment_ends_that_one_alone(
     assert codes == [DivergedError.exit_code] * world
     diverged, broken = (status(every[number], tmp_path / "together") for number in (1, 2))
     assert [diverged["state"], broken["state"]] == ["failed", "failed"]
-    assert diverged["error"].startswith("DivergedError")
+    assert "DivergedError: " in diverged["error"]  # another rank may have told it
     assert broken["error"].startswith("DataError")
     assert DataError.exit_code == 2
     sound = [every[0], every[3]]
