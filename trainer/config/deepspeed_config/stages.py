@@ -18,7 +18,7 @@ OFFLOADS: dict[Literal["offload_param", "offload_optimizer"], tuple[int, str]] =
 
 
 def refusals(config: Config, train: Train, optim: Optim, world: int) -> Iterator[str]:
-    """A line for each thing that the stage of `config` cannot do. world: data-parallel devices."""
+    """A line for each thing that the stage of `config` cannot do. world: all devices."""
     yield from _stage(config)
     stage = config["zero_optimization"]["stage"]
     if train.base_bits is not None and stage >= 3:
