@@ -195,6 +195,8 @@ def as_it_ran(plan: RunPlan) -> RunPlan:
         plan.sharding.world
     )  # the file is that of the last start, which may have had other flags
     sharing = sequence_ranks(ds)
+    if world % sharing:
+        sharing = ds["sequence_parallel_size"] = 1
     groups = world // sharing
     accumulation = ds["train_batch_size"] // (ds["train_micro_batch_size_per_gpu"] * groups)
     ds["gradient_accumulation_steps"] = accumulation
