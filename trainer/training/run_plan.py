@@ -74,10 +74,8 @@ def plan(
     if may_be_smaller:
         cfg = _with_fewer_rows(cfg, world)
     train, file = cfg.train, placeholder(options.deepspeed or cfg.deepspeed, cfg)
-    preset = deepspeed_config.read(file)
-    _refuse_sharing(preset, cfg, may_lose_ranks=may_be_smaller)
     ds = deepspeed_config.build(
-        preset,
+        _preset(file, cfg, may_lose_ranks=may_be_smaller),
         train=train,
         optim=cfg.optim,
         world=world,
@@ -110,8 +108,9 @@ def _with_fewer_rows(cfg: Experiment, world: int) -> Experiment:
     return with_micro_batch(cfg, next(count for count in rows if each % count == 0))
 
 
-def _refuse_sharing(preset: dict[str, Any], cfg: Experiment, *, may_lose_ranks: bool) -> None:
-    """ConfigError where ranks are to share rows in a run in which they cannot."""
+def _preset(file: str, cfg: Experiment, *, may_lose_ranks: bool) -> dict[str, Any]:
+    """The DeepSpeed file. ConfigError where it lets ranks share rows in a run that cannot do so."""
+    preset = deepspeed_config.read(file)
     ranks = deepspeed_config.sequence_ranks(preset)
     why = "--survive goes on with any number of ranks" if may_lose_ranks else cfg.unshared
     if ranks > 1 and why is not None:
@@ -120,6 +119,7 @@ def _refuse_sharing(preset: dict[str, Any], cfg: Experiment, *, may_lose_ranks: 
             "rows of files shares a row among ranks. Delete the key, or use another --deepspeed "
             "(docs/long-rows.md)."
         )
+    return preset
 
 
 def _no_folder(data: Path) -> str:
