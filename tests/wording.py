@@ -642,6 +642,8 @@ DEEPSPEED = wording(
     deepspeed_l2_decay="optimizer.params.adam_w_mode=false is Adam with L2 decay",
     deepspeed_schedule="the loop owns the schedule",
     sharing_of_ranks="sequence_parallel_size={count} does not divide {ranks} rank(s)",
+    sharing_compiled="train.compile=true with sequence_parallel_size={count}",
+    sharing_of_fastest="--fastest with sequence_parallel_size={count}",
     sharing_of_run="sequence_parallel_size={count} in the DeepSpeed file: {reason}. Only task",
     sharing_of_heads="sequence_parallel_size={count} does not divide the {heads} attention heads",
     sharing_of_padded="sequence_parallel_size={count}: the base reads no streams of tokens",

@@ -14,6 +14,7 @@ import torch
 from tests.bases import DECODERS, base_of
 from tests.facts import LLAMA, OF_TASK, experiment, write_facts
 from tests.families import ids_of
+from tests.forked import TRAINER, run
 from tests.wording import Fault, fault, refused, says
 from trainer import tasks
 from trainer.config import deepspeed_config as dc
@@ -42,6 +43,20 @@ CASES = [(lengths, ranks) for lengths in BATCHES for ranks in (2, 3, 4)]
 def _batch(lengths: list[int]) -> dict[str, torch.Tensor]:
     rows = ids_of(lengths, 3)
     return pack_labelled(rows, [[place % 3 for place in range(len(ids))] for ids in rows])
+
+
+def test_the_fastest_way_is_not_looked_for_among_files_that_share_nothing(tmp_path: Path) -> None:
+    facts = write_facts(tmp_path / "facts")
+    values = experiment("causal_lm", facts, base=LLAMA)
+    (tmp_path / "groups.py").write_text(f"EXP_GROUPS = {{'one': [{values!r}]}}\n")
+    (tmp_path / "two.json").write_text(
+        json.dumps({**dc.read("zero2"), "sequence_parallel_size": 2})
+    )
+    argv = ["-e", "one", "--exp_configs", str(tmp_path / "groups.py"), "--data_path", str(facts)]
+    argv += ["--cache_dir", str(tmp_path / "cache"), "--deepspeed", str(tmp_path / "two.json")]
+    done = run(*TRAINER, "plan", *argv, "--device", "2xh200", "--fastest")
+    assert done.returncode == 2, done.stdout + done.stderr
+    says("sharing_of_fastest", done.stderr, count=2)
 
 
 # Stretches
@@ -155,6 +170,13 @@ def test_a_number_of_sharing_ranks_that_is_none_is_refused(value: Any) -> None:
 def test_ranks_that_are_no_multiple_are_refused() -> None:
     with refused("sharing_of_ranks", count=4, ranks=6):
         _built(6, sequence_parallel_size=4)
+
+
+def test_compiled_blocks_are_refused() -> None:
+    train = Train(steps=1, global_batch=8, micro_batch=2, precision="fp32", compile=True)
+    file = {**dc.read("zero2"), "sequence_parallel_size": 2}
+    with refused("sharing_compiled", count=2):
+        dc.build(file, train=train, optim=Optim(lr=1e-3), world=2, source="mine.json")
 
 
 # What is refused of an experiment

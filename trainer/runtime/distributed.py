@@ -179,15 +179,6 @@ def exchanged(parts: Tensor) -> Tensor:
     return received
 
 
-def total_of_neighbours(tensor: Tensor, ranks: int) -> Tensor:
-    """The sum of `tensor` over so many neighbours that share rows, as total() sums."""
-    if ranks == 1:
-        return tensor
-    wire = tensor.detach().to(_wire_device(), copy=True)
-    dist.all_reduce(wire, group=_neighbours[ranks])
-    return wire.to(tensor.device)
-
-
 @contextlib.contextmanager
 def on_side_group() -> Iterator[None]:
     """Inside, gather() and barrier() of this thread use the group of make_side_group()."""

@@ -6,13 +6,12 @@ numbers that disagree are refused with both sources.
 """
 
 from trainer.config.deepspeed_config.build import build
-from trainer.config.deepspeed_config.check import Config
+from trainer.config.deepspeed_config.check import Config, sequence_ranks
 from trainer.config.deepspeed_config.engine import (
     for_engine,
     num_ranks,
     offload_device,
     precision,
-    sequence_ranks,
     summary,
 )
 from trainer.config.deepspeed_config.files import PRESETS, read

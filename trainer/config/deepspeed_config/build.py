@@ -15,8 +15,8 @@ from trainer.config.deepspeed_config.check import (
     SEQUENCE_KEY,
     Config,
     mistakes,
+    sequence_ranks,
 )
-from trainer.config.deepspeed_config.engine import sequence_ranks
 from trainer.config.deepspeed_config.stages import refusals
 from trainer.config.schema import Optim, Train
 from trainer.errors import ConfigError

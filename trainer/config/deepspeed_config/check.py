@@ -49,6 +49,14 @@ _KINDS = {
 }
 
 
+def sequence_ranks(config: Config) -> int:
+    """How many neighbouring ranks share the tokens of each row, of any DeepSpeed dictionary. 1
+    where the value is none that `build` takes.
+    """
+    size = config.get(SEQUENCE_KEY, 1)
+    return size if type(size) is int and size > 0 else 1
+
+
 def mistakes(preset: Config) -> list[str]:
     """All that is wrong with a file by itself, a sentence for each; empty when nothing is."""
     return [*_mistakes(preset, ""), *_numbers(preset)]

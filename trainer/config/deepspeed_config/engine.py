@@ -5,7 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Literal
 
-from trainer.config.deepspeed_config.check import BATCH_KEYS, SEQUENCE_KEY, Config
+from trainer.config.deepspeed_config.check import (
+    BATCH_KEYS,
+    SEQUENCE_KEY,
+    Config,
+    sequence_ranks,
+)
 from trainer.config.deepspeed_config.stages import OFFLOADS
 
 _OURS = ("optimizer", "scheduler", "steps_per_print")  # never handed to DeepSpeed
@@ -59,14 +64,6 @@ def for_engine(config: Config) -> Config:
     if zero["stage"] > 0 and precision(config) == "bf16" and not is_all_bf16:
         engine.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     return engine
-
-
-def sequence_ranks(config: Config) -> int:
-    """How many neighbouring ranks share the tokens of each row, of any DeepSpeed dictionary. 1
-    where the value is none that `build` takes.
-    """
-    size = config.get(SEQUENCE_KEY, 1)
-    return size if type(size) is int and size > 0 else 1
 
 
 def num_ranks(config: Config) -> int:

@@ -120,6 +120,9 @@ def subject_of(
             *notes,
             f"{str(error).splitlines()[0].rstrip('.')}: every row is taken to fill its limits",
         ]
+    if sharding.sharing > 1:
+        own = f"sequence_parallel_size={sharding.sharing}"
+        notes.append(f"other DeepSpeed files are planned as if they said {own}, too")
     epochs = cfg.train.epochs
     if epochs is not None:
         is_counted = isinstance(rows["train"], StoredRows)
