@@ -30,7 +30,9 @@ LORA = {"r": 4, "alpha": 8, "targets": "all-linear", "dropout": 0.0}
 _OF_KIND: dict[str, dict[str, Any]] = {
     "grouped": {},
     "alike": {"base": {"config": LLAMA["config"] | {"num_key_value_heads": 4}, "seed": 1}},
-    "answers": {"data": {"source": "files", "format": "prompt_completion", "max_tokens": 64}},
+    "answers": {
+        "data": {"source": "files", "loss_on": "answer", "columns": {"completion": "answer"}}
+    },
     "noise": {
         "train": {"neftune_alpha": 5.0, "label_smoothing": 0.1, "gradient_checkpointing": True}
     },
