@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trainer.models.decoder.streams import reader_of
 from trainer.models.packed.layout import pack_labelled
 from trainer.models.stretches.stretch import stretch_of
-from trainer.protocol.abilities import Place
+from trainer.protocol.abilities import RankPlace
 from trainer.runtime import distributed
 from trainer.tasks.causal_lm.task import CausalLM
 
@@ -56,7 +56,7 @@ def _rank(rank: int, ranks: int, store: str, tokens: int, every: int | None, out
     batch = pack_labelled([ids], [[1] * tokens])
     units = len(batch["scored"])
     if ranks > 1:
-        batch = stretch_of(batch, Place(rank, ranks))
+        batch = stretch_of(batch, RankPlace(rank, ranks))
     dist.barrier()
     before, wall, cpu = _peak_mib(), time.perf_counter(), time.process_time()
     loss = model(**batch)["loss"] / units

@@ -23,7 +23,7 @@ from trainer.models.packed.layout import pack_labelled
 from trainer.models.stretches.stretch import stretch_of
 from trainer.plan.memory.fake_device import exchanges_alone
 from trainer.plan.memory.measure import MeasureRequest, measure
-from trainer.protocol.abilities import Place, shared
+from trainer.protocol.abilities import RankPlace, shared
 from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.tasks.causal_lm.task import CausalLM
 
@@ -61,7 +61,7 @@ class SharedStep:
 
     def rows(self) -> dict[str, Tensor]:
         batch = pack_labelled(ids_of(TOKENS, 3), [[1] * count for count in TOKENS])
-        return batch if self.ranks == 1 else stretch_of(batch, Place(0, self.ranks))
+        return batch if self.ranks == 1 else stretch_of(batch, RankPlace(0, self.ranks))
 
     def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         return model(**batch)["loss"]
@@ -103,6 +103,6 @@ def test_a_plan_of_two_ranks_that_share_rows_has_half_of_the_activations(tmp_pat
         assert HALF[0] * whole < half < HALF[1] * whole, kind
         assert steps[0].units == steps[1].units, "of the whole batch"
         batch = task.collate(rows)
-        parts = [shared(task, batch, Place(number, 2)) for number in range(2)]
+        parts = [shared(task, batch, RankPlace(number, 2)) for number in range(2)]
         most = max(len(part["scored"]) for part in parts)
         assert steps[1].shapes["scored"] == [most]

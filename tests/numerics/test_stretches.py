@@ -19,7 +19,7 @@ from trainer.models.inputs.neftune import noise_fields
 from trainer.models.losses import Terms
 from trainer.models.packed.layout import pack_labelled
 from trainer.models.stretches.stretch import stretch_of
-from trainer.protocol.abilities import Place
+from trainer.protocol.abilities import RankPlace
 from trainer.protocol.task import DRAW, Batch
 from trainer.runtime import distributed
 from trainer.tasks.causal_lm.task import CausalLM
@@ -69,7 +69,7 @@ def _step(model: CausalLM, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 def _differences(names: list[str], ranks: int, every: int | None) -> list[tuple[str, float]]:
     """On a rank: how far shared steps are from whole ones, relatively, by what was compared."""
     distributed.make_neighbours(ranks)
-    place = Place(distributed.rank() % ranks, ranks)
+    place = RankPlace(distributed.rank() % ranks, ranks)
     found: list[tuple[str, float]] = []
     for name in names:
         for kind, lengths in LENGTHS.items():
@@ -90,7 +90,7 @@ def _differences(names: list[str], ranks: int, every: int | None) -> list[tuple[
     return found
 
 
-def _sum_of_neighbours(tensor: Tensor, place: Place) -> Tensor:
+def _sum_of_neighbours(tensor: Tensor, place: RankPlace) -> Tensor:
     first = distributed.rank() - place.number
     return torch.cat(distributed.gather_rows(tensor[None])[first : first + place.ranks]).sum(0)
 

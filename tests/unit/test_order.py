@@ -36,7 +36,7 @@ from trainer.data.order import (
 )
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError
-from trainer.protocol.abilities import Place
+from trainer.protocol.abilities import RankPlace
 from trainer.protocol.task import DRAW, EPOCH, STEP, Batch, Encoded, Task
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -265,7 +265,7 @@ def test_neighbours_that_share_rows_get_the_rows_of_one_rank(
         shared = replace(one, world=world, rank=rank, sharing=sharing)
         assert (shared.accumulation, shared.place) == (
             one.accumulation,
-            Place(rank % sharing, sharing),
+            RankPlace(rank % sharing, sharing),
         )
         own, want = (
             window_rows(1, lengths=lengths, sharding=replace(each, micro_tokens=tokens), seed=3)

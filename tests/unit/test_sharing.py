@@ -30,7 +30,7 @@ from trainer.models.stretches import exchange
 from trainer.models.stretches.bases import problems
 from trainer.models.stretches.stretch import stretch_of
 from trainer.plan.memory.deepspeed_terms import Zero
-from trainer.protocol.abilities import Place, refuse_sharing
+from trainer.protocol.abilities import RankPlace, refuse_sharing
 from trainer.protocol.task import Places
 from trainer.runtime import distributed
 from trainer.training.options import Options
@@ -66,7 +66,7 @@ def test_the_fastest_way_is_not_looked_for_among_files_that_share_nothing(tmp_pa
 @pytest.mark.parametrize(("lengths", "ranks"), CASES)
 def test_stretches_hold_every_token_and_every_target_once(lengths: list[int], ranks: int) -> None:
     batch = _batch(lengths)
-    parts = [stretch_of(batch, Place(number, ranks)) for number in range(ranks)]
+    parts = [stretch_of(batch, RankPlace(number, ranks)) for number in range(ranks)]
     length, total = len(parts[0]["tokens"]), sum(lengths)
     assert {len(part["tokens"]) for part in parts} == {length}
     assert 0 <= ranks * length - total < ranks
@@ -82,7 +82,7 @@ def test_stretches_hold_every_token_and_every_target_once(lengths: list[int], ra
 @pytest.mark.parametrize(("lengths", "ranks"), CASES)
 def test_a_stretch_knows_where_all_rows_lie(lengths: list[int], ranks: int) -> None:
     batch = _batch(lengths)
-    part = stretch_of(batch, Place(ranks - 1, ranks))
+    part = stretch_of(batch, RankPlace(ranks - 1, ranks))
     end = ranks * len(part["tokens"])
     kept = len(lengths) + 1
     assert torch.equal(part["starts"][:kept], batch["starts"])
@@ -99,14 +99,14 @@ def test_every_label_of_a_stretch_is_of_the_source_of_its_row() -> None:
     lengths, source_B = [9, 3, 12], torch.tensor([4, 5, 6])
     batch = _batch(lengths)
     whole = source_of_labels(batch, source_B, torch.tensor(len(batch["scored"])))
-    parts = [stretch_of(batch, Place(number, 2)) for number in range(2)]
+    parts = [stretch_of(batch, RankPlace(number, 2)) for number in range(2)]
     found = [source_of_labels(one, source_B, torch.tensor(len(one["scored"]))) for one in parts]
     assert torch.equal(torch.cat(found), whole)
 
 
 def test_a_field_whose_place_is_unknown_is_no_part_of_a_stretch() -> None:
     with pytest.raises(AssertionError, match="nobody knows which part of weights"):
-        stretch_of(_batch([4]) | {"weights": torch.ones(4)}, Place(0, 2))
+        stretch_of(_batch([4]) | {"weights": torch.ones(4)}, RankPlace(0, 2))
 
 
 def test_heads_that_come_from_all_ranks_stand_in_the_order_of_tokens_and_heads(
@@ -193,7 +193,7 @@ def _planned(folder: Path, values: dict[str, Any], world: int = 2, **how: Any) -
 def test_a_plan_says_which_rows_a_rank_gets_and_its_place(tmp_path: Path) -> None:
     values = experiment("causal_lm", tmp_path, base=LLAMA)
     sharding: Sharding = _planned(tmp_path, values, world=4).sharding
-    assert (sharding.groups, sharding.group, sharding.place) == (2, 1, Place(1, 2))
+    assert (sharding.groups, sharding.group, sharding.place) == (2, 1, RankPlace(1, 2))
 
 
 @pytest.mark.parametrize("task", sorted(set(OF_TASK) - {"causal_lm"}))
@@ -255,7 +255,9 @@ def _with_rope(base: dict[str, Any], rope_type: str) -> dict[str, Any]:
 
 def test_every_decoder_that_is_packed_can_be_shared_by_two(tmp_path: Path) -> None:
     for name in DECODERS:
-        values = experiment("causal_lm", tmp_path) | {"base": base_of("causal_lm", name, vocab_size=384)}
+        values = experiment("causal_lm", tmp_path) | {
+            "base": base_of("causal_lm", name, vocab_size=384)
+        }
         write_facts(tmp_path)
         task: Any = tasks.load(tasks.parse(values), Places(tmp_path, tmp_path / "c", tmp_path))
         assert task.sharing_problems(2) == [], name

@@ -32,7 +32,7 @@ from trainer.data.mixed.by_source import source_of_labels
 from trainer.data.mixed.mixture import Mix, Mixture, mixture_of
 from trainer.data.mixed.store import sources_in
 from trainer.errors import ConfigError, DataError
-from trainer.protocol.abilities import ArrangesRows, Packs, Place, Shapes, shared
+from trainer.protocol.abilities import ArrangesRows, Packs, RankPlace, Shapes, shared
 from trainer.protocol.task import DRAW, EPOCH, STEP, Batch, Task
 from trainer.runtime import distributed
 
@@ -108,9 +108,9 @@ class Sharding:
         return self.rank // self.sharing
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """This rank's place in its group."""
-        return Place(self.rank % self.sharing, self.sharing)
+        return RankPlace(self.rank % self.sharing, self.sharing)
 
     @property
     def accumulation(self) -> int:

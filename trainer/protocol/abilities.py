@@ -418,14 +418,14 @@ class Packs(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The place of a rank among the neighbours that share the tokens of a row."""
 
     number: int = 0
     ranks: int = 1
 
 
-ALONE = Place()
+ALONE = RankPlace()
 
 
 @runtime_checkable
@@ -440,7 +440,7 @@ class SharesRows(Protocol):
         """
         ...
 
-    def share(self, batch: Batch, place: Place) -> Batch:
+    def share(self, batch: Batch, place: RankPlace) -> Batch:
         """What the rank at this place reads of a batch from `collate`. The losses and units of all
         places add up to those of the batch.
         """
@@ -456,7 +456,7 @@ def refuse_sharing(task: Task, ranks: int) -> None:
             raise ConfigError("\n".join(problems))
 
 
-def shared(task: Task, batch: Batch, place: Place) -> Batch:
+def shared(task: Task, batch: Batch, place: RankPlace) -> Batch:
     """What the rank at this place reads of a batch: the batch itself where rows are not shared."""
     if place.ranks == 1:
         return batch

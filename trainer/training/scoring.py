@@ -26,7 +26,7 @@ from trainer.protocol.abilities import (
     GREEDY,
     Answers,
     JudgesAnswers,
-    Place,
+    RankPlace,
     Search,
     question_of,
     shared,
@@ -72,7 +72,7 @@ def evaluate(
     batch: int,
     num_rows: int | None = None,
     stop: Callable[[], None] | None = None,
-    place: Place = ALONE,
+    place: RankPlace = ALONE,
 ) -> dict[str, float]:
     """Every metric of `task.scores` over the first `num_rows` (None: all) of `store`, each once, on
     any ranks.

@@ -18,7 +18,7 @@ from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import ALIGNED, grids_of
 
 if TYPE_CHECKING:
-    from trainer.protocol.abilities import Place
+    from trainer.protocol.abilities import RankPlace
     from trainer.protocol.task import Batch
 
 # M tokens of all rows, P ranks, L tokens of a stretch, N scored tokens of it
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _OF_TOKENS = ("tokens", "position", *NOISE_FIELDS)
 
 
-def stretch_of(batch: Batch, place: Place) -> Batch:
+def stretch_of(batch: Batch, place: RankPlace) -> Batch:
     """What the rank at this place reads of a batch of layout.pack_labelled, perhaps with noise and
     a teacher's values. A row of up to P - 1 more tokens makes the stream one of P x L tokens:
 

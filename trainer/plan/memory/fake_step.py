@@ -179,9 +179,9 @@ def _run_blocks(request: MeasureRequest, places: Places, shorten: Any) -> Measur
 
 def _fullest_part(task: Any, batch: dict[str, Tensor], sharing: int) -> dict[str, Tensor]:
     """Of a batch that so many ranks share, the part with the most labels."""
-    from trainer.protocol.abilities import Place, shared
+    from trainer.protocol.abilities import RankPlace, shared
 
-    parts = [shared(task, batch, Place(number, sharing)) for number in range(sharing)]
+    parts = [shared(task, batch, RankPlace(number, sharing)) for number in range(sharing)]
     return max(parts, key=lambda part: int(task.units(part)))
 
 

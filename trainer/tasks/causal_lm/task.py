@@ -28,7 +28,7 @@ from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack_labelled
 from trainer.models.stretches.bases import problems
 from trainer.models.stretches.stretch import stretch_of
-from trainer.protocol.abilities import Place, ReplyText, Uncut
+from trainer.protocol.abilities import RankPlace, ReplyText, Uncut
 from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.config import Config
 from trainer.tasks.causal_lm.text_tokens import TextTokens
@@ -268,7 +268,7 @@ class Task(DistilledTask[Config], ContinuationTask[Config]):
     def sharing_problems(self, ranks: int) -> list[str]:
         return list(problems(base_source.config_of(self.cfg.base, self.places), ranks))
 
-    def share(self, batch: Batch, place: Place) -> Batch:
+    def share(self, batch: Batch, place: RankPlace) -> Batch:
         return stretch_of(batch, place)
 
     def num_labels(self, row: Mapping[str, Any]) -> int:
