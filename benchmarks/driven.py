@@ -9,8 +9,9 @@ worker starts, so that workers never wait. Printed, and written as JSON to --out
   together, and of each alone, one worker after another; the states that they save included.
 - fairness: when small runs are done beside one whose operations are 20 times as large, and what
   each run was served until then, in tokens.
-- a step (forward_backward of one short row, optim_step): in the process, over the log, and over the
-  log of a worker that runs share.
+- a step (forward_backward, optim_step) of one short row, and of so many rows that it takes about a
+  second: in the process, over the log, over the log of a worker that runs share, and by the SDK
+  `tinker` from a process of its own over HTTP. Medians; the long one also as a share.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
+from benchmarks.service import Server  # noqa: E402
+from jobs.serve import offers  # noqa: E402
+from tests.clients.environments import environment  # noqa: E402
 from trainer.config.identity import exp_id  # noqa: E402
 from trainer.operations.guests import Guests  # noqa: E402
 from trainer.operations.operation_log import FOLDER, OperationLog  # noqa: E402
@@ -42,6 +46,8 @@ from trainer.operations.rows import DrivenRow, rows_to_payload  # noqa: E402
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 ADAM |= {"weight_decay": 0.0, "grad_clip_norm": 0.0}
 VOCABULARY, ROWS = 4096, (16, 64)  # tokens of a row, from and to
+STEPS = {"short": (1, 60), "long": (48, 12)}  # rows of a step, and how many steps
+WARM = 4  # steps
 Values = dict[str, Any]
 
 
@@ -84,12 +90,17 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def lengths(seed: int, count: int) -> list[int]:
+    """The tokens of the rows of a pass."""
+    return [int(one) for one in np.random.default_rng(seed).integers(*ROWS, count)]
+
+
 def rows(seed: int, count: int) -> tuple[bytes, Values]:
     """The payload and the fields of a pass."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(seed + 1)
     every: list[DrivenRow] = []
-    for _ in range(count):
-        ids = random.integers(0, VOCABULARY - 2, int(random.integers(*ROWS)) + 1)
+    for length in lengths(seed, count):
+        ids = random.integers(0, VOCABULARY - 2, length + 1)
         every.append(DrivenRow(ids[:-1].astype(np.int32), {"target_tokens": ids[1:]}))
     payload, inputs = rows_to_payload(every)
     return payload, {"loss_fn": "cross_entropy", "inputs": inputs}
@@ -118,7 +129,7 @@ def worker(values: Values, savedir: Path, *, measures: bool = False) -> Values:
 
 
 def be_worker(values: Values, savedir: Path, *, measures: bool) -> None:
-    """The process of worker()."""
+    """The process of worker(). measures: the steps of overhead(), without a log."""
     import torch
 
     from trainer.driven.loop import DrivenLoop
@@ -133,7 +144,11 @@ def be_worker(values: Values, savedir: Path, *, measures: bool) -> None:
 
     def inside(loop: Any) -> str:
         """A step without a log: what the model does, and nothing is written."""
-        report["step_ms"] = _steps_inside(loop.account.model, values)
+        model = loop.account.model
+        model.is_created, first = True, 0
+        for name, (size, steps) in STEPS.items():
+            report[name] = _steps_inside(model, size, steps, first)
+            first += steps
         return "paused"
 
     if measures:
@@ -148,12 +163,12 @@ def be_worker(values: Values, savedir: Path, *, measures: bool) -> None:
     distributed.shutdown(0)
 
 
-def _steps_inside(model: Any, values: Values) -> list[float]:
+def _steps_inside(model: Any, size: int, steps: int, first: int) -> list[float]:
     from trainer.operations.operation_log import Operation
 
-    payload, fields = rows(7, 1)
-    model.is_created, times = True, []
-    for number in range(60):
+    payload, fields = rows(7, size)
+    times: list[float] = []
+    for number in range(first, first + steps):
         began = time.perf_counter()
         for seq, kind, own, content in (
             (2 * number + 1, "forward_backward", fields, payload),
@@ -221,33 +236,65 @@ def fairness(how: argparse.Namespace, folder: Path, tokenizer: Path) -> Values:
 
 
 def overhead(folder: Path, tokenizer: Path, how: argparse.Namespace) -> Values:
-    """Milliseconds of a step, medians."""
-    inside = worker(values_of(0, 1, tokenizer, how), folder / "inside", measures=True)
-    report: Values = {"inside_ms": round(statistics.median(inside["step_ms"][10:]), 2)}
-    for name, together in (("log_ms", 1), ("shared_log_ms", 8)):
+    """Milliseconds of a step, medians, and what the SDK and the service add to a long one."""
+    values = values_of(0, 1, tokenizer, how)
+    ways = {"inside": worker(values, folder / "inside", measures=True)}
+    for way, together in (("log", 1), ("shared_log", 8)):
         values = values_of(0, together, tokenizer, how)
-        run = write_run(values, folder / name, 0, 1)
-        command = [sys.executable, __file__, "--worker", json.dumps(values), str(folder / name)]
+        run = write_run(values, folder / way, 0, 1)
+        command = [sys.executable, __file__, "--worker", json.dumps(values), str(folder / way)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        report[name] = round(statistics.median(_steps_over_log(run)[10:]), 2)
+        ways[way] = _steps_over_log(run)
         process.wait()
-    return report
+    ways["http"] = _steps_over_http(folder / "http", values_of(0, 1, tokenizer, how))
+    report: Values = {
+        f"{way}_{name}_ms": round(statistics.median(times[name][WARM:]), 2)
+        for way, times in ways.items()
+        for name in STEPS
+    }
+    added = report["http_long_ms"] - report["inside_long_ms"]
+    return report | {"http_long_share": round(added / report["inside_long_ms"], 4)}
 
 
-def _steps_over_log(run: Path) -> list[float]:
+def _steps_over_log(run: Path) -> dict[str, list[float]]:
     """Each step is sent when the one before has its result, as a client does that awaits it."""
-    log, results, times = OperationLog(run / FOLDER), OperationResults(run / FOLDER), []
-    payload, fields = rows(7, 1)
-    for number in range(60):
-        began = time.perf_counter()
-        log.append("forward_backward", 2 * number + 1, fields, payload)
-        log.append("optim_step", 2 * number + 2, ADAM)
-        while results.last_seq < 2 * number + 2:
-            results.follow()
-            time.sleep(0.0005)
-        times.append(1000 * (time.perf_counter() - began))
+    log, results = OperationLog(run / FOLDER), OperationResults(run / FOLDER)
+    times: dict[str, list[float]] = {name: [] for name in STEPS}
+    for name, (size, steps) in STEPS.items():
+        payload, fields = rows(7, size)
+        for _ in range(steps):
+            began, seq = time.perf_counter(), log.last_seq + 1
+            log.append("forward_backward", seq, fields, payload)
+            log.append("optim_step", seq + 1, ADAM)
+            while results.last_seq < seq + 1:
+                results.follow()
+                time.sleep(0.0005)
+            times[name].append(1000 * (time.perf_counter() - began))
     log.close()
     return times
+
+
+def _steps_over_http(folder: Path, values: Values) -> dict[str, list[float]]:
+    """The steps of an unmodified SDK, in an environment of its own, against `lathe serve`."""
+    tiny = offers.read(None).models["tiny-chat"].experiment
+    experiment = {**tiny, "base": values["base"], "tokenizer": values["tokenizer"]}
+    train = {key: one for key, one in values["train"].items() if key not in ("steps", "seed")}
+    driven = {"max_tokens": values["data"]["max_tokens"], "changes": {"train": train}}
+    offer = {"experiment": experiment, "driven": {**driven, "put_aside_s": 60.0}}
+    (folder / "base").mkdir(parents=True)
+    os.environ["LATHE_QUEUE"] = str(folder / "queue")
+    server = Server(folder / "base", {"models": {"made-up": offer}})
+    try:
+        server.until_it_knows(0)
+        world = {"url": server.url, "model": "made-up", "rank": values["lora"]["r"]}
+        world |= {"steps": [[lengths(7, size), steps] for size, steps in STEPS.values()]}
+        program = Path(__file__).with_name("driven_client.py")
+        python = environment("tinker") / "bin" / "python"
+        command = [str(python), str(program), json.dumps({**world, "vocabulary": VOCABULARY - 2})]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    finally:
+        server.stop()
+    return dict(zip(STEPS, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +101,28 @@ def run(path: Path, values: dict[str, Any]) -> None:
 
 
 class Server:
-    """The server as a process."""
+    """The server as a process. config: laid over SERVICE of service.py."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, config: Mapping[str, Any] | None = None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
         argv = [sys.executable, "-m", "jobs.serve.app", "-sb", str(base), "--allow-dirty"]
         file = base.parent / "service.py"  # one client asks as much as a hundred
         file.write_text(
             "from service import SERVICE as OURS\n"
-            "SERVICE = {**OURS, 'requests_per_minute': 10**6}\n"
+            f"SERVICE = {{**OURS, 'requests_per_minute': 10**6, **{dict(config or {})!r}}}\n"
         )
         argv += ["--service_config", str(file)]
         self.began = time.monotonic()
         self.process = subprocess.Popen([*argv, "--port", str(self.port)], cwd=ROOT)
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def ask(self, path: str) -> Any:
         """What it answers."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
             return json.loads(answer.read())
 
     def until_it_knows(self, count: int) -> tuple[float, float]:

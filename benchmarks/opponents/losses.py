@@ -317,11 +317,7 @@ class OfCrossAttention(Loss):
         attention.begin(read, equal=self.is_equal)
         with torch.no_grad():
             given = {"input_ids": ids[None], "position_ids": places[None], "use_cache": False}
-            found: list[Tensor] = []
-            hook = base.transformer.h[-1].register_forward_hook(lambda *x: found.append(x[-1]))
-            base.transformer(**given)
-            hook.remove()
-        states = found[0][0]
+            states = base.transformer(**given).last_hidden_state[0]
         ids, places = flat(decoders)
         attention.begin(lengths, equal=self.is_equal)
         hidden = base.transformer.wte(ids[None]) + base.transformer.wpe(places[None])

@@ -24,6 +24,7 @@ from tests.unit.test_retriever_task import loaded, texts, training_rows
 from tests.wording import refused
 from trainer.commands.plan import subject_for
 from trainer.config.auto import CHUNKS, with_chunk_tokens
+from trainer.devices import LARGE_CUBLAS
 from trainer.launch.run import run
 from trainer.plan.memory import fake_step
 from trainer.plan.memory.measure import measuring, with_value
@@ -156,7 +157,7 @@ def _begun_and_gone_on(folder: Path) -> tuple[dict[int, int], list[tuple[int, li
                     values=with_value(values, CHUNKS, tokens),
                     cfg=with_chunk_tokens(subject.cfg, tokens),
                 ),
-                cublas=0,
+                cublas=LARGE_CUBLAS,
             ).total
             for tokens in SIZES
         }
