@@ -54,7 +54,9 @@ def form_of(task: Any) -> VectorForm | None:
 class TrainedSearcher:
     """MTEB's SearchProtocol. Vectors lie in a folder until the next corpus comes."""
 
-    def __init__(self, form: VectorForm, task: Any, model: nn.Module, *, batch: int, meta: Any) -> None:
+    def __init__(
+        self, form: VectorForm, task: Any, model: nn.Module, *, batch: int, meta: Any
+    ) -> None:
         self._form, self._task, self._model, self._batch = form, task, model, batch
         self.mteb_model_meta = meta
         self._names: list[str] = []

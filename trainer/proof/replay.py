@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.auto import with_micro_batch, with_recomputation, with_steps
+from trainer.config.deepspeed_config import sequence_ranks
 from trainer.config.schema import steps_between
 from trainer.data.mixed.store import sources_in
 from trainer.errors import CheckpointError, ConfigError
@@ -204,9 +205,14 @@ def as_it_ran(plan: RunPlan) -> RunPlan:
     world = (
         plan.sharding.world
     )  # the file is that of the last start, which may have had other flags
-    accumulation = ds["train_batch_size"] // (ds["train_micro_batch_size_per_gpu"] * world)
+    sharing = sequence_ranks(ds)
+    if world % sharing:
+        sharing = ds["sequence_parallel_size"] = 1
+    groups = world // sharing
+    accumulation = ds["train_batch_size"] // (ds["train_micro_batch_size_per_gpu"] * groups)
     ds["gradient_accumulation_steps"] = accumulation
-    return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
+    sharding = replace(plan.sharding, micro_batch=rows, sharing=sharing)
+    return replace(plan, cfg=cfg, ds=ds, sharding=sharding)
 
 
 def worlds(proofs: dict[int, str]) -> Iterator[tuple[int, int, int]]:
